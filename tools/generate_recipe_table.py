@@ -97,7 +97,7 @@ def _arithmetic(each: Recipe) -> str:
     return _row(
         f"[{each.name}](../../{RECIPES.relative_to(REPOSITORY_ROOT)}/{each.name}.yaml)",
         f"{cluster.num_nodes} x {cluster.gpus_per_node}",
-        mesh_text(policy, model_ranks(cluster, config.models)[0]) or "1",
+        mesh_text(policy, model_ranks(cluster, config.models)["policy"]) or "1",
         engines,
         f"{samples}{' pairs' if rows > samples else ''}",
         f"{samples // policy.train_global_batch_size}",

@@ -15,7 +15,6 @@ from nemo_rl.algorithms.rollout.source import source_wrapper
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.run import train as distillation_train
-from nemo_rl.algorithms.setup.roles import Role
 from nemo_rl.algorithms.setup.user_parts import NOTHING, HandedIn
 from nemo_rl.algorithms.teacher import TeacherScores, check_teacher_fits, check_vocab_equality
 from nemo_rl.config import DistillationConfig, DistillationMasterConfig
@@ -66,7 +65,7 @@ def recipe(config: DistillationMasterConfig, handed_in: HandedIn = NOTHING) -> R
         tokenizer=tokenizer,
         data=handed_in.data(config, lambda: setup_response_data(tokenizer, config.data, config.env), sampled=True),
         loss_fn=handed_in.loss(DistillationLossFn(config.loss_fn), config.loss_fn),
-        roles={"policy": Role(config.policy), "teacher": Role(config.teacher, trains=False)},
+        roles=config.models,
         stages=stages,
         source=source_wrapper(config.distillation.rollout_source, "distillation.rollout_source"),
         needs_reward=False,

@@ -20,10 +20,9 @@ from nemo_rl.algorithms.rollout.source import DynamicSampling, FreshRollouts, Ro
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.run import train as grpo_train
-from nemo_rl.algorithms.setup.roles import Role
 from nemo_rl.algorithms.setup.user_parts import NOTHING, HandedIn
 from nemo_rl.compat.public_names import public_names
-from nemo_rl.config import GRPOConfig, GRPOMasterConfig
+from nemo_rl.config import GRPOConfig, GRPOMasterConfig, Role
 from nemo_rl.data.datasets.setup import setup_response_data
 from nemo_rl.losses.loss_function import LossFunction
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
@@ -111,7 +110,7 @@ def recipe(config: GRPOMasterConfig, handed_in: HandedIn = NOTHING) -> RolloutRe
         tokenizer=tokenizer,
         data=handed_in.data(config, lambda: setup_response_data(tokenizer, config.data, config.env), sampled=True),
         loss_fn=loss_fn,
-        roles={"policy": Role(config.policy, keeps_reference=needs_reference)},
+        roles=config.models | {"policy": Role(config.policy, keeps_reference=needs_reference)},
         stages=stages,
         source=source,
         prompt_factor=grpo.batch_multiplier if grpo.use_dynamic_sampling else 1.0,

@@ -11,15 +11,16 @@ from nemo_rl.config.loading.load import config_of, load_config, save_resolved
 from nemo_rl.config.loading.overrides import OverridesError
 from nemo_rl.config.rules.broken_rules import report_findings
 from nemo_rl.config.rules.loss import check_loss_options
+from nemo_rl.config.rules.roles import Role, sharing, trained
+from nemo_rl.config.rules.second_models import check_second_models
 from nemo_rl.config.rules.topology import (
     Topology,
     data_parallel_ranks,
+    divide_cluster,
     model_ranks,
     parallel_sizes,
     plan_topology,
     row_length_multiple,
-    students_share,
-    teachers_share,
 )
 from nemo_rl.config.rules.training import check_advantages, check_reward_scaling, check_reward_shaping
 from nemo_rl.config.runs.devices import check_device, count_gpus
@@ -36,7 +37,6 @@ from nemo_rl.config.schema.algorithms.distillation import (
     DistillationConfig,
     DistillationLossConfig,
     TeacherConfig,
-    TeacherPlacementConfig,
 )
 from nemo_rl.config.schema.algorithms.dpo import DPOConfig
 from nemo_rl.config.schema.algorithms.evaluation import EvalConfig, EvalDataConfig
@@ -74,8 +74,9 @@ from nemo_rl.config.schema.model.parallel import (
     SchedulerMilestones,
     SequencePackingConfig,
 )
-from nemo_rl.config.schema.model.policy import PolicyConfig, RewardModelConfig, TokenizerConfig
+from nemo_rl.config.schema.model.policy import PlacementConfig, PolicyConfig, RewardModelConfig, TokenizerConfig
 from nemo_rl.config.schema.named_part import NamedPartConfig, RolloutSourceConfig
+from nemo_rl.config.schema.second_model import SecondModelConfig
 
 __all__ = [
     "FEEDBACK_DATASET_NAMES",
@@ -98,7 +99,6 @@ __all__ = [
     "RolloutSourceConfig",
     "RolloutTrainingConfig",
     "TeacherConfig",
-    "TeacherPlacementConfig",
     "REPOSITORY_ROOT",
     "RESPONSE_DATASET_NAMES",
     "AdvantageEstimatorConfig",
@@ -127,11 +127,14 @@ __all__ = [
     "MlflowConfig",
     "OptimizerConfig",
     "OverridesError",
+    "PlacementConfig",
     "PolicyConfig",
     "RewardScalingConfig",
     "RewardShapingConfig",
+    "Role",
     "SchedulerConfig",
     "SchedulerMilestones",
+    "SecondModelConfig",
     "Section",
     "SequencePackingConfig",
     "SwanlabConfig",
@@ -148,9 +151,11 @@ __all__ = [
     "check_loss_options",
     "check_reward_scaling",
     "check_reward_shaping",
+    "check_second_models",
     "config_of",
     "count_gpus",
     "data_parallel_ranks",
+    "divide_cluster",
     "find_path",
     "load_config",
     "model_ranks",
@@ -159,6 +164,6 @@ __all__ = [
     "plan_topology",
     "report_findings",
     "save_resolved",
-    "students_share",
-    "teachers_share",
+    "sharing",
+    "trained",
 ]

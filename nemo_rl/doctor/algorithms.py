@@ -5,12 +5,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl.config import MasterConfig
+from nemo_rl.config import MasterConfig, Role
 from nemo_rl.config.loading.algorithms import ALGORITHMS
 
 if TYPE_CHECKING:  # they take seconds to import
     from nemo_rl.algorithms.rollout.start import RolloutRecipe
-    from nemo_rl.algorithms.setup.roles import Role
     from nemo_rl.algorithms.supervised.start import SupervisedRecipe
 
 
@@ -38,16 +37,15 @@ def recipe_of(config: MasterConfig, *, with_data: bool = True) -> "RolloutRecipe
     return made
 
 
-def roles_of(config: MasterConfig) -> "Mapping[str, Role]":
+def roles_of(config: MasterConfig) -> Mapping[str, Role]:
     """Return the models of a run by name.
 
     Raises:
         ConfigError: as in `recipe_of`.
     """
     from nemo_rl.algorithms.rollout.start import RolloutRecipe
-    from nemo_rl.algorithms.setup.roles import Role
 
     recipe = recipe_of(config, with_data=False)
     if isinstance(recipe, RolloutRecipe):
         return recipe.roles
-    return {"policy": Role(config.policy, keeps_reference=recipe.keeps_reference)}
+    return config.models | {"policy": Role(config.policy, keeps_reference=recipe.keeps_reference)}

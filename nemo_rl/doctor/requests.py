@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nemo_rl.config import ClusterConfig, EvalMasterConfig, MasterConfig
+from nemo_rl.config import ClusterConfig, EvalMasterConfig, MasterConfig, PolicyConfig
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,17 @@ class RunRequest:
     dummy_step: bool = False
 
 
+def models_of(config: MasterConfig) -> list[PolicyConfig]:
+    """The sections of the models of a run."""
+    return [role.section for role in config.models.values()]
+
+
 def node_request(config: MasterConfig | EvalMasterConfig | None, *, starts_ray: bool) -> NodeRequest:
     """Return a configuration's requirements of each machine; without one, those of any run."""
     if config is None:
         return NodeRequest(starts_ray=starts_ray)
-    cluster, models = config.cluster, [config.policy] if isinstance(config, EvalMasterConfig) else config.models
+    cluster = config.cluster
+    models = [config.policy] if isinstance(config, EvalMasterConfig) else models_of(config)
     generation = config.policy.generation
     return NodeRequest(
         uses_gpu=cluster.uses_gpu,

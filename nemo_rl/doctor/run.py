@@ -14,7 +14,7 @@ from nemo_rl.config.rules.trackers import check_trackers
 from nemo_rl.doctor import dummy_step
 from nemo_rl.doctor.algorithms import recipe_of, roles_of
 from nemo_rl.doctor.checks import Check, Finding, skipped
-from nemo_rl.doctor.requests import RunRequest
+from nemo_rl.doctor.requests import RunRequest, models_of
 from nemo_rl.doctor.runner import as_the_run_says, warnings_of_library
 from nemo_rl.host.disk_space import free_bytes, readable_bytes
 from nemo_rl.utils.errors import ConfigError
@@ -44,7 +44,8 @@ def check_model(request: RunRequest) -> Finding:
 
     def look() -> str:
         check_reachable_models(request.config)
-        models = [request.config.policy] if isinstance(request.config, EvalMasterConfig) else request.config.models
+        config = request.config
+        models = [config.policy] if isinstance(config, EvalMasterConfig) else models_of(config)
         return ", ".join(dict.fromkeys(model.model_name for model in models))
 
     return as_the_run_says(look, "Correct the name; without a network fill the hub's cache (HF_HOME) or use a folder.")
@@ -58,7 +59,7 @@ def check_mesh(request: RunRequest) -> Finding:
     def look() -> str:
         config = request.config
         if isinstance(config, MasterConfig):
-            check_backends(config)
+            check_backends(config.models, config.cluster)
         check_engine_model(config.policy, config.cluster)
         return "the model fits its ranks and engines"
 

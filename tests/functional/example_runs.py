@@ -192,7 +192,7 @@ def interrupted_and_resumed(
     first.processes()
     name = send(first.process.pid)
     assert first.finish(120) == 75, first.log()[-3000:]
-    assert f"{name}: the run ends behind this step with a checkpoint, within 600 s" in first.log()
+    assert f"{name}: the run ends after this step with a checkpoint, within 600 s" in first.log()
     last = re.search(rf"RunInterruptedError: {name} was received. The checkpoint of step (\d+) is", first.log())
     assert last is not None and (folder / f"checkpoints/step_{last.group(1)}").exists()
     assert first.survivors() == []

@@ -117,7 +117,7 @@ def test_a_full_disk_costs_what_was_not_saved_yet(start_example: StartExample, n
         assert run.finish() == 1, run.log()[-3000:]
         named = re.escape(f"could not be written to {checkpoints}: no space left on device (a checkpoint takes 12.")
         assert re.search(rf"CheckpointError: step_6 {named}.*step_2 is complete and stays\.", run.log())
-        assert re.search(rf" E step_4 {named}.* Training goes on; the next save, or the one", run.log())
+        assert re.search(rf" E step_4 {named}.* Training continues; the next save, or the one", run.log())
         assert [path.name for path in checkpoints.glob("*step_*")] == ["step_2"]
 
         filling.unlink()

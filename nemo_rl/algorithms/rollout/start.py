@@ -31,14 +31,15 @@ from nemo_rl.algorithms.rollout.staleness import StoredVersion
 from nemo_rl.algorithms.rollout.sync_setup import make_probe, make_refitter
 from nemo_rl.algorithms.rollout.training_batch import build_training_batch
 from nemo_rl.algorithms.rollout.validation import Validator
-from nemo_rl.algorithms.runtime.device_sharing import FrozenModel, MemorySharing, Party, TrainedModel
+from nemo_rl.algorithms.runtime.device_sharing import saved_models, share_memory
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
 from nemo_rl.algorithms.setup.memory_check import tell_memory
-from nemo_rl.algorithms.setup.placement import place_roles, shares_with_policy
-from nemo_rl.algorithms.setup.roles import Role, reserve, start_role, start_together
+from nemo_rl.algorithms.setup.placement import place_roles
+from nemo_rl.algorithms.setup.preflight import check_added_models
+from nemo_rl.algorithms.setup.roles import reserve, start_role, start_together
 from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
-from nemo_rl.config import RolloutMasterConfig
+from nemo_rl.config import Role, RolloutMasterConfig
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.loader import build_loader
 from nemo_rl.data.messages.content import text_rules, with_texts
@@ -116,11 +117,12 @@ def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: fl
             used; raised before Ray starts.
         ResourceInsufficientError: the cluster has fewer resources than requested.
     """
+    check_added_models(config, recipe.roles)
     check_engine_model(config.policy, config.cluster)
     check_environments(config, recipe.data.task_env.values(), recipe.environments)
     prompts = make_prompts(config, recipe)
     with ExitStack() as resources:
-        folders = open_folders(config, len(recipe.data.train), resources)
+        folders = open_folders(config, recipe.roles, len(recipe.data.train), resources)
         folders.check_position(prompts)
         backends = Logger(config.logger, folders.log_dir, config.algorithm.max_num_steps)
         resources.callback(backends.close)
@@ -137,8 +139,8 @@ def _start_workers(
     cluster, seed = config.cluster, config.algorithm.seed
     init_ray(str(folders.log_dir), optimizations=cluster.optimizations)
     environments = start_environments(config, recipe.data.task_env.values(), recipe.environments, resources)
-    places = place_roles(cluster, {name: role.section for name, role in recipe.roles.items()})
-    reserve(places.values(), config, resources)
+    places = place_roles(cluster, recipe.roles)
+    reserve(places.values(), config, recipe.roles, resources)
     settings = engine_settings(config.policy, cluster, seed, load_weights=False)
     engines = {"generation": partial(make_engines, settings, places["generation"], cluster)}
     models = {
@@ -180,7 +182,7 @@ def _connect(
         text_rules(config.data),
         cluster.optimizations,
     )
-    memory = share_memory(config, recipe.roles, workers)
+    memory = share_memory(cluster, recipe.roles, workers.models, shared_engines(config, workers.engines))
     refitter = make_refitter(config.policy, cluster, policy, workers.engines, memory)
     refitter.before_update = runner.wait_for_groups
     prompts.attach("weights", StoredVersion(policy))
@@ -210,7 +212,7 @@ def _connect(
         logger=backends,
         checkpointing=config.saving,
         checkpoints=folders.checkpoints,
-        models={name: workers.models[name] for name, role in recipe.roles.items() if role.trains},
+        models=saved_models(recipe.roles, workers.models, memory),
         source=prompts,
         validate=make_validation(config, recipe, runner, refitter, trajectory_log),
         run_config=config,
@@ -227,18 +229,11 @@ def _connect(
     )
 
 
-def share_memory(config: RolloutMasterConfig, roles: Mapping[str, Role], workers: Workers) -> MemorySharing:
-    """Build the hand-over of the policy's devices: on GPUs, between the engines and models colocated with it."""
+def shared_engines(config: RolloutMasterConfig, engines: EngineGroup) -> Engines | None:
+    """The engines as a party to shared memory; None where they have their own devices."""
     generation = config.policy.generation
     assert generation is not None, "engine_settings checks this"
-    parties: dict[str, Party] = {}
-    if generation.colocated.enabled:
-        parties["generation"] = Engines(workers.engines, config.cluster.timeouts.weight_sync_s)
-    for name, role in roles.items():
-        if shares_with_policy(role.section):
-            model = workers.models[name]
-            parties[name] = TrainedModel(model) if role.trains else FrozenModel(model)
-    return MemorySharing(parties if config.cluster.uses_gpu and len(parties) > 1 else None)
+    return Engines(engines, config.cluster.timeouts.weight_sync_s) if generation.colocated.enabled else None
 
 
 def make_prompts(config: RolloutMasterConfig, recipe: RolloutRecipe) -> PromptStream:

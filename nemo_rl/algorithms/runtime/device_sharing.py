@@ -1,28 +1,30 @@
-"""How models and engines that share devices take turns: who rests moves its state to host memory.
+"""Let models and engines that share devices take turns: while one is idle, its state is in host memory.
 
-Any number of parties. Invariant: before a party works, all others that share its devices have been asked to rest.
+Invariant: before a model or the engines work, all others on the same devices have been moved to host memory.
 """
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from nemo_rl.config import ClusterConfig, Role, sharing, trained
 from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.training.backends import training_backend
 
 
 class Party(Protocol):
-    """Something with state on shared devices; both methods have nothing to do when called again."""
+    """A model or the engines, with state on shared devices; calling a method twice has no further effect."""
 
     def rest(self) -> None:
-        """Move what can be moved to host memory."""
+        """Move the state to host memory, as far as that is possible."""
 
     def wake(self) -> None:
-        """Take it back."""
+        """Move the state back to the device."""
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model under training: its optimizer state rests, its weights stay for the next weight sync.
+    """A model under training that gives up its optimizer state; its weights stay, for example for a weight sync.
 
     Attributes:
         policy: its ranks.
@@ -31,17 +33,38 @@ class TrainedModel:
     policy: Policy
 
     def rest(self) -> None:
-        """Optimizer state to the host."""
+        """Move the optimizer state to host memory."""
         self.policy.offload_optimizer()
 
     def wake(self) -> None:
-        """Optimizer state back."""
+        """Move the optimizer state back."""
+        self.policy.onload_optimizer()
+
+
+@dataclass(frozen=True)
+class SecondTrainedModel:
+    """A model under training that gives up its optimizer state and its weights, because no engine needs them.
+
+    Attributes:
+        policy: its ranks.
+    """
+
+    policy: Policy
+
+    def rest(self) -> None:
+        """Move optimizer state and weights to host memory."""
+        self.policy.offload_optimizer()
+        self.policy.offload_weights()
+
+    def wake(self) -> None:
+        """Move weights and optimizer state back."""
+        self.policy.onload_weights()
         self.policy.onload_optimizer()
 
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A model for inference only: its weights rest.
+    """A model for inference only, which gives up its weights.
 
     Attributes:
         policy: its ranks.
@@ -50,42 +73,120 @@ class FrozenModel:
     policy: Policy
 
     def rest(self) -> None:
-        """Weights to the host."""
+        """Move the weights to host memory."""
         self.policy.offload_weights()
 
     def wake(self) -> None:
-        """Weights back."""
+        """Move the weights back."""
         self.policy.onload_weights()
 
 
-class MemorySharing:
-    """Hands shared devices from party to party.
+def groups_of_models(roles: Mapping[str, Role], models: Mapping[str, Policy]) -> dict[str, dict[str, Party]]:
+    """Return the models on each group of devices, by the name of the model that owns the devices.
 
     Args:
-        parties: those that share devices, by name; none where every party has devices of its own, or on a CPU, whose
-            memory holds all of them.
+        roles: the models of the run.
+        models: their ranks.
     """
 
-    def __init__(self, parties: Mapping[str, Party] | None = None):
-        self._parties = parties or {}
-        self._working: set[str] = set()
+    def party(name: str) -> Party:
+        if not roles[name].trains:
+            return FrozenModel(models[name])
+        keeps_weights = name == "policy" or not training_backend(roles[name].section).offloads_trained_weights
+        return TrainedModel(models[name]) if keeps_weights else SecondTrainedModel(models[name])
+
+    return {owner: {name: party(name) for name in names} for owner, names in sharing(roles).items()}
+
+
+class MemorySharing:
+    """Decides which models and engines have their state on shared devices.
+
+    Args:
+        groups: the models and engines on each group of shared devices, by name. A model with its own devices is in no
+            group; on a CPU there is no group, because its memory holds all models.
+    """
+
+    def __init__(self, *groups: Mapping[str, Party]):
+        self._groups = groups
+        self._working: list[set[str]] = [set() for _ in groups]
 
     def is_shared(self, name: str) -> bool:
         """Return whether a party shares its devices."""
-        return name in self._parties
+        return any(name in group for group in self._groups)
 
     def hand_to(self, names: Collection[str]) -> None:
-        """Let the others rest, then wake these.
+        """Move the others to host memory, then these to their devices.
 
         Args:
-            names: parties that are about to work; without one that shares devices everything stays as it is.
+            names: models and engines that are about to work; devices that none of them uses stay as they are.
         """
-        working = self._parties.keys() & set(names)
-        if not working or working == self._working:
-            return
-        for name, party in self._parties.items():
-            if name not in working:
-                party.rest()
-        for name in working:
-            self._parties[name].wake()
-        self._working = working
+        for number, parties in enumerate(self._groups):
+            working = parties.keys() & set(names)
+            if not working or working == self._working[number]:
+                continue
+            for name, party in parties.items():
+                if name not in working:
+                    party.rest()
+            for name in working:
+                parties[name].wake()
+            self._working[number] = working
+
+
+def share_memory(
+    cluster: ClusterConfig, roles: Mapping[str, Role], models: Mapping[str, Policy], engines: Party | None = None
+) -> MemorySharing:
+    """Let models and engines that share GPUs take turns.
+
+    Args:
+        cluster: the machines.
+        roles: the models of the run.
+        models: their ranks.
+        engines: the engines, if they share the policy's devices.
+    """
+    groups = groups_of_models(roles, models)
+    if engines is not None:
+        groups["policy"] = {"generation": engines} | groups["policy"]
+    return MemorySharing(*(group for group in groups.values() if cluster.uses_gpu and len(group) > 1))
+
+
+@dataclass(frozen=True)
+class SavedInTurn:
+    """A model next to the policy that gets its devices back before it is saved; a `saving.BackgroundSavable`.
+
+    Attributes:
+        name: name of the model.
+        model: its ranks.
+        memory: gives it its devices.
+    """
+
+    name: str
+    model: Policy
+    memory: MemorySharing
+
+    def save_checkpoint(self, *paths: Any, **options: Any) -> None:
+        """See `Policy.save_checkpoint`."""
+        self.memory.hand_to((self.name,))
+        self.model.save_checkpoint(*paths, **options)
+
+    def checkpoint_is_written(self) -> bool:
+        """See `Policy.checkpoint_is_written`."""
+        return self.model.checkpoint_is_written()
+
+    def finalize_async_save(self) -> None:
+        """See `Policy.finalize_async_save`."""
+        self.model.finalize_async_save()
+
+
+def saved_models(
+    roles: Mapping[str, Role], models: Mapping[str, Policy], memory: MemorySharing
+) -> dict[str, Policy | SavedInTurn]:
+    """Return the models that a checkpoint holds, by name.
+
+    Args:
+        roles: the models of the run.
+        models: their ranks.
+        memory: gives a model its devices before it is saved.
+    """
+    return {
+        name: models[name] if name == "policy" else SavedInTurn(name, models[name], memory) for name in trained(roles)
+    }

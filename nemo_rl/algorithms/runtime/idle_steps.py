@@ -1,4 +1,4 @@
-"""Steps without an update: say why there was none, and know when there are too many in a row."""
+"""Count the steps without an update, log the reason, and end the run after too many in a row."""
 
 import logging
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ _LOOK_AT_NUMBERS = (
 
 
 class IdleSteps:
-    """Counts the steps in a row without an update.
+    """Counter of the steps in a row without an update.
 
     Args:
-        most: so many are too many.
+        most: number of idle steps in a row that ends the run.
 
     Attributes:
         in_a_row: idle steps since the last one that trained.
@@ -34,12 +34,15 @@ class IdleSteps:
         self._most = most
 
     def note(self, step: int, metrics: Mapping[str, float]) -> NemoRLError | None:
-        """Take in a finished step and warn if it was idle; an error if it was one too many.
+        """Count a finished step and warn if it was idle.
 
         Args:
-            step: its number.
-            metrics: of the step; `num_updates` is how many updates it made, `global_valid_seqs` how many of its
-                sequences count (`Policy.train`).
+            step: number of the step.
+            metrics: metrics of the step; `num_updates` is how many updates it made, `global_valid_seqs` how many of
+                its sequences count (`Policy.train`).
+
+        Returns:
+            The error that ends the run if there were too many idle steps in a row, else None.
         """
         nothing_counts = metrics.get("global_valid_seqs") == 0
         if not nothing_counts and made_update(metrics):
@@ -58,7 +61,7 @@ class IdleSteps:
 
 
 def made_update(metrics: Mapping[str, float]) -> bool:
-    """Whether a step made an update; one whose policy does not say did."""
+    """Return whether a step made an update; without the metric `num_updates` it is assumed that it did."""
     return metrics.get("num_updates", 1.0) > 0 and metrics.get("global_valid_seqs") != 0
 
 

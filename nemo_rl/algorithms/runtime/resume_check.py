@@ -1,7 +1,7 @@
-"""What a run that goes on from a checkpoint has to have in common with the run that wrote it.
+"""Check, before Ray starts, that a run can resume from a checkpoint.
 
-Before Ray starts. Three things are compared: the configuration (`config.rules.resume` says what may change), the
-training data's number of rows, and whether the optimizer's state is there.
+The configuration is compared (`config.rules.resume` lists the keys that may change), and the number of rows of the
+training data. Each trained model must have the same backend, its weights and its optimizer state.
 """
 
 import logging
@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from nemo_rl.config import MasterConfig
+from nemo_rl.config import CheckpointingConfig, MasterConfig, PolicyConfig, Role, trained
 from nemo_rl.config.rules.resume import ChangedKey, changed_keys
 from nemo_rl.files.safe_load import load_plain
 from nemo_rl.models.huggingface.folders import CONSOLIDATED_FOLDER, MODEL_FOLDER
@@ -23,12 +23,13 @@ DATA_POSITION_FILE = "train_dataloader.pt"
 _CONFIG_FILE = "config.yaml"
 
 
-def check_resume(config: MasterConfig, path: Path, num_rows: int) -> Mapping[str, Any]:
-    """Say what has changed, and refuse what a resumed run cannot take over.
+def check_resume(config: MasterConfig, models: Mapping[str, Role], path: Path, num_rows: int) -> Mapping[str, Any]:
+    """Log what has changed, and refuse what a resumed run cannot take over.
 
     Args:
-        config: of this run.
-        path: the step folder it goes on from.
+        config: configuration of this run.
+        models: its models; those that are trained must be in the checkpoint.
+        path: the step folder from which it resumes.
         num_rows: rows of its training data.
 
     Returns:
@@ -39,10 +40,12 @@ def check_resume(config: MasterConfig, path: Path, num_rows: int) -> Mapping[str
         CheckpointError: the checkpoint's configuration or data position cannot be read.
     """
     stored = _stored_config(path)
-    _check_backend(config, path, stored)
+    for name, role in trained(models).items():
+        _check_backend(name, role.section, path, stored)
     _check_config(config, path, stored)
     position = _check_data(config, path, num_rows)
-    _check_optimizer(config, path, stored)
+    for name in trained(models):
+        _check_state(name, config.checkpointing, path, stored)
     return position
 
 
@@ -53,45 +56,45 @@ def _stored_config(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise CheckpointError(f"{file}, the configuration of the checkpoint, cannot be read: {error}") from error
     if not isinstance(stored, dict):
-        raise CheckpointError(f"{file} is no configuration.")
+        raise CheckpointError(f"{file} is not a configuration.")
     return stored
 
 
-def _check_backend(config: MasterConfig, path: Path, stored: Mapping[str, Any]) -> None:
-    """Refuse training state of another backend, which no key can allow; weights alone can be taken over."""
-    before, now = _backend_key(stored), config.policy.backend_key
+def _check_backend(name: str, model: PolicyConfig, path: Path, stored: Mapping[str, Any]) -> None:
+    """Refuse a model's training state of another backend: no key can allow it, only weights can be taken over."""
+    before, now = _backend_key(stored.get(name)), model.backend_key
     if before is None or before == now:
         return
     raise ConfigError(
-        f"{path} was written by policy.{before}, and this run trains by policy.{now}. Backends do not read each "
+        f"{path} was written by {name}.{before}, and this run trains by {name}.{now}. Backends do not read each "
         "other's training checkpoints (weights, optimizer, schedule, random numbers); checkpointing.allow_changed "
-        f"cannot change that. Go on with policy.{before}, or start a new run from the weights:\n"
-        f"{_start_from(path, before)}"
+        f"cannot change that. Continue with {name}.{before}, or start a new run from the weights:\n"
+        f"{_start_from(name, path, before)}"
     )
 
 
-def _backend_key(stored: Mapping[str, Any]) -> str | None:
-    """Section of the backend in a stored configuration; None where it has none, as those of other versions may."""
-    policy = stored.get("policy")
-    sections = policy if isinstance(policy, Mapping) else {}
+def _backend_key(stored: Any) -> str | None:
+    """Return the backend's section in a stored model section; None if there is none, as in other versions."""
+    sections = stored if isinstance(stored, Mapping) else {}
     if sections.get("training_backend"):
         return "training_backend"
     return next((key for key in ("megatron_cfg", "dtensor_cfg") if (sections.get(key) or {}).get("enabled")), None)
 
 
-def _start_from(path: Path, before: str) -> str:
-    """Commands and overrides that start a run from the weights of a step folder."""
-    model, prepared = path / "policy" / "weights" / MODEL_FOLDER, ""
+def _start_from(name: str, path: Path, before: str) -> str:
+    """Return the commands and overrides that start a run from the weights of a model in a step folder."""
+    model, prepared = path / name / "weights" / MODEL_FOLDER, ""
     if not (model / "config.json").exists():
         model /= CONSOLIDATED_FOLDER
     if not (model / "config.json").exists():
-        model = path.with_name(f"{path.name}_hf")
+        written = path if name == "policy" else path / name  # the converters find the policy in a step folder
+        model = path.with_name(f"{path.name}_hf" if name == "policy" else f"{path.name}_{name}_hf")
         kind = "megatron" if before == "megatron_cfg" else "dcp"
         prepared = (
             f"  python examples/converters/convert_{kind}_to_hf.py --config {path}/config.yaml "
-            f"--{kind}-ckpt-path {path} --hf-ckpt-path {model}\n"
+            f"--{kind}-ckpt-path {written} --hf-ckpt-path {model}\n"
         )
-    return f"{prepared}  policy.model_name={model} checkpointing.checkpoint_dir=<a folder of its own>"
+    return f"{prepared}  {name}.model_name={model} checkpointing.checkpoint_dir=<a folder of its own>"
 
 
 def _check_config(config: MasterConfig, path: Path, stored: Mapping[str, Any]) -> None:
@@ -100,9 +103,9 @@ def _check_config(config: MasterConfig, path: Path, stored: Mapping[str, Any]) -
     if refused:
         keys = ",".join(change.key for change in refused)
         raise ConfigError(
-            f"the run would go on from {path} with other values of keys that a run keeps to its end:\n"
+            f"the run would resume from {path} with other values of keys that a run keeps to its end:\n"
             f"{_listed(refused)}\n"
-            "Set them back, give this run a checkpointing.checkpoint_dir of its own, or accept the change with\n"
+            "Set them back, give this run its own checkpointing.checkpoint_dir, or accept the change with\n"
             f"  checkpointing.allow_changed=[{keys}]"
         )
     if changed:
@@ -123,23 +126,31 @@ def _check_data(config: MasterConfig, path: Path, num_rows: int) -> Mapping[str,
     if before != num_rows and not accepted:
         raise ConfigError(
             f"the training data has {num_rows} rows now; it had {before} when {path} was written. Use the same data, "
-            "give this run a checkpointing.checkpoint_dir of its own, or go on at the same number of rows of the "
+            "give this run its own checkpointing.checkpoint_dir, or continue at the same number of rows of the "
             "changed data with\n  checkpointing.allow_changed=[data.train]"
         )
     return position
 
 
-def _check_optimizer(config: MasterConfig, path: Path, stored: Mapping[str, Any]) -> None:
-    if (path / "policy" / "optimizer").exists():
+def _check_state(name: str, checkpointing: CheckpointingConfig, path: Path, stored: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint without a trained model or without its optimizer, unless `allow_changed` names them."""
+    if not (path / name).exists() and not checkpointing.allows(name):
+        raise ConfigError(
+            f"{path} has no folder {name}: this run trains the model {name}, and the run that wrote the checkpoint did "
+            f"not. Give this run its own checkpointing.checkpoint_dir, or start {name} from {name}.model_name "
+            f"with\n  checkpointing.allow_changed=[{name}]"
+        )
+    if (path / name / "optimizer").exists():
         return
     saved = stored.get("checkpointing", {}).get("save_optimizer", True)
-    if saved and not config.checkpointing.allows("policy.optimizer"):
+    if saved and not checkpointing.allows(f"{name}.optimizer"):
         raise ConfigError(
-            f"{path} has no folder policy/optimizer: the optimizer and the learning-rate schedule would start anew. "
-            "Restore the folder, move the step folder away to go on from the checkpoint before it, or accept this "
-            "with\n  checkpointing.allow_changed=[policy.optimizer]"
+            f"{path} has no folder {name}/optimizer: the optimizer and the learning-rate schedule would start again. "
+            "Restore the folder, move the step folder away to resume from the checkpoint before it, or accept this "
+            f"with\n  checkpointing.allow_changed=[{name}.optimizer]"
         )
     reason = "" if saved else " (it was written with checkpointing.save_optimizer=false)"
     logger.warning(
-        "%s has no optimizer state%s: optimizer, learning-rate schedule and random numbers start anew.", path, reason
+        "%s has no optimizer state of %s%s: its optimizer, learning-rate schedule and random numbers start again.",
+        *(path, name, reason),
     )

@@ -1,10 +1,9 @@
-"""What every run is made of, and the one training loop.
+"""The parts of a run, and the one training loop.
 
     source.next_batch ─► each stage adds to the batch ─► policy.train ─► metrics, checkpoint
 
-An algorithm is a choice of these parts: where batches come from (rollouts or written data), what happens to a batch
-before the update (log-probabilities, a teacher's logits, advantages), and the loss. Invariant: the loop holds no
-option.
+An algorithm is a choice of these parts: the source of batches (rollouts or written data), the stages before the update
+(log-probabilities, a second model's scores, advantages), and the loss. Invariant: the loop has no option.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,19 +24,19 @@ from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.interfaces import PolicyInterface
 
 type Phase = Callable[[str], AbstractContextManager[None]]
-"""Times a part of the step, as `Session.phase`."""
+"""Function that times a part of the step, such as `Session.phase`."""
 
 
 @dataclass
 class StepBatch:
-    """What one step trains on.
+    """The batch of one step.
 
     Attributes:
         tensors: the batch of B rows; stages write into it.
-        trajectories: the B rollouts behind the rows, in their order; empty for written data.
-        num_prompts: prompts, or samples of written data, that it consumes.
-        metrics: of its making, logged under `train/`.
-        metrics_under: further ones, by the prefix they are logged under.
+        trajectories: the B rollouts that the rows were made from, in the order of the rows; empty for written data.
+        num_prompts: prompts, or samples of written data, that the batch consumes.
+        metrics: metrics of making the batch, logged under `train/`.
+        metrics_under: further metrics, by the prefix under which they are logged.
         rows_per_update: rows of one optimizer update; None takes `policy.train_global_batch_size`.
         prompts: positions in the data that are done with once the batch was trained on.
         stale_BT: `[B, T]` bool, tokens that were sampled by weights older than the policy's; None if there are none.
@@ -57,10 +56,10 @@ class BatchSource(Protocol):
     """Gives each step its batch."""
 
     def next_batch(self, step: int, phase: Phase) -> StepBatch:
-        """The batch of a step (from 1).
+        """Return the batch of a step; the first step is 1.
 
         Raises:
-            DataExhausted: there is no further one.
+            DataExhausted: there is no further batch.
         """
 
     def trained(self, step: int, batch: StepBatch) -> None:
@@ -68,38 +67,38 @@ class BatchSource(Protocol):
 
 
 class Stage(Protocol):
-    """One thing that happens to a batch between its making and the update.
+    """One change of a batch after it is made and before the update.
 
     Attributes:
-        name: its time is logged as `timing/train/<name>`.
-        roles: models that it uses, which get the devices where several share them; empty leaves them as they are.
+        name: name under which the stage's time is logged, `timing/train/<name>`.
+        roles: models that the stage uses. They get the devices that several models share; if empty, nothing changes.
     """
 
     @property
     def name(self) -> str:
-        """Of the phase."""
+        """Name of the phase."""
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Of the models."""
+        """Names of the models."""
 
     def apply(self, batch: StepBatch) -> dict[str, float]:
-        """Write into `batch.tensors`; returns metrics of the step."""
+        """Write into `batch.tensors`; return metrics of the step."""
 
 
 @dataclass
 class Run:
-    """Everything one run is made of; built by `setup` of its algorithm. A context manager that closes itself.
+    """All parts of one run, built by `setup` of its algorithm; a context manager that closes the run.
 
     Attributes:
         session: steps, metrics, validation, checkpoints.
-        source: batches.
-        stages: what happens to a batch before it is trained on, in order.
+        source: source of the batches.
+        stages: changes of a batch before it is trained on, in order.
         roles: models by name; "policy" is the one that `loss_fn` trains.
-        loss_fn: what the policy is trained on.
-        memory: which models have the devices, where several share them.
+        loss_fn: loss of the policy.
+        memory: decides which models have the devices, where several share them.
         resources: ends everything that was started, latest first.
-        generation: what samples; None where nothing does.
+        generation: the engines; None if nothing is sampled.
     """
 
     session: Session
@@ -113,15 +112,15 @@ class Run:
 
     @property
     def policy(self) -> PolicyInterface:
-        """The model under training."""
+        """The model that `loss_fn` trains."""
         return self.roles["policy"]
 
     def close(self) -> None:
-        """Stop all workers and free what they hold; a part that fails to end does not keep the others."""
+        """Stop all workers and free what they hold; if a part fails to end, the others are ended all the same."""
         self.resources.close()
 
     def __iter__(self) -> NoReturn:
-        """Programs for NeMo RL unpack what `setup` returns."""
+        """Refuse to be unpacked, which programs for NeMo RL do with the result of `setup`."""
         raise TypeError(
             "setup returns one Run, not a tuple: `run = setup(...)`, then `grpo_train(run)`, and run.close()."
         )
@@ -136,7 +135,7 @@ class Run:
 
 
 def train(run: Run) -> None:
-    """Train until the steps, the data or the clock run out.
+    """Train until the steps, the data or the time run out.
 
     Args:
         run: the parts of the run.

@@ -1,7 +1,7 @@
-"""How a run saves: a checkpoint is begun, filled by the models, and counts from the moment it is complete.
+"""Save the checkpoints of a run: make a folder, let each model write into it, and rename it when it is complete.
 
-With `checkpointing.is_async` the models return when they have copied their state, and write while training goes on.
-Invariant: at most one checkpoint is unfinished; what fails in the background raises at the next step, the next save or
+With `checkpointing.is_async` the models return when they have copied their state, and write while training continues.
+Invariant: at most one checkpoint is unfinished; a failure in the background raises at the next step, the next save or
 the end of the run, whichever comes first.
 """
 
@@ -24,7 +24,7 @@ class Savable(Protocol):
     def save_checkpoint(
         self, weights_path: str, optimizer_path: str | None, tokenizer_path: str | None, consolidated: bool
     ) -> None:
-        """Write weights, optimizer and tokenizer, and with `consolidated` the model to hand on."""
+        """Write weights, optimizer and tokenizer, and with `consolidated` also the model in Hugging Face's format."""
 
 
 class BackgroundSavable(Savable, Protocol):
@@ -39,23 +39,23 @@ class BackgroundSavable(Savable, Protocol):
         *,
         background: bool = False,
     ) -> None:
-        """As `Savable`, or only copy what has to be written."""
+        """Write as `Savable` does; with `background`, only copy what has to be written."""
 
     def checkpoint_is_written(self) -> bool:
-        """Whether nothing is being written any more."""
+        """Return whether nothing is being written any more."""
 
     def finalize_async_save(self) -> None:
-        """Wait until everything is written, and raise what went wrong."""
+        """Wait until everything is written; raise the error of a write that failed."""
 
 
 class CheckpointSaver:
     """Writes the checkpoints of a run.
 
     Args:
-        checkpoints: where they are.
+        checkpoints: the folder of the checkpoints.
         config: the `checkpointing` section.
-        models: what is saved, each into the folder of its name.
-        run_config: stored in every checkpoint.
+        models: the models to save, each into the folder of its name.
+        run_config: configuration that is stored in every checkpoint.
 
     Attributes:
         saved_step: the last step with a complete checkpoint.
@@ -76,12 +76,12 @@ class CheckpointSaver:
         self.saved_step = 0
 
     def save(self, step: int, info: Mapping[str, Any], position: Mapping[str, Any]) -> None:
-        """Save a step, after the one that is being written.
+        """Save a step, after the checkpoint that is being written.
 
         Args:
-            step: its number.
-            info: for `training_info.json`.
-            position: in the data.
+            step: number of the step.
+            info: content of `training_info.json`.
+            position: position in the data.
 
         Raises:
             CheckpointError: this checkpoint or the one before it could not be written.
@@ -104,10 +104,10 @@ class CheckpointSaver:
             self.settle()
 
     def settle(self, *, wait: bool = True) -> None:
-        """Complete the unfinished checkpoint, if there is one; without `wait` only if all of it is written.
+        """Complete the unfinished checkpoint, if there is one; without `wait`, only if all of it is written.
 
         Raises:
-            CheckpointError: it could not be written; its folder is removed.
+            CheckpointError: the checkpoint could not be written; its folder is removed.
         """
         if self._unfinished is None:
             return

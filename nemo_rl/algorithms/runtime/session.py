@@ -1,9 +1,9 @@
-"""What surrounds a training loop: step numbers, metrics, validation cadence, checkpoints, the end.
+"""Count steps, log metrics, validate, save checkpoints and end a run, around the training loop.
 
-Every algorithm iterates `session.steps()` and calls `record` and `finish_step`; what a step does stays in the
-algorithm. Owns the save state. Invariant: a checkpoint holds all that the next step depends on, so a run that was
-killed and started again repeats the metrics of one that never stopped; and a run that ends with fewer steps than asked
-says why. A signal ends it behind the running step, with a checkpoint.
+The loop iterates `session.steps()` and calls `record` and `finish_step`. A `Session` owns the save state. Invariant: a
+checkpoint holds everything that the next step depends on, so a run that was killed and started again repeats the
+metrics of one that never stopped; and a run that ends with fewer steps than configured logs why. A signal ends the run
+after the running step, with a checkpoint.
 """
 
 import logging
@@ -39,19 +39,19 @@ from nemo_rl.utils.timer import TimeoutChecker, Timer
 
 logger = logging.getLogger(__name__)
 
-_GOES_ON = "%s Training goes on; the next save, or the one at the end, is another attempt."
+_CONTINUES = "%s Training continues; the next save, or the one at the end, is another attempt."
 
 
 @dataclass
 class SaveState:
-    """What `training_info.json` remembers of a run.
+    """The counters of a run that are stored in `training_info.json`.
 
     Attributes:
-        total_steps: optimizer-level steps done.
+        total_steps: finished training steps.
         consumed_samples: prompts drawn.
         total_valid_tokens: tokens that counted in a loss.
-        trained_steps: those of the steps that made an update.
-        val_reward: last validation's main metric.
+        trained_steps: finished steps that made an update.
+        val_reward: main metric of the last validation.
     """
 
     total_steps: int = 0
@@ -65,17 +65,17 @@ class SaveState:
 
 @dataclass(frozen=True)
 class Cadence:
-    """When a session validates, saves and stops.
+    """The steps at which a session validates, saves and stops.
 
     Attributes:
         max_num_steps: last step.
-        val_period: validate every so many steps, 0 never.
-        val_start_at: first step of periodic validation, -1 for no delay.
-        val_at_start: validate before step 1.
-        val_at_end: validate after the last step.
-        save_period: checkpoint every so many steps.
+        val_period: steps between two validations; 0: never.
+        val_start_at: first step of periodic validation; -1: no delay.
+        val_at_start: whether to validate before step 1.
+        val_at_end: whether to validate after the last step.
+        save_period: steps between two checkpoints.
         stop_metric: validation metric that may end the run.
-        stop_threshold: value at which it does.
+        stop_threshold: value of the metric at which the run ends.
         max_idle_steps: steps in a row without an update that end the run with an error.
     """
 
@@ -91,33 +91,33 @@ class Cadence:
 
 
 class Resumable(Protocol):
-    """What a run learns from, with a position in it that can be stored."""
+    """A source of training data whose position can be stored."""
 
     @property
     def epoch(self) -> int:
-        """Finished passes over the data."""
+        """The number of finished passes over the data."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position."""
+        """Return the position."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a stored position."""
+        """Move to a stored position."""
 
 
 @dataclass
 class SessionParts:
-    """What a session works with.
+    """The parts that a session connects.
 
     Attributes:
-        cadence: when to do what.
+        cadence: when to validate, save and stop.
         logger: metric backends.
         checkpointing: the section `checkpointing`.
-        checkpoints: None when checkpointing is off.
-        models: what is saved, each into the folder of its name.
-        source: whose position is saved.
-        validate: runs a validation and returns its metrics, None without validation data;
-            `validation-<set>/<name>` is a metric of a named data set, saved as `val:validation-<set>_<name>`.
-        run_config: stored in every checkpoint.
+        checkpoints: folder of the checkpoints; None if checkpointing is off.
+        models: models to save, each into the folder of its name.
+        source: the training data, whose position is saved.
+        validate: function that validates after a step and returns metrics; None without validation data. A metric of a
+            named data set is `validation-<set>/<name>`, and is saved as `val:validation-<set>_<name>`.
+        run_config: configuration that is stored in every checkpoint.
     """
 
     cadence: Cadence
@@ -135,8 +135,8 @@ class Session:
     """One run of one algorithm.
 
     Args:
-        parts: what it works with.
-        resume_path: checkpoint folder to go on from, None to start fresh.
+        parts: the parts that it connects.
+        resume_path: checkpoint folder from which to resume; None starts a new run.
         started_at: `time.perf_counter()` at process start, for the time to the first step.
 
     Attributes:
@@ -166,7 +166,7 @@ class Session:
         self._stop_reason: str | None = None
         self._interrupted = False
         self._signals = DeferredSignals(
-            parts.checkpointing.signal_grace_s, "the run ends behind this step with a checkpoint"
+            parts.checkpointing.signal_grace_s, "the run ends after this step with a checkpoint"
         )
         if resume_path is not None:
             self._resume(resume_path)
@@ -182,7 +182,7 @@ class Session:
         logger.info("Resuming from %s after step %d.", path, self.state.total_steps)
 
     def __enter__(self) -> Self:
-        """Begin: the source goes to the position of the checkpoint, also one that was put in after the start."""
+        """Begin the run; move the source, also one that was set after `setup`, to the checkpoint's position."""
         if self._position is not None:
             self._parts.source.load_state_dict(self._position)
             self._position = None
@@ -198,11 +198,11 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        """Say how the run ended; the end of the data is an orderly end.
+        """End the run and log how it ended; the end of the data is not an error.
 
         Raises:
-            RunInterruptedError: a signal ended it before its last step.
-            NothingToLearnError: none of its steps made an update.
+            RunInterruptedError: a signal ended the run before its last step.
+            NothingToLearnError: none of the steps made an update.
         """
         try:
             if isinstance(error, DataExhausted):
@@ -217,17 +217,17 @@ class Session:
         return True
 
     def _validate_last_step(self) -> None:
-        """What `val_at_end` asks for, where only the end of the data shows which step is the last."""
+        """Validate for `val_at_end` when the data has ended, which shows only now that the step was the last."""
         step = self.state.total_steps
         if self._cadence.val_at_end and self._finished and self._validated_step != step:
             self._validate(step)
             # A checkpoint of this step lacks the validation.
             if self._saver is not None:
-                self._settle_or_go_on()
+                self._settle_or_continue()
                 self._saver.saved_step = min(self._saver.saved_step, step - 1)
 
     def _save_what_is_left(self, error: BaseException) -> None:
-        """Complete a checkpoint that is being written, if what ends the run still lets its models answer."""
+        """Complete a checkpoint that is being written, if the models still answer after the error."""
         if self._saver is not None and isinstance(error, Exception):
             try:
                 self._saver.settle()
@@ -244,7 +244,7 @@ class Session:
                 or f"the checkpoint is at step {step} already, and the run ends at step {self._cadence.max_num_steps}",
             )
             return
-        self._settle_or_go_on()
+        self._settle_or_continue()
         if self._saver is not None and step > self._saver.saved_step:
             self._checkpoint(step)
             self._saver.settle()
@@ -262,10 +262,10 @@ class Session:
                 self._signals.act_at_once()
             self._signals.all_is_saved(RunInterruptedError.exit_status)
             saved = f"The checkpoint of step {step} is complete" if step else "No step was finished"
-            raise RunInterruptedError(f"{reason}. {saved}; the same command goes on.")
+            raise RunInterruptedError(f"{reason}. {saved}; the same command resumes the run.")
 
     def steps(self) -> Iterator[int]:
-        """Step numbers from 1 (or behind the checkpoint) until the run has to stop."""
+        """Yield step numbers, from 1 or from the step after the checkpoint, until the run must stop."""
         if self._deadline is not None:
             self._deadline.start_iterations()
         while self.state.total_steps < self._cadence.max_num_steps and not self._has_to_stop():
@@ -282,27 +282,26 @@ class Session:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a part of the step as `timing/train/<name>`."""
+        """Measure the time of a part of the step, logged as `timing/train/<name>`."""
         with self.timer.time(name):
             yield
 
     def record(self, *groups: Mapping[str, float]) -> None:
-        """Add metrics of the step, logged under `train/` by `finish_step`."""
+        """Add metrics of the step; `finish_step` logs them under `train/`."""
         for group in groups:
             self._metrics.update(group)
 
     def record_under(self, prefix: str, metrics: Mapping[str, float]) -> None:
-        """Add metrics of the step under a prefix of their own."""
+        """Add metrics of the step that are logged under another prefix."""
         self._extra[prefix] = dict(metrics)
 
     def finish_step(self, step: int, num_prompts: int) -> None:
-        """Count the step, validate and save when due, log, and decide whether to go on.
+        """Count the step, validate and save when due, log, and decide whether to continue.
 
         Raises:
-            NothingToLearnError, NonFiniteError: too many steps in a row made no update; what was learned before them is
-                saved.
+            NothingToLearnError, NonFiniteError: too many steps in a row made no update; the state before them is saved.
         """
-        self._settle_or_go_on(wait=False)
+        self._settle_or_continue(wait=False)
         self.state.total_steps = step
         self.state.current_step = step
         self.state.current_epoch = self._parts.source.epoch
@@ -316,7 +315,7 @@ class Session:
         self._check_deadline()
         if step % self._cadence.save_period == 0 or self._stop_reason is not None:
             with self.timer.time("checkpointing"):
-                self._checkpoint_or_go_on(step)
+                self._checkpoint_or_continue(step)
         self._log(step, train_seconds)
         error = self._idle.note(step, self._metrics)
         if error is not None:
@@ -352,7 +351,7 @@ class Session:
         self._stop_early(metrics)
 
     def _check_ranking_metric(self) -> None:
-        """A metric that somebody chose to rank checkpoints by is one of those that validation reports."""
+        """Refuse a configured ranking metric that validation does not report."""
         asked = self._parts.checkpointing.metric_name or ""
         reported = sorted(name for name in self._finished if name.startswith("val:"))
         chosen = asked.startswith("val:") and asked != CheckpointingConfig.model_fields["metric_name"].default
@@ -368,7 +367,7 @@ class Session:
             return
         if metric not in metrics:
             if metric in VALIDATION_METRICS:
-                return  # not one answer could be graded
+                return  # no answer could be graded
             raise CheckpointError(
                 f"stop_at_validation_metric={metric} is not a validation metric; there are {sorted(metrics)}."
             )
@@ -384,20 +383,20 @@ class Session:
                 f"checkpointing.checkpoint_must_save_by={self._parts.checkpointing.checkpoint_must_save_by} is due"
             )
 
-    def _checkpoint_or_go_on(self, step: int) -> None:
-        """Save now; a failed save does not end a run, whose newest weights are nowhere but in memory."""
+    def _checkpoint_or_continue(self, step: int) -> None:
+        """Save now; a failed save does not end the run, because its newest weights exist only in memory."""
         try:
             self._checkpoint(step)
         except CheckpointError as error:
-            logger.error(_GOES_ON, error)
+            logger.error(_CONTINUES, error)
 
-    def _settle_or_go_on(self, *, wait: bool = True) -> None:
-        """Complete a checkpoint that is written in the background; a failure is treated like that of a save."""
+    def _settle_or_continue(self, *, wait: bool = True) -> None:
+        """Complete a checkpoint that is written in the background; a failure does not end the run."""
         if self._saver is not None:
             try:
                 self._saver.settle(wait=wait)
             except CheckpointError as error:
-                logger.error(_GOES_ON, error)
+                logger.error(_CONTINUES, error)
 
     def _checkpoint(self, step: int) -> None:
         """Save.
@@ -406,7 +405,7 @@ class Session:
             CheckpointError: the checkpoint could not be written.
         """
         if self._saver is not None:
-            self._settle_or_go_on()
+            self._settle_or_continue()
             self._saver.save(step, asdict(self.state) | self._finished, self._parts.source.state_dict())
 
     def _log(self, step: int, train_seconds: float) -> None:
@@ -431,7 +430,7 @@ class Session:
 
 
 def _by_validation_set(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Metrics by the prefix they are logged under."""
+    """Group metrics by the prefix under which they are logged."""
     groups: dict[str, dict[str, float]] = {}
     for name, value in metrics.items():
         prefix, _, bare = name.partition("/")

@@ -1,12 +1,14 @@
-"""Whether the disk has room for the checkpoints of a run.
+"""Check that the disk has room for the checkpoints of a run.
 
-The size is that of the checkpoint a run goes on from, otherwise what the training backend estimates.
+The size is that of the checkpoint from which a run resumes, or the sum of what the backends of the trained models
+estimate.
 """
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
-from nemo_rl.config import CheckpointingConfig, MasterConfig
+from nemo_rl.config import CheckpointingConfig, Role, trained
 from nemo_rl.files.manifest import manifest_bytes
 from nemo_rl.host.disk_space import free_bytes, readable_bytes
 from nemo_rl.models.training.backends import training_backend
@@ -16,23 +18,56 @@ from nemo_rl.utils.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 
-def check_space(config: MasterConfig, checkpoints: CheckpointManager, resume_path: Path | None) -> None:
-    """Compare the free bytes with what a run will write: refuse without room for one checkpoint, warn without for all.
+def checkpoint_bytes(models: Mapping[str, Role], checkpointing: CheckpointingConfig) -> dict[str, int] | None:
+    """Estimate the bytes of each trained model in a checkpoint, by name; None if a backend does not estimate its own.
+
+    Args:
+        models: the models of the run.
+        checkpointing: the section of the run.
+    """
+    sizes = {
+        name: training_backend(role.section).checkpoint_bytes(role.section, checkpointing)
+        for name, role in trained(models).items()
+    }
+    known = {name: size for name, size in sizes.items() if size is not None}
+    return known if len(known) == len(sizes) else None
+
+
+def check_space(
+    checkpointing: CheckpointingConfig,
+    models: Mapping[str, Role],
+    checkpoints: CheckpointManager,
+    resume_path: Path | None,
+) -> None:
+    """Compare the free bytes with what a run will write: refuse if one checkpoint does not fit, warn if all do not.
 
     Raises:
         CheckpointError: not even the next checkpoint fits.
     """
-    one = None if resume_path is None else manifest_bytes(resume_path)
+    one = _written_bytes(models, resume_path)
     if one is None:
-        one = training_backend(config.policy).checkpoint_bytes(config.policy, config.checkpointing)
+        sizes = checkpoint_bytes(models, checkpointing)
+        one = None if sizes is None else sum(sizes.values())
     if one is None:
         return
     checkpoints.expected_bytes = one
-    require_space(config.checkpointing, one, len(checkpoints.steps()))
+    require_space(checkpointing, one, len(checkpoints.steps()))
+
+
+def _written_bytes(models: Mapping[str, Role], path: Path | None) -> int | None:
+    """Return the bytes of a checkpoint on the disk; None if there is none, or if it lacks a trained model."""
+    if path is None or not all((path / name).exists() for name in trained(models)):
+        return None
+    return manifest_bytes(path)
 
 
 def require_space(checkpointing: CheckpointingConfig, one: int, present: int) -> None:
-    """Refuse a disk without room for a checkpoint of `one` bytes; warn where `present` and those to come do not fit.
+    """Refuse a disk without room for a checkpoint of `one` bytes; warn if the later ones will not fit.
+
+    Args:
+        checkpointing: the section of the run.
+        one: bytes of one checkpoint.
+        present: number of checkpoints on the disk.
 
     Raises:
         CheckpointError: not even the next checkpoint fits.
@@ -44,7 +79,7 @@ def require_space(checkpointing: CheckpointingConfig, one: int, present: int) ->
         raise CheckpointError(
             f"no space for a checkpoint in {folder}: {sizes}. Free some, choose another "
             "checkpointing.checkpoint_dir, or set checkpointing.save_optimizer=false (a third of the size, but a "
-            "resumed run starts the optimizer anew)."
+            "resumed run starts the optimizer again)."
         )
     to_come = checkpoints_at_once(checkpointing) - present
     if free < to_come * one:
@@ -55,5 +90,5 @@ def require_space(checkpointing: CheckpointingConfig, one: int, present: int) ->
 
 
 def checkpoints_at_once(checkpointing: CheckpointingConfig) -> int:
-    """Checkpoints on the disk while one is written: the best, the newest, the one that comes."""
+    """Return the checkpoints on the disk while one is written: the best ones, the newest, and the one being written."""
     return 2 if checkpointing.keep_top_k is None else checkpointing.keep_top_k + 2

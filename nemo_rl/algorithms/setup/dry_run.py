@@ -1,17 +1,17 @@
-"""What a run would be, said without one: layout, arithmetic of a step, memory by phase, checkpoint, and the verdict.
+"""Describe a run without starting it: layout, arithmetic of a step, memory by phase, checkpoint, and whether it fits.
 
-`--dry-run` of every example script (`launch`). The configuration has been checked as for a run; here follows what takes
-the models' configurations. Not looked at: GPUs, hub, trackers and data of this machine. Invariant: nothing is started
-and nothing written; a model is its `config.json`, from its folder, the hub's cache, or
+This is `--dry-run` of every example script (`launch`). The configuration has been checked as for a run; the checks
+here also need the models' configurations. GPUs, hub, trackers and data of this machine are not checked. Invariant:
+nothing is started or written, and of a model only its `config.json` is read, from its folder, the hub's cache, or
 `models/capacity/hub_configs`.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from nemo_rl.algorithms.setup.checkpoint_size import checkpoints_at_once
+from nemo_rl.algorithms.setup.checkpoint_size import checkpoint_bytes, checkpoints_at_once
 from nemo_rl.algorithms.setup.memory_forecast import (
     USABLE_SHARE,
     MemoryForecast,
@@ -25,21 +25,19 @@ from nemo_rl.config import (
     EvalMasterConfig,
     MasterConfig,
     PolicyConfig,
+    Role,
     RolloutMasterConfig,
     SupervisedMasterConfig,
-    TeacherConfig,
     Topology,
+    divide_cluster,
     model_ranks,
     plan_topology,
-    students_share,
-    teachers_share,
 )
 from nemo_rl.config.rules.engines import ranks_of_engine
 from nemo_rl.distributed.parallel_layout import AXES, ParallelLayout
 from nemo_rl.host.disk_space import readable_bytes
 from nemo_rl.models.capacity.hub_configs import with_local_configs
 from nemo_rl.models.generation.factory import check_engine_model
-from nemo_rl.models.training.backends import training_backend
 
 NOT_FITTING = 1
 """Exit status of a dry run whose numbers do not fit."""
@@ -47,12 +45,12 @@ NOT_FITTING = 1
 
 @dataclass(frozen=True)
 class Description:
-    """What a run would be.
+    """The description of a run.
 
     Attributes:
-        text: for people.
+        text: the printed text.
         forecast: its memory, and what does not fit.
-        checkpoint: bytes of one; None where there are none or the backend does not say.
+        checkpoint: bytes of one checkpoint; None if none is written or a backend does not estimate it.
     """
 
     text: str
@@ -61,13 +59,16 @@ class Description:
 
 
 def dry_run(config: MasterConfig | EvalMasterConfig) -> int:
-    """Print what the run would be; the exit status, which says whether it fits.
+    """Print the description of a run.
 
     Args:
-        config: a configuration as `load_config` gives it.
+        config: a configuration as `load_config` returns it.
+
+    Returns:
+        The exit status: 0 if the run fits, else `NOT_FITTING`.
 
     Raises:
-        ConfigError: a model's configuration is not to be had from here, or does not fit its mesh or engines.
+        ConfigError: a model's configuration cannot be read here, or does not fit its mesh or engines.
     """
     description = describe(config)
     sys.stdout.write(description.text)
@@ -75,46 +76,51 @@ def dry_run(config: MasterConfig | EvalMasterConfig) -> int:
 
 
 def describe(config: MasterConfig | EvalMasterConfig) -> Description:
-    """What `dry_run` prints, and the numbers in it; arguments and errors as there."""
+    """Return what `dry_run` prints, and the numbers in it; arguments and errors as there."""
     local = with_local_configs(config)
     check_models(local)
     check_engine_model(local.policy, local.cluster)
     device = device_bytes(config.cluster)
     forecast = forecast_memory(local, device)
-    checkpoint = _checkpoint_bytes(local) if isinstance(local, MasterConfig) else None
+    sizes = _checkpoint_sizes(local) if isinstance(local, MasterConfig) else None
     parts = {
         "Layout": layout_lines(config, device),
         "One training step": step_lines(config) if isinstance(config, MasterConfig) else (),
         "Memory": memory_lines(config.policy, forecast),
-        "Checkpoint": checkpoint_lines(config, checkpoint) if isinstance(config, MasterConfig) else (),
+        "Checkpoint": checkpoint_lines(config, sizes) if isinstance(config, MasterConfig) and sizes else (),
         "Verdict": verdict_lines(config.cluster, device, forecast),
     }
     texts = ["\n".join([title, *lines]) for title, found in parts.items() if (lines := list(found))]
-    return Description("\n\n".join(texts) + "\n", forecast, checkpoint)
+    return Description("\n\n".join(texts) + "\n", forecast, sum(sizes.values()) if sizes else None)
 
 
 def layout_lines(config: MasterConfig | EvalMasterConfig, device: float) -> Iterator[str]:
-    """Nodes, ranks, axes and engines."""
+    """Yield the lines about nodes, ranks, axes and engines."""
     cluster, policy = config.cluster, config.policy
     size = f"{device / 2**30:.3g} GiB"
     devices = f"{_count(cluster.gpus_per_node, 'GPU')} of {size}" if cluster.uses_gpu else f"CPUs, {size} for a rank"
     yield _line("cluster", f"{_count(cluster.num_nodes, 'node')} x {devices}")
-    left = cluster
-    for section in config.models[1:] if isinstance(config, MasterConfig) else ():
-        if isinstance(section, TeacherConfig) and not section.colocated.enabled:
-            share, left = teachers_share(cluster, section.colocated), students_share(left, section.colocated)
-            yield _line("teacher", _ranks_line(section, share.num_nodes, share.policy_ranks_per_node))
-        else:
-            ranks = plan_topology(left, policy)
-            shared = _ranks_line(section, ranks.policy_nodes, ranks.policy_ranks_per_node)
-            yield _line("teacher", f"{shared}, on the policy's devices in turns")
-    topology = plan_topology(left, policy)
+    models = config.models if isinstance(config, MasterConfig) else {"policy": Role(policy, trains=False)}
+    parts = divide_cluster(cluster, models)
+    topology = plan_topology(parts["policy"], policy)
     if isinstance(config, MasterConfig):
-        yield _line("policy", _ranks_line(policy, topology.policy_nodes, topology.policy_ranks_per_node))
+        for name in (*(name for name in models if name != "policy"), "policy"):
+            yield _line(name, _model_line(name, models, parts[name]))
     if policy.generation is not None:
         alone = isinstance(config, EvalMasterConfig) or not policy.generation.colocated.enabled
         where = "" if alone else ", on the policy's devices in turns"
         yield _line("generation", f"{_engines_line(policy.generation.engine, topology)}{where}")
+
+
+def _model_line(name: str, models: Mapping[str, Role], part: ClusterConfig) -> str:
+    role = models[name]
+    host = role.shares_with
+    nodes, per_node = part.num_nodes, part.policy_ranks_per_node
+    if host == "policy":
+        topology = plan_topology(part, models["policy"].section)
+        nodes, per_node = topology.policy_nodes, topology.policy_ranks_per_node
+    ranks = _ranks_line(role.section, nodes, per_node)
+    return ranks if host in (None, name) else f"{ranks}, on the {host}'s devices in turns"
 
 
 def _ranks_line(model: PolicyConfig, nodes: int, per_node: int) -> str:
@@ -124,7 +130,7 @@ def _ranks_line(model: PolicyConfig, nodes: int, per_node: int) -> str:
 
 
 def mesh_text(model: PolicyConfig, ranks: int) -> str:
-    """The axes of a model with more than one rank, and over how many of the same ranks experts are spread."""
+    """Return the axes of a model with more than one rank, and the number of those ranks that divide the experts."""
     layout = ParallelLayout.of(model, ranks)
     names = {"dp_shard": "fsdp" if model.backend_key == "dtensor_cfg" else "dp"}
     axes = zip(AXES, layout.shape, strict=True)
@@ -146,9 +152,9 @@ def _line(name: str, text: str) -> str:
 
 
 def step_lines(config: MasterConfig) -> Iterator[str]:
-    """Samples, updates, microbatches and tokens of a step, where every sample is as long as it may be."""
+    """Yield the lines about samples, updates, microbatches and tokens of a step, with samples of the maximum length."""
     policy, length = config.policy, config.policy.max_total_sequence_length
-    layout = ParallelLayout.of(policy, model_ranks(config.cluster, config.models)[0])
+    layout = ParallelLayout.of(policy, model_ranks(config.cluster, config.models)["policy"])
     rows_each = rows_per_sample(config)
     samples = policy.train_global_batch_size
     if isinstance(config, RolloutMasterConfig):
@@ -168,13 +174,13 @@ def step_lines(config: MasterConfig) -> Iterator[str]:
 
 
 def rows_per_sample(config: MasterConfig) -> int:
-    """Rows of a batch that a sample takes: 2 for pairs of answers."""
+    """Return the rows of a batch that a sample takes: 2 for pairs of answers."""
     pairs = isinstance(config, SupervisedMasterConfig) and config.section in ("dpo", "rm")
     return 1 + (pairs and getattr(config.algorithm, "preference_loss", "") != "kto")
 
 
 def _microbatches(policy: PolicyConfig, rows: int, rows_each: int) -> tuple[int, str]:
-    """Most microbatches of a rank's rows, and how they are formed."""
+    """Return the largest number of microbatches of a rank's rows, and how they are formed."""
     length = policy.max_total_sequence_length
     for way, name in ((policy.sequence_packing, "packed into"), (policy.dynamic_batching, "batched up to")):
         if way.enabled:
@@ -185,7 +191,7 @@ def _microbatches(policy: PolicyConfig, rows: int, rows_each: int) -> tuple[int,
 
 
 def memory_lines(policy: PolicyConfig, forecast: MemoryForecast) -> Iterator[str]:
-    """A table for each group of devices, and what the engines' caches hold."""
+    """Yield a table for each group of devices, and what the engines' caches hold."""
     for group, plan in forecast.groups.items():
         yield plan.table(f"  {group}")
     if forecast.cache_tokens is not None and policy.generation is not None:
@@ -194,21 +200,20 @@ def memory_lines(policy: PolicyConfig, forecast: MemoryForecast) -> Iterator[str
         yield f"  key-value cache of an engine: {tokens:,.0f} tokens, {answers:.1f} answers of full length at once"
 
 
-def _checkpoint_bytes(config: MasterConfig) -> int | None:
-    if not config.checkpointing.enabled:
-        return None
-    return training_backend(config.policy).checkpoint_bytes(config.policy, config.checkpointing)
+def _checkpoint_sizes(config: MasterConfig) -> dict[str, int] | None:
+    return checkpoint_bytes(config.models, config.checkpointing) if config.checkpointing.enabled else None
 
 
-def checkpoint_lines(config: MasterConfig, one: int | None) -> Iterator[str]:
-    """Bytes of a checkpoint, and of all that are kept."""
-    if one is not None:
-        most = checkpoints_at_once(config.checkpointing)
-        yield f"  {readable_bytes(one)} each, {readable_bytes(most * one)} for the {most} on the disk at once"
+def checkpoint_lines(config: MasterConfig, sizes: Mapping[str, int]) -> Iterator[str]:
+    """Yield the bytes of a checkpoint, by model where several are trained, and of all checkpoints that are kept."""
+    if len(sizes) > 1:
+        yield from (_line(name, readable_bytes(size)) for name, size in sizes.items())
+    one, most = sum(sizes.values()), checkpoints_at_once(config.checkpointing)
+    yield f"  {readable_bytes(one)} each, {readable_bytes(most * one)} for the {most} on the disk at once"
 
 
 def verdict_lines(cluster: ClusterConfig, device: float, forecast: MemoryForecast) -> Iterator[str]:
-    """Whether it fits the machines that are described, and what they are taken for."""
+    """Yield whether the run fits, and the memory that the devices are assumed to have."""
     against = f"{device / 2**30:.3g} GiB of each process"
     if cluster.uses_gpu:
         against = f"{USABLE_SHARE:.0%} of the {device / 2**30:.3g} GiB of each GPU"

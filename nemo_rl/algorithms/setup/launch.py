@@ -1,9 +1,8 @@
-"""The command line that all example scripts share: `[--config FILE] [--dry-run] [key=value ...]`, and their exit
-status.
+"""The command line and the exit status of all example scripts: `[--config FILE] [--dry-run] [key=value ...]`.
 
-Light until the configuration is accepted: a wrong key is answered in a second, before torch is imported. Invariant: a
+Nothing large is imported before the configuration is accepted, so a wrong key is reported within a second. Invariant: a
 mistake of the user is one message and exit status 2; a failure of the run is one message and 1; after a signal the
-status is 75 (EX_TEMPFAIL) if the same command goes on from what was saved, else 128 + the signal's number.
+status is 75 (EX_TEMPFAIL) if the same command resumes from what was saved, else 128 + the signal's number.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from nemo_rl.utils.errors import ConfigError, NemoRLError
 from nemo_rl.utils.logging_setup import configure_logging
 
 TROUBLESHOOTING = "docs/guides/troubleshooting.md"
-"""Named under the error that ends a run; a mistake of the user says what to do by itself."""
+"""Page that is named below the error that ends a run; messages about a user's mistake already say what to do."""
 
 
 def launch[ConfigT: MasterConfig | EvalMasterConfig](
@@ -40,19 +39,19 @@ def launch[ConfigT: MasterConfig | EvalMasterConfig](
         description: help text.
         default_config: YAML file when `--config` is absent.
         schema: class of the configuration.
-        run: does the work; called with the checked configuration.
-        arguments: command line without the program, `sys.argv` by default.
+        run: function that does the work, called with the checked configuration.
+        arguments: command line without the program; None takes `sys.argv`.
 
     Returns:
         Exit status.
     """
     leave_at_once()
-    # torchdata calls it on import of every loader; nothing a user could change.
+    # torchdata calls the deprecated function when a loader is imported; users cannot change that.
     warnings.filterwarnings("ignore", message=".*set_vital.*")
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=default_config, help="YAML file of the run")
     parser.add_argument(
-        "--dry-run", action="store_true", help="say what the run would be and whether it fits its GPUs; start nothing"
+        "--dry-run", action="store_true", help="show what the run would be and whether it fits its GPUs; start nothing"
     )
     known, overrides = parser.parse_known_args(arguments)
 
@@ -72,10 +71,10 @@ def launch[ConfigT: MasterConfig | EvalMasterConfig](
 
 
 def look_in_the_current_folder() -> None:
-    """Let Python import from the folder that a program was started from, where a user's own classes may lie.
+    """Let Python import from the folder in which a program was started, where a user's own classes may be.
 
     Raises:
-        ConfigError: the folder is gone.
+        ConfigError: the folder does not exist any more.
     """
     try:
         folder = os.getcwd()
@@ -86,8 +85,8 @@ def look_in_the_current_folder() -> None:
 
 
 def _engine_libraries(config: MasterConfig | EvalMasterConfig) -> Sequence[str]:
-    policies = [config.policy] if isinstance(config, EvalMasterConfig) else config.models
-    if all(model.generation is None or model.generation.backend != "vllm" for model in policies):
+    generation = config.policy.generation
+    if generation is None or generation.backend != "vllm":
         return ()
     from nemo_rl.models.generation.vllm.settings import LIBRARIES
 
@@ -102,7 +101,7 @@ def _dry_run(config: MasterConfig | EvalMasterConfig) -> int:
 
 
 def exit_status(work: Callable[[], int]) -> int:
-    """Do the work of a program with its log on the console.
+    """Run the work of a program with its log on the console.
 
     Returns:
         What `work` returns, or the status of the error that ended it, after its message and notes.
@@ -111,7 +110,7 @@ def exit_status(work: Callable[[], int]) -> int:
         configure_logging()
         return work()
     except NemoRLError as error:
-        # The terminal may be gone, which is why the run ended.
+        # The terminal may be closed; that may even be what ended the run.
         with suppress(OSError):
             notes = [*getattr(error, "__notes__", [])]
             if error.exit_status == NemoRLError.exit_status:

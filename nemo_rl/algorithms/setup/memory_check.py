@@ -1,14 +1,13 @@
-"""What a run will need of memory, said before anything starts, and held against what the devices have.
+"""Predict the memory of a run before anything starts, and compare it with the memory of the devices.
 
-Invariant: a prediction may be wrong, so it only warns; what is refused is certain: weights and optimizer state alone
-that are larger than the memory.
+Invariant: a prediction may be wrong, so it only warns. A run is refused only if weights and optimizer state alone are
+larger than the memory, because their size is certain.
 """
 
 import logging
 from collections.abc import Iterator, Mapping
 
-from nemo_rl.algorithms.setup.roles import Role
-from nemo_rl.config import ClusterConfig, PolicyConfig, model_ranks
+from nemo_rl.config import ClusterConfig, PolicyConfig, Role, model_ranks
 from nemo_rl.host.memory import machine_bytes
 from nemo_rl.host.nvidia_smi import query_gpus
 from nemo_rl.models.capacity.memory import MemoryPlan
@@ -28,7 +27,7 @@ type _Predicted = tuple[str, PolicyConfig, int, MemoryPlan | None]
 
 
 def tell_memory(cluster: ClusterConfig, roles: Mapping[str, Role]) -> None:
-    """Log the memory of each model's ranks; warn where it is more than there is.
+    """Log the predicted memory of each model's ranks; warn if it is more than the ranks have.
 
     Args:
         cluster: the machines.
@@ -45,10 +44,8 @@ def tell_memory(cluster: ClusterConfig, roles: Mapping[str, Role]) -> None:
 
 
 def memory_plans(cluster: ClusterConfig, roles: Mapping[str, Role]) -> Iterator[_Predicted]:
-    """Name, section, ranks and prediction of each model, the policy first; arguments as `tell_memory`."""
-    names = sorted(roles, key=lambda name: name != "policy")
-    ranks = model_ranks(cluster, [roles[name].section for name in names])
-    for name, num_ranks in zip(names, ranks, strict=True):
+    """Yield name, section, ranks and prediction of each model, the policy first; arguments as for `tell_memory`."""
+    for name, num_ranks in sorted(model_ranks(cluster, roles).items(), key=lambda item: item[0] != "policy"):
         role = roles[name]
         yield (
             name,
@@ -65,7 +62,13 @@ def memory_plans(cluster: ClusterConfig, roles: Mapping[str, Role]) -> Iterator[
 
 
 def compare_memory(name: str, section: PolicyConfig, plan: MemoryPlan, available: float | None) -> None:
-    """Warn where a rank's prediction is more than the bytes it has; None means that these are unknown.
+    """Warn if the prediction for a rank is more than its memory.
+
+    Args:
+        name: name of the model.
+        section: its section.
+        plan: the prediction.
+        available: bytes of a rank; None if unknown.
 
     Raises:
         ConfigError: weights and optimizer state alone are more.
@@ -82,13 +85,13 @@ def compare_memory(name: str, section: PolicyConfig, plan: MemoryPlan, available
 
 
 def ways_to_less(name: str, section: PolicyConfig) -> str:
-    """What makes a model's ranks need less memory, by its keys."""
+    """Return a sentence about the keys with which a model's ranks need less memory."""
     tensor = section.backend_section.size_keys.get("tp", "tensor parallelism")
     return _WAYS_OUT.format(section=name, backend=section.backend_key, tensor=tensor)
 
 
 def memory_of_a_rank(cluster: ClusterConfig) -> float | None:
-    """Bytes of one GPU, or a rank's share of this machine; None where the machines are elsewhere."""
+    """Return the bytes of one GPU, or a rank's share of this machine; None if the machines are on a cluster."""
     if cluster.uses_gpu and cluster.gpu_memory_gb is not None:
         return cluster.gpu_memory_gb * 2**30
     if cluster_address():
@@ -97,7 +100,7 @@ def memory_of_a_rank(cluster: ClusterConfig) -> float | None:
 
 
 def gpu_bytes() -> float | None:
-    """Memory of the smallest GPU that this process may use; None where its driver does not say."""
+    """Return the bytes of the smallest GPU that this process may use; None if the driver does not report them."""
     try:
         return min(float(total) for (total,) in query_gpus("memory.total")) * 2**20
     except ValueError:

@@ -1,8 +1,8 @@
 """Predicted memory of every kind of device of a run, by phase, from the configuration alone.
 
 `forecast_memory` adds up what the training backends predict for the models (`TrainingBackend.predict_memory`) and what
-engines take, for models and engines that take turns on the same devices as `runtime.memory` lets them. Starts nothing
-and needs neither a GPU nor weights: a model is its `config.json`.
+engines take. Models and engines that share devices take turns, as in `runtime.memory`. Nothing is started, and neither
+a GPU nor weights are needed: the `config.json` of each model is enough.
 
 Invariant: a group of devices appears once, under the names of what runs on it.
 """
@@ -15,16 +15,16 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from nemo_rl.algorithms.setup.memory_check import memory_of_a_rank, ways_to_less
-from nemo_rl.algorithms.setup.preflight import SECTIONS
 from nemo_rl.config import (
     ClusterConfig,
     EvalMasterConfig,
     GRPOMasterConfig,
     MasterConfig,
     PolicyConfig,
+    Role,
     RolloutMasterConfig,
-    TeacherConfig,
     model_ranks,
+    sharing,
 )
 from nemo_rl.models.capacity.engine_memory import EngineMemory, engine_memory
 from nemo_rl.models.capacity.memory import MemoryPlan, Moment
@@ -33,29 +33,33 @@ from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
 from nemo_rl.models.training.backends import training_backend
 
 DEFAULT_GPU_GB = 80
-"""Gibibytes of a GPU that is not here and that `cluster.gpu_memory_gb` does not describe."""
+"""Gibibytes of a GPU that this machine does not have and that `cluster.gpu_memory_gb` does not describe."""
 USABLE_SHARE = 0.93
-"""What is left of a GPU beside CUDA contexts, NCCL's buffers and fragmentation, which no prediction has."""
+"""Share of a GPU that is left after CUDA contexts, NCCL's buffers and fragmentation, which no prediction includes."""
 _SYNC_BUCKETS = 2
 _STAYING = ("weights", "optimizer state")
 
 
 def device_bytes(cluster: ClusterConfig) -> float:
-    """Memory of one GPU, or of a policy rank's share of this machine: what the keys say, else what is here."""
+    """Return the bytes of one GPU, or of a policy rank's share of this machine.
+
+    The keys come first, then what this machine has, then `DEFAULT_GPU_GB`.
+    """
     return memory_of_a_rank(cluster) or DEFAULT_GPU_GB * 2**30
 
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """What a run will need of memory.
+    """The memory that a run will need.
 
     Attributes:
         groups: a plan for one device (on CPUs one process) of each group of devices, by what runs there, such as
-            "policy + generation". Its `moments` are the phases "training", "log-probs", "teacher's scores",
-            "generation" and "weight sync", those that the run has, with bytes by kind; `peak_moment` and `peak` are
-            the phase that needs most; `host` is what a device's process keeps in host memory meanwhile.
+            "policy + generation". Its `moments` are the phases of the run, with bytes by kind: "training",
+            "log-probs", "generation", "weight sync", and "<name>'s training" or "<name>'s scores" of every other
+            model. `peak_moment` and `peak` are the phase that needs most; `host` is what a device's process keeps in
+            host memory meanwhile.
         cache_tokens: tokens that the key-value cache of an engine has room for; None without engines.
-        shortfalls: what does not fit, with the numbers and what to change; empty if all of it does.
+        shortfalls: what does not fit, with the numbers and what to change; empty if everything fits.
     """
 
     groups: Mapping[str, MemoryPlan]
@@ -69,7 +73,7 @@ def forecast_memory(config: MasterConfig | EvalMasterConfig, device: float) -> M
     Args:
         config: a checked configuration; models are folders, or hub models whose configuration can be had from here
             (`models.capacity.hub_configs.with_local_configs`).
-        device: bytes of a device, see `device_bytes`; the engines' share is a part of it.
+        device: bytes of a device, see `device_bytes`; engines take a share of it.
 
     Raises:
         ConfigError: a model's configuration cannot be read.
@@ -85,8 +89,10 @@ def _too_large(config: MasterConfig | EvalMasterConfig, group: str, plan: Memory
     usable = device * (USABLE_SHARE if config.cluster.uses_gpu else 1.0)
     if plan.peak <= usable:
         return None
-    name = "teacher" if plan.peak_moment == "teacher's scores" else "policy"
     engines = plan.peak_moment in ("generation", "weight sync")
+    name = "policy"
+    if isinstance(config, MasterConfig):
+        name = next((model for model in config.models if _is_phase_of(model, plan.peak_moment)), name)
     way_out = _LESS_ENGINE if engines else ways_to_less(name, getattr(config, name))
     return (
         f"{group} needs {_gib(plan.peak)} GiB of each device in the phase {plan.peak_moment!r}, "
@@ -111,7 +117,7 @@ _LESS_ENGINE = (
 
 
 def rows_per_prompt(config: MasterConfig) -> int:
-    """Sequences of a batch that begin with the same prompt."""
+    """Return how many sequences of a batch begin with the same prompt."""
     return config.algorithm.num_generations_per_prompt if isinstance(config, RolloutMasterConfig) else 1
 
 
@@ -122,25 +128,46 @@ class _Forecast:
     device: float
 
     def groups(self, config: MasterConfig | EvalMasterConfig) -> dict[str, MemoryPlan]:
-        """The plan of each group of devices."""
+        """Return the plan of each group of devices."""
         if isinstance(config, EvalMasterConfig):
             return {"generation": MemoryPlan({}, {"generation": self.engine()}, {})}
-        ranks = dict(zip(SECTIONS, model_ranks(self.cluster, config.models), strict=False))
-        name, plan = "policy", self.policy_phases(ranks["policy"], config)
-        apart = {}
-        for section in config.models[1:]:
-            assert isinstance(section, TeacherConfig), "the second model of a run is a teacher"
-            work = {"trains": False, "keeps_reference": False, "rows_per_prompt": rows_per_prompt(config)}
-            teacher = self._predict(section, ranks["teacher"], **work)
-            if section.colocated.enabled and self.cluster.uses_gpu:
-                name, plan = f"{name} + teacher", self.with_teacher(plan, teacher)
-            else:
-                scores = {"teacher's scores": _held(teacher)}
-                apart["teacher"] = MemoryPlan({}, scores, teacher.host, teacher.missing)
-        return self.with_engines(name, plan) | apart
+        ranks = model_ranks(self.cluster, config.models)
+        plans = {
+            name: self.second_model(name, role, ranks[name], config)
+            for name, role in config.models.items()
+            if name != "policy"
+        }
+        plans["policy"] = self.policy_phases(ranks["policy"], config)
+        together = sharing(config.models) if self.cluster.uses_gpu else {name: [name] for name in config.models}
+        groups: dict[str, MemoryPlan] = {}
+        for owner, names in together.items():
+            idle = {name: self.left_when_idle(name, config.models[name], plans[name]) for name in names}
+            group, plan = " + ".join(names), _in_turns({name: plans[name] for name in names}, idle)
+            groups |= self.with_engines(group, plan) if owner == "policy" else {group: plan}
+        return groups
+
+    def second_model(self, name: str, role: Role, num_ranks: int, config: MasterConfig) -> MemoryPlan:
+        """Predict a model next to the policy: one phase, named after it."""
+        plan = self._predict(
+            role.section,
+            num_ranks,
+            trains=role.trains,
+            keeps_reference=role.keeps_reference,
+            rows_per_prompt=rows_per_prompt(config),
+        )
+        phase = f"{name}'s training" if role.trains else f"{name}'s scores"
+        return MemoryPlan({}, {phase: _held(plan)}, plan.host, plan.missing)
+
+    def left_when_idle(self, name: str, role: Role, plan: MemoryPlan) -> Moment:
+        """Return what a model leaves on its devices while others work there."""
+        if name == "policy":
+            return {kind: size for kind, size in plan.moments["training"].items() if kind == "weights"}
+        if not role.trains or training_backend(role.section).offloads_trained_weights:
+            return {}
+        return _of_model(name, {kind: size for kind, size in _state(plan).items() if kind == "weights"})
 
     def policy_phases(self, num_ranks: int, config: MasterConfig) -> MemoryPlan:
-        """The trained model alone, by phase."""
+        """Predict the policy alone, by phase."""
         on_gpu, keeps_reference = self.cluster.uses_gpu, config.keeps_reference
         answers = rows_per_prompt(config)
         trained = self._predict(
@@ -160,16 +187,8 @@ class _Forecast:
         unknown = "This training backend predicts no memory."
         return MemoryPlan({}, {"training": {}}, {}, unknown) if plan is None else plan
 
-    def with_teacher(self, policy: MemoryPlan, teacher: MemoryPlan) -> MemoryPlan:
-        """A frozen model on the policy's devices: its weights and the policy's optimizer state take turns."""
-        scores = {f"teacher's {kind}": size for kind, size in _held(teacher).items()}
-        moments = {**policy.moments, "teacher's scores": _resting(policy) | scores}
-        host = {**policy.host, "teacher's weights": teacher.certain}
-        missing = " ".join(dict.fromkeys(filter(None, (policy.missing, teacher.missing))))
-        return MemoryPlan({}, moments, host, missing)
-
     def with_engines(self, name: str, policy: MemoryPlan) -> dict[str, MemoryPlan]:
-        """The trained model's devices, and those of the engines: the same where they take turns."""
+        """Add the engines: to the policy's devices where they take turns, else as a group of devices."""
         if self.policy.generation is None:
             return {name: policy}
         engine = self.engine()
@@ -186,7 +205,7 @@ class _Forecast:
         return {f"{name} + generation": MemoryPlan({}, moments, host, policy.missing)}
 
     def transfer(self) -> Moment:
-        """Buffers of a weight sync: the largest tensor whole, which most models' vocabulary is, and buckets."""
+        """Predict the buffers of a weight sync: the largest tensor as a whole (the vocabulary, mostly) and buckets."""
         generation, text = self.policy.generation, self._model.get_text_config()
         assert generation is not None, "asked for a run that generates"
         whole = text.vocab_size * text.hidden_size * self._itemsize
@@ -207,18 +226,18 @@ class _Forecast:
 
     @cached_property
     def _cache_bytes(self) -> float:
-        """Of a rank: as given, or what the engine's share of the device leaves."""
+        """Bytes of a rank's key-value cache: as configured, or what the engine's share of the device leaves."""
         settings = engine_settings(self.policy, self.cluster, 0, load_weights=False)
         if settings.kv_cache_bytes is not None:
             return settings.kv_cache_bytes
         return self.device * settings.gpu_memory_utilization - self._engine.weights - self._engine.workspace
 
     def cache_tokens(self) -> float:
-        """Tokens that the cache has room for; negative where not even weights and workspace have."""
+        """Return the tokens that the cache has room for; negative where weights and workspace alone do not fit."""
         return self._cache_bytes / self._engine.cache_per_token
 
     def engine(self) -> Moment:
-        """A rank of an engine at work; its cache is as large as it may be."""
+        """Predict a rank of an engine at work, with the largest cache that it may have."""
         return {
             "engine's weights": self._engine.weights,
             "engine's workspace": self._engine.workspace,
@@ -226,13 +245,53 @@ class _Forecast:
         }
 
 
-def _resting(policy: MemoryPlan) -> dict[str, float]:
-    """What a trained model leaves on a device while others work: its weights."""
-    return {kind: size for kind, size in policy.moments["training"].items() if kind == "weights"}
+def _is_phase_of(name: str, phase: str) -> bool:
+    """Return whether a phase is one of this model, which is not the policy."""
+    return phase in (f"{name}'s training", f"{name}'s scores")
+
+
+def _in_turns(plans: Mapping[str, MemoryPlan], idle: Mapping[str, Moment]) -> MemoryPlan:
+    """Join the phases of models that share devices: each works in its own phases and is idle in those of the others.
+
+    Args:
+        plans: of each model, the owner of the devices first.
+        idle: what each model leaves on the device while it is idle.
+    """
+    if len(plans) == 1:
+        return next(iter(plans.values()))
+    moments: dict[str, Moment] = {}
+    host: dict[str, float] = {}
+    for name, plan in plans.items():
+        left = {kind: size for other in plans if other != name for kind, size in idle[other].items()}
+        for phase, held in plan.moments.items():
+            moments[phase] = (dict(held) if name == "policy" else _of_model(name, held)) | left
+        host |= plan.host if name == "policy" else _of_model(name, _state(plan))
+    missing = " ".join(dict.fromkeys(filter(None, (plan.missing for plan in plans.values()))))
+    return MemoryPlan({}, moments, host, missing)
+
+
+def _of_model(name: str, held: Moment) -> dict[str, float]:
+    """Return the bytes by kind, each kind with the name of its model."""
+    return {f"{name}'s {kind}": size for kind, size in held.items()}
+
+
+def _state(plan: MemoryPlan) -> dict[str, float]:
+    """Return weights and optimizer state, which are in host memory while a model next to the policy is idle."""
+    held = plan.moments[plan.peak_moment]
+    return {kind: held[kind] for kind in _STAYING if kind in held}
+
+
+def _resting(shared: MemoryPlan) -> dict[str, float]:
+    """Return what the policy and the models on its devices leave there while engines work."""
+    return {
+        kind: size
+        for kind, size in shared.moments["training"].items()
+        if kind == "weights" or kind.endswith("'s weights")
+    }
 
 
 def _held(plan: MemoryPlan) -> dict[str, float]:
-    """What a rank holds when it holds most."""
+    """Return what a rank holds in its peak phase."""
     return {**plan.stays, **plan.moments[plan.peak_moment]}
 
 

@@ -1,6 +1,6 @@
-"""A policy without a run: for notebooks, scripts and experiments with losses.
+"""Open a policy without a run, for notebooks, scripts and experiments with losses.
 
-A `models.policy.lm_policy.Policy` with defaults that fit one batch at a time; `roles` starts those of runs.
+The policy is a `models.policy.lm_policy.Policy` with defaults for one batch at a time; `roles` starts those of runs.
 Invariant: what is started here ends with `shutdown`, the `with` block or the Python process.
 """
 
@@ -27,12 +27,12 @@ from nemo_rl.utils.errors import ConfigError
 
 
 class OpenPolicy(Policy):
-    """A model with its optimizer, in processes of its own; made by `open_policy`.
+    """A model with its optimizer, in its own processes; made by `open_policy`.
 
     Args:
         config: the policy section.
         cluster: device and number of processes.
-        seed: for dropout and the first values of adapters.
+        seed: seed of dropout and of the first values of adapters.
     """
 
     def __init__(self, config: PolicyConfig, cluster: ClusterConfig, seed: int = 0) -> None:
@@ -64,10 +64,10 @@ class OpenPolicy(Policy):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> TrainResult:
-        """`Policy.train`, where `gbs=None` makes one update of the whole batch.
+        """Train as `Policy.train` does; `gbs=None` makes one update of the whole batch.
 
-        On the CPU the loss is tried on the first row in this process, so that a mistake in it is an exception here;
-        one that a worker meets ends all workers.
+        On the CPU the loss is called on the first row in this process first, so that a mistake in it raises here; an
+        exception in a worker ends all workers.
         """
         require_keys(data, [*TRAINING_KEYS, *extra_keys(loss_fn)], "train")
         if not self._places.use_gpus and input_type_of(loss_fn) is LossInputType.LOGPROB:
@@ -75,7 +75,7 @@ class OpenPolicy(Policy):
         return super().train(data, loss_fn, eval_mode, gbs or data.size, mbs)
 
     def shutdown(self) -> bool:
-        """End the processes; returns whether all of them ended cleanly."""
+        """End the processes; return whether all of them ended cleanly."""
         clean = super().shutdown()
         self._places.shutdown()
         return clean
@@ -99,14 +99,14 @@ def open_policy(
     seed: int = 0,
     **policy_keys: Any,
 ) -> OpenPolicy:
-    """Load a model for training; blocks until its processes are ready.
+    """Load a model for training; block until its processes are ready.
 
     Args:
         model_name: Hugging Face id or folder.
         device: "cpu", or "cuda" for GPUs; on the CPU the precision is float32 unless it is named.
-        learning_rate: of AdamW without weight decay; None takes `optimizer` from `policy_keys`.
-        ranks: processes that share the model, on GPUs one each.
-        seed: for dropout and the first values of adapters.
+        learning_rate: learning rate of AdamW without weight decay; None takes `optimizer` from `policy_keys`.
+        ranks: processes that share the model; on GPUs, one process for each.
+        seed: seed of dropout and of the first values of adapters.
         policy_keys: any other key of the `policy` section (docs/reference/configuration.md), sections as dicts;
             for example `dtensor_cfg={"lora_cfg": {"enabled": True}}`.
 
@@ -135,7 +135,7 @@ def _try_out(loss_fn: LossFunction, data: BatchedDataDict[Any]) -> None:
 
 
 def _require_gpus(cluster: ClusterConfig) -> None:
-    """As `config.check_device`, in the words of `open_policy`."""
+    """Check the GPUs as `config.check_device` does; the error names the arguments of `open_policy`."""
     if not cluster.uses_gpu or cluster_address():
         return
     found = count_gpus()

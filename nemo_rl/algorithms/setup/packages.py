@@ -1,7 +1,7 @@
-"""The packages that a run's workers need beyond those of every installation, asked for before Ray starts.
+"""Check, before Ray starts, for the optional packages that a run's workers need.
 
-Refuses what this process can know: workers of a joined cluster, and those with a Python of their own (`cluster.venvs`,
-the registry of actors), may have packages that are not here. Imports none of them.
+Only what this process can know is refused: workers of a joined cluster, and workers with their own Python
+(`cluster.venvs`, the registry of actors), may have other packages. No package is imported.
 """
 
 import importlib.util
@@ -38,10 +38,10 @@ class Need:
     """A package that workers import.
 
     Attributes:
-        kind: of the workers, as in `cluster.venvs`.
-        extras: of this project that bring it, the one for the run's device first.
+        kind: kind of the workers, as in `cluster.venvs`.
+        extras: extras of this project that install it, the one for the run's device first.
         asked_by: the key that needs it.
-        missing: what the driver's Python lacks; None if the package is there.
+        missing: what the driver's Python lacks; None if the package is installed.
     """
 
     kind: str
@@ -51,10 +51,10 @@ class Need:
 
 
 def check_packages(config: MasterConfig | EvalMasterConfig) -> None:
-    """Look for the packages of the engines and of the training backends.
+    """Check that the packages of the engines and of the training backends are installed.
 
     Raises:
-        ConfigError: one is missing; has the command that installs it.
+        ConfigError: one is missing; the message has the command that installs it.
     """
     cluster, generation = config.cluster, config.policy.generation
     needs: list[Need] = []
@@ -63,13 +63,13 @@ def check_packages(config: MasterConfig | EvalMasterConfig) -> None:
         key = f"{'' if isinstance(config, EvalMasterConfig) else 'policy.'}generation.backend"
         needs += _of_engines(generation.backend, key, uses_gpu=cluster.uses_gpu)
         advice = f"\nThe engine of {key}=hf needs no further package, and is much slower."
-    for section, policy in zip(("policy", "teacher"), getattr(config, "models", ()), strict=False):
-        needs += _of_training(policy, cluster, section)
+    for name, role in config.models.items() if isinstance(config, MasterConfig) else ():
+        needs += _of_training(role.section, cluster, name)
     _refuse(needs, cluster, advice if any(need.kind == "generation" for need in _lacking(needs, cluster)) else "")
 
 
 def check_training_packages(policy: PolicyConfig, cluster: ClusterConfig) -> None:
-    """`check_packages` for a policy alone."""
+    """Check the packages of a policy without a run, as `check_packages` does."""
     _refuse(list(_of_training(policy, cluster, "policy")), cluster)
 
 
@@ -82,10 +82,10 @@ def _of_engines(backend: str, key: str, *, uses_gpu: bool) -> Iterator[Need]:
 
 
 def _of_training(policy: PolicyConfig, cluster: ClusterConfig, section: str) -> Iterator[Need]:
-    """Needs of a model that is trained, or answers as `section`.
+    """Yield the packages that the model of a section needs.
 
     Raises:
-        ConfigError: a kernel is asked for that no extra brings.
+        ConfigError: a kernel is configured that no extra installs.
     """
     megatron = policy.megatron_cfg
     if not megatron.enabled:
@@ -105,7 +105,7 @@ def _of_training(policy: PolicyConfig, cluster: ClusterConfig, section: str) -> 
 
 
 def _check_fused_gradients(megatron: MegatronConfig, keys: str) -> None:
-    """Megatron Core's own layers next to those of Transformer Engine fuse by APEX alone."""
+    """Refuse fused gradients without APEX: Megatron Core's own layers need it next to Transformer Engine's."""
     uses_engine = megatron.transformer_impl != "local" and _is_here("transformer_engine")
     if megatron.gradient_accumulation_fusion and uses_engine and not _is_here(FUSED_GRADIENTS):
         raise ConfigError(MISSING_FUSED_GRADIENTS.format(keys=keys))
@@ -132,12 +132,12 @@ def _is_installed(distribution: str) -> bool:
 
 
 def _has_own_python(kind: str, cluster: ClusterConfig) -> bool:
-    """Whether workers may have other packages than this process."""
+    """Return whether workers may have other packages than this process."""
     if cluster_address():
         return True
     if os.environ.get("NEMO_RL_PY_EXECUTABLES_SYSTEM", "0") == "1":
         return False
-    # Programs may have added entries; where nothing has imported the module there are none.
+    # Programs may have added entries; if the module is not imported, there are none.
     registry = getattr(sys.modules.get(_REGISTRY), "ACTOR_ENVIRONMENT_REGISTRY", {})
     return kind in cluster.venvs or registry.get(_WORKERS[kind], sys.executable) != sys.executable
 
@@ -149,7 +149,7 @@ def _lacking(needs: Sequence[Need], cluster: ClusterConfig) -> list[Need]:
 
 
 def _is_left_out(need: Need, venv: VenvConfig | None) -> bool:
-    """Whether an environment that is made of extras alone has none that brings the package."""
+    """Return whether an environment made only of extras has no extra that installs the package."""
     if venv is None or venv.extras is None or venv.packages or cluster_address():
         return False
     return not set(need.extras) & set(venv.extras)
@@ -162,7 +162,7 @@ def _refuse(needs: Sequence[Need], cluster: ClusterConfig, advice: str = "") -> 
     ways = []
     extras = dict.fromkeys(need.extras[0] for need in needs if not _has_own_python(need.kind, cluster))
     if any(not _has_own_python(need.kind, cluster) for need in lacking):
-        # All that the run needs, because uv removes the extras that a command does not name.
+        # The command names all extras of the run, because uv removes those that are not named.
         named = " ".join(f"--extra {extra}" for extra in extras)
         ways.append(f"Start the run by the command that installs what it needs\n  uv run {named} {_command()}")
     described = []
@@ -178,7 +178,7 @@ def _refuse(needs: Sequence[Need], cluster: ClusterConfig, advice: str = "") -> 
 
 
 def _command() -> str:
-    """This program and its arguments, as one would type them."""
+    """Return the command line of this program, as a user types it."""
     program, *arguments = sys.argv
     here = Path(program).resolve()
     if here.suffix != ".py":

@@ -1,38 +1,31 @@
-"""Which bundles of the Ray cluster each worker group of a run gets.
+"""Give each worker group of a run its bundles of the Ray cluster.
 
 Invariant: sizes and placement follow from `cluster` and the sections of the models alone (`config.rules.topology`).
 """
 
 from collections.abc import Mapping, Sequence
 
-from nemo_rl.config import ClusterConfig, PolicyConfig, TeacherConfig, plan_topology, students_share, teachers_share
+from nemo_rl.config import ClusterConfig, PolicyConfig, Role, divide_cluster, plan_topology, sharing
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 
 
-def place_roles(cluster: ClusterConfig, roles: Mapping[str, PolicyConfig]) -> dict[str, RayVirtualCluster]:
-    """Bundles for every model and for "generation"; the same object where they share.
+def place_roles(cluster: ClusterConfig, models: Mapping[str, Role]) -> dict[str, RayVirtualCluster]:
+    """Give bundles to every model and to "generation"; models that share devices get the same object.
 
     Args:
         cluster: the machines.
-        roles: sections of the models by name; "policy" says where generation runs; another one shares the policy's
-            devices, unless it has a key `colocated` that says otherwise.
+        models: the models of the run; "policy" says where generation runs.
     """
+    parts, groups = divide_cluster(cluster, models), sharing(models)
     places: dict[str, RayVirtualCluster] = {}
-    left = cluster
-    for name, section in roles.items():
-        if isinstance(section, TeacherConfig) and not shares_with_policy(section):
-            share = teachers_share(cluster, section.colocated)
-            places[name] = _reserve(share, name, share.num_nodes, share.policy_ranks_per_node, 1)
-            left = students_share(left, section.colocated)
-    guests = roles.keys() - places.keys() - {"policy"}
-    apart = list(places.values()) if left.num_nodes < cluster.num_nodes else []
-    places["policy"], places["generation"] = make_clusters(left, roles["policy"], len(guests), apart)
-    return places | dict.fromkeys(guests, places["policy"])
-
-
-def shares_with_policy(section: PolicyConfig) -> bool:
-    """Whether a model gets the policy's devices; the policy itself does."""
-    return not isinstance(section, TeacherConfig) or section.colocated.enabled
+    for owner in (name for name in groups if name != "policy"):
+        part = parts[owner]
+        places[owner] = _reserve(part, owner, part.num_nodes, part.policy_ranks_per_node, len(groups[owner]))
+    apart = list(places.values()) if parts["policy"].num_nodes < cluster.num_nodes else []
+    guests = len(groups["policy"]) - 1
+    places["policy"], generation = make_clusters(parts["policy"], models["policy"].section, guests, apart)
+    places |= {name: places[owner] for owner, names in groups.items() for name in names}
+    return {**places, "generation": generation}
 
 
 def make_clusters(
@@ -41,13 +34,13 @@ def make_clusters(
     guests: int = 0,
     apart_from: Sequence[RayVirtualCluster] = (),
 ) -> tuple[RayVirtualCluster, RayVirtualCluster]:
-    """Bundles for policy and generation; the same ones twice when they are colocated or nothing is generated.
+    """Return the bundles for policy and for generation; the same object if they are colocated or nothing is sampled.
 
     Args:
         cluster: the machines.
         policy: says where generation runs.
         guests: further worker groups that will share the policy's bundles.
-        apart_from: clusters whose machines are not for policy and generation.
+        apart_from: clusters whose machines policy and generation must not use.
     """
     topology = plan_topology(cluster, policy)
     nodes, per_node = topology.policy_nodes, topology.policy_ranks_per_node

@@ -1,20 +1,24 @@
-"""What this machine lacks for a configuration, found within seconds and before Ray starts.
+"""Check within seconds, before Ray starts, that this machine has what a configuration needs.
 
-Runs once the keys are accepted, cheapest question first; what takes transformers (tokenizers, data) follows in `recipe`
-of each algorithm. Invariant: nothing is imported here that a run does not need.
+The checks run after the keys are accepted, the cheapest first. Checks that need transformers (tokenizers, data) follow
+in `recipe` of each algorithm. Invariant: nothing is imported here that a run does not need.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from nemo_rl.algorithms.setup.packages import check_packages
 from nemo_rl.config import (
+    ClusterConfig,
     EvalMasterConfig,
     MasterConfig,
     PolicyConfig,
+    Role,
     RolloutMasterConfig,
     check_device,
+    check_second_models,
     count_gpus,
     model_ranks,
+    report_findings,
 )
 from nemo_rl.config.rules.trackers import check_trackers
 from nemo_rl.distributed.cluster.address import require_cluster
@@ -23,15 +27,12 @@ from nemo_rl.utils.cluster_address import cluster_address
 from nemo_rl.utils.logger import make_log_dir
 from nemo_rl.utils.named_parts import check_own_keys
 
-SECTIONS = ("policy", "teacher")
-"""Sections of the models of a run, in the order of `MasterConfig.models`."""
-
 
 def check_host(config: MasterConfig | EvalMasterConfig) -> None:
-    """Refuse a configuration that cannot run here; imports nothing large.
+    """Refuse a configuration that cannot run here; import nothing large.
 
     Raises:
-        ConfigError: GPUs, a Ray, packages, a tracker, the log folder or a model is not to be had.
+        ConfigError: GPUs, Ray, a package, a tracker, the log folder or a model is missing.
     """
     check_device(config, count_gpus())
     check_packages(config)
@@ -46,28 +47,46 @@ def check_host(config: MasterConfig | EvalMasterConfig) -> None:
 
 
 def check_models(config: MasterConfig | EvalMasterConfig) -> None:
-    """Refuse what no machine can run, by asking models and environments alone.
+    """Refuse a configuration that no machine can run; look at models and environments only.
 
     Raises:
-        ConfigError: an optimizer, a schedule or an environment is not to be had, or a model does not fit its mesh.
+        ConfigError: an optimizer, a schedule or an environment cannot be imported, or a model does not fit its mesh.
     """
     if isinstance(config, RolloutMasterConfig | EvalMasterConfig):
         check_environments(config)
     if isinstance(config, MasterConfig):
-        check_backends(config)
+        check_backends(config.models, config.cluster)
 
 
-def check_backends(config: MasterConfig) -> None:
-    """Ask each model's backend whether it can be spread over the ranks that it will get."""
+def check_backends(models: Mapping[str, Role], cluster: ClusterConfig) -> None:
+    """Check with each model's backend that the model can be divided over its ranks.
+
+    Args:
+        models: the models of the run, the policy among them.
+        cluster: the machines.
+
+    Raises:
+        ConfigError: a model does not fit its mesh.
+    """
     from nemo_rl.models.training.backends import training_backend
 
-    sections = zip(SECTIONS, config.models, model_ranks(config.cluster, config.models), strict=False)
-    for section, model, num_ranks in sections:
-        training_backend(model).check(model, num_ranks, section)
+    for name, num_ranks in model_ranks(cluster, models).items():
+        training_backend(models[name].section).check(models[name].section, num_ranks, name)
+
+
+def check_added_models(config: MasterConfig, models: Mapping[str, Role]) -> None:
+    """Check the models that a program added to those of its configuration, as `check_host` and `check_models` do.
+
+    Raises:
+        ConfigError: a key is wrong, or a model does not fit its mesh.
+    """
+    if models.keys() - config.models.keys():
+        report_findings(check_second_models(models, config.cluster))
+        check_backends(models, config.cluster)
 
 
 def check_reachable_models(config: MasterConfig | EvalMasterConfig) -> None:
-    """Look whether models and tokenizers can be had from here."""
+    """Check that models and tokenizers are folders or can be loaded from the hub or its cache."""
     from nemo_rl.models.huggingface.reachable import TOKENIZER_FILE, check_reachable
 
     seen = set()
@@ -81,16 +100,16 @@ def check_reachable_models(config: MasterConfig | EvalMasterConfig) -> None:
 
 
 def _models(config: MasterConfig | EvalMasterConfig) -> Iterator[tuple[str, str, PolicyConfig]]:
-    """Key of the model, key of its tokenizer, and the section."""
+    """Yield the key of each model, the key of its tokenizer, and its section."""
     if isinstance(config, EvalMasterConfig):
         yield "generation.model_name", "tokenizer.name", config.policy
         return
-    for section, model in zip(SECTIONS, config.models, strict=False):
-        yield f"{section}.model_name", f"{section}.tokenizer.name", model
+    for name, role in config.models.items():
+        yield f"{name}.model_name", f"{name}.tokenizer.name", role.section
 
 
 def check_environments(config: RolloutMasterConfig | EvalMasterConfig) -> None:
-    """Import the environments that the data asks for."""
+    """Import the environments that the data names."""
     from nemo_rl.environments.loading import load_env_class
     from nemo_rl.environments.registry import env_class_path
 

@@ -1,39 +1,21 @@
-"""The models of a run: the policy, and whatever else trains or scores beside it.
+"""Start the models of a run.
 
-A run names its models, for example `{"policy": ..., "teacher": ...}`. Each is a `Policy` with a section of its own;
-which of them trains is a value here. Invariant: what has been started is registered for the end of the run before
-anything is done with it.
+A run names its models, for example `{"policy": ..., "critic": ...}`; `config.Role` describes each, and each becomes a
+`Policy`. Invariant: what has been started is registered for the end of the run before anything is done with it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.setup.preflight import SECTIONS
-from nemo_rl.config import ClusterConfig, MasterConfig, PolicyConfig
+from nemo_rl.config import ClusterConfig, MasterConfig, Role
 from nemo_rl.distributed.cluster.node_checks import Shared, check_nodes
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.policy.lm_policy import Policy
-
-
-@dataclass(frozen=True)
-class Role:
-    """A model of a run.
-
-    Attributes:
-        section: its keys.
-        trains: has an optimizer and is saved in checkpoints; else it is frozen, for inference only.
-        keeps_reference: keep the initial weights for reference log-probabilities.
-    """
-
-    section: PolicyConfig
-    trains: bool = True
-    keeps_reference: bool = False
 
 
 def start_role(
@@ -45,18 +27,20 @@ def start_role(
     seed: int,
     resume_path: Path | None = None,
 ) -> Policy:
-    """Start the ranks of a model, from its own weights or a checkpoint; blocks until they are ready.
+    """Start the ranks of a model, from its own weights or a checkpoint; block until they are ready.
 
     Args:
-        name: of the model in the run.
-        role: what it is.
+        name: name of the model in the run.
+        role: its section, and whether it is trained.
         where: bundles for the ranks.
         cluster: deadlines and threads.
-        tokenizer: saved beside its weights.
-        seed: of the run.
+        tokenizer: saved with its weights.
+        seed: seed of the run.
         resume_path: step folder of a checkpoint; None starts from `section.model_name`.
     """
     saved = resume_path / name if resume_path and role.trains else None
+    if saved is not None and not saved.exists():
+        saved = None  # `resume_check` has accepted a checkpoint without this model
     has_optimizer = saved is not None and (saved / "optimizer").exists()
     return Policy(
         where,
@@ -79,15 +63,15 @@ class Closable(Protocol):
     """Something that holds processes."""
 
     def shutdown(self) -> Any:
-        """End them."""
+        """End the processes."""
 
 
 def start_together(starts: Mapping[str, Callable[[], Closable]], resources: ExitStack) -> dict[str, Any]:
-    """Start several things side by side; blocks until all have started or failed.
+    """Start several things in parallel; block until all have started or failed.
 
     Args:
-        starts: by name; each is ended in reverse order.
-        resources: where they are registered, also when another one fails.
+        starts: functions that start them, by name; they are ended in reverse order.
+        resources: registers what has started, also when another start fails.
 
     Raises:
         Exception: the first failure; its notes name the others.
@@ -110,28 +94,31 @@ def start_together(starts: Mapping[str, Callable[[], Closable]], resources: Exit
     return {name: future.result() for name, future in futures.items()}
 
 
-def reserve(clusters: Iterable[RayVirtualCluster], config: MasterConfig, resources: ExitStack) -> None:
-    """Reserve all bundles of a run, and compare their nodes, before the first worker.
+def reserve(
+    clusters: Iterable[RayVirtualCluster], config: MasterConfig, models: Mapping[str, Role], resources: ExitStack
+) -> None:
+    """Reserve all bundles of a run and compare their nodes, before the first worker starts.
 
     Raises:
-        ResourceInsufficientError: the cluster does not have them.
+        ResourceInsufficientError: the cluster does not have the bundles.
         ConfigError, DeadlineExceededError: see `node_checks.check_nodes`.
     """
     different = list({id(cluster): cluster for cluster in clusters}.values())
     for cluster in different:
         resources.callback(cluster.shutdown)
         cluster.get_placement_groups()
-    check_nodes(different, _shared(config))
+    check_nodes(different, _shared(config, models))
 
 
-def _shared(config: MasterConfig) -> Shared:
-    """The folders that every machine of a run has to see."""
+def _shared(config: MasterConfig, models: Mapping[str, Role]) -> Shared:
+    """Return the folders that every machine of a run must be able to read."""
     folders: dict[str, str] = {}
-    for section, model in zip(SECTIONS, config.models, strict=False):
-        folders |= {f"{section}.model_name": model.model_name, f"{section}.tokenizer.name": model.tokenizer.name}
+    for name, role in models.items():
+        section = role.section
+        folders |= {f"{name}.model_name": section.model_name, f"{name}.tokenizer.name": section.tokenizer.name}
     if not config.checkpointing.enabled:
         return Shared(folders)
-    # Workers may have another working directory, and ranks write where `CheckpointManager` says. `load_config` has made
-    # the models' folders absolute.
+    # The path is absolute because workers may have another working directory. `load_config` has made the models'
+    # folders absolute.
     saved = Path(config.checkpointing.checkpoint_dir).absolute()
     return Shared(folders, ("checkpointing.checkpoint_dir", str(saved)))

@@ -1,7 +1,7 @@
-"""What a program hands to `setup` in place of what the configuration says.
+"""Parts of a run that a program passes to `setup` in place of those of the configuration.
 
-Each part is optional, and replaces the configured one where the algorithm's `recipe` chooses it, so nothing is loaded
-that is not used. Invariant: a configuration that a program made is checked as one from a file, before anything starts.
+Each part is optional and replaces the configured one in the algorithm's `recipe`, so nothing is loaded in vain.
+Invariant: a configuration that a program made is checked like one from a file, before anything starts.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,15 +24,15 @@ from nemo_rl.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class HandedIn:
-    """Parts of a run that its program brings; None (or no entry) leaves a part to the configuration.
+    """User-supplied parts of a run; None (or no entry) takes the configured part.
 
     Attributes:
-        tokenizer: of all models and of the data.
+        tokenizer: tokenizer of all models and of the data.
         dataset: training rows, see `data.datasets.given.given_data`.
-        val_dataset: validation rows; without `dataset` they go with the configured training rows.
-        environments: what rewards, by task name: see `environments.user_environments.environment_of`; a mapping is a
+        val_dataset: validation rows; without `dataset` they are used with the configured training rows.
+        environments: environments by task name, see `environments.user_environments.environment_of`; a mapping is a
             section of `env`.
-        loss_fn: what the policy is trained on.
+        loss_fn: loss of the policy.
     """
 
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -43,20 +43,20 @@ class HandedIn:
 
     @property
     def running_environments(self) -> dict[str, Any]:
-        """Environments that are more than a section."""
+        """The environments that are not just a section of `env`."""
         return {name: given for name, given in self.environments.items() if not _is_section(given)}
 
     def checked[Config: MasterConfig](
         self, given: Config | Mapping[str, Any] | DictConfig, schema: type[Config]
     ) -> Config:
-        """The configuration of the run.
+        """Return the checked configuration of the run.
 
         Args:
-            given: an object of `schema`, or what a file of it holds as a dict or OmegaConf config.
+            given: an object of `schema`, or the content of a configuration file as a dict or OmegaConf config.
             schema: the master config class of the algorithm.
 
         Raises:
-            ConfigError: a key, a value or a combination is wrong, or it belongs to another algorithm.
+            ConfigError: a key, a value or a combination is wrong, or `given` belongs to another algorithm.
         """
         if isinstance(given, Mapping | DictConfig):
             given = config_of(given, schema, check=False)
@@ -73,22 +73,22 @@ class HandedIn:
         return config
 
     def tokenizer_of(self, policy: PolicyConfig) -> PreTrainedTokenizerBase:
-        """The tokenizer of the run, which has a token to pad with."""
+        """Return the tokenizer of the run, which has a padding token."""
         if self.tokenizer is None:
             return get_tokenizer(policy.tokenizer)
         ensure_pad_token(self.tokenizer, policy.tokenizer.name)
         return self.tokenizer
 
     def data(self, config: MasterConfig, load: Callable[[], RunData], *, sampled: bool = False) -> RunData:
-        """The rows of the run.
+        """Return the rows of the run.
 
         Args:
             config: the configuration.
-            load: reads what the configuration names.
-            sampled: rows are prompts.
+            load: function that loads the configured data.
+            sampled: whether the rows are prompts.
 
         Raises:
-            DataError: they cannot be used.
+            DataError: the rows cannot be used.
         """
         if self.dataset is not None:
             return given_data(self.dataset, self.val_dataset, config.data, sampled=sampled)

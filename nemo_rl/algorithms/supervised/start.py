@@ -5,7 +5,7 @@ first, then Ray and the policy's ranks, then the parts that connect them.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from functools import partial
@@ -13,16 +13,16 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
+from nemo_rl.algorithms.runtime.device_sharing import saved_models, share_memory
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
 from nemo_rl.algorithms.setup.memory_check import tell_memory
 from nemo_rl.algorithms.setup.placement import place_roles
-from nemo_rl.algorithms.setup.roles import Role, reserve, start_role
-from nemo_rl.algorithms.setup.run_folders import open_folders
+from nemo_rl.algorithms.setup.roles import reserve, start_role, start_together
+from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
 from nemo_rl.algorithms.supervised.batches import WrittenBatches
 from nemo_rl.algorithms.supervised.validation import LossValidator, SeparateValidations, Validate
-from nemo_rl.config import DPOConfig, SupervisedMasterConfig
+from nemo_rl.config import DPOConfig, Role, SupervisedMasterConfig
 from nemo_rl.data.collate_fn import preference_collate_fn
 from nemo_rl.data.datasets.processed_dataset import MixedDataset
 from nemo_rl.data.datasets.setup import RunData
@@ -78,38 +78,52 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
     steps = num_steps(config, rows.batches_per_epoch)
     source = WrittenBatches(rows, recipe.rows_per_sample)
     with ExitStack() as resources:
-        folders = open_folders(config, len(recipe.data.train), resources)
+        roles = config.models | {"policy": Role(config.policy, keeps_reference=recipe.keeps_reference)}
+        folders = open_folders(config, roles, len(recipe.data.train), resources)
         folders.check_position(rows)
         backends = Logger(config.logger, folders.log_dir, steps)
         resources.callback(backends.close)
         backends.log_hyperparams(config.model_dump())
-        role = Role(config.policy, keeps_reference=recipe.keeps_reference)
-        tell_memory(config.cluster, {"policy": role})
-        init_ray(str(folders.log_dir), optimizations=config.cluster.optimizations)
-        where = place_roles(config.cluster, {"policy": config.policy})["policy"]
-        reserve([where], config, resources)
-        seed, resume_path = config.algorithm.seed, folders.resume_path
-        policy = start_role("policy", role, where, config.cluster, recipe.tokenizer, seed, resume_path)
-        resources.callback(policy.shutdown)
+        tell_memory(config.cluster, roles)
+        models = _start_models(config, recipe.tokenizer, roles, folders, resources)
+        memory = share_memory(config.cluster, roles, models)
         parts = SessionParts(
             cadence=_cadence(config, steps),
             logger=backends,
             checkpointing=config.saving,
             checkpoints=folders.checkpoints,
-            models={"policy": policy},
+            models=saved_models(roles, models, memory),
             source=rows,
-            validate=_validation(config, recipe, policy),
+            validate=_validation(config, recipe, models["policy"]),
             run_config=config,
         )
         return Run(
             session=Session(parts, folders.resume_path, started_at),
             source=source,
-            stages=recipe.stages(policy),
-            roles={"policy": policy},
+            stages=recipe.stages(models["policy"]),
+            roles=models,
             loss_fn=recipe.loss_fn,
-            memory=MemorySharing(),
+            memory=memory,
             resources=resources.pop_all(),
         )
+
+
+def _start_models(
+    config: SupervisedMasterConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    roles: Mapping[str, Role],
+    folders: RunFolders,
+    resources: ExitStack,
+) -> dict[str, Policy]:
+    """Start Ray and the ranks of all models; blocks until they are ready."""
+    init_ray(str(folders.log_dir), optimizations=config.cluster.optimizations)
+    places, seed = place_roles(config.cluster, roles), config.algorithm.seed
+    reserve(places.values(), config, roles, resources)
+    starts = {
+        name: partial(start_role, name, role, places[name], config.cluster, tokenizer, seed, folders.resume_path)
+        for name, role in roles.items()
+    }
+    return start_together(starts, resources)
 
 
 def num_steps(config: SupervisedMasterConfig, steps_per_epoch: int) -> int:

@@ -140,7 +140,7 @@ def make_paths_absolute(config: MasterConfig) -> None:
     """Replace relative paths of existing inputs by absolute ones, so that workers find them too."""
     data = config.data
     paths: list[tuple[Section, str]] = []
-    for model in config.models:
+    for model in (role.section for role in config.models.values()):
         paths += [(model, "model_name"), (model.tokenizer, "name")]
         template = model.tokenizer.chat_template
         if template is not None and template.endswith(".jinja"):

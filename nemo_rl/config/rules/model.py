@@ -40,24 +40,27 @@ def check_backend(section: str, policy: PolicyConfig) -> Findings:
         )
 
 
-def check_trainable(policy: PolicyConfig) -> Findings:
-    """Check that a trained model has an optimizer and a number format that can represent small gradients."""
+def check_trainable(policy: PolicyConfig, section: str = "policy") -> Findings:
+    """A model that is trained has an optimizer, and computes in a format that holds small gradients."""
     if policy.megatron_cfg.enabled:
-        yield from check_megatron_schedule("policy", policy.megatron_cfg)
+        yield from check_megatron_schedule(section, policy.megatron_cfg)
     elif policy.optimizer is None:
-        yield "policy.optimizer is null, but the policy is trained. Name an optimizer, for example torch.optim.AdamW."
-    yield from _check_finite(policy)
+        yield (
+            f"{section}.optimizer is null, but the {section} is trained. Name an optimizer, for example "
+            "torch.optim.AdamW."
+        )
+    yield from _check_finite(policy, section)
     if policy.precision == "float16":
         yield (
-            "policy.precision=float16 loses gradients below 6e-8, and there is no loss scaling to prevent that. "
-            "Use bfloat16, which has the range of float32, or float32."
+            f"{section}.precision=float16 loses gradients below 6e-8, and there is no loss scaling that would save "
+            "them. Use bfloat16, which has the range of float32, or float32."
         )
 
 
-def _check_finite(policy: PolicyConfig) -> Findings:
-    """Check that arguments of optimizer and schedule are finite numbers; the schema has no keys for them."""
+def _check_finite(policy: PolicyConfig, section: str) -> Findings:
+    """Arguments of optimizer and schedule, which have no keys of their own, are finite numbers."""
     written = policy.model_dump(include={"optimizer", "scheduler"})
-    for key, value in _numbers(written, "policy"):
+    for key, value in _numbers(written, section):
         if not math.isfinite(value):
             yield f"{key}={value} is not finite, and would make every weight infinite or NaN. Write a finite number."
 

@@ -6,12 +6,14 @@ belongs to the old value, or if results before and after the change would not be
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
+
+from nemo_rl.config.schema.model.policy import PolicyConfig
 
 APPLIED: dict[str, tuple[str, ...]] = {
     "length, validation and early stop": (
@@ -79,12 +81,15 @@ APPLIED: dict[str, tuple[str, ...]] = {
         "policy.megatron_cfg.empty_unused_memory_level",
         "policy.megatron_cfg.distributed_data_parallel_config",
         "policy.megatron_cfg.env_vars",
-        "teacher.colocated",
+        "*.colocated",
     ),
     "limits and defaults of data sets": ("data.max_bad_row_share", "data.default"),
 }
-"""Patterns of keys that a resumed run may change, by topic; a section means all its keys, and `policy.` also means
-`teacher.`. `data.default` fills the entries of `data.train`, which are compared themselves."""
+"""Patterns of keys that a resumed run takes over, by what they are about.
+
+A section stands for all its keys, and `policy.` for the section of every model of the run. `data.default` reaches the
+entries of `data.train`, which are compared themselves.
+"""
 
 _ABSENT = "(absent)"
 
@@ -97,17 +102,18 @@ class ChangedKey:
         key: dotted path.
         before: value in the checkpoint's configuration.
         now: value of this run.
+        of_model: whether the key is in the section of a model.
     """
 
     key: str
     before: Any
     now: Any
+    of_model: bool = False
 
     @property
     def is_applied(self) -> bool:
-        """True if a resumed run accepts the new value without `checkpointing.allow_changed`."""
-        section, _, rest = self.key.partition(".")
-        names = {self.key, f"policy.{rest}"} if section == "teacher" else {self.key}
+        """Whether a resumed run takes the new value over without being asked to."""
+        names = {self.key, f"policy.{self.key.partition('.')[2]}"} if self.of_model else {self.key}
         patterns = [pattern for group in APPLIED.values() for pattern in group]
         patterns += [f"{pattern}.*" for pattern in patterns]
         return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
@@ -125,7 +131,8 @@ def changed_keys(config: BaseModel, stored: Mapping[str, Any]) -> list[ChangedKe
         config: the configuration of this run.
         stored: `config.model_dump(mode="json")` at the time when the checkpoint was written.
     """
-    return list(_walk(config, stored, ""))
+    models = {name for name in type(config).model_fields if isinstance(getattr(config, name), PolicyConfig)}
+    return [replace(change, of_model=change.key.partition(".")[0] in models) for change in _walk(config, stored, "")]
 
 
 def _walk(now: Any, before: Any, path: str) -> Iterator[ChangedKey]:

@@ -1,17 +1,17 @@
-"""Computes the numbers of policy, teacher and engine ranks from `cluster`, `teacher.colocated`, `policy.generation`.
+"""Compute the ranks of every model and of generation, from `cluster`, the models and `policy.generation`.
 
-Invariant: the numbers follow from configuration alone; `nemo_rl.distributed` checks that the machines exist.
+Invariant: the numbers follow from configuration alone; `nemo_rl.distributed` finds out whether the machines exist.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from nemo_rl.config.rules.engines import ranks_of_engine
-from nemo_rl.config.schema.algorithms.distillation import TeacherConfig, TeacherPlacementConfig
+from nemo_rl.config.rules.roles import Role
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.model.parallel import BackendSection
-from nemo_rl.config.schema.model.policy import PolicyConfig
+from nemo_rl.config.schema.model.policy import OwnDevicesConfig, PolicyConfig
 from nemo_rl.utils.errors import ConfigError
 
 _FACTORS = ("pp", "dp_replicate", "cp", "tp")
@@ -67,39 +67,45 @@ def plan_topology(cluster: ClusterConfig, policy: PolicyConfig) -> Topology:
     return Topology(nodes - engine_nodes, ranks, engine_nodes, engine_gpus or cluster.gpus_per_node)
 
 
-def students_share(cluster: ClusterConfig, placement: TeacherPlacementConfig) -> ClusterConfig:
-    """Return the part of the cluster left to policy and generation; all of it if the teacher shares their devices.
+def divide_cluster(cluster: ClusterConfig, models: Mapping[str, Role]) -> dict[str, ClusterConfig]:
+    """Give each model of a run its part of the cluster; models that share devices get the same part.
 
-    Separate on GPUs, one machine is split by `resources.gpus_per_node`; several machines are divided by
-    `resources.num_nodes`. Separate on CPUs, teacher ranks are additional processes on the same machines.
+    The policy's part is what the models with their own devices leave; generation uses it too (`plan_topology`).
+    On GPUs, one machine is divided by `resources.gpus_per_node` and several machines by `resources.num_nodes`. On CPUs
+    the ranks of a model with its own devices are additional processes on the same machines.
     """
-    resources = placement.resources
-    if placement.enabled or not cluster.uses_gpu:
-        return cluster
-    if cluster.num_nodes == 1:
-        return cluster.model_copy(update={"gpus_per_node": cluster.gpus_per_node - (resources.gpus_per_node or 0)})
-    return cluster.model_copy(update={"num_nodes": cluster.num_nodes - (resources.num_nodes or 0)})
+    own = {name: role.section.placement.resources for name, role in models.items() if role.shares_with is None}
+    parts = {name: _own_part(cluster, devices) for name, devices in own.items()}
+    parts["policy"] = cluster
+    for devices in own.values():
+        parts["policy"] = _without(parts["policy"], devices)
+    return {name: parts[role.shares_with or name] for name, role in models.items()}
 
 
-def teachers_share(cluster: ClusterConfig, placement: TeacherPlacementConfig) -> ClusterConfig:
-    """Return the machines and ranks of a teacher that does not share the policy's devices."""
-    resources = placement.resources
+def _own_part(cluster: ClusterConfig, devices: OwnDevicesConfig) -> ClusterConfig:
+    """The machines and ranks of a model with its own devices."""
     if not cluster.uses_gpu:
-        return cluster.model_copy(update={"ranks_per_node": resources.ranks_per_node or 1})
-    nodes = 1 if cluster.num_nodes == 1 else resources.num_nodes or 0
-    gpus = resources.gpus_per_node or (0 if cluster.num_nodes == 1 else cluster.gpus_per_node)
+        return cluster.model_copy(update={"ranks_per_node": devices.ranks_per_node or 1})
+    nodes = 1 if cluster.num_nodes == 1 else devices.num_nodes or 0
+    gpus = devices.gpus_per_node or (0 if cluster.num_nodes == 1 else cluster.gpus_per_node)
     return cluster.model_copy(update={"num_nodes": nodes, "gpus_per_node": gpus, "ranks_per_node": None})
 
 
-def model_ranks(cluster: ClusterConfig, models: Sequence[PolicyConfig]) -> list[int]:
-    """Return the ranks of each model, the policy first; a colocated teacher has as many as the policy."""
-    policy, *others = models
-    apart = [model.colocated for model in others if isinstance(model, TeacherConfig) and not model.colocated.enabled]
-    for placement in apart:
-        share = teachers_share(cluster, placement)
-        cluster = students_share(cluster, placement)
-    ranks = plan_topology(cluster, policy).policy_ranks
-    return [ranks, *(share.num_nodes * share.policy_ranks_per_node if apart else ranks for _ in others)]
+def _without(cluster: ClusterConfig, devices: OwnDevicesConfig) -> ClusterConfig:
+    """The part of a cluster that a model with its own devices leaves."""
+    if not cluster.uses_gpu:
+        return cluster
+    if cluster.num_nodes == 1:
+        return cluster.model_copy(update={"gpus_per_node": cluster.gpus_per_node - (devices.gpus_per_node or 0)})
+    return cluster.model_copy(update={"num_nodes": cluster.num_nodes - (devices.num_nodes or 0)})
+
+
+def model_ranks(cluster: ClusterConfig, models: Mapping[str, Role]) -> dict[str, int]:
+    """Ranks of each model of a run; models that share devices have the same number."""
+    parts = divide_cluster(cluster, models)
+    ranks = {name: parts[name].num_nodes * parts[name].policy_ranks_per_node for name in models}
+    ranks["policy"] = plan_topology(parts["policy"], models["policy"].section).policy_ranks
+    return {name: ranks[role.shares_with or name] for name, role in models.items()}
 
 
 def parallel_sizes(policy: PolicyConfig, ranks: int) -> dict[str, int]:

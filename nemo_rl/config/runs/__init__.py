@@ -1,1 +1,1 @@
-"""The whole configuration of a run, one class per algorithm: its sections and the rules that hold between them."""
+"""The master configurations, one class per algorithm: its sections and the rules between them."""

@@ -1,7 +1,7 @@
-"""Checks that this machine has what `cluster` asks for, without importing torch.
+"""Check, without importing torch, that this machine has the GPUs that `cluster` describes.
 
-Runs before Ray starts. A Ray cluster elsewhere may have GPUs that this machine does not have, so with `RAY_ADDRESS` set
-nothing is checked.
+The check runs before Ray starts. With `RAY_ADDRESS` nothing is checked, because a cluster may have GPUs that this
+machine lacks.
 """
 
 import os
@@ -26,8 +26,8 @@ def check_device(config: MasterConfig | EvalMasterConfig, gpu_count: int) -> Non
         gpu_count: GPUs that this process can see.
 
     Raises:
-        ConfigError: several machines are asked for; `cluster.device` is cuda and there are too few GPUs; names the CPU
-            configuration.
+        ConfigError: `cluster.num_nodes` is above 1 without a cluster, or `cluster.device` is cuda and there are too few
+            GPUs; the message names the CPU configuration.
     """
     cluster = config.cluster
     if cluster_address():
@@ -55,7 +55,7 @@ def check_device(config: MasterConfig | EvalMasterConfig, gpu_count: int) -> Non
 
 
 def count_gpus() -> int:
-    """GPUs that this process can see, from CUDA_VISIBLE_DEVICES, the driver's files or nvidia-smi."""
+    """Count the GPUs that this process can see, by CUDA_VISIBLE_DEVICES, the driver's files or nvidia-smi."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     listed = None if visible is None else [v for v in visible.split(",") if v.strip()]
     if listed is not None and (not listed or listed[0].strip() == "-1"):

@@ -1,6 +1,6 @@
-"""The whole configuration of an on-policy distillation run."""
+"""The master configuration of on-policy distillation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from typing import ClassVar
 
@@ -9,8 +9,7 @@ from pydantic import Field
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.data import check_data
 from nemo_rl.config.rules.distillation import check_distillation_loss, check_teacher
-from nemo_rl.config.rules.named_parts import check_named_parts, check_source_of_distillation
-from nemo_rl.config.rules.topology import students_share
+from nemo_rl.config.rules.named_parts import check_source_of_distillation
 from nemo_rl.config.rules.training import (
     check_batches,
     check_early_stop,
@@ -61,26 +60,19 @@ class DistillationMasterConfig(RolloutMasterConfig):
         return self.distillation
 
     @property
-    def models(self) -> Sequence[PolicyConfig]:
-        """Student and teacher."""
-        return (self.policy, self.teacher)
-
-    @property
     def named_parts(self) -> Mapping[str, NamedPartConfig]:
         """See `MasterConfig.named_parts`."""
         return {"loss_fn": self.loss_fn, "distillation.rollout_source": self.distillation.rollout_source}
 
     def findings(self) -> Findings:
         """See `MasterConfig.findings`."""
-        left = students_share(self.cluster, self.teacher.colocated)
-        some_left = left.num_nodes > 0 and left.policy_ranks_per_node > 0
         return chain(
-            check_named_parts(self.named_parts),
+            super().findings(),
             check_source_of_distillation(self.distillation.rollout_source),
-            check_teacher(self.policy, self.teacher, self.cluster),
-            check_batches("distillation", self.distillation, self.policy, left) if some_left else (),
+            check_teacher(self.teacher),
+            check_batches("distillation", self.distillation, self.policy, self.policy_cluster),
             check_lengths(self.policy, self.data),
-            check_generation(self.policy, left),
+            check_generation(self.policy, self.policy_cluster),
             check_distillation_loss(self.loss_fn),
             check_early_stop("distillation", self.distillation),
             check_data(self.data, self.env),

@@ -1,4 +1,4 @@
-"""The whole configuration of an evaluation."""
+"""The master configuration of an evaluation."""
 
 from functools import cached_property
 from itertools import chain
@@ -26,7 +26,7 @@ class EvalMasterConfig(Section):
     """Configuration of `examples/run_eval.py`.
 
     Attributes:
-        cpu_config: the example that runs on a CPU, named when a GPU is missing.
+        cpu_config: example that runs on a CPU; errors about missing GPUs name it.
     """
 
     cpu_config: ClassVar[str] = "examples/configs/evals/eval_cpu.yaml"
@@ -42,7 +42,7 @@ class EvalMasterConfig(Section):
 
     @cached_property
     def policy(self) -> PolicyConfig:
-        """The model as the `policy` section of training describes it, for code that starts engines."""
+        """The model as a `policy` section, for code that starts engines."""
         sampling: dict[str, Any] = self.generation.model_dump(exclude={"num_prompts_per_step", "model_name"})
         return PolicyConfig.build(
             model_name=self.generation.model_name,
@@ -53,7 +53,7 @@ class EvalMasterConfig(Section):
         )
 
     def path_keys(self) -> list[tuple[Section, str]]:
-        """Sections and their keys that may name files or folders to read."""
+        """Return the sections and their keys that may name files or folders to read."""
         paths: list[tuple[Section, str]] = [(self.generation, "model_name"), (self.tokenizer, "name")]
         paths += [(self.data, key) for key in ("data_path", "prompt_file", "system_prompt_file")]
         if is_local_dataset(self.data.dataset_name or ""):

@@ -1,10 +1,10 @@
-"""The whole configuration of a run, one class per algorithm.
+"""The base of all master configurations, and that of GRPO.
 
-`load_config(..., schema=...)` takes one of these classes. `check` runs before Ray starts and looks at several keys at
-once; single keys are checked by types.
+`load_config(..., schema=...)` takes a master configuration. Types check single keys; `check` checks keys against each
+other, before Ray starts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from typing import ClassVar
 
@@ -15,6 +15,9 @@ from nemo_rl.config.rules.broken_rules import Findings, report_findings
 from nemo_rl.config.rules.data import check_data, check_data_files, check_model_files
 from nemo_rl.config.rules.loss import check_loss
 from nemo_rl.config.rules.named_parts import check_named_parts
+from nemo_rl.config.rules.roles import Role, trained
+from nemo_rl.config.rules.second_models import check_placements, check_second_models
+from nemo_rl.config.rules.topology import divide_cluster
 from nemo_rl.config.rules.training import (
     check_advantages,
     check_batches,
@@ -38,10 +41,10 @@ from nemo_rl.config.schema.named_part import NamedPartConfig
 
 
 class MasterConfig(Section):
-    """Base of the configurations of all algorithms: the parts that every run has.
+    """Base of the configurations of all algorithms: the sections that every run has.
 
     Attributes:
-        cpu_config: the example that runs on a CPU, named when a GPU is missing.
+        cpu_config: example that runs on a CPU; errors about missing GPUs name it.
     """
 
     cpu_config: ClassVar[str] = "examples/configs/grpo_math_cpu.yaml"
@@ -61,9 +64,17 @@ class MasterConfig(Section):
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Machines.")
 
     @property
-    def models(self) -> Sequence[PolicyConfig]:
-        """The sections that name a model."""
-        return (self.policy,)
+    def models(self) -> dict[str, Role]:
+        """The models of the run by name, the policy first: each section of the type `PolicyConfig` is one."""
+        sections = {name: section for name, section in self.items() if isinstance(section, PolicyConfig)}
+        keeps = {"policy": self.keeps_reference}
+        return {name: Role(section, section.trains, keeps.get(name, False)) for name, section in sections.items()}
+
+    @property
+    def policy_cluster(self) -> ClusterConfig:
+        """The part of the cluster that policy and generation have; all of it where a model is misplaced."""
+        misplaced = any(check_placements(self.models, self.cluster))
+        return self.cluster if misplaced else divide_cluster(self.cluster, self.models)["policy"]
 
     @property
     def named_parts(self) -> Mapping[str, NamedPartConfig]:
@@ -72,44 +83,47 @@ class MasterConfig(Section):
 
     @property
     def worker_kinds(self) -> list[str]:
-        """Names that `cluster.venvs` may have."""
+        """The names that `cluster.venvs` may have."""
         return ["policy", *(["generation"] if self.policy.generation is not None else ())]
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the policy's initial weights are kept, for log-probabilities to compare with."""
+        """Whether the policy's initial weights are kept, for reference log-probabilities."""
         return False
 
     @property
     def saving(self) -> CheckpointingConfig:
-        """The section `checkpointing`, with what the policy's backend says about it."""
-        megatron = self.policy.megatron_cfg
-        asks = self.policy.backend_section is megatron and megatron.checkpoint.async_save
+        """The section `checkpointing`, with `is_async` set where the backend of a trained model requests it."""
+        sections = [role.section for role in trained(self.models).values()]
+        asks = any(
+            section.backend_section is section.megatron_cfg and section.megatron_cfg.checkpoint.async_save
+            for section in sections
+        )
         return self.checkpointing.model_copy(update={"is_async": True}) if asks else self.checkpointing
 
     def findings(self) -> Findings:
-        """What is wrong with keys that are right by themselves."""
-        return iter(())
+        """Yield what is wrong with keys that are right by themselves; a subclass adds the rules of its algorithm."""
+        return chain(check_named_parts(self.named_parts), check_second_models(self.models, self.cluster))
 
     def missing_files(self) -> Findings:
-        """What is wrong with the files and folders that keys name, where these can only be local."""
+        """Yield what is wrong with the files and folders that keys name, if these can only be local."""
         for name, section in self.items():
             if isinstance(section, PolicyConfig):
                 yield from check_model_files(name, section)
         yield from check_data_files(self.data)
 
     def check(self) -> None:
-        """Check keys against each other, and that the files they name exist.
+        """Check keys against each other, and that the files that they name exist.
 
         Raises:
-            ConfigError: some keys contradict each other; the message lists all findings.
+            ConfigError: a key contradicts another one or names a missing file; the message lists all findings.
         """
         venvs = check_venvs(self.cluster, self.worker_kinds)
         report_findings(chain(self.findings(), venvs, self.missing_files()))
 
 
 class RolloutMasterConfig(MasterConfig):
-    """Base of the configurations whose policy writes what it learns from."""
+    """Base of the configurations whose policy samples the answers that it is trained on."""
 
     env: EnvironmentMap = Field(
         default_factory=dict, description="Environments by name; data entries choose by env_name."
@@ -139,7 +153,7 @@ class GRPOMasterConfig(RolloutMasterConfig):
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the loss or the reward has a penalty for leaving the initial policy."""
+        """Whether the loss or the reward has a penalty for the distance from the initial policy."""
         return self.loss_fn.reference_policy_kl_penalty != 0
 
     @property
@@ -155,14 +169,14 @@ class GRPOMasterConfig(RolloutMasterConfig):
     def findings(self) -> Findings:
         """See `MasterConfig.findings`."""
         return chain(
-            check_named_parts(self.named_parts),
-            check_batches("grpo", self.grpo, self.policy, self.cluster),
+            super().findings(),
+            check_batches("grpo", self.grpo, self.policy, self.policy_cluster),
             check_lengths(self.policy, self.data),
             check_grpo(self.grpo),
             check_advantages(self.grpo, self.loss_fn),
             check_early_stop("grpo", self.grpo),
             check_loss(self.grpo, self.policy, self.loss_fn),
-            check_generation(self.policy, self.cluster),
+            check_generation(self.policy, self.policy_cluster),
             check_data(self.data, self.env),
             check_validation("grpo", self.grpo, self.data),
         )

@@ -1,4 +1,4 @@
-"""The whole configuration of an SFT, DPO or reward-model run."""
+"""The master configurations of SFT, DPO and reward-model training."""
 
 from collections.abc import Mapping
 from itertools import chain
@@ -8,7 +8,6 @@ from pydantic import Field
 
 from nemo_rl.config.base.names import FEEDBACK_DATASET_NAMES, PREFERENCE_DATASET_NAMES, RESPONSE_DATASET_NAMES
 from nemo_rl.config.rules.broken_rules import Findings
-from nemo_rl.config.rules.named_parts import check_named_parts
 from nemo_rl.config.rules.supervised import (
     check_best_metric,
     check_datasets,
@@ -91,8 +90,8 @@ class SupervisedMasterConfig(MasterConfig):
     def findings(self) -> Findings:
         """See `MasterConfig.findings`."""
         return chain(
-            check_named_parts(self.named_parts),
-            check_supervised(self.section, self.algorithm, self.policy, self.data, self.cluster),
+            super().findings(),
+            check_supervised(self.section, self.algorithm, self.policy, self.data, self.policy_cluster),
             check_best_metric(self.checkpointing, self.data),
         )
 
@@ -133,7 +132,7 @@ class DPOMasterConfig(SupervisedMasterConfig):
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the loss compares with the initial policy, which all but two do."""
+        """Whether the loss compares with the initial policy; SimPO and ORPO do not."""
         return self.dpo.preference_loss not in ("simpo", "orpo")
 
     def findings(self) -> Findings:

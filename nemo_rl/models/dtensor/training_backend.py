@@ -41,6 +41,7 @@ class DTensorTraining(TrainingBackend):
     """FSDP2 over a Hugging Face model; `model/` in the weights folder loads with `from_pretrained`."""
 
     rank_class = "nemo_rl.models.dtensor.backend.DTensorBackend"
+    offloads_trained_weights = True
 
     def check(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
         """Check optimizer, schedule and mesh, and prove the mesh on a small model; see `TrainingBackend.check`."""

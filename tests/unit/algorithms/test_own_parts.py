@@ -82,7 +82,10 @@ def test_a_source_of_ones_own_wraps_dynamic_sampling():
     ("override", "message"),
     [
         (f"loss_fn.name={HERE}.WrappingSource", "is not a loss: it lacks the methods __call__ of"),
-        (f"grpo.rollout_source.name={HERE}.ScaledLoss", "is not a rollout source: it lacks the methods next_groups of "),
+        (
+            f"grpo.rollout_source.name={HERE}.ScaledLoss",
+            "is not a rollout source: it lacks the methods next_groups",
+        ),
         (f"grpo.adv_estimator.name={HERE}.ScaledLoss", "is not an advantage estimator: it lacks the methods compute_a"),
         (f"grpo.adv_estimator.name={HERE}.TopEstimator", "kwargs.share has no value, and TopEstimator needs it"),
         ("loss_fn.name=my_package.MyLoss", r"loss_fn.name='my_package.MyLoss' cannot be imported \(No module"),

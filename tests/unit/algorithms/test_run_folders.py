@@ -27,7 +27,8 @@ def config_of(folder: Path, *overrides: str) -> SFTMasterConfig:
 
 
 def start(folder: Path, *overrides: str, num_rows: int = ROWS) -> RunFolders:
-    return open_folders(config_of(folder, *overrides), num_rows, ExitStack())
+    config = config_of(folder, *overrides)
+    return open_folders(config, config.models, num_rows, ExitStack())
 
 
 def save(folder: Path, step: int, *overrides: str) -> Path:
@@ -118,13 +119,16 @@ def test_a_lost_optimizer_is_refused_until_it_is_allowed(tmp_path, caplog):
     with pytest.raises(ConfigError, match=r"(?s)no folder policy/optimizer: .*allow_changed=\[policy.optimizer\]"):
         start(tmp_path)
     assert start(tmp_path, "checkpointing.allow_changed=[policy.optimizer]").resume_path == path
-    assert "has no optimizer state: optimizer, learning-rate schedule and random numbers start anew" in caplog.text
+    assert (
+        "has no optimizer state of policy: its optimizer, learning-rate schedule and random numbers start again"
+        in caplog.text
+    )
 
 
 def test_an_optimizer_that_was_not_saved_is_said_to_start_anew(tmp_path, caplog):
     path = save(tmp_path, 2, "checkpointing.save_optimizer=false")
     assert start(tmp_path, "checkpointing.save_optimizer=false").resume_path == path
-    assert "(it was written with checkpointing.save_optimizer=false): optimizer, learning-rate" in caplog.text
+    assert "(it was written with checkpointing.save_optimizer=false): its optimizer, learning-rate" in caplog.text
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", None])
@@ -143,7 +147,7 @@ def test_a_damaged_configuration_is_named(tmp_path):
     (path / "manifest.json").unlink()
     for content in (b"a: [", b"\xff\xfe", b"text"):
         (path / "config.yaml").write_bytes(content)
-        with pytest.raises(CheckpointError, match=r"config\.yaml.* (cannot be read|is no configuration)"):
+        with pytest.raises(CheckpointError, match=r"config\.yaml.* (cannot be read|is not a configuration)"):
             start(tmp_path)
 
 

@@ -101,7 +101,7 @@ def test_a_failed_write_is_an_error_at_the_next_step(tmp_path: Path, caplog) -> 
             session.finish_step(step, num_prompts=1)
             if step == 3:
                 (said,) = [record.message for record in caplog.records if record.levelname == "ERROR"]
-                assert "step_2 could not be written" in said and "Training goes on" in said
+                assert "step_2 could not be written" in said and "Training continues" in said
                 assert not list((tmp_path / "checkpoints").glob("*step_*")), "the partial folder is gone"
     assert list(saved(tmp_path)) == ["step_4"]
 

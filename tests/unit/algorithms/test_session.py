@@ -212,7 +212,7 @@ def test_a_full_disk_does_not_end_a_run_that_saves_later(tmp_path: Path, caplog,
     assert sorted(p.name for p in (tmp_path / "checkpoints").glob("*step_*")) == ["step_2", "step_6"]
     (said,) = [record.message for record in caplog.records if record.levelname == "ERROR"]
     assert f"step_4 could not be written to {tmp_path / 'checkpoints'}: no space left on device (a check" in said
-    assert "step_2 is complete and stays. Training goes on" in said
+    assert "step_2 is complete and stays. Training continues" in said
 
 
 def test_a_run_whose_last_save_fails_ends_with_an_error(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ import pytest
 
 from nemo_rl.algorithms.rollout import start
 from nemo_rl.algorithms.setup import roles
-from nemo_rl.algorithms.setup.roles import Role
-from nemo_rl.config import REPOSITORY_ROOT, GRPOMasterConfig, load_config
+from nemo_rl.config import REPOSITORY_ROOT, GRPOMasterConfig, Role, load_config
 from nemo_rl.models.generation.interfaces import EngineSettings
 
 CONFIG = Path("examples/configs/grpo_math_cpu.yaml")
@@ -94,6 +93,7 @@ def test_other_machines_are_asked_for_absolute_folders(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     saving = ["checkpointing.enabled=true", "checkpointing.checkpoint_dir=results/mine"]
     with ExitStack() as resources:
-        roles.reserve([], load_config(CONFIG, saving, schema=GRPOMasterConfig), resources)
+        config = load_config(CONFIG, saving, schema=GRPOMasterConfig)
+        roles.reserve([], config, config.models, resources)
     assert [shared.written for shared in asked] == [("checkpointing.checkpoint_dir", str(tmp_path / "results/mine"))]
     assert asked[0].folders["policy.model_name"] == str(REPOSITORY_ROOT / "examples/assets/tiny-chat")

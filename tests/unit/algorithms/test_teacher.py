@@ -9,11 +9,11 @@ from tiny_models import TinyShape, make_char_tokenizer, make_tiny_model, save_ti
 from nemo_rl.algorithms import distillation
 from nemo_rl.algorithms.distillation import check_vocab_equality
 from nemo_rl.algorithms.rollout import start as rollout_start
-from nemo_rl.algorithms.rollout.start import Workers, share_memory
+from nemo_rl.algorithms.rollout.start import shared_engines
+from nemo_rl.algorithms.runtime.device_sharing import share_memory
 from nemo_rl.algorithms.runtime.run import StepBatch
-from nemo_rl.algorithms.setup.roles import Role
 from nemo_rl.algorithms.teacher import TeacherScores, check_teacher_fits
-from nemo_rl.config import DistillationMasterConfig, load_config
+from nemo_rl.config import DistillationMasterConfig, Role, load_config
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.errors import ConfigError
@@ -65,9 +65,11 @@ def test_those_who_share_gpus_with_the_policy_take_turns(keys, parties) -> None:
     apart = [key.replace("enabled=false", f"resources.gpus_per_node={4 // len(keys)}") for key in keys]
     config = config_with(*gpus, *keys, *(key for key in apart if "colocated" in key))
     roles = {"policy": Role(config.policy), "teacher": Role(config.teacher, trains=False)}
-    workers = Workers(dict.fromkeys(roles), engines=None, environments={})  # type: ignore[arg-type]
-    found = share_memory(config, roles, workers)._parties
-    assert {name: type(party).__name__ for name, party in found.items()} == parties
+    models: dict = dict.fromkeys(roles)
+    engines = shared_engines(config, engines=None)  # type: ignore[arg-type]
+    groups = share_memory(config.cluster, roles, models, engines)._groups
+    found = [{name: type(party).__name__ for name, party in group.items()} for group in groups]
+    assert found == [parties] * bool(parties)
 
 
 def test_a_head_with_rows_beyond_the_vocabulary_is_cut(tmp_path) -> None:

@@ -8,11 +8,10 @@ from nemo_rl.config import (
     REPOSITORY_ROOT,
     ClusterConfig,
     DistillationMasterConfig,
-    TeacherPlacementConfig,
+    PlacementConfig,
+    divide_cluster,
     load_config,
     plan_topology,
-    students_share,
-    teachers_share,
 )
 from nemo_rl.utils.errors import ConfigError
 
@@ -118,10 +117,11 @@ def test_contradictions_are_refused(overrides, words) -> None:
 )
 def test_a_teacher_of_its_own_divides_the_machines(cluster, resources, student, teacher) -> None:
     machines = ClusterConfig.build(**cluster)
-    placement = TeacherPlacementConfig.build(enabled=False, resources=resources)
-    policy = load("distillation_math_cpu.yaml").policy
-    left, own = students_share(machines, placement), teachers_share(machines, placement)
-    topology = plan_topology(left, policy)
+    config = load("distillation_math_cpu.yaml")
+    shared = divide_cluster(machines, config.models)
+    config.teacher.colocated = PlacementConfig.build(enabled=False, resources=resources)
+    parts = divide_cluster(machines, config.models)
+    topology, own = plan_topology(parts["policy"], config.policy), parts["teacher"]
     assert (topology.policy_nodes, topology.policy_ranks_per_node) == student
     assert (own.num_nodes, own.policy_ranks_per_node) == teacher
-    assert students_share(machines, TeacherPlacementConfig()) is machines
+    assert shared["policy"] is shared["teacher"] is machines

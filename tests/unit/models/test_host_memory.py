@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_rl.algorithms.runtime.device_sharing import FrozenModel, MemorySharing, TrainedModel
+from nemo_rl.algorithms.runtime.device_sharing import FrozenModel, MemorySharing, SecondTrainedModel, TrainedModel
 from nemo_rl.host import device as device_module
 from nemo_rl.models.dtensor import backend as backend_module
 from nemo_rl.models.dtensor.backend import DTensorBackend
@@ -100,6 +100,42 @@ def _train_in_turns(rank: int, world_size: int, name: str, folder: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_optimizer_that_rests_between_updates_makes_the_same_updates(world_size, tmp_path) -> None:
     run_ranks(_train_in_turns, world_size, save_tiny_model(tmp_path / "m", tie=True), str(tmp_path / "step"))
+
+
+def _second_model_in_turns(rank: int, world_size: int, name: str, precision: str, folder: str) -> None:
+    critic, config = _worker(name, takes_turns=True, precision=precision)
+    policy, _ = _worker(name, takes_turns=True, precision=precision)
+    alone, _ = _worker(name, takes_turns=False, precision=precision)
+    events: list[str] = []
+    memory = MemorySharing(
+        {
+            "policy": TrainedModel(Local(policy, "policy", events)),
+            "critic": SecondTrainedModel(Local(critic, "critic", events)),
+        }
+    )
+    for seed in (1, 2, 3):
+        memory.hand_to(("critic",))
+        on_device = {*_places(critic.backend.model.parameters()), *_optimizer_places(critic)}
+        _update(critic, config, seed, rank, world_size)
+        _update(alone, config, seed, rank, world_size)
+        _assert_equal(_state(critic), _state(alone))
+        memory.hand_to(("policy",))
+        assert not on_device & {*_places(critic.backend.model.parameters()), *_optimizer_places(critic)}
+    memory.hand_to(("critic",))
+    critic.save_checkpoint(f"{folder}/weights", f"{folder}/optimizer")
+    again, _ = _worker(name, takes_turns=True, precision=precision)
+    again.load_checkpoint(f"{folder}/weights", f"{folder}/optimizer")
+    _assert_equal(_state(again), _state(alone))
+    rests, wakes = ["critic optimizer rests", "critic weights rest"], ["critic weights wake", "critic optimizer wakes"]
+    first = ["policy optimizer rests", *wakes]
+    turn = [*rests, "policy optimizer wakes", *first]
+    assert events == [*first, *3 * turn]
+
+
+@pytest.mark.parametrize(("world_size", "precision"), [(1, "float32"), (1, "bfloat16"), (2, "float32")])
+def test_a_second_trained_model_gives_its_weights_up_in_its_turn(world_size, precision, tmp_path) -> None:
+    name = save_tiny_model(tmp_path / "m", tie=True)
+    run_ranks(_second_model_in_turns, world_size, name, precision, str(tmp_path / "step"))
 
 
 def _reference_places(name: str) -> None:

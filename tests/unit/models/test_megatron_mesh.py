@@ -438,7 +438,7 @@ def test_examples_train_with_megatron_on_their_meshes(path: Path) -> None:
         model = AutoConfig.from_pretrained(FOLDER / policy.model_name)
     else:
         model = AutoConfig.for_model(**MODELS[policy.model_name])
-    ranks = model_ranks(config.cluster, config.models)[0]
+    ranks = model_ranks(config.cluster, config.models)["policy"]
     assert list(check_mesh(policy, ParallelLayout.of(policy, ranks), model)) == []
 
 
@@ -450,4 +450,4 @@ def test_a_wrong_mesh_is_refused_by_the_preflight(tmp_path: Path, monkeypatch: p
     overrides = ["cluster.ranks_per_node=8", "policy.megatron_cfg.tensor_model_parallel_size=8"]
     config = load_config(example, overrides)
     with pytest.raises(ConfigError, match=r"policy\.megatron_cfg\.tensor_model_parallel_size=8 does not divide the"):
-        preflight.check_backends(config)
+        preflight.check_backends(config.models, config.cluster)

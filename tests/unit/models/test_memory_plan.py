@@ -12,8 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from nemo_rl.algorithms.setup import memory_check
 from nemo_rl.algorithms.setup.memory_check import tell_memory
-from nemo_rl.algorithms.setup.roles import Role
-from nemo_rl.config import REPOSITORY_ROOT, ClusterConfig, PolicyConfig
+from nemo_rl.config import REPOSITORY_ROOT, ClusterConfig, PolicyConfig, Role
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.capacity.memory import MemoryPlan, Work, keys_per_token
 from nemo_rl.models.capacity.memory_trace import trace_model

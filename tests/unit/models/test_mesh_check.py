@@ -283,9 +283,9 @@ def test_examples_fit_their_meshes(path: Path, tmp_path: Path, monkeypatch: pyte
         pytest.skip("nothing is trained")
     monkeypatch.chdir(tmp_path)
     config = load_config(path, schema=schema)
-    for model in config.models:
-        model.model_name = TINY
-    preflight.check_backends(config)
+    for role in config.models.values():
+        role.section.model_name = TINY
+    preflight.check_backends(config.models, config.cluster)
 
 
 @pytest.mark.parametrize("key", ["tensor_parallel_size=8", "context_parallel_size=8"])
@@ -310,12 +310,12 @@ def test_the_teacher_is_asked_for_its_own_mesh(tmp_path: Path, monkeypatch: pyte
     ]  # fmt: skip
     config = load_config(EXAMPLES / "distillation_math_cpu.yaml", overrides, schema=DistillationMasterConfig)
     policy_ranks = config.cluster.policy_ranks_per_node
-    assert model_ranks(config.cluster, config.models) == [policy_ranks, 4]
+    assert model_ranks(config.cluster, config.models) == {"policy": policy_ranks, "teacher": 4}
     config.teacher.colocated.enabled = True
-    assert model_ranks(config.cluster, config.models) == [policy_ranks, policy_ranks]
+    assert model_ranks(config.cluster, config.models) == {"policy": policy_ranks, "teacher": policy_ranks}
     config.teacher.colocated.enabled = False
     with pytest.raises(ConfigError, match=r"^teacher\.dtensor_cfg\.tensor_parallel_size=4 does not divide the 2 heads"):
-        preflight.check_backends(config)
+        preflight.check_backends(config.models, config.cluster)
 
 
 def test_a_teacher_apart_leaves_the_rest_to_the_policy() -> None:
@@ -324,7 +324,7 @@ def test_a_teacher_apart_leaves_the_rest_to_the_policy() -> None:
         "teacher.colocated.resources.gpus_per_node=4",
     ]  # fmt: skip
     config = load_config(EXAMPLES / "distillation_math.yaml", overrides, schema=DistillationMasterConfig)
-    assert model_ranks(config.cluster, config.models) == [4, 4]
+    assert model_ranks(config.cluster, config.models) == {"policy": 4, "teacher": 4}
 
 
 def test_a_notebook_is_answered_before_ray(monkeypatch: pytest.MonkeyPatch) -> None:

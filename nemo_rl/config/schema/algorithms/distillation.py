@@ -9,12 +9,13 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, PositiveInt
 
 from nemo_rl.config.base.part_names import PartName
-from nemo_rl.config.base.section import Section, derived
+from nemo_rl.config.base.section import derived
 from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
 from nemo_rl.config.schema.model.generation import GenerationConfig
 from nemo_rl.config.schema.model.parallel import OptimizerConfig, SchedulerConfig
-from nemo_rl.config.schema.model.policy import PolicyConfig, SchedulerList
+from nemo_rl.config.schema.model.policy import SchedulerList
 from nemo_rl.config.schema.named_part import NamedPartConfig
+from nemo_rl.config.schema.second_model import SecondModelConfig
 
 CROSS_TOKENIZER = "distillation across tokenizers"
 
@@ -82,32 +83,10 @@ class DistillationLossConfig(NamedPartConfig):
     )
 
 
-class TeacherResourcesConfig(Section):
-    """Devices of a teacher that does not share the policy's devices."""
+class TeacherConfig(SecondModelConfig):
+    """The model that scores the student's answers; what it only shares with `policy` follows it."""
 
-    gpus_per_node: PositiveInt | None = Field(
-        default=None, description="GPUs of each teacher machine; needed when not colocated on GPUs."
-    )
-    num_nodes: PositiveInt | None = Field(
-        default=None, description="Machines for the teacher only; null with one machine, whose devices are divided."
-    )
-    ranks_per_node: PositiveInt | None = Field(
-        default=None, description="Teacher processes on each machine when not colocated on the CPU; null: 1."
-    )
-
-
-class TeacherPlacementConfig(Section):
-    """Sharing of devices between teacher and policy."""
-
-    enabled: bool = Field(default=True, description="Teacher and policy take turns on the same devices.")
-    resources: TeacherResourcesConfig = Field(
-        default_factory=TeacherResourcesConfig, description="Devices of a separate teacher."
-    )
-
-
-class TeacherConfig(PolicyConfig):
-    """The model that scores the student's answers; keys that it shares with `policy` default to the policy's."""
-
+    trains: ClassVar[bool] = False
     place: ClassVar[str] = "teacher"
     idle: ClassVar[dict[str, str]] = dict.fromkeys(
         (
@@ -120,9 +99,6 @@ class TeacherConfig(PolicyConfig):
     precision: Literal["bfloat16", "float16", "float32"] = derived(
         "${policy.precision}", "Number format of the forward pass."
     )
-    max_total_sequence_length: PositiveInt = derived(
-        "${policy.max_total_sequence_length}", "Most tokens of a prompt and its answer together."
-    )
     train_global_batch_size: PositiveInt = derived("${policy.train_global_batch_size}", "Not used: nothing is trained.")
     train_micro_batch_size: PositiveInt = derived(
         "${policy.train_micro_batch_size}", "Only the default of logprob_batch_size."
@@ -131,7 +107,4 @@ class TeacherConfig(PolicyConfig):
     scheduler: SchedulerList | SchedulerConfig | None = Field(default=None, description="Not used.")
     generation: GenerationConfig | None = Field(
         default=None, description="Not used: the teacher is frozen (inference only)."
-    )
-    colocated: TeacherPlacementConfig = Field(
-        default_factory=TeacherPlacementConfig, description="Sharing of devices with the policy."
     )

@@ -78,8 +78,43 @@ class RewardModelConfig(Section):
     )
 
 
+class OwnDevicesConfig(Section):
+    """The devices of a model that shares with no other model."""
+
+    gpus_per_node: PositiveInt | None = Field(
+        default=None, description="GPUs of each of the model's machines; needed when not colocated on GPUs."
+    )
+    num_nodes: PositiveInt | None = Field(
+        default=None, description="Machines for the model only; null on one machine, which is split."
+    )
+    ranks_per_node: PositiveInt | None = Field(
+        default=None, description="Processes on each machine when not colocated on the CPU; null: 1."
+    )
+
+
+class PlacementConfig(Section):
+    """Whether a model shares the devices of another model."""
+
+    enabled: bool = Field(default=True, description="The two models take turns on the same devices.")
+    with_model: str = Field(default="policy", description="Name of the model whose devices it shares.")
+    resources: OwnDevicesConfig = Field(
+        default_factory=OwnDevicesConfig, description="Devices of a model that does not share."
+    )
+
+    @property
+    def shares_with(self) -> str | None:
+        """Name of the model whose devices are shared; None: the model has its own."""
+        return self.with_model if self.enabled else None
+
+
 class PolicyConfig(Section):
-    """The model that is trained."""
+    """The model that is trained.
+
+    Class attributes:
+        trains: whether the model has an optimizer and is saved in checkpoints; a frozen model only answers.
+    """
+
+    trains: ClassVar[bool] = True
 
     later: ClassVar[dict[str, str]] = {
         "activation_checkpointing_enabled": "the old FSDP1 worker (use policy.dtensor_cfg.activation_checkpointing)",
@@ -185,6 +220,11 @@ class PolicyConfig(Section):
     generation: GenerationConfig | None = Field(
         default_factory=GenerationConfig, description="Sampling; null: the policy never generates."
     )
+
+    @property
+    def placement(self) -> PlacementConfig:
+        """Where the model runs: on the policy's devices unless its section says otherwise."""
+        return PlacementConfig()
 
     @property
     def backend_section(self) -> DTensorConfig | MegatronConfig | TrainingBackendConfig:

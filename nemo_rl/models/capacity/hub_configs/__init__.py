@@ -35,7 +35,7 @@ def with_local_configs[ConfigT: MasterConfig | EvalMasterConfig](config: ConfigT
 
 
 def _models(config: MasterConfig | EvalMasterConfig) -> Sequence[PolicyConfig]:
-    return config.models if isinstance(config, MasterConfig) else (config.policy,)
+    return [role.section for role in config.models.values()] if isinstance(config, MasterConfig) else [config.policy]
 
 
 def _make_local(model: PolicyConfig) -> None:
