@@ -363,7 +363,7 @@ class RolloutRunner:
         if room < sampling.max_new_tokens:
             sampling = replace(sampling, max_new_tokens=room)
         started = time.perf_counter()
-        result = await self._generation.generate(GenerationRequest(prefix, sampling, seed))
+        result = await self._generation.generate(GenerationRequest(prefix, sampling, seed, sample.row_inputs))
         sample.generation_s += time.perf_counter() - started
         text = sampled_text(self._tokenizer, result.token_ids) if result.text is None else result.text
         sample.message_log.append(
@@ -390,7 +390,7 @@ class RolloutRunner:
 
 def _starts(prompts: BatchedDataDict[Any], group: int, num_generations: int) -> list[Trajectory]:
     """Empty trajectories of one prompt, each with its own copy of the message list."""
-    messages, chats = prompts["message_log"][group], prompts.get("chat")
+    messages, chats, inputs = prompts["message_log"][group], prompts.get("chat"), prompts.get("row_inputs")
     shared = {
         "idx": int(prompts["idx"][group]),
         "task_name": prompts["task_name"][group],
@@ -398,6 +398,7 @@ def _starts(prompts: BatchedDataDict[Any], group: int, num_generations: int) -> 
         "loss_multiplier": float(prompts["loss_multiplier"][group]),
         "extra_env_info": prompts["extra_env_info"][group],
         "chat": chats[group] if chats else None,
+        "row_inputs": inputs[group] if inputs else None,
     }
     return [
         Trajectory(group, sample, message_log=[dict(message) for message in messages], **shared)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from nemo_rl.data.interfaces import Chat, Message
+from nemo_rl.data.interfaces import Chat, Message, RowInputs
 from nemo_rl.data.messages.content import content_text
 from nemo_rl.models.generation.interfaces import VersionSpan
 
@@ -50,6 +50,7 @@ class Trajectory:
         extra_env_info: the environment's metadata after the last turn.
         episode: its last metadata that was not None, with which the episode is closed.
         chat: what the prompt was rendered from; None where the data does not say.
+        row_inputs: what the model reads next to the tokens; None for most data.
         num_control_token_observations: observations whose texts hold control tokens.
         generation_s: seconds spent waiting for the engine.
         environment_s: seconds spent waiting for the environment.
@@ -72,6 +73,7 @@ class Trajectory:
     extra_env_info: Any = None
     episode: Any = None
     chat: Chat | None = None
+    row_inputs: RowInputs | None = None
     num_control_token_observations: int = 0
     generation_s: float = 0.0
     environment_s: float = 0.0

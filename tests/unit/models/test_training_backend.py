@@ -148,7 +148,7 @@ def test_the_configuration_chooses_the_backend(folder, tmp_path) -> None:
     for name, words in (
         ("table_backend.Missing", "cannot be imported .*has no attribute 'Missing'"),
         ("TableTraining", "cannot be imported"),
-        ("table_backend.TableRank", "is no training backend: derive it from"),
+        ("table_backend.TableRank", "is not a training backend: derive it from"),
     ):
         with pytest.raises(ConfigError, match=rf"policy\.training_backend\.name='{name}' {words}"):
             training_backend(own(name))
