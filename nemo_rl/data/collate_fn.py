@@ -13,7 +13,9 @@ from nemo_rl.data.llm_message_utils import (
     add_loss_mask_to_message_log,
     batched_message_log_to_flat_message,
 )
+from nemo_rl.data.model_rows import ROW_INPUTS, row_inputs_of
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.utils.errors import DataError
 
 
 def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[Any]:
@@ -22,7 +24,8 @@ def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[Any]:
     Returns:
         `message_log` (list), `length` [B] int64, `loss_multiplier` [B] float32, `extra_env_info`
         (list), `task_name` (list, None where a datum has none), `idx` (list), `batch_max_length`
-        [B] int64 (the largest length, B times), `stop_strings` and `chat` (lists, None where absent).
+        [B] int64 (the largest length, B times), `stop_strings` and `chat` (lists, None where absent). If a datum has
+        them, `row_inputs` (list), see `data.model_rows`; so do the functions below.
     """
     length = torch.tensor([datum["length"] for datum in data_batch], dtype=torch.int64)
     batch: BatchedDataDict[Any] = BatchedDataDict(
@@ -35,6 +38,7 @@ def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[Any]:
         batch_max_length=length.max().expand(len(data_batch)).clone(),
         stop_strings=[datum.get("stop_strings") for datum in data_batch],
         chat=[datum.get("chat") for datum in data_batch],
+        **row_inputs_of(data_batch),
     )
     return _with_faults(batch, data_batch)
 
@@ -79,6 +83,7 @@ def sft_collate_fn(
         sample_mask=multipliers,
         loss_multiplier=multipliers.clone(),
         idx=[datum["idx"] for datum in data_batch],
+        **row_inputs_of(data_batch),
     )
     return _with_faults(batch, data_batch)
 
@@ -94,6 +99,11 @@ def feedback_collate_fn(
         The batch of `sft_collate_fn` with `only_unmask_final`, and `desirable` [B] float32, 1 or 0.
     """
     batch = sft_collate_fn([*data_batch], tokenizer, make_sequence_length_divisible_by, only_unmask_final=True)
+    if ROW_INPUTS in batch:
+        raise DataError(
+            f"A row has {batch[ROW_INPUTS][0]}, but KTO puts answers after the prompts of other rows and accepts token "
+            "ids only. Train on such rows with SFT, DPO or GRPO."
+        )
     batch["desirable"] = torch.tensor([datum["desirable"] for datum in data_batch], dtype=torch.float32)
     return batch
 
@@ -113,7 +123,9 @@ def preference_collate_fn(
     """
     logs = []
     multipliers = []
+    sides: list[dict[str, Any]] = []
     for datum in data_batch:
+        sides += [{ROW_INPUTS: datum.get(f"{ROW_INPUTS}_{side}")} for side in ("chosen", "rejected")]
         logs += [datum["message_log_chosen"], datum["message_log_rejected"]]
         multipliers += [datum["loss_multiplier"]] * 2
     if add_loss_mask:
@@ -127,6 +139,7 @@ def preference_collate_fn(
         sample_mask=torch.tensor(multipliers, dtype=torch.float32),
         loss_multiplier=torch.tensor(multipliers, dtype=torch.float32),
         idx=[datum["idx"] for datum in data_batch for _ in range(2)],
+        **row_inputs_of(sides),
     )
     if add_loss_mask:
         batch["token_mask"] = flat["token_loss_mask"].float()

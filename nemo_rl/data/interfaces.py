@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.messages.content import Content, ImagePart, TextPart, TextRules, content_text
+from nemo_rl.data.model_rows import RowInput, RowInputs
 from nemo_rl.utils.errors import DataError
 
 __all__ = [
@@ -27,6 +28,8 @@ __all__ = [
     "Message",
     "PathLike",
     "PreferenceDatumSpec",
+    "RowInput",
+    "RowInputs",
     "TaskDataPreProcessFnCallable",
     "TaskDataProcessFnCallable",
     "TaskDataSpec",
@@ -73,6 +76,8 @@ class DatumSpec(TypedDict):
     stop_strings: NotRequired[list[str] | None]
     chat: NotRequired[Chat]
     """Chat from which `message_log` was rendered; an environment's first observation is rendered with it."""
+    row_inputs: NotRequired[RowInputs]
+    """Inputs of the model next to the tokens, for example pixel values; see `data.model_rows`."""
     fault: NotRequired[str]
     """Reason why the row cannot be used, in a datum that replaces it."""
 
@@ -88,6 +93,9 @@ class PreferenceDatumSpec(TypedDict):
     idx: int
     margin: NotRequired[float]
     """Reward by which the chosen conversation should lead."""
+    row_inputs_chosen: NotRequired[RowInputs]
+    """As in `DatumSpec`, of `message_log_chosen`."""
+    row_inputs_rejected: NotRequired[RowInputs]
     fault: NotRequired[str]
     """As in `DatumSpec`."""
 

@@ -26,6 +26,7 @@ from nemo_rl.data.messages.content import TextRules, content_text
 from nemo_rl.data.messages.control_tokens import control_tokens_of
 from nemo_rl.data.messages.rendering import encode_text, render_chat
 from nemo_rl.data.messages.tools import tools_of
+from nemo_rl.data.model_rows import ROW_INPUTS
 from nemo_rl.utils.errors import DataError
 
 STUB_TOKENS = 4
@@ -278,6 +279,8 @@ def cut_to_stub(datum: Any, max_seq_length: int | None) -> None:
                     message[key] = value[:keep].clone()
             message["content"] = content_text(message["content"])[:keep]
         datum[f"length{side}"] = sum(len(message["token_ids"]) for message in message_log)
+        if (inputs := datum.get(f"{ROW_INPUTS}{side}")) is not None:
+            datum[f"{ROW_INPUTS}{side}"] = inputs.without_items()
     datum["loss_multiplier"] = 0.0
 
 

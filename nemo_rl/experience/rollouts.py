@@ -298,7 +298,7 @@ async def _all_or_first_failure[T](coroutines: Iterable[Coroutine[Any, Any, T]])
 
 def _starts(prompts: BatchedDataDict[Any], group: int, num_generations: int) -> list[Trajectory]:
     """Make the empty trajectories of one prompt, each with its own copy of the message list."""
-    messages, chats = prompts["message_log"][group], prompts.get("chat")
+    messages, chats, inputs = prompts["message_log"][group], prompts.get("chat"), prompts.get("row_inputs")
     shared = {
         "idx": int(prompts["idx"][group]),
         "task_name": prompts["task_name"][group],
@@ -306,6 +306,7 @@ def _starts(prompts: BatchedDataDict[Any], group: int, num_generations: int) -> 
         "loss_multiplier": float(prompts["loss_multiplier"][group]),
         "extra_env_info": prompts["extra_env_info"][group],
         "chat": chats[group] if chats else None,
+        "row_inputs": inputs[group] if inputs else None,
     }
     return [
         Trajectory(group, sample, message_log=[dict(message) for message in messages], **shared)

@@ -223,7 +223,7 @@ class SamplePlayer:
         if room < sampling.max_new_tokens:
             sampling = replace(sampling, max_new_tokens=room)
         started = time.perf_counter()
-        request = GenerationRequest(prefix, sampling, key.seed_of(sample), prefix_at=sample.served_by)
+        request = GenerationRequest(prefix, sampling, key.seed_of(sample), sample.served_by, sample.row_inputs)
         result = await self._generation.generate(request)
         sample.served_by = result.served_by
         sample.generation_s += time.perf_counter() - started

@@ -11,11 +11,11 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from nemo_rl.data.interfaces import Chat, Message
+from nemo_rl.data.interfaces import Chat, Message, RowInputs
 from nemo_rl.data.messages.content import content_text
 from nemo_rl.models.generation.interfaces import ServedBy, VersionSpan
 
-_OF_THE_EPISODE = ("extra_env_info", "episode", "chat")
+_OF_THE_EPISODE = ("extra_env_info", "episode", "chat", "served_by")
 
 
 class Outcome(StrEnum):
@@ -58,6 +58,7 @@ class Trajectory:
         extra_env_info: the environment's metadata after the last turn.
         episode: the last metadata that was not None, with which the episode is closed.
         chat: messages and tools that the prompt was rendered from; None if the data does not give them.
+        row_inputs: inputs of the model next to the tokens; None for most data.
         num_control_token_observations: observations whose texts hold control tokens.
         generation_s: seconds spent waiting for the engine.
         environment_s: seconds spent waiting for the environment.
@@ -82,6 +83,7 @@ class Trajectory:
     extra_env_info: Any = None
     episode: Any = None
     chat: Chat | None = None
+    row_inputs: RowInputs | None = None
     num_control_token_observations: int = 0
     generation_s: float = 0.0
     environment_s: float = 0.0
@@ -89,7 +91,10 @@ class Trajectory:
     def state_dict(self) -> dict[str, Any]:
         """Return what training and metrics need of a finished sample, as tensors and plain values for a checkpoint.
 
-        Left out is what only the episode needs: `extra_env_info`, `episode` and `chat`.
+        Left out is what only the episode needs: `extra_env_info`, `episode`, `chat` and `served_by`.
+
+        Raises:
+            DataError: the row has its own position rule, which is a function and cannot be stored.
         """
         state = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _OF_THE_EPISODE}
         return state | {
@@ -98,6 +103,7 @@ class Trajectory:
                 for message in self.message_log
             ],
             "outcome": str(self.outcome),
+            "row_inputs": None if self.row_inputs is None else self.row_inputs.state_dict(),
             "weight_versions": [list(span) for span in self.weight_versions],
         }
 
@@ -105,7 +111,10 @@ class Trajectory:
     def from_state(cls, state: Mapping[str, Any]) -> Self:
         """Rebuild a sample from its `state_dict`."""
         spans = [VersionSpan(*span) for span in state["weight_versions"]]
-        return cls(**{**state, "outcome": Outcome(state["outcome"]), "weight_versions": spans})
+        stored = state.get("row_inputs")
+        inputs = None if stored is None else RowInputs.from_state(stored)
+        rebuilt = {"outcome": Outcome(state["outcome"]), "weight_versions": spans, "row_inputs": inputs}
+        return cls(**{**state, **rebuilt})
 
     @property
     def length(self) -> int:

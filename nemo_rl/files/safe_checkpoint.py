@@ -1,8 +1,8 @@
 """Read torch distributed checkpoints (`.metadata`, `*.distcp`) without executing anything they contain.
 
 torch reads `.metadata` with pickle and objects between the tensors with `torch.load(weights_only=False)`. Both run code
-that the files name, and Megatron Core reads its folders through the same two functions. Invariant: inside
-`only_plain_values` a folder yields tensors, plain values and torch's own descriptions of them, or a CheckpointError.
+that the files name, and Megatron Core reads its folders through the same two functions. Invariant: within
+`only_plain_values` a folder gives tensors, plain values and torch's own descriptions of them, or a CheckpointError.
 """
 
 import pickle
@@ -33,16 +33,16 @@ _DAMAGED = (
     *(pickle.UnpicklingError, EOFError, AttributeError, LookupError, TypeError, ValueError, RuntimeError),
     *(ArithmeticError, MemoryError),
 )
-"""What unpickling a file of any bytes raises."""
+"""Errors that unpickling arbitrary bytes raises."""
 
 
 def _path(*parts: str) -> PurePath:
-    """A path of either system; where a checkpoint was written to is of no use here."""
+    """Make a path of either system; the place where the checkpoint was written has no use here."""
     return PurePosixPath(*parts)
 
 
 def _allowed() -> dict[tuple[str, str], Any]:
-    """What `.metadata` may name: (module, name) to the object that is used."""
+    """Map the (module, name) pairs that `.metadata` may name to the objects to use."""
     paths = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
     return {
         **{("torch.distributed.checkpoint.metadata", name): getattr(metadata, name) for name in _DESCRIPTIONS},
@@ -58,13 +58,13 @@ _ALLOWED = _allowed()
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the classes of a checkpoint's metadata and nothing else."""
+    """Unpickler that knows only the classes of a checkpoint's metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Called for whatever the pickle names.
+        """Return the object that the pickle names.
 
         Raises:
-            CheckpointError: it does not belong into metadata.
+            CheckpointError: the object does not belong in metadata.
         """
         if (module, name) not in _ALLOWED:
             raise CheckpointError(f"it names {module}.{name}, which loading it would execute")
@@ -73,10 +73,10 @@ class _Unpickler(pickle.Unpickler):
 
 @contextmanager
 def _classes_as_they_are() -> Iterator[None]:
-    """Undo and refuse what a pickle does to the classes that it may name: it can set attributes of anything it names.
+    """Undo and refuse changes of the classes that a pickle may name: a pickle can set attributes of what it names.
 
     Raises:
-        CheckpointError: it set one.
+        CheckpointError: the pickle set an attribute.
     """
     classes = [value for value in _ALLOWED.values() if isinstance(value, type) and value.__module__ != "torch"]
     before = [dict(vars(each)) for each in classes]
@@ -95,20 +95,20 @@ def _classes_as_they_are() -> Iterator[None]:
 
 
 def read_metadata(file: Path) -> metadata.Metadata:
-    """The content of a `.metadata` file.
+    """Read a `.metadata` file.
 
     Raises:
-        CheckpointError: it is missing or damaged, would execute code, or names files outside its folder.
+        CheckpointError: the file is missing or damaged, would execute code, or names files outside its folder.
     """
-    if file.exists() and not file.is_file():  # reading a named pipe would wait for ever
+    if file.exists() and not file.is_file():  # reading a named pipe would block forever
         raise CheckpointError(f"{file} is no file.")
     try:
         with file.open("rb") as opened, _classes_as_they_are():
             found = _Unpickler(opened).load()
     except CheckpointError as error:
         raise CheckpointError(
-            f"{file} is refused: {error}. No checkpoint of torch needs that: somebody changed the file, and nothing of "
-            "its folder should be used."
+            f"{file} is refused: {error}. No checkpoint of torch needs that: the file was changed, and nothing of its "
+            "folder should be used."
         ) from error
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} does not exist: not a checkpoint, or an incomplete one.") from error
@@ -124,7 +124,11 @@ def read_metadata(file: Path) -> metadata.Metadata:
 
 
 def _places(found: Any, file: Path) -> set[str]:
-    """Files in which the values are; what is not built as torch builds it is damaged."""
+    """Return the files that hold the values.
+
+    Raises:
+        CheckpointError: the metadata are not built as torch builds them.
+    """
     described = found.__dict__ if isinstance(found, metadata.Metadata) else {}
     values, places = described.get("state_dict_metadata"), described.get("storage_data", {})
     kinds = (metadata.TensorStorageMetadata, metadata.BytesStorageMetadata)
@@ -147,7 +151,7 @@ def _read_metadata(self: FileSystemReader, *args: Any, rank: int | None = None, 
 
 
 def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: BytesIO) -> None:
-    """As torch's, for values that `torch.load` reads without executing anything."""
+    """Load a value as torch's method does, but only if `torch.load` can read it without executing anything."""
     loaded, name = torch.load(value, weights_only=True), read_item.dest_index.fqn
     if self.flatten_state_dict:
         set_element(self.original_state_dict, self.mappings[name], loaded)
@@ -156,7 +160,7 @@ def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: BytesIO) -
 
 
 def _read_data(self: FileSystemReader, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-    """As torch's, with the names of the files in the error."""
+    """Read data as torch's method does, with the names of the files in the error."""
     try:
         return _READ_DATA(self, plan, planner)
     except pickle.UnpicklingError as error:
@@ -179,12 +183,11 @@ _TURN = threading.RLock()
 
 @contextmanager
 def only_plain_values() -> Iterator[None]:
-    """Have torch's readers of checkpoints, also those that Megatron Core calls, refuse what would execute code.
+    """Make torch's checkpoint readers, which Megatron Core calls too, refuse values that would execute code.
 
-    Read the folder's metadata by `read_metadata` first: `torch.distributed.checkpoint.load` hides why it cannot.
-
-    Torch offers no setting for it, so its three methods are replaced for as long as the context lasts: in this process,
-    for one thread at a time.
+    Read the folder's metadata by `read_metadata` first: `torch.distributed.checkpoint.load` hides the reason if it
+    cannot. Torch has no setting for this, so three of its methods are replaced within the context: in this process, for
+    one thread at a time.
     """
     with _TURN:
         before = [(owner, name, getattr(owner, name)) for owner, name, _ in _READERS]

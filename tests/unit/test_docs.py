@@ -138,7 +138,7 @@ def shown() -> dict:
     """What the Python blocks of `adding-things.md` define, all but those that start a run."""
     namespace: dict = {"__name__": "adding_things"}
     for block in blocks(ADDING, "python"):
-        if "grpo_train" not in block:
+        if "_train(run)" not in block:
             exec(compile(block, str(ADDING), "exec"), namespace)
     return namespace
 
@@ -242,6 +242,40 @@ def test_the_shown_run_trains(tmp_path, shown_class, line, steps):
         assert all(-20 < metrics["fluency"] < 0 for metrics in trained)
     if shown_class == "class OneStepAhead":
         assert [metrics["avg_trajectory_age"] for metrics in trained] == [0.0, 1.0, 1.0]
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_the_shown_rows_with_an_extra_input_train(tmp_path, shown):
+    """As a reader would, on two data-parallel ranks: the module, its section of the configuration, and the script."""
+    project = tmp_path / "my_project"
+    project.mkdir()
+    for name, text in (("my_project/sensor_model.py", "class SensorModel"), ("run.py", "import sensor_processor")):
+        (block,) = [block for block in blocks(ADDING, "python") if text in block]
+        (tmp_path / name).write_text(block)
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/assets/tiny-chat")
+    slot = tokenizer.convert_tokens_to_ids("!")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": len(tokenizer), "sensor_token_id": slot}
+    torch.manual_seed(0)
+    shown["SensorForCausalLM"](shown["SensorConfig"](**sizes)).save_pretrained(project / "sensor-model")
+    tokenizer.save_pretrained(project / "sensor-model")
+    (section,) = [text for text in blocks(ADDING, "yaml") if "SensorTraining" in text]
+    config = yaml.safe_load(section) | {
+        "defaults": str(ROOT / "examples/configs/sft_cpu.yaml"),
+        "sft": {"max_num_steps": 3, "val_period": 0, "val_at_end": False},
+        "cluster": {"ranks_per_node": 2},
+        "checkpointing": {"enabled": False},
+        "logger": {"log_dir": "logs", "tensorboard_enabled": False},
+    }
+    config["policy"] |= {"train_global_batch_size": 8, "train_micro_batch_size": 2}
+    (project / "sensor_sft.yaml").write_text(yaml.safe_dump(config))
+    done = subprocess.run([sys.executable, "run.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    logged = [json.loads(row) for row in next(tmp_path.glob("logs/exp_*/metrics.jsonl")).read_text().splitlines()]
+    trained = [row["metrics"] for row in logged if row["prefix"] == "train"]
+    assert len(trained) == 3
+    assert trained[-1]["loss"] < trained[0]["loss"]
 
 
 @pytest.mark.slow

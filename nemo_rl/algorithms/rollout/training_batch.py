@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nemo_rl.data.model_rows import ROW_INPUTS, RowInputs, completed
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Outcome, Trajectory, is_right
 from nemo_rl.losses.mismatch import after_mask, sequence_error_metrics, sequence_errors
@@ -31,6 +32,7 @@ class TrainingBatch(TypedDict, total=False):
     prev_logprobs: Tensor  # [B, T] float32; absent when the update is exactly on-policy
     reference_policy_logprobs: Tensor  # [B, T] float32; absent without a KL term
     positive_examples: Tensor  # [B] float32, 1 on answers with a positive reward
+    row_inputs: list[RowInputs]  # B; absent where rows are token ids only
     num_counted_samples: Tensor  # [B] float32, all equal: samples with a token that counts; absent with prev_logprobs
 
 
@@ -66,6 +68,8 @@ def build_training_batch(
         "sample_mask": torch.tensor([_weight(t, mask_truncated, needs_reward) for t in trajectories]),
         "generation_logprobs": torch.from_numpy(generation_logprobs),
     }
+    if any(trajectory.row_inputs is not None for trajectory in trajectories):
+        batch[ROW_INPUTS] = completed([trajectory.row_inputs for trajectory in trajectories])
     return BatchedDataDict(batch)
 
 

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.algorithms.setup.row_check import check_rows
 from nemo_rl.config import MasterConfig, NamedPartConfig, PolicyConfig, config_of
 from nemo_rl.config.loading.load import make_paths_absolute
 from nemo_rl.config.runs.rollouts import RolloutMasterConfig
@@ -80,7 +81,7 @@ class HandedIn:
         return self.tokenizer
 
     def data(self, config: MasterConfig, load: Callable[[], RunData], *, sampled: bool = False) -> RunData:
-        """Return the rows of the run.
+        """Return the rows of the run; its models and engines accept them.
 
         Args:
             config: the configuration.
@@ -88,8 +89,14 @@ class HandedIn:
             sampled: whether the rows are prompts.
 
         Raises:
-            DataError: the rows cannot be used.
+            DataError: they cannot be used.
+            ConfigError: a model or the engine does not accept them.
         """
+        data = self._rows(config, load, sampled=sampled)
+        check_rows([role.section for role in config.models.values()], data, sampled=sampled)
+        return data
+
+    def _rows(self, config: MasterConfig, load: Callable[[], RunData], *, sampled: bool) -> RunData:
         if self.dataset is not None:
             return given_data(self.dataset, self.val_dataset, config.data, sampled=sampled)
         configured = load()

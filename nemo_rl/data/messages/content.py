@@ -42,7 +42,10 @@ class TextPart(TypedDict):
 
 
 class ImagePart(TypedDict):
-    """A part of a message that is an image; refused, as no model here reads images."""
+    """A part of a message that is an image.
+
+    The library's processors refuse it; your own processor can turn it into an input of the row (`data.model_rows`).
+    """
 
     type: Literal["image"]
     image: Any
@@ -68,8 +71,9 @@ def content_text(content: Any, what: str = "the content of a message") -> str:
     others = sorted({_kind(part) for part in content} - {"text"})
     if others:
         raise DataError(
-            f"{what} has parts that are not text: {', '.join(others)}; no model here reads others. Give parts "
-            '{"type": "text", "text": ...}, or leave the sample out'
+            f"{what} has parts that are not text: {', '.join(others)}; the processors here read text only. Give "
+            'parts {"type": "text", "text": ...}, leave the sample out, or use a processor of your own that puts them '
+            "into row_inputs"
         )
     return "".join(part["text"] for part in content)
 

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl.data.model_rows import ROW_INPUTS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 _LEAST_TOKENS = 8
@@ -41,12 +42,13 @@ def find_families(rows: BatchedDataDict[Any]) -> list[Family]:
 
     Args:
         rows: `input_ids [b, T]`, and `token_mask [b, T]`, 1 on tokens that the policy sampled. Without the mask the
-            ends of prompts are unknown, and each row is its own family.
+            ends of prompts are unknown, and each row is its own family. So is each row with further inputs
+            (`data.model_rows`), because the model expects them once for each row.
 
     Returns:
         Every row in one family, families in the order of their first rows.
     """
-    if "token_mask" not in rows:
+    if "token_mask" not in rows or ROW_INPUTS in rows:
         return [Family([row], 0) for row in range(rows.size)]
     written = rows["token_mask"] > 0
     shared = (written.int().argmax(dim=1) - 1).clamp(min=0).tolist()

@@ -1,7 +1,7 @@
-"""Predicted memory of one rank of an engine, from the model's configuration.
+"""Predict the memory of one rank of an engine from the model's configuration.
 
-The key-value cache takes what an engine's share of the device leaves beside weights and workspace, as vLLM does it
-(`vllm.v1.worker.gpu_worker.Worker.determine_available_memory`). Invariant: bytes are of one rank.
+As in vLLM (`vllm.v1.worker.gpu_worker.Worker.determine_available_memory`), the key-value cache takes the part of the
+engine's share of the device that weights and workspace leave. Invariant: bytes are those of one rank.
 """
 
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from nemo_rl.config import GenerationConfig
 from nemo_rl.models.huggingface.sizes import head_size, parameters_of
 
 _BATCHED_TOKENS, _SEQUENCES = 16384, 1024
-"""What vLLM runs at once at the most on devices of 70 GiB and more (`EngineArgs.get_batch_defaults`)."""
+"""Most tokens and sequences in one step of vLLM on devices of at least 70 GiB (`EngineArgs.get_batch_defaults`)."""
 _WITHOUT_CACHE = ("linear_attention", "conv", "mamba")
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """One rank of an engine.
+    """Bytes of one rank of an engine.
 
     Attributes:
-        weights: its part of the model.
-        workspace: activations and logits of the largest step; an estimate.
-        cache_per_token: keys and values of one token.
+        weights: bytes of its part of the model.
+        workspace: estimated bytes of activations and logits of the largest step.
+        cache_per_token: bytes of the keys and values of one token.
     """
 
     weights: float
@@ -33,7 +33,7 @@ class EngineMemory:
 
 
 def engine_memory(model: PretrainedConfig, generation: GenerationConfig, itemsize: int) -> EngineMemory:
-    """Memory of a rank of the engines that a section asks for.
+    """Predict the memory of a rank of the engines that a section describes.
 
     Args:
         model: configuration of the model.
@@ -51,7 +51,7 @@ def engine_memory(model: PretrainedConfig, generation: GenerationConfig, itemsiz
 
 
 def cached_numbers(text: Any, tensor: int) -> float:
-    """Numbers that a rank keeps of each token: keys and values of its heads, or one latent vector, per layer."""
+    """Count the numbers that a rank caches for each token: per layer, keys and values of its heads, or one latent."""
     kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
     layers = sum(not kind.startswith(_WITHOUT_CACHE) for kind in kinds)
     if getattr(text, "kv_lora_rank", None):  # latent attention: the same vector for all heads, so on every rank

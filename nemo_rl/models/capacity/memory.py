@@ -1,9 +1,7 @@
-"""Predicted memory of a rank, as runs show it and compare it with what there is, and the work that it is for.
+"""Describe the predicted memory of a rank, which runs show and compare with the available memory, and its work.
 
-Backends make the prediction.
-
-Invariant: bytes are those that a rank's tensors take; what the C library, the communication library and other processes
-take comes on top.
+Backends make the prediction. Invariant: bytes are those of a rank's tensors; the C library, the communication library
+and other processes take more.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,15 +13,15 @@ WIDE = 4
 """Bytes of a float32."""
 
 type Moment = Mapping[str, float]
-"""What is held, by kind, in bytes."""
+"""Bytes held at one point of a step, by kind."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank is asked to do.
+    """The work of a rank.
 
     Attributes:
-        tokens: of a microbatch.
+        tokens: tokens of a microbatch.
         several: whether an update has more than one microbatch.
         trains: whether there is a backward pass and an optimizer.
         keeps_reference: whether the initial weights are kept.
@@ -40,7 +38,7 @@ class Work:
 
 
 def keys_per_token(policy: PolicyConfig, rows_per_prompt: int) -> int:
-    """Keys and values that attention may lay out for each token of a packed microbatch, at the most.
+    """Return the most keys and values that attention may lay out for each token of a packed microbatch.
 
     Args:
         policy: section of the model.
@@ -54,7 +52,7 @@ def keys_per_token(policy: PolicyConfig, rows_per_prompt: int) -> int:
 
 
 def microbatch_tokens(policy: PolicyConfig, *, trains: bool) -> int:
-    """Tokens of the largest microbatch that a policy section allows."""
+    """Return the tokens of the largest microbatch that a policy section allows."""
     for way in (policy.sequence_packing, policy.dynamic_batching):
         if way.enabled:
             return way.train_mb_tokens if trains else way.logprob_mb_tokens
@@ -63,13 +61,14 @@ def microbatch_tokens(policy: PolicyConfig, *, trains: bool) -> int:
 
 
 def microbatches_in_flight(stage: int, stages: int, chunks: int) -> float:
-    """Microbatches whose activations a pipeline stage holds at once, counted in all of its layers; source: Narayanan
-    et al. 2021 (arXiv:2104.04473).
+    """Return the number of microbatches whose activations a pipeline stage holds at the same time.
+
+    Source: Narayanan et al. 2021 (arXiv:2104.04473). One unit is the activations of all layers of the stage.
 
     Args:
-        stage: number of the stage.
+        stage: index of the stage.
         stages: number of stages.
-        chunks: chunks of layers of each; above 1 the schedule is interleaved.
+        chunks: chunks of layers of each stage; above 1 the schedule is interleaved.
     """
     ahead = stages - stage
     if stages == 1 or chunks == 1:
@@ -82,10 +81,10 @@ class MemoryPlan:
     """Memory of one rank.
 
     Attributes:
-        stays: what is held on the device all the time.
-        moments: what points of a step add to it.
-        host: what a rank with a device of its own keeps in host memory.
-        missing: what is not in the numbers, for people; empty if nothing is known to be missing.
+        stays: bytes that are held on the device all the time.
+        moments: bytes that are held in addition at points of a step.
+        host: bytes in host memory of a rank that has its own device.
+        missing: text that names memory which the numbers leave out; empty if none is known.
     """
 
     stays: Moment
@@ -95,21 +94,21 @@ class MemoryPlan:
 
     @property
     def peak_moment(self) -> str:
-        """When most is held."""
+        """The point of a step at which most is held."""
         return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
     @property
     def certain(self) -> float:
-        """Bytes that a rank holds whatever it works on."""
+        """The bytes that a rank always holds."""
         return sum(self.stays.values())
 
     @property
     def peak(self) -> float:
-        """Most bytes on the device."""
+        """The most bytes on the device."""
         return self.certain + sum(self.moments[self.peak_moment].values())
 
     def table(self, title: str) -> str:
-        """Lines for people: kinds down, moments across, in GiB."""
+        """Format a table in GiB for logs: one line for each kind, one column for each moment."""
         kinds = dict.fromkeys(kind for held in self.moments.values() for kind, size in held.items() if size)
         lines = [f"{title}, GiB on each rank (the most is held in the column {self.peak_moment!r}):"]
         lines.append(_line("", self.moments))

@@ -1,10 +1,10 @@
-"""What a model's layers hold: its parameters, and what autograd keeps of a forward pass, without any memory.
+"""Count a model's parameters and the tensors that autograd saves in a forward pass, without allocating memory.
 
-The model is built and run on torch's meta device, whose tensors have shapes and no storage, so the numbers are those of
-the real code of any architecture. Attention and experts are stand-ins that keep what the kernels keep: attention its
-three inputs and its output, experts the rows of each routed token.
+The model is built and run on torch's meta device. Its tensors have shapes and no storage, so the numbers come from the
+real code of any architecture. Attention and experts are replaced by functions that save what the kernels save:
+attention its three inputs and its output, experts the rows of each routed token.
 
-Invariant: byte counts are of one rank without parallelism; the `memory_plan` of a backend divides them.
+Invariant: byte counts are those of one rank without parallelism; the `memory_plan` of a backend divides them.
 """
 
 import logging
@@ -33,22 +33,22 @@ from nemo_rl.models.huggingface.layers import decoder_layers
 logger = logging.getLogger(__name__)
 
 GRADIENT_OF_LOGITS = 3
-"""Tensors as large as a chunk of logits that its gradient needs: logits, probabilities, gradient."""
+"""Number of tensors of the size of a chunk of logits that its gradient needs: logits, probabilities, gradient."""
 
 _ATTENTION = "nemo_rl_traced"
 _NOT_TRACED = (RuntimeError, TypeError, AttributeError, KeyError, IndexError, ValueError)
-"""What the code of an architecture raises on tensors without values, and around attention that it has of its own."""
+"""Errors that an architecture's code raises on tensors without values, or if it has its own attention."""
 
 
 @dataclass
 class Parameters:
-    """Elements of parameters.
+    """Numbers of elements of parameters.
 
     Attributes:
-        matrices: of linear layers, embeddings and heads.
-        vectors: of norms and biases.
-        experts: of routed experts.
-        largest: of the largest tensor.
+        matrices: elements of linear layers, embeddings and heads.
+        vectors: elements of norms and biases.
+        experts: elements of routed experts.
+        largest: elements of the largest tensor.
     """
 
     matrices: int = 0
@@ -58,11 +58,11 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all elements."""
         return self.matrices + self.vectors + self.experts
 
     def add(self, parameter: Tensor) -> None:
-        """Count a tensor; one with three axes has its experts along the first."""
+        """Count a tensor; the first axis of a tensor with three axes is that of the experts."""
         kind = {1: "vectors", 3: "experts"}.get(parameter.dim(), "matrices")
         setattr(self, kind, getattr(self, kind) + parameter.numel())
         self.largest = max(self.largest, parameter.numel())
@@ -73,12 +73,12 @@ class Activations:
     """Bytes that a layer keeps for its backward pass.
 
     Attributes:
-        entry: its input.
-        outside: between its blocks (attention, feed-forward), its input included.
-        into_blocks: inputs of the blocks.
-        inside: within the blocks, but for keys and values.
-        keys_values: of attention.
-        kept: outputs of matrix products and attention, which selective checkpointing keeps.
+        entry: bytes of its input.
+        outside: bytes saved between its blocks (attention, feed-forward), with its input.
+        into_blocks: bytes of the blocks' inputs.
+        inside: bytes saved within the blocks, without keys and values.
+        keys_values: bytes of attention's keys and values.
+        kept: bytes of the outputs of matrix products and attention, which selective checkpointing keeps.
     """
 
     entry: int = 0
@@ -91,18 +91,18 @@ class Activations:
 
 @dataclass
 class ModelTrace:
-    """A model as memory sees it.
+    """The parts of a model that take memory.
 
     Attributes:
         layers: parameters of each decoder layer.
-        embedding: parameters before them.
-        last: parameters behind them: final norm and head.
-        tied: whether the embedding is the head too, and counted in both.
-        activations: of each decoder layer; empty where the model does not run without data.
-        others: bytes kept outside of the layers.
+        embedding: parameters before the layers.
+        last: parameters after the layers: final norm and head.
+        tied: whether the embedding is also the head, and is counted in both.
+        activations: activations of each decoder layer; empty if the model does not run without data.
+        others: bytes saved outside the layers.
         hidden: elements of a token's hidden state.
         vocabulary: rows of the head; 1 for a scalar head.
-        linears: inputs and outputs of all linear layers within decoder layers, which adapters are put on.
+        linears: inputs plus outputs of all linear layers in decoder layers, which adapters may be put on.
     """
 
     layers: list[Parameters]
@@ -117,7 +117,7 @@ class ModelTrace:
 
 
 _TRACES: dict[Any, ModelTrace] = {}
-"""By what they are of: models of a run, and the passes of a model, have many in common."""
+"""Traces by their arguments: models of one run, and passes of one model, often share a trace."""
 
 
 def trace_model(
@@ -128,14 +128,14 @@ def trace_model(
     scores: bool = False,
     kept_operators: Collection[str] = (),
 ) -> ModelTrace:
-    """Count what a model holds.
+    """Count the parameters and saved tensors of a model.
 
     Args:
-        config: of the model.
-        tokens: of a microbatch.
-        dtype: that the model computes in.
-        scores: whether it has a scalar head.
-        kept_operators: names of those whose outputs selective checkpointing keeps, for `Activations.kept`.
+        config: configuration of the model.
+        tokens: tokens of a microbatch.
+        dtype: dtype that the model computes in.
+        scores: whether the model has a scalar head.
+        kept_operators: names of the operators whose outputs selective checkpointing keeps, for `Activations.kept`.
     """
     key = (config.to_json_string(use_diff=False), tokens, dtype, scores, frozenset(kept_operators))
     if key not in _TRACES:
@@ -152,9 +152,9 @@ def _trace(
     with torch.device("meta"), no_init_weights():
         try:
             hf = kind.from_config(deepcopy(config), dtype=dtype, attn_implementation=_ATTENTION).train()
-        except (ValueError, KeyError):  # its attention is code of its own
+        except (ValueError, KeyError):  # the architecture has its own attention code
             hf = kind.from_config(deepcopy(config), dtype=dtype).train()
-        hf.tie_weights()  # what is not initialised is not tied either
+        hf.tie_weights()  # without initialisation weights are not tied yet
         layers = decoder_layers(hf)
         recorder = _Recorder(hf, layers, kept_operators)
         try:
@@ -184,7 +184,7 @@ def _run(hf: PreTrainedModel, recorder: "_Recorder", tokens: int) -> None:
     _stand_in_for_experts(hf)
     with recorder.recording():
         ids = torch.zeros(1, tokens, dtype=torch.long)
-        # Rows that carry a mask are not searched for packed sequences, which would read values.
+        # With a mask, transformers does not search rows for packed sequences, which would read values.
         hf.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
 
 
@@ -196,7 +196,7 @@ def _count(parameters: Iterable[nn.Parameter]) -> Parameters:
 
 
 class _Recorder:
-    """Sorts what autograd saves by the layer and the block that runs; of equal layers the first one runs."""
+    """Sorts the tensors that autograd saves by the running layer and block; only the first of equal layers runs."""
 
     def __init__(self, hf: PreTrainedModel, layers: Sequence[nn.Module], kept_operators: Collection[str]) -> None:
         self.of_layer: dict[int, Activations] = {}
@@ -212,12 +212,12 @@ class _Recorder:
         self._block_inputs: set[int] | None = None
 
     def all_layers(self) -> list[Activations]:
-        """Of each layer; nothing if none was recorded."""
+        """Return the activations of each layer; empty if none was recorded."""
         return [self.of_layer[index] for index in self._first] if self.of_layer else []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Count what happens in the block; the model is of no use afterwards."""
+        """Count the tensors that are saved in the block; the model is unusable afterwards."""
         outputs: dict[int, Any] = {}
         for index, (layer, first) in enumerate(zip(self._layers, self._first, strict=True)):
             if index != first:
@@ -237,13 +237,13 @@ class _Recorder:
             _recorders.remove(self)
 
     def product(self, output: Any) -> None:
-        """An operator ran whose output selective checkpointing keeps."""
+        """Count the output of an operator, which selective checkpointing keeps."""
         if self._layer is not None:
             tensor = output[0] if isinstance(output, tuple) else output
             self.of_layer[self._layer].kept += tensor.untyped_storage().nbytes()
 
     def attends(self, key: Tensor, value: Tensor) -> None:
-        """These are what context-parallel ranks gather."""
+        """Note keys and values, which context-parallel ranks gather."""
         self._keys |= {tensor.untyped_storage()._cdata for tensor in (key, value)}
 
     def _enter_layer(self, index: int) -> Any:
@@ -286,11 +286,11 @@ class _Recorder:
 
 
 _recorders: list[_Recorder] = []
-"""The one that records, for the attention function, which transformers calls by its name."""
+"""The active recorder, for the attention function, which transformers calls by its name."""
 
 
 class _Products(TorchDispatchMode):
-    """Tells a recorder of the operators whose outputs selective checkpointing keeps."""
+    """Reports the operators whose outputs selective checkpointing keeps to a recorder."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -306,7 +306,7 @@ class _Products(TorchDispatchMode):
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """`[b, T, H, D_v]` and no weights, as an attention kernel would give them."""
+    """Return `[b, T, H, D_v]` and no weights, as an attention kernel does."""
     recorder = _recorders[-1]
     recorder.attends(key, value)
     output: Tensor = _KeptByAttention.apply(query, key, value)
@@ -334,7 +334,7 @@ class _KeptByExperts(torch.autograd.Function):
 
 
 def _stand_in_for_experts(hf: PreTrainedModel) -> None:
-    """Replace the forward of modules that hold all experts of a layer: which token goes where is data."""
+    """Replace the forward of modules that hold all experts of a layer, because routing depends on values."""
 
     def forward(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         result: Tensor = _KeptByExperts.apply(hidden, weights, module.gate_up_proj, module.down_proj)

@@ -1,7 +1,7 @@
-"""What the memory predictions of all training backends have in common: a rank of each pipeline stage, and the worst.
+"""Predict memory for one rank of each pipeline stage and take the largest, as all training backends do.
 
-A backend's `memory_plan` says how its axes divide what `memory_trace` counts, and which moments a step has. Invariant:
-bytes are those of one rank, the one that needs most.
+A backend's `memory_plan` states how its axes divide the counts of `memory_trace`, and which moments a step has.
+Invariant: bytes are those of the one rank that needs most.
 """
 
 from abc import ABC, abstractmethod
@@ -27,16 +27,16 @@ class RankMemory(ABC):
     Attributes:
         policy: section of the model.
         layout: sizes of the axes.
-        model: configuration of the model's text.
-        trace: what the model holds.
-        work: what the rank does.
-        tokens: of a microbatch that are the rank's.
+        model: configuration of the model's text part.
+        trace: counts of the model.
+        work: work of the rank.
+        tokens: tokens of a microbatch that this rank has.
         itemsize: bytes of a number of `policy.precision`.
-        stage: number of the pipeline stage.
+        stage: index of the pipeline stage.
     """
 
     kept_operators: ClassVar[Collection[str]] = ()
-    """As for `trace_model`."""
+    """Passed to `trace_model`."""
 
     policy: PolicyConfig
     layout: ParallelLayout
@@ -49,7 +49,7 @@ class RankMemory(ABC):
 
     @classmethod
     def predict(cls, policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig, work: Work) -> MemoryPlan:
-        """The plan of the rank that needs most; arguments as the attributes, `model` whole."""
+        """Return the plan of the rank that needs most; arguments as the attributes, but `model` is the whole model."""
         tokens, dtype = ceil(work.tokens / layout.cp), torch_dtype(policy.precision)
         scores = policy.reward_model_cfg.enabled
         trace = trace_model(model, tokens, dtype, scores=scores, kept_operators=cls.kept_operators)
@@ -60,7 +60,7 @@ class RankMemory(ABC):
 
     @abstractmethod
     def plan(self) -> MemoryPlan:
-        """All moments of a step."""
+        """Return the memory at all moments of a step."""
 
     @property
     def has_head(self) -> bool:
@@ -69,7 +69,7 @@ class RankMemory(ABC):
 
     @property
     def outside(self) -> list[Parameters]:
-        """Parameters outside of the layers: the first stage has the embedding, the last one norm and head."""
+        """The parameters outside the layers: the first stage has the embedding, the last one norm and head."""
         first, last, trace = self.stage == 0, self.has_head, self.trace
         if last and not (first and trace.tied):
             return [trace.embedding, trace.last] if first else [trace.last]
@@ -77,16 +77,16 @@ class RankMemory(ABC):
 
     @property
     def largest(self) -> float:
-        """Elements of the largest tensor, as tensor-parallel ranks divide it."""
+        """The elements of the largest tensor, divided by the tensor-parallel ranks."""
         parts = (self.trace.embedding, self.trace.last, *self.trace.layers)
         return max(parameters.largest for parameters in parts) / self.layout.tp
 
     @property
     def head(self) -> float:
-        """Bytes of the head in float32."""
+        """The bytes of the head in float32."""
         return self.has_head * self.trace.vocabulary * self.trace.hidden / self.layout.tp * WIDE
 
     def logits(self, tensors: int) -> float:
-        """Bytes of so many tensors as large as one chunk of float32 logits."""
+        """Return the bytes of this number of tensors, each as large as one chunk of float32 logits."""
         chunk = self.policy.logprob_chunk_size or default_chunk_size(on_gpu=not self.work.on_cpu)
         return self.has_head * tensors * min(self.tokens, chunk) * self.trace.vocabulary * WIDE / self.layout.tp

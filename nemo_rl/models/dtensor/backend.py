@@ -29,6 +29,8 @@ from nemo_rl.config.rules.model import check_trainable
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.ranks.placements import held_here, whole
 from nemo_rl.host.device import device_for, free_cache
+from nemo_rl.models.accepted_rows import require_parameters
+from nemo_rl.models.dtensor.attention import VARLEN_ATTENTION
 from nemo_rl.models.dtensor.build import Built, build_model
 from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs
 from nemo_rl.models.dtensor.checkpoints import model_files as checkpoint_io
@@ -62,7 +64,7 @@ from nemo_rl.models.dtensor.pipeline.weights import (
 )
 from nemo_rl.models.dtensor.reward_model import RewardModel
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
-from nemo_rl.models.huggingface.layers import decoder_layers
+from nemo_rl.models.huggingface.layers import body, decoder_layers
 from nemo_rl.models.huggingface.load import torch_dtype
 from nemo_rl.models.training.checkpoint_writes import Keep, Write, as_it_is
 from nemo_rl.models.training.finite import not_finite
@@ -142,6 +144,7 @@ class DTensorBackend(PolicyBackend):
 
     def run(self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep, *, backward: bool) -> None:
         """See `PolicyBackend.run`."""
+        self._check_further_inputs(microbatches)
         if self.model.sequence_parallel:
             microbatches = [with_positions(inputs) for inputs in microbatches]
         if self._context is not None:
@@ -162,6 +165,21 @@ class DTensorBackend(PolicyBackend):
                     loss.backward()
         if not backward:
             reshard(self.model)
+
+    def _check_further_inputs(self, microbatches: Sequence[ModelInputs]) -> None:
+        """Refuse inputs that the body's forward does not name, and positions that its own masks may misread.
+
+        Without a mask, transformers' masks take a step in the positions for the start of another sequence.
+        """
+        names = {name for inputs in microbatches for name in inputs.further_names}
+        if names:
+            require_parameters(body(self.model.hf), sorted(names))
+        own_masks = self.model.hf.config._attn_implementation != VARLEN_ATTENTION
+        if own_masks and any("position_ids" in inputs.model_inputs for inputs in microbatches):
+            raise ConfigError(
+                f"Rows compute their own positions, but {type(self.model.hf).__name__} keeps its own attention masks, "
+                "which may take a step in the positions for a new sequence. Use rows without a position rule."
+            )
 
     def _scores(self, inputs: ModelInputs, balance: ExpertBalance | None = None) -> tuple[Tensor, Tensor]:
         """Return the model's scores of one microbatch and their entropy; record the routing if `balance` is given."""

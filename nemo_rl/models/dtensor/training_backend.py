@@ -16,6 +16,7 @@ import torch
 from nemo_rl.config import CheckpointingConfig, PolicyConfig, report_findings
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.files.manifest import find_damage
+from nemo_rl.models.accepted_rows import AcceptedRows
 from nemo_rl.models.huggingface.folders import (
     CONSOLIDATED_FOLDER,
     MODEL_FOLDER,
@@ -60,6 +61,14 @@ class DTensorTraining(TrainingBackend):
             from nemo_rl.models.dtensor.proof import prove_mesh
 
             prove_mesh(policy, layout, model, section)
+
+    def accepted_rows(self, policy: PolicyConfig) -> AcceptedRows:
+        """See `TrainingBackend.accepted_rows`: all rows, unless stages or ranks divide what belongs to a row."""
+        section = policy.training_backend or policy.dtensor_cfg
+        sizes = {"pipeline": section.pipeline_parallel_size, "context": section.context_parallel_size}
+        divided = [f"{name}_parallel_size={size}" for name, size in sizes.items() if size > 1]
+        reader = f"policy.{policy.backend_key}{''.join(f' with {size}' for size in divided)}"
+        return AcceptedRows(reader, inputs=not divided, positions=not divided)
 
     def rank_memory(self) -> "type[RankMemory]":
         """See `TrainingBackend.rank_memory`."""

@@ -1,6 +1,6 @@
-"""Generation: engines that sample from the policy, and the group that serves rollouts. Re-exports the interface.
+"""Sample from the policy with engines, and serve rollouts with a group of them. Re-exports the interface.
 
-Importing this package loads no engine; `factory` chooses one and builds it inside an actor.
+Importing this package loads no engine; `factory` chooses one and builds it in an actor.
 """
 
 from nemo_rl.models.generation.configure import configure_generation_config

@@ -1,18 +1,20 @@
-"""Engines that decode one batch after the other: rows, stops and draws, around a model with a key-value cache.
+"""Decode one batch after another with a model and its key-value cache: rows, stops and draws.
 
-Requests that wait when the engine is idle form a batch, as many as its cache has room for, and later ones wait for the
-next. Its rows end in one column, whatever their lengths, and grow together until the last of them is done. Simple and
-slow, exact and small. Invariant: what a row says depends on its own tokens and its own generator only.
+When the engine is idle, the waiting requests that fit its cache form a batch; later requests wait for the next batch.
+All rows of a batch end in the same column and grow together until the last one is finished. The engine is simple, small
+and exact, but slow. Invariant: a row's response depends on its own tokens, inputs and generator only.
 """
 
 from abc import abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from nemo_rl.data.model_rows import RowInputs, completed
 from nemo_rl.models.generation.interfaces import EngineSettings, FinishReason, GenerationRequest
 from nemo_rl.models.generation.sampling import bad_word_ids, banned_tokens, draw
 from nemo_rl.models.generation.stepped import Finished, SteppedEngine
@@ -33,17 +35,29 @@ class _Row:
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and response so far."""
+        """The prompt and the response so far."""
         return self.request.prompt_token_ids + self.token_ids
 
 
+class FurtherInputs(NamedTuple):
+    """Rows of a batch with their inputs next to the tokens.
+
+    Attributes:
+        tokens: prompt and response so far of each row.
+        column: inputs of each row.
+    """
+
+    tokens: list[list[int]]
+    column: list[RowInputs]
+
+
 class BatchedEngine(SteppedEngine):
-    """A `SteppedEngine` that is a model and its cache.
+    """A `SteppedEngine` made of a model and its cache.
 
     Args:
         settings: context limit and tokenizer.
-        vocab_size: ids that prompts may hold.
-        cache_tokens: tokens of all rows together that the cache has room for; None: any number.
+        vocab_size: number of token ids that prompts may hold.
+        cache_tokens: most tokens of all rows together in the cache; None: any number.
     """
 
     def __init__(self, settings: EngineSettings, vocab_size: int, cache_tokens: int | None = None) -> None:
@@ -53,15 +67,23 @@ class BatchedEngine(SteppedEngine):
         self._waiting: list[_Row] = []
         self._active: list[_Row] = []
         self._next_ids: list[int] | None = None
-        """What the rows read next; None: all their tokens."""
+        """Token ids that the rows read next; None: all their tokens."""
+
+    @property
+    def further_inputs(self) -> FurtherInputs | None:
+        """The inputs of the rows that `read` or `advance` processes; None if no row has any."""
+        column = [row.request.row_inputs for row in self._active]
+        if all(inputs is None for inputs in column):
+            return None
+        return FurtherInputs([row.tokens for row in self._active], completed(column))
 
     @abstractmethod
     def read(self, rows: list[list[int]], most_new: int) -> Tensor:
-        """Start a batch, and forget the one before.
+        """Start a batch, and free the previous one.
 
         Args:
-            rows: tokens of each.
-            most_new: how many more tokens a row gets at most, the next one included.
+            rows: tokens of each row.
+            most_new: most tokens that are added to a row, including the next one.
 
         Returns:
             `[b, V]` logits of the next token.
@@ -69,7 +91,7 @@ class BatchedEngine(SteppedEngine):
 
     @abstractmethod
     def advance(self, token_ids: list[int]) -> Tensor:
-        """One more token of each row; returns `[b, V]` logits of the next one."""
+        """Read one more token of each row; return `[b, V]` logits of the next one."""
 
     @abstractmethod
     def forget(self) -> None:
@@ -77,7 +99,7 @@ class BatchedEngine(SteppedEngine):
 
     @abstractmethod
     def put_in_force(self) -> list[str]:
-        """Complete the weights that were loaded; returns parameters nothing was loaded into."""
+        """Complete the loaded weights; return the parameters that received nothing."""
 
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
         """See `SteppedEngine.add_request`."""
@@ -109,7 +131,7 @@ class BatchedEngine(SteppedEngine):
         return self._take_finished(written)
 
     def _next_batch(self) -> list[_Row]:
-        """The first waiting rows that the cache has room for, and at least one."""
+        """Take the first waiting rows that the cache has room for, at least one."""
         longest = most_new = count = 0
         for row in self._waiting:
             longest, most_new = max(longest, len(row.tokens)), max(most_new, row.most_tokens)
@@ -138,7 +160,7 @@ class BatchedEngine(SteppedEngine):
         return any(stop in text for stop in row.request.sampling.stop_strings)
 
     def remove_requests(self, request_ids: Collection[str]) -> list[Finished]:
-        """See `SteppedEngine.remove_requests`; their rows stay in the batch until it is done."""
+        """See `SteppedEngine.remove_requests`; their rows stay in the batch until it is finished."""
         rows = [row for row in (*self._waiting, *self._active) if row.request_id in request_ids]
         self._waiting = [row for row in self._waiting if row.request_id not in request_ids]
         for row in rows:
@@ -146,7 +168,7 @@ class BatchedEngine(SteppedEngine):
         return self._take_finished(rows)
 
     def _take_finished(self, rows: list[_Row]) -> list[Finished]:
-        """Those of the rows that are over; the batch ends with the last of its rows."""
+        """Return the finished ones of the rows; the batch ends when its last row is finished."""
         if all(row.finish_reason is not None for row in self._active):
             self._active, self._next_ids = [], None
             self.forget()
@@ -165,7 +187,7 @@ class BatchedEngine(SteppedEngine):
         return next(len(row.token_ids) for row in (*self._active, *self._waiting) if row.request_id == request_id)
 
     def finish_loading(self, *, changed: bool) -> list[str]:
-        """See `SteppedEngine.finish_loading`; rows that are under way are read anew."""
+        """See `SteppedEngine.finish_loading`; unfinished rows are read again."""
         unbound = self.put_in_force()
         if changed:
             self._active = [row for row in self._active if row.finish_reason is None]

@@ -1,7 +1,7 @@
-"""Engines without a run, asked for whole batches: for programs written for NeMo RL.
+"""Generate whole batches with engines that belong to no run, for programs written for NeMo RL.
 
-`EngineGroup` does the work; here a batch becomes its requests and their answers a batch. Invariant: token ids and
-log-probabilities are those of the engine, padded.
+`EngineGroup` does the work; this file turns a batch into requests and their results into a batch. Invariant: token ids
+and log-probabilities are those of the engine, padded.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ import torch
 
 from nemo_rl.config import ClusterConfig, EvalMasterConfig
 from nemo_rl.config.schema.algorithms.evaluation import EvalGenerationConfig
+from nemo_rl.data.model_rows import ROW_INPUTS, RowInputs
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
@@ -29,21 +30,21 @@ from nemo_rl.utils.errors import NotBuiltError
 from nemo_rl.utils.seed import derive_seed
 
 VllmConfig = EvalGenerationConfig
-"""`policy.generation` with a `model_name` of its own, as NeMo RL's programs hand it to engines."""
+"""`policy.generation` with its own `model_name`, as NeMo RL's programs pass it to engines."""
 
 
 class VllmGeneration:
-    """Engines that read the weights of a model themselves; `refit_policy_generation` gives them those of a policy.
+    """Engines that load the weights of a model themselves; `refit_policy_generation` replaces them by a policy's.
 
     Args:
-        cluster: where they run, one worker on each bundle.
-        config: `policy.generation` with `model_name`; `backend` chooses the engine, whatever the name of this class.
+        cluster: where the engines run, one worker on each bundle.
+        config: `policy.generation` with `model_name`; `backend` chooses the engine, despite the name of this class.
         name_prefix: has no effect: processes are named after the engine.
         workers_per_node: must be None: the bundles decide.
-        seed: of what is sampled; calls count on from it.
+        seed: seed of the sampling; each call derives other seeds from it.
 
     Attributes:
-        engines: one `EngineGroup`.
+        engines: the `EngineGroup`.
         config: the model and its sampling as a `policy` section.
 
     Raises:
@@ -79,7 +80,8 @@ class VllmGeneration:
         """Continue B prompts.
 
         Args:
-            data: `input_ids [B, T]` right padded, `input_lengths [B]`, and perhaps `stop_strings`, B lists or None.
+            data: `input_ids [B, T]` right padded and `input_lengths [B]`; optional `stop_strings`, B lists or None, and
+                `row_inputs`, B `RowInputs`.
             greedy: take the most likely token.
 
         Returns:
@@ -87,7 +89,8 @@ class VllmGeneration:
         """
         rows = zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)
         prompts = [ids[:length].tolist() for ids, length in rows]
-        return padded(prompts, self._answers(prompts, data.get("stop_strings"), greedy), self._tokenizer.pad_token_id)
+        answers = self._answers(prompts, data.get("stop_strings"), greedy, data.get(ROW_INPUTS))
+        return padded(prompts, answers, self._tokenizer.pad_token_id)
 
     def generate_text(self, data: Mapping[str, Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """Continue texts: `prompts`, B texts, and perhaps `stop_strings`; returns `texts`."""
@@ -100,15 +103,15 @@ class VllmGeneration:
         return BatchedDataDict({"texts": texts})
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Take memory again after `finish_generation`."""
+        """Allocate the memory again that `finish_generation` freed."""
         return self._on_all("wake_up")
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Give memory back until `prepare_for_generation`, as far as the engine can."""
+        """Free memory until `prepare_for_generation`, if the engine can."""
         return self._on_all("sleep")
 
     def shutdown(self) -> bool:
-        """End the engines."""
+        """Stop the engines."""
         self.engines.shutdown()
         return True
 
@@ -118,7 +121,11 @@ class VllmGeneration:
         return True
 
     def _answers(
-        self, prompts: list[list[int]], stops: list[list[str] | None] | None, greedy: bool
+        self,
+        prompts: list[list[int]],
+        stops: list[list[str] | None] | None,
+        greedy: bool,
+        inputs: list[RowInputs] | None = None,
     ) -> list[GenerationResult]:
         self._num_calls += 1
         requests = []
@@ -128,7 +135,7 @@ class VllmGeneration:
             if greedy:
                 sampling = replace(sampling, temperature=0.0, top_k=None, top_p=1.0)
             seed = derive_seed(self._seed, "generation", self._num_calls, row)
-            requests.append(GenerationRequest(ids, sampling, seed))
+            requests.append(GenerationRequest(ids, sampling, seed, row_inputs=inputs[row] if inputs else None))
 
         async def ask_all() -> list[GenerationResult]:
             return await asyncio.gather(*(self.engines.generate(request) for request in requests))
@@ -137,7 +144,7 @@ class VllmGeneration:
 
 
 def cluster_config(cluster: RayVirtualCluster) -> ClusterConfig:
-    """The `cluster` section that describes bundles, with default deadlines."""
+    """Build the `cluster` section that describes bundles, with default deadlines."""
     counts = cluster.bundle_counts
     kind = {} if cluster.use_gpus else {"device": "cpu"}
     gpus = max(counts) if cluster.use_gpus else 0
@@ -147,7 +154,7 @@ def cluster_config(cluster: RayVirtualCluster) -> ClusterConfig:
 def padded(
     prompts: list[list[int]], answers: list[GenerationResult], pad_token_id: int
 ) -> BatchedDataDict[GenerationOutputSpec]:
-    """Prompts and answers as tensors, see `GenerationOutputSpec`."""
+    """Pad prompts and answers to tensors, see `GenerationOutputSpec`."""
     lengths = [len(prompt) + len(answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)]
     shape = (len(lengths), max(lengths, default=0))
     output_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
@@ -166,6 +173,6 @@ def padded(
 
 
 def _finished[T](coroutine: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns, also where this thread runs a loop of its own, as in a notebook."""
+    """Run a coroutine and return its result, even if this thread already runs an event loop, as in a notebook."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         return pool.submit(asyncio.run, coroutine).result()

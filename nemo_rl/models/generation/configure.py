@@ -1,4 +1,4 @@
-"""What NeMo RL's programs do to `policy.generation` before they hand it on; here a run does the same by itself."""
+"""Complete `policy.generation` as NeMo RL's programs do; runs of this library do the same by themselves."""
 
 from collections.abc import MutableMapping
 from typing import Any
@@ -16,12 +16,12 @@ def configure_generation_config[Config: GenerationConfig | MutableMapping[str, A
     has_refit_draft_weights: bool = False,
     trains_mtp: bool = False,
 ) -> Config:
-    """Fill in what the tokenizer knows: the token that ends an answer, and in a dict the one that pads.
+    """Fill in token ids from the tokenizer: the one that ends an answer and, in a dict, the padding token.
 
     Args:
-        config: `policy.generation`, which is changed.
-        tokenizer: of the policy.
-        is_eval: has no effect: engines of a run get its weights, those of an evaluation read them.
+        config: `policy.generation`; changed in place.
+        tokenizer: tokenizer of the policy.
+        is_eval: has no effect: engines of a run receive its weights, those of an evaluation load them.
         has_refit_draft_weights: must be False.
         trains_mtp: must be False.
 
@@ -29,7 +29,7 @@ def configure_generation_config[Config: GenerationConfig | MutableMapping[str, A
         `config`.
 
     Raises:
-        NotBuiltError: draft models or multi-token prediction are asked for.
+        NotBuiltError: draft models or multi-token prediction are requested.
     """
     if has_refit_draft_weights or trains_mtp:
         raise NotBuiltError("draft models and multi-token prediction belong to speculative decoding, not built yet.")

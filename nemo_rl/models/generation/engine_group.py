@@ -1,20 +1,20 @@
-"""Controller side of several engines: spreads requests, gathers results, replaces engines that die.
+"""Control several engines: distribute requests, gather results, and replace engines that die.
 
-Map (everything below runs on the rollout event loop, see `experience.event_loop`):
+Map (all of this runs on the rollout event loop, see `experience.event_loop`, unless it says otherwise):
 
     generate() ─► _choose an engine ─► its outbox ─► _flush (next tick, one call per engine) ─► worker.submit
     generate() cancelled (deadline, another sample failed) ─► _flush ─► worker.abort
-    _watch task per call ─► a call that fails ends the engine's requests
+    _watch task per call ─► a failed call fails the engine's requests
     _collect task per engine ─► collect of its workers (long poll) ─► resolves the futures of generate()
-    engine is silent (hangs) ─► killed, then as one that died
+    engine is silent (hangs) ─► it is killed, then treated as dead
     engine dies ─► _revive: new actors, current weights (`bring_up`), unfinished requests submitted again
-    a revival fails ─► the group has ended: all that wait, and all that ask later, are told why
-    the training thread meets a dead engine (`with_replacements`) ─► revive_dead, then the call again
+    a revival fails ─► the group has ended: waiting and later requests raise the reason
+    the training thread finds a dead engine (`with_replacements`) ─► revive_dead, then the call again
 
-An engine has one worker or several (`interfaces.engine_of`); requests go to its first, and the death of any of them is
-the engine's. Both threads hold `exclusively` while they replace engines or move weights, so that an engine that both of
-them meet dead is replaced once. Invariant: a request is answered exactly once, and with the same tokens whichever
-engine serves it; one that nobody waits for any more ends in its engine.
+An engine has one worker or several (`interfaces.engine_of`). Requests go to the first one, and if any worker dies, the
+engine is dead. Both threads hold `exclusively` while they replace engines or move weights, so a dead engine that both
+find is replaced once. Invariant: a request is answered exactly once, with the same tokens whichever engine serves it; a
+request that no caller waits for is aborted in its engine.
 """
 
 import asyncio
@@ -43,32 +43,32 @@ from nemo_rl.utils.errors import DeadlineExceededError, GenerationError, Resourc
 logger = logging.getLogger(__name__)
 
 _REVIVAL_END_S = 10.0
-"""How long `shutdown` waits for a revival that it has broken off."""
+"""Seconds that `shutdown` waits for a revival that it has interrupted."""
 
 
 _STATES = {"T": "stopped (SIGSTOP)", "t": "stopped by a debugger", "S": "asleep", "R": "running", "D": "in the kernel"}
 _MORE_FOR_PREFIX = 8
 """How many more open requests than the least busy engine one may have that is chosen for a prefix in its cache."""
 _BUSY_FACTOR = 4
-"""How many times longer an engine may be silent while its process computes."""
+"""Factor by which an engine may be silent for longer while its process computes."""
 _BUSY_SHARE = 0.1
-"""Of a core that a process takes if it computes."""
+"""Share of a core that a computing process uses at least."""
 
 
 @dataclass(frozen=True)
 class _Wait:
-    """A wait for a call of `collect`, and when it began, by the loop's clock."""
+    """A wait for a call of `collect`, and its start by the loop's clock."""
 
     future: asyncio.Future[Any]
     since: float
 
 
 type _Waits = dict[int, _Wait]
-"""By rank."""
+"""Waits by rank."""
 
 
 class _Silence(Exception):
-    """A worker of an engine has not answered for too long."""
+    """Raised if a worker of an engine has not answered for too long."""
 
     def __init__(self, rank: int, seconds: float) -> None:
         super().__init__(f"rank {rank} was silent for {seconds:g} s")
@@ -83,11 +83,11 @@ class _Pending:
 
 @dataclass
 class _Member:
-    """One engine and what is pending at it; while it is down, its requests are kept until it is back.
+    """One engine and its pending requests; while it is down, they are kept until it is back.
 
-    `ranks` are its workers in the group, the first takes requests. `num_starts` counts the engines that have stood
-    here; it tells whether an engine that died was replaced already. `polls` are the calls of `collect` under way, by
-    rank, each with the `num_starts` of the engine that was called.
+    `ranks` are its workers in the group; the first one receives requests. `num_starts` counts the engines started for
+    this member; it shows whether a dead engine was replaced already. `polls` are the running calls of `collect` by
+    rank, each with the `num_starts` of the called engine.
     """
 
     index: int
@@ -101,7 +101,7 @@ class _Member:
     collector: asyncio.Task[None] | None = None
 
     def forget_requests(self) -> None:
-        """Nobody waits any more for what is pending here: it ends in the engine."""
+        """Drop all pending requests, for which no caller waits, and abort those that were sent."""
         unsent = {request_id for request_id, _ in self.outbox}
         self.given_up += [request_id for request_id in self.unfinished if request_id not in unsent]
         self.unfinished, self.outbox, self.collector, self.is_down = {}, [], None, False
@@ -111,17 +111,17 @@ class EngineGroup(GenerationInterface):
     """Engines behind one `generate`; for one event loop at a time.
 
     Args:
-        workers: `GenerationWorker`s, independent of each other.
-        setup_timeout_s: limit for building an engine.
-        max_restarts: how many engine deaths the run survives.
-        turn_timeout_s: limit for another thread's turn (`exclusively`); None is `setup_timeout_s`.
-        workers_per_engine: as `EngineSettings.num_workers`.
-        silence_s: how long an engine with open requests may go without an answer.
+        workers: the group of all `GenerationWorker`s.
+        setup_timeout_s: seconds to wait for the start of an engine.
+        max_restarts: number of dead engines that the run replaces.
+        turn_timeout_s: seconds to wait for another thread in `exclusively`; None is `setup_timeout_s`.
+        workers_per_engine: see `EngineSettings.num_workers`.
+        silence_s: seconds that an engine with open requests may be silent.
 
     Attributes:
         workers: the worker group; `algorithms.rollout.refit` moves weights through it.
-        num_restarts: engines replaced so far.
-        bring_up: gives new engines the current weights; set by `algorithms.rollout.refit`.
+        num_restarts: number of engines replaced so far.
+        bring_up: loads the current weights into new engines; set by `algorithms.rollout.refit`.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class EngineGroup(GenerationInterface):
         self._flush_is_due = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end: Exception | None = None
-        """Why no request is taken any more."""
+        """Reason why no further request is accepted."""
         self._watchers: set[asyncio.Task[None]] = set()
         self._replacing = threading.RLock()
         members: dict[int, _Member] = {}
@@ -156,11 +156,11 @@ class EngineGroup(GenerationInterface):
 
     @property
     def num_engines(self) -> int:
-        """How many engines run."""
+        """The number of engines."""
         return len(self._members)
 
     def of_engines[T](self, of_workers: Sequence[T]) -> list[T]:
-        """What the first worker of each engine answered, of the answers of all workers."""
+        """Select the results of each engine's first worker from the results of all workers."""
         return [of_workers[member.ranks[0]] for member in self._members]
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
@@ -199,7 +199,7 @@ class EngineGroup(GenerationInterface):
         return holder if is_same and is_free else least_busy
 
     def _enter_loop(self) -> None:
-        """Serve the loop of the caller; what another one has left unfinished is given up."""
+        """Serve the caller's event loop; drop requests that an earlier loop has left unfinished."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._flush_is_due = loop, False
@@ -211,7 +211,7 @@ class EngineGroup(GenerationInterface):
             raise self._end
 
     def _give_up(self, member: _Member, request_id: str) -> None:
-        """Nobody waits for a request any more: end it where it is."""
+        """Drop a request that no caller waits for, or abort it if it was sent."""
         if member.unfinished.pop(request_id, None) is None:
             return
         unsent = [item for item in member.outbox if item[0] != request_id]
@@ -226,7 +226,7 @@ class EngineGroup(GenerationInterface):
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Send what gathered in this tick and make sure that a task collects the answers."""
+        """Send the requests gathered in this loop iteration, and make sure that a task collects the results."""
         self._flush_is_due = False
         for member in self._members:
             if self._end is not None:
@@ -250,12 +250,12 @@ class EngineGroup(GenerationInterface):
         watcher.add_done_callback(self._watchers.discard)
 
     async def _watch(self, member: _Member, call: Any) -> None:
-        """See that an engine took a call; `_collect` handles deaths."""
+        """Check that an engine accepted a call; `_collect` handles dead engines."""
         try:
             await call
         except RayActorError:
             return
-        except Exception as failure:  # boundary: whatever broke the engine ends its requests
+        except Exception as failure:  # boundary: any failure of the engine fails its requests
             self._fail(member, failure)
 
     def _call(self, rank: int, method: str, *args: Any) -> Any:
@@ -263,13 +263,13 @@ class EngineGroup(GenerationInterface):
 
     async def _collect(self, member: _Member, waits: _Waits) -> None:
         """Take results from one engine until none is pending."""
-        # A death that was seen by another thread while nothing was pending concerns none of what is pending now.
+        # Drop polls of earlier engines: a death that another thread saw does not concern the pending requests.
         member.polls = {rank: poll for rank, poll in member.polls.items() if poll[0] == member.num_starts}
         while member.unfinished:
             try:
                 rank = await self._first_to_answer(member, waits)
                 if member.collector is not asyncio.current_task():
-                    return  # another loop is served now
+                    return  # the group serves another event loop now
                 called, _ = member.polls.pop(rank)
                 results = waits.pop(rank).future.result()
             except RayActorError as death:
@@ -282,7 +282,7 @@ class EngineGroup(GenerationInterface):
                 _give_up_waits(waits)
                 await self._try_revive(member, member.num_starts, partial(self._cause_of_silence, member, silence))
                 continue
-            except Exception as failure:  # boundary: whatever broke the engine ends its requests
+            except Exception as failure:  # boundary: any failure of the engine fails its requests
                 self._fail(member, failure)
                 return
             for request_id, result in results:
@@ -291,10 +291,10 @@ class EngineGroup(GenerationInterface):
                     pending.future.set_result(result)
 
     async def _first_to_answer(self, member: _Member, waits: _Waits) -> int:
-        """The worker of an engine whose call of `collect` ends first, with answers or because it died.
+        """Return the worker of an engine whose call of `collect` ends first, with results or because it died.
 
         Raises:
-            _Silence: one of them answers no more, not even that it has nothing.
+            _Silence: a worker does not answer any more, not even with an empty list.
         """
         clock = asyncio.get_running_loop().time
         for rank in member.ranks:
@@ -312,7 +312,7 @@ class EngineGroup(GenerationInterface):
         return next(rank for rank, wait in waits.items() if wait.future.done())
 
     async def _is_busy(self, member: _Member, waits: _Waits) -> bool:
-        """Whether an engine that is silent answers after all, or computes."""
+        """Return whether a silent engine answers within a tenth of `silence_s`, or computes."""
         before = await asyncio.to_thread(self.workers.activity, member.ranks)
         window_s = self._silence_s / 10
         if await _some_answer(waits, window_s):
@@ -327,7 +327,7 @@ class EngineGroup(GenerationInterface):
             await asyncio.to_thread(self._revive, member, called, cause)
             member.is_down, member.outbox = False, []
             self._send(member, "submit", [(id_, p.request) for id_, p in member.unfinished.items()])
-        except Exception as failure:  # boundary: an engine that cannot be brought back ends the group
+        except Exception as failure:  # boundary: if an engine cannot be restarted, the group ends
             self._end = self._end or failure
             self._flush()
 
@@ -349,7 +349,7 @@ class EngineGroup(GenerationInterface):
         return reason
 
     def _revive(self, member: _Member, called: int, cause: Callable[[], str]) -> None:
-        """Replace the `called`-th engine of a member, unless that has happened meanwhile."""
+        """Replace the `called`-th engine of a member, unless another thread has replaced it already."""
         with self.exclusively():
             self._refuse_at_the_end()
             if member.num_starts == called:
@@ -360,7 +360,7 @@ class EngineGroup(GenerationInterface):
 
     @contextmanager
     def exclusively(self) -> Iterator[None]:
-        """Keep other threads from replacing engines and moving weights; one thread may nest it.
+        """Keep other threads from replacing engines and moving weights; the same thread may nest it.
 
         Raises:
             DeadlineExceededError: another thread did not finish in `turn_timeout_s`.
@@ -376,12 +376,12 @@ class EngineGroup(GenerationInterface):
             self._replacing.release()
 
     def with_replacements[T](self, work: Callable[[], T]) -> T:
-        """Do what needs every engine; when one of them is dead, replace it and do all of it again.
+        """Call a function that needs every engine; if an engine is dead, replace it and call the function again.
 
         A replacement is awake and has no weights yet.
 
         Raises:
-            WorkerDiedError: the run's restarts are used up, or it was no engine that died.
+            WorkerDiedError: the run's restarts are used up, or a process other than an engine died.
         """
         with self.exclusively():
             while True:
@@ -392,7 +392,7 @@ class EngineGroup(GenerationInterface):
                         raise
 
     def revive_dead(self) -> int:
-        """Replace engines that died while nothing was in flight; returns how many.
+        """Replace engines that died while no request was in flight; return their number.
 
         Raises:
             WorkerDiedError: the run's restarts are used up.
@@ -401,7 +401,7 @@ class EngineGroup(GenerationInterface):
         for member in self._members:
             calls = MultiWorkerFuture([self._call(rank, "ready") for rank in member.ranks], called_workers=member.ranks)
             try:
-                # All at once: what lives of a dead engine may wait for the dead, and never answer.
+                # Call all workers together: surviving ranks of a dead engine may block on dead peers and never answer.
                 self.workers.get_all_worker_results(calls, self._setup_timeout_s, "engine check")
             except WorkerDiedError as death:
                 self._replace(member, str(death))
@@ -409,7 +409,7 @@ class EngineGroup(GenerationInterface):
         return num_revived
 
     def _replace(self, member: _Member, reason: str) -> None:
-        """Put a new engine in a member's place, if the run has a restart left."""
+        """Start a new engine for a member, if the run has a restart left."""
         self.num_restarts += 1
         if self.num_restarts > self._max_restarts:
             raise WorkerDiedError(
@@ -431,7 +431,7 @@ class EngineGroup(GenerationInterface):
         member.num_starts += 1
 
     def _fail(self, member: _Member, failure: Exception) -> None:
-        """Pass a failure on to all that waits for an engine."""
+        """Fail all requests that are pending at an engine."""
         if isinstance(failure, RayError):
             failure = self.workers.explain_failure(failure, member.ranks[0], "generation")
         for pending in member.unfinished.values():
@@ -453,13 +453,13 @@ class EngineGroup(GenerationInterface):
         return "\n".join(lines)
 
     def shutdown(self) -> None:
-        """Kill the engine actors, and with them what they still generate; requests that are waited for fail.
+        """Kill the engine actors and fail all pending requests.
 
-        A revival that is under way ends too, and is waited for, but not for long.
+        A running revival is interrupted; wait for its end for at most 10 s.
         """
         self._end = self._end or WorkerDiedError("The generation engines have been shut down.")
         if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed, and nobody waits
+            with suppress(RuntimeError):  # the loop is closed, so no caller waits
                 self._loop.call_soon_threadsafe(self._flush)
         self.workers.shutdown(force=True)
         if self._replacing.acquire(timeout=_REVIVAL_END_S):
@@ -467,20 +467,20 @@ class EngineGroup(GenerationInterface):
 
 
 def _note_as_seen(wait: asyncio.Future[Any]) -> None:
-    """Let asyncio not report the failure of a wait that is given up."""
+    """Read the failure of a cancelled wait, so that asyncio does not report it."""
     if not wait.cancelled():
         wait.exception()
 
 
 def _give_up_waits(waits: _Waits, _: object = None) -> None:
-    """The calls go on; a wait that nobody ends would be reported as forgotten when the loop is gone."""
+    """Cancel waits, but not their calls; asyncio would report waits that are pending when the loop closes."""
     for wait in waits.values():
         wait.future.cancel()
     waits.clear()
 
 
 async def _some_answer(waits: _Waits, timeout_s: float) -> bool:
-    """Whether one of the calls ends within some seconds."""
+    """Wait for some seconds; return whether one of the calls has ended."""
     futures = [wait.future for wait in waits.values()]
     done, _ = await asyncio.wait(futures, timeout=max(timeout_s, 0.0), return_when=asyncio.FIRST_COMPLETED)
     return bool(done)

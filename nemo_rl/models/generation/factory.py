@@ -1,7 +1,7 @@
-"""Build the engines a configuration asks for.
+"""Build the engines of a configuration.
 
-The only place that turns `policy.generation` into `EngineSettings`. Invariant: no engine library is imported here; that
-happens in the actors.
+Only this file turns `policy.generation` into `EngineSettings`. Invariant: no engine library is imported here, but only
+in the actors.
 """
 
 from dataclasses import replace
@@ -23,18 +23,18 @@ from nemo_rl.utils.named_parts import check_own_keys
 _WORKER = "nemo_rl.models.generation.worker.GenerationWorker"
 _CPU_KV_CACHE_BYTES = 256 << 20
 _CPU_BLOCK_TOKENS = 128
-"""vLLM's unit of a cache on the CPU."""
+"""Tokens in a block of vLLM's cache on the CPU."""
 _CONCURRENT_CALLS = 64
 
 
 def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, load_weights: bool) -> EngineSettings:
-    """The engine that `policy.generation` describes.
+    """Build the settings of the engine that `policy.generation` describes.
 
     Args:
         policy: the `policy` section.
         cluster: the `cluster` section.
         seed: engine seed.
-        load_weights: read the checkpoint at start (evaluation); training syncs weights instead.
+        load_weights: load the checkpoint at the start (evaluation); training syncs weights instead.
 
     Raises:
         ConfigError: `policy.generation` is missing.
@@ -71,7 +71,7 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
 
 
 def _cpu_kv_cache_bytes(policy: PolicyConfig, generation: GenerationConfig) -> int:
-    """Room for all sequences that may run at once and as many that are over, so that none is evicted; up to 256 MiB."""
+    """Size the cache for twice the sequences that may run at the same time, so that none is evicted; up to 256 MiB."""
     sequences = engine_kind(generation.backend).cpu_sequences
     if sequences is None:
         return _CPU_KV_CACHE_BYTES
@@ -85,7 +85,7 @@ def _cpu_kv_cache_bytes(policy: PolicyConfig, generation: GenerationConfig) -> i
 
 
 def _engine_kwargs(policy: PolicyConfig, generation: GenerationConfig) -> dict[str, Any]:
-    """More arguments for the engine; for vLLM those that `vllm_cfg` has keys for, too."""
+    """Collect further arguments of the engine; for vLLM also the keys of `vllm_cfg`."""
     if generation.backend == "megatron":
         return {"megatron_cfg": policy.megatron_cfg}
     if generation.backend != "vllm":
@@ -96,18 +96,18 @@ def _engine_kwargs(policy: PolicyConfig, generation: GenerationConfig) -> dict[s
 
 
 def engine_precision(policy: PolicyConfig) -> str:
-    """The number format of the engines, which is that of the weights they are sent."""
+    """Return the number format of the engines and of the weights that they receive."""
     assert policy.generation is not None, "engine_settings checks this first"
     precision = policy.generation.engine.precision
     return policy.precision if precision == "auto" else precision
 
 
 def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
-    """Refuse an engine that is not there, or a model that it cannot serve; needs no engine and no worker.
+    """Refuse an engine that does not exist, or a model that it cannot serve; needs no engine and no worker.
 
     Raises:
-        ConfigError: `policy.generation.backend` names a class that cannot be imported; or what the engine's own check
-            says.
+        ConfigError: `policy.generation.backend` names a class that cannot be imported, or the engine's own check
+            refuses the model.
     """
     if policy.generation is None:
         return
@@ -121,12 +121,12 @@ def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
 
 
 def sampling_params(policy: PolicyConfig, eos_token_id: int | None, *, validation: bool) -> SamplingParams:
-    """How training or validation samples.
+    """Build the sampling parameters of training or validation.
 
     Args:
         policy: the `policy` section.
-        eos_token_id: the tokenizer's end of sequence; see `stop_token_ids` for what else ends a response.
-        validation: take the `val_*` keys.
+        eos_token_id: the tokenizer's end of sequence; `stop_token_ids` adds other ids that end a response.
+        validation: use the `val_*` keys.
 
     Raises:
         ConfigError: the model cannot be found.
@@ -151,12 +151,12 @@ def make_engines(settings: EngineSettings, where: RayVirtualCluster, cluster: Cl
     """Start one worker on every bundle; blocks until all are built.
 
     Args:
-        settings: what to build.
-        where: the bundles, as many on each machine as whole engines need.
+        settings: settings of each engine.
+        where: the bundles; their number on each machine is a multiple of an engine's workers.
         cluster: deadlines and restarts.
 
     Raises:
-        ConfigError: some machine's bundles do not divide into engines.
+        ConfigError: the bundles of a machine do not divide into engines.
     """
     counts, size = where.bundle_counts, settings.num_workers
     if any(count % size for count in counts):

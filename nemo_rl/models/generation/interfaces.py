@@ -1,7 +1,7 @@
-"""What every generation engine offers, and what travels to and from it.
+"""The interface of generation engines, their requests and their results.
 
-Rollouts call `GenerationInterface` (controller side); backends implement `Engine` (inside an actor). Invariant:
-token ids and log-probabilities come from the engine once and are never re-tokenised.
+Rollouts call `GenerationInterface` in the controller; engines implement `Engine` in an actor. Invariant: token ids and
+log-probabilities come from the engine once and are never tokenised again.
 """
 
 from abc import ABC, abstractmethod
@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from nemo_rl.compat.public_names import public_names
+from nemo_rl.data.model_rows import RowInputs
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.optimizations.switch import Choice
 
@@ -22,12 +23,12 @@ __getattr__ = public_names(__name__, {"configure_generation_config": "nemo_rl.mo
 FinishReason = Literal["stop", "length", "abort"]
 
 COLLECT_POLL_S = 60.0
-"""How long a worker waits for a result before it answers that it has none."""
+"""Seconds that a worker waits for a result before it returns an empty list."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample one response.
+    """Sampling of one response.
 
     Attributes:
         temperature: softmax temperature; 0 means greedy.
@@ -36,7 +37,7 @@ class SamplingParams:
         max_new_tokens: response limit in tokens.
         stop_token_ids: ids that end a response; the id stays in the response.
         stop_strings: texts that end a response; their tokens stay in the response.
-        bad_words: texts that are not written: the last token of one is never drawn behind its other tokens.
+        bad_words: texts that the response may not contain: the last token of one is never drawn after its other tokens.
     """
 
     temperature: float = 1.0
@@ -69,24 +70,26 @@ class GenerationRequest:
     Attributes:
         prompt_token_ids: the whole prefix, never empty.
         sampling: how to sample.
-        seed: non-negative 63-bit seed; the same request with the same weights and seed gives the same
-            response whatever else runs beside it.
+        seed: non-negative 63-bit seed; the same request with the same weights and seed gives the same response,
+            whatever other requests run at the same time.
         prefix_at: the `served_by` of the response that the prompt ends with, in a conversation of several turns;
             that engine may still hold the keys and values of the prompt. None for a first turn.
+        row_inputs: inputs of the model next to the tokens; None for most models.
     """
 
     prompt_token_ids: list[int]
     sampling: SamplingParams
     seed: int
     prefix_at: ServedBy | None = None
+    row_inputs: RowInputs | None = None
 
 
 class VersionSpan(NamedTuple):
-    """A stretch of tokens that weights of one version wrote.
+    """A span of tokens that were sampled with weights of one version.
 
     Attributes:
-        start: its first token; the next span, or the end, ends it.
-        version: of the weights.
+        start: index of its first token; the span ends at the next span or at the end of the response.
+        version: version of the weights.
     """
 
     start: int
@@ -97,21 +100,20 @@ class VersionSpan(NamedTuple):
 class GenerationResult:
     """One response.
 
-    Its arrays travel as bytes, and may be a view of Ray's shared memory where they arrive: read-only, and the memory is
-    not free before they are.
+    Its arrays are sent as bytes. At the receiver they may be read-only views of Ray's shared memory, which stays
+    allocated as long as they exist.
 
     Attributes:
         token_ids: [n] response tokens, stop token included.
         logprobs: [n] log-probability of each response token under the distribution it was drawn from
             (after bad words, temperature, top-k and top-p).
         finish_reason: "stop" (a stop id or string), "length", or "abort" (ended by `Engine.abort`).
-        weight_versions: which weights wrote it: spans that begin with token 0, of rising start and version. More than
-            one where weights were updated while it was written; each token's log-probability is that of its span's
-            weights for all tokens before it.
+        weight_versions: spans from token 0 on, with rising start and version. There are several if weights were updated
+            during the response. Each token's log-probability is that of its span's weights, given all earlier tokens.
         error: why the engine refused the request; then there are no tokens and no spans.
         served_by: the engine that wrote it; set by the group of engines.
-        text: of the tokens, as `texts.sampled_text` makes it, so that engines share this work and not the controller
-            does all of it; None leaves it to the reader.
+        text: text of the tokens, as `texts.sampled_text` makes it, so that engines decode instead of the controller;
+            None: the reader decodes.
     """
 
     token_ids: NDArray[np.int32]
@@ -124,13 +126,13 @@ class GenerationResult:
 
     @classmethod
     def refused(cls, error: str) -> Self:
-        """The answer to a request that can never be served."""
+        """Make the result of a request that can never be served."""
         return cls(np.empty(0, np.int32), np.empty(0, np.float32), "abort", [], error)
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What a worker needs to build its engine; resolved from the configuration by `factory`.
+    """Settings from which a worker builds its engine; `factory` makes them from the configuration.
 
     Attributes:
         backend: a name of `registry.ENGINES`, or the dotted path of a class.
@@ -142,16 +144,16 @@ class EngineSettings:
         kv_cache_bytes: key-value cache size; None lets the engine take `gpu_memory_utilization`.
         gpu_memory_utilization: share of GPU memory for the engine.
         enforce_eager: no graph capture and no compilation.
-        can_sleep: whether memory is given back between generation phases (colocated GPUs).
-        load_weights: read the checkpoint at start; False leaves that to the first weight sync.
+        can_sleep: whether memory is freed between generation phases (colocated GPUs).
+        load_weights: load the checkpoint at the start; False: the first weight sync provides the weights.
         seed: engine seed; requests carry their own.
         tensor_parallel_size: ranks that divide each layer of one engine.
         pipeline_parallel_size: stages that divide the layers of one engine.
-        expert_parallel_size: ranks that divide the experts of a layer among them; 1, or all of a stage.
+        expert_parallel_size: ranks that divide the experts of a layer; 1, or all ranks of a stage.
         hf_overrides: changes to the model's Hugging Face config.
-        engine_kwargs: passed to the engine as they are (`vllm_kwargs`, and for vLLM the keys of `vllm_cfg`; for
-            Megatron Core `megatron_cfg`, that section of the policy).
-        env_vars: further environment of the engine's processes.
+        engine_kwargs: passed to the engine unchanged (`vllm_kwargs`, and for vLLM the keys of `vllm_cfg`; for Megatron
+            Core `megatron_cfg`, that section of the policy).
+        env_vars: further environment variables of the engine's processes.
         workers_on_machine: workers of all engines on one machine, which share its cores.
         optimizations: value of `cluster.optimizations`.
     """
@@ -179,34 +181,35 @@ class EngineSettings:
 
     @property
     def num_workers(self) -> int:
-        """Worker processes of one engine, each with its device; see `engine_of`."""
+        """The number of worker processes of one engine, each with its device; see `engine_of`."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 def engine_of(rank: int, num_workers: int) -> tuple[int, int]:
-    """Whose part a worker process is; the only place that knows how engines lie on the ranks of their group.
+    """Return the engine of a worker process. Only this function defines how engines map to ranks of their group.
 
     Args:
-        rank: of the process among all processes of all engines.
-        num_workers: processes of one engine.
+        rank: rank of the process among all processes of all engines.
+        num_workers: number of processes of one engine.
 
     Returns:
-        The engine's index, and the process's place in it. Place 0 takes the engine's requests.
+        The engine's index, and the process's position in the engine. Position 0 receives the engine's requests.
     """
     return divmod(rank, num_workers)
 
 
 class Engine(Protocol):
-    """A continuous-batching engine; called from one asyncio loop, and constructed with `EngineSettings` alone.
+    """A continuous-batching engine; called from one asyncio loop, and constructed with `EngineSettings` only.
 
-    Nothing here says where it computes: in this process between two calls (`stepped.SteppedEngine`), in processes or
-    on devices of its own, or behind a server.
+    The protocol leaves open where it computes: in this process between two calls (`stepped.SteppedEngine`), in its own
+    processes or on its own devices, or on a server. A class that reads `GenerationRequest.row_inputs` sets
+    `accepts_inputs = True`; the others never get requests with such inputs (`registry.engine_rows`).
     """
 
     def generate(self, request_id: str, request: GenerationRequest) -> Awaitable[GenerationResult]:
-        """Take a request; the response can be awaited.
+        """Accept a request and return an awaitable response.
 
-        Requests of one tick of the loop are taken in the order of the calls.
+        Requests of one iteration of the loop are accepted in the order of the calls.
 
         Raises:
             GenerationError: the request can never be served (when awaited).
@@ -214,35 +217,35 @@ class Engine(Protocol):
         """
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """End requests: they are answered with the tokens they have. Ids of requests that are over are ignored."""
+        """End requests with the tokens that they have so far. Ids of finished requests are ignored."""
 
     async def begin_weight_update(self) -> None:
-        """Get ready to take new weights; no token is drawn until `finish_weight_update`.
+        """Prepare for new weights; no token is drawn until `finish_weight_update`.
 
-        An update that was broken off is begun again.
+        If the previous update was interrupted, a new one starts.
         """
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Take some tensors under Hugging Face names; they are valid until this returns."""
+        """Load some tensors under Hugging Face names; they are valid until this returns."""
 
     async def finish_weight_update(self, version: int) -> list[str]:
-        """Put the new weights in force; returns engine parameters nothing was loaded into.
+        """Activate the new weights; return the engine parameters that received nothing.
 
-        Requests that are under way go on with the new weights, as if these had read all of their tokens: cached keys
-        and values of another version are computed anew.
+        Running requests continue with the new weights, as if these had read all their tokens: cached keys and values of
+        another version are computed again.
         """
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
-        """Hidden states `[T, D]` float32 behind each decoder layer for a prompt, while no request is under way.
+        """Return a prompt's hidden states `[T, D]` float32 after each decoder layer, while no request runs.
 
-        Empty, or fewer than there are layers, where the engine cannot tell.
+        The list is empty or shorter than the number of layers if the engine cannot provide them.
         """
 
     async def sleep(self) -> None:
-        """Give memory back until `wake_up`; nothing to do when it is asleep."""
+        """Free memory until `wake_up`; does nothing if the engine is asleep."""
 
     async def wake_up(self) -> None:
-        """Take memory again; nothing to do when it is awake."""
+        """Allocate memory again; does nothing if the engine is awake."""
 
 
 class GenerationInterface(ABC):
@@ -260,7 +263,7 @@ class GenerationInterface(ABC):
         """
 
     def describe_open(self) -> str:
-        """Which engines have requests open, for an error; empty where there are none or the group cannot tell."""
+        """Describe the engines with open requests, for an error; empty if there are none or the group cannot tell."""
         return ""
 
     @abstractmethod
@@ -269,7 +272,9 @@ class GenerationInterface(ABC):
 
 
 class GenerationDatumSpec(TypedDict):
-    """Batch of prompts: `input_ids [B, T]` int64 right-padded, `input_lengths [B]`, `stop_strings`."""
+    """Batch of prompts: `input_ids [B, T]` int64 right-padded, `input_lengths [B]`, `stop_strings`; with further inputs
+    `row_inputs` (list of B `RowInputs`).
+    """
 
     input_ids: torch.Tensor
     input_lengths: torch.Tensor
@@ -293,10 +298,10 @@ class GenerationOutputSpec(TypedDict):
 def verify_right_padding(
     data: BatchedDataDict[Any], pad_value: int = 0, raise_error: bool = True
 ) -> tuple[bool, str | None]:
-    """Check that `input_ids` holds only `pad_value` behind each row's `input_lengths`.
+    """Check that `input_ids` holds only `pad_value` after each row's `input_lengths`.
 
     Returns:
-        Whether it does, and otherwise a sentence naming the first wrong row.
+        Whether it does; if not, also a sentence that names the first wrong row.
 
     Raises:
         ValueError: it does not, and `raise_error` is set.

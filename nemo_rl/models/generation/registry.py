@@ -1,11 +1,12 @@
-"""The engines by name.
+"""Find engines by name.
 
-Invariant: no engine library is imported here but by `make_engine`, in the actor.
+Invariant: only `make_engine`, which runs in the actor, imports engine libraries.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from nemo_rl.models.accepted_rows import AcceptedRows
 from nemo_rl.models.generation.interfaces import Engine, EngineSettings
 from nemo_rl.models.generation.vllm.settings import CPU_SEQUENCES, engine_environment
 from nemo_rl.utils.named_parts import Registry
@@ -16,12 +17,13 @@ class EngineKind:
     """One entry of the registry.
 
     Attributes:
-        path: dotted path of a class as `interfaces.Engine`, constructed with `EngineSettings`.
+        path: dotted path of a class with the methods of `interfaces.Engine`, constructed with `EngineSettings`.
         environment: environment variables of its process on a device ("cpu" or "cuda"), set before any import.
-        rank_path: the same for the workers of an engine behind its first, where they take another class.
-        check: dotted path of a function of the sections `policy` and `cluster`, which refuses a model that the engine
-            cannot serve before any worker is started, by a `ConfigError`; needs no engine library.
-        cpu_sequences: how many sequences it runs at once on the CPU at the most, if it has such a limit.
+        rank_path: dotted path of the class of an engine's other workers, if it differs from that of the first one.
+        check: dotted path of a function of the sections `policy` and `cluster`. Before any worker starts, it refuses a
+            model that the engine cannot serve, by a `ConfigError`; it needs no engine library.
+        accepts_inputs: whether the engine accepts rows with further inputs and position rules (`data.model_rows`).
+        cpu_sequences: most sequences that it runs at the same time on the CPU, if it has such a limit.
     """
 
     path: str
@@ -29,6 +31,7 @@ class EngineKind:
     rank_path: str | None = None
     check: str | None = None
     cpu_sequences: int | None = None
+    accepts_inputs: bool = False
 
 
 ENGINES = {
@@ -39,24 +42,35 @@ ENGINES = {
         "nemo_rl.models.generation.vllm.check.check_model",
         CPU_SEQUENCES,
     ),
-    "hf": EngineKind("nemo_rl.models.generation.hf.engine.HfEngine"),
+    "hf": EngineKind("nemo_rl.models.generation.hf.engine.HfEngine", accepts_inputs=True),
     "megatron": EngineKind(
         "nemo_rl.models.generation.megatron.engine.MegatronEngine",
         check="nemo_rl.models.generation.megatron.check.check_model",
     ),
 }
-"""Engines that `policy.generation.backend` may name; any other value is the path of a user's class."""
+"""Engines that `policy.generation.backend` can name; any other value is the path of a user's class."""
 
 ENGINE_CLASSES: Registry[Engine] = Registry("engine", Engine, {name: kind.path for name, kind in ENGINES.items()})
 
 
 def engine_kind(backend: str) -> EngineKind:
-    """The engine that `policy.generation.backend` names."""
+    """Return the entry of the engine that `policy.generation.backend` names."""
     return ENGINES.get(backend) or EngineKind(backend)
 
 
+def engine_rows(backend: str) -> AcceptedRows:
+    """Return which rows an engine accepts: a built-in one by its entry, another one by its class's `accepts_inputs`.
+
+    Raises:
+        ConfigError: the path of the class cannot be imported.
+    """
+    known = ENGINES.get(backend)
+    accepts = known.accepts_inputs if known else bool(getattr(engine_class(backend), "accepts_inputs", False))
+    return AcceptedRows(f"policy.generation.backend={backend}", inputs=accepts, positions=accepts)
+
+
 def make_engine(settings: EngineSettings, place: int = 0) -> Engine:
-    """Build what the settings name for a worker at a place of its engine."""
+    """Build the engine that the settings name, for the worker at this position in it."""
     engine: Engine = engine_class(settings.backend, place)(settings)
     return engine
 
@@ -69,7 +83,7 @@ def engine_class(backend: str, place: int = 0) -> type:
         place: place of the worker in its engine; at 0 it takes the requests.
 
     Raises:
-        ConfigError: the path leads to no class of an engine that can be imported.
+        ConfigError: no class can be imported from the path.
     """
     what = f"policy.generation.backend={backend!r}"
     rank_path = engine_kind(backend).rank_path

@@ -1,6 +1,6 @@
-"""Draw tokens from logits with one seeded generator per request; the trainer's filters say what may be drawn.
+"""Draw tokens from logits with one seeded generator per request, and with the trainer's filters.
 
-Invariant: the returned log-probability is that of the distribution the token was drawn from.
+Invariant: the returned log-probability is that of the distribution from which the token was drawn.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from nemo_rl.utils.errors import NonFiniteError
 
 
 def filtered_logprobs(logits_V: torch.Tensor, sampling: SamplingParams, banned: Sequence[int] = ()) -> torch.Tensor:
-    """Log-probabilities `[V]` float32 after banned tokens, temperature, top-k and top-p, in that order.
+    """Compute log-probabilities `[V]` float32 after banned tokens, temperature, top-k and top-p, in that order.
 
-    Temperature 0 (greedy) leaves the distribution as it is; filtered tokens get -inf.
+    Temperature 0 (greedy) does not change the distribution; filtered tokens get -inf.
     """
     logits_V = logits_V.float()
     if banned:
@@ -28,9 +28,9 @@ def filtered_logprobs(logits_V: torch.Tensor, sampling: SamplingParams, banned: 
 
 
 def bad_word_ids(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The token ids of each word at the beginning of a text and, where that is another first token, after a space.
+    """Encode each word at the beginning of a text and, if its first token then differs, after a space.
 
-    The rule is vLLM's (`SamplingParams.update_from_tokenizer`), so both engines forbid the same.
+    The rule is vLLM's (`SamplingParams.update_from_tokenizer`), so both engines forbid the same tokens.
     """
     sequences: list[list[int]] = []
     for word in words:
@@ -43,14 +43,14 @@ def bad_word_ids(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> li
 
 
 def banned_tokens(sequences: Sequence[list[int]], written: list[int]) -> list[int]:
-    """The tokens that would complete one of the sequences behind what is written."""
+    """Return the tokens that would complete one of the sequences after the written tokens."""
     return [ids[-1] for ids in sequences if ids[:-1] == written[max(0, len(written) - len(ids) + 1) :]]
 
 
 def draw(
     logits_V: torch.Tensor, sampling: SamplingParams, generator: torch.Generator, banned: Sequence[int] = ()
 ) -> tuple[int, float]:
-    """One token id, none of the banned ones, and its log-probability.
+    """Draw a token that is not banned; return its id and its log-probability.
 
     Raises:
         NonFiniteError: the logits hold NaN or +inf.

@@ -1,11 +1,11 @@
-"""Engines that advance all their requests by one step of a plain function: the loop that makes them `Engine`s.
+"""Run the loop of engines that advance all their requests by one step of a plain function.
 
     generate() ─► add_request ─► _run: step(), step(), ... ─► futures of generate()
                                    │ yields after each step: requests, aborts and weight updates come in between
     begin_weight_update() ... load_tensors() ... finish_weight_update() ◄── no step in between
 
-Invariant: an engine is touched only between two steps, never steps on half of its new weights, and each token of a
-response belongs to the version whose weights drew it.
+Invariant: other calls reach an engine only between two steps, no step runs with half-loaded weights, and each token of
+a response is recorded with the version of the weights that drew it.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from nemo_rl.models.training.finite import listed
 from nemo_rl.utils.errors import GenerationError, NonFiniteError
 
 _OVERFLOW = (
-    "No weight that the engine can look at holds NaN or infinity, so numbers may overflow on the way: try another "
+    "No weight that the engine can check holds NaN or infinity, so activations may overflow: try another "
     "precision (policy.generation.engine.precision)."
 )
 
 
 class Finished(NamedTuple):
-    """A response that is over; fields as in `GenerationResult`, but lists."""
+    """A finished response; fields as in `GenerationResult`, but lists."""
 
     request_id: str
     token_ids: list[int]
@@ -43,12 +43,12 @@ class _Running:
 
 
 class SteppedEngine(ABC):
-    """An `Engine` whose whole work is `step`; the weights that it is built with have version 0."""
+    """An `Engine` that does all its work in `step`; its initial weights have version 0."""
 
     def __init__(self) -> None:
         self._version = 0
         self._in_force: int | None = None
-        """Version of which every weight was loaded; None before the first update and during one."""
+        """Version of the completely loaded weights; None before the first update and during an update."""
         self._before_update: int | None = None
         self._running: dict[str, _Running] = {}
         self._may_step = asyncio.Event()
@@ -57,11 +57,15 @@ class SteppedEngine(ABC):
 
     @abstractmethod
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
-        """Queue a request; raises `GenerationError` when it can never be served."""
+        """Queue a request.
+
+        Raises:
+            GenerationError: the request can never be served.
+        """
 
     @abstractmethod
     def step(self) -> list[Finished]:
-        """Advance all queued requests by a token or a few; returns what finished.
+        """Advance all queued requests by one token or a few; return the finished ones.
 
         Raises:
             NonFiniteError: the scores of a token are not finite.
@@ -69,15 +73,15 @@ class SteppedEngine(ABC):
 
     @abstractmethod
     def remove_requests(self, request_ids: Collection[str]) -> list[Finished]:
-        """Stop requests that are under way; returns them with the tokens so far and finish reason "abort"."""
+        """Stop running requests; return them with their tokens so far and finish reason "abort"."""
 
     @abstractmethod
     def num_tokens(self, request_id: str) -> int:
-        """How many tokens the response of a request under way has."""
+        """Return the number of tokens in the response of a running request."""
 
     @abstractmethod
     def start_loading(self) -> None:
-        """Get ready to take new weights, also when the last update was broken off."""
+        """Prepare for new weights, even if the last update was interrupted."""
 
     @abstractmethod
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -85,11 +89,11 @@ class SteppedEngine(ABC):
 
     @abstractmethod
     def finish_loading(self, *, changed: bool) -> list[str]:
-        """Put the loaded weights in force; returns engine parameters nothing was loaded into.
+        """Activate the loaded weights; return the engine parameters that received nothing.
 
         Args:
-            changed: the weights may differ from those before, so that no cached keys and values may be used again,
-                not even by the requests under way. Otherwise (another engine was replaced) these go on undisturbed.
+            changed: whether the weights may differ from the previous ones. Then no cached keys and values may be used
+                again, not even by running requests. Otherwise (another engine was replaced) these continue unchanged.
         """
 
     @abstractmethod
@@ -105,7 +109,7 @@ class SteppedEngine(ABC):
         """See `Engine.wake_up`."""
 
     def weights_not_finite(self) -> list[str]:
-        """Names of the weights that hold NaN or infinity; an engine that does not define it names none."""
+        """Return the names of the weights that hold NaN or infinity; the default names none."""
         return []
 
     def decode(self, token_ids: list[int]) -> str | None:
@@ -161,10 +165,10 @@ class SteppedEngine(ABC):
                 await self._may_step.wait()
 
     def _checked_step(self) -> list[Finished]:
-        """`step`, where scores that are not finite are traced to the weights.
+        """Call `step`; if scores are not finite, check the weights.
 
         Raises:
-            NonFiniteError: names the weights that are not finite, if there are any.
+            NonFiniteError: scores are not finite; the message names the weights that are not, if there are any.
         """
         try:
             return self.step()
@@ -188,7 +192,7 @@ class SteppedEngine(ABC):
                 )
 
     def _pass_on_failure(self, steps: asyncio.Task[None]) -> None:
-        """What breaks a step breaks every response under way."""
+        """Fail every running response if a step has failed."""
         failure = None if steps.cancelled() else steps.exception()
         if failure is not None:
             for running in self._running.values():

@@ -1,4 +1,4 @@
-"""The text of sampled tokens, the same whoever decodes: the engine that sampled them, or the reader of its answer."""
+"""Decode sampled tokens, in the same way in the engine that sampled them and in the reader of its result."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def sampled_text(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int] | NDArray[np.int32]) -> str:
-    """What the model wrote, without special tokens such as the one that ends a turn."""
+    """Decode a response without special tokens such as the one that ends a turn."""
     text = tokenizer.decode(token_ids, skip_special_tokens=True)
     assert isinstance(text, str), "one sequence gives one text"
     return text

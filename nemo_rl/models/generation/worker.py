@@ -1,12 +1,12 @@
-"""The actor around one engine, or one worker of an engine that has several: hands requests in and answers out.
+"""Host one engine, or one worker of an engine with several, in an actor: accept requests and return results.
 
-Who waits for whom (all on the actor's one asyncio loop, so nothing runs at the same time):
+Who waits for whom (all on the actor's only asyncio loop, so no two steps run at the same time):
 
     submit() ──► engine.generate() ─► _note ──► _finished ──► collect() (long poll)
     abort()  ──► engine.abort() ─────► (the same way, with the tokens so far)
     begin_weight_update() ... receive_bucket() ... finish_weight_update() ◄── controller
 
-Invariant: a request is answered exactly once, however it ends.
+Invariant: each request gets exactly one result, however it ends.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationResult,
     engine_of,
 )
-from nemo_rl.models.generation.registry import make_engine
+from nemo_rl.models.generation.registry import engine_rows, make_engine
 from nemo_rl.optimizations.host_allocator import keep_freed_memory
 from nemo_rl.optimizations.switch import is_on
 from nemo_rl.utils.errors import GenerationError
@@ -37,13 +37,14 @@ class GenerationWorker:
     """Hosts one engine.
 
     Args:
-        settings: what to build. Its place among all workers of all engines is its RANK.
+        settings: settings of the engine. The environment variable RANK is its position among all engines' workers.
     """
 
     def __init__(self, settings: EngineSettings):
         self._rank = int(os.environ["RANK"])
         index, place = engine_of(self._rank, settings.num_workers)
         self._engine = make_engine(settings, place)
+        self._accepted = engine_rows(settings.backend)
         self._name = f"engine {index}, worker {place}"
         self._receiver: WeightReceiver | None = None
         self._finished: list[tuple[str, GenerationResult]] = []
@@ -53,17 +54,22 @@ class GenerationWorker:
             keep_freed_memory()
 
     async def ready(self) -> int:
-        """Answers once the engine is built; returns the worker's rank."""
+        """Return the worker's rank, once the engine is built."""
         return self._rank
 
     async def submit(self, requests: list[tuple[str, GenerationRequest]]) -> None:
-        """Hand requests to the engine; they are answered through `collect`, also those it refuses."""
+        """Pass requests to the engine; `collect` returns their results, including those of refused requests."""
         for request_id, request in requests:
+            refusal = self._accepted.refusal(request.row_inputs) if request.row_inputs else None
+            if refusal is not None:
+                self._finished.append((request_id, GenerationResult.refused(refusal)))
+                self._has_news.set()
+                continue
             answer = asyncio.ensure_future(self._engine.generate(request_id, request))
             answer.add_done_callback(partial(self._note, request_id))
 
     async def abort(self, request_ids: list[str]) -> None:
-        """End requests; those that were under way are answered through `collect` with the tokens so far."""
+        """End requests; `collect` returns the running ones with their tokens so far."""
         await self._engine.abort(request_ids)
 
     def _note(self, request_id: str, answer: asyncio.Future[GenerationResult]) -> None:
@@ -77,10 +83,10 @@ class GenerationWorker:
         self._has_news.set()
 
     async def collect(self, poll_s: float = COLLECT_POLL_S) -> list[tuple[str, GenerationResult]]:
-        """Results finished since the last call; waits for one up to `poll_s` seconds, then answers empty.
+        """Return the results finished since the last call; wait for one up to `poll_s` seconds, then return none.
 
         Raises:
-            Exception: whatever broke the engine.
+            Exception: the failure of the engine.
         """
         with suppress(TimeoutError):
             await asyncio.wait_for(self._has_news.wait(), poll_s)
@@ -94,7 +100,7 @@ class GenerationWorker:
         return results
 
     async def begin_weight_update(self, spec: TransportSpec, version: int) -> None:
-        """Start taking weights of `version` through the transport of `spec`; requests wait until the end."""
+        """Start to receive weights of `version` through the transport of `spec`; requests wait until the end."""
         if self._receiver is None or self._receiver.spec != spec:
             if self._receiver is not None:
                 self._receiver.close()
@@ -103,24 +109,24 @@ class GenerationWorker:
         await self._engine.begin_weight_update()
 
     async def receive_bucket(self, bucket: Bucket) -> None:
-        """Take one bucket of weights."""
+        """Receive one bucket of weights."""
         assert self._receiver is not None, "begin_weight_update comes first"
         with self._receiver.received(bucket) as tensors:
             await self._engine.load_tensors(tensors)
 
     async def finish_weight_update(self, version: int) -> SyncReceipt:
-        """Put the received weights in force and answer with a receipt."""
+        """Activate the received weights and return a receipt."""
         assert self._receiver is not None, "begin_weight_update comes first"
         return self._receiver.finish(await self._engine.finish_weight_update(version))
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
-        """Hidden states `[T, D]` behind each decoder layer for a prompt; see `algorithms.rollout.sync_probe`."""
+        """Return a prompt's hidden states `[T, D]` after each decoder layer; see `algorithms.rollout.sync_probe`."""
         return await self._engine.layer_outputs(token_ids)
 
     async def sleep(self) -> None:
-        """Give memory back to the trainer sharing the device."""
+        """Free memory for the trainer on the same device."""
         await self._engine.sleep()
 
     async def wake_up(self) -> None:
-        """Take memory again."""
+        """Allocate memory again."""
         await self._engine.wake_up()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from nemo_rl.config import CheckpointingConfig, PolicyConfig, report_findings
 from nemo_rl.config.rules.megatron import check_adapters_of_experts
 from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.models.accepted_rows import AcceptedRows
 from nemo_rl.models.capacity.memory import microbatch_tokens
 from nemo_rl.models.training.backends import TrainingBackend
 from nemo_rl.utils.errors import ConfigError
@@ -75,6 +76,10 @@ class MegatronTraining(TrainingBackend):
             _warn_of_rounded_sums(policy, layout)
         if section == "policy" and CACHE_VARIABLE in os.environ:
             logger.info("%s has no effect: every rank reads its part of the Hugging Face files.", CACHE_VARIABLE)
+
+    def accepted_rows(self, policy: PolicyConfig) -> AcceptedRows:
+        """See `TrainingBackend.accepted_rows`: token ids only."""
+        return AcceptedRows("policy.megatron_cfg (Megatron Core)")
 
     def rank_memory(self) -> "type[RankMemory]":
         """See `TrainingBackend.rank_memory`."""

@@ -1,7 +1,7 @@
-"""Cut a batch into global batches, ranks and microbatches, and put results back in order.
+"""Divide a batch into global batches, ranks and microbatches, and put results back in order.
 
-The plan itself comes from `data.packing`. Invariant: any number of rows works. What the ranks and microbatches leave
-uneven is filled with rows that count for nothing and score nothing.
+`data.packing` makes the plan. Invariant: any number of rows works. Where rows do not divide over ranks and
+microbatches, filler rows are added that do not count in the loss and whose scores are dropped.
 """
 
 import math
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl.config import PolicyConfig, row_length_multiple
+from nemo_rl.data.model_rows import ROW_INPUTS
 from nemo_rl.data.packing import (
     FixedSize,
     MicrobatchPlan,
@@ -31,12 +32,12 @@ _MASKS = ("token_mask", "sample_mask")
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """One batch, dealt to the ranks.
+    """One batch, divided over the ranks.
 
     Attributes:
         data: rows of each data-parallel rank, in microbatch order.
         sizes: rows of each microbatch, per rank.
-        plan: where the rows came from.
+        plan: original position of each row.
         num_rows: rows of the batch before filling.
     """
 
@@ -53,11 +54,11 @@ class ShardedBatch:
 def training_strategy(
     config: PolicyConfig, micro_batch_size: int | None = None, group_size: int = 1
 ) -> MicrobatchStrategy:
-    """How training microbatches are formed.
+    """Choose how training microbatches are formed.
 
     Args:
         config: the policy section; its `train_micro_batch_size` counts groups.
-        micro_batch_size: rows, instead of what the configuration says.
+        micro_batch_size: rows of a microbatch; None takes the configuration.
         group_size: rows that stay together, 2 for pairs.
     """
     size = config.train_micro_batch_size * group_size
@@ -67,7 +68,7 @@ def training_strategy(
 
 
 def logprob_strategy(config: PolicyConfig, micro_batch_size: int | None = None) -> MicrobatchStrategy:
-    """How microbatches of log-prob passes are formed; as `training_strategy`."""
+    """Choose how microbatches of log-prob passes are formed; arguments as for `training_strategy`."""
     size = config.logprob_batch_size
     packing, dynamic = config.sequence_packing, config.dynamic_batching
     tokens = packing.logprob_mb_tokens if packing.enabled else dynamic.logprob_mb_tokens
@@ -82,14 +83,14 @@ def shard_batch(
     *,
     shares_prompts: bool = False,
 ) -> ShardedBatch:
-    """Deal the rows to the ranks.
+    """Divide the rows over the ranks.
 
     Args:
-        data: at least one row, with `input_lengths`; with `input_ids` and `token_mask` where prompts are shared.
-        num_shards: data-parallel ranks.
+        data: at least one row, with `input_lengths`; with `input_ids` and `token_mask` if prompts are shared.
+        num_shards: number of data-parallel ranks.
         strategy: how microbatches are formed.
-        group_size: consecutive rows that stay in one microbatch.
-        shares_prompts: a packed microbatch holds the prompt of several rows once.
+        group_size: number of consecutive rows that stay in one microbatch.
+        shares_prompts: whether a packed microbatch holds a prompt that several rows share once.
 
     Raises:
         DataError: rows do not divide into groups, or a row is longer than a microbatch may be.
@@ -124,16 +125,20 @@ def with_filler_rows(data: BatchedDataDict[Any], count: int) -> BatchedDataDict[
     for name in _MASKS:
         if name in fillers:
             fillers[name] = torch.zeros_like(fillers[name])
+    if ROW_INPUTS in fillers:
+        # The first row's tokens may stand for items, and a filler row has none.
+        fillers["input_ids"] = torch.zeros_like(fillers["input_ids"])
+        fillers[ROW_INPUTS] = [inputs.without_items() for inputs in fillers[ROW_INPUTS]]
     return type(data).from_batches([data, fillers])
 
 
 def global_batches(data: BatchedDataDict[Any], size: int, *, allow_partial: bool) -> Iterator[BatchedDataDict[Any]]:
-    """Runs of `size` rows, in order.
+    """Cut a batch into consecutive global batches of `size` rows.
 
     Args:
         data: the rows.
         size: rows of one optimizer update.
-        allow_partial: let the last run be shorter (evaluation).
+        allow_partial: let the last global batch be shorter (evaluation).
 
     Raises:
         DataError: the rows do not divide, or there are none.
@@ -152,17 +157,17 @@ def global_batches(data: BatchedDataDict[Any], size: int, *, allow_partial: bool
 
 
 def count_valid(batch: BatchedDataDict[Any]) -> tuple[float, float]:
-    """Valid sequences and valid target tokens of a global batch: the losses' denominators."""
+    """Count valid sequences and valid target tokens of a global batch, the denominators of losses."""
     sample_mask = batch["sample_mask"].double()
     tokens = batch["token_mask"][:, 1:].double() * sample_mask[:, None]
     return sample_mask.sum().item(), tokens.sum().item()
 
 
 def require_keys(data: BatchedDataDict[Any], keys: Sequence[str], purpose: str) -> None:
-    """Check that a batch has what a call needs.
+    """Check that a batch has the keys that a call needs.
 
     Raises:
-        DataError: naming what is missing and what is there.
+        DataError: keys are missing; the message names them and those that the batch has.
     """
     missing = [key for key in keys if key not in data]
     if missing:

@@ -1,4 +1,4 @@
-"""What a policy promises to the algorithms; `lm_policy.Policy` keeps it."""
+"""The interface between a policy and the algorithms; `lm_policy.Policy` implements it."""
 
 from abc import ABC, abstractmethod
 from typing import Any, TypedDict
@@ -35,11 +35,11 @@ class TopkLogitsOutputSpec(TypedDict):
 
 
 class TrainResult(TypedDict):
-    """Result of one `train` call on U global batches; a batch in which nothing counts makes no optimizer update."""
+    """Result of one `train` call on U global batches; a batch without a counted token makes no optimizer update."""
 
     loss: Tensor  # [U] float32, loss of each global batch; 0 without an update
     grad_norm: Tensor  # [U] float32, before clipping; 0 without an update and in eval mode
-    metrics: dict[str, float]  # one value per name, see `metrics.join_updates`; without any update counts only
+    metrics: dict[str, float]  # one value per name, see `metrics.join_updates`; only counts if no update is made
     all_mb_metrics: dict[str, list[float]]  # per name, the value of each update
 
 
@@ -71,7 +71,7 @@ class PolicyInterface(ABC):
     def get_topk_logits(
         self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None
     ) -> BatchedDataDict[TopkLogitsOutputSpec]:
-        """The k largest logits after every token, and their ids."""
+        """Return the k largest logits after every token, and their ids."""
 
     @abstractmethod
     def save_checkpoint(
@@ -89,4 +89,4 @@ class PolicyInterface(ABC):
 
 
 ColocatablePolicyInterface = PolicyInterface
-"""NeMo RL's name for a policy that can share devices with engines, as every policy here can."""
+"""NeMo RL's name for a policy that can share devices with engines; every policy here can."""

@@ -1,12 +1,12 @@
-"""The policy as the controller sees it: one object, many ranks.
+"""Control the policy's ranks from one object in the controller.
 
-Algorithms call `train`, `get_logprobs` and checkpoints here; `workers` do the work, one process per
-rank; `ParallelLayout` says which rows a rank gets and whose results count. Flow of a call:
+Algorithms call `train`, `get_logprobs` and the checkpoint methods here. `workers` do the work, one process per rank;
+`ParallelLayout` states which rows a rank gets and whose results count. Flow of a call:
 
     batch ─► global batches ─► plan (data.packing) ─► each data-parallel rank its rows ─► workers ─► gather, reorder
 
-Every call blocks with a deadline, and threads take turns (`rank_calls`); a worker that raises or dies ends the call
-with its error, and the group with it.
+Every call blocks with a deadline, and one thread calls at a time (`rank_calls`). If a worker raises or dies, the call
+raises its error and the whole group stops.
 
 Invariant: results do not depend on the number of ranks or on how microbatches are formed.
 """
@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config import PolicyConfig, TimeoutsConfig, VenvConfig, report_findings
 from nemo_rl.config.rules.model import check_backend
+from nemo_rl.data.model_rows import ROW_INPUTS, completed
 from nemo_rl.data.packing import MicrobatchStrategy
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
@@ -57,8 +58,8 @@ from nemo_rl.optimizations.switch import Choice
 from nemo_rl.utils.errors import ConfigError
 
 _WORKER = "nemo_rl.models.policy.workers.rank.PolicyRank"
-# By default OpenMP threads spin for so long at a barrier that one busy core stalls a step for seconds;
-# a short spin costs nothing on an idle machine.
+# By default OpenMP threads spin so long at a barrier that one busy core stalls a step for seconds. A short spin costs
+# nothing on an idle machine.
 _WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
 TRAINING_KEYS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 SCORING_KEYS = ("input_ids", "input_lengths")
@@ -70,23 +71,23 @@ class Policy(PolicyInterface):
     Args:
         cluster: where the ranks run; one rank per bundle unless `workers_per_node` says otherwise.
         config: the policy section; a dict is checked and filled in.
-        tokenizer: saved beside the weights.
-        name_prefix: names the worker processes.
+        tokenizer: saved next to the weights.
+        name_prefix: prefix of the worker processes' names.
         workers_per_node: ranks on each node entry of the cluster.
         init_optimizer: make optimizer and schedule.
         weights_path: checkpoint folder to resume weights from.
         optimizer_path: checkpoint folder to resume optimizer, schedule and random numbers from.
-        init_reference_model: keep the weights of `config.model_name` for reference log-probabilities,
-            also when resumed from a checkpoint.
+        init_reference_model: keep the weights of `config.model_name` for reference log-probabilities, even if
+            training resumes from a checkpoint.
         timeouts: deadlines; None takes the defaults.
         threads_per_rank: CPU threads of a rank; None divides the machine's cores by its ranks.
         seed: run seed, for dropout.
-        venv: the ranks' Python environment (`cluster.venvs.policy`); None asks the registry.
         optimizations: value of `cluster.optimizations`.
+        venv: the ranks' Python environment (`cluster.venvs.policy`); None takes the registry's.
 
     Attributes:
-        layout: what each rank is there for.
-        weight_version: counts training calls; `weight_stream` and the engines go by it.
+        layout: position of each rank on the parallel axes.
+        weight_version: number of training calls; `weight_stream` and the engines use it as the version of the weights.
 
     Raises:
         ConfigError: no training backend is enabled, the ranks do not divide into the parallel sizes, or a worker
@@ -120,6 +121,7 @@ class Policy(PolicyInterface):
         self._complete_checkpoint: Callable[[], None] | None = None
         self._timeouts = timeouts or TimeoutsConfig()
         self._backend = training_backend(config)
+        self._accepted = self._backend.accepted_rows(config)
         ranks_of_node = Counter(place.node_idx for place in plan_places(cluster.bundle_counts, workers_per_node, None))
         self.layout = ParallelLayout.of(config, ranks_of_node.total())
         settings = WorkerSettings(
@@ -153,7 +155,7 @@ class Policy(PolicyInterface):
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that work on different rows."""
+        """The number of groups of ranks that work on different rows."""
         return self.layout.data_parallel_size
 
     def train(
@@ -166,13 +168,13 @@ class Policy(PolicyInterface):
     ) -> TrainResult:
         """Make one optimizer update per global batch, in the order of the rows.
 
-        The learning-rate schedule advances once per call, whatever the number of updates. A global batch in which no
-        token counts makes no update: an optimizer would move the weights by momentum and weight decay alone. If none
-        makes one, everything stays as it was, the schedule and `weight_version` too.
+        The learning-rate schedule advances once per call, whatever the number of updates. A global batch without a
+        counted token makes no update, because momentum and weight decay alone would change the weights. If no global
+        batch makes an update, nothing changes, including the schedule and `weight_version`.
 
         Args:
-            data: a training batch (`input_ids`, `input_lengths`, `token_mask`, `sample_mask` and what
-                the loss needs).
+            data: a training batch: `input_ids`, `input_lengths`, `token_mask`, `sample_mask` and the keys that the loss
+                needs.
             loss_fn: called in every rank on each microbatch, with global denominators.
             eval_mode: compute loss and metrics, change nothing; the last global batch may be partial.
             gbs: rows of one update; None takes `train_global_batch_size`.
@@ -180,7 +182,8 @@ class Policy(PolicyInterface):
 
         Raises:
             DataError: missing keys, rows that do not divide into global batches, or rows too long.
-            ConfigError: the loss wants an input that policies do not prepare.
+            ConfigError: the loss needs an input that policies do not prepare, or the training backend does not accept
+                the rows' further inputs.
         """
         _check_loss(loss_fn, self.config)
         require_keys(data, (*TRAINING_KEYS, *extra_keys(loss_fn)), "Policy.train")
@@ -211,7 +214,7 @@ class Policy(PolicyInterface):
         return train_result(updates, loss_fn)
 
     def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[LogprobOutputSpec]:
-        """Log-probabilities of all tokens under the current weights and the sampler's temperature.
+        """Score all tokens under the current weights and the sampler's temperature.
 
         Args:
             data: `input_ids [B, T]` right padded, `input_lengths [B]`; any number of rows.
@@ -222,7 +225,7 @@ class Policy(PolicyInterface):
         return BatchedDataDict({"logprobs": self._score("get_logprobs", data)})
 
     def layer_outputs(self, token_ids: list[int]) -> tuple[list[str], list[torch.Tensor]]:
-        """The names of the decoder layers, and the hidden states `[T, D]` float32 behind each for one sequence."""
+        """Return the names of the decoder layers, and one sequence's hidden states `[T, D]` float32 after each."""
         reports: list[tuple[list[str], list[torch.Tensor]]] = self._ranks.everywhere(
             "layer_outputs", "comparing layers", token_ids=token_ids
         )
@@ -231,7 +234,7 @@ class Policy(PolicyInterface):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """`get_logprobs` under the weights of `config.model_name`, as `reference_logprobs [B, T]`.
+        """Score as `get_logprobs`, under the weights of `config.model_name`; returns `reference_logprobs [B, T]`.
 
         Raises:
             ConfigError: the policy was made with `init_reference_model=False`.
@@ -247,17 +250,17 @@ class Policy(PolicyInterface):
         *,
         vocab_size: int | None = None,
     ) -> BatchedDataDict[TopkLogitsOutputSpec]:
-        """The k largest logits after every token, for distillation; without temperature and sampling filters.
+        """Return the k largest logits after every token, for distillation; without temperature and sampling filters.
 
         Args:
             data: `input_ids [B, T]` right padded, `input_lengths [B]`; any number of rows.
-            k: how many logits.
+            k: number of logits.
             micro_batch_size: rows of one pass of a rank; None forms passes as configured.
-            vocab_size: only ids below it compete (an output head may have more rows than there are tokens).
+            vocab_size: only ids below it are considered (an output head may have more rows than there are tokens).
 
         Returns:
             `topk_logits [B, T, k]` float32, largest first, and `topk_indices [B, T, k]` int64, in the order of the
-            rows. Position t belongs to the token after token t, the last real position included; 0 on padding.
+            rows. Position t belongs to the token after token t, including the last real position; 0 on padding.
         """
         rows, width = self._scoring_rows("get_topk_logits", data)["input_ids"].shape
         if rows == 0:
@@ -270,7 +273,7 @@ class Policy(PolicyInterface):
     def score(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[ScoreOutputSpec]:
-        """Scores of whole sequences, for reward models.
+        """Score whole sequences with a reward model.
 
         Args:
             data: `input_ids [B, T]` right padded, `input_lengths [B]`; any number of rows.
@@ -295,13 +298,13 @@ class Policy(PolicyInterface):
         *,
         background: bool = False,
     ) -> None:
-        """Write a checkpoint; what is in its folders is the training backend's own.
+        """Write a checkpoint; the training backend decides what its folders contain.
 
         Args:
             weights_path: new or empty folder, on storage that all ranks and this process see.
-            optimizer_path: folder for optimizer, schedule and random-number state; None leaves them out.
-            tokenizer_path: folder for one more copy of the tokenizer.
-            consolidated: also write the model in `precision` to hand on.
+            optimizer_path: folder for optimizer, schedule and random-number state; None: they are not written.
+            tokenizer_path: folder for an additional copy of the tokenizer.
+            consolidated: also write the model in `precision`, for others to use.
             background: return when the ranks have copied their state; `finalize_async_save` completes the checkpoint.
         """
         self.finalize_async_save()
@@ -325,7 +328,7 @@ class Policy(PolicyInterface):
             complete()
 
     def checkpoint_is_written(self) -> bool:
-        """Whether the ranks write nothing in the background any more; does not wait for them."""
+        """Return whether the ranks have finished writing in the background, without waiting for them."""
         return self._complete_checkpoint is None or all(
             self._ranks.everywhere("checkpoint_is_written", "asking for the checkpoint")
         )
@@ -335,7 +338,7 @@ class Policy(PolicyInterface):
 
         Raises:
             CheckpointError: a rank could not write its files.
-            DeadlineExceededError: it was not written in `cluster.timeouts.checkpoint_s`.
+            DeadlineExceededError: writing took longer than `cluster.timeouts.checkpoint_s`.
         """
         complete, self._complete_checkpoint = self._complete_checkpoint, None
         if complete is not None:
@@ -351,7 +354,7 @@ class Policy(PolicyInterface):
         self._ranks.everywhere("move_optimizer_state", "onloading the optimizer", to_host=False)
 
     def offload_weights(self) -> None:
-        """Move the weights of a frozen model to host memory, to make room for those who share its GPUs."""
+        """Move the weights of a frozen model to host memory, to make room for other models on its GPUs."""
         self._ranks.everywhere("move_weights", "offloading the weights", to_host=True)
 
     def onload_weights(self) -> None:
@@ -367,11 +370,11 @@ class Policy(PolicyInterface):
         return self._ranks.held()
 
     def shutdown(self) -> bool:
-        """End the ranks; returns whether all of them ended cleanly."""
+        """Stop the ranks; return whether all of them stopped cleanly."""
         return self.worker_group.shutdown("shutdown", timeout=self._timeouts.shutdown_s)
 
     def _load_checkpoint(self, weights_path: str | PathLike[str], optimizer_path: str | PathLike[str] | None) -> None:
-        """Restore the ranks; when that fails nobody has a policy to shut down, so they end here."""
+        """Restore the ranks from a checkpoint; stop them if that fails, as the caller has no policy to shut down."""
         with ExitStack() as undo:
             undo.callback(self.worker_group.shutdown, force=True)
             self._ranks.everywhere(
@@ -390,11 +393,12 @@ class Policy(PolicyInterface):
         return sharded.restore(parts)
 
     def _scoring_rows(self, method: str, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        """What scoring reads of a batch, after checking that this model can do it."""
+        """Check that this model can score, and select the keys of the batch that scoring reads."""
         require_keys(data, SCORING_KEYS, f"Policy.{method}")
         if self.config.reward_model_cfg.enabled and method != "score":
             raise ConfigError(f"Policy.{method} needs a language model; this one is a reward model, see Policy.score.")
-        keys = (*SCORING_KEYS, "token_mask") if self._shares_prompts and "token_mask" in data else SCORING_KEYS
+        further = ("token_mask", ROW_INPUTS) if self._shares_prompts else (ROW_INPUTS,)
+        keys = (*SCORING_KEYS, *(key for key in further if key in data))
         wanted: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in keys})
         wanted.check_rows()
         return wanted
@@ -402,7 +406,7 @@ class Policy(PolicyInterface):
     def _run_scoring(
         self, method: str, data: BatchedDataDict[Any], micro_batch_size: int | None, **common: Any
     ) -> tuple[ShardedBatch, list[Any]]:
-        """Score at least one row on all ranks; the ranks' answers and how to put them back in order."""
+        """Score at least one row on all ranks; return the sharded batch, which restores the order, and the results."""
         strategy = logprob_strategy(self.config, micro_batch_size)
         sharded = self._shard(self._scoring_rows(method, data), strategy)
         if self.config.offload_optimizer_for_logprob:
@@ -410,14 +414,22 @@ class Policy(PolicyInterface):
         return sharded, self._ranks.with_rows(method, sharded, **common)
 
     def _shard(self, rows: BatchedDataDict[Any], strategy: MicrobatchStrategy, group_size: int = 1) -> ShardedBatch:
+        """Divide rows over the ranks.
+
+        Raises:
+            ConfigError: the backend does not accept the rows' further inputs.
+        """
+        if ROW_INPUTS in rows:
+            rows = BatchedDataDict(rows.data | {ROW_INPUTS: completed(rows[ROW_INPUTS])})
+            self._accepted.require(rows[ROW_INPUTS])
         return shard_batch(rows, self.data_parallel_size, strategy, group_size, shares_prompts=self._shares_prompts)
 
 
 def join_layers(of_stages: list[tuple[list[str], list[torch.Tensor]]]) -> tuple[list[str], list[torch.Tensor]]:
-    """The layers of all pipeline stages by their numbers; a stage may hold several runs of them."""
+    """Join the layers of all pipeline stages in the order of their numbers; a stage may hold several chunks."""
     layers = [pair for names, outputs in of_stages for pair in zip(names, outputs, strict=True)]
     if len(of_stages) > 1:
-        # Imported here, since it brings torch.distributed.tensor and all that is below it.
+        # Imported here, because it imports torch.distributed.tensor and everything below it.
         from transformers.core_model_loading import dot_natural_key
 
         layers.sort(key=lambda pair: dot_natural_key(pair[0]))
@@ -437,11 +449,11 @@ def _check_loss(loss_fn: AnyLossFunction, config: PolicyConfig) -> None:
 
 
 def _something_counts(valid: tuple[float, float], loss_fn: AnyLossFunction) -> bool:
-    """Whether a global batch has what its loss looks at: tokens, or whole sequences for a loss of scores."""
+    """Return whether a global batch has anything that its loss counts: tokens, or sequences for a loss of scores."""
     seqs, toks = valid
     return seqs > 0 and (toks > 0 or input_type_of(loss_fn) is LossInputType.LOGIT)
 
 
 def _absolute(path: str | PathLike[str] | None) -> str | None:
-    """Workers run in other folders than the controller."""
+    """Make a path absolute, because workers run in other folders than the controller."""
     return None if path is None else str(Path(path).absolute())

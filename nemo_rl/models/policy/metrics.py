@@ -1,8 +1,8 @@
 """Reduce metrics over microbatches, ranks and optimizer updates.
 
 Workers reduce over microbatches, the controller over ranks and updates. Invariant: losses divide their metrics by
-global counts, so the parts of one update add up; names say what is a count (`is_count`) and what is an extreme
-(`interfaces.extreme_of`); everything else is a mean.
+global counts, so the parts of one update add up. A metric's name tells whether it is a count (`is_count`) or an extreme
+(`interfaces.extreme_of`); all other metrics are means.
 """
 
 import statistics
@@ -16,15 +16,15 @@ _OF_THE_OPTIMIZER = ("lr", "grad_norm")
 
 
 def is_count(name: str) -> bool:
-    """Whether a metric counts something, so that it adds up over updates and batches."""
+    """Return whether a metric is a count, which adds up over updates and batches."""
     return name.startswith(("num_", "global_valid_", "skipped_"))
 
 
 def mean_weight(name: str, loss_fn: AnyLossFunction) -> str:
-    """The count that a mean is weighted by: valid tokens or valid sequences, whichever it is a mean over.
+    """Name the count that weights a mean: valid tokens for a mean over tokens, valid sequences for one over sequences.
 
-    A loss with means of both kinds names those over sequences in `sequence_means`; the metrics of any other are
-    divided by what the loss is divided by.
+    A loss with means of both kinds names those over sequences in `sequence_means`. The metrics of any other loss have
+    the denominator of the loss.
     """
     loss_type = getattr(loss_fn, "loss_type", LossType.TOKEN_LEVEL)
     names = getattr(loss_fn, "sequence_means", None)
@@ -33,7 +33,7 @@ def mean_weight(name: str, loss_fn: AnyLossFunction) -> str:
 
 
 def reduce_metrics(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float]:
-    """Join the metrics of parts of one global batch: sums, or what `extreme_of` says."""
+    """Join the metrics of parts of one global batch: sums, or extremes (`extreme_of`)."""
     values: dict[str, list[float]] = {}
     for part in parts:
         for name, value in part.items():
@@ -42,11 +42,11 @@ def reduce_metrics(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, f
 
 
 def join_updates(updates: Sequence[Mapping[str, float]], loss_fn: AnyLossFunction) -> dict[str, float]:
-    """Join the metrics of several optimizer updates, so that their cut into updates does not show.
+    """Join the metrics of several optimizer updates as if they were one.
 
     Args:
-        updates: of each update, with `global_valid_seqs` and `global_valid_toks`, not both 0 over all of them.
-        loss_fn: says what its metrics are means over.
+        updates: metrics of each update, with `global_valid_seqs` and `global_valid_toks`, not both 0 in all updates.
+        loss_fn: the loss; see `mean_weight`.
 
     Returns:
         Sums of counts, extremes, plain means of `lr` and `grad_norm`, and means over the tokens or sequences of all
@@ -68,7 +68,7 @@ def join_updates(updates: Sequence[Mapping[str, float]], loss_fn: AnyLossFunctio
 
 
 def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    """A single value comes back bit for bit; without any weight all count alike."""
+    """Average values; a single value is returned bit for bit, and weights of 0 everywhere count as equal weights."""
     if len(values) == 1:
         return values[0]
     return statistics.fmean(values, weights if any(weights) else None)

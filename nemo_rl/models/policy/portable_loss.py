@@ -1,8 +1,8 @@
-"""Let a loss defined in a user's own file reach the workers.
+"""Make a loss that is defined in a user's own file usable in the workers.
 
-Classes are pickled as "module and name", which a worker can only follow if it can import the module: true for installed
-packages, not for a file beside a script, on another node. Invariant: code outside of installed packages travels with
-the loss, everything else by name.
+Classes are pickled as "module and name", so a worker has to import the module. It can import installed packages, but
+not a file next to a script on another node. Invariant: code outside installed packages is pickled with the loss, all
+other code by name.
 """
 
 import sys
@@ -18,7 +18,7 @@ _INSTALLED = tuple(Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib
 
 
 def make_portable(loss_fn: Any) -> None:
-    """Have the modules that define `loss_fn`, its class and its base classes pickled by value."""
+    """Register the modules that define `loss_fn`, its class and its base classes to be pickled by value."""
     definers = [loss_fn, *type(loss_fn).__mro__]
     names = {getattr(definer, "__module__", None) for definer in definers}
     for name in names:
@@ -28,7 +28,7 @@ def make_portable(loss_fn: Any) -> None:
 
 
 def _is_users_own(module: ModuleType) -> bool:
-    """Whether a worker cannot be expected to find the module."""
+    """Return whether a worker may not find the module."""
     file = getattr(module, "__file__", None)
     if module.__name__ == "__main__" or file is None:
         return False

@@ -1,7 +1,7 @@
-"""Calls of a policy's ranks: one thread at a time, each with a deadline from `cluster.timeouts`.
+"""Call a policy's ranks, one thread at a time, with a deadline from `cluster.timeouts` for each call.
 
-Invariant: all ranks get calls in one order, and whoever holds them, as a weight stream does, meets no weights that an
-update has changed halfway.
+Invariant: all ranks get calls in the same order, and a thread that holds the ranks, such as a weight stream, never sees
+half-updated weights.
 """
 
 import threading
@@ -18,11 +18,11 @@ from nemo_rl.utils.errors import DeadlineExceededError
 
 
 class RankCalls:
-    """Calls methods of the ranks and waits for what they return; one that raises or dies ends the call with its error.
+    """Calls methods of the ranks and waits for the results; if a rank raises or dies, the call raises its error.
 
     Args:
         workers: the ranks.
-        layout: whose rows a rank gets, and whose results count.
+        layout: which rows a rank gets, and whose results count.
         timeouts: deadlines.
     """
 
@@ -35,13 +35,13 @@ class RankCalls:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other threads from calling the ranks; one thread may nest it.
+        """Keep other threads from calling the ranks; the same thread may nest it.
 
-        An update of several global batches may take long, but each of its calls of the ranks has a deadline.
+        An update of several global batches may take long, but each of its calls has a deadline.
 
         Raises:
-            DeadlineExceededError: another thread holds the ranks, and no call has ended for the longest time that one
-                may take.
+            DeadlineExceededError: another thread holds the ranks, and none of its calls has ended within the longest
+                deadline of a call.
         """
         longest, num_ended = max(self._timeouts.train_s, self._timeouts.checkpoint_s), -1
         while not self._turn.acquire(timeout=longest):
@@ -57,7 +57,7 @@ class RankCalls:
             self._turn.release()
 
     def with_rows(self, method: str, sharded: ShardedBatch, **common: Any) -> list[Any]:
-        """Call a method on every rank with the rows of its data-parallel rank; their results in that order."""
+        """Call a method on every rank with the rows of its data-parallel rank; return results in that order."""
         with self.held():
             future = self._workers.run_all_workers_sharded_data(
                 method,

@@ -1,4 +1,4 @@
-"""From what the ranks answer to the result of `Policy.train`."""
+"""Join the ranks' results to the result of `Policy.train`."""
 
 import logging
 import math
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def join_ranks(parts: list[UpdateResult], valid: tuple[float, float], eval_mode: bool) -> dict[str, float]:
-    """The metrics of one update over all ranks."""
+    """Join the metrics of one update over all ranks."""
     joined = reduce_metrics([part.metrics for part in parts]) | parts[0].model_metrics
     joined["loss"] = sum(part.loss for part in parts)
     joined["global_valid_seqs"], joined["global_valid_toks"] = valid
@@ -29,24 +29,26 @@ def join_ranks(parts: list[UpdateResult], valid: tuple[float, float], eval_mode:
 
 
 def _warn_of_values(update: dict[str, float], rank: UpdateResult) -> None:
-    """Say on the driver when a loss, a gradient or the learning rate of an update was not finite, and whose."""
+    """Warn on the driver if an update's loss, gradient or learning rate is not finite, and name the tensors."""
     numbers = {name: update[name] for name in ("loss", "grad_norm", "lr")}
     if not rank.skipped and all(map(math.isfinite, numbers.values())):
         return
     said = ", ".join(f"{name}={value:g}" for name, value in numbers.items())
     names = f"; not finite: {listed(rank.not_finite)}" if rank.not_finite else ""
-    end = "This update is skipped: weights and optimizer stay as they were." if rank.skipped else "It was made."
+    end = "This update is skipped: weights and optimizer are unchanged." if rank.skipped else "The update was made."
     logger.warning("An update is not finite (%s%s). %s", said, names, end)
 
 
 def train_result(updates: list[dict[str, float]], loss_fn: AnyLossFunction) -> TrainResult:
-    """The result of all global batches; those that were skipped are empty."""
+    """Build the result of all global batches; skipped ones are empty."""
     made = [update for update in updates if update]
     num_skipped = len(updates) - len(made)
     none_made = {} if made else {"num_updates": 0.0}
     metrics = {"global_valid_seqs": 0.0, "global_valid_toks": 0.0, **none_made} | join_updates(made, loss_fn)
     if num_skipped:
-        logger.warning("%d of %d updates were skipped: nothing in them counts in the loss.", num_skipped, len(updates))
+        logger.warning(
+            "%d of %d updates were skipped: none of their tokens counts in the loss.", num_skipped, len(updates)
+        )
         metrics["skipped_updates"] = metrics.get("skipped_updates", 0.0) + num_skipped
     names = list(dict.fromkeys(name for update in made for name in update))
     return TrainResult(

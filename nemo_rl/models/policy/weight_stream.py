@@ -1,7 +1,7 @@
-"""The policy as the source of a weight stream, for `algorithms.rollout.refit`.
+"""Stream the policy's weights to the engines, for `algorithms.rollout.refit`.
 
-Controller side: asks all ranks for each bucket and joins what they report. Invariant: gathering a bucket is collective,
-so every rank is asked every time, whichever rank packs.
+Runs in the controller: requests each bucket from all ranks and joins their reports. Invariant: gathering a bucket is
+collective, so every rank is called every time, whichever rank packs.
 """
 
 from contextlib import AbstractContextManager
@@ -17,9 +17,9 @@ class PolicyWeightStream:
     """Streams a policy's weights.
 
     Args:
-        policy: whose weights.
-        dtype: torch dtype the engines compute in, for example "bfloat16".
-        timeout_s: limit for packing one bucket.
+        policy: the policy.
+        dtype: torch dtype that the engines compute in, for example "bfloat16".
+        timeout_s: seconds to wait for the packing of one bucket.
     """
 
     def __init__(self, policy: Policy, dtype: str, timeout_s: float):
@@ -30,7 +30,7 @@ class PolicyWeightStream:
 
     @property
     def weight_version(self) -> int:
-        """Version of the policy's current weights."""
+        """The version of the policy's current weights."""
         return self._policy.weight_version
 
     def held(self) -> AbstractContextManager[None]:
@@ -38,7 +38,7 @@ class PolicyWeightStream:
         return self._policy.held()
 
     def begin_weight_stream(self, spec: TransportSpec) -> list[PendingCall]:
-        """Start a stream on all ranks; returns the calls to wait for."""
+        """Start a stream on all ranks; return the calls to wait for."""
         calls = self._workers.run_all_workers_single_data("begin_weight_stream", spec, self._dtype)
         return self._workers.pending_calls(calls)
 
@@ -54,7 +54,7 @@ class PolicyWeightStream:
         return merge_buckets(reports)
 
     def send_weight_bucket(self, bucket: Bucket) -> list[PendingCall]:
-        """Push a bucket through a sending transport; returns the calls to wait for."""
+        """Send a bucket through a sending transport; return the calls to wait for."""
         if bucket.handles:
             return []
         return [
@@ -65,5 +65,5 @@ class PolicyWeightStream:
         ]
 
     def meeting_point(self) -> tuple[str, int]:
-        """Address of rank 0 and a port that it holds for one group."""
+        """Return the address of rank 0 and a port that it reserves for one process group."""
         return self._workers.meeting_point()

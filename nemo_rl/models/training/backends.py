@@ -1,7 +1,7 @@
-"""Which training backend a configuration asks for, and what it says about runs and checkpoints without a model.
+"""Choose the training backend of a configuration, and answer questions about runs and checkpoints without a model.
 
-`TrainingBackend` lives in the controller, in tools and before Ray starts; it names the `PolicyBackend` that each rank
-builds. Invariant: nothing outside of a backend knows what is in the folders `weights` and `optimizer` of a checkpoint.
+`TrainingBackend` is used in the controller, in tools and before Ray starts; it names the `PolicyBackend` that each rank
+builds. Invariant: only a backend knows what the folders `weights` and `optimizer` of a checkpoint contain.
 """
 
 import json
@@ -15,11 +15,12 @@ import yaml
 
 from nemo_rl.config import CheckpointingConfig, PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.models.accepted_rows import AcceptedRows
 from nemo_rl.models.capacity.memory import MemoryPlan, Work, keys_per_token, microbatch_tokens
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 from nemo_rl.utils.named_parts import Registry, check_own_keys
 
-if TYPE_CHECKING:  # they take seconds to import, and a wrong configuration is answered before
+if TYPE_CHECKING:  # importing them takes seconds, and a wrong configuration is refused before that
     from transformers import PreTrainedTokenizerBase
 
     from nemo_rl.models.capacity.rank_memory import RankMemory
@@ -33,7 +34,7 @@ BACKENDS = {
 
 
 class TrainingBackend(ABC):
-    """A training backend, as everything but its ranks sees it. Imports no library that only ranks need."""
+    """A training backend as seen from outside its ranks. It imports no library that only ranks need."""
 
     rank_class: ClassVar[str]
     """Dotted name of its `PolicyBackend`, imported in the ranks."""
@@ -45,23 +46,27 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def check(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
-        """Refuse, before Ray starts, a model that cannot be trained or cannot answer.
+        """Refuse a model that cannot be trained or scored, before Ray starts.
 
         Args:
             policy: section of the model.
-            num_ranks: processes that will hold it.
-            section: name of the section, for messages; of a run's models `policy` is the one that is trained.
+            num_ranks: number of processes that hold the model.
+            section: name of the section, for messages; `policy` is the model that is trained.
 
         Raises:
             ConfigError: names the keys.
         """
 
+    def accepted_rows(self, policy: PolicyConfig) -> AcceptedRows:
+        """Return which rows the ranks accept; by default token ids only. `Policy` refuses the others."""
+        return AcceptedRows(type(self).__name__)
+
     def environment(self, policy: PolicyConfig) -> dict[str, str]:
-        """Environment variables of the ranks; `env_vars` of the backend's section come on top."""
+        """Return environment variables of the ranks; `env_vars` of the backend's section override them."""
         return {}
 
     def rank_memory(self) -> "type[RankMemory] | None":
-        """How the memory of a rank is predicted; None where that is unknown, as by default."""
+        """Return the class that predicts the memory of a rank; None, the default, if there is none."""
         return None
 
     def predict_memory(
@@ -74,16 +79,18 @@ class TrainingBackend(ABC):
         on_gpu: bool,
         rows_per_prompt: int = 1,
     ) -> MemoryPlan | None:
-        """Memory of the rank that will need most, for the largest microbatch that the section allows; None where that
-        is unknown.
+        """Predict the memory of the rank that needs most, for the largest microbatch that the section allows.
 
         Args:
             policy: section of the model.
-            num_ranks: processes that will hold it.
-            trains: whether it has an optimizer.
+            num_ranks: number of processes that hold the model.
+            trains: whether the model has an optimizer.
             keeps_reference: whether its initial weights are kept.
             on_gpu: whether each rank has a GPU.
             rows_per_prompt: sequences of a batch that begin with the same prompt.
+
+        Returns:
+            The plan; None if the backend has no prediction.
         """
         memory = self.rank_memory()
         if memory is None:
@@ -98,21 +105,21 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def complete_checkpoint(self, weights: Path, tokenizer: "PreTrainedTokenizerBase", precision: str | None) -> None:
-        """Add to a checkpoint that all ranks have written what one process writes.
+        """Add the files that one process writes to a checkpoint that all ranks have written.
 
         Args:
             weights: the folder that the ranks wrote.
-            tokenizer: belongs beside the weights where that makes a folder that can be loaded.
-            precision: also leave a Hugging Face model in this format to hand on; None does not.
+            tokenizer: saved next to the weights if the folder can then be loaded by itself.
+            precision: number format of an additional Hugging Face model for others to use; None: no such model.
         """
 
     @abstractmethod
     def checkpoint_bytes(self, policy: PolicyConfig, checkpointing: CheckpointingConfig) -> int | None:
-        """Bytes that the disk needs for the first checkpoint, at least; None where that is unknown."""
+        """Return the bytes that the first checkpoint needs at least on the disk; None if unknown."""
 
     @abstractmethod
     def find_weights(self, path: Path) -> Path:
-        """The weights folder of a checkpoint, from it or from a folder above it.
+        """Find the weights folder of a checkpoint, from it or from a folder above it.
 
         Raises:
             CheckpointError: there is none.
@@ -134,17 +141,17 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def verify_export(self, weights: Path, target: Path) -> "ExportCheck":
-        """Compare what an exported model answers with what the checkpoint answers."""
+        """Compare the outputs of an exported model with those of the checkpoint."""
 
 
 BACKEND_CLASSES: Registry[TrainingBackend] = Registry("training backend", TrainingBackend, BACKENDS)
 
 
 def training_backend(policy: PolicyConfig) -> TrainingBackend:
-    """The backend that a policy section asks for.
+    """Make the backend that a policy section names.
 
     Raises:
-        ConfigError: none is enabled, or `training_backend.name` is no class of one.
+        ConfigError: no backend is enabled, or `training_backend.name` is not a class of one.
     """
     own = policy.training_backend
     backend = _make(own.name if own else None, [name for name in BACKENDS if getattr(policy, name).enabled])
@@ -154,14 +161,14 @@ def training_backend(policy: PolicyConfig) -> TrainingBackend:
 
 
 def backend_of_checkpoint(path: Path, config_file: Path | None = None) -> TrainingBackend:
-    """The backend that wrote a checkpoint, by the configuration in its step folder; the library's own without one.
+    """Make the backend that wrote a checkpoint, named by the configuration in its step folder; DTensor without one.
 
     Args:
         path: a step folder or a folder in it.
-        config_file: that configuration, where it is elsewhere.
+        config_file: that configuration, if it is elsewhere.
 
     Raises:
-        CheckpointError: the file is no configuration of a run.
+        CheckpointError: the file is not a run configuration.
         ConfigError: the backend cannot be imported.
     """
     folder = path.expanduser().absolute()
@@ -172,7 +179,7 @@ def backend_of_checkpoint(path: Path, config_file: Path | None = None) -> Traini
     content = yaml.safe_load(found.read_text(encoding="utf-8"))
     policy = content.get("policy") if isinstance(content, dict) else None
     if not isinstance(policy, dict):
-        raise CheckpointError(f"{str(found)!r} has no policy.model_name, so it is no configuration of a run.")
+        raise CheckpointError(f"{str(found)!r} is not a run configuration: it has no policy.model_name.")
     own = policy.get("training_backend")
     default = next(iter(BACKENDS))
     enabled = [name for name in BACKENDS if (policy.get(name) or {}).get("enabled", name == default)]
@@ -180,7 +187,7 @@ def backend_of_checkpoint(path: Path, config_file: Path | None = None) -> Traini
 
 
 def _make(own: str | None, enabled: Sequence[str]) -> TrainingBackend:
-    """The user's backend by its dotted name, or else that of the first enabled section."""
+    """Make the user's backend by its dotted name, or else the backend of the first enabled section."""
     if own is None and not enabled:
         keys = " or ".join(f"policy.{name}.enabled=true" for name in BACKENDS)
         raise ConfigError(f"no training backend is enabled: set {keys}.")
@@ -201,9 +208,9 @@ def convert_dcp_to_hf(
     Args:
         dcp_ckpt_path: a step folder, or its `policy/weights`.
         hf_ckpt_path: folder for the model.
-        model_name_or_path: not needed: a checkpoint says what model it is.
+        model_name_or_path: has no effect: a checkpoint names its model.
         tokenizer_name_or_path: tokenizer for checkpoints that have none.
-        overwrite: replace the folder once the export is complete, if it exists; else it must be new or empty.
+        overwrite: replace an existing folder when the export is complete; otherwise it must be new or empty.
         hf_overrides: values for the exported `config.json`.
 
     Returns:

@@ -1,6 +1,6 @@
-"""What a backend prepares of a checkpoint before it is written: copies now where training goes on, bytes later.
+"""Prepare the parts of a checkpoint before they are written, with copies if training continues during the write.
 
-Invariant: what a `Write` writes is what the state was when it was prepared, as far as `Keep` made copies of it.
+Invariant: a `Write` writes the state as it was at preparation, provided that `Keep` copied it.
 """
 
 from collections.abc import Callable
@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 type Keep = Callable[[str, Tensor], Tensor]
-"""What to write in a tensor's place, by its name: the tensor, or a copy that later updates leave alone."""
+"""Maps a name and its tensor to the tensor to write: itself, or a copy that later updates do not change."""
 type Write = Callable[[dist.ProcessGroup | None], None]
-"""Writes a prepared part of a checkpoint; ranks meet in the group, None is the default one."""
+"""Writes a prepared part of a checkpoint; ranks synchronise in the process group, None is the default one."""
 
 
 def as_it_is(name: str, tensor: Tensor) -> Tensor:
-    """The tensor itself, for what is written at once."""
+    """Return the tensor itself, for a part that is written immediately."""
     return tensor

@@ -1,4 +1,4 @@
-"""Metrics of how evenly tokens spread over the experts of each layer, the same for every training backend."""
+"""Measure how evenly tokens spread over the experts of each layer, in the same way for every training backend."""
 
 import math
 from collections.abc import Iterable
@@ -8,18 +8,18 @@ from torch import Tensor
 
 
 def load_metrics(counts: Iterable[Tensor], *, each_layer: bool = False) -> dict[str, float]:
-    """What the tokens of each expert say, of all ranks together.
+    """Compute metrics from the numbers of tokens of each expert, summed over all ranks.
 
     Args:
-        counts: for each layer `[E]` tokens of each expert; layers without any do not count.
+        counts: for each layer, `[E]` tokens of each expert; layers without any token are skipped.
         each_layer: also return the three numbers of each layer alone, as `moe/layer_<n>/load_max` and so on, with `n`
             the layer's position in `counts`, from 0.
 
     Returns:
-        `moe/load_max`: most tokens of an expert, by the mean of its layer, in the worst layer;
+        `moe/load_max`: most tokens of an expert divided by the mean of its layer, in the worst layer;
         `moe/unused_experts`: share of experts without a token, mean over layers;
-        `moe/load_entropy`: of the distribution over experts, 1 where all have the same load, mean over layers.
-        Nothing where no layer has tokens.
+        `moe/load_entropy`: entropy of the distribution over experts, 1 if all have the same load, mean over layers.
+        Empty if no layer has tokens.
     """
     numbered = {number: layer.double() for number, layer in enumerate(counts) if layer.any()}
     if not numbered:
@@ -41,6 +41,6 @@ def _mean(values: list[float]) -> float:
 
 
 def _entropy(counts: Tensor) -> float:
-    """In units of its largest value, `log E`."""
+    """Compute the entropy divided by its largest value, `log E`."""
     shares = counts / counts.sum()
     return torch.special.entr(shares).sum().item() / math.log(len(counts)) if len(counts) > 1 else 1.0

@@ -1,7 +1,7 @@
 """Find weights and gradients that hold NaN or infinity.
 
-Invariant: a look costs one pass over the memory, no copy of it, and one transfer from a device however many tensors
-there are.
+Invariant: a check costs one pass over the memory, no copy of it, and one transfer from each device, whatever the number
+of tensors.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,11 +19,11 @@ _MOST_NAMES = 8
 
 @torch.no_grad()
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of the tensors that hold a value that is not finite.
+    """Return the names of the tensors that hold NaN or infinity.
 
     Args:
-        tensors: of any shape and dtype, on any device; of DTensors the part of this rank. What is empty, on the meta
-            device, an integer or in an 8-bit format is passed over.
+        tensors: tensors of any shape and dtype, on any device; of a DTensor this rank's part is checked. Tensors that
+            are empty, on the meta device, of integers or in an 8-bit format are skipped.
     """
     looked_at = {name: held_here(tensor) for name, tensor in tensors.items()}
     looked_at = {name: tensor for name, tensor in looked_at.items() if _may_not_be_finite(tensor)}
@@ -32,7 +32,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
         by_device.setdefault(tensor.device, []).append(name)
     found = []
     for names in by_device.values():
-        # The extremes are NaN where any value is; `isfinite` would need memory for its answer.
+        # The extremes are NaN if any value is; `isfinite` would need memory for its result.
         extremes = torch.stack([torch.stack(torch.aminmax(looked_at[name])).float() for name in names])
         finite = extremes.isfinite().all(dim=1).tolist()
         found += [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
@@ -44,7 +44,7 @@ def _may_not_be_finite(tensor: Tensor) -> bool:
 
 
 def on_all_ranks(names: list[str]) -> list[str]:
-    """The names that any rank has found, in the order of ranks; collective."""
+    """Return the names found on any rank, in the order of ranks; collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return names
     found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
@@ -56,7 +56,7 @@ def require_finite(tensors: Mapping[str, Tensor], whose: str, advice: str) -> No
     """Refuse weights that are not finite.
 
     Raises:
-        NonFiniteError: names them.
+        NonFiniteError: some are not; the message names them.
     """
     names = not_finite(tensors)
     if names:
@@ -64,7 +64,7 @@ def require_finite(tensors: Mapping[str, Tensor], whose: str, advice: str) -> No
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Join the first few names, and say how many more there are."""
     given = list(names)
     more = len(given) - _MOST_NAMES
     return ", ".join(given[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -1,7 +1,7 @@
-"""Host memory where the state of a model rests while others use its device.
+"""Keep a model's state in host memory while other models use its device.
 
-Invariant: memory is taken once for each tensor, page-locked where a GPU copies from and to it, and used again in every
-later turn; what comes back is what went, bit for bit.
+Invariant: memory is allocated once for each tensor, page-locked if a GPU copies from and to it, and reused by every
+later move; the state comes back bit for bit.
 """
 
 import torch
@@ -15,7 +15,8 @@ class HostMemory:
     """Named copies of tensors.
 
     Args:
-        pinned: page-lock it, for copies by a GPU that nobody waits for (torch rounds each up to a power of two bytes).
+        pinned: page-lock the memory, so that copies to and from a GPU are asynchronous (torch rounds each allocation up
+            to a power of two bytes).
     """
 
     def __init__(self, *, pinned: bool) -> None:
@@ -23,11 +24,11 @@ class HostMemory:
         self._copies: dict[str, Tensor] = {}
 
     def store(self, name: str, tensor: Tensor) -> Tensor:
-        """Copy a tensor, sharded or not, over what the name held before.
+        """Copy a tensor, sharded or not, into the memory of this name.
 
         Returns:
-            The copy, which the next `store` of the name overwrites. From a GPU it is complete for the host behind a
-            synchronisation, and at once for what that GPU does next.
+            The copy, which the next `store` of the name overwrites. A copy from a GPU is complete for the host after a
+            synchronisation, and immediately for later work of that GPU.
         """
         held = self._copies.get(name)
         if held is None:
@@ -35,15 +36,15 @@ class HostMemory:
         return held.copy_(tensor, non_blocking=True)
 
     def __contains__(self, name: str) -> bool:
-        """Whether the name has held something."""
+        """Return whether a tensor was stored under the name."""
         return name in self._copies
 
 
 @torch.no_grad()
 def move_state(optimizer: Optimizer, memory: HostMemory, device: torch.device, *, to_host: bool) -> None:
-    """Move an optimizer's state, but for step counts, from a device into host memory or back.
+    """Move an optimizer's state, except step counts, from a device into host memory or back.
 
-    What another device has stays where it is, as does an entry that is the parameter itself.
+    State on other devices stays where it is, as do entries that are the parameter itself.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
@@ -60,13 +61,13 @@ def move_state(optimizer: Optimizer, memory: HostMemory, device: torch.device, *
 
 @torch.no_grad()
 def move_weights(model: nn.Module, memory: HostMemory, device: torch.device, *, to_host: bool) -> None:
-    """Move a model's parameters and buffers, resharded before, into host memory or to a device."""
+    """Move a model's parameters and buffers, which are resharded already, into host memory or to a device."""
     if not to_host:
         model._apply(lambda tensor: _copy(tensor, device))
         return
     named = [*model.named_parameters(), *model.named_buffers()]
     copies = {id(tensor): memory.store(name, tensor) for name, tensor in named}
-    # FSDP2 reads what `_apply` gives it on the host, where it pads an uneven shard (into memory of its own).
+    # FSDP2 reads the tensors from `_apply` on the host, where it pads an uneven shard into separate memory.
     device_for(uses_gpu=device.type != "cpu").synchronize()
     model._apply(lambda tensor: copies[id(tensor)])
 

@@ -1,12 +1,11 @@
 """Turn one microbatch of rows into model inputs, and scored tokens back into `[b, T - 1]`.
 
-Between the data (`[b, T]`, right padded) and a backend's forward. A microbatch runs either padded,
-trimmed to its longest row, or packed: all rows laid end to end in one row with restarting positions,
-those with the same prompt behind one copy of it (`shared_prompts`) where that is asked for.
-No attention mask is made: with right padding and causal attention no real token sees padding, and an
-all-ones mask would switch transformers' own packing detection off.
+Sits between the data (`[b, T]`, right padded) and a backend's forward. A microbatch is either padded and trimmed to
+its longest row, or packed: all rows end to end in one row, with positions that restart. If configured, packed rows with
+the same prompt share one copy of it (`shared_prompts`). No attention mask is made: with right padding and causal
+attention no real token sees padding, and an all-ones mask would disable transformers' own packing detection.
 
-Invariant: the loss sees the same `[b, T - 1]` log-probabilities, in the same places, either way.
+Invariant: the loss sees the same `[b, T - 1]` log-probabilities, in the same places, padded or packed.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_rl.data.model_rows import ROW_INPUTS, TOKEN_ARGUMENTS, forward_arguments, has_position_rule, position_ids
 from nemo_rl.data.packing import find_families
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_logprobs import TopK
@@ -23,17 +23,17 @@ from nemo_rl.host.device import to_device
 from nemo_rl.models.training.shared_prompts import share_prompts
 
 type Places = Callable[[Tensor, Tensor], Tensor]
-"""Rows and columns of tokens to their places in the flattened model tokens."""
+"""Maps rows and columns of tokens to their places in the flattened model tokens."""
 
 
 @dataclass(frozen=True)
 class InputLayout:
-    """How rows become model inputs.
+    """The layout of rows as model inputs.
 
     Attributes:
-        packed: lay rows end to end instead of padding them.
+        packed: whether rows lie end to end instead of being padded.
         round_to: the model's sequence length is rounded up to a multiple of this many tokens.
-        shares_prompts: packed rows with the same prompt have one copy of it.
+        shares_prompts: whether packed rows with the same prompt share one copy of it.
     """
 
     packed: bool
@@ -43,7 +43,7 @@ class InputLayout:
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """What a backend's forward needs for one microbatch, K tokens being scored.
+    """The inputs of a backend's forward for one microbatch, in which K tokens are scored.
 
     Attributes:
         model_inputs: keyword arguments of the model.
@@ -51,8 +51,8 @@ class ModelInputs:
         targets_K: token ids of the successors; `[K, k]` where k ids are scored at each position.
         places_K: where the scores go in the flattened `[b, T - 1]`.
         shape: `(b, T - 1)`.
-        unfiltered: score under the temperature that the policy samples with, but without top-k and top-p.
-        top_k: give the largest logits of each position and their ids instead of scoring targets.
+        unfiltered: whether to score under the temperature that the policy samples with, but without top-k and top-p.
+        top_k: return the largest logits of each position and their ids instead of scoring targets.
         real_tokens: `[b, T]` bool like `input_ids`, False on padding; None: all are real.
     """
 
@@ -64,6 +64,11 @@ class ModelInputs:
     unfiltered: bool = False
     top_k: TopK | None = None
     real_tokens: Tensor | None = None
+
+    @property
+    def further_names(self) -> list[str]:
+        """Arguments in `model_inputs` that come from `row_inputs` and are not laid out by tokens."""
+        return [name for name in self.model_inputs if name not in TOKEN_ARGUMENTS]
 
     def scatter(self, values_K: Tensor) -> Tensor:
         """Put per-token values at their places in `[b, T - 1]`, zeros elsewhere; differentiable.
@@ -77,12 +82,12 @@ class ModelInputs:
 
 
 def training_targets(rows: BatchedDataDict[Any]) -> Tensor:
-    """`[b, T - 1]` bool: targets the loss can count (token_mask of the successor, and sample_mask)."""
+    """Return the targets that a loss can count, `[b, T - 1]` bool: token_mask of the successor, and sample_mask."""
     return (rows["token_mask"][:, 1:] > 0) & (rows["sample_mask"][:, None] > 0)
 
 
 def all_targets(rows: BatchedDataDict[Any]) -> Tensor:
-    """`[b, T - 1]` bool: every real token that has a predecessor."""
+    """Return every real token that has a predecessor, `[b, T - 1]` bool."""
     index = torch.arange(1, rows["input_ids"].shape[1])
     return index[None, :] < rows["input_lengths"][:, None]
 
@@ -94,7 +99,7 @@ def build_model_inputs(
 
     Args:
         rows: `input_ids [b, T]` right padded and `input_lengths [b]`, on the CPU.
-        wanted: `[b, T - 1]` bool; entry t asks for the score of token t + 1.
+        wanted: `[b, T - 1]` bool; entry t requests the score of token t + 1.
         layout: padded or packed.
         device: where the model runs.
     """
@@ -114,16 +119,16 @@ def build_model_inputs(
 
 
 def build_training_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: torch.device) -> ModelInputs:
-    """`build_model_inputs` for the targets that a loss can count."""
+    """Call `build_model_inputs` for the targets that a loss can count."""
     return build_model_inputs(rows, training_targets(rows), layout, device)
 
 
 def build_distillation_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: torch.device) -> ModelInputs:
-    """`build_training_inputs` whose targets are the teacher's top-k tokens, under the softmax of all tokens.
+    """Call `build_training_inputs`, with the teacher's top-k tokens as targets, under the softmax of all tokens.
 
     Args:
-        rows: keys of a training batch, and `teacher_topk_indices [b, T, k]`, whose position t belongs to the
-            distribution after token t.
+        rows: keys of a training batch, and `teacher_topk_indices [b, T, k]`; position t belongs to the distribution
+            after token t.
         layout: padded or packed.
         device: where the model runs.
     """
@@ -135,7 +140,7 @@ def build_distillation_inputs(rows: BatchedDataDict[Any], layout: InputLayout, d
 
 
 def build_score_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: torch.device) -> ModelInputs:
-    """Lay out the rows of one microbatch to be scored as wholes: K = b, at each row's last token.
+    """Lay out the rows of one microbatch to score whole rows: K = b, at each row's last token.
 
     Args:
         rows: `input_ids [b, T]` right padded and `input_lengths [b]`, on the CPU.
@@ -160,12 +165,12 @@ def build_topk_inputs(rows: BatchedDataDict[Any], top: TopK, layout: InputLayout
 
     Args:
         rows: `input_ids [b, T]` right padded and `input_lengths [b]`, on the CPU.
-        top: which logits of each token.
+        top: which logits of each token are returned.
         layout: padded or packed.
         device: where the model runs.
 
     Returns:
-        Inputs whose `shape` is `(b, T)`: position t belongs to the logits that the model gives after token t.
+        Inputs of `shape` `(b, T)`: position t belongs to the logits that the model gives after token t.
     """
     input_ids, lengths = rows["input_ids"], rows["input_lengths"]
     num_rows, width = input_ids.shape
@@ -183,7 +188,7 @@ def build_topk_inputs(rows: BatchedDataDict[Any], top: TopK, layout: InputLayout
 
 
 def with_positions(inputs: ModelInputs) -> ModelInputs:
-    """The same inputs with explicit positions, for a model that does not see whole rows."""
+    """Add explicit positions, for a model that does not see whole rows."""
     ids = inputs.model_inputs["input_ids"]
     if "position_ids" in inputs.model_inputs:
         return inputs
@@ -216,7 +221,7 @@ def packed_model_inputs(segments: list[Tensor]) -> dict[str, Any]:
 
 
 def _lay_out(rows: BatchedDataDict[Any], layout: InputLayout) -> tuple[dict[str, Any], Places, Tensor]:
-    """The model's arguments, where in the flattened model tokens those of the rows are, and which of these are real."""
+    """Return the model's arguments, the places of the rows' tokens in its flattened tokens, and which are real."""
     input_ids, lengths = rows["input_ids"], rows["input_lengths"].tolist()
     families = find_families(rows) if layout.packed and layout.shares_prompts else []
     if any(family.shared for family in families):
@@ -230,11 +235,23 @@ def _lay_out(rows: BatchedDataDict[Any], layout: InputLayout) -> tuple[dict[str,
         model_inputs = _padded(input_ids, lengths, layout.round_to)
         starts = torch.arange(len(lengths)) * model_inputs["input_ids"].shape[1]
         places, ends = _from(starts), torch.tensor(lengths)
+    if ROW_INPUTS in rows:
+        model_inputs |= _further_inputs(rows, layout, model_inputs["input_ids"].shape[1])
     return model_inputs, places, torch.arange(model_inputs["input_ids"].shape[1])[None, :] < ends[:, None]
 
 
+def _further_inputs(rows: BatchedDataDict[Any], layout: InputLayout, width: int) -> dict[str, Tensor]:
+    """Return the arguments from `row_inputs`, and positions if any row computes its own."""
+    column = rows[ROW_INPUTS]
+    arguments = forward_arguments(column)
+    if has_position_rule(column):
+        ids = [row[:length] for row, length in zip(rows["input_ids"], rows["input_lengths"].tolist(), strict=True)]
+        arguments["position_ids"] = position_ids(ids, column, width, "packed" if layout.packed else "right")
+    return arguments
+
+
 def _from(starts_B: Tensor) -> Places:
-    """Places of tokens of rows that lie in one piece."""
+    """Return the places of tokens of rows that lie in one piece."""
     return lambda row_K, column_K: starts_B[row_K] + column_K
 
 
@@ -244,7 +261,7 @@ def _on(device: torch.device, model_inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _padded(input_ids: Tensor, lengths: Sequence[int], round_to: int) -> dict[str, Any]:
-    """Rows trimmed to the longest one, rounded up; columns beyond the data hold token 0."""
+    """Trim rows to the longest one, rounded up; columns beyond the data hold token 0."""
     longest = round_up(max(lengths), round_to)
     trimmed = input_ids[:, :longest]
     missing = longest - trimmed.shape[1]
@@ -252,7 +269,7 @@ def _padded(input_ids: Tensor, lengths: Sequence[int], round_to: int) -> dict[st
 
 
 def _packed(input_ids: Tensor, lengths: Sequence[int], round_to: int) -> dict[str, Any]:
-    """Rows laid end to end; the rounding is a segment of its own, which nothing attends to."""
+    """Lay rows end to end; tokens added by rounding are a separate segment, which nothing attends to."""
     segments = [row[:length] for row, length in zip(input_ids, lengths, strict=True)]
     filler = round_up(sum(lengths), round_to) - sum(lengths)
     if filler:
@@ -261,5 +278,5 @@ def _packed(input_ids: Tensor, lengths: Sequence[int], round_to: int) -> dict[st
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The first multiple that is not below a number."""
+    """Round a number up to a multiple."""
     return -(-number // multiple) * multiple

@@ -1,7 +1,7 @@
-"""What a training backend promises to the worker of its rank.
+"""The interface between a training backend and the worker of its rank.
 
-`policy.workers` drives it with `inputs`; `backends` says which one a configuration asks for. Invariant:
-a backend knows tensors, meshes and files; it knows no loss, no advantage, no microbatch plan.
+`policy.workers` calls it with `inputs`; `backends` chooses the one that a configuration names. Invariant: a
+backend knows tensors, meshes and files; it knows no loss, no advantage, no microbatch plan.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.training.inputs import ModelInputs
 
 ForwardStep = Callable[[int, Tensor, Tensor], Tensor | None]
-"""`(microbatch index, logprobs_K, entropy_K) -> scalar loss`, or None when only scoring.
+"""Maps `(microbatch index, logprobs_K, entropy_K)` to a scalar loss, or to None when only scoring.
 
 With `ModelInputs.top_k` the tensors are `logits_Kk` and `ids_Kk`.
 """
@@ -26,11 +26,11 @@ With `ModelInputs.top_k` the tensors are `logits_Kk` and `ids_Kk`.
 
 @dataclass(frozen=True)
 class CheckpointPaths:
-    """Location of a checkpoint; what is in the folders is the backend's own.
+    """Location of a checkpoint. The backend decides what its folders contain.
 
     Attributes:
         weights: folder of the weights.
-        optimizer: folder of optimizer, schedule and random-number state; None leaves them out.
+        optimizer: folder of optimizer, schedule and random-number state; None: they are not written or read.
     """
 
     weights: Path
@@ -38,18 +38,18 @@ class CheckpointPaths:
 
 
 class PolicyBackend(ABC):
-    """One rank's model, whatever library trains it. Every method is collective over all ranks.
+    """One rank's model, in any training library. Every method is collective over all ranks.
 
     Attributes:
         device: where this rank computes.
-        shares_prompts: whether `run` takes packed rows that have one copy of a prompt (`shared_prompts`).
-        dropped_for: names of this rank's tensors that were not finite and for which `clip_and_step` last dropped an
-            update; a backend that does not fill it tells no names.
+        shares_prompts: whether `run` accepts packed rows that share one copy of a prompt (`shared_prompts`).
+        dropped_for: names of this rank's tensors that were not finite when `clip_and_step` last dropped an update;
+            empty in a backend that does not fill it.
 
     Args:
         config: the policy section.
-        device: where this rank computes; the process group is up.
-        layout: what each of its ranks is there for.
+        device: where this rank computes. The process group exists already.
+        layout: position of each rank on the parallel axes.
         init_optimizer: make optimizer and schedule (a frozen scorer needs none).
         init_reference_model: keep the initial weights for reference log-probabilities.
         seed: run seed.
@@ -73,37 +73,37 @@ class PolicyBackend(ABC):
 
     @abstractmethod
     def run(self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep, *, backward: bool) -> None:
-        """Forward each microbatch, hand its scores to `forward_step`, and back-propagate its loss.
+        """Forward each microbatch, pass its scores to `forward_step`, and back-propagate its loss.
 
-        `forward_step` is called in the last pipeline stage only, with the scores of all K tokens, also where
+        `forward_step` is called in the last pipeline stage only. It gets the scores of all K tokens, even if
         context-parallel ranks divide them. Gradients accumulate as a sum over microbatches and data-parallel ranks.
         """
 
     @abstractmethod
     def clip_and_step(self) -> tuple[float, bool]:
-        """Clip, update weights, and return the norm before clipping and whether the step was taken."""
+        """Clip gradients, update weights, and return the norm before clipping and whether the step was taken."""
 
     def update_metrics(self) -> dict[str, float]:
-        """What the model itself has to tell about the training passes of an update, equal on all ranks.
+        """Return the model's own metrics of the training passes of an update, equal on all ranks.
 
-        Called once after them. A backend that does not define it has nothing to tell.
+        Called once after these passes. The default has no metrics.
         """
         return {}
 
     def weights_here(self) -> dict[str, Tensor]:
-        """This rank's part of every parameter by name, not copied, to see that it is finite.
+        """Return this rank's part of every parameter by name, not copied, so that it can be checked for NaN.
 
-        A backend that does not define it is not looked at.
+        The default returns nothing, so that nothing is checked.
         """
         return {}
 
     @abstractmethod
     def advance_schedule(self) -> None:
-        """Move the learning-rate schedule on by one training step."""
+        """Advance the learning-rate schedule by one training step."""
 
     @abstractmethod
     def learning_rate(self) -> float:
-        """The current learning rate."""
+        """Return the current learning rate."""
 
     @abstractmethod
     def reference_weights(self) -> AbstractContextManager[None]:
@@ -111,33 +111,33 @@ class PolicyBackend(ABC):
 
     @abstractmethod
     def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield `(name, full tensor)` for every weight and persistent buffer, tied ones once, as hub checkpoints do.
+        """Yield `(name, full tensor)` for every weight and persistent buffer, tied ones once, as in hub checkpoints.
 
-        On every rank, in the same order: any of them may be the one that sends.
+        All ranks yield the same in the same order, because any of them may send the weights.
         """
 
     @abstractmethod
     def save(self, paths: CheckpointPaths) -> None:
-        """Write weights, and with `paths.optimizer` the rest of the training state."""
+        """Write the weights and, if `paths.optimizer` is set, the rest of the training state."""
 
     def stage_save(self, paths: CheckpointPaths) -> Callable[[], None]:
-        """Copy what `save` writes; returns what writes it, which another thread calls while training goes on.
+        """Copy the state that `save` writes; return a function that writes it from another thread during training.
 
-        A backend that does not define it writes at once.
+        The default writes immediately.
         """
         self.save(paths)
         return lambda: None
 
     @abstractmethod
     def load(self, paths: CheckpointPaths) -> None:
-        """Restore what `save` wrote, bit for bit."""
+        """Restore the state that `save` wrote, bit for bit."""
 
     @abstractmethod
     def decoder_layers(self) -> dict[str, nn.Module]:
-        """The decoder layers of this stage by name, in the order of a forward pass; to find where engines differ."""
+        """Return this stage's decoder layers by name, in forward order, to find the layer where engines differ."""
 
     def join_tokens(self, hidden_tD: Tensor) -> Tensor:
-        """`[T, D]` on the CPU: what a layer gave for one row, from the tokens that each rank has of it."""
+        """Join one row's hidden states of a layer, `[T, D]` on the CPU, from the tokens that each rank has of it."""
         return hidden_tD
 
     @abstractmethod

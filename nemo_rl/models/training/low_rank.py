@@ -1,7 +1,7 @@
-"""What low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) are in every training backend.
+"""Share the rules of low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) between training backends.
 
-Which layers a section names, the first values of A, and what shows that adapters train and arrive. Invariant: all of it
-depends on the names of the whole model and the run's seed, never on how ranks divide it.
+Selects the layers that a section names, draws the first values of A, and checks that adapters train and reach the
+engines. Invariant: results depend on the names of the whole model and the run's seed, not on how ranks divide it.
 """
 
 import fnmatch
@@ -19,19 +19,19 @@ ADAPTER_PARAMETERS = ("lora_A", "lora_B")
 
 
 def select_layers(available: Sequence[str], targets: Sequence[str], excluded: Sequence[str], section: str) -> list[str]:
-    """The layers that a section names, in model order.
+    """Select the layers that a section names, in model order.
 
-    A pattern is a full name, the last parts of one (`q_proj`, `self_attn.q_proj`), or has wildcards
+    A pattern is a full name, the last parts of a name (`q_proj`, `self_attn.q_proj`), or has wildcards
     (`*.layers.0.*`).
 
     Args:
         available: names of the layers that can be adapted.
-        targets: patterns; none stands for all layers.
-        excluded: patterns of layers that stay as they are.
+        targets: patterns of layers to adapt; empty: all layers.
+        excluded: patterns of layers that are not adapted.
         section: dotted name of the section, for messages.
 
     Raises:
-        ConfigError: a pattern matches nothing, or nothing is left.
+        ConfigError: a pattern matches no layer, or no layer is left.
     """
     for key, patterns in (("target_modules", targets), ("exclude_modules", excluded)):
         for pattern in patterns:
@@ -49,24 +49,24 @@ def select_layers(available: Sequence[str], targets: Sequence[str], excluded: Se
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
-    """Draws the first values of one layer's adapter: on all ranks and at every start the same.
+    """Make the generator of one layer's first adapter values: the same on all ranks and at every start.
 
     Args:
         seed: run seed.
-        name: of the layer in the whole model.
+        name: name of the layer in the whole model.
     """
     return torch.Generator().manual_seed(derive_seed(seed, "lora", name))
 
 
 def initial_a(dim: int, inputs: int, method: str, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """First values of a whole A `[dim, inputs]`, on the CPU.
+    """Draw the first values of a whole A `[dim, inputs]`, on the CPU.
 
     Args:
         dim: rank of the adapter.
-        inputs: of the layer.
+        inputs: number of the layer's inputs.
         method: `xavier`, Glorot's normal; `uniform`, U(-1/sqrt(inputs), 1/sqrt(inputs)).
-        dtype: of the adapter.
-        generator: draws them.
+        dtype: dtype of the adapter.
+        generator: source of random numbers.
     """
     a = torch.empty(dim, inputs, dtype=dtype)
     if method == "xavier":
@@ -77,7 +77,7 @@ def initial_a(dim: int, inputs: int, method: str, dtype: torch.dtype, generator:
 
 @torch.no_grad()
 def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """`W + scaling B A` in the dtype of W `[out, in]`, computed in at least float32; a new tensor."""
+    """Compute `W + scaling B A` in the dtype of W `[out, in]`, in at least float32; return a new tensor."""
     exact = torch.promote_types(weight.dtype, torch.float32)
     return torch.addmm(weight.to(exact), b.to(exact), a.to(exact), alpha=scaling).to(weight.dtype)
 
@@ -85,15 +85,15 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
 def require_moved(changed: Mapping[str, int], section: str) -> None:
     """Check after the first update with a gradient that every adapter changes its layer.
 
-    B starts at zero. Where it stays zero, the model's code goes around the layer, and the run would train less than it
-    was asked to without a sign of it.
+    B starts at zero. If it stays zero, the model's code bypasses the layer, and the run would silently train less than
+    configured.
 
     Args:
-        changed: how many numbers of B are not zero, by layer of the whole model.
+        changed: count of nonzero numbers in B, by layer of the whole model.
         section: dotted name of the section, for the message.
 
     Raises:
-        ConfigError: adapters whose B is still zero, by name.
+        ConfigError: some adapters still have a B of zero; the message names them.
     """
     still = [name for name, count in changed.items() if count == 0]
     if still:
@@ -109,7 +109,7 @@ def require_on_some_rank(arrives: bool, device: torch.device, section: str) -> N
     """Check that an exported weight differed from the base on at least one rank; collective.
 
     Raises:
-        WeightSyncError: on no rank.
+        WeightSyncError: it differed on no rank.
     """
     seen = torch.tensor([int(arrives)], device=device)
     dist.all_reduce(seen, op=dist.ReduceOp.MAX)
@@ -126,7 +126,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _listed(available: Sequence[str]) -> str:
-    """What can be named: last parts once, with an example of a full name."""
+    """List the layers that a pattern can name: each last part once, with an example of a full name."""
     kinds = sorted({name.rpartition(".")[2] for name in available})
     if not kinds:
         return "The model has no linear layers besides its output head."

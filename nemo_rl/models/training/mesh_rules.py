@@ -1,6 +1,6 @@
-"""A model held against a mesh: the arithmetic and the words that the checks of all backends share.
+"""Check that a model divides over a mesh: the arithmetic and the messages that all backends share.
 
-Invariant: a finding has what was given, the arithmetic and the nearest sizes that fit both the model and the ranks.
+Invariant: a finding states the given size, the arithmetic and the nearest sizes that fit the model and the ranks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,18 +16,18 @@ from nemo_rl.config.schema.model.parallel import BackendSection
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 
 _WHOLE_SEQUENCE = {"full_attention", "sliding_attention", "attention"}
-"""Kinds of layers that need nothing of other tokens but their keys and values."""
+"""Kinds of layers that need only the keys and values of other tokens."""
 _KINDS = ("layer_types", "layers_block_type", "block_types")
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 
 @dataclass(frozen=True)
 class Divided:
-    """Something of a model that ranks share equally.
+    """A part of a model, such as its heads, that ranks divide equally.
 
     Attributes:
-        what: its name, for messages.
-        count: how many there are.
+        what: name of the part, for messages.
+        count: number of units, for example of heads.
     """
 
     what: str
@@ -36,7 +36,7 @@ class Divided:
 
 @dataclass(frozen=True)
 class Mesh:
-    """A model and the mesh that is asked for.
+    """A model and the configured mesh.
 
     Attributes:
         keys: dotted path of the backend's section, for messages.
@@ -56,29 +56,29 @@ class Mesh:
         return self.policy.backend_section
 
     def name(self, axis: str) -> str:
-        """The key of an axis with its value, without the section."""
+        """Return the key of an axis with its value, without the section."""
         return f"{self.asked.size_keys[axis]}={self.asked.size(axis)}"
 
     def key(self, axis: str) -> str:
-        """The key of an axis with its value, as the user writes it."""
+        """Return the key of an axis with its value, as the user writes it."""
         return f"{self.keys}.{self.name(axis)}"
 
     def alone(self, axis: str) -> str:
-        """The advice to leave an axis at one rank."""
+        """Return the advice to leave an axis at one rank."""
         return f"Set {self.keys}.{self.asked.size_keys[axis]}=1."
 
     def count(self, *names: str) -> int | None:
-        """The first of these fields that the configuration has; None where it has none of them, or 0.
+        """Return the first of these fields that the configuration has; None if it has none of them, or 0.
 
-        Of a field with a number for each layer the largest.
+        If a field has a number for each layer, the largest counts.
         """
         return next((max(values) for name in names if (values := self.numbers(name))), None)
 
     def numbers(self, name: str) -> list[int]:
-        """The different numbers that a field has, one for each layer or one for all; none where it has no number."""
+        """Return the distinct numbers of a field, which has one for each layer or one for all; empty without any."""
         try:
             value = getattr(self.model, name, None)
-        except RuntimeError:  # transformers: it differs by layer
+        except RuntimeError:  # transformers raises it if the field differs by layer
             layers = getattr(self.model, "per_layer_config", ())
             value = [getattr(layer, name, None) for layer in layers]
         values = value if isinstance(value, list | tuple) else [value]
@@ -86,16 +86,16 @@ class Mesh:
 
     @property
     def experts(self) -> int | None:
-        """Routed experts of a layer; None for a dense model."""
+        """The routed experts of a layer; None for a dense model."""
         return self.count(*_EXPERTS)
 
     @property
     def layers(self) -> int:
-        """Decoder layers."""
+        """The number of decoder layers."""
         return self.count("num_hidden_layers") or 1
 
     def sizes(self, axis: str) -> list[int]:
-        """Sizes of an axis that fit the number of ranks with the other axes as they are."""
+        """Return the sizes of an axis that fit the number of ranks if the other axes stay as they are."""
         layout = self.layout
         if axis == "ep":
             most = layout.dp_shard * layout.cp * layout.tp // self.asked.size("etp")
@@ -108,18 +108,18 @@ class Mesh:
         return [size for size in range(1, most + 1) if most % size == 0]
 
     def advice(self, given: int, fitting: Sequence[int]) -> str:
-        """The sizes nearest to the given one, of those that fit."""
+        """Name the fitting sizes that are nearest to the given one."""
         near = sorted(sorted(fitting, key=lambda size: (abs(size - given), size))[:2])
         return f"Nearest sizes that fit the model and {self.layout.num_ranks} ranks: {', '.join(map(str, near))}."
 
     def divided(self, what: str, *fields: str) -> Iterator[Divided]:
-        """What the first of these fields counts, if the configuration has one of them."""
+        """Yield the part that the first of these fields counts, if the configuration has one of them."""
         field = next((field for field in fields if self.numbers(field)), None)
         if field is not None:
             yield from (Divided(f"{what} ({field})", number) for number in self.numbers(field))
 
     def indivisible(self, axis: str, divided: Iterable[Divided]) -> Findings:
-        """What an axis does not divide, with the arithmetic and the nearest sizes that divide all of it."""
+        """Report the parts that an axis does not divide, with the arithmetic and the nearest sizes that do."""
         size, divided = self.asked.size(axis), list(divided)
         fitting = [other for other in self.sizes(axis) if all(each.count % other == 0 for each in divided)]
         for each in divided:
@@ -131,7 +131,7 @@ class Mesh:
 
 
 def divided_layers(mesh: Mesh) -> Iterator[Divided]:
-    """What tensor-parallel ranks share of every architecture's layers, but for routed experts."""
+    """Yield the parts of any architecture's layers that tensor-parallel ranks divide, except routed experts."""
     model = mesh.model
     yield from mesh.divided("attention heads", "num_attention_heads")
     yield from mesh.divided("heads of keys and values", "num_key_value_heads")
@@ -144,17 +144,17 @@ def divided_layers(mesh: Mesh) -> Iterator[Divided]:
 
 
 def routed_experts(mesh: Mesh) -> Iterator[Divided]:
-    """The routed experts of a layer."""
+    """Yield the routed experts of a layer."""
     yield from mesh.divided("experts of a layer", *_EXPERTS)
 
 
 def vocabulary(mesh: Mesh) -> Iterator[Divided]:
-    """The tokens that the model knows."""
+    """Yield the tokens of the model's vocabulary."""
     yield from mesh.divided("tokens of the vocabulary", "vocab_size")
 
 
 def _has_dense_layers(mesh: Mesh) -> bool:
-    """Whether a model with experts has layers without."""
+    """Return whether a model with experts has layers without experts."""
     model = mesh.model
     sparse = getattr(model, "moe_layers", None)
     return bool(
@@ -167,7 +167,7 @@ def _has_dense_layers(mesh: Mesh) -> bool:
 
 
 def check_experts(mesh: Mesh) -> Findings:
-    """Expert-parallel ranks have experts to share, the same number each."""
+    """Check that expert-parallel ranks divide the experts equally."""
     if mesh.layout.ep == 1:
         return
     if mesh.experts is None:
@@ -177,7 +177,7 @@ def check_experts(mesh: Mesh) -> Findings:
 
 
 def check_context(mesh: Mesh) -> Findings:
-    """Rows can be divided among context-parallel ranks, and so can the model's attention."""
+    """Check that context-parallel ranks can divide the rows and the model's attention."""
     size = mesh.layout.cp
     if size == 1:
         return

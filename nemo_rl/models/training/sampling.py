@@ -1,11 +1,11 @@
-"""The density that engines sample a policy's answers from."""
+"""Describe the distribution that engines sample a policy's answers from."""
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_logprobs import SamplingDensity
 
 
 def sampling_density(config: PolicyConfig) -> SamplingDensity:
-    """The density that `policy.generation` samples from; the plain softmax without that section."""
+    """Return the density that `policy.generation` samples from; the plain softmax without that section."""
     generation = config.generation
     if generation is None:
         return SamplingDensity()

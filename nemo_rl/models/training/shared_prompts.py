@@ -1,14 +1,14 @@
-"""Prompts that several rows of a packed microbatch begin with, laid out once.
+"""Lay out a prompt once for all rows of a packed microbatch that begin with it.
 
     row 0: prompt a, answer        packed:  a, answer, a, answer, b, answer
     row 1: prompt a, answer   ─►
     row 2: prompt b, answer        shared:  a, own part of row 0, own part of row 1, row 2
 
-Everything but attention treats tokens one by one, and what a token becomes depends on those before it alone. So the
-samples of a group need their prompt once: 16 answers as long as their prompt are 17 parts in place of 32. Attention
-alone sees whole rows: its keys are laid out with the prompt in front of each own part. Invariant: scores and gradients
-are those of the rows one by one; the order of sums differs, so the last digits may. Who belongs together is found by
-`data.packing.families`.
+All operations but attention treat tokens one by one, and a token's hidden state depends only on the tokens before it.
+So the samples of a group need their prompt once: 16 answers as long as their prompt take 17 parts instead of 32. Only
+attention sees whole rows: its keys have the prompt in front of each own part. Invariant: scores and gradients equal
+those of separate rows, except for the last digits, because sums have another order. `data.packing.families` finds the
+rows that share a prompt.
 
 Source: Prefix Grouper (Liu et al. 2025, arXiv:2506.05433).
 """
@@ -26,11 +26,11 @@ from nemo_rl.models.attention.plan import AttentionPlan, Piece
 
 
 class SharedPrompts:
-    """The `DividedRow` of such a layout: attention's keys with the prompt in front of each row's own part.
+    """The `DividedRow` of this layout: attention's keys have the prompt in front of each row's own part.
 
     Args:
-        lengths: tokens of the parts of the layout, which add up to its length.
-        prompts: for each part the part that stands before its keys; None for prompts and rows by themselves.
+        lengths: tokens of each part of the layout; their sum is its length.
+        prompts: for each part, the part in front of its keys; None for prompts and for rows that share no prompt.
     """
 
     def __init__(self, lengths: Sequence[int], prompts: Sequence[int | None]) -> None:
@@ -60,14 +60,14 @@ class SharedPrompts:
 
 @dataclass(frozen=True)
 class SharedLayout:
-    """Where the tokens of the rows are.
+    """The places of the rows' tokens.
 
     Attributes:
-        model_inputs: keyword arguments of the model, as of a packed row, but `divided_row` in place of its bounds.
+        model_inputs: keyword arguments of the model, as for a packed row, with `divided_row` instead of its bounds.
         shared_B: tokens of each row that lie in its family's prompt.
-        prompt_B: where the prompt begins.
-        own_B: where the row would begin if it lay in front of its own part.
-        num_tokens: all, without the rounding.
+        prompt_B: start of the prompt.
+        own_B: start that the row would have if its prompt lay directly in front of its own part.
+        num_tokens: tokens of all parts, without the rounding.
     """
 
     model_inputs: dict[str, Any]
@@ -77,21 +77,21 @@ class SharedLayout:
     num_tokens: int
 
     def places(self, row_K: Tensor, column_K: Tensor) -> Tensor:
-        """Places of tokens of the rows in the layout."""
+        """Return the places of the rows' tokens in the layout."""
         in_prompt = column_K < self.shared_B[row_K]
         return torch.where(in_prompt, self.prompt_B[row_K], self.own_B[row_K]) + column_K
 
 
 def share_prompts(input_ids: Tensor, lengths: Sequence[int], families: Sequence[Family], round_to: int) -> SharedLayout:
-    """Lay the rows of a microbatch out: first the prompts, then what each row has of its own, shortest keys first.
+    """Lay out the rows of a microbatch: first the prompts, then each row's own part, shortest keys first.
 
-    So parts of one length lie side by side, and one call of a kernel takes them.
+    In this order parts of one length are neighbours, and one kernel call computes them.
 
     Args:
         input_ids: `[b, T]` int64, right padded.
         lengths: tokens of each row.
-        families: every row in one.
-        round_to: the layout is rounded up to a multiple of so many tokens, by a part that nothing attends to.
+        families: families of rows; every row is in one of them.
+        round_to: the layout is rounded up to a multiple of this many tokens, by a part that nothing attends to.
     """
     prompts = sorted((family for family in families if family.shared), key=lambda family: family.shared)
     shared, prompt_starts, own_starts = ([0] * len(lengths) for _ in range(3))

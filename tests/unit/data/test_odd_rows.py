@@ -132,7 +132,7 @@ def test_text_parts_are_joined_and_other_parts_named(chars, tmp_path, kind):
     data, bad, _ = load(write_lines(tmp_path / "rows.jsonl", *rows), chars, max_bad_row_share=0.5)
     assert "1+1=" in data[0]["message_log"][0]["content"]
     assert list(places(bad)) == [2]
-    assert places(bad)[2].startswith("the content of message 0 has parts that are not text: image_url; no model")
+    assert places(bad)[2].startswith("the content of message 0 has parts that are not text: image_url; the processors")
     with pytest.raises(DataError, match="parts that are not text: image_url"):
         load(write_lines(tmp_path / "images.jsonl", *rows[1:]), chars, max_bad_row_share=0.5)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from rollout_parts import LetterTokenizer, ScriptedEngine, ScriptedEnvironment, graded, prompts
 
+from nemo_rl.data.model_rows import RowInput, RowInputs
 from nemo_rl.experience import rollouts
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.metrics import rollout_metrics, validation_metrics
@@ -282,3 +283,15 @@ def test_means_of_nothing_are_left_out() -> None:
             assert all(math.isfinite(value) for value in metrics.values())
             assert not {"reward", "mean_total_reward", "max_total_reward", "accuracy"} & metrics.keys()
             assert metrics["num_reward_errors"] == len(found)
+
+
+def test_every_turn_sends_the_inputs_of_its_row_and_the_trajectory_keeps_them(loop: EventLoopThread) -> None:
+    readings = RowInputs({"readings": RowInput(torch.ones(2, 3))})
+    batch = prompts("one", "two")
+    batch["row_inputs"] = [readings, RowInputs()]
+    engine = ScriptedEngine(lambda r: [ord("a"), 0])
+    runner = make_runner(loop, engine, ScriptedEnvironment(lambda log, meta: graded(1.0)))
+    found = runner.collect(batch, 2, SAMPLING, KEY).trajectories
+    assert [sample.row_inputs is readings for sample in found] == [True, True, False, False]
+    sent = [request for request in engine.requests if request.row_inputs is readings]
+    assert len(sent) == 2 and len({tuple(request.prompt_token_ids) for request in sent}) == 1

@@ -1,4 +1,4 @@
-"""A plain Hugging Face model behind our `Engine` protocol: left-padded batches and the cache of `transformers`."""
+"""Run a plain Hugging Face model as an `Engine`, with left-padded batches and the cache of `transformers`."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,17 +6,21 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from nemo_rl.models.generation.batched import BatchedEngine
-from nemo_rl.models.generation.interfaces import EngineSettings
+from nemo_rl.data.model_rows import forward_arguments, has_position_rule, position_ids
+from nemo_rl.models.accepted_rows import require_parameters
+from nemo_rl.models.generation.batched import BatchedEngine, FurtherInputs
+from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest
 from nemo_rl.models.huggingface.checkpoint_names import converts, in_memory
-from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
+from nemo_rl.models.huggingface.layers import body, decoder_layers, recorded_outputs
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
 from nemo_rl.models.training.finite import ANOTHER_COPY, not_finite, require_finite
-from nemo_rl.utils.errors import GenerationError
+from nemo_rl.utils.errors import ConfigError, GenerationError
 
 
 class HfEngine(BatchedEngine):
     """One Hugging Face model."""
+
+    accepts_inputs = True
 
     def __init__(self, settings: EngineSettings):
         self._device = torch.device(settings.device)
@@ -32,6 +36,15 @@ class HfEngine(BatchedEngine):
         self._received: set[str] = set()
         self._held: dict[str, torch.Tensor] = {}
 
+    def add_request(self, request_id: str, request: GenerationRequest) -> None:
+        """See `SteppedEngine.add_request`; the model's body must have parameters for all inputs of the row."""
+        if request.row_inputs is not None:
+            try:
+                require_parameters(body(self._model), request.row_inputs.argument_names)
+            except ConfigError as error:
+                raise GenerationError(str(error)) from error
+        super().add_request(request_id, request)
+
     def read(self, rows: list[list[int]], most_new: int) -> torch.Tensor:
         """See `BatchedEngine.read`."""
         self._cache = DynamicCache(config=self._model.config)
@@ -43,15 +56,29 @@ class HfEngine(BatchedEngine):
             mask[number, width - len(row) :] = 1
         self._mask = mask.to(self._device)
         self._position_ids = (mask.cumsum(-1) - 1).clamp(min=0).to(self._device)
-        return self._logits(input_ids)
+        further = self.further_inputs
+        if further is None:
+            return self._logits(input_ids)
+        self._place(further, width)
+        arguments = forward_arguments(further.column)
+        return self._logits(input_ids, **{name: values.to(self._device) for name, values in arguments.items()})
 
     def advance(self, token_ids: list[int]) -> torch.Tensor:
         """See `BatchedEngine.advance`."""
         self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
-        self._position_ids = self._position_ids[:, -1:] + 1
+        self._position_ids = self._position_ids[..., -1:] + 1
+        if (further := self.further_inputs) is not None:
+            self._place(further, self._mask.shape[1])
         return self._logits(torch.tensor(token_ids)[:, None])
 
-    def _logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def _place(self, further: FurtherInputs, width: int) -> None:
+        """Set the positions of the tokens that are read next, if any row computes its own."""
+        if has_position_rule(further.column):
+            rows = [torch.tensor(tokens) for tokens in further.tokens]
+            num_read = self._position_ids.shape[-1]
+            self._position_ids = position_ids(rows, further.column, width, "left")[..., -num_read:].to(self._device)
+
+    def _logits(self, input_ids: torch.Tensor, **further: torch.Tensor) -> torch.Tensor:
         output = self._model(
             input_ids=input_ids.to(self._device),
             attention_mask=self._mask,
@@ -59,6 +86,7 @@ class HfEngine(BatchedEngine):
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
+            **further,
         )
         logits_bV: torch.Tensor = output.logits[:, -1]
         return logits_bV
@@ -76,7 +104,7 @@ class HfEngine(BatchedEngine):
         self._received, self._held = set(), {}
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """See `Engine.load_tensors`; tensors that take another shape in the model wait for the last one."""
+        """See `Engine.load_tensors`; tensors with another shape in the model are kept until all have arrived."""
         if converts(self._model):
             self._held |= {name: tensor.clone() for name, tensor in tensors}
         else:

@@ -1,4 +1,4 @@
-"""Whether Megatron Core can express a model: asked by the controller, which imports nothing of it."""
+"""Check that Megatron Core can express a model, in the controller, which imports nothing of Megatron Core."""
 
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.models.huggingface.load import load_model_config

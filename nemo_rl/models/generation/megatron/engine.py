@@ -1,9 +1,9 @@
-"""Megatron Core's GPTModel behind our `Engine` protocol, with its static key-value cache.
+"""Run Megatron Core's GPTModel as an `Engine`, with its static key-value cache.
 
-One process, one device, one model: the process has a group of its own, of one rank, and without CUDA the stand-in for
-it (`megatron.cpu_shim`). Layers are the portable ones, also where Transformer Engine is installed: rows of different
-lengths lie left-padded in the cache, which has one write position for all of them, and each row's attention begins at
-its own first token. Rotary embeddings depend on distances only, so a row's place in the batch changes nothing.
+One process has one device and one model: its process group has one rank, and without CUDA `megatron.cpu_shim` replaces
+it. Layers are the portable ones, even if Transformer Engine is installed. Rows of different lengths are left-padded in
+the cache, which has one write position for all of them, and each row's attention begins at its own first token. Rotary
+embeddings depend on distances only, so a row's position in the batch has no effect.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ _ON_ONE_RANK: dict[str, Any] = {
 
 
 class MegatronEngine(BatchedEngine):
-    """One model; `engine_kwargs["megatron_cfg"]` says how the policy computes it."""
+    """One model; `engine_kwargs["megatron_cfg"]` has the settings with which the policy computes it."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._device = torch.device(settings.device)
@@ -49,7 +49,7 @@ class MegatronEngine(BatchedEngine):
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             start_model_parallel(ParallelLayout(), section, self._device, settings.seed)
-        # Only now: on a machine without CUDA they need what has just been prepared.
+        # Imported only now: without CUDA these modules need the preparation above.
         from nemo_rl.models.megatron.build import build_chunks
         from nemo_rl.models.megatron.conversion.importer import load_huggingface
         from nemo_rl.models.megatron.conversion.receiver import HubReceiver
@@ -67,12 +67,12 @@ class MegatronEngine(BatchedEngine):
         self._starts: list[int] = []
 
     def read(self, rows: list[list[int]], most_new: int) -> Tensor:
-        """See `BatchedEngine.read`; the last of the new tokens is never read."""
+        """See `BatchedEngine.read`; the last new token is never read."""
         from megatron.core.inference.contexts import StaticInferenceContext
 
         width = max(len(row) for row in rows)
         self._starts = [width - len(row) for row in rows]
-        self._cache = None  # before memory is taken for the next one
+        self._cache = None  # frees its memory before the next one is allocated
         self._cache = StaticInferenceContext(len(rows), width + most_new)
         ids_bt = torch.tensor([[0] * start + row for start, row in zip(self._starts, rows, strict=True)])
         return self._logits(ids_bt)
@@ -110,7 +110,7 @@ class MegatronEngine(BatchedEngine):
             self._receiver.take(name, tensor)
 
     def put_in_force(self) -> list[str]:
-        """See `BatchedEngine.put_in_force`; hub names of what was not sent."""
+        """See `BatchedEngine.put_in_force`; returns hub names of the tensors that were not sent."""
         return self._receiver.unbound()
 
     @torch.inference_mode()
@@ -131,12 +131,12 @@ class MegatronEngine(BatchedEngine):
 
 
 def left_padded(starts: list[int], cached: int, new: int) -> AttentionPlan:
-    """Attention of rows that end in one column, laid end to end.
+    """Plan the attention of rows that end in the same column, laid end to end.
 
     Args:
-        starts: column where each row begins; padding before it sees padding.
-        cached: columns that were read before.
-        new: columns that are read now.
+        starts: column where each row begins; padding before it attends to padding.
+        cached: number of columns that were read before.
+        new: number of columns that are read now.
     """
     width = cached + new
     pieces = []
@@ -150,14 +150,14 @@ def left_padded(starts: list[int], cached: int, new: int) -> AttentionPlan:
 
 
 def _last(*, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, **ignored: Any) -> Tensor:
-    """`[b, V]` logits behind the last column of `hidden_states` `[t, b, D]`."""
+    """Compute `[b, V]` logits after the last column of `hidden_states` `[t, b, D]`."""
     logits_1bV, _ = output_layer(hidden_states[-1:], weight=output_weight)
     logits_bV: Tensor = logits_1bV[0]
     return logits_bV
 
 
 def _token_bytes(model: Any) -> int:
-    """Bytes of the keys and values of one token."""
+    """Count the bytes of the keys and values of one token."""
     layers = [layer.self_attention for layer in model.decoder.layers]
     widths = [
         attention.num_query_groups_per_partition * (attention.key_hidden_size + attention.val_hidden_size)
@@ -168,7 +168,7 @@ def _token_bytes(model: Any) -> int:
 
 
 def _cache_bytes(settings: EngineSettings, device: torch.device) -> int:
-    """What was asked for, or what the weights leave of the engine's share of a GPU."""
+    """Return the configured cache size, or the part of the engine's share of a GPU that the weights leave."""
     if settings.kv_cache_bytes is not None:
         return settings.kv_cache_bytes
     _, total = torch.cuda.mem_get_info(device)

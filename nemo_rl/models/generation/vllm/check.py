@@ -1,8 +1,8 @@
-"""Whether a model divides into the ranks of an engine: the arithmetic of vLLM's layers, before any of them is made.
+"""Check that a model divides over the ranks of an engine, by the arithmetic of vLLM's layers, before any is built.
 
 Sources: `vllm.config.model.ModelConfig.verify_with_parallel_config` (heads, layers), `QKVParallelLinear` of
 `vllm.model_executor.layers.linear` (key-value heads are divided, or copied), `vllm.distributed.utils.divide` (all
-other sizes). Vocabularies are padded, so any size goes.
+other sizes). Vocabularies are padded, so every size works.
 """
 
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     """Refuse a model that vLLM computes wrongly or cannot divide; see `registry.EngineKind.check`.
 
     Raises:
-        ConfigError: the model does not divide into the ranks of an engine; on a CPU, heads of a size that vLLM does not
-            have there, or latent attention (DeepSeek-V3 and its like) with plain rotary embeddings.
+        ConfigError: the model does not divide over the ranks of an engine; or, on a CPU, its head size is not
+            supported by vLLM there, or it has latent attention (such as DeepSeek-V3's) with plain rotary embeddings.
     """
     assert policy.generation is not None
     model = load_model_config(policy.model_name, policy.hf_config_overrides).get_text_config()
@@ -45,14 +45,14 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
 
 
 def check_engine_shape(model: Any, generation: GenerationConfig) -> None:
-    """Refuse sizes into which a model does not divide.
+    """Refuse parallel sizes that do not divide a model.
 
     Args:
         model: Hugging Face configuration of the text model.
         generation: the section `policy.generation`.
 
     Raises:
-        ConfigError: with the arithmetic and the sizes that fit.
+        ConfigError: a size does not fit; the message has the arithmetic and the sizes that fit.
     """
     engine = generation.engine
     tensor, stages, experts = (
@@ -87,7 +87,7 @@ def check_engine_shape(model: Any, generation: GenerationConfig) -> None:
 
 
 def _remainders(model: Any, ranks: int, *, whole_experts: bool) -> Iterator[str]:
-    """What tensor parallelism over so many ranks cannot divide."""
+    """Yield the sizes that tensor parallelism over this number of ranks cannot divide."""
     of_experts = "moe_intermediate_size"
     if _first(model, of_experts) is None and _first(model, *_NUM_EXPERTS):
         of_experts = "intermediate_size"

@@ -1,11 +1,11 @@
-"""What every policy worker does, whichever backend holds its model.
+"""The worker of one policy rank, for every training backend.
 
-One worker per rank, driven by `models.policy.lm_policy`. Flow of an update on one rank:
+`models.policy.lm_policy` calls one worker per rank. Flow of an update on one rank:
 
     rows + microbatch sizes ─► ModelInputs ─► backend.run ─► forward_step: scatter, loss, metrics ─► step
 
-Invariant: all ranks make the same sequence of backend calls, because each of them is collective; so the number of
-microbatches is the same on every rank, and a rank with nothing to count runs anyway.
+Invariant: all ranks make the same sequence of backend calls, because each call is collective. So the number of
+microbatches is the same on every rank, and a rank without counted tokens runs them too.
 """
 
 import logging
@@ -52,15 +52,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What a worker needs beyond the policy section.
+    """Settings of a worker beyond the policy section.
 
     Attributes:
         backend: dotted name of the `PolicyBackend`.
-        layout: what each rank of the policy is there for.
+        layout: position of each rank on the parallel axes.
         uses_gpu: whether each rank owns a GPU.
         num_threads: CPU threads of the process; None divides the machine's cores by `ranks_per_node`.
-        ranks_per_node: workers that share the machine.
-        collective_timeout_s: seconds after which a collective that a peer never joins raises.
+        ranks_per_node: number of workers that share the machine.
+        collective_timeout_s: seconds after which a collective raises if a peer does not join.
         seed: run seed; each rank derives its own from it (dropout).
         init_optimizer: make optimizer and schedule.
         init_reference_model: keep the initial weights for reference log-probabilities.
@@ -79,7 +79,7 @@ class WorkerSettings:
     optimizations: Choice = "auto"
 
     def threads(self) -> int:
-        """CPU threads of this process, the same on every start on the same machine."""
+        """Return the CPU threads of this process, the same at every start on the same machine."""
         if self.num_threads is not None:
             return self.num_threads
         return max(1, usable_cores() // self.ranks_per_node)
@@ -87,16 +87,16 @@ class WorkerSettings:
 
 @dataclass
 class UpdateResult:
-    """What one rank contributes to one optimizer update.
+    """One rank's contribution to one optimizer update.
 
     Attributes:
         loss: this rank's part of the loss; the global loss is the sum over ranks.
-        metrics: this rank's part of each metric; sums over ranks, `_min`/`_max` by extreme.
-        grad_norm: of the whole model, equal on all ranks.
+        metrics: this rank's part of each metric; ranks are summed, `_min`/`_max` reduced by extreme.
+        grad_norm: gradient norm of the whole model, equal on all ranks.
         lr: learning rate of the update.
         skipped: whether the update was dropped because its gradient, or the learning rate, was not finite.
-        not_finite: names of the weights, or else of the gradients, on any rank, for which it was.
-        model_metrics: of the model itself, equal on all ranks.
+        not_finite: names of the non-finite weights, or else gradients, of any rank, if the update was dropped.
+        model_metrics: metrics of the model itself, equal on all ranks.
     """
 
     loss: float
@@ -114,7 +114,7 @@ class PolicyWorker:
     Args:
         backend: holds model, optimizer and mesh.
         config: the policy section.
-        gives_scores: whether scores leave this rank; see `ParallelLayout.result_ranks`.
+        gives_scores: whether this rank returns scores; see `ParallelLayout.result_ranks`.
     """
 
     def __init__(self, backend: PolicyBackend, config: PolicyConfig, *, gives_scores: bool = True) -> None:
@@ -156,7 +156,7 @@ class PolicyWorker:
             loss, values = call_loss(loss_fn, inputs[index], logprobs_K, entropy_K, rows, valid)
             losses.append(loss.detach())
             metrics.append(values)
-            # A microbatch in which nothing counts may give a constant loss; backward must run still.
+            # A microbatch without counted tokens may give a constant loss, but backward has to run.
             return loss if loss.requires_grad else loss + 0.0 * logprobs_K.sum()
 
         self.backend.run(inputs, forward_step, backward=not eval_mode)
@@ -176,7 +176,7 @@ class PolicyWorker:
             self.backend.advance_schedule()
 
     def non_finite_weights(self) -> list[str]:
-        """Names of the weights that hold NaN or infinity on any rank; collective."""
+        """Return the names of the weights that hold NaN or infinity on any rank; collective."""
         return on_all_ranks(not_finite(self.backend.weights_here()))
 
     def get_logprobs(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
@@ -187,8 +187,8 @@ class PolicyWorker:
             sizes: rows of each microbatch.
 
         Returns:
-            `[b, T]` float32 on the CPU; position 0 and padding are 0. Empty where another rank gives the scores; so for
-            every method that scores.
+            `[b, T]` float32 on the CPU; position 0 and padding are 0. As in every scoring method, empty if another rank
+            returns the scores.
         """
         microbatches = list(split_rows(data, sizes))
         inputs = [
@@ -204,11 +204,11 @@ class PolicyWorker:
         return self._given(scores)
 
     def shares_prompts(self) -> bool:
-        """Whether this rank's packed rows have one copy of a prompt, so that more of them fit."""
+        """Return whether this rank's packed rows share one copy of a prompt, so that more of them fit."""
         return self._layout.shares_prompts
 
     def layer_outputs(self, token_ids: list[int]) -> tuple[list[str], list[Tensor]]:
-        """The names of the decoder layers, and the hidden states `[T, D]` float32 behind each for one sequence."""
+        """Return the names of the decoder layers, and one sequence's hidden states `[T, D]` float32 after each."""
         rows: BatchedDataDict[Any] = BatchedDataDict(
             {"input_ids": torch.tensor([token_ids]), "input_lengths": torch.tensor([len(token_ids)])}
         )
@@ -218,7 +218,7 @@ class PolicyWorker:
         return list(layers), [self.backend.join_tokens(output)[: len(token_ids)] for output in outputs]
 
     def score(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
-        """Score this rank's rows as wholes; only for reward models.
+        """Score this rank's whole rows; only for reward models.
 
         Args:
             data: `input_ids [b, T]` and `input_lengths [b]`, in microbatch order.
@@ -239,13 +239,13 @@ class PolicyWorker:
     def get_topk_logits(
         self, data: BatchedDataDict[Any], sizes: Sequence[int], k: int, vocab_size: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The k largest logits after every token of this rank's rows, under the current weights.
+        """Return the k largest logits after every token of this rank's rows, under the current weights.
 
         Args:
             data: `input_ids [b, T]` and `input_lengths [b]`, in microbatch order.
             sizes: rows of each microbatch.
-            k: how many.
-            vocab_size: only ids below it; None: all.
+            k: number of logits.
+            vocab_size: only ids below it are considered; None: all.
 
         Returns:
             `[b, T, k]` float32 and `[b, T, k]` int64 on the CPU, largest first; 0 on padding.
@@ -264,27 +264,27 @@ class PolicyWorker:
         return self._given(logits), self._given(indices)
 
     def get_reference_policy_logprobs(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
-        """`get_logprobs` under the weights the run started from."""
+        """Score as `get_logprobs`, under the weights that the run started from."""
         with self.backend.reference_weights():
             return self.get_logprobs(data, sizes)
 
     def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """`PolicyBackend.iterate_weights`; all ranks must exhaust it together."""
+        """Call `PolicyBackend.iterate_weights`; all ranks must exhaust the iterator together."""
         return self.backend.iterate_weights(dtype)
 
     def move_optimizer_state(self, to_host: bool) -> None:
-        """Make room on the device for a colocated engine, or take it back."""
+        """Move optimizer state to host memory, to make room on the device for a colocated engine, or back."""
         self.backend.move_optimizer_state(to_host)
 
     def move_weights(self, to_host: bool) -> None:
-        """`move_optimizer_state` for the weights of a frozen model."""
+        """Move the weights of a frozen model to host memory or back."""
         self.backend.move_weights(to_host)
 
     def begin_weight_stream(self, spec: TransportSpec, dtype: str) -> None:
         """Start streaming the weights to the engines.
 
         Args:
-            spec: transport agreement; another one than last time makes a new sender.
+            spec: transport settings; if they differ from the last ones, a new sender is made.
             dtype: torch dtype the engines compute in, for example "bfloat16".
 
         Raises:
@@ -308,12 +308,12 @@ class PolicyWorker:
         return self._sender.next_bucket()
 
     def send_weight_bucket(self, bucket: Bucket) -> None:
-        """Push a packed bucket through a sending transport."""
+        """Send a packed bucket through a sending transport."""
         assert self._sender is not None, "begin_weight_stream comes first"
         self._sender.send(bucket)
 
     def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None, background: bool = False) -> None:
-        """Write this rank's part of a checkpoint; in the background only copies are made before this returns.
+        """Write this rank's part of a checkpoint; with `background`, return when the state is copied.
 
         Raises:
             CheckpointError: a weight is not finite, on any rank; nothing is written.
@@ -329,11 +329,11 @@ class PolicyWorker:
             self.backend.save(paths)
 
     def checkpoint_is_written(self) -> bool:
-        """Whether nothing is being written in the background any more."""
+        """Return whether no background write is in progress."""
         return self._saving is None or self._saving.done()
 
     def finish_checkpoint(self) -> None:
-        """Wait for what is being written in the background.
+        """Wait for the background write.
 
         Raises:
             CheckpointError: a rank could not write its files.
@@ -343,11 +343,11 @@ class PolicyWorker:
             saving.result()
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Restore a checkpoint; the reference weights stay those of `policy.model_name`.
+        """Restore a checkpoint; the reference weights remain those of `policy.model_name`.
 
         Raises:
-            CheckpointError: a rank cannot read it.
-            NonFiniteError: it holds weights that are not finite.
+            CheckpointError: a rank cannot read the checkpoint.
+            NonFiniteError: the checkpoint holds weights that are not finite.
         """
         self.backend.load(_paths(weights_path, optimizer_path))
         require_finite(self.backend.weights_here(), f"the checkpoint {weights_path}", "Resume from an earlier one.")
@@ -360,13 +360,13 @@ class PolicyWorker:
         return True
 
     def _given(self, parts: list[Tensor]) -> Tensor:
-        """The scores of all microbatches; nothing where another rank gives them, or this stage has none."""
+        """Join the scores of all microbatches; empty if another rank returns them, or this stage has none."""
         device_for(self.backend.device.type != "cpu").synchronize()
         return torch.cat(parts) if self._gives_scores else torch.empty(0)
 
 
 def input_layout(config: PolicyConfig) -> InputLayout:
-    """How the configuration wants microbatches laid out."""
+    """Read the layout of microbatches from the configuration."""
     round_to = row_length_multiple(config)
     if config.dynamic_batching.enabled:
         round_to = math.lcm(round_to, config.dynamic_batching.sequence_length_round)
@@ -374,7 +374,7 @@ def input_layout(config: PolicyConfig) -> InputLayout:
 
 
 def split_rows(data: BatchedDataDict[Any], sizes: Sequence[int]) -> Iterator[BatchedDataDict[Any]]:
-    """Consecutive runs of rows with the given sizes."""
+    """Cut a batch into consecutive microbatches of the given sizes."""
     start = 0
     for size in sizes:
         yield data.slice(start, start + size)

@@ -1,8 +1,8 @@
-"""From the model's output to a call of the loss, by what the loss declares in `input_type`.
+"""Build the inputs that a loss declares in `input_type`, and call the loss on the model's output.
 
-Between a backend's forward and the loss: `base.PolicyWorker.train` asks for the builder of the inputs before the
-forward and has the loss called after it; `lm_policy` asks which keys a batch needs. Invariant: a loss of one kind
-receives the same tensors in the same places whatever the layout, the ranks and the backend.
+`base.PolicyWorker.train` builds inputs before the forward and calls the loss after it; `lm_policy` checks the keys that
+a batch needs. Invariant: losses of one input type receive the same tensors in the same places, whatever the layout, the
+ranks and the backend.
 """
 
 from collections.abc import Callable
@@ -37,12 +37,12 @@ _BUILDERS: dict[LossInputType, BuildInputs] = {
 
 
 def input_type_of(loss_fn: AnyLossFunction) -> LossInputType:
-    """Input type of a loss; log-probabilities where a user's own loss declares none."""
+    """Return the input type of a loss; log-probabilities if a user's own loss declares none."""
     return getattr(loss_fn, "input_type", LossInputType.LOGPROB)
 
 
 def extra_keys(loss_fn: AnyLossFunction) -> tuple[str, ...]:
-    """Keys of a batch that this loss needs beyond those of every training batch."""
+    """Return the keys that this loss needs in addition to those of every training batch."""
     keys = ["reference_policy_logprobs"] if getattr(loss_fn, "needs_reference", False) else []
     if input_type_of(loss_fn) is LossInputType.DISTILLATION:
         keys += ["teacher_topk_logits", "teacher_topk_indices"]
@@ -50,7 +50,7 @@ def extra_keys(loss_fn: AnyLossFunction) -> tuple[str, ...]:
 
 
 def input_builder(loss_fn: AnyLossFunction) -> BuildInputs:
-    """How a microbatch is laid out for this loss."""
+    """Return the function that lays out a microbatch for this loss."""
     return _BUILDERS[input_type_of(loss_fn)]
 
 
@@ -62,13 +62,14 @@ def call_loss(
     rows: BatchedDataDict[Any],
     global_valid: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, LossMetrics]:
-    """Loss and metrics of one microbatch.
+    """Compute loss and metrics of one microbatch.
 
     Args:
-        loss_fn: the loss; receives `[b, T - 1]` log-probabilities, or `[b, 1]` scores of sequences; for distillation
-            the student's log-probabilities of the teacher's top-k tokens `[b, T - 1, k]`, the teacher's, normalised
-            over these k, and the student's negative entropy over the whole vocabulary `[b, T - 1]`.
-        inputs: what the forward ran on.
+        loss_fn: the loss. It receives `[b, T - 1]` log-probabilities, or `[b, 1]` scores of sequences. For distillation
+            it receives the student's log-probabilities of the teacher's top-k tokens `[b, T - 1, k]`, those of the
+            teacher, normalised over these k, and the student's negative entropy over the whole vocabulary
+            `[b, T - 1]`.
+        inputs: inputs of the forward.
         scores: `[K]`, or `[K, k]` for distillation.
         entropy_K: entropy of each distribution.
         rows: the microbatch, on the model's device.

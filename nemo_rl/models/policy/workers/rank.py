@@ -1,6 +1,6 @@
-"""The process of one rank: settings, process group, the backend that the configuration names.
+"""Start the process of one rank: settings, process group, and the backend that the configuration names.
 
-Built by name in a worker process. It only assembles; what a worker does is in `base`.
+A worker process builds `PolicyRank` by name. This file only assembles; `base` has the methods of a worker.
 """
 
 import torch
@@ -20,7 +20,7 @@ from nemo_rl.utils.seed import derive_seed, set_seed
 
 
 class PolicyRank(PolicyWorker):
-    """One rank."""
+    """The worker of one rank, with its process group and backend."""
 
     def __init__(self, config: PolicyConfig, settings: WorkerSettings) -> None:
         torch.set_num_threads(settings.threads())

@@ -1,0 +1,45 @@
+"""Refuse rows that a model or the engine of a run does not accept, before Ray starts."""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.data.datasets.processed_dataset import MixedDataset
+from nemo_rl.data.datasets.setup import RunData
+from nemo_rl.data.model_rows import ROW_INPUTS, RowInputs
+from nemo_rl.models.generation.registry import engine_rows
+from nemo_rl.models.training.backends import training_backend
+
+_KEYS = (ROW_INPUTS, f"{ROW_INPUTS}_chosen", f"{ROW_INPUTS}_rejected")
+
+
+def check_rows(models: Sequence[PolicyConfig], data: RunData, *, sampled: bool) -> None:
+    """Look at the first row of each data set; later rows are checked when they are used.
+
+    Args:
+        models: sections of the models that read the rows, the policy first.
+        data: the rows of the run.
+        sampled: whether the policy's engines continue the rows.
+
+    Raises:
+        ConfigError: names what a row has, who does not accept it, and who does.
+    """
+    rows = list(chain.from_iterable(map(_first_inputs, _data_sets(data))))
+    if not rows:
+        return
+    for model in models:
+        training_backend(model).accepted_rows(model).require(rows)
+    generation = models[0].generation
+    if sampled and generation is not None:
+        engine_rows(generation.backend).require(rows)
+
+
+def _data_sets(data: RunData) -> Iterator[MixedDataset]:
+    yield from (rows for rows in (data.train, data.validation, *data.named_validation.values()) if rows is not None)
+
+
+def _first_inputs(rows: MixedDataset) -> Iterator[RowInputs]:
+    for part in rows.parts:
+        datum: dict[str, Any] = dict(part[0]) if len(part) else {}
+        yield from (inputs for key in _KEYS if (inputs := datum.get(key)) is not None)

@@ -1,0 +1,262 @@
+"""Carry what a model reads of a row next to its token ids, from the data processor to the model's forward.
+
+    processor ─► datum["row_inputs"] ─► collate: batch["row_inputs"], a list with one entry a row
+                                           │  ranks and microbatches take rows, so they take list entries
+                 rollout ─► engine         ▼
+                               `forward_arguments`, `position_ids`: keyword arguments of the model's forward
+
+All decisions about batching are in this file. Token ids stay where rollouts extend them: in message logs, requests and
+`input_ids`. Invariant: the model's forward gets the items of all rows end to end, in the order of the rows' tokens,
+whether rows are padded or packed. A batch without such inputs has no key for them, and costs nothing.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from nemo_rl.distributed.tensor_transport import pack_tensors
+from nemo_rl.utils.errors import DataError
+
+ROW_INPUTS = "row_inputs"
+"""Key of a datum (one `RowInputs`) and of a batch (a list of B of them)."""
+
+TOKEN_ARGUMENTS = frozenset(
+    ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "divided_row")
+)
+"""Arguments of a model's forward that the layout of the tokens makes."""
+_RESERVED = TOKEN_ARGUMENTS | {
+    "attention_mask",
+    "cache_position",
+    "inputs_embeds",
+    "labels",
+    "logits_to_keep",
+    "past_key_values",
+    "use_cache",
+}
+
+type PositionRule = Callable[[Tensor, "RowInputs"], Tensor]
+"""Token ids `[n]` int64 of a row and its inputs -> their positions, `[n]` or `[d, n]` int64.
+
+It is called again when a rollout has extended the row. A position may depend on the tokens up to its own only. Ray
+pickles it, so a module-level function is best.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class RowInput:
+    """One further input of one row.
+
+    Attributes:
+        values: `[n, ...]` on the CPU: n items of the row. n may differ between rows and may be 0; the shape of an item
+            and the dtype are the same in all rows.
+        lengths_as: name of the forward's argument that gets the number of items of each row, `[b]` int64; None: the
+            forward needs no such numbers.
+    """
+
+    values: Tensor
+    lengths_as: str | None = None
+
+    @property
+    def kind(self) -> tuple[torch.dtype, tuple[int, ...], str | None]:
+        """Dtype, shape of an item, and `lengths_as`: what all rows of a batch have in common."""
+        return self.values.dtype, tuple(self.values.shape[1:]), self.lengths_as
+
+    def __str__(self) -> str:
+        dtype, shape, _ = self.kind
+        return f"{str(dtype).removeprefix('torch.')} [n{''.join(f', {size}' for size in shape)}]"
+
+
+@dataclass(frozen=True, eq=False)
+class RowInputs:
+    """What a model reads of one row next to its token ids. Copies share the tensors: do not write into them.
+
+    Attributes:
+        inputs: inputs such as pixel values, by the name of the forward's argument.
+        positions: how positions of the tokens are computed; None: 0 to n - 1.
+
+    Raises:
+        DataError: a name is taken by another argument, or a value is not a tensor `[n, ...]` on the CPU.
+
+    Example:
+        >>> RowInputs({"pixel_values": RowInput(torch.zeros(2, 3, 8, 8), lengths_as="num_images")})
+    """
+
+    inputs: Mapping[str, RowInput] = field(default_factory=dict)
+    positions: PositionRule | None = None
+
+    def __post_init__(self) -> None:
+        """Check names and tensors."""
+        arguments = self.argument_names
+        taken = sorted(name for name in arguments if name in _RESERVED or arguments.count(name) > 1)
+        if taken:
+            raise DataError(
+                f"A row gives the model's arguments {', '.join(dict.fromkeys(taken))} more than once, or the layout of "
+                "the tokens makes them. Give each further input its own name."
+            )
+        for name, given in self.inputs.items():
+            values = given.values
+            if not isinstance(values, Tensor) or values.dim() == 0 or values.device.type != "cpu":
+                raise DataError(f"The row input {name!r} must be a tensor [n, ...] on the CPU, got {values!r:.80}.")
+
+    def __str__(self) -> str:
+        parts = [f"{name} ({given})" for name, given in self.inputs.items()]
+        return ", ".join(parts + (["positions of its own"] if self.positions else []))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inputs as tensors and plain values for a checkpoint.
+
+        Raises:
+            DataError: the row has a position rule; a checkpoint holds no functions.
+        """
+        if self.positions is not None:
+            raise DataError(
+                "A row with its own position rule cannot be stored in a checkpoint: the rule is a function."
+            )
+        return {name: [given.values.clone(), given.lengths_as] for name, given in self.inputs.items()}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Self:
+        """Rebuild the inputs of a row from their `state_dict`."""
+        return cls({name: RowInput(values, lengths_as) for name, (values, lengths_as) in state.items()})
+
+    @property
+    def argument_names(self) -> list[str]:
+        """Arguments of the model's forward that the inputs fill."""
+        return [*self.inputs, *(given.lengths_as for given in self.inputs.values() if given.lengths_as is not None)]
+
+    def without_items(self) -> Self:
+        """Copy the inputs with n = 0 and plain positions, for a filler row and for a row that was cut."""
+        empty = {name: RowInput(given.values[:0], given.lengths_as) for name, given in self.inputs.items()}
+        return type(self)(empty)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        packed = pack_tensors({name: (given.values, given.lengths_as) for name, given in self.inputs.items()})
+        return _rebuild, (packed, self.positions)
+
+
+def _rebuild(packed: dict[str, tuple[Tensor, str | None]], positions: PositionRule | None) -> RowInputs:
+    return RowInputs({name: RowInput(*given) for name, given in packed.items()}, positions)
+
+
+def row_inputs_of(data: Sequence[Mapping[str, Any]], key: str = ROW_INPUTS) -> dict[str, list[RowInputs]]:
+    """Collate the inputs of B data.
+
+    Returns:
+        `row_inputs` (list of B); empty if no datum has any.
+
+    Raises:
+        DataError: see `completed`.
+    """
+    if not any(datum.get(key) is not None for datum in data):
+        return {}
+    return {ROW_INPUTS: completed([datum.get(key) for datum in data])}
+
+
+def completed(column: Sequence[RowInputs | None]) -> list[RowInputs]:
+    """Give every row the inputs that any row has; a row that lacks one gets it without items.
+
+    So all microbatches on all ranks call the model with the same arguments.
+
+    Raises:
+        DataError: rows give an input of one name with different dtypes or shapes.
+    """
+    kinds: dict[str, tuple[int, RowInput]] = {}
+    for row, inputs in enumerate(column):
+        for name, given in (inputs.inputs if inputs else {}).items():
+            first_row, first = kinds.setdefault(name, (row, given))
+            if first.kind != given.kind:
+                raise DataError(
+                    f"The row input {name!r} is {given} in row {row} and {first} in row {first_row} (lengths_as="
+                    f"{given.lengths_as!r} and {first.lengths_as!r}). All rows need the same dtype, shape of an item "
+                    "and lengths_as."
+                )
+    empty = {name: RowInput(given.values[:0], given.lengths_as) for name, (_, given) in kinds.items()}
+    complete = []
+    for given_inputs in column:
+        own = given_inputs or RowInputs()
+        complete.append(
+            own if own.inputs.keys() == empty.keys() else RowInputs(empty | dict(own.inputs), own.positions)
+        )
+    return complete
+
+
+def forward_arguments(column: Sequence[RowInputs]) -> dict[str, Tensor]:
+    """Concatenate the inputs of the rows of one forward pass.
+
+    Args:
+        column: of b rows, as `completed` returns them, in the order of their tokens.
+
+    Returns:
+        Each input `[n_0 + ... + n_(b-1), ...]`, and the `[b]` int64 numbers that inputs ask for, by argument.
+    """
+    arguments: dict[str, Tensor] = {}
+    for name, first in column[0].inputs.items():
+        values = [row.inputs[name].values for row in column]
+        arguments[name] = torch.cat(values)
+        if first.lengths_as is not None:
+            arguments[first.lengths_as] = torch.tensor([len(items) for items in values], dtype=torch.int64)
+    return arguments
+
+
+def has_position_rule(column: Iterable[RowInputs]) -> bool:
+    """Return whether any row computes its own positions."""
+    return any(row.positions is not None for row in column)
+
+
+def row_positions(token_ids: Tensor, inputs: RowInputs) -> Tensor:
+    """Compute the positions of the n tokens of a row, `[n]` or `[d, n]` int64.
+
+    Raises:
+        DataError: the row's rule returns another shape or dtype.
+    """
+    if inputs.positions is None:
+        return torch.arange(len(token_ids))
+    positions = inputs.positions(token_ids, inputs)
+    if positions.dim() not in (1, 2) or positions.shape[-1] != len(token_ids) or positions.dtype != torch.int64:
+        raise DataError(
+            f"A position rule must return int64 [n] or [d, n] for the n={len(token_ids)} tokens of a row, got "
+            f"{positions.dtype} {list(positions.shape)}."
+        )
+    return positions
+
+
+def position_ids(rows: Sequence[Tensor], column: Sequence[RowInputs], width: int, layout: str) -> Tensor:
+    """Lay the positions of rows out as their tokens.
+
+    Args:
+        rows: token ids `[n]` of each of b rows.
+        column: their inputs.
+        width: tokens of a padded row, or of the packed one with its filler.
+        layout: "right" or "left" for rows padded there, "packed" for rows end to end.
+
+    Returns:
+        `[b, width]`, or `[1, width]` packed; `[d, b, width]` where a rule has d dimensions. 0 on padding; a filler
+        after packed rows counts from 0.
+
+    Raises:
+        DataError: rules of different rows have different numbers of dimensions.
+    """
+    positions = _of_one_shape([row_positions(ids, inputs) for ids, inputs in zip(rows, column, strict=True)])
+    if layout == "packed":
+        used = sum(len(ids) for ids in rows)
+        filler = torch.arange(width - used).expand(*positions[0].shape[:-1], -1)
+        return torch.cat([*positions, filler], dim=-1).unsqueeze(-2)
+    padding = [(0, width - len(ids)) if layout == "right" else (width - len(ids), 0) for ids in rows]
+    padded = [torch.nn.functional.pad(own, pad) for own, pad in zip(positions, padding, strict=True)]
+    return torch.stack(padded, dim=-2)
+
+
+def _of_one_shape(positions: list[Tensor]) -> list[Tensor]:
+    """Repeat `[n]` positions in every dimension where other rows have `[d, n]`."""
+    sizes = sorted({len(own) for own in positions if own.dim() == 2})
+    if not sizes:
+        return positions
+    if len(sizes) > 1:
+        raise DataError(f"Position rules of one batch need the same number of dimensions, got {sizes}.")
+    return [own.expand(sizes[0], -1) for own in positions]

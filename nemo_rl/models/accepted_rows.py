@@ -1,0 +1,68 @@
+"""State which rows a training backend or an engine accepts, and refuse the others by name.
+
+Backends declare it in `TrainingBackend.accepted_rows`, engines in `generation.registry`. Invariant: a row input never
+reaches a model that does not read it.
+"""
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from nemo_rl.data.model_rows import RowInputs
+from nemo_rl.utils.errors import ConfigError
+
+WHO_ACCEPTS = (
+    "Rows with further inputs, or with positions of their own, are accepted by policy.dtensor_cfg without pipeline and "
+    "context parallelism and by policy.generation.backend=hf."
+)
+
+
+@dataclass(frozen=True)
+class AcceptedRows:
+    """Which rows something that reads rows accepts. Token ids with positions 0 to n - 1 are always accepted.
+
+    Attributes:
+        reader: what reads the rows, for messages: the key that chose it, or a class.
+        inputs: accepts further inputs; the model's forward must have parameters of their names.
+        positions: accepts rows that compute their own positions.
+    """
+
+    reader: str
+    inputs: bool = False
+    positions: bool = False
+
+    def refusal(self, row: RowInputs) -> str | None:
+        """Return why a row is refused; None if it is accepted."""
+        if (self.inputs or not row.inputs) and (self.positions or row.positions is None):
+            return None
+        takes = ["token ids"] + ["further inputs"] * self.inputs + ["positions of their own"] * self.positions
+        return f"A row has {row}, but {self.reader} accepts {' and '.join(takes)} only. {WHO_ACCEPTS}"
+
+    def require(self, rows: Iterable[RowInputs]) -> None:
+        """Refuse rows that are not accepted.
+
+        Raises:
+            ConfigError: a row is refused; the message names its inputs, the reader, and who accepts such rows.
+        """
+        for row in rows:
+            reason = self.refusal(row)
+            if reason is not None:
+                raise ConfigError(reason)
+
+
+def require_parameters(module: nn.Module, names: Iterable[str]) -> None:
+    """Check that a module's forward names these arguments; many forwards swallow unknown ones without using them.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    known = inspect.signature(type(module).forward).parameters
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise ConfigError(
+            f"Rows have the inputs {', '.join(missing)}, but {type(module).__name__}.forward has no such parameters. "
+            f"It has {', '.join(name for name in known if name != 'self')}. Use a model that reads them, or a data "
+            "processor that does not make them."
+        )
