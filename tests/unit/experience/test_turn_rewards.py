@@ -6,7 +6,7 @@ import torch
 
 from nemo_rl.environments.interfaces import StepResult
 from nemo_rl.experience.post_processing import post_process
-from nemo_rl.experience.rollouts import _absorb
+from nemo_rl.experience.samples import _absorb
 from nemo_rl.experience.trajectory import Trajectory
 
 
