@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+from typing_extensions import is_protocol
 
 from nemo_rl.utils.did_you_mean import did_you_mean
 from nemo_rl.utils.errors import ConfigError
@@ -157,7 +158,7 @@ class Registry[Part]:
 
     @property
     def _is_protocol(self) -> bool:
-        return bool(getattr(self.interface, "_is_protocol", False))
+        return is_protocol(self.interface)
 
     def _missing_methods(self, found: type) -> list[str]:
         """Methods of the interface that a class lacks.

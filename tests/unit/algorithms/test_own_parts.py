@@ -67,7 +67,7 @@ def test_an_estimator_and_a_source_by_dotted_path_are_in_the_recipe():
         "grpo.rollout_source.kwargs={depth: 2}",
     )
     source = made.source(Inner())
-    assert (type(source), source.depth, source.epoch) == (WrappingSource, 2, 0)
+    assert (type(source), source.depth, source.max_staleness) == (WrappingSource, 2, 0)
     assert made.roles["policy"].keeps_reference, "the estimator needs log-probabilities of the reference"
     *_, credit = made.stages({"policy": None})
     assert credit.needs_logprobs
