@@ -12,7 +12,7 @@ def check_teacher(teacher: TeacherConfig) -> Findings:
     for key in teacher.adapter_keys:
         yield f"teacher.{key}.enabled=true adds untrained adapters. Set it to false."
     if teacher.reward_model_cfg.enabled:
-        yield "teacher.reward_model_cfg.enabled=true makes a model that scores answers as wholes. Set it to false."
+        yield "teacher.reward_model_cfg.enabled=true makes a model that scores whole answers. Set it to false."
 
 
 def check_distillation_loss(loss: DistillationLossConfig) -> Findings:
