@@ -68,6 +68,7 @@ BROAD_EXCEPT_BOUNDARIES = {
     "models/huggingface/reachable.py": "whatever the hub's HTTP library raises means that the hub was not reached",
 }
 
+MAX_FILES_IN_A_FOLDER = 16
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 LONG_FILES: dict[str, str] = {}
@@ -342,6 +343,15 @@ def test_broad_excepts_are_at_named_boundaries():
         and (node.type is None or (isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException")))
     }
     assert catchers == set(BROAD_EXCEPT_BOUNDARIES)
+
+
+def test_folders_stay_small():
+    wide = {
+        folder.relative_to(ROOT).as_posix(): len(list(folder.glob("*.py")))
+        for folder in (PACKAGE, *PACKAGE.rglob("*/"))
+        if len(list(folder.glob("*.py"))) > MAX_FILES_IN_A_FOLDER
+    }
+    assert wide == {}
 
 
 def test_files_and_functions_stay_small():
