@@ -26,17 +26,17 @@ def distilled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metrics]:
 
 
 @pytest.mark.long
-def test_a_killed_run_goes_on_bit_for_bit(start_example: StartExample, tmp_path) -> None:
+def test_a_killed_run_resumes_bit_for_bit(start_example: StartExample, tmp_path) -> None:
     killed_and_resumed(start_example, SCRIPT, CONFIG, OVERRIDES, tmp_path, steps=STEPS)
 
 
-def test_learns(distilled: Metrics) -> None:
+def test_the_student_learns_from_the_teacher(distilled: Metrics) -> None:
     assert distilled["validation", STEPS, "accuracy"] > distilled["validation", 0, "accuracy"] + 0.3
     assert distilled["train", STEPS, "loss"] < 0.5 * distilled["train", 1, "loss"]
     assert distilled["train", STEPS, "student_topk_mass"] > 0.99
 
 
-def test_a_teacher_of_its_own_gives_the_same_steps(distilled: Metrics, start_example: StartExample) -> None:
+def test_a_teacher_on_separate_devices_gives_the_same_steps(distilled: Metrics, start_example: StartExample) -> None:
     """Two teacher ranks apart from two student ranks, which pack while the teacher does not."""
     run = start_example(
         SCRIPT,

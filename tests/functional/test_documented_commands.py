@@ -43,7 +43,7 @@ def as_installed(command: str) -> str:
     return re.sub(r"uv run (--extra \w+ |--group \w+ )*", "", command.removeprefix("pip install uv && "))
 
 
-def test_all_of_them_in_page_order(tmp_path: Path) -> None:
+def test_every_documented_command_runs_in_page_order(tmp_path: Path) -> None:
     commands = list(dict.fromkeys(map(as_installed, documented_commands())))
     assert len(commands) > 20
     for part in ("examples", "infra", "tools"):

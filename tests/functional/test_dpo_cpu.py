@@ -9,7 +9,7 @@ from supervised_runs import run_and_resume, run_once
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
 
 
-def test_learns(start_example: StartExample, tmp_path) -> None:
+def test_dpo_starts_at_ln_2_and_widens_the_margin(start_example: StartExample, tmp_path) -> None:
     metrics = run_once(start_example, "dpo", 20, tmp_path)
     assert metrics["validation", 0, "preference_loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert metrics["train", 1, "loss"] == pytest.approx(math.log(2), abs=1e-5)
@@ -20,7 +20,7 @@ def test_learns(start_example: StartExample, tmp_path) -> None:
 
 
 @pytest.mark.long
-def test_a_killed_run_goes_on_bit_for_bit(start_example: StartExample, tmp_path) -> None:
+def test_a_killed_run_resumes_bit_for_bit(start_example: StartExample, tmp_path) -> None:
     run_and_resume(start_example, "dpo", 20, tmp_path)
 
 

@@ -30,7 +30,7 @@ TENSOR_PARALLEL = ("policy.megatron_cfg.tensor_model_parallel_size=2", "policy.m
 STAGES = ("policy.megatron_cfg.pipeline_model_parallel_size=2",)
 
 
-def test_a_killed_run_goes_on_as_two_stages_and_is_exported(
+def test_a_killed_run_resumes_on_two_stages_and_is_exported(
     start_example: StartExample, grpo_example: GRPOExample, tmp_path: Path
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
@@ -58,7 +58,7 @@ def test_a_killed_run_goes_on_as_two_stages_and_is_exported(
     _check_export(checkpoints / "step_3", tmp_path)
 
 
-def test_the_trained_models_own_layers_sample(start_example: StartExample) -> None:
+def test_megatron_generation_samples_with_the_training_layers(start_example: StartExample) -> None:
     """No vLLM: Megatron Core's layers sample, another rank of them trains, and both give the same log-probabilities."""
     overrides = ("grpo.val_at_start=false", "grpo.val_period=0", "checkpointing.enabled=false")
     run = start_example("run_grpo.py", CONFIG, "grpo.max_num_steps=3", *overrides, "policy.generation.backend=megatron")

@@ -34,7 +34,7 @@ def test_the_example_is_notebook_sized() -> None:
 
 @pytest.mark.ray
 @pytest.mark.timeout(180)
-def test_the_page_runs_and_the_loss_falls(tmp_path: Path) -> None:
+def test_the_code_of_the_page_runs_and_the_loss_falls(tmp_path: Path) -> None:
     """As a reader would: all blocks one after the other, in a script of their own somewhere else."""
     (tmp_path / "page.py").write_text("\n\n".join(blocks()), encoding="utf-8")
     done = subprocess.run(

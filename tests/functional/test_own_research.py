@@ -23,7 +23,7 @@ def test_the_script_stays_short() -> None:
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(240)
-def test_it_learns(tmp_path: Path) -> None:
+def test_the_policy_learns_what_the_script_rewards(tmp_path: Path) -> None:
     """Before and after four steps; the second number is not rewarded, and rises with what is."""
     command = [sys.executable, str(SCRIPT), "grpo.max_num_steps=4", "grpo.val_period=4"]
     done = subprocess.run(command, cwd=tmp_path, env=run_environment(), capture_output=True, text=True, timeout=230)

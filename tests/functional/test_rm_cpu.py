@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
 
 
-def test_learns_and_loads_as_a_sequence_classifier(start_example: StartExample, tmp_path) -> None:
+def test_a_reward_model_learns_and_loads_as_a_sequence_classifier(start_example: StartExample, tmp_path) -> None:
     metrics = run_once(start_example, "rm", 40, tmp_path)
     losses = [metrics["validation", step, "loss"] for step in (0, 20, 40)]
     assert losses[0] > losses[1] > losses[2]
@@ -30,5 +30,5 @@ def test_learns_and_loads_as_a_sequence_classifier(start_example: StartExample, 
 
 
 @pytest.mark.long
-def test_a_killed_run_goes_on_bit_for_bit(start_example: StartExample, tmp_path) -> None:
+def test_a_killed_run_resumes_bit_for_bit(start_example: StartExample, tmp_path) -> None:
     run_and_resume(start_example, "rm", 20, tmp_path)

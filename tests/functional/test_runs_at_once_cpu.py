@@ -28,7 +28,7 @@ def finish_all(runs: list[ExampleRun], steps: int) -> None:
 
 
 @pytest.mark.parametrize("attempt", [1, 2, 3])
-def test_six_supervised_runs(start_example: StartExample, tmp_path: Path, attempt: int) -> None:
+def test_six_supervised_runs_finish_side_by_side(start_example: StartExample, tmp_path: Path, attempt: int) -> None:
     runs = [
         start_example(
             "run_sft.py", "sft_cpu.yaml", "sft.max_num_steps=3", f"checkpointing.checkpoint_dir={tmp_path}/{i}"
@@ -40,7 +40,9 @@ def test_six_supervised_runs(start_example: StartExample, tmp_path: Path, attemp
 
 
 @pytest.mark.vllm
-def test_three_grpo_runs_over_collectives(start_example: StartExample, tmp_path: Path) -> None:
+def test_three_grpo_runs_with_collective_weight_sync_finish_side_by_side(
+    start_example: StartExample, tmp_path: Path
+) -> None:
     overrides = (
         "grpo.max_num_steps=2",
         "grpo.val_at_start=false",

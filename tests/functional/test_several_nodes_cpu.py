@@ -52,7 +52,7 @@ def lose(nodes: RayNodes, address: str, run: ExampleRun) -> tuple[int, float]:
     return run.finish(300), time.monotonic() - killed
 
 
-def test_two_nodes_learn_as_one_until_a_rank_is_lost_with_its_node(
+def test_two_nodes_train_like_one_and_a_lost_node_ends_the_run(
     start_example: StartExample, one_node: Metrics, nodes: RayNodes, tmp_path: Path
 ) -> None:
     joined = {"RAY_ADDRESS": nodes.address}
@@ -72,7 +72,7 @@ def test_two_nodes_learn_as_one_until_a_rank_is_lost_with_its_node(
     assert (tmp_path / f"checkpoints/step_{STEPS}/policy/weights").is_dir()
 
 
-def test_engines_on_a_node_of_their_own_move_when_it_is_lost(
+def test_engines_on_a_separate_node_move_when_it_is_lost(
     start_example: StartExample, one_node: Metrics, nodes: RayNodes
 ) -> None:
     own = "policy.generation.colocated.resources.num_nodes=1"
@@ -87,7 +87,7 @@ def test_engines_on_a_node_of_their_own_move_when_it_is_lost(
     assert rewards == [one_node["train", step, "reward"] for step in range(1, STEPS + 1)]
 
 
-def test_colocated_engines_on_both_nodes(start_example: StartExample, one_node: Metrics, nodes: RayNodes) -> None:
+def test_colocated_engines_run_on_both_nodes(start_example: StartExample, one_node: Metrics, nodes: RayNodes) -> None:
     run = start(
         start_example,
         {"RAY_ADDRESS": nodes.address},
@@ -101,7 +101,7 @@ def test_colocated_engines_on_both_nodes(start_example: StartExample, one_node: 
     assert [metrics["train", step, "reward"] for step in (1, 2)] == [one_node["train", s, "reward"] for s in (1, 2)]
 
 
-def test_a_full_disk_costs_what_was_not_saved_yet(start_example: StartExample, nodes: RayNodes, tmp_path: Path) -> None:
+def test_a_full_disk_loses_only_unsaved_steps(start_example: StartExample, nodes: RayNodes, tmp_path: Path) -> None:
     with small_disk(tmp_path, "90m") as disk:
         checkpoints = disk / "checkpoints"
         saved = (

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
 
 
-def test_learns_and_resumes_bit_for_bit(start_example: StartExample, tmp_path) -> None:
+def test_sft_learns_and_resumes_bit_for_bit(start_example: StartExample, tmp_path) -> None:
     metrics = run_and_resume(start_example, "sft", 20, tmp_path)
     losses = [metrics["validation", step, "val_loss"] for step in (0, 10, 20)]
     assert losses[0] > losses[1] > losses[2]

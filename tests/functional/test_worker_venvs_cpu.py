@@ -40,7 +40,7 @@ def places_of_torch(run: ExampleRun, *titles: str) -> set[Path]:
     return {library.parents[2] for library in libraries if library.name == "libtorch_cpu.so"}
 
 
-def test_ranks_and_engines_in_environments_of_their_own(start_example: StartExample, tmp_path: Path) -> None:
+def test_ranks_and_engines_run_in_their_own_python_environments(start_example: StartExample, tmp_path: Path) -> None:
     plain = start_example("run_grpo.py", "grpo_math_cpu.yaml", *OVERRIDES, logs="plain")
     assert plain.finish() == 0, plain.log()[-3000:]
     expected = of_training(read_metrics(plain.log_dir))

@@ -183,7 +183,7 @@ def test_files_import_from_their_own_package_or_a_lower_layer():
 
 
 @pytest.mark.parametrize("package", LEVELS)
-def test_arrows_inside_a_package_run_one_way(package):
+def test_imports_inside_a_package_run_one_way(package):
     levels = {name: level for level, names in enumerate(LEVELS[package]) for name in names}
     entries = {path.name.removesuffix(".py") for path in (PACKAGE / package).iterdir()}
     assert entries - {"__init__", "__pycache__"} == levels.keys()
@@ -228,7 +228,7 @@ def model_part(module: str) -> str:
     return max((part for part in MODEL_ARROWS if f"{module}.".startswith(f"{part}.")), key=len)
 
 
-def test_arrows_inside_models_run_one_way():
+def test_imports_inside_models_run_one_way():
     arrows: dict[str, set[str]] = {part: set() for part in MODEL_ARROWS}
     known = {module_name(file) for file in files()}
     for file in (PACKAGE / "models").rglob("*.py"):
@@ -255,7 +255,7 @@ RANK_READERS = {
 }
 
 
-def test_ranks_are_numbers_of_processes_only():
+def test_only_listed_files_read_the_rank():
     """`get_rank()` says which process this is; `ParallelLayout` says what it is there for."""
     readers = {
         name_of(file)
@@ -266,7 +266,7 @@ def test_ranks_are_numbers_of_processes_only():
     assert readers == set(RANK_READERS)
 
 
-def test_files_import_in_no_circle():
+def test_files_import_without_cycles():
     modules = {module_name(file): file for file in files()}
     edges = {
         name: {target for target in imports_of(file) if target in modules and target != name}
@@ -292,13 +292,13 @@ def find_circle(edges: dict[str, set[str]]) -> list[str] | None:
     return None
 
 
-def test_the_circle_finder_finds_circles():
+def test_the_cycle_finder_finds_cycles():
     assert find_circle({"a": {"b"}, "b": {"c"}, "c": set()}) is None
     assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_backends_are_imported_only_where_they_live(backend):
+def test_backends_are_imported_only_in_their_packages(backend):
     misplaced = [
         name_of(file)
         for file in files()
@@ -308,7 +308,7 @@ def test_backends_are_imported_only_where_they_live(backend):
     assert misplaced == []
 
 
-def test_cuda_is_written_only_in_its_places():
+def test_cuda_appears_only_in_listed_files():
     writers = {
         name_of(file)
         for file in files()
@@ -322,7 +322,7 @@ def test_cuda_is_written_only_in_its_places():
     assert writers == set(CUDA_EXCEPTIONS)
 
 
-def test_nothing_prints():
+def test_the_library_does_not_print():
     printers = [
         f"{name_of(file)}:{node.lineno}"
         for file in files()
@@ -332,7 +332,7 @@ def test_nothing_prints():
     assert printers == []
 
 
-def test_broad_excepts_are_at_named_boundaries():
+def test_broad_excepts_are_only_at_listed_boundaries():
     catchers = {
         name_of(file)
         for file in files()
@@ -365,7 +365,7 @@ def test_re_exports_define_nothing(path):
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
 
 
-def test_every_file_says_what_it_is():
+def test_every_file_has_a_docstring():
     assert [name_of(file) for file in files() if not ast.get_docstring(tree_of(file))] == []
 
 
@@ -384,7 +384,7 @@ def test_no_registry_hosts_are_named():
 
 
 @pytest.mark.parametrize("module", PUBLIC_NAMES)
-def test_public_paths_have_their_names(module):
+def test_public_paths_export_their_names(module):
     imported = importlib.import_module(module)
     assert [name for name in PUBLIC_NAMES[module] if not hasattr(imported, name)] == []
 
@@ -407,7 +407,7 @@ def test_config_needs_neither_torch_nor_ray():
 
 
 @pytest.mark.parametrize("module", PLANNED_PATHS)
-def test_planned_paths_are_listed_until_they_exist(module):
+def test_planned_paths_do_not_exist_yet(module):
     """When one of these arrives, move it to PUBLIC_NAMES."""
     path = ROOT / module.replace(".", "/")
     assert not path.with_suffix(".py").exists() and not path.exists()

@@ -129,7 +129,7 @@ def test_every_hook_is_called_by_the_library():
     assert idle_hooks(trees) == set()
 
 
-def test_a_hook_that_nobody_calls_is_found():
+def test_a_hook_without_a_caller_is_found():
     """Each line that calls a hook of an environment is needed; without it the test above fails."""
     calls = {
         "open_episode": "experience/rollouts.py",
@@ -144,7 +144,7 @@ def test_a_hook_that_nobody_calls_is_found():
         assert idle_hooks(trees) == {("EnvironmentInterface", name)}
 
 
-def test_new_idle_hooks_are_found_and_relays_do_not_count():
+def test_unused_hooks_are_found_and_forwarding_does_not_count_as_a_call():
     interface = """
 import abc
 class Interface(abc.ABC):

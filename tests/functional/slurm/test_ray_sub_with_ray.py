@@ -48,7 +48,7 @@ def pair_of_free_ports(taken: ExitStack) -> int:
         return port
 
 
-def test_two_nodes_join_and_the_loss_of_one_is_named(tmp_path, real_ray):
+def test_two_nodes_join_and_a_lost_node_is_named(tmp_path, real_ray):
     look = (
         "import json, ray, sys, time; ray.init(logging_level='ERROR');"
         "print('seen', json.dumps({n['NodeName']: n['Resources'] for n in ray.nodes()}), flush=True)\n"
@@ -85,7 +85,7 @@ def kill_raylet(job: SlurmJob, node: str) -> None:
     raise AssertionError(f"{node} has no raylet")
 
 
-def test_the_cpu_example_is_preempted_and_goes_on_from_its_checkpoint(tmp_path, real_ray):
+def test_the_cpu_example_resumes_from_its_checkpoint_after_preemption(tmp_path, real_ray):
     command = (
         f"python {REPOSITORY}/examples/run_grpo.py --config {REPOSITORY}/examples/configs/grpo_math_cpu.yaml "
         f"policy.model_name={REPOSITORY}/examples/assets/tiny-chat grpo.max_num_steps=6 grpo.val_period=0 "

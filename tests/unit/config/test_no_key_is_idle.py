@@ -130,7 +130,7 @@ def idle_keys(reads: AttributeReads) -> set[str]:
     return idle - set(REFUSED_BY_A_RULE) - READ_BY_A_BACKEND - TAKEN_BY_ANOTHER
 
 
-def test_no_key_is_idle(sources: dict[Path, str]) -> None:
+def test_the_library_reads_every_key(sources: dict[Path, str]) -> None:
     reads = reads_of(sources)
     assert idle_keys(reads) == set()
     assert set(BY_COMPUTED_NAME) <= reads.wholes, "a function that reads by computed names is no longer there"
@@ -172,7 +172,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_key_made_idle_is_found(sources: dict[Path, str], name: str) -> None:
+def test_a_key_that_is_no_longer_read_is_found(sources: dict[Path, str], name: str) -> None:
     *edits, expected = PLANTED[name]
     edited = dict(sources)
     for file, old, new in edits:
@@ -181,14 +181,14 @@ def test_a_key_made_idle_is_found(sources: dict[Path, str], name: str) -> None:
     assert idle_keys(reads_of(edited)) == expected
 
 
-def test_a_notice_is_about_keys_that_are_there() -> None:
+def test_notices_name_existing_keys() -> None:
     for master in ALGORITHMS.values():
         for section in {section for _, section, _ in keys(master, "")}:
             assert set(section.idle) <= set(section.model_fields)
             assert not set(section.ignored) & set(section.model_fields)
 
 
-def test_who_writes_a_key_without_effect_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_without_effect_give_one_notice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     generated = {"dataset_name": "arithmetic", "num_samples": 5}
     content = with_values(data={"train": [generated, {"data_path": "README.md", "min_operand": 3}]})
     path = tmp_path / "config.yaml"

@@ -78,7 +78,7 @@ QWEN_EMPTY = "<think>\n\n</think>\n\n"
 
 
 @pytest.mark.parametrize("turns", [ONE_TURN, SYSTEM, MULTI_TURN], ids=["one", "system", "multi"])
-def test_qwen3(qwen3, turns):
+def test_qwen3_spans_cover_the_answers_with_their_end_token(qwen3, turns):
     runs, text, _ = trained(qwen3, chat(turns))
     answers = [content for role, content in turns if role == "assistant"]
     # Qwen3 shows the (empty) reasoning of the last turn only, and a model has to write it there.
@@ -87,7 +87,7 @@ def test_qwen3(qwen3, turns):
 
 
 @pytest.mark.parametrize("turns", [ONE_TURN, SYSTEM, MULTI_TURN], ids=["one", "system", "multi"])
-def test_minimind(minimind, turns):
+def test_minimind_spans_cover_the_answers_with_their_end_token(minimind, turns):
     runs, text, _ = trained(minimind, chat(turns))
     # MiniMind's generation prompt already holds the empty reasoning.
     assert runs == [content + "<|im_end|>" for role, content in turns if role == "assistant"]
@@ -95,7 +95,7 @@ def test_minimind(minimind, turns):
 
 
 @pytest.mark.parametrize("turns", [ONE_TURN, SYSTEM, MULTI_TURN], ids=["one", "system", "multi"])
-def test_llama3(llama3, turns):
+def test_llama3_spans_cover_the_answers_with_their_end_token(llama3, turns):
     runs, text, _ = trained(llama3, chat(turns))
     assert runs == [content.strip() + "<|eot_id|>" for role, content in turns if role == "assistant"]
     assert text == llama3.apply_chat_template(chat(turns), tokenize=False)
@@ -130,7 +130,7 @@ def test_tool_calls_are_trained_on_and_tool_answers_are_not(request, name):
     assert runs == [f"{CALLS}\n{CALLS}<|im_end|>", "It is 4.<|im_end|>", f"{last}Welcome<|im_end|>"]
 
 
-def test_reasoning_that_the_template_drops_later(qwen3):
+def test_reasoning_that_the_template_drops_later_is_handled(qwen3):
     messages = [
         {"role": "user", "content": "2+2?"},
         {"role": "assistant", "content": "", "reasoning_content": "Use the tool", "tool_calls": [CALL]},
@@ -147,7 +147,7 @@ def test_reasoning_that_the_template_drops_later(qwen3):
     assert runs == [f"{CALLS}<|im_end|>", "4<|im_end|>", f"{QWEN_EMPTY}6<|im_end|>"]
 
 
-def test_only_the_final_turn(qwen3, minimind, llama3):
+def test_only_the_final_turn_can_be_trained(qwen3, minimind, llama3):
     for tokenizer, answer in (
         (qwen3, QWEN_EMPTY + "Yes<|im_end|>"),
         (minimind, "Yes<|im_end|>"),
@@ -177,7 +177,7 @@ def test_a_template_that_drops_turns_is_refused(minimind, monkeypatch):
         trained(minimind, chat(MULTI_TURN))
 
 
-def test_closing_tokens(qwen3, llama3):
+def test_the_closing_token_is_the_special_token_at_the_end(qwen3, llama3):
     assert closing_token("a<|im_end|>\n", qwen3) == "<|im_end|>"
     assert closing_token("a<|eot_id|>", llama3) == "<|eot_id|>"
     assert closing_token("a", qwen3) is None

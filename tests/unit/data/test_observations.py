@@ -82,7 +82,7 @@ def says(*texts, role="environment"):
 
 @pytest.mark.parametrize("finished", [True, False], ids=["finished", "cut off"])
 @pytest.mark.parametrize("words", [["4"], ["4", "It is  5"], ["4", "5!", "Six, \n\nI say."]], ids=len)
-def test_a_conversation_reads_as_the_template_writes_it(named, words, finished):
+def test_a_conversation_equals_the_rendered_template(named, words, finished):
     name, tokenizer = named
     observations = says("Wrong,  try\nagain.", "Once more: é 你", "Last")[: len(words)]
     sampled = [word + ENDS[name] * finished for word in words]
@@ -93,7 +93,7 @@ def test_a_conversation_reads_as_the_template_writes_it(named, words, finished):
     assert found == expected
 
 
-def test_the_tokens_are_those_of_the_whole_text(chat_tokenizer):
+def test_the_tokens_equal_those_of_the_whole_text(chat_tokenizer):
     turns = list(zip(["4<|im_end|>", "5<|im_end|>"], says("Wrong.", "Right."), strict=True))
     log = play(chat_tokenizer, turns)
     ids = [token for message in log for token in message["token_ids"].tolist()]
@@ -101,7 +101,7 @@ def test_the_tokens_are_those_of_the_whole_text(chat_tokenizer):
     assert ids == encode_text(whole(chat_tokenizer, said), chat_tokenizer).tolist()
 
 
-def test_sampled_reasoning_stays_though_the_template_would_drop_it(qwen3):
+def test_sampled_reasoning_is_kept_although_the_template_drops_it(qwen3):
     sampled = "<think>\nhm\n</think>\n\n4<|im_end|>"
     log = play(qwen3, [(sampled, says("Wrong.")[0])])
     assert "hm" not in whole(qwen3, [("<think>\nhm\n</think>\n\n4", says("Wrong.")[0])])
@@ -122,12 +122,12 @@ def test_sampled_reasoning_stays_though_the_template_would_drop_it(qwen3):
     ],
     ids=["stop string", "end token", "end and line", "line", "another end", "nothing"],
 )
-def test_only_what_the_turn_lacks_is_added(qwen3, sampled, delta):
+def test_only_the_missing_end_of_a_turn_is_added(qwen3, sampled, delta):
     log = play(qwen3, [(sampled, says("No.")[0])])
     assert log[-1]["token_ids"].tolist() == encode_text(delta, qwen3).tolist()
 
 
-def test_a_tool_answer_is_rendered_as_one(chat_tokenizer):
+def test_a_tool_answer_is_rendered_as_a_tool_message(chat_tokenizer):
     call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call><|im_end|>'
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     log = play(chat_tokenizer, [(call, says("4", role="tool")[0])], tools)
@@ -154,7 +154,7 @@ def test_a_text_that_is_not_unicode_is_refused(qwen3):
         play(qwen3, [("4<|im_end|>", says("a\udc80")[0])])
 
 
-def test_without_a_chat_there_is_bare_text(qwen3, qwen3_folder):
+def test_without_a_chat_template_observations_are_plain_text(qwen3, qwen3_folder):
     """A prompt that did not go through the template, a template of contents alone, and none at all."""
     raw = [{"role": "user", "content": "2+2=", "token_ids": encode_text("2+2=", qwen3)}]
     answered = [*raw, {"role": "assistant", "content": "5", "token_ids": encode_text("5", qwen3)}]
@@ -166,7 +166,7 @@ def test_without_a_chat_there_is_bare_text(qwen3, qwen3_folder):
         assert ObservationRenderer(tokenizer).token_ids(says(" No: ")[0], answered, 4).equal(bare)
 
 
-def test_roles_a_template_does_not_know_are_named(qwen3, qwen3_folder):
+def test_roles_that_a_template_lacks_are_named(qwen3, qwen3_folder):
     with pytest.raises(DataError, match="leaves out messages of the role 'referee'"):
         play(qwen3, [("4<|im_end|>", {"role": "referee", "content": "No."})])
     strict = with_template(qwen3_folder, LLAMA2, bos_token="<s>", eos_token="</s>")

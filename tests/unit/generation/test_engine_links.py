@@ -46,7 +46,7 @@ def ask(link: Link, value: Any, wants_answer: bool = True) -> Any:
     return link.call(Call("echo", (value,), {}, wants_answer))
 
 
-def test_links_are_in_the_order_of_ranks_and_answers_in_that_of_calls(ranks) -> None:
+def test_links_follow_rank_order_and_answers_follow_call_order(ranks) -> None:
     links, _ = ranks
     first, second = [ask(link, torch.ones(2)) for link in links]
     later = [ask(link, "later") for link in links]
@@ -56,7 +56,7 @@ def test_links_are_in_the_order_of_ranks_and_answers_in_that_of_calls(ranks) -> 
     assert second.result()[0] == 2 and torch.equal(second.result()[1], torch.ones(2))
 
 
-def test_a_failure_that_vllm_does_not_look_at_is_told_by_the_next_answer(ranks) -> None:
+def test_a_failure_that_vllm_ignores_is_raised_by_the_next_answer(ranks) -> None:
     (link, _), _ = ranks
     broken = link.call(Call("fail", (), {}, True))
     later = ask(link, 1)
@@ -106,7 +106,7 @@ def _lives_on(links: list[Link], pipe: Connection, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["calls", "breaks on its own"])
-def test_a_process_whose_other_end_is_gone_ends(ranks, how: str) -> None:
+def test_a_process_exits_when_its_peer_is_gone(ranks, how: str) -> None:
     links, processes = ranks
     os.kill(processes[0].pid, signal.SIGKILL)
     processes[0].join(10)

@@ -111,7 +111,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineOfRanks]:
         yield EngineOfRanks(folder, stack)
 
 
-def test_it_writes_what_hugging_face_does_after_each_sync(engine: EngineOfRanks) -> None:
+def test_greedy_answers_match_hugging_face_after_each_sync(engine: EngineOfRanks) -> None:
     assert engine.greedy() == expected(make_model("qwen2", True, seed=0))
     for version in (1, 2):
         model = make_model("qwen2", True, seed=version)
@@ -134,7 +134,7 @@ def test_it_writes_what_hugging_face_does_after_each_sync(engine: EngineOfRanks)
         torch.testing.assert_close(found, right, atol=1e-4, rtol=1e-4)
 
 
-def test_what_goes_wrong_on_the_second_rank_is_named_with_it(engine: EngineOfRanks) -> None:
+def test_a_failure_on_the_second_rank_names_that_rank(engine: EngineOfRanks) -> None:
     tensors = streamed(make_model("qwen2", True, seed=3))
     buckets, receipts = engine.sync(tensors, 3, damaged=True)
     first = next(iter(tensors))
@@ -152,7 +152,7 @@ def test_what_goes_wrong_on_the_second_rank_is_named_with_it(engine: EngineOfRan
     } <= set(unbound)
 
 
-def test_a_request_can_be_ended(engine: EngineOfRanks) -> None:
+def test_a_running_request_can_be_aborted(engine: EngineOfRanks) -> None:
     first = engine.ranks[0]
     first.call("engine", "submit", [("long", ask(PROMPTS[0], max_new_tokens=200))])
     first.call("engine", "abort", ["long"])
@@ -160,7 +160,7 @@ def test_a_request_can_be_ended(engine: EngineOfRanks) -> None:
     assert (name, result.finish_reason) == ("long", "abort") and len(result.token_ids) < 200
 
 
-def test_the_death_of_one_ends_all_and_leaves_nothing(engine: EngineOfRanks) -> None:
+def test_the_death_of_one_rank_ends_all_and_leaves_no_process(engine: EngineOfRanks) -> None:
     """The last test of the module: the engine is gone afterwards."""
     assert [rank.look("engine", named_shared_memory) for rank in engine.ranks] == [[], []]
     engine.ranks[1].kill()

@@ -125,7 +125,7 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled(engines, sampli
         assert result.logprobs == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_seed_fixes_the_response_whatever_runs_beside_it(engines):
+def test_a_seed_fixes_the_response_whatever_else_runs(engines):
     wanted = ask(PROMPTS[1], seed=123)
     (alone,) = engines.generate("llama", [wanted])
     crowd = [ask(prompt, seed=i) for i, prompt in enumerate(PROMPTS)]
@@ -147,7 +147,7 @@ def note_batches(engine: Any) -> None:
     engine.read = lambda rows, most_new: (engine.batches.append(len(rows)), read(rows, most_new))[1]
 
 
-def test_batches_keep_to_the_cache(engines):
+def test_batches_do_not_exceed_the_cache(engines):
     """The rows of the longest prompt and of one more fit; then three short ones."""
     engines.look(SMALL, note_batches)
     order = [PROMPTS[3], *PROMPTS[:3], PROMPTS[4]]
@@ -157,7 +157,7 @@ def test_batches_keep_to_the_cache(engines):
         assert result.token_ids.tolist() == greedy_reference(model_of("llama"), prompt, 12)
 
 
-def test_stops_limits_and_refusals(engines):
+def test_stop_tokens_and_limits_hold_and_bad_requests_are_refused(engines):
     tokenizer, full = make_char_tokenizer(), greedy_reference(model_of("llama"), PROMPTS[3], 12)
     requests = [
         ask(PROMPTS[3], temperature=0.0, stop_token_ids=(full[5],)),
@@ -172,7 +172,7 @@ def test_stops_limits_and_refusals(engines):
     assert "outside 0..263" in refused.error
 
 
-def test_a_response_under_way_goes_on_with_new_weights(engines):
+def test_a_running_response_continues_with_new_weights(engines):
     models = {7: model_of("qwen2"), 8: model_of("qwen2", seed=3)}
     deploy(engines, "qwen2", models[7], 7)
     requests = [ask(prompt, seed=i, max_new_tokens=60) for i, prompt in enumerate(PROMPTS)]
@@ -189,7 +189,7 @@ def test_a_response_under_way_goes_on_with_new_weights(engines):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_a_flipped_bit_and_a_tensor_left_out_are_found(engines, family):
+def test_a_flipped_bit_and_a_missing_tensor_are_found(engines, family):
     tensors = streamed(model_of(family))
     name = next(name for name in tensors if name.endswith("k_proj.weight"))
     buckets, receipt = sync(engines, family, tensors.items(), 3, flipped=name)
@@ -227,7 +227,7 @@ def test_outputs_of_layers_are_those_of_hugging_face(engines):
     assert torch.allclose(found[0], expected[1][0], atol=1e-4)
 
 
-def test_what_it_cannot_serve_is_refused_before_ray(tmp_path):
+def test_unsupported_settings_are_refused_before_ray_starts(tmp_path):
     save_model(tmp_path, make_mixture("mixtral", seed=1))
     values = {"model_name": str(tmp_path), "max_total_sequence_length": 64, "generation": {"backend": "megatron"}}
     policy = PolicyConfig.build(**values, tokenizer={"name": str(tmp_path)})

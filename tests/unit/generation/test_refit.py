@@ -89,7 +89,7 @@ def answers(engines: EngineGroup, loop: EventLoopThread) -> list[list[int]]:
     return [result.token_ids.tolist() for result in loop.run(generate_all(engines, requests), 60, "answers")]
 
 
-def test_engines_that_die_asleep_or_before_they_sleep_are_replaced(engines: EngineGroup, loop: EventLoopThread) -> None:
+def test_engines_that_die_before_or_during_sleep_are_replaced(engines: EngineGroup, loop: EventLoopThread) -> None:
     models = [make_model("qwen2", False, seed=seed) for seed in (1, 2)]
     expected = [[greedy_reference(model, prompt, 12) for prompt in PROMPTS] for model in models]
     assert expected[0] != expected[1]
@@ -159,7 +159,7 @@ def test_the_death_of_any_rank_replaces_its_engine(
     assert answers(engines, loop) == expected[2]
 
 
-def test_an_engine_revived_during_an_update_gets_whole_weights(engines: EngineGroup, loop: EventLoopThread) -> None:
+def test_an_engine_revived_during_an_update_gets_complete_weights(engines: EngineGroup, loop: EventLoopThread) -> None:
     """The update is half done when the new engine asks for weights: it waits and gets those of the next version."""
     old, new, trained = (make_model("qwen2", False, seed=seed) for seed in (1, 2, 1))
     policy = LocalPolicy(trained)
@@ -191,9 +191,7 @@ def test_an_engine_revived_during_an_update_gets_whole_weights(engines: EngineGr
     assert policy.num_streams == 2, "the training thread finds the weights where they belong"
 
 
-def test_requests_of_a_collection_past_its_deadline_end_in_the_engines(
-    engines: EngineGroup, loop: EventLoopThread
-) -> None:
+def test_requests_of_a_collection_past_its_deadline_are_aborted(engines: EngineGroup, loop: EventLoopThread) -> None:
     def generate_of(num_tokens: int) -> Coroutine[Any, Any, list[GenerationResult]]:
         return generate_all(engines, [ask(prompt, max_new_tokens=num_tokens) for prompt in PROMPTS])
 

@@ -48,7 +48,7 @@ def _exported(model_type: str, folder: Path) -> PreTrainedModel:
     return model
 
 
-def test_log_probabilities_of_exported_checkpoints(tmp_path: Path) -> None:
+def test_vllm_reproduces_the_log_probs_of_exported_checkpoints(tmp_path: Path) -> None:
     """Weights that have other names in memory included: fused experts, output heads."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -40,7 +40,7 @@ def seconds_to_stop() -> float:
     return time.monotonic() - started
 
 
-def test_the_driver_gets_one_signal_and_the_time_for_its_checkpoint(pod):
+def test_the_driver_gets_one_signal_and_time_for_its_checkpoint(pod):
     driver = subprocess.Popen([FOLDER / "run_driver.sh", sys.executable, "-c", DRIVER], cwd=pod)
     deadline = time.monotonic() + 20
     while not (pod / "started").exists():
@@ -74,7 +74,7 @@ def test_a_driver_that_has_ended_is_not_waited_for(pod):
     assert seconds_to_stop() < 10
 
 
-def test_the_titles_are_ray_s():
+def test_the_process_titles_are_those_of_ray():
     """Of what Ray keeps on every node, and of a worker without a task."""
     from ray._private import ray_constants
 

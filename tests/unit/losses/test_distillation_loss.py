@@ -115,7 +115,7 @@ def test_value_and_gradient_equal_the_definition(kind, zero, k) -> None:
 
 
 @pytest.mark.parametrize(("kind", "zero"), ALL_KINDS)
-def test_all_of_the_vocabulary_gives_the_exact_divergence(kind, zero) -> None:
+def test_top_k_of_the_whole_vocabulary_gives_the_exact_divergence(kind, zero) -> None:
     student, teacher, data = make_batch(V)
     log_p, log_q = torch.log_softmax(student, -1), torch.log_softmax(teacher[:, :-1], -1)
     forward = torch.nn.functional.kl_div(log_p, log_q, log_target=True, reduction="none").sum(-1)
@@ -129,7 +129,7 @@ def test_all_of_the_vocabulary_gives_the_exact_divergence(kind, zero) -> None:
 
 
 @pytest.mark.parametrize(("kind", "zero"), ALL_KINDS)
-def test_a_student_that_equals_the_teacher_has_nothing_to_learn(kind, zero) -> None:
+def test_a_student_that_equals_the_teacher_has_zero_loss_and_gradient(kind, zero) -> None:
     _, teacher, data = make_batch(V)
     leaf = (teacher[:, :-1] + 3).clone().requires_grad_(True)
     loss, _ = FromLogits(loss_of(kind, zero))(leaf, data, **denominators(data))
@@ -139,19 +139,19 @@ def test_a_student_that_equals_the_teacher_has_nothing_to_learn(kind, zero) -> N
 
 
 @pytest.mark.parametrize(("kind", "zero"), ALL_KINDS)
-def test_gradients_by_finite_differences(kind, zero) -> None:
+def test_gradients_equal_finite_differences(kind, zero) -> None:
     student, _, data = make_batch(3, seed=1)
     fn = FromLogits(loss_of(kind, zero))
     assert gradcheck(lambda x: fn(x, data, **denominators(data))[0], student.clone().requires_grad_(), fast_mode=True)
 
 
 @pytest.mark.parametrize(("kind", "zero"), ALL_KINDS)
-def test_the_loss_does_not_depend_on_how_the_batch_is_cut(kind, zero) -> None:
+def test_the_loss_does_not_depend_on_the_batch_split(kind, zero) -> None:
     student, _, data = make_batch(4)
     check_invariance(FromLogits(loss_of(kind, zero)), student, data)
 
 
-def test_the_tail_is_seen_only_where_the_formula_says_so() -> None:
+def test_the_tail_counts_only_where_the_formula_has_it() -> None:
     """Mass that the student moves outside of the top-k costs nothing within it, and 100 nats a unit with zeroes."""
     student, _, data = make_batch(3)
     pushed = student.clone()
@@ -167,7 +167,7 @@ def test_the_tail_is_seen_only_where_the_formula_says_so() -> None:
     assert zeroed[1][0] - zeroed[0][0] == pytest.approx(-LOG_TEACHER_OUTSIDE * lost.item(), rel=0.05)
 
 
-def test_prepared_inputs_may_be_normalised_over_the_top_k_already() -> None:
+def test_teacher_inputs_may_already_be_normalised_over_the_top_k() -> None:
     student, _, data = make_batch(4)
     indices = data["teacher_topk_indices"][:, :-1]
     picked = student.gather(-1, indices)
@@ -217,7 +217,7 @@ def test_several_targets_of_a_token_are_scored_in_chunks(chunk_size, temperature
         torch.testing.assert_close(g, w, rtol=0, atol=1e-11)
 
 
-def test_top_k_of_the_vocabulary_in_chunks() -> None:
+def test_top_k_in_chunks_equals_top_k_of_the_whole() -> None:
     gen = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(23, D, generator=gen), torch.randn(V, D, generator=gen)
     logits = hidden @ weight.t()
@@ -229,7 +229,7 @@ def test_top_k_of_the_vocabulary_in_chunks() -> None:
     assert ids.max() < 6
 
 
-def test_num_valid_samples_are_all_answers_and_no_filler_rows() -> None:
+def test_num_valid_samples_counts_answers_and_no_filler_rows() -> None:
     """Of six rows one is masked, and one has no token that could count, as rows that fill a batch up."""
     student, _, data = make_batch(3)
     data["sample_mask"] = torch.tensor([1.0, 1, 0, 1, 1, 0])

@@ -56,7 +56,7 @@ def reference(logprobs, data):
     return total / sum(COUNTS), rewards
 
 
-def test_loss_gradient_and_metrics():
+def test_kto_loss_gradient_and_metrics_equal_the_formula():
     logprobs, data = make_batch()
     leaf = logprobs.clone().requires_grad_(True)
     loss, metrics = LOSS(leaf, data=data, global_valid_seqs=5, global_valid_toks=0)
@@ -86,7 +86,7 @@ def test_loss_gradient_and_metrics():
     check_invariance(LOSS, logprobs, data)
 
 
-def test_rows_that_do_not_count_are_never_read():
+def test_masked_rows_change_nothing():
     logprobs, data = make_batch()
     expected = LOSS(logprobs, data=data, global_valid_seqs=5)[0]
     logprobs[3] = torch.nan
@@ -124,14 +124,14 @@ def texts_of(batch):
     return out
 
 
-def test_each_prompt_meets_the_answer_to_another_one():
+def test_each_prompt_is_paired_with_the_answer_to_another():
     batch = rows("ab|1", "ab|22", "-zz|9", "c|333", "c|4")
     assert texts_of(mismatched_rows(batch, 10)) == ["ab|333", "ab|4", "c|1", "c|22"]
     assert texts_of(mismatched_rows(batch, 3)) == ["ab|3", "ab|4", "c|1", "c|22"]
     assert mismatched_rows(rows("ab|1", "-c|2"), 10).size == 0
 
 
-def test_rotation_leaves_as_few_in_place_as_can_be():
+def test_rotation_leaves_as_few_rows_in_place_as_possible():
     assert rotation([]) == rotation(["a"]) == 0
     assert rotation(["a", "b", "c"]) == 1
     assert rotation(["a", "a", "b", "a"]) in (1, 2, 3)
@@ -149,7 +149,7 @@ class LetterPolicy:
         return {"reference_logprobs": torch.full(batch["input_ids"].shape, -1.0)}
 
 
-def test_preparation_adds_constant_columns():
+def test_preparation_adds_baseline_and_counts_as_columns():
     batch = rows("ab|1", "ab|22", "-zz|9", "c|333", "c|4")
     prepared = StepBatch(batch)
     assert KTOPreparation(LetterPolicy(), 10).apply(prepared) == {}

@@ -39,11 +39,11 @@ def good(logprobs, mask, data, seqs, toks):
     return -(logprobs * mask).sum() / toks
 
 
-def test_a_good_loss_passes():
+def test_a_correct_loss_passes():
     check_invariance(Written(good), *make_batch())
 
 
-def test_a_good_sequence_loss_passes_with_metrics():
+def test_a_correct_sequence_loss_with_metrics_passes():
     def per_sequence(logprobs, mask, data, seqs, toks):
         means = (logprobs.exp() * mask).sum(1) / mask.sum(1).clamp(min=1)
         return (means * data["sample_mask"]).sum() / seqs
@@ -72,12 +72,12 @@ def test_a_good_sequence_loss_passes_with_metrics():
         ),
     ],
 )
-def test_faults_are_found(formula, words):
+def test_dependence_on_the_batch_split_is_found(formula, words):
     with pytest.raises(AssertionError, match=words):
         check_invariance(Written(formula), *make_batch())
 
 
-def test_a_gradient_that_depends_on_the_group_is_found():
+def test_a_gradient_that_depends_on_the_microbatch_is_found():
     def formula(x, m, d, s, t):
         return -(x * m).sum() / t + len(x) * ((x * m).sum() - (x * m).sum().detach())
 
@@ -93,7 +93,7 @@ def test_a_metric_that_is_a_local_mean_is_found():
         check_invariance(Written(good, metrics), *make_batch())
 
 
-def test_a_metric_that_comes_and_goes_is_found():
+def test_a_metric_missing_from_some_microbatches_is_found():
     def metrics(logprobs, mask):
         return {"big": 1.0} if len(logprobs) > 3 else {}
 

@@ -37,7 +37,7 @@ def sigmoid(x):
     return 1 / (1 + math.exp(-x))
 
 
-def test_nll_by_loop_and_closed_form_gradient():
+def test_nll_equals_a_loop_and_its_closed_form_gradient():
     logprobs, data = make_pairs()
     leaf = logprobs.clone().requires_grad_(True)
     loss, metrics = NLLLossFn()(leaf, data=data, **denominators(data))
@@ -56,14 +56,14 @@ def test_nll_by_loop_and_closed_form_gradient():
     check_invariance(NLLLossFn(), logprobs, data)
 
 
-def test_nll_does_not_hide_an_impossible_token():
+def test_nll_of_an_impossible_token_is_infinite():
     logprobs, data = make_pairs()
     logprobs[0, 1] = -torch.inf
     assert NLLLossFn()(logprobs, data=data, **denominators(data))[0].item() == math.inf
 
 
 @pytest.mark.parametrize("shape", [(2 * P,), (2 * P, 1)])
-def test_preference_loss_by_loop(shape):
+def test_the_preference_loss_equals_a_loop(shape):
     scores = torch.tensor([1.0, 0.5, -1.0, 2.0, 9.0, 0.0, 3.0, 3.0], dtype=torch.float64)
     data = {"sample_mask": torch.tensor([1, 1, 1, 1, 0, 0, 1, 1], dtype=torch.float64)}
     leaf = scores.clone().reshape(shape).requires_grad_(True)
@@ -160,7 +160,7 @@ def test_dpo_equals_the_reference(options):
     check_invariance(loss_fn, logprobs, data, rows_per_unit=2)
 
 
-def test_dpo_metrics_by_hand():
+def test_dpo_metrics_equal_a_hand_computed_case():
     """Log-ratios of 0.5 + 0.2 for the chosen and of -0.4 for the rejected answer; beta is in the loss alone."""
     policy = torch.tensor([[-1.0, -2.0], [-3.0, -9.0]], dtype=torch.float64)
     data = {
@@ -186,7 +186,7 @@ def test_dpo_starts_at_ln_2():
     assert float(metrics["accuracy"]) == 0  # a tie is no win
 
 
-def test_dpo_takes_another_pair_loss():
+def test_dpo_accepts_another_pair_loss():
     """A hinge loss in one line, to show the hook."""
     logprobs, data = make_pairs()
     cfg = make_dpo().cfg
@@ -197,7 +197,7 @@ def test_dpo_takes_another_pair_loss():
     assert loss.item() == pytest.approx(sum(expected) / 3)
 
 
-def test_garbage_in_a_pair_that_does_not_count_is_never_read():
+def test_nan_in_a_masked_pair_is_never_read():
     logprobs, data = make_pairs()
     expected, _ = make_dpo(sft_loss_weight=0.5)(logprobs, data=data, **denominators(data))
     logprobs[4:6] = torch.nan

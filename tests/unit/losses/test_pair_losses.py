@@ -84,7 +84,7 @@ def formula(name, chosen, rejected, sft_weight):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variants_equal_their_formulas(name):
+def test_each_variant_equals_its_formula(name):
     weight = 0.7 if name in ("rpo", "orpo") else 0.0
     loss_fn = make_loss(name, sft_loss_weight=weight)
     logprobs, data = make_batch()
@@ -107,7 +107,7 @@ def test_variants_equal_their_formulas(name):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_rows_without_tokens_leave_finite_gradients(name):
+def test_rows_without_tokens_keep_gradients_finite(name):
     """Filler rows have no token that counts: mean log-probability 0, odds infinite."""
     logprobs, data = make_batch()
     data["token_mask"][2:4] = 0
@@ -136,12 +136,12 @@ def test_without_smoothing_robust_is_sigmoid_and_starts_at_ln_2():
         assert loss.item() == pytest.approx(math.log(2), rel=1e-15)
 
 
-def test_unknown_variant():
+def test_an_unknown_variant_is_refused():
     with pytest.raises(ConfigError, match="preference_loss='kto' is unknown; choose one of sigmoid"):
         make_loss("kto")
 
 
-def test_a_margin_of_each_pair():
+def test_a_margin_may_differ_for_each_pair():
     """Centring sees the scores, not the handicap; the offset of a DPO pair is arXiv 2402.10571, equation 5."""
     scores = torch.tensor([1.0, 0.5, -1.0, 2.0], dtype=torch.float64)
     data = {"sample_mask": torch.ones(4), "margin": torch.tensor([0.25, 0.25, 3.0, 3.0])}
@@ -162,7 +162,7 @@ def test_a_margin_of_each_pair():
     check_invariance(loss_fn, logprobs, pairs, rows_per_unit=2)
 
 
-def test_reward_model_loss_with_margin_and_centring():
+def test_the_reward_model_loss_applies_margin_and_centring():
     scores = torch.tensor([1.0, 0.5, -1.0, 2.0], dtype=torch.float64, requires_grad=True)
     data = {"sample_mask": torch.ones(4, dtype=torch.float64)}
     loss_fn = PreferenceLossFn(CentredMargin(0.25, 0.1))

@@ -284,7 +284,7 @@ def test_loss_and_gradient_equal_the_reference(name, with_prev):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_loss_does_not_depend_on_how_the_batch_is_cut(name):
+def test_the_loss_does_not_depend_on_the_batch_split(name):
     logprobs, data = make_batch(seed=1)
     loss_fn = ClippedPGLossFn(make_config(**OPTIONS[name]))
     check_invariance(loss_fn, logprobs, data)
@@ -292,7 +292,7 @@ def test_loss_does_not_depend_on_how_the_batch_is_cut(name):
     check_invariance(loss_fn, logprobs, data)
 
 
-def test_options_differ_from_one_another():
+def test_different_options_give_different_losses():
     """A guard on the test batch: each option must change the loss or the gradient."""
     logprobs, data = make_batch()
     seen = {}
@@ -307,7 +307,7 @@ def test_options_differ_from_one_another():
         seen[name] = result
 
 
-def test_metrics_by_hand():
+def test_metrics_equal_a_hand_computed_case():
     """One sample, two tokens that count, one that does not."""
     p, q, now = [0.5, 0.25], [0.4, 0.5], [0.6, 0.25]
 
@@ -362,7 +362,7 @@ def test_identical_policies_show_no_mismatch():
 
 @pytest.mark.parametrize("source", ["current", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs"])
 @pytest.mark.parametrize("name", ["ppo", "gspo", "reinforce", "seq_mask_tis", "kl_on_policy"])
-def test_filtered_tokens_are_dropped_and_counted(name, source):
+def test_tokens_with_infinite_log_probs_are_dropped_and_counted(name, source):
     """-inf on a token equals masking that token, at unchanged denominators."""
     cfg = make_config(**OPTIONS[name])
     logprobs, data = make_batch()
@@ -394,7 +394,7 @@ def test_filtered_tokens_are_dropped_and_counted(name, source):
         torch.testing.assert_close(leaf.grad[2:], leaf_masked.grad[2:])
 
 
-def test_garbage_in_padding_is_never_read():
+def test_nan_in_padding_is_never_read():
     logprobs, data = make_batch()
     clean, _ = call(make_config(), logprobs, data)
     hole = data["token_mask"] == 0
@@ -407,14 +407,14 @@ def test_garbage_in_padding_is_never_read():
     assert torch.equal(leaf.grad[hole[:, 1:]], torch.zeros(int(hole[:, 1:].sum()), dtype=torch.float64))
 
 
-def test_a_nan_that_counts_is_not_hidden():
+def test_a_nan_at_a_counted_token_reaches_the_loss():
     logprobs, data = make_batch()
     b, t = torch.nonzero(data["token_mask"][:, 1:] * data["sample_mask"][:, None])[0].tolist()
     logprobs[b, t] = torch.nan
     assert math.isnan(call(make_config(), logprobs, data)[0].item())
 
 
-def test_missing_prev_gives_ratio_one_with_a_gradient():
+def test_missing_prev_logprobs_give_a_ratio_of_one_with_a_gradient():
     logprobs, data = make_batch()
     del data["prev_logprobs"]
     cfg = make_config(reference_policy_kl_penalty=0.0)
@@ -451,7 +451,7 @@ def test_float32_batches_with_extreme_ratios_stay_finite():
     assert infinite == {"token_mult_prob_error", "policy_kl_error"}  # e^200 is beyond float32
 
 
-def test_attributes_say_what_the_loss_needs():
+def test_the_loss_declares_the_inputs_that_it_needs():
     assert ClippedPGLossFn(make_config()).loss_type is LossType.TOKEN_LEVEL
     assert ClippedPGLossFn(make_config(token_level_loss=False)).loss_type is LossType.SEQUENCE_LEVEL
     assert ClippedPGLossFn(make_config(constant_sample_length=9)).loss_type is LossType.SEQUENCE_LEVEL
@@ -461,7 +461,7 @@ def test_attributes_say_what_the_loss_needs():
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_losses_travel_to_workers(name):
+def test_losses_can_be_pickled(name):
     loss_fn = ClippedPGLossFn(make_config(**OPTIONS[name]))
     logprobs, data = make_batch()
     copied = pickle.loads(pickle.dumps(loss_fn))
@@ -521,6 +521,6 @@ def test_losses_travel_to_workers(name):
         ),
     ],
 )
-def test_contradictions_are_refused(options, words):
+def test_contradictory_options_are_refused(options, words):
     with pytest.raises(ConfigError, match=words):
         ClippedPGLossFn(make_config(**options))

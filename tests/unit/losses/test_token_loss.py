@@ -36,7 +36,7 @@ def focal(logprobs, data):
     return -((1 - logprobs.exp()) ** 2) * logprobs
 
 
-def test_value_and_gradient_by_hand() -> None:
+def test_value_and_gradient_equal_a_hand_computed_case() -> None:
     logprobs, data = rows()
     logprobs.requires_grad_(True)
     loss, metrics = focal(logprobs, data, **counts(data))
@@ -56,7 +56,7 @@ def test_value_and_gradient_by_hand() -> None:
     assert metrics["nll"].item() == pytest.approx(plain.item(), abs=1e-12)
 
 
-def test_values_of_tokens_stand_beside_their_log_probabilities() -> None:
+def test_token_values_are_aligned_with_their_log_probs() -> None:
     logprobs, data = rows()
     weighted = token_loss(lambda logprobs, data: -data["weight"] * logprobs)
     loss, _ = weighted(logprobs, data, **counts(data))
@@ -66,7 +66,7 @@ def test_values_of_tokens_stand_beside_their_log_probabilities() -> None:
 
 
 @pytest.mark.parametrize("loss_fn", [focal, token_loss(lambda logprobs, data: -data["weight"] * logprobs)])
-def test_it_does_not_depend_on_how_the_batch_is_cut(loss_fn: TokenLoss) -> None:
+def test_the_loss_does_not_depend_on_the_batch_split(loss_fn: TokenLoss) -> None:
     nemo_rl.check_invariance(loss_fn, *rows())
 
 
@@ -76,14 +76,14 @@ def test_a_sum_over_tokens_is_refused() -> None:
         token_loss(lambda logprobs, data: -logprobs.sum())(logprobs, data, **counts(data))
 
 
-def test_workers_are_told_what_it_needs() -> None:
+def test_the_loss_declares_the_inputs_that_it_needs() -> None:
     assert (focal.loss_type, focal.input_type) == (LossType.TOKEN_LEVEL, LossInputType.LOGPROB)
     assert (focal.rows_per_unit, focal.needs_reference) == (1, False)
     assert TokenLoss(focal.per_token, needs_reference=True).needs_reference
     assert (focal.__name__, focal.__doc__) == ("focal", "Focal loss.")
 
 
-def test_a_function_of_a_users_file_travels_by_value(tmp_path, monkeypatch) -> None:
+def test_a_function_of_a_users_file_is_pickled_by_value(tmp_path, monkeypatch) -> None:
     """The worker cannot import the file; neither can this process when it reads the loss back."""
     path = tmp_path / "my_losses.py"
     source = "import nemo_rl\nSCALE = 3\n@nemo_rl.token_loss\ndef mine(logprobs, data):\n    return -SCALE * logprobs\n"

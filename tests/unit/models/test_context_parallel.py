@@ -129,7 +129,7 @@ CASES: dict[int, list[tuple[str, str, dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("world_size", CASES)
-def test_ranks_that_divide_rows_equal_one_process_of_transformers(world_size, tmp_path) -> None:
+def test_ranks_that_split_rows_equal_transformers_in_one_process(world_size, tmp_path) -> None:
     cases = CASES[world_size]
     wanted = {model_type: reference(model_type) for model_type, _, _ in cases}
     given_to_ranks = {
@@ -167,7 +167,7 @@ def _scores(rank: int, world_size: int, name: str, scorer_name: str, method: str
 
 
 @pytest.mark.parametrize("method", ["all_gather", "ulysses"])
-def test_what_else_is_scored_is_that_of_whole_rows(method, tmp_path) -> None:
+def test_all_scores_equal_those_of_whole_rows(method, tmp_path) -> None:
     """Reference log-probs after an update, top-k logits, hidden states of layers, rewards of whole sequences."""
     name = save_model(tmp_path, "qwen3")
     torch.manual_seed(0)
@@ -205,7 +205,7 @@ def _beside(rank: int, world_size: int, name: str, method: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("method", ["all_gather", "ulysses"])
-def test_no_rank_sees_beyond_a_sequence(method, tmp_path) -> None:
+def test_no_rank_attends_beyond_a_sequence(method, tmp_path) -> None:
     for first, second in run_ranks(_beside, 2, save_model(tmp_path, "llama"), method):
         assert first.any() and torch.equal(first, second)
 
@@ -235,7 +235,7 @@ def test_the_ranks_share_the_causal_pairs_of_each_segment_evenly(ranks, chunk, d
     assert max(work) - min(work) <= (0 if len(edges) == 2 else largest)
 
 
-def test_tokens_come_back_to_their_places() -> None:
+def test_tokens_return_to_their_positions() -> None:
     row, chunks = torch.arange(24), Chunks.balanced([0, 24], 3, 0)
     of_ranks = torch.cat([Chunks.balanced([0, 24], 3, rank).take(row[None])[0] for rank in range(3)])
     assert of_ranks[:8].tolist() == [0, 1, 2, 3, 20, 21, 22, 23]
@@ -253,7 +253,7 @@ def test_tokens_come_back_to_their_places() -> None:
         ({}, 3, 3),
     ],
 )
-def test_rows_are_as_long_as_the_ranks_can_divide(section, multiple, want) -> None:
+def test_rows_are_padded_to_a_length_that_the_ranks_divide(section, multiple, want) -> None:
     config = policy_config("m", dtensor_cfg=section, make_sequence_length_divisible_by=multiple)
     assert row_length_multiple(config) == input_layout(config).round_to == want
     rounded = {"enabled": True, "sequence_length_round": 10}

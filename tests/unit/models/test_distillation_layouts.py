@@ -65,7 +65,7 @@ def topk(worker: PolicyWorker, config, data, **kwargs) -> tuple[torch.Tensor, to
 
 @pytest.mark.parametrize("arch", ["qwen2", "gemma3"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_topk_logits_are_those_of_the_model(arch, layout, tmp_path) -> None:
+def test_topk_logits_equal_those_of_the_model(arch, layout, tmp_path) -> None:
     name = save_tiny_model(tmp_path / arch, arch, tie=True)
     data = random_batch(rows=5, width=24)
     with torch.no_grad():

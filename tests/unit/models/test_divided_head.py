@@ -124,7 +124,7 @@ def _score(rank: int, world_size: int) -> dict[str, list[Tensor]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_scores_and_gradients_of_a_divided_vocabulary(world_size) -> None:
+def test_scores_and_gradients_of_a_divided_vocabulary_equal_the_whole(world_size) -> None:
     by_rank = run_ranks(_score, world_size)
     for name, case in CASES.items():
         parts = [results[name] for results in by_rank]
@@ -157,7 +157,7 @@ def _largest(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_the_largest_logits_of_a_divided_vocabulary(world_size) -> None:
+def test_the_largest_logits_of_a_divided_vocabulary_equal_the_whole(world_size) -> None:
     """Also where an end of the vocabulary leaves a rank few ids, or none."""
     hidden, weight, bias, _ = inputs_of(Case(bias=True))
     assert bias is not None
@@ -226,7 +226,7 @@ def _models(rank: int, world_size: int) -> list[dict[str, Tensor]]:
     return [*found, dict(gradients(reward))]
 
 
-def test_models_with_a_divided_head_and_divided_rows() -> None:
+def test_models_train_alike_with_a_divided_head_and_divided_rows() -> None:
     whole = build_causal_lm(language_model())
     want = dict(gradients(whole))
     with torch.no_grad():

@@ -79,7 +79,7 @@ def test_auxiliary_loss_is_that_of_transformers_on_the_whole_batch(
     assert any(grad.abs().max() > 1e-2 for grad in want_grads.values())
 
 
-def test_statistics_do_not_depend_on_the_split(tmp_path) -> None:
+def test_statistics_do_not_depend_on_the_batch_split(tmp_path) -> None:
     name = _save(tmp_path / "m", "gpt_oss")
     (one,) = run_ranks(_train_once, 1, name, _values(1, packed=False) | {"train_micro_batch_size": 8})
     for part in run_ranks(_train_once, 2, name, _values(2, packed=False)):
@@ -114,7 +114,7 @@ def test_frozen_routers_do_not_train(arch, tmp_path) -> None:
     assert len(trained) == sum(p.requires_grad for p in backend.model.hf.parameters())
 
 
-def test_freezing_without_routers_is_told(tmp_path, caplog) -> None:
+def test_freezing_routers_of_a_model_without_them_gives_a_notice(tmp_path, caplog) -> None:
     name = _save(tmp_path / "m", "qwen2")
     with process_group(), caplog.at_level("INFO"):
         DTensorBackend(policy_config(name, dtensor_cfg={"freeze_moe_router": True}), CPU)

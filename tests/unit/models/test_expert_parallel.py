@@ -116,7 +116,7 @@ def _difference(got: torch.Tensor, want: torch.Tensor) -> float:
         ("mixtral", 4, 2, {"packed": True, "experts": {"num_local_experts": 2}}),
     ],
 )
-def test_shared_experts_equal_one_process(arch, world_size, ep, values, tmp_path) -> None:
+def test_experts_divided_over_ranks_equal_one_process(arch, world_size, ep, values, tmp_path) -> None:
     """Ranks and experts without tokens (gpt_oss), and fewer experts of a rank than ranks that shard them (mixtral)."""
     values = dict(values)
     name = _save(tmp_path / "m", arch, **values.pop("experts", {}))
@@ -176,7 +176,7 @@ def _as_tensor_parallel_block(rank: int, world_size: int, arch: str, dispatched:
 @pytest.mark.parametrize(
     ("arch", "dispatched"), [("qwen3_moe", False), ("gpt_oss", False), ("qwen2_moe", True), ("gpt_oss", True)]
 )
-def test_experts_of_tensor_parallel_ranks(arch, dispatched) -> None:
+def test_experts_of_tensor_parallel_ranks_equal_one_process(arch, dispatched) -> None:
     """Divided: partial gradients of hidden states and routers. Dispatched: tokens are divided, 7 over 2 ranks."""
     for found in run_ranks(_as_tensor_parallel_block, 2, arch, dispatched):
         assert max(found.values()) < TOLERANCE, found
@@ -236,7 +236,7 @@ def _go_on(worker: PolicyWorker, config: Any, rank: int, world_size: int) -> dic
 
 
 @pytest.mark.parametrize(("arch", "before", "after"), [("qwen3_moe", 2, 1), ("gpt_oss", 1, 2)])
-def test_a_run_goes_on_with_experts_on_other_ranks(arch, before, after, tmp_path) -> None:
+def test_a_run_resumes_with_experts_on_other_ranks(arch, before, after, tmp_path) -> None:
     """Weights and moments bit for bit, then the same losses and learning rates; foreach on parameters of two meshes."""
     name = _save(tmp_path / "m", arch)
     values = {"optimizer": FOREACH, "scheduler": SCHEDULE, "max_grad_norm": 0.5}

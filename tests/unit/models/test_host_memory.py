@@ -34,7 +34,7 @@ class Allocations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_memory_is_taken_once(monkeypatch) -> None:
+def test_host_memory_is_allocated_once(monkeypatch) -> None:
     pinned: list[bool] = []
     empty_like = torch.empty_like
 
@@ -98,7 +98,7 @@ def _train_in_turns(rank: int, world_size: int, name: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_an_optimizer_that_rests_between_updates_makes_the_same_updates(world_size, tmp_path) -> None:
+def test_an_optimizer_offloaded_between_updates_makes_the_same_updates(world_size, tmp_path) -> None:
     run_ranks(_train_in_turns, world_size, save_tiny_model(tmp_path / "m", tie=True), str(tmp_path / "step"))
 
 
@@ -113,7 +113,7 @@ def _reference_places(name: str) -> None:
         worker.get_reference_policy_logprobs(batch, [2])
 
 
-def test_reference_weights_come_and_go_through_the_same_memory(tmp_path) -> None:
+def test_reference_weights_are_swapped_through_the_same_memory(tmp_path) -> None:
     with process_group():
         _reference_places(save_tiny_model(tmp_path / "m"))
 
@@ -176,13 +176,15 @@ def _teacher_in_turns(rank: int, world_size: int, teacher_name: str, name: str, 
     ("world_size", "precision", "vocab_size"),
     [(1, "float32", 97), (1, "bfloat16", 97), (2, "float32", 98), (2, "float32", 97)],
 )
-def test_a_frozen_model_gives_its_weights_up_in_its_turn(world_size, precision, vocab_size, tmp_path) -> None:
+def test_a_frozen_model_moves_its_weights_to_the_host_after_its_pass(
+    world_size, precision, vocab_size, tmp_path
+) -> None:
     teacher = save_tiny_model(tmp_path / "t", "gemma3", tie=True, vocab_size=vocab_size)
     even = vocab_size % world_size == 0
     run_ranks(_teacher_in_turns, world_size, teacher, save_tiny_model(tmp_path / "m"), precision, even)
 
 
-def test_weights_are_on_the_host_before_the_model_looks_at_them(monkeypatch) -> None:
+def test_weights_reach_the_host_before_the_model_reads_them(monkeypatch) -> None:
     events: list[str] = []
 
     class Model(torch.nn.Linear):
@@ -203,7 +205,7 @@ def test_weights_are_on_the_host_before_the_model_looks_at_them(monkeypatch) -> 
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_cached_memory_is_given_back_after_the_copies(frozen, tmp_path, monkeypatch) -> None:
+def test_cached_memory_is_released_after_the_copies(frozen, tmp_path, monkeypatch) -> None:
     events: list[str] = []
     device = SimpleNamespace(
         synchronize=lambda: events.append("synchronize"), empty_cache=lambda: events.append("empty cache")
@@ -221,7 +223,7 @@ def test_cached_memory_is_given_back_after_the_copies(frozen, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "gemma3"])
-def test_a_frozen_model_held_in_its_precision_says_the_same(arch, tmp_path, monkeypatch) -> None:
+def test_a_frozen_model_in_compute_precision_gives_the_same_scores(arch, tmp_path, monkeypatch) -> None:
     name = save_tiny_model(tmp_path / "m", arch, tie=True)
     data = random_batch(rows=2)
     found = []

@@ -111,7 +111,7 @@ def test_no_tensor_has_the_size_of_all_logits(model, filters, tmp_path) -> None:
     assert CHUNK * V <= made.largest < ALLOWED, made.where
 
 
-def test_the_watch_sees_what_a_models_own_forward_makes(tmp_path, monkeypatch) -> None:
+def test_the_watcher_finds_the_full_logits_of_a_plain_forward(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(build, "find_transform", lambda hf: None)
     assert passes(small_config(tmp_path, "plain")).largest >= NUM_LOGITS
 
@@ -171,7 +171,7 @@ def _resident_peak(rank: int, world_size: int, way: int) -> int:
 
 
 @pytest.mark.long
-def test_log_probs_take_a_fraction_of_the_memory_of_full_logits_in_truth() -> None:
+def test_measured_memory_of_log_probs_is_a_fraction_of_full_logits() -> None:
     (full,), (chunked,) = (run_ranks(_resident_peak, 1, way) for way in range(2))
     assert full > 2 * 4 * 4096 * 32768 * 4 / 1024
     assert chunked < full / 5, (chunked, full)

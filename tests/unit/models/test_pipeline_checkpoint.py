@@ -98,7 +98,7 @@ def _require_same(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> 
     assert after[0]["next"].grad_norm == pytest.approx(before[0]["next"].grad_norm, rel=1e-4)
 
 
-def test_a_checkpoint_moves_from_mesh_to_mesh(tmp_path) -> None:
+def test_a_checkpoint_loads_on_other_meshes(tmp_path) -> None:
     """Weights and optimizer state bit for bit, the next update equal; with a weight that two stages hold."""
     name = save_model(tmp_path / "m", "qwen3", num_layers=5, tie_word_embeddings=True)
     saved = run_ranks(_saved, 2, name, STAGES, tmp_path / "0")
@@ -126,7 +126,7 @@ def _adapted(rank: int, world_size: int, name: str, case: Case, source: Path | N
     return {"weights": weights, "norm": result.grad_norm}
 
 
-def test_adapters_are_trained_saved_and_sent_from_all_stages(tmp_path) -> None:
+def test_adapters_of_all_stages_are_trained_saved_and_sent(tmp_path) -> None:
     name = save_model(tmp_path / "m", "qwen2", num_layers=3)
     sgd = ("optimizer", {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1}})
     whole, stages = (Case(pp=pp, values=(LORA, sgd)) for pp in (1, 2))
@@ -170,7 +170,7 @@ def _answers(rank: int, world_size: int, name: str, case: Case) -> dict[str, Any
     }
 
 
-def test_workers_of_stages_answer_as_one_does(tmp_path) -> None:
+def test_workers_of_stages_answer_like_a_single_worker(tmp_path) -> None:
     name = save_model(tmp_path / "m", "qwen3", num_layers=5)
     (one,) = run_ranks(_answers, 1, name, Case(pp=1))
     ranks = run_ranks(_answers, 2, name, Case(virtual=2))
@@ -210,7 +210,7 @@ def _rewards(rank: int, world_size: int, name: str, case: Case) -> dict[str, Any
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_reward_models_are_divided_too(packed, tmp_path) -> None:
+def test_reward_models_are_divided_into_stages_too(packed, tmp_path) -> None:
     name = save_model(tmp_path / "m", "qwen3", num_layers=3)
     case = Case(packed=packed, values=(("reward_model_cfg", {"enabled": True}),))
     first, last = run_ranks(_rewards, 2, name, case)

@@ -156,7 +156,7 @@ def test_the_configuration_chooses_the_backend(folder, tmp_path) -> None:
         training_backend(policy_config("m", dtensor_cfg={"enabled": False}))
 
 
-def test_a_checkpoint_says_which_backend_wrote_it(folder, tmp_path) -> None:
+def test_a_checkpoint_names_the_backend_that_wrote_it(folder, tmp_path) -> None:
     weights = tmp_path / "a/b/c/step_3/policy/weights"
     weights.mkdir(parents=True)
     assert isinstance(backend_of_checkpoint(weights), DTensorTraining)
@@ -178,7 +178,7 @@ def test_a_checkpoint_says_which_backend_wrote_it(folder, tmp_path) -> None:
         backend_of_checkpoint(weights)
 
 
-def test_a_stage_without_scores_gives_none() -> None:
+def test_a_stage_without_scores_returns_none() -> None:
     """What the first stages of a pipeline do: their backend never calls the forward step."""
 
     class FirstStage:

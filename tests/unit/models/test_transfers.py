@@ -59,7 +59,7 @@ def test_every_tensor_of_a_batch_is_pinned_and_sent_asynchronously(kind, packed,
     assert copies.asynchronous == [True] * len(pinned)
 
 
-def test_scores_are_waited_for_once(monkeypatch) -> None:
+def test_scores_cause_one_synchronization(monkeypatch) -> None:
     events: list[str] = []
 
     class Backend:

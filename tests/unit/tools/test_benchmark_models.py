@@ -44,7 +44,7 @@ def test_a_widened_model_is_the_same_function_and_trains_all_its_weights(workloa
         assert (weight != before[name]).float().mean() > 0.9, name
 
 
-def test_answers_of_the_skewed_workload_are_a_quarter_of_the_longest(workloads) -> None:
+def test_skewed_answers_average_a_quarter_of_the_longest(workloads) -> None:
     rng = workloads.random.Random(0)
     problems = [workloads.draw_count(rng) for _ in range(20_000)]
     lengths = [len(workloads.counted(problem)) + 1 for problem in problems]

@@ -36,13 +36,13 @@ def write(folder: Path, losses: dict[int, float], start: int = 1) -> Path:
         ("grpo", {1: 2.1, 2: 1.0}, False),
     ],
 )
-def test_losses_that_part(parallel_runs, tmp_path, capsys, algorithm, losses, holds):
+def test_losses_that_diverge_are_reported(parallel_runs, tmp_path, capsys, algorithm, losses, holds):
     ours, one = write(tmp_path / "tp2", losses), write(tmp_path / "1", {1: 2.0, 2: 1.0})
     assert parallel_runs.report(parallel_runs.Run(algorithm, "tp2"), ours, one) == holds
     assert ("DIFFERS" in capsys.readouterr().out) == (not holds)
 
 
-def test_a_run_that_began_again(parallel_runs, tmp_path):
+def test_a_run_that_started_over_is_found(parallel_runs, tmp_path):
     write(tmp_path / "a", {1: 2.0, 2: 1.0})
     assert parallel_runs.went_on(write(tmp_path / "a", {3: 0.5, 4: 0.3}, start=2), half=2)
     write(tmp_path / "b", {1: 2.0, 2: 1.0})

@@ -37,7 +37,7 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 
 @settings(deadline=None, max_examples=60)
 @given(named_tensors())
-def test_round_trip_is_exact(group):
+def test_packing_and_unpacking_is_exact(group):
     slots, num_bytes = plan_slots(group)
     flat = torch.full((num_bytes,), 0xAB, dtype=torch.uint8)
     pack(group, slots, flat)
@@ -68,7 +68,7 @@ def test_groups_keep_the_order_and_the_limit(tensors, limit):
         assert size + aligned(following[0][1].nbytes) > limit, group
 
 
-def test_groups_are_cut_lazily():
+def test_groups_are_built_lazily():
     """A stream of gathered tensors must not be held in memory as a whole."""
     taken = []
 
@@ -81,7 +81,7 @@ def test_groups_are_cut_lazily():
     assert len(taken) == 3
 
 
-def test_no_tensors_make_no_group():
+def test_an_empty_stream_makes_no_group():
     assert list(group_by_size([], 100)) == []
 
 

@@ -164,7 +164,7 @@ def test_a_round_trip_gives_every_tensor_back_bit_for_bit_on_every_rank(results,
     assert [rank[f"{mesh}/{family}"] for rank in results] == [""] * RANKS
 
 
-def test_the_comparison_of_logits_sees_two_swapped_heads_that_a_round_trip_does_not(results) -> None:
+def test_comparing_logits_finds_two_swapped_heads_that_a_round_trip_misses(results) -> None:
     assert results[0]["swapped/round trip"] == ""
     assert results[0]["swapped/logits"] > 1e-3
 
@@ -173,7 +173,7 @@ def test_bfloat16_stays_bfloat16(results) -> None:
     assert [rank["bfloat16"] for rank in results] == [""] * RANKS
 
 
-def test_weights_are_sent_in_the_receivers_format_but_for_correction_biases(results) -> None:
+def test_weights_except_correction_biases_are_sent_in_the_dtype_of_the_receiver(results) -> None:
     assert [rank["sent in bfloat16"] for rank in results] == [""] * RANKS
 
 

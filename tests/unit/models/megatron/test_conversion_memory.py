@@ -69,7 +69,7 @@ def _convert(folder: Path, section: MegatronConfig) -> dict[str, float]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("sizes", [SMALL, pytest.param(LARGE, marks=pytest.mark.long)], ids=["100_mb", "1_gb"])
-def test_a_conversion_holds_a_ranks_part_and_few_tensors(sizes, num_ranks, tmp_path) -> None:
+def test_a_conversion_holds_one_shard_and_few_tensors(sizes, num_ranks, tmp_path) -> None:
     model, _ = write_random_llama(tmp_path / "model", **sizes, **HEADS)
     write_random_llama(tmp_path / "tiny", **{**sizes, "hidden_size": 64, "num_hidden_layers": 2}, **HEADS)
     # A process of their own to fork from: this one's heap holds free memory that would hide what they ask for.

@@ -58,7 +58,7 @@ def differences(host) -> list[Differences]:
 
 @needs_megatron
 @pytest.mark.parametrize(("mesh", "name", "packed"), QUICK, ids=lambda value: str(value))
-def test_logits_and_gradients_are_those_of_hugging_face(differences, mesh, name, packed):
+def test_logits_and_gradients_equal_hugging_face(differences, mesh, name, packed):
     for of_rank in differences:
         logits, gradients, worst = of_rank[mesh, name, packed]
         assert logits < TOLERANCE
@@ -67,7 +67,7 @@ def test_logits_and_gradients_are_those_of_hugging_face(differences, mesh, name,
 
 @needs_megatron
 @pytest.mark.long
-def test_further_layouts_answer_as_hugging_face_too(host):
+def test_further_layouts_equal_hugging_face_too(host):
     for of_rank in host.run(_compare_all, 2, FURTHER):
         assert {case: found for case, found in of_rank.items() if not max(found[:2]) < TOLERANCE} == {}
 
@@ -104,7 +104,7 @@ def test_what_megatron_core_cannot_express_is_refused_by_name(name, values, mess
     assert message in str(raised.value)
 
 
-def test_one_group_needs_no_ratio():
+def test_a_single_expert_group_sets_no_router_groups():
     """Moonlight and Kimi have one group, which is always chosen."""
     config = hf_config("deepseek_v3", n_group=1, topk_group=1, num_experts_per_tok=3)
     assert "moe_router_num_groups" not in family_of(config).transformer_fields(config)
@@ -123,7 +123,7 @@ def test_every_family_has_a_converter():
     assert set(MODEL_TYPES) == set(layer_rules.FAMILIES)
 
 
-def test_families_import_no_megatron():
+def test_families_do_not_import_megatron():
     """The controller asks them before start."""
     files = list(Path(families.__file__).parent.glob("*.py"))
     texts = [file.read_text() for file in files]

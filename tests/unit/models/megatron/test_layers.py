@@ -276,6 +276,6 @@ def failures(host) -> list[dict[str, str | None]]:
 
 @needs_megatron
 @pytest.mark.parametrize("name", CHECKS)
-def test_layers_and_building(failures, name):
+def test_each_layer_and_builder_case_passes(failures, name):
     for of_rank in failures:
         assert of_rank[name] is None, of_rank[name]

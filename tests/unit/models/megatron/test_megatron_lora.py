@@ -216,12 +216,12 @@ def _exact(differences: dict[str, float]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_trains_as_peft_does(found: dict[str, Any], kind: str) -> None:
+def test_one_rank_trains_like_peft(found: dict[str, Any], kind: str) -> None:
     assert "gradients" in found["one"][kind] and _exact(found["one"][kind]) == {}
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_every_mesh_trains_as_peft_does(found: dict[str, Any], mesh: str) -> None:
+def test_every_mesh_trains_like_peft(found: dict[str, Any], mesh: str) -> None:
     for rank in found["two"]:
         assert _exact(rank[mesh]) == {}
 
@@ -241,13 +241,15 @@ def test_first_values_do_not_depend_on_the_mesh(found: dict[str, Any], mesh: str
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_saved_adapter_is_the_trained_model_in_peft(found: Any, trained: Any, kind: str) -> None:
+def test_peft_computes_the_trained_model_from_the_saved_adapter(found: Any, trained: Any, kind: str) -> None:
     wanted = trained[kind].logits
     assert (found["peft"][kind] - wanted).abs().max() / wanted.abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_export_without_a_model_is_merged(found: Any, folder: Path, trained: Any, tmp_path: Path, kind: str) -> None:
+def test_an_export_without_a_base_model_is_merged(
+    found: Any, folder: Path, trained: Any, tmp_path: Path, kind: str
+) -> None:
     from safetensors.torch import load_file
 
     checkpoint_folder._export(folder / f"saved {kind}" / "policy/weights", tmp_path / "out", None)
@@ -268,7 +270,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(found: dict[str, Any], folder
         assert [name for name in ours.names if not torch.equal(ours.read([name]), theirs.read([name]))] == []
 
 
-def test_a_checkpoint_holds_state_of_adapters_alone(found: dict[str, Any], folder: Path) -> None:
+def test_a_checkpoint_holds_the_state_of_adapters_only(found: dict[str, Any], folder: Path) -> None:
     names = SavedTensors(folder / "resumed/policy/optimizer/optim").names
     assert names and all(".lora_" in name for name in names)
 
@@ -278,17 +280,17 @@ def test_stages_without_adapters_take_part(found: dict[str, Any]) -> None:
         assert first == last and min(first) > 0
 
 
-def test_dropout_is_the_same_where_ranks_hold_the_same(found: dict[str, Any]) -> None:
+def test_ranks_that_hold_the_same_activations_draw_the_same_dropout(found: dict[str, Any]) -> None:
     for ours, theirs in zip(*(rank["dropout"] for rank in found["two"]), strict=True):
         assert ours["scores agree"] and len(ours["whole"]) == 4 * 4
         assert [name for name, tensor in ours["whole"].items() if not torch.equal(tensor, theirs["whole"][name])] == []
 
 
-def test_adapters_have_a_number_format_of_their_own(found: dict[str, Any]) -> None:
+def test_adapters_have_their_own_dtype(found: dict[str, Any]) -> None:
     assert found["one"]["half"]["dtypes"] == {"torch.float32"} and found["one"]["half"]["differ"] == []
 
 
-def test_adapters_that_cannot_work_are_refused(found: dict[str, Any]) -> None:
+def test_unsupported_adapters_are_refused(found: dict[str, Any]) -> None:
     said = found["one"]["refusals"]
     assert "adapters received no gradient" in said["unmoved"] and "linear_q_down_proj" in said["unmoved"]
     assert "target_modules: '*.local_experts.*.linear_fc1' matches no layer" in said["experts"]

@@ -28,7 +28,7 @@ DP2 = Mesh(distributed=True, precision="bfloat16")
 MASTERS = "optimizer.state.fp32_param."
 
 
-def test_a_float32_weight_is_a_bfloat16_weight_and_a_remainder() -> None:
+def test_a_float32_weight_splits_into_bfloat16_and_a_remainder() -> None:
     bits = torch.randint(-(2**31), 2**31, (100_000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     ties = torch.tensor([1.0, -3.0]).view(torch.int32) + 0x8000
     weights = torch.cat([bits, ties]).view(torch.float32)
@@ -225,7 +225,7 @@ def _in_turns(rank: int, num_ranks: int, overlaps: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_what_the_host_updates_stays_there_while_engines_have_the_gpu(host, overlaps) -> None:
+def test_host_optimizer_state_stays_while_engines_use_the_gpu(host, overlaps) -> None:
     for found in host.run(_in_turns, 2, overlaps):
         assert found["kinds"] == {True, False}, "both devices update something"
         assert found["misplaced"] == []
