@@ -1,4 +1,4 @@
-"""A file system of a few megabytes, for what happens when it is full."""
+"""Mount a file system of a few megabytes, to test what happens when it is full."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 
 
 def fill(disk: Path, leave_bytes: int) -> Path:
-    """Write a file that leaves so many bytes of a disk; the file."""
+    """Write a file that leaves the given number of free bytes on a disk; return the file."""
     path = disk / "fill"
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free - leave_bytes)

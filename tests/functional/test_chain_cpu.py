@@ -1,4 +1,4 @@
-"""The chain of all stages, as a user starts it: each stage improves its own measure, the end beats the start."""
+"""The chain of all stages, as a user starts it: each stage improves its own measure, the last beats the first."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""On-policy distillation end to end on the CPU: learns, goes on bit for bit, and a teacher on devices of its own."""
+"""On-policy distillation end to end on the CPU: it learns, resumes bit for bit, and the teacher may be separate."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ OVERRIDES = (
 
 @pytest.fixture(scope="module")
 def distilled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metrics]:
-    """Metrics of a run."""
+    """Return the metrics of a run."""
     folder = tmp_path_factory.mktemp("distillation")
     runs = ExampleRuns(folder)
     yield finished(runs.start, SCRIPT, CONFIG, OVERRIDES, folder)
@@ -37,7 +37,7 @@ def test_the_student_learns_from_the_teacher(distilled: Metrics) -> None:
 
 
 def test_a_teacher_on_separate_devices_gives_the_same_steps(distilled: Metrics, start_example: StartExample) -> None:
-    """Two teacher ranks apart from two student ranks, which pack while the teacher does not."""
+    """Two teacher ranks and two separate student ranks; the student packs, the teacher does not."""
     run = start_example(
         SCRIPT,
         CONFIG,

@@ -22,7 +22,7 @@ COMMAND = [sys.executable, "-m", "nemo_rl", "doctor", "--json", "--config"]
 def doctor(
     config: str, *arguments: str, folder: Path, **variables: str
 ) -> tuple[int, dict[tuple[str, str], dict[str, Any]]]:
-    """Exit status, and findings by check and node."""
+    """Return the exit status, and the findings by check and node."""
     done = subprocess.run(
         [*COMMAND, str(CONFIGS / config), *arguments],
         cwd=folder,
@@ -47,7 +47,7 @@ def test_the_doctor_runs_a_dummy_step_on_real_workers(config: str, tmp_path: Pat
 
 
 def test_a_failing_dummy_step_is_reported(tmp_path: Path) -> None:
-    """Weights that are cut off in the middle of the file."""
+    """The file of weights is truncated."""
     model = tmp_path / "model"
     shutil.copytree(REPOSITORY / "examples/assets/tiny-chat", model)
     weights = model / "model.safetensors"
@@ -104,7 +104,7 @@ def test_a_cluster_with_too_few_nodes_is_named(two_nodes: RayNodes, tmp_path: Pa
 
 
 def test_a_port_without_ray_is_reported_within_the_deadline(tmp_path: Path) -> None:
-    """Whoever listens there takes the connection and says nothing; on all addresses, because Ray replaces 127.0.0.1."""
+    """The server accepts the connection and stays silent, on all addresses because Ray replaces 127.0.0.1."""
     listen = "s = socket.create_server(('', 0)); print(s.getsockname()[1], flush=True); time.sleep(300)"
     code = f"import socket, time; {listen}"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as listening:

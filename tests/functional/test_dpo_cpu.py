@@ -1,4 +1,4 @@
-"""DPO end to end on the CPU: starts at ln 2, margins rise, a killed run goes on bit for bit."""
+"""DPO end to end on the CPU: it starts at ln 2, margins rise, and a killed run resumes bit for bit."""
 
 import math
 
@@ -31,7 +31,7 @@ NAMED_SETS = (
 
 
 def test_kto_starts_at_one_half_and_learns(start_example: StartExample) -> None:
-    """With a second validation set, which has a name and a prefix of its own."""
+    """A second validation set has its own name and metric prefix."""
     changes = ("dpo.preference_loss=kto", "dpo.max_num_steps=40", "dpo.val_period=20", "checkpointing.enabled=false")
     rate = "policy.optimizer.kwargs.lr=1.0e-4"
     run = start_example("run_dpo.py", "dpo_cpu.yaml", *changes, rate, NAMED_SETS, logs="kto")

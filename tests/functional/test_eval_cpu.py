@@ -1,4 +1,4 @@
-"""Evaluation end to end on the CPU: Ray, vLLM, environment; then again."""
+"""Evaluation end to end on the CPU with Ray, vLLM and an environment; then started again."""
 
 import json
 from pathlib import Path

@@ -231,7 +231,7 @@ def test_a_corrupted_bucket_stops_the_run(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_wrong_layer_with_a_correct_checksum_stops_the_run_before_an_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without checksums nobody sees the bytes that are changed here; the first batch does."""
+    """Without checksums no transport check sees the changed bytes; the first batch does."""
     monkeypatch.chdir(tmp_path)
     overrides = [
         f"logger.log_dir={tmp_path}",

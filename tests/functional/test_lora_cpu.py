@@ -1,4 +1,4 @@
-"""GRPO with LoRA end to end on the CPU: it learns, engines and trainer agree, a resumed run goes on exactly."""
+"""GRPO with LoRA end to end on the CPU: it learns, engines and trainer agree, a resumed run is exact."""
 
 import json
 

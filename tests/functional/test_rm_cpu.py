@@ -13,7 +13,7 @@ def test_a_reward_model_learns_and_loads_as_a_sequence_classifier(start_example:
     metrics = run_once(start_example, "rm", 40, tmp_path)
     losses = [metrics["validation", step, "loss"] for step in (0, 20, 40)]
     assert losses[0] > losses[1] > losses[2]
-    # The share of 128 pairs told apart is coarse and differs between processors; their margin is neither.
+    # The share of 128 correctly ordered pairs is coarse and differs between processors; their margin does not.
     margins = [metrics["validation", step, "rewards_margin_mean"] for step in (0, 20, 40)]
     assert margins[0] < 0.1 and margins[0] + 0.1 < margins[1] and margins[1] + 0.2 < margins[2]
     assert metrics["validation", 40, "accuracy"] >= metrics["validation", 0, "accuracy"]

@@ -1,4 +1,4 @@
-"""Equal runs that start at the same time in one folder: ports, log folders and Ray sessions of their own."""
+"""Equal runs that start at the same time in one folder have separate ports, log folders and Ray sessions."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ def losses_of(folder: Path) -> Losses:
 
 
 def finish_all(runs: list[ExampleRun], steps: int) -> None:
-    """All runs succeed, each in a log folder of its own, with the same losses to the last bit."""
+    """Check that all runs succeed, each in its own log folder, with bitwise equal losses."""
     statuses = [run.finish(timeout_s=900) for run in runs]
     assert statuses == [0] * len(runs), "\n".join(run.log()[-1500:] for run in runs)
     folders = sorted(runs[0].log_dir.glob("exp_*"))

@@ -1,4 +1,4 @@
-"""GRPO over two Ray nodes on this machine: it learns as on one, and a node that is lost is named or replaced."""
+"""GRPO over two Ray nodes on this machine: it learns as on one, and a lost node is named or replaced."""
 
 import re
 import time
@@ -19,7 +19,7 @@ APART = ("policy.generation.colocated.enabled=false", "cluster.threads_per_rank=
 
 @pytest.fixture(scope="module")
 def one_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metrics]:
-    """Two ranks and two engines of a run that joins no cluster."""
+    """Run two ranks and two engines without joining a cluster."""
     runs = ExampleRuns(tmp_path_factory.mktemp("one_node"))
     resources = "policy.generation.colocated.resources.ranks_per_node=2"
     run = start(runs.start, {}, STEPS, *APART, "cluster.ranks_per_node=2", resources)
@@ -46,7 +46,7 @@ def start(start_example: StartExample, environment: dict[str, str], steps: int, 
 
 
 def lose(nodes: RayNodes, address: str, run: ExampleRun) -> tuple[int, float]:
-    """Kill a node; the status of the run, and how long it went on."""
+    """Kill a node; return the status of the run and the seconds until it ended."""
     nodes.kill(address)
     killed = time.monotonic()
     return run.finish(300), time.monotonic() - killed
@@ -112,7 +112,7 @@ def test_a_full_disk_loses_only_unsaved_steps(start_example: StartExample, nodes
         command = ({"RAY_ADDRESS": nodes.address}, 6, "cluster.num_nodes=2", *APART, *saved)
         run = start(start_example, *command)
         run.wait_for("step 2/6", 400)
-        # Half of a checkpoint fits, so that one begins to be written.
+        # Half of a checkpoint fits, so that writing starts and fails.
         filling = fill(disk, leave_bytes=6_000_000)
         assert run.finish() == 1, run.log()[-3000:]
         named = re.escape(f"could not be written to {checkpoints}: no space left on device (a checkpoint takes 12.")

@@ -1,4 +1,4 @@
-"""SFT end to end on the CPU: the validation loss falls, a killed run goes on bit for bit."""
+"""SFT end to end on the CPU: the validation loss falls, a killed run resumes bit for bit."""
 
 import os
 import signal

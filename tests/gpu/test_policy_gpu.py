@@ -157,7 +157,7 @@ def test_offloaded_parameters_are_trained(gpu, tmp_path) -> None:
 
 
 def test_sharing_the_gpu_in_turns_changes_no_number_and_frees_its_memory(gpu, tmp_path) -> None:
-    """Optimizer state and a frozen model's weights go to page-locked memory and come back."""
+    """Optimizer state and the weights of a frozen model move to page-locked memory and back."""
     shape = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 4096}
     name = save_tiny_model(tmp_path / "m", "qwen3", initializer_range=0.02, **shape)
     config = policy_config(name, precision="bfloat16", **PACKED)
@@ -234,7 +234,7 @@ def test_log_probs_take_a_fraction_of_the_memory_of_full_logits(gpu, temperature
 
     peaks = []
     for way in (full_way, in_chunks):
-        way().sum().backward()  # compiles, and makes the gradients
+        way().sum().backward()  # compiles, and computes the gradients
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         way().sum().backward()

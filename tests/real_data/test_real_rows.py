@@ -1,4 +1,4 @@
-"""Rows of public data sets: read whole, and as what they are."""
+"""Rows of public data sets are read completely and with the right content."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""`tools/launch` and `tools/code_snapshot.sh`, in a checkout of their own."""
+"""`tools/launch` and `tools/code_snapshot.sh`, in a separate checkout."""
 
 import os
 import shutil

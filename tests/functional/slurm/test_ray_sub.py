@@ -1,4 +1,4 @@
-"""`ray.sub` under stand-ins for Slurm and Ray: what it starts, where it writes, and how it ends.
+"""`ray.sub` with replacements for Slurm and Ray: what it starts, where it writes, and how it ends.
 
 The jobs run side by side, because most of their time is waiting.
 """
@@ -247,7 +247,7 @@ def test_invalid_settings_are_refused_before_nodes_start(tmp_path, variables, an
 
 
 def test_a_folder_that_a_node_does_not_see_is_named(tmp_path):
-    """Another node reads another file: a script named `cat` on that node only."""
+    """A script named `cat` on one node makes that node read another file."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/cat").write_text('#!/bin/sh\n[ "$SLURMD_NODENAME" = node2 ] && exit 1\nexec /bin/cat "$@"\n')
     (tmp_path / "bin/cat").chmod(0o755)

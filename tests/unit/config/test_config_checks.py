@@ -1,4 +1,4 @@
-"""Each rule between keys, on real files; the equation and the way out are part of the rule."""
+"""Each rule between keys, on real files; messages show the equation and the way out."""
 
 import os
 import resource

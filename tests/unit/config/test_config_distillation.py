@@ -1,4 +1,4 @@
-"""The distillation configuration: the teacher follows the policy where it should, and each rule between keys."""
+"""The distillation configuration: the teacher follows the policy where it should, and rules between keys hold."""
 
 from pathlib import Path
 

@@ -75,7 +75,7 @@ def test_an_unknown_key_names_the_file_that_holds_it_not_its_child(write_yaml) -
 )
 def test_flat_data_keys_are_refused_with_their_new_path(write_yaml, key: str, place: str) -> None:
     with pytest.raises(ConfigError, match=rf"data\.{key}.*write {place}"):
-        # beside data.train a name is without effect, in NeMo RL too
+        # next to data.train a name has no effect, in NeMo RL too
         train = {"train": None} if key == "dataset_name" else {}
         load_config(write_yaml("old.yaml", with_values(data={key: "x", **train})))
 
@@ -254,7 +254,7 @@ def test_building_a_section_in_code_reports_config_errors(section: type[Section]
 
 def test_a_config_loads_with_the_schema_of_another_algorithm(write_yaml) -> None:
     class TeacherMasterConfig(Section):
-        """Two policies under names of their own."""
+        """Two policies under their own names."""
 
         policy: PolicyConfig
         teacher: PolicyConfig

@@ -1,4 +1,4 @@
-"""Configurations written for NeMo RL: what loads, what is said about keys without effect, what is refused and how.
+"""Configurations written for NeMo RL: what loads, which keys give a notice, and what is refused.
 
 `nemo_rl/` holds one configuration for each algorithm with all keys that NeMo RL has, at its defaults.
 """
@@ -202,7 +202,7 @@ PASSING = {bool: "false", int: "0", str: "''", list: "[]", dict: "enabled: false
 
 
 def written(folder: Path, algorithm: str, *overrides: str) -> Path:
-    """The configuration of an algorithm with more keys, in a file that inherits from it."""
+    """Write the configuration of an algorithm with further keys, in a file that inherits from it."""
     content: dict[str, Any] = {"defaults": str(SHAPES / f"{algorithm}.yaml")}
     for text in overrides:
         key, value = text.lstrip("+").split("=", 1)
@@ -316,7 +316,7 @@ def test_unsupported_data_and_environments_are_refused(tmp_path: Path) -> None:
 
 
 def sections(root: type[Section], path: str = "") -> Iterator[tuple[str, type[Section]]]:
-    """Every section with its dotted path; those of lists are left out."""
+    """Yield every section with its dotted path, except those of lists."""
     yield path, root
     for name, field in root.model_fields.items():
         for below in Slot.of(field.annotation, field.metadata).sections:
@@ -335,7 +335,7 @@ def nested(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def later_keys(algorithm: str) -> dict[str, tuple[Any, ...]]:
-    """Every key of a feature that is not built, with the neutral values of its own."""
+    """Yield every key of a feature that is not implemented, with its neutral values."""
     found = {}
     for path, section in sections(ALGORITHMS[algorithm]):
         if "training_backend" not in path and (path != "policy.generation" or algorithm in ("grpo", "distillation")):
@@ -419,7 +419,7 @@ def test_errors_of_every_stage_are_reported_together(tmp_path: Path) -> None:
 
 
 def test_old_names_next_to_new_ones_are_refused(tmp_path: Path) -> None:
-    """A null says nothing; a prompt file would have been used, so it is refused."""
+    """A null sets nothing; a prompt file would have been used, so it is refused."""
     (found,) = obstacles(written(tmp_path, "grpo", "data.prompt_file=a.txt"), "grpo")
     assert "data.prompt_file='a.txt'" in found and "write data.default.prompt_file" in found
     (found,) = obstacles(written(tmp_path, "grpo", "data.dataset_name=DAPOMath17K", "data.train=null"), "grpo")

@@ -23,7 +23,7 @@ def test_assistant_tokens_are_unmasked_and_rows_are_padded() -> None:
     tokenizer = make_char_tokenizer()
     batch = nemo_rl.chat_batch(tokenizer, [TURNS, TURNS[:2]])
     rendered = [tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False) for turns in (TURNS, TURNS[:2])]
-    # The template ends a turn with a newline behind the token that closes it; nobody generates it.
+    # The template ends a turn with a newline after the closing token; the model never generates it.
     lengths = batch["input_lengths"].tolist()
     for row, ids in enumerate(rendered):
         assert batch["input_ids"][row, : lengths[row]].tolist() == ids[: lengths[row]]

@@ -1,4 +1,4 @@
-"""Control tokens in texts: never read from tools and environments, reported in rows, and nothing else changes."""
+"""Control tokens in texts are never read from tools and environments, and are reported in rows."""
 
 import logging
 import random
@@ -38,7 +38,7 @@ def _wrapped(tokenizer, template=TEMPLATE, *, normalized=False, tokens=("<s>", "
 
 
 def unigram():
-    """Control tokens are pieces of the vocabulary, which the model itself would take from a text."""
+    """A tokenizer whose control tokens are pieces of the vocabulary, which the model itself finds in a text."""
     pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("▁", -2.0)]
     pieces += [(chr(code), -3.0) for code in range(33, 127)]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
@@ -48,7 +48,7 @@ def unigram():
 
 
 def words():
-    """Whole words are tokens, control tokens too."""
+    """A tokenizer of whole words; control tokens are words too."""
     vocabulary = {token: number for number, token in enumerate(["<unk>", "<s>", "</s>", "[EOT]", "assistant:", "I"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -56,7 +56,7 @@ def words():
 
 
 def lowered():
-    """A normalizer makes control tokens of what is written otherwise."""
+    """A tokenizer whose normalizer turns other spellings into control tokens."""
     vocabulary = {token: number for number, token in enumerate(["<unk>", *map(chr, range(32, 127))])}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Lowercase()
@@ -74,7 +74,7 @@ def tokenizer(request, qwen3_folder):
 
 
 def control_ids(tokenizer):
-    """Numbers of all control tokens but that of unknown characters."""
+    """Return the ids of all control tokens except the one for unknown characters."""
     return {tokenizer.convert_tokens_to_ids(token) for token in control_tokens_of(tokenizer).written} - {
         tokenizer.unk_token_id
     }
@@ -85,7 +85,7 @@ def num_control(tokenizer, ids):
 
 
 def turn(tokenizer, content, rules=None, role="tool"):
-    """Tokens that an observation adds to a short conversation."""
+    """Return the tokens that an observation adds to a short conversation."""
     role = "user" if "tool" not in str(tokenizer.chat_template) else role
     entry = prompt_entry(Chat(messages=[QUESTION], tools=None), tokenizer)
     answer = {"role": "assistant", "content": "4", "token_ids": encode_text("4", tokenizer)}
@@ -189,7 +189,7 @@ def test_every_text_of_an_observation_is_encoded_safely(qwen3):
 
 
 class NoBackend:
-    """A tokenizer of another library: control tokens are found in the text, and there is nothing to copy."""
+    """A tokenizer of another library: control tokens are found in the text, and there is no backend to copy."""
 
     name_or_path, chat_template, unk_token_id = "own", None, None
     all_special_tokens = ("<|im_end|>", "!")

@@ -36,11 +36,11 @@ JSON_LINES = [
     b'{"q": "five", "a": "  "}',  # 6: blank answer
     b'{"q": "six", "a": null}',  # 7: null
     b'{"q": ["seven"], "a": "7"}',  # 8: list
-    b'["eight", "8"]',  # 9: no object
+    b'["eight", "8"]',  # 9: not an object
     b'{"q": "nine", "a": true}',  # 10: true
     b'{"q": "ten", "a": NaN}',  # 11: not a number
     b'{"q": "\\ud83d", "a": "11"}',  # 12: half of a surrogate pair
-    '{"q": "zwölf\u2028", "a": 12.0}\r'.encode(),  # 13: fine, and no line end inside
+    '{"q": "zwölf\u2028", "a": 12.0}\r'.encode(),  # 13: valid, and no line end inside
     b'{"q": "", "a": "13"}',  # 14
     b'{"q": "last", "a": -1.5}',  # 15: no newline at the end
 ]

@@ -1,4 +1,4 @@
-"""The loader goes on exactly where a saved state stopped."""
+"""The loader continues exactly where a saved state stopped."""
 
 import logging
 import os
@@ -173,7 +173,7 @@ def test_max_rows_limits_the_rows_of_an_epoch(dataset):
 
 
 class Groups(torch.utils.data.Dataset):
-    """Rows that say in which process group they were read."""
+    """Rows that tell in which process group they were read."""
 
     def __len__(self):
         return 4
@@ -217,7 +217,7 @@ print(list(build_loader(Rows(), 2, shuffle=False, seed=0, num_workers=1, collate
 
 
 def test_a_data_worker_does_not_finalize_objects_of_the_run():
-    """Ray's objects wait in their clean-up for threads that a forked worker does not have."""
+    """Finalizers of Ray objects wait for threads that a forked worker does not have."""
     command = [sys.executable, "-W", "ignore", "-c", GARBAGE_OF_A_RUN]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout == "[[0, 1], [2, 3]]\n", done.stderr

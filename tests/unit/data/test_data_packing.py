@@ -26,7 +26,7 @@ algorithms = st.sampled_from(list(PackingAlgorithm))
 
 
 def fewest_bins(lengths, capacity):
-    """Exact optimum by trying every partition into first-fit orders; for tiny inputs only."""
+    """Return the exact optimum by trying every partition into first-fit orders; for tiny inputs only."""
     return min(
         len(first_fit([lengths[i] for i in order], capacity)) for order in itertools.permutations(range(len(lengths)))
     )
@@ -146,7 +146,7 @@ def test_a_plan_holds_every_row_once_within_its_limits(lengths, num_shards, stra
             assert sum(rounded[i] for i in rows) <= strategy.capacity
         else:
             assert max(rounded[i] for i in rows) * len(rows) <= strategy.max_tokens
-    if isinstance(strategy, Packed):  # what `microbatch_order: largest_first` asks for is always so
+    if isinstance(strategy, Packed):  # `microbatch_order: largest_first` is always true
         costs = [[sum(rounded[i] for i in rows) for rows in shard] for shard in plan.shards]
         assert costs == [sorted(shard, reverse=True) for shard in costs]
     assert plan == plan_microbatches(lengths, num_shards, strategy)
@@ -211,7 +211,7 @@ GROUP_LENGTHS = [15, 15, 16, 12, 25, 30, 22, 24, 33]
 
 
 def shared_tokens(rows: list[int]) -> int:
-    """Tokens of a microbatch that holds each prompt once."""
+    """Return the tokens of a microbatch that holds each prompt once."""
     return sum(
         Family([row for row in rows if row in f.rows], f.shared).tokens(GROUP_LENGTHS)
         for f in GROUPS
@@ -231,10 +231,10 @@ def test_families_fill_microbatches_that_hold_each_prompt_once(capacity, num_sha
 def test_families_stay_whole_where_they_fit_and_shards_come_out_equal() -> None:
     (shard,) = plan_families(GROUPS, GROUP_LENGTHS, 1, Packed(200)).shards
     assert shard == [[4, 5, 6, 7, 8, 0, 1, 2, 3]]
-    # 28, 41 and 33 tokens: parts of half as much would leave the busier shard with more.
+    # 28, 41 and 33 tokens: parts of half the size would leave the busier shard with more.
     loads = [shared_tokens(rows) for (rows,) in plan_families(GROUPS, GROUP_LENGTHS, 2, Packed(200)).shards]
     assert sorted(loads) == [41, 61]
-    # Four shards, three families: some are divided.
+    # Four shards, three families: some families are divided.
     assert all(plan_families(GROUPS, GROUP_LENGTHS, 4, Packed(200)).shards)
 
 
@@ -258,7 +258,7 @@ LONG_PROMPTS = {
 
 
 def keys_of(rows: list[int], families: list[Family], lengths: list[int]) -> int:
-    """Keys that a rank lays out for a microbatch, where rows of one family share its prompt."""
+    """Return the number of keys of a microbatch on a rank, where rows of one family share its prompt."""
     parts = [Family([row for row in rows if row in family.rows], family.shared) for family in families]
     return sum(part.keys(lengths) for part in parts if part.rows)
 

@@ -58,7 +58,7 @@ def test_templates_that_make_no_prompt_are_refused(qwen3_folder, monkeypatch, te
     monkeypatch.setattr("nemo_rl.data.tokenizer.TEMPLATE_LIMIT_S", 0.5)
     with pytest.raises(ConfigError, match=f"policy.tokenizer.chat_template {message}"):
         get_tokenizer(config(qwen3_folder, template))
-    refuses = "{{ raise_exception('system first') }}"  # made for other chats, as far as one can tell
+    refuses = "{{ raise_exception('system first') }}"  # a heuristic finds that it was made for other chats
     assert get_tokenizer(config(qwen3_folder, refuses)).chat_template == refuses
 
 

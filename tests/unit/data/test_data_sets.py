@@ -109,7 +109,7 @@ def test_max_samples_is_a_seeded_draw_in_file_order(tmp_path, name):
         assert set(drawn) != set(rows(max_samples=10, seed=2)[0])
     assert rows(max_samples=1000, seed=1)[0] == everything
     train, held_out = rows(max_samples=10, seed=1, split_validation_size=0.2)
-    if name == "ResponseDataset":  # generated sums are held out beside those of training
+    if name == "ResponseDataset":  # generated sums are held out in addition to those of training
         assert (len(train), len(held_out)) == (8, 2) and {*train, *held_out} == set(drawn)
 
 

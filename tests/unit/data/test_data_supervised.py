@@ -1,4 +1,4 @@
-"""Conversations and pairs: what is read, what is refused, and where it is said to be."""
+"""Conversations and pairs: what is read, what is refused, and which place an error names."""
 
 import json
 

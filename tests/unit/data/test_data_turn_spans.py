@@ -1,4 +1,4 @@
-"""Which tokens are trained on: proven token by token, for real chat templates, against the text itself.
+"""Show which tokens are trained on, token by token, for real chat templates, against the text itself.
 
 The reference works on text alone: the rendered chat is cut by the template's literal markers, written out
 here by hand, and the kept pieces are compared with what the mask keeps, decoded.
@@ -44,7 +44,7 @@ CALLS = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": [2, "x"]}}\n</t
 
 @pytest.fixture(scope="session")
 def llama3(qwen3_folder):
-    """Llama 3's special tokens and chat format over another byte-level vocabulary."""
+    """Make a tokenizer with Llama 3's special tokens and chat format over another byte-level vocabulary."""
     tokenizer = AutoTokenizer.from_pretrained(
         qwen3_folder, bos_token="<|begin_of_text|>", eos_token="<|eot_id|>", pad_token="<|end_of_text|>"
     )
@@ -58,7 +58,7 @@ def chat(turns):
 
 
 def trained(tokenizer, messages, *, only_final=False, tools=None, header=True):
-    """Decoded runs of trained tokens, the text of all tokens, and the mask."""
+    """Return the decoded runs of trained tokens, the text of all tokens, and the mask."""
     row = {"messages": messages, "tools": tools}
     datum = sft_processor(row, TaskDataSpec(), tokenizer, None, 0, add_generation_prompt=header)
     batch = sft_collate_fn([datum], tokenizer, 1, only_final)
@@ -81,7 +81,7 @@ QWEN_EMPTY = "<think>\n\n</think>\n\n"
 def test_qwen3_spans_cover_the_answers_with_their_end_token(qwen3, turns):
     runs, text, _ = trained(qwen3, chat(turns))
     answers = [content for role, content in turns if role == "assistant"]
-    # Qwen3 shows the (empty) reasoning of the last turn only, and a model has to write it there.
+    # Qwen3 renders the (empty) reasoning of the last turn only, and a model has to write it there.
     assert runs == [a + "<|im_end|>" for a in answers[:-1]] + [QWEN_EMPTY + answers[-1] + "<|im_end|>"]
     assert text == qwen3.apply_chat_template(chat(turns), tokenize=False).rstrip("\n")
 
@@ -105,7 +105,7 @@ def test_llama3_spans_cover_the_answers_with_their_end_token(llama3, turns):
 @pytest.mark.parametrize("turns", [ONE_TURN, MULTI_TURN], ids=["one", "multi"])
 @pytest.mark.parametrize("name", ["qwen3", "minimind", "llama3"])
 def test_every_token_of_an_answer_follows_its_generation_prompt(request, name, turns):
-    """What is trained on comes after exactly the tokens that the engine would be given."""
+    """Trained tokens come after exactly the tokens that the engine would get."""
     tokenizer = request.getfixturevalue(name)
     messages = chat(turns)
     row = {"messages": messages}

@@ -1,4 +1,4 @@
-"""What observations add to the tokens, against the chat template's own rendering of the whole conversation."""
+"""Tokens that observations add, against the chat template's own rendering of the whole conversation."""
 
 import pytest
 from transformers import AutoTokenizer
@@ -36,7 +36,7 @@ def with_template(folder, template, *tokens, **special):
 
 @pytest.fixture(params=ENDS)
 def named(request, minimind, qwen3, qwen3_folder):
-    """(name, tokenizer): real ones, and templates of other kinds over Qwen3's vocabulary."""
+    """Return (name, tokenizer): real ones, and templates of other kinds over Qwen3's vocabulary."""
     made = {
         "minimind": lambda: minimind,
         "qwen3": lambda: qwen3,
@@ -51,7 +51,7 @@ def named(request, minimind, qwen3, qwen3_folder):
 
 
 def play(tokenizer, turns, tools=None):
-    """A conversation as a rollout makes it: a question, then (sampled text, observation) by turns; its log and chat."""
+    """Play a question, then (sampled text, observation) in turns; return the log and the chat as in a rollout."""
     renderer = ObservationRenderer(tokenizer)
     chat = [{"role": "user", "content": "What is 2+2?"}]
     entry = prompt_entry({"messages": chat, "tools": tools}, tokenizer)
@@ -68,7 +68,7 @@ def text_of(tokenizer, log):
 
 
 def whole(tokenizer, turns):
-    """The same conversation as the template renders it from its messages."""
+    """Return the same conversation as the template renders it from its messages."""
     chat = [{"role": "user", "content": "What is 2+2?"}]
     for said, observation in turns:
         role = "user" if observation["role"] == "environment" else observation["role"]
@@ -88,7 +88,7 @@ def test_a_conversation_equals_the_rendered_template(named, words, finished):
     sampled = [word + ENDS[name] * finished for word in words]
     found = text_of(tokenizer, play(tokenizer, list(zip(sampled, observations, strict=True))))
     expected = whole(tokenizer, list(zip(words, observations, strict=True)))
-    if name == "llama2":  # its white space around a turn is the template's, no model writes it
+    if name == "llama2":  # the white space around a turn comes from the template, not from a model
         found, expected = (text.replace(" </s>", "</s>").replace("[/INST] ", "[/INST]") for text in (found, expected))
     assert found == expected
 
@@ -155,7 +155,7 @@ def test_a_text_that_is_not_unicode_is_refused(qwen3):
 
 
 def test_without_a_chat_template_observations_are_plain_text(qwen3, qwen3_folder):
-    """A prompt that did not go through the template, a template of contents alone, and none at all."""
+    """A prompt that bypassed the template, a template of contents only, and no template."""
     raw = [{"role": "user", "content": "2+2=", "token_ids": encode_text("2+2=", qwen3)}]
     answered = [*raw, {"role": "assistant", "content": "5", "token_ids": encode_text("5", qwen3)}]
     bare = encode_text(" No: ", qwen3)

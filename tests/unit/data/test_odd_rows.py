@@ -1,4 +1,4 @@
-"""One odd row never ends a run: it is left out with its place and a reason, at the start or when it is drawn."""
+"""One odd row never ends a run: it is skipped with its place and a reason, at the start or when it is drawn."""
 
 import copy
 import json
@@ -88,7 +88,7 @@ KINDS = {
 
 
 def changed(row, *path_and_value):
-    """A copy of a row with the value at a path replaced; without the key if the value is Ellipsis."""
+    """Return a copy of a row with the value at a path replaced; with Ellipsis the key is removed."""
     *path, key, value = path_and_value
     odd = copy.deepcopy(row)
     place = odd
@@ -169,7 +169,7 @@ def test_a_table_with_ambiguous_columns_is_refused(tmp_path, content, message):
     path.write_text(content)
     with pytest.raises(DataError, match=message):
         read_file(str(path))
-    path.write_text("a,,\n1,2,3\n")  # columns without a name are nobody's
+    path.write_text("a,,\n1,2,3\n")  # columns without a name belong to no key
     assert read_file(str(path)).rows[0]["a"] == "1"
 
 
@@ -223,7 +223,7 @@ def test_tool_arguments_with_thousands_of_digits_are_refused_by_name(chars, tmp_
 
 
 def paths_into(row):
-    """Every path to a value of a row."""
+    """Yield every path to a value of a row."""
     items = row.items() if isinstance(row, dict) else enumerate(row) if isinstance(row, list) else ()
     for key, value in items:
         yield (key,)
@@ -265,7 +265,7 @@ PICKY = PASSTHROUGH_TEMPLATE.replace(
 
 @pytest.fixture
 def picky(chars):
-    """A template that fails on the content `13`, with an error that is not jinja's."""
+    """Make a template that fails on the content `13`, with an error that is not jinja's."""
     tokenizer = copy.deepcopy(chars)
     tokenizer.chat_template = PICKY
     return tokenizer
@@ -376,7 +376,7 @@ def test_megabytes_of_text_become_a_stub_quickly(chars, tmp_path, kind):
 
 
 class OwnRows:
-    """A class that brings its own validation rows."""
+    """A class with its own validation rows."""
 
     def __init__(self, **_keys):
         self.dataset = [TALK] * 5
