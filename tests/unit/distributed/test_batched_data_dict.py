@@ -1,4 +1,4 @@
-"""BatchedDataDict: joining, splitting and ordering rows, and travelling through pickle."""
+"""BatchedDataDict: join, split and order rows, and pickle them."""
 
 import pickle
 import warnings
@@ -25,7 +25,7 @@ def numbered(rows: int) -> BatchedDataDict:
 
 
 def rows_of(batch: BatchedDataDict) -> list[int]:
-    """Row numbers, after checking that all values agree on them."""
+    """Return row numbers, after checking that all values agree on them."""
     rows = batch["idx"].tolist()
     assert batch["names"] == [f"row{i}" for i in rows]
     assert batch["ids"][:, 0].tolist() == [3 * i for i in rows]
@@ -134,7 +134,7 @@ def test_all_columns_must_have_equal_numbers_of_rows():
 
 
 def through_shared_memory(value):
-    """Pickle as Ray does: buffers out of band, handed back read-only."""
+    """Pickle as Ray does: buffers out of band, returned read-only."""
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     read_only = [memoryview(bytes(buffer)) for buffer in buffers]

@@ -1,4 +1,4 @@
-"""Which variables of the driver reach workers of a cluster that it joins."""
+"""Variables of the driver that reach workers of a cluster that it joins."""
 
 import ray
 

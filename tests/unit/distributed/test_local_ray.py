@@ -1,4 +1,4 @@
-"""The Ray of a run: what happens when it does not start, or loses one of its own processes."""
+"""The Ray of a run: what happens if it does not start, or loses one of its own processes."""
 
 import os
 import subprocess
@@ -72,9 +72,9 @@ def test_a_dead_ray_process_is_named_and_ends_the_run_in_order(victim: str, wait
     assert left == []
 
 
-@pytest.mark.long  # on a machine that is busy with other tests Ray's C++ may be the first of two threads
+@pytest.mark.long  # on a busy machine Ray's C++ may win the race of two threads
 def test_a_dead_ray_process_is_logged_before_ray_ends_the_driver() -> None:
-    """The next use of the object store ends the process from C++: no exception, no clean-up, no words."""
+    """The next use of the object store ends the process from C++: no exception, no cleanup, no message."""
     done = run_script("""
         from nemo_rl.utils.logging_setup import configure_logging
         configure_logging()
@@ -95,7 +95,7 @@ def test_a_dead_ray_process_is_logged_before_ray_ends_the_driver() -> None:
 
 @pytest.mark.long
 def test_a_signal_to_all_processes_ends_a_wait_for_the_control_service() -> None:
-    """It stops to serve on SIGTERM, and may not end; Ray's C++ waits for it wherever it is asked."""
+    """It stops serving on SIGTERM but may not exit; Ray's C++ blocks on every call to it."""
     started = time.monotonic()
     done = run_script("""
         from ray.util.placement_group import placement_group_table

@@ -99,7 +99,7 @@ def _mesh_of_rank(rank: int, layout: ParallelLayout, port: int, folder: str) -> 
     dist.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork beside idle threads of torch
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork next to idle threads of torch
 def test_the_mesh_of_real_processes_equals_the_layout():
     layout = ParallelLayout(dp_shard=2, tp=2)
     with socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""An address in RAY_ADDRESS where no Ray answers is refused in seconds, whatever is found there."""
+"""An address in RAY_ADDRESS where no Ray answers is refused within seconds, whatever answers there."""
 
 import os
 import re
@@ -56,7 +56,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
 def test_a_port_where_no_process_listens_is_refused(scheme: str) -> None:
-    with socket.socket() as bound:  # bound, but nobody listens
+    with socket.socket() as bound:  # bound, but no process listens
         bound.bind(("127.0.0.1", 0))
         assert "Connection refused" in (unreachable(f"{scheme}127.0.0.1:{bound.getsockname()[1]}") or "")
 
@@ -93,7 +93,7 @@ def test_invalid_addresses_are_refused(address: str) -> None:
 
 
 def test_a_local_cluster_that_has_ended_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto` reads a file that outlives its cluster."""
+    """`auto` reads a file that may be older than the cluster."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         (tmp_path / "ray").mkdir()
@@ -116,7 +116,7 @@ def test_a_run_with_its_own_ray_needs_no_cluster(value: str | None, monkeypatch:
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_search_for_a_cluster(number: int, status: int, tmp_path: Path) -> None:
-    """The server takes the connection and says nothing, so that the run waits."""
+    """The server accepts the connection and stays silent, so that the run waits."""
     with server(lambda connection: None) as address:
         command = [sys.executable, "examples/run_sft.py", "--config", "examples/configs/sft_cpu.yaml"]
         command += [f"logger.log_dir={tmp_path}", f"checkpointing.checkpoint_dir={tmp_path}"]
@@ -133,7 +133,7 @@ def test_a_signal_ends_the_search_for_a_cluster(number: int, status: int, tmp_pa
 
 
 def test_the_library_reads_ray_address_in_one_place() -> None:
-    """Elsewhere `local` or a blank would count as a cluster that the run joins."""
+    """Any other reader could take `local` or a blank for a cluster to join."""
     package = Path(nemo_rl.__file__).parent
     reading = re.compile(r"environ\W+(get\W+)?RAY_ADDRESS")
     assert [file.name for file in package.rglob("*.py") if reading.search(file.read_text())] == []

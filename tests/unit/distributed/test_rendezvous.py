@@ -1,4 +1,4 @@
-"""Meeting points of equal runs that start at the same time; each run is played by a process."""
+"""Rendezvous of equal runs that start at the same time; each run is a process."""
 
 import multiprocessing
 import os
@@ -24,7 +24,7 @@ TIMEOUT = timedelta(seconds=20)
 
 
 def play_run(answer: Connection, together: Barrier, low: int | None, high: int | None) -> None:
-    """What rank 0 of a run does: seed, choose a port, be slow, and serve its own group there."""
+    """Act as rank 0 of a run: seed, choose a port, wait, and serve a process group there."""
     try:
         set_seed(42)
         together.wait(20)
@@ -67,7 +67,7 @@ def test_a_reserved_port_is_kept_until_a_store_of_this_process_listens():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="two sockets share a port in this way on Linux only")
 def test_a_store_unaware_of_reserved_ports_may_listen_there():
-    """What `torch.distributed` does for a worker class that joins its group by `env://`."""
+    """`torch.distributed` does this for a worker class that joins its group by `env://`."""
     address, port = hold_port(HERE, None, None)
     store = dist.TCPStore(address, port, 1, is_master=True, timeout=TIMEOUT)
     store.set("key", "value")

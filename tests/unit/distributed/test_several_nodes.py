@@ -1,4 +1,4 @@
-"""Two Ray nodes: who is placed where, what is compared at the start, and what happens when one of them is lost."""
+"""Two Ray nodes: placement, checks at the start, and the loss of a node."""
 
 import json
 import os
@@ -23,7 +23,7 @@ TOLD_SOON = {"health_check_period_ms": 1500, "health_check_failure_threshold": 3
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `nodes_driver` finds on two nodes, the second of which is killed on its way."""
+    """Return the results of `nodes_driver` on two nodes, the second of which is killed on the way."""
     folder = tmp_path_factory.mktemp("nodes")
     with ray_nodes(16, 16, num_gpus=2, **TOLD_SOON) as nodes:
         environment = os.environ | {"RAY_ADDRESS": nodes.address, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -153,7 +153,7 @@ def test_a_silent_control_service_is_named_within_the_deadline(monkeypatch: pyte
     assert noted[0].startswith(
         f"The control service (gcs_server) of the joined cluster, 127.0.0.1:{port}, has not answered"
     )
-    with monkeypatch.context() as left:  # a program that has left the cluster does not look any longer
+    with monkeypatch.context() as left:  # a program that has left the cluster no longer polls
         left.setattr(joined_ray.ray._private.worker.global_worker, "node", None)
         joined_ray._await_control_service(node)
     assert len(noted) == 1

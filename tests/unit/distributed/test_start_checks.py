@@ -1,4 +1,4 @@
-"""What keeps Ray from starting on this machine is found before Ray is asked."""
+"""Problems that keep Ray from starting on this machine are found before Ray is called."""
 
 import errno
 import socket
@@ -87,7 +87,7 @@ def test_a_permanent_error_is_not_retried(failure: Exception, attempts: int, mon
 def test_the_folder_of_ray_is_absolute(
     given: str, absolute: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With a relative one Ray's daemons wait for each other without end."""
+    """With a relative folder Ray's daemons wait for each other forever."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAY_TMPDIR", given)
     expected = {} if absolute is None else {"RAY_TMPDIR": absolute.format(cwd=tmp_path)}

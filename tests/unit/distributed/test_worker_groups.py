@@ -92,7 +92,7 @@ def test_a_worker_has_its_environment_name_and_log_link(shared_group, local_ray)
 def test_local_ray_starts_only_the_processes_that_a_run_uses(shared_group):
     started = set(ray._private.worker._global_node.all_processes)
     assert {"gcs_server", "raylet"} <= started <= {"gcs_server", "raylet", "reaper"}
-    # Under `uv run` a worker would otherwise be started through uv once more.
+    # Under `uv run` a worker would otherwise be started through uv again.
     assert not ray._private.ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV
 
 
@@ -317,7 +317,7 @@ def test_local_ray_is_not_reachable_from_the_network(local_ray):
     address, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
     assert address == "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing, asks for the outward address only
+        probe.connect(("192.0.2.1", 9))  # sends nothing, only looks up the outward address
         outward = probe.getsockname()[0]
     if outward.startswith("127."):
         pytest.skip("this machine has no outward address")

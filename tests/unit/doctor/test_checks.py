@@ -1,4 +1,4 @@
-"""The checks of a machine and what performs them, each with a fault planted."""
+"""The checks of a machine, each with a planted fault, and the code that runs them."""
 
 import os
 import resource
@@ -88,7 +88,7 @@ def test_a_low_limit_on_open_files_is_reported(
 def test_a_low_limit_on_open_files_is_reported_without_a_configuration(
     monkeypatch: pytest.MonkeyPatch, gpus: int, status: str
 ) -> None:
-    """The machine says what its runs are like."""
+    """The limit is judged by the machine alone."""
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
     monkeypatch.setattr(host, "count_gpus", lambda: gpus)
     assert host.check_open_files(NodeRequest()).status == status
@@ -111,7 +111,7 @@ def test_a_low_limit_on_open_files_is_reported_without_a_configuration(
 def test_shared_memory_is_compared_with_the_object_store(
     monkeypatch: pytest.MonkeyPatch, free_mb: int, store_mb: int | None, starts_ray: bool, status: str, text: str
 ) -> None:
-    """Of a size that runs choose (on CPUs), or that Ray chooses, which starts with less than 10 GB too."""
+    """The size is chosen by runs (on CPUs) or by Ray, which starts with less than 10 GB too."""
     usage = os.statvfs_result((1, 1, 1 << 30, 0, free_mb << 20, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: usage)
     monkeypatch.setattr(host, "object_store_bytes", lambda: store_mb and store_mb << 20)
@@ -146,7 +146,7 @@ esac
 
 @pytest.fixture
 def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in that is first on PATH and prints the file `answer` beside it."""
+    """A replacement that is first on PATH and prints the file `answer` next to it."""
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\nanswer={tmp_path}/answer\n{_NVIDIA_SMI}")
     tool.chmod(tool.stat().st_mode | stat.S_IEXEC)
@@ -175,7 +175,7 @@ def test_gpus_are_those_that_the_driver_shows(nvidia_smi: Path) -> None:
 def test_hidden_gpus_are_not_counted(
     nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch, visible: str, expected: list[str]
 ) -> None:
-    """By `CUDA_VISIBLE_DEVICES`; all of them where `nvidia-smi` does not know the name."""
+    """`CUDA_VISIBLE_DEVICES` hides them; all count if `nvidia-smi` does not know the name."""
     sizes = {"0": 143771, "1": 81920, "2": 24564}
     nvidia_smi.write_text("".join(f"GPU, 590.10, {size}, 0, {index}\n" for index, size in sizes.items()))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -227,7 +227,7 @@ def test_the_vllm_build_has_to_match_the_device(request_: NodeRequest, status: s
 
 
 def test_ranks_exchange_tensors_over_gloo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whatever they write meanwhile: more here than a pipe holds."""
+    """Ranks may write more output than a pipe holds."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nfor stream in (sys.stdout, sys.stderr): stream.write('NCCL INFO\\n' * 20_000)\n"
     )
@@ -238,7 +238,7 @@ def test_ranks_exchange_tensors_over_gloo(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_a_rank_of_the_exchange_ends_with_the_doctor() -> None:
-    """One that waits for another, which does not come."""
+    """One rank waits for another that never connects."""
     with bind_free_port("127.0.0.1", None, None) as bound:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": bound.getsockname()[1]}
     with tempfile.TemporaryFile("w+") as output:

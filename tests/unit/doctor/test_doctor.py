@@ -43,7 +43,7 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Doctor:
-    """The command for the quick start with a few rows, in this process: exit status, and findings by check."""
+    """Run the command for the quick start with a few rows in this process; return status and findings by check."""
     small = ["data.train.num_samples=64", "data.validation.num_samples=8"]
     folders = [f"logger.log_dir={tmp_path}/logs", f"checkpointing.checkpoint_dir={tmp_path}/results"]
 
@@ -66,7 +66,7 @@ def statuses(lines: Lines, names: list[str]) -> set[str]:
 
 
 def assert_named(lines: Lines, check: str, *texts: str) -> None:
-    """The check has failed with these texts, says what to do, and is the only one; all others were made."""
+    """Check that only this check failed, with these texts and advice, and that all others ran."""
     assert failed(lines) == [check]
     for text in texts:
         assert text in lines[check]["found"]
@@ -94,7 +94,7 @@ def test_a_disk_without_space_is_named(doctor: Doctor, ram_disk: Any) -> None:
 
 
 def test_a_tiny_shared_memory_is_named(doctor: Doctor, ram_disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 MB, which a container starts with."""
+    """A container starts with 64 MB."""
     with ram_disk("size=64m") as folder:
         monkeypatch.setattr(host, "SHARED_MEMORY", folder)
         status, lines = doctor()
@@ -134,7 +134,7 @@ def test_a_missing_model_is_named_and_checks_that_need_it_are_skipped(doctor: Do
 
 
 def test_wrong_versions_are_named(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metadata of other releases, first on Python's path."""
+    """Metadata of other releases is first on Python's path."""
     plant_version(tmp_path, "torch", "2.5.0")
     plant_version(tmp_path, "vllm", "0.32.0")
     monkeypatch.syspath_prepend(tmp_path)
@@ -152,7 +152,7 @@ def plant_version(folder: Path, name: str, version: str) -> None:
 
 @pytest.fixture
 def seventy_billion(tmp_path: Path) -> Path:
-    """The configuration of a model that no machine of the tests can train."""
+    """Return the configuration of a model that no test machine can train."""
     folder = tmp_path / "seventy_billion"
     folder.mkdir()
     shape = {
@@ -204,7 +204,7 @@ def test_problems_that_do_not_stop_a_run_are_warnings(
     ("here_gib", "described", "status"), [(80, 24, "warning"), (24, 80, "warning"), (80, 80, "ok")]
 )
 def test_memory_is_compared_with_the_gpus_of_the_configuration(here_gib: int, described: int, status: str) -> None:
-    """As the run does."""
+    """A run compares the same numbers."""
     file = ROOT / "examples/configs/recipes/llm/grpo-llama3.1-8b-instruct-1n8g-fsdp.yaml"
     overrides = [f"cluster.gpu_memory_gb={described}", f"policy.tokenizer.name={TINY}"]
     config = with_local_configs(load_config(file, overrides))
@@ -230,7 +230,7 @@ def test_a_missing_gpu_is_named(doctor: Doctor, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_unreachable_cluster_is_named_immediately(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as bound:  # bound, but nobody listens
+    with socket.socket() as bound:  # bound, but no process listens
         bound.bind(("127.0.0.1", 0))
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{bound.getsockname()[1]}")
         status, lines = doctor()

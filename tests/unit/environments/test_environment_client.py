@@ -1,4 +1,4 @@
-"""The client over real Ray actors: batching, deadlines, deaths, several turns, nothing left."""
+"""The client over real Ray actors: batching, deadlines, dead actors, several turns, and cleanup."""
 
 import asyncio
 import logging
@@ -280,7 +280,7 @@ class ScriptedEngine(GenerationInterface):
 
 
 def test_the_documented_two_turn_environment_runs(make, tmp_path, monkeypatch):
-    """The page's code as a module of the user's, in its actor, with real rollouts over a scripted engine."""
+    """The code of the page runs as a user's module in its actor, with real rollouts over a scripted engine."""
     blocks = re.findall(r"^```python\n(.*?)^```", ADDING.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     (shown,) = (block for block in blocks if "class SecondTry" in block)
     (tmp_path / "second_try.py").write_text(shown)

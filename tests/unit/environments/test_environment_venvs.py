@@ -1,4 +1,4 @@
-"""Environments whose actors run on a Python of their own, with a package that the driver lacks."""
+"""Environments whose actors run on a separate Python, with a package that the driver lacks."""
 
 import asyncio
 import importlib.util

@@ -31,7 +31,7 @@ NUMBERS = [
 
 
 def reference(response: str, truth: str) -> float:
-    """math-verify as its documentation uses it, in this process, with its own deadlines."""
+    """Grade with math-verify as its documentation uses it, in this process, with its own deadlines."""
     gold = parse(f"\\boxed{{{truth}}}", [LatexExtractionConfig()])
     answer = parse(response, [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()])
     return float(verify(gold, answer))

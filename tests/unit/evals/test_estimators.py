@@ -63,7 +63,7 @@ def test_consensus_equals_hand_computed_cases() -> None:
     assert consensus_at_k(["8", "7"], [False, True], 2) == 0.0
     assert consensus_at_k([None, None], [False, False], 2) == 0.0
     assert consensus_at_k([None, "7", None], [False, True, False], 3) == 0.0  # None has two votes
-    # Draws of two: (7, None) and (7, 8) are ties that 7 wins, (None, 8) has no right answer.
+    # Draws of two: (7, None) and (7, 8) are ties that 7 wins, (None, 8) has no correct answer.
     assert consensus_at_k(["7", None, "8"], [True, False, False], 2) == pytest.approx(2 / 3)
     assert consensus_at_k(["7", "8", "8"], [True, False, False], 1) == pytest.approx(1 / 3)
     assert consensus_at_k(["7", "7"], [False, True], 2) == 0.0  # the first copy decides

@@ -1,4 +1,4 @@
-"""The commands of the evaluation guide are accepted as they stand there."""
+"""The commands of the evaluation guide are accepted as written there."""
 
 import re
 import shlex

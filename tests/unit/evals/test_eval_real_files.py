@@ -1,4 +1,4 @@
-"""Public evaluation data, read whole; collected only where a copy lies beside the repository (conftest.py)."""
+"""Public evaluation data, read completely; collected only with a copy next to the repository (conftest.py)."""
 
 from pathlib import Path
 

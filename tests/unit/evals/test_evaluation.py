@@ -1,4 +1,4 @@
-"""The loop of an evaluation: what it stores, how it goes on, what it refuses."""
+"""The loop of an evaluation: what it stores, how it resumes, what it refuses."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def loop():
 
 
 def _ask(config: EvalMasterConfig, loop: EventLoopThread, stop_at: int | None = None) -> list[AnswerRecord]:
-    """All answers, or those stored before the runner fails in collection `stop_at`."""
+    """Return all answers, or those stored before the runner fails in collection `stop_at`."""
     prompts = make_prompts(config)
     asker, _ = make_asker(config, loop)
     if stop_at is not None:

@@ -1,4 +1,4 @@
-"""The two Python files of the chain: its data is right (and wrong) where it should be, its check can fail."""
+"""The two Python files of the chain: the data is correct or wrong as labelled, and the check can fail."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""How requests are spread over engines and what happens when one breaks; workers are played by fakes.
+"""Requests are spread over engines, and failed engines are replaced; workers are fakes.
 
 The fakes answer like Ray: a call returns an awaitable, a dead actor's awaitable raises `RayActorError`.
 """
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.asyncio
 
 
 class FakeWorker:
-    """One engine's actor; answers a request when the test says so, or at once."""
+    """The actor of one engine; it answers a request when the test asks for it, or immediately."""
 
     def __init__(self, answers_at_once: bool):
         self.answers_at_once = answers_at_once
@@ -100,7 +100,7 @@ class FakeWorker:
 
 
 class FakeCall:
-    """A call under way; like Ray's reference it can be awaited more than once, and outlives who awaits it."""
+    """A running call; like Ray's reference it can be awaited more than once, and survives a cancelled waiter."""
 
     def __init__(self, call: Any):
         self._task = asyncio.ensure_future(call)
@@ -110,7 +110,7 @@ class FakeCall:
 
 
 class FakeGroup:
-    """The part of `RayWorkerGroup` that an `EngineGroup` uses."""
+    """A fake with the part of `RayWorkerGroup` that an `EngineGroup` uses."""
 
     def __init__(self, num_engines: int, answers_at_once: bool = False):
         self.workers = [FakeWorker(answers_at_once) for _ in range(num_engines)]
@@ -127,7 +127,7 @@ class FakeGroup:
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def get_all_worker_results(self, calls: MultiWorkerFuture, timeout_s: float, phase: str) -> list[Any]:
-        """Like the group's: the first failure ends the wait for all."""
+        """Wait for all results as the group does: the first failure ends the wait."""
         by_ref = dict(zip(calls.futures, calls.called_workers or [], strict=True))
         done, _ = concurrent.futures.wait(by_ref, timeout_s, return_when=concurrent.futures.FIRST_EXCEPTION)
         assert done, "no answer in time"
@@ -215,7 +215,7 @@ async def test_an_engine_that_hangs_is_replaced_and_its_requests_are_answered(
 
 
 async def test_one_hung_rank_replaces_its_engine() -> None:
-    """The first worker of the engine goes on to say that it has nothing."""
+    """The first worker of the engine keeps answering that it has nothing."""
     group, fake = make_impatient(1, silence_s=0.3, size=2)
     (task,) = start(group, [1])
     await settle()
@@ -225,7 +225,7 @@ async def test_one_hung_rank_replaces_its_engine() -> None:
 
 
 async def test_a_long_generation_is_not_treated_as_a_hang() -> None:
-    """The engine answers its polls, although no request is finished."""
+    """The engine answers its polls although no request is finished."""
     group, fake = make_impatient(1, silence_s=0.2)
     (task,) = start(group, [1])
     await asyncio.sleep(1.0)
@@ -238,7 +238,7 @@ async def test_a_long_generation_is_not_treated_as_a_hang() -> None:
 async def test_a_busy_engine_gets_a_longer_deadline(
     state: str, seconds: float, is_replaced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step of many seconds holds the engine's loop."""
+    """A step of many seconds blocks the engine's loop."""
     group, fake = make_impatient(1, silence_s=0.3)
     (task,) = start(group, [1])
     await settle()
@@ -347,7 +347,7 @@ async def test_a_dead_engine_is_replaced_and_its_requests_are_resubmitted():
 
 
 def moves_weights(group: EngineGroup, fake: FakeGroup, took_part: list[int]) -> None:
-    """Like a sync: needs all engines, and replaces those that it meets dead."""
+    """Act like a sync: it needs all engines, and replaces the dead ones."""
 
     def sync() -> None:
         for index, worker in enumerate(fake.workers):
@@ -411,7 +411,7 @@ async def test_a_death_of_another_worker_is_raised_to_the_caller():
 
 
 async def test_requests_made_while_an_engine_is_down_are_submitted_once():
-    """With one engine there is no other to go to: they wait for the new one."""
+    """With one engine there is no other to use: they wait for the new one."""
     group, fake = make_group(1)
     tasks = start(group, [1, 2])
     await settle()
@@ -646,7 +646,7 @@ async def test_a_later_turn_leaves_the_engine_of_its_prefix_if_it_is_much_busier
 
 @pytest.mark.parametrize("lost", ["weights", "engine"])
 async def test_a_later_turn_ignores_the_engine_of_a_lost_prefix(lost: str) -> None:
-    """New weights void the cache, and a new engine has an empty one."""
+    """New weights empty the cache, and a new engine has an empty one."""
     group, fake = make_group(2)
     tasks = start(group, [1, 2])
     await settle()

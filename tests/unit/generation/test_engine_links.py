@@ -1,4 +1,4 @@
-"""The sockets between the processes of one engine, without any engine."""
+"""The sockets between the processes of one engine, without an engine."""
 
 import asyncio
 import multiprocessing
@@ -20,7 +20,7 @@ NUM_RANKS = 3
 
 
 def _serve(port: int, rank: int) -> None:
-    """A rank that answers with its number and what it was given, or fails as it is told."""
+    """Serve as a rank that answers with its number and its input, or fails on request."""
     link = open_link(dist.TCPStore("127.0.0.1", port, is_master=False), rank)
     while True:
         call: Call = link.receive()
@@ -70,7 +70,7 @@ def test_a_failure_that_vllm_ignores_is_raised_by_the_next_answer(ranks) -> None
 
 
 def _answer_from_loop(port: int) -> None:
-    """Rank 1 as it is in a run: on the loop that Ray gives its actors."""
+    """Serve as rank 1 of a run: on the loop that Ray gives its actors."""
 
     async def serve() -> None:
         link = open_link(dist.TCPStore("127.0.0.1", port, is_master=False), 1)
@@ -81,7 +81,7 @@ def _answer_from_loop(port: int) -> None:
 
 
 def test_a_long_message_arrives_whole_at_a_rank_on_rays_loop() -> None:
-    """Longer than the socket's buffer, which both ends fill before the other one has read it."""
+    """The message is longer than the socket's buffer; both ends fill it before the other one reads."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     process = FORK.Process(target=_answer_from_loop, args=(store.port,), daemon=True)
     process.start()
@@ -97,7 +97,7 @@ def test_a_long_message_arrives_whole_at_a_rank_on_rays_loop() -> None:
 
 
 def _lives_on(links: list[Link], pipe: Connection, how: str) -> None:
-    """What worker 0 does while rank 1 is gone; the pipe says whether it got beyond that."""
+    """Run worker 0 while rank 1 is gone; the pipe reports whether it continued."""
     if how == "breaks on its own":
         links[0].end_if_alone(5.0)
     else:

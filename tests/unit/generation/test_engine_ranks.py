@@ -1,4 +1,4 @@
-"""One vLLM engine of two tensor-parallel ranks on the CPU, each in a process of its own as in a run.
+"""One vLLM engine of two tensor-parallel ranks on the CPU, each in a separate process as in a run.
 
 What a run sees: greedy text as Hugging Face writes it, weights that both ranks got and answer for, and no process and
 no shared memory left when one of them is killed.
@@ -75,7 +75,7 @@ class EngineOfRanks:
     def sync(
         self, tensors: dict[str, torch.Tensor], version: int, damaged: bool = False
     ) -> tuple[list[Bucket], list[SyncReceipt]]:
-        """One sync; `damaged` lets rank 1 find a flipped bit in the first bucket."""
+        """Run one sync; `damaged` lets rank 1 find a flipped bit in the first bucket."""
         self.call("begin_weight_update", SPEC, version)
         self.sender.begin(tensors.items())
         buckets: list[Bucket] = []
@@ -91,7 +91,7 @@ class EngineOfRanks:
 
 
 def with_flipped_bit(bucket: Bucket) -> tuple[Bucket, SharedBuffer]:
-    """A bucket whose bytes are those of another one but for the first."""
+    """Return a bucket whose first byte differs from that of another one."""
     ((host, handle),) = bucket.handles.items()
     copy = allocate(handle.num_bytes)
     copy.flat.copy_(map_memory(handle))
@@ -161,7 +161,7 @@ def test_a_running_request_can_be_aborted(engine: EngineOfRanks) -> None:
 
 
 def test_the_death_of_one_rank_ends_all_and_leaves_no_process(engine: EngineOfRanks) -> None:
-    """The last test of the module: the engine is gone afterwards."""
+    """This is the last test of the module: the engine is gone afterwards."""
     assert [rank.look("engine", named_shared_memory) for rank in engine.ranks] == [[], []]
     engine.ranks[1].kill()
     engine.ranks[0].start("engine", "submit", [("next", ask(PROMPTS[0]))])

@@ -1,4 +1,4 @@
-"""Which sizes of an engine a model divides into, in the driver before any worker."""
+"""Sizes of an engine that divide a model, checked in the driver before any worker starts."""
 
 import pytest
 from transformers import DeepseekV3Config, MixtralConfig, Qwen2Config, Qwen3MoeConfig
@@ -75,7 +75,7 @@ def test_engine_sizes_are_checked_before_ray_starts(tmp_path) -> None:
 
 
 def test_engines_of_several_processes_need_whole_engines_on_each_machine(tmp_path) -> None:
-    """Three places on two machines each would be three engines, one of them on both."""
+    """Three slots on each of two machines would make three engines, one of them on both."""
     DENSE.save_pretrained(tmp_path)
     engine = {"tensor_parallel_size": 2}
     policy = PolicyConfig.build(model_name=str(tmp_path), generation={"engine": engine})

@@ -55,7 +55,7 @@ async def test_collect_waits_for_a_later_request(worker):
 
 
 async def test_the_engine_takes_no_step_during_a_weight_update(worker):
-    """A request that is half done waits, and goes on with the new weights."""
+    """A half-finished request waits, and continues with the new weights."""
     new = make_model("qwen2", True, seed=2)
     sender = WeightSender(SPEC, rank=0, is_node_leader=True)
     steps = []
@@ -102,7 +102,7 @@ async def test_an_engine_failure_is_raised_by_collect(worker):
 
 
 async def test_aborted_requests_return_their_partial_response(worker):
-    """One under way, one still waiting, one that is over, and one that nobody knows."""
+    """One running, one waiting, one finished, and one unknown request."""
     await worker.submit([("a", ask(PROMPTS[0], temperature=0.0)), ("b", ask(PROMPTS[1], temperature=0.0))])
     while worker._engine.num_tokens("a") < 5:
         await asyncio.sleep(0)

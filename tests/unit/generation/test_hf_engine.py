@@ -101,7 +101,7 @@ def test_bad_words_are_never_sampled_and_get_no_probability(engine, model):
 
 
 def test_bad_words_match_those_of_vllm():
-    """At the beginning of a text and behind a space, where that is another first token; the last token is banned."""
+    """At the start of a text and after a space, where the first token differs; the last token is banned."""
     tokenizer = make_char_tokenizer()
     assert bad_word_ids([" ab"], tokenizer) == [tokenizer.encode("ab")]
     sequences = [[7], [1, 2, 3], [2, 3, 4]]
@@ -209,7 +209,7 @@ def test_new_weights_change_the_answers_and_the_version(engine, model):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_running_response_continues_with_new_weights(engine, model, temperature):
-    """Each span's tokens and log-probabilities are those of its weights, for all tokens before."""
+    """The tokens and log-probabilities of each span are those of its weights, given all tokens before."""
     new = make_model("qwen2", True, seed=3)
     requests = [ask(prompt, seed=i, temperature=temperature) for i, prompt in enumerate(PROMPTS)]
     requests.append(ask(PROMPTS[0], max_new_tokens=2))

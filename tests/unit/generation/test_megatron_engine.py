@@ -79,7 +79,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]
 def sync(
     engines: EngineProcess, name: str, tensors: Iterable[tuple[str, torch.Tensor]], version: int, flipped: str = ""
 ) -> tuple[list[Bucket], SyncReceipt]:
-    """One sync; of the tensor `flipped` a bit is turned on the way."""
+    """Run one sync; one bit of the tensor `flipped` is flipped on the way."""
     sender = WeightSender(SPEC, rank=0, is_node_leader=True)
     engines.call(name, "begin_weight_update", SPEC, version)
     sender.begin(tensors)
@@ -148,7 +148,7 @@ def note_batches(engine: Any) -> None:
 
 
 def test_batches_do_not_exceed_the_cache(engines):
-    """The rows of the longest prompt and of one more fit; then three short ones."""
+    """The longest prompt's row fits together with one more; then three short ones."""
     engines.look(SMALL, note_batches)
     order = [PROMPTS[3], *PROMPTS[:3], PROMPTS[4]]
     results = engines.generate(SMALL, [ask(prompt, temperature=0.0) for prompt in order])
@@ -209,7 +209,7 @@ def move(engine: Any) -> None:
 
 
 def test_weights_reach_a_model_that_was_moved(engines):
-    """Buffers too, such as the biases of experts, of which moving makes new tensors."""
+    """Buffers too, such as the biases of experts: moving a model makes new tensors for them."""
     engines.look("deepseek_v3", move)
     model = model_of("deepseek_v3", seed=4)
     deploy(engines, "deepseek_v3", model, 9)

@@ -1,4 +1,4 @@
-"""Engines that die between the phases of a step: real actors, a real sync, memory that takes turns."""
+"""Engines that die between the phases of a step, with real actors, a real sync, and memory used in turns."""
 
 import asyncio
 import importlib.util
@@ -63,7 +63,7 @@ def engines(tmp_path: Path, local_ray: Path) -> Iterator[EngineGroup]:
 
 @pytest.fixture
 def engine_of_ranks(tmp_path: Path, local_ray: Path) -> Iterator[EngineGroup]:
-    """One vLLM engine of two ranks, which divide attention and have half of the experts each."""
+    """Start one vLLM engine of two ranks, which divide attention and have half of the experts each."""
     save_model(tmp_path, make_mixture("qwen3_moe", seed=0))
     cluster = ClusterConfig(device="cpu", gpus_per_node=0, max_actor_restarts=2)
     where = RayVirtualCluster([2], use_gpus=False, cpus_per_bundle=0.5)
@@ -79,12 +79,12 @@ def kill(engines: EngineGroup, index: int) -> None:
 
 
 async def generate_all(engines: EngineGroup, requests: list[GenerationRequest]) -> list[GenerationResult]:
-    """Answers to requests of one tick, which are spread over all engines."""
+    """Return the answers to requests of one tick, which are spread over all engines."""
     return list(await asyncio.gather(*(engines.generate(request) for request in requests)))
 
 
 def answers(engines: EngineGroup, loop: EventLoopThread) -> list[list[int]]:
-    """Greedy answers to all prompts."""
+    """Return greedy answers to all prompts."""
     requests = [ask(prompt, temperature=0.0) for prompt in PROMPTS]
     return [result.token_ids.tolist() for result in loop.run(generate_all(engines, requests), 60, "answers")]
 
@@ -160,7 +160,7 @@ def test_the_death_of_any_rank_replaces_its_engine(
 
 
 def test_an_engine_revived_during_an_update_gets_complete_weights(engines: EngineGroup, loop: EventLoopThread) -> None:
-    """The update is half done when the new engine asks for weights: it waits and gets those of the next version."""
+    """The update is half done when the new engine needs weights: it waits and gets the next version."""
     old, new, trained = (make_model("qwen2", False, seed=seed) for seed in (1, 2, 1))
     policy = LocalPolicy(trained)
     refitter = Refitter(policy, engines, TransportSpec("shared_memory", run_id="test"), 60.0)

@@ -1,4 +1,4 @@
-"""What vLLM is told of the model's configuration; it is imported in a process of its own."""
+"""Arguments that vLLM gets from the model's configuration; vLLM is imported in a separate process."""
 
 import json
 import os

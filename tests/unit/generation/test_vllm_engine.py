@@ -1,4 +1,4 @@
-"""The vLLM engine against Hugging Face: new weights in force, log-probabilities, seeds, stops.
+"""The vLLM engine against Hugging Face: new weights take effect, log-probabilities, seeds, stops.
 
 One process hosts all engines (dense, tied and untied; experts; latent attention); weights go there by the real
 transport.
@@ -98,7 +98,7 @@ def configured_settings(folder: str) -> EngineSettings:
 
 @pytest.fixture(scope="module")
 def vllm_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Empty, as on a new machine."""
+    """Make an empty cache folder, as on a new machine."""
     return tmp_path_factory.mktemp("vllm")
 
 
@@ -111,7 +111,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory, vllm_cache: Path) -> Itera
         settings[name] = make_settings(folder, "vllm")
     settings[CONFIGURED] = configured_settings(settings["qwen2 tied"].model_name)
     with mock.patch.dict(os.environ, {"VLLM_CACHE_ROOT": str(vllm_cache)}), EngineProcess(settings) as process:
-        for name in settings:  # a mixture first: vLLM makes its groups of experts with the first engine of a process
+        for name in settings:  # a mixture first: vLLM makes its expert groups with the first engine of a process
             process.call(name, "ready")
         yield process
 
@@ -124,7 +124,7 @@ def sender() -> Iterator[WeightSender]:
 
 
 def streamed(model: PreTrainedModel) -> Iterable[tuple[str, torch.Tensor]]:
-    """What a trainer streams of a model."""
+    """Yield what a trainer streams of a model."""
     return in_checkpoint(model, weights_by_name(model).items())
 
 
@@ -136,7 +136,7 @@ def sync(
     version: int,
     stop_after: int | None = None,
 ) -> tuple[list[Bucket], SyncReceipt | None]:
-    """One sync; `stop_after` breaks it off behind so many buckets."""
+    """Run one sync; `stop_after` interrupts it after that number of buckets."""
     engines.call(name, "begin_weight_update", SPEC, version)
     sender.begin(tensors)
     buckets: list[Bucket] = []
@@ -149,14 +149,14 @@ def sync(
 
 
 def update(engines: EngineProcess, sender: WeightSender, name: str, seed: int) -> PreTrainedModel:
-    """Give the engine the weights of a new random model; returns the model."""
+    """Give the engine the weights of a new random model; return the model."""
     model = MODELS[name](seed=seed)
     deploy(engines, sender, name, model, version=seed)
     return model
 
 
 def deploy(engines: EngineProcess, sender: WeightSender, name: str, model: PreTrainedModel, version: int) -> None:
-    """A whole sync that must succeed; its buckets cut layers and even fused projections apart."""
+    """Run a whole sync that must succeed; its buckets split layers and even fused projections."""
     buckets, receipt = sync(engines, sender, name, streamed(model), version)
     assert len(buckets) > 10
     assert receipt is not None
@@ -165,7 +165,7 @@ def deploy(engines: EngineProcess, sender: WeightSender, name: str, model: PreTr
 
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_after_each_update_equals_hugging_face(engines, sender, name):
-    """Also for a prompt whose keys and values the prefix cache held under the old weights."""
+    """Also for a prompt whose keys and values were cached under the old weights."""
     requests = [ask(prompt, temperature=0.0) for prompt in [*PROMPTS, LONG_PROMPT]]
     for seed in (11, 12):
         model = update(engines, sender, name, seed)
@@ -179,7 +179,7 @@ def test_greedy_after_each_update_equals_hugging_face(engines, sender, name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_weight_update_keeps_the_address_of_every_tensor(engines, sender, name):
-    """CUDA graphs hold the addresses of what they compute with, kernel layouts and absorbed projections too."""
+    """CUDA graphs, kernel layouts and absorbed projections hold the addresses of the tensors they compute with."""
     before = engines.look(name, storages)
     update(engines, sender, name, seed=23)
     assert len(before) > 10
@@ -187,7 +187,7 @@ def test_a_weight_update_keeps_the_address_of_every_tensor(engines, sender, name
 
 
 def test_batch_limits_on_gpus_are_those_of_offline_generation(engines, tmp_path):
-    """vLLM knows none for engines without a usage: 128 sequences, 2048 tokens. Those of the CPU fix its results."""
+    """Without a usage vLLM has no defaults for engines: 128 sequences, 2048 tokens. The CPU's own fix its results."""
     assert engines.look("qwen2 tied", batch_limits) == (128, 4096)
     mixture_config("mixtral").save_pretrained(tmp_path)
     settings = make_settings(tmp_path, "vllm", device="cuda", max_model_len=4096)
@@ -243,7 +243,7 @@ def test_layer_outputs_match_hugging_face_and_a_changed_layer_is_named(engines, 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_running_response_continues_with_new_weights(engines, sender, name):
-    """Each span's tokens and log-probabilities are those of its weights; the engine is asked while it is writing."""
+    """The tokens and log-probabilities of each span are those of its weights; updates come during generation."""
     old = update(engines, sender, name, seed=31)
     new = MODELS[name](seed=32)
     requests = [
@@ -379,7 +379,7 @@ def test_the_load_of_other_processes_is_measured(engines):
 @pytest.mark.parametrize("stop_after", [1, 2, 3, 8])
 @pytest.mark.parametrize("name", MODELS)
 def test_an_interrupted_update_can_be_started_again(engines, sender, name, stop_after):
-    """What happens when another engine dies in the middle of a sync."""
+    """This happens when another engine dies in the middle of a sync."""
     broken_off = streamed(MODELS[name](seed=15))
     sync(engines, sender, name, broken_off, version=15, stop_after=stop_after)
     model = update(engines, sender, name, seed=16)
@@ -483,7 +483,7 @@ def test_keys_of_vllm_cfg_reach_vllm(engines):
 
 
 def test_no_class_is_inspected_in_another_process(engines, vllm_cache):
-    """vLLM writes down what such a process has found."""
+    """vLLM writes the result of such an inspection to a file."""
     assert not (vllm_cache / "modelinfos").exists()
 
 

@@ -1,4 +1,4 @@
-"""The Dockerfile copies files that exist and are not ignored, ends without root and says what it is."""
+"""The Dockerfile copies existing files that are not ignored, ends without root and labels the image."""
 
 import fnmatch
 import os
@@ -13,7 +13,7 @@ VARIANTS = ("gpu", "cpu")
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Name and argument of each, without comments and continued lines."""
+    """Return name and argument of each instruction, without comments and continued lines."""
     lines = [line for line in DOCKERFILE.read_text(encoding="utf-8").splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     found = [line.partition(" ") for line in joined.splitlines() if line]
@@ -21,7 +21,7 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def test_a_build_from_the_root_uses_the_same_file():
-    """`docker build .` looks for it there; a link has nothing of its own to go stale, and both names are linted."""
+    """`docker build .` reads the link in the root; it cannot go stale, and both names are linted."""
     at_root = ROOT / "Dockerfile"
     assert at_root.is_symlink() and os.readlink(at_root) == "docker/Dockerfile"
     linted = next(line for line in (ROOT / ".ci/run").read_text().splitlines() if "hadolint" in line).split()
@@ -29,7 +29,7 @@ def test_a_build_from_the_root_uses_the_same_file():
 
 
 def is_ignored(path: str) -> bool:
-    """Whether .dockerignore leaves a file or one of its folders out; it has no exceptions (`!`)."""
+    """Return whether .dockerignore ignores a file or one of its folders; it has no exceptions (`!`)."""
     patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
     assert not any(pattern.startswith("!") for pattern in patterns)
     parts = [path, *map(str, PurePosixPath(path).parents)]

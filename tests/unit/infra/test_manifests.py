@@ -1,4 +1,4 @@
-"""The manifests are valid, say what a run needs, and agree with each other, the image and the configurations."""
+"""The manifests are valid, give a run what it needs, and agree with the image and the configurations."""
 
 import os
 import re
@@ -91,7 +91,7 @@ QUEUE_SPEC = {
 
 @pytest.fixture(scope="module")
 def of_a_cluster(tmp_path_factory):
-    """A checker with definitions as `kubectl get crd -o yaml` lists them."""
+    """Return a checker with definitions as `kubectl get crd -o yaml` lists them."""
     top = {"apiVersion": {"type": "string"}, "kind": {"type": "string"}, "metadata": {"type": "object"}}
     schema = {"type": "object", "properties": top | {"spec": QUEUE_SPEC}}
     spec = {
@@ -213,7 +213,7 @@ def test_the_queue_has_quota_for_the_job():
     assert flavor["name"] == of_kind("ResourceFlavor")[0]["metadata"]["name"]
     assert local["spec"]["clusterQueue"] == queue["metadata"]["name"]
     assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": local["metadata"]["name"]}
-    # What KubeRay's pod asks for that submits the job.
+    # Resources of KubeRay's pod that submits the job.
     needed = {"cpu": 0.5, "memory": 200 * 2.0**20, "nvidia.com/gpu": 0.0}
     for count, pod in groups(job["spec"]["rayClusterSpec"]):
         for name, quantity in pod["containers"][0]["resources"]["requests"].items():
