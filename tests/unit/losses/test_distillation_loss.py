@@ -71,7 +71,7 @@ class FromLogits:
 
 
 def by_hand(kind: str, zero: bool, weight: float, student: torch.Tensor, data: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The definition of the divergence with full-vocabulary distributions, token by token."""
+    """Compute the divergence from its definition with full-vocabulary distributions, token by token."""
     mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
     total = torch.zeros((), dtype=torch.float64)
     for b in range(B):
@@ -152,7 +152,7 @@ def test_the_loss_does_not_depend_on_the_batch_split(kind, zero) -> None:
 
 
 def test_the_tail_counts_only_where_the_formula_has_it() -> None:
-    """Mass that the student moves outside of the top-k costs nothing within it, and 100 nats a unit with zeroes."""
+    """Mass that the student moves outside of the top-k costs nothing within it, and 100 nats a unit with zeros."""
     student, _, data = make_batch(3)
     pushed = student.clone()
     outside = torch.ones(B, T - 1, V).scatter(-1, data["teacher_topk_indices"][:, :-1], 0).bool()
@@ -199,7 +199,7 @@ def test_several_targets_of_a_token_are_scored_in_chunks(chunk_size, temperature
     hidden = torch.randn(23, D, generator=gen, dtype=torch.float64).requires_grad_()
     weight = torch.randn(V, D, generator=gen, dtype=torch.float64).requires_grad_()
     bias = torch.randn(V, generator=gen, dtype=torch.float64).requires_grad_()
-    targets = torch.randint(0, V, (23, 4), generator=gen)  # the same token may be asked for twice
+    targets = torch.randint(0, V, (23, 4), generator=gen)  # the same token may be requested twice
     leaves = (hidden, weight, bias)
     coeff, coeff_h = torch.randn(23, 4, generator=gen).double(), torch.randn(23, generator=gen).double()
 
@@ -230,7 +230,7 @@ def test_top_k_in_chunks_equals_top_k_of_the_whole() -> None:
 
 
 def test_num_valid_samples_counts_answers_and_no_filler_rows() -> None:
-    """Of six rows one is masked, and one has no token that could count, as rows that fill a batch up."""
+    """Of six rows one is masked, and one filler row has no unmasked token."""
     student, _, data = make_batch(3)
     data["sample_mask"] = torch.tensor([1.0, 1, 0, 1, 1, 0])
     data["token_mask"] = torch.ones(B, T)

@@ -38,7 +38,7 @@ def make_batch(seed=3):
 
 
 def reference(logprobs, data):
-    """(loss, log-ratio of each row that counts) from the paper, row by row."""
+    """Return (loss, log-ratio of each unmasked row) from the paper, row by row."""
     total, rewards = 0.0, {}
     for row in range(B):
         if not COUNTS[row]:
@@ -98,7 +98,7 @@ def test_masked_rows_change_nothing():
 
 
 def rows(*texts):
-    """A batch of `prompt|answer`, one character a token; rows that begin with "-" do not count."""
+    """Make a batch of `prompt|answer`, one character per token; rows that start with "-" are masked."""
     pairs = [text.lstrip("-").split("|") for text in texts]
     width = max(len(a) + len(b) for a, b in pairs)
     ids, mask = torch.zeros(len(texts), width, dtype=torch.int64), torch.zeros(len(texts), width)
@@ -139,7 +139,7 @@ def test_rotation_leaves_as_few_rows_in_place_as_possible():
 
 
 class LetterPolicy:
-    """Scores a token by its character code alone; the reference scores everything -1."""
+    """Scores a token by its character code alone; the reference scores every token -1."""
 
     def get_logprobs(self, batch):
         assert "desirable" not in batch

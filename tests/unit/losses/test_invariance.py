@@ -1,4 +1,4 @@
-"""The property-test kit catches each kind of dependence that it promises to catch."""
+"""The invariance check finds each kind of dependence that it promises to find."""
 
 import pytest
 import torch

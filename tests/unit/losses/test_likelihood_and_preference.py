@@ -15,7 +15,7 @@ BETA = 0.3
 
 
 def make_pairs(seed=0):
-    """Eight interleaved rows; the third pair does not count."""
+    """Make eight interleaved rows; the third pair is masked."""
     gen = torch.Generator().manual_seed(seed)
     logprobs = -3 * torch.rand(2 * P, T - 1, generator=gen, dtype=torch.float64)
     data = {
@@ -95,7 +95,7 @@ def make_dpo(**options):
 
 
 def reference_dpo(logprobs, data, cfg):
-    """(loss, gradient, rewards) from the formulas, pair by pair."""
+    """Return (loss, preference loss, SFT loss, gradient, rewards) from the formulas, pair by pair."""
     gradient = torch.zeros_like(logprobs)
     pairs = [i for i in range(P) if data["sample_mask"][2 * i]]
     preference = sft = 0.0
@@ -187,7 +187,7 @@ def test_dpo_starts_at_ln_2():
 
 
 def test_dpo_accepts_another_pair_loss():
-    """A hinge loss in one line, to show the hook."""
+    """A hinge loss in one line shows the hook."""
     logprobs, data = make_pairs()
     cfg = make_dpo().cfg
     hinge = DPOLossFn(cfg, pair_loss=lambda chosen, rejected: (1 - (chosen - rejected)).relu())

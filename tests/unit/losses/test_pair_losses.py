@@ -46,7 +46,7 @@ def make_loss(name, **options):
 
 
 def rows_of(logprobs, data):
-    """Per row: sum of log p, sum of log-ratios, number of tokens."""
+    """Return per row: sum of log p, sum of log-ratios, number of tokens."""
     out = []
     for row in range(2 * P):
         tokens = [t for t in range(T - 1) if data["token_mask"][row, t + 1]]
@@ -61,7 +61,7 @@ def log_odds(logp):
 
 
 def formula(name, chosen, rejected, sft_weight):
-    """The loss of one pair, as in the variant's paper."""
+    """Return the loss of one pair, as in the variant's paper."""
     (logp_c, ratio_c, n_c), (logp_r, ratio_r, n_r) = chosen, rejected
     m = BETA * (ratio_c - ratio_r)
     nll = -logp_c / n_c
@@ -108,7 +108,7 @@ def test_each_variant_equals_its_formula(name):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_rows_without_tokens_keep_gradients_finite(name):
-    """Filler rows have no token that counts: mean log-probability 0, odds infinite."""
+    """Filler rows have no unmasked token: their mean log-probability is 0 and their odds are infinite."""
     logprobs, data = make_batch()
     data["token_mask"][2:4] = 0
     data["sample_mask"][2:4] = 0
@@ -142,7 +142,7 @@ def test_an_unknown_variant_is_refused():
 
 
 def test_a_margin_may_differ_for_each_pair():
-    """Centring sees the scores, not the handicap; the offset of a DPO pair is arXiv 2402.10571, equation 5."""
+    """Centring uses the scores without the margin; the offset of a DPO pair is arXiv 2402.10571, equation 5."""
     scores = torch.tensor([1.0, 0.5, -1.0, 2.0], dtype=torch.float64)
     data = {"sample_mask": torch.ones(4), "margin": torch.tensor([0.25, 0.25, 3.0, 3.0])}
     loss_fn = PreferenceLossFn(CentredMargin(0.1, 0.2))

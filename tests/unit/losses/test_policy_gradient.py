@@ -142,7 +142,7 @@ def make_batch(seed=0):
     prev = generation + noise(0.25)
     current = prev + noise(0.35)
     token_mask = (torch.rand(B, T, generator=gen) < 0.7).double()
-    token_mask[3] = 0  # a sample without any token that counts
+    token_mask[3] = 0  # a sample without unmasked tokens
     data = {
         "input_ids": torch.zeros(B, T, dtype=torch.int64),
         "advantages": noise(1.0),
@@ -170,7 +170,7 @@ def clamp(x, low, high):
 
 
 def reference_loss(lp, frozen, data, cfg):
-    """The loss as nested loops over floats; returns (loss, mean KL, share of tokens or sequences out of bounds)."""
+    """Compute the loss by loops over floats; return (loss, mean KL, share of tokens or sequences out of bounds)."""
     den = denominators(data)
     total = kl_total = oob_total = 0.0
     for b in range(B):
@@ -250,7 +250,7 @@ def reference_loss(lp, frozen, data, cfg):
 
 
 def reference_gradient(logprobs, data, cfg, step=1e-6):
-    """Central differences of the reference loss."""
+    """Return central differences of the reference loss."""
     frozen = logprobs.tolist()
     gradient = torch.zeros_like(logprobs)
     for b in range(B):
@@ -293,7 +293,7 @@ def test_the_loss_does_not_depend_on_the_batch_split(name):
 
 
 def test_different_options_give_different_losses():
-    """A guard on the test batch: each option must change the loss or the gradient."""
+    """Guard the test batch: each option must change the loss or the gradient."""
     logprobs, data = make_batch()
     seen = {}
     for name, options in OPTIONS.items():
@@ -308,7 +308,7 @@ def test_different_options_give_different_losses():
 
 
 def test_metrics_equal_a_hand_computed_case():
-    """One sample, two tokens that count, one that does not."""
+    """One sample has two unmasked tokens and a masked one."""
     p, q, now = [0.5, 0.25], [0.4, 0.5], [0.6, 0.25]
 
     def row(values):

@@ -26,7 +26,7 @@ SEQ_MASK = ICEPOP | {"truncated_importance_sampling_type": "seq-mask-tis"}
 
 
 def batch_of(differences, token_mask=None, sample_mask=None, dtype=torch.float64, **columns):
-    """A batch whose `log prev - log engine` are given; the engine's log-probabilities are -1."""
+    """Make a batch from the given `log prev - log engine`; the engine's log-probabilities are -1."""
     differences = torch.tensor(differences, dtype=dtype)
     rows, width = differences.shape
     engine = torch.full((rows, width + 1), -1.0, dtype=dtype)
@@ -77,7 +77,7 @@ def test_kl_errors_follow_the_estimator_of_the_kl_term(kind):
 
 
 def test_importance_weights_are_not_clipped():
-    """A log-ratio of 23.5 is 33 times as much as one that is cut at 20."""
+    """A log-ratio of 23.5 gives 33 times the weight of one clipped at 20."""
     loss, metrics = run(*batch_of([[23.5, 0.0]]), **CORRECTED)
     assert loss == pytest.approx(-(math.exp(23.5) + 1) / 2, rel=1e-12)
     assert metrics["sampling_importance_ratio"] == pytest.approx((math.exp(23.5) + 1) / 2, rel=1e-12)
@@ -96,7 +96,7 @@ def test_the_weight_of_a_sequence_is_not_clipped():
 
 @pytest.mark.parametrize("options", [CORRECTED, GSPO | CORRECTED])
 def test_an_overflowing_weight_becomes_zero(options):
-    """e^89 is no float32: the token (with GSPO its sequence) teaches nothing; the errors say how bad it is."""
+    """e^89 overflows float32: the token (with GSPO its sequence) has no gradient; the error metrics show it."""
     logprobs, data = batch_of([[89.0, 0.0], [0.0, 0.0]], dtype=torch.float32)
     leaf = logprobs.requires_grad_(True)
     cfg = ClippedPGLossConfig.build(reference_policy_kl_penalty=0.0, **options)
@@ -154,7 +154,7 @@ def test_probs_ratio_is_reported_without_the_ppo_ratio_too():
 
 
 def test_sequence_errors_skip_samples_without_a_counted_token():
-    """Rows: e^0.5 and 1; e^0.2; no token; masked. Known on-policy only in the update, hence from the loss."""
+    """Rows: e^0.5 and 1; e^0.2; no token; masked. Only the update knows it is on-policy, so the loss reports it."""
     logprobs, data = batch_of(
         [[0.5, 0.0], [-0.2, 0.7], [0.9, 0.9], [3.0, 3.0]],
         token_mask=[[1, 1], [1, 0], [0, 0], [1, 1]],
@@ -162,7 +162,7 @@ def test_sequence_errors_skip_samples_without_a_counted_token():
         num_counted_samples=torch.full((4,), 2.0, dtype=torch.float64),
     )
     _, with_prev = run(logprobs, data)
-    assert not any("seq_mult_prob_error" in name for name in with_prev)  # `rollout.scoring` measures it
+    assert not any("seq_mult_prob_error" in name for name in with_prev)  # `rollout.scoring` reports it
     del data["prev_logprobs"]
     _, metrics = run(logprobs, data)
     first, second = (math.exp(0.5) + 1) / 2, math.exp(0.2)
@@ -183,7 +183,7 @@ def test_positive_nll_equals_a_hand_computed_case():
     )
     plain, _ = run(logprobs, data)
     loss, metrics = run(logprobs, data, positive_example_nll_weight=0.5)
-    assert metrics["positive_nll_loss"] == pytest.approx(1.0 / 3)  # one token of three that count
+    assert metrics["positive_nll_loss"] == pytest.approx(1.0 / 3)  # one token of three unmasked ones
     assert loss == pytest.approx(plain + 0.5 / 3)
     loss, metrics = run(logprobs, data, positive_example_nll_weight=0.5, token_level_loss=False)
     assert metrics["positive_nll_loss"] == pytest.approx((0 + 1.0) / 2)  # means over answers
@@ -207,7 +207,7 @@ def test_positive_nll_has_the_gradient_of_the_likelihood_on_positive_answers_alo
 
 
 def test_forced_on_policy_ratios_are_per_token_with_gspo_too():
-    """Advantages 1 and -1 in one answer: each token has its own gradient, where one mean ratio would have none."""
+    """Advantages 1 and -1 in one answer: each token has its own gradient; one mean ratio would give none."""
     logprobs, data = batch_of([[0.0, 0.0]])
     data["advantages"] = torch.tensor([[0.0, 1.0, -1.0]], dtype=torch.float64)
     leaf = logprobs.requires_grad_(True)

@@ -102,7 +102,7 @@ def test_kl_estimators_equal_hand_computed_cases():
 
 
 def categorical(seed=0, size=9):
-    """Logits of a policy, its log-probabilities and those of a reference, all `[size]`."""
+    """Return the logits of a policy, its log-probabilities and those of a reference, all `[size]`."""
     gen = torch.Generator().manual_seed(seed)
     logits = torch.randn(size, generator=gen, dtype=torch.float64).requires_grad_(True)
     reference = torch.randn(size, generator=gen, dtype=torch.float64).log_softmax(0)
@@ -119,7 +119,7 @@ def test_k1_and_k3_are_unbiased(kind):
 
 
 def expected_gradient(kind, engine_seed, **options):
-    """Exact expectation over an engine's samples of the gradient of the loss's KL term, `[size]`.
+    """Return the exact expectation, over an engine's samples, of the gradient of the loss's KL term, `[size]`.
 
     Every token of the vocabulary is a row of its own, weighted by the probability that the engine draws it. Without a
     seed the engine is the policy.
@@ -187,7 +187,7 @@ def test_importance_weights_make_the_estimate_on_policy():
 
 
 def test_weights_multiply_before_the_output_clamp():
-    """Beyond a clamp, of the estimate or of the log-ratio, nothing has a gradient; the values are the same."""
+    """Beyond a clamp, of the estimate or of the log-ratio, the gradient is zero; the values are the same."""
     policy = torch.zeros(4, dtype=torch.float64, requires_grad=True)
     weights = torch.tensor([0.5, 3.0, 3.0, 3.0], dtype=torch.float64) * policy.exp()
     reference = torch.tensor([-1.5, -1.5, -9.0, 9.0], dtype=torch.float64)

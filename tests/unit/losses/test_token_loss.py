@@ -1,4 +1,4 @@
-"""Losses made of a function of tokens: value, gradient, alignment, invariance, and the way to a worker."""
+"""Losses made of a function of tokens: value, gradient, alignment, invariance, and pickling for a worker."""
 
 import sys
 import types

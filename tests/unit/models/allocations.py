@@ -1,4 +1,4 @@
-"""Watch what tensors a piece of code makes: the largest of them, and how much memory is alive at once.
+"""Watch which tensors a piece of code makes: the largest of them, and how much memory they hold together.
 
 Seen are the tensors that operations give back, in forward and in CPU backward passes, on fake devices too; memory that
 an operation takes and frees inside is not.

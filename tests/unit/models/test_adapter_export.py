@@ -1,4 +1,4 @@
-"""Adapters merged into their base are the trained policy; what cannot be merged is refused."""
+"""Adapters merged into their base give the trained policy; adapters that cannot be merged are refused."""
 
 import importlib.util
 import json
@@ -41,7 +41,7 @@ def converter():
 
 
 def trained_step(folder: Path, arch: str, tie: bool) -> SimpleNamespace:
-    """A base model, and a step folder of LoRA training on it."""
+    """Make a base model, and a step folder of LoRA training on it."""
     base = save_tiny_model(folder / "base", arch, tie=tie, vocab_size=VOCAB)
     make_char_tokenizer().save_pretrained(base)
     config = policy_config(base, dtensor_cfg={"lora_cfg": LORA})

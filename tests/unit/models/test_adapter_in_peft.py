@@ -1,4 +1,4 @@
-"""A saved adapter means the same to PEFT as to training, in dense models and beside fused experts."""
+"""A saved adapter means the same to PEFT as to training, in dense models and next to fused experts."""
 
 from typing import Any
 

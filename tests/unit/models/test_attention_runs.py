@@ -1,4 +1,4 @@
-"""Packed segments of one length go through one call of the kernel, and nothing changes."""
+"""Packed segments of one length go through one call of the kernel with the same results."""
 
 from itertools import accumulate, pairwise
 from unittest import mock
@@ -14,7 +14,7 @@ LENGTHS = [9, 9, 9, 7, 7, 33, 1, 1, 9]
 
 def tensors(rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    # As a layer makes them: tokens before heads.
+    # A layer passes tokens before heads.
     shapes = [(rows, sum(LENGTHS), heads, 16) for heads in (4, 2, 2)]
     return [torch.randn(shape, generator=generator).to(dtype).transpose(1, 2).requires_grad_() for shape in shapes]
 

@@ -61,7 +61,7 @@ def test_a_checkpoint_is_what_save_pretrained_writes(model_type, tmp_path) -> No
 
 
 def test_names_in_memory_are_read_too_and_written_as_hub_names(tmp_path) -> None:
-    """Folders that were written with fused experts, and models that were never loaded."""
+    """Folders that were written with fused experts, and models built without loading."""
     model = random_model("mixtral")
     own = weights_by_name(model)
     _assert_equal(dict(in_memory(model, own, own.__getitem__)), own)

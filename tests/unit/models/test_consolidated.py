@@ -1,4 +1,4 @@
-"""`checkpointing.save_consolidated`: a folder to hand on, complete whenever the checkpoint is."""
+"""`checkpointing.save_consolidated` writes a folder for export that is complete whenever the checkpoint is."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_the_consolidated_model_has_the_compute_precision(precision, lora, tmp_p
         backend = DTensorBackend(config, CPU)
         policy = InProcessPolicy(config, backend)
         policy.save_checkpoint(weights, tmp_path / "optimizer", consolidated=True)
-        # The folder inside is none of the checkpoint's own files: training goes on from these as ever.
+        # The folder is not one of the checkpoint's own files: training resumes without it.
         backend.load(CheckpointPaths(weights, tmp_path / "optimizer"))
     folder = weights / "model/consolidated"
     exported, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)

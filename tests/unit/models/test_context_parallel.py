@@ -42,7 +42,7 @@ def save_model(folder: Path, model_type: str) -> str:
 
 
 def reference(model_type: str) -> dict[str, Any]:
-    """Loss, gradients and log-probs of transformers' eager attention, row by row, unpadded."""
+    """Return loss, gradients and log-probs of transformers' eager attention, row by row, unpadded."""
     model = random_model(model_type, initializer_range=0.1)
     model.set_attn_implementation("eager")
     logprobs = hf_logprobs(model, ROWS)
@@ -54,7 +54,7 @@ def reference(model_type: str) -> dict[str, Any]:
 
 
 def on_ranks(rank: int, world_size: int, cases: dict[Any, tuple[str, dict[str, Any]]]) -> dict[Any, dict[str, Any]]:
-    """What one rank's worker gives for each case: a model's folder, and values of the policy section."""
+    """Return the results of one rank's worker for each case: a model's folder, and values of the policy section."""
     return {key: _one_case(rank, world_size, name, values) for key, (name, values) in cases.items()}
 
 
@@ -81,7 +81,7 @@ def _one_case(rank: int, world_size: int, name: str, values: dict[str, Any]) -> 
 
 
 def differences(parts: list[dict[str, Any]], want: dict[str, Any]) -> dict[str, float]:
-    """Largest relative difference of loss, gradients (the worst tensor) and log-probs on any rank."""
+    """Return the largest relative difference of loss, gradients (the worst tensor) and log-probs on any rank."""
     answers = [parts[rank] for rank in parts[0]["ranks"]]
     logprobs = parts[0]["plan"].restore([part["logprobs"] for part in answers])
     gradients = [
@@ -193,7 +193,7 @@ def close(got: Tensor, want: Tensor) -> None:
 
 
 def _beside(rank: int, world_size: int, name: str, method: str) -> list[Tensor]:
-    """Scores of one sequence, packed behind different ones."""
+    """Return the scores of one sequence, packed after different ones."""
     config = policy_config(name, dtensor_cfg=divided(2, method), **LAYOUTS["packed"])
     worker = PolicyWorker(DTensorBackend(config, CPU, init_optimizer=False), config)
     rows = []
@@ -223,7 +223,7 @@ def test_the_ranks_share_the_causal_pairs_of_each_segment_evenly(ranks, chunk, d
         each = [0, 0]
         for piece in chunks.pieces:
             for query in range(piece.query_start, piece.query_stop):
-                last = piece.key_stop - piece.query_stop + query  # bottom right
+                last = piece.key_stop - piece.query_stop + query  # aligned at the bottom right
                 seen[tokens[query], piece.key_start : last + 1] += 1
                 each[query // chunk] += last + 1 - piece.key_start
         assert sum(each) == sum(piece.work for piece in chunks.pieces)

@@ -41,7 +41,7 @@ REWARD = Mesh(tp=2, sp=True, scores=True)
 
 
 def _resume(rank: int, num_ranks: int, mesh: Mesh, folder: Path) -> dict[str, Any]:
-    """Two updates, a checkpoint, two more; then these two again from the checkpoint."""
+    """Run two updates, save, run two more; then run these two again from the checkpoint."""
     run = Run(mesh)
     for step in range(2):
         run.update(step)
@@ -268,14 +268,14 @@ PLANTS = {
 
 
 def _planted(rank: int, num_ranks: int, folder: Path) -> dict[str, str]:
-    limit_waits(10.0)  # of ranks that nobody tells
+    limit_waits(10.0)  # of ranks that get no message about it
     run, found = Run(TP2), {}
     run.update(0)
     real = torch.save
     for name, (failing, target) in PLANTS.items():
 
         def fail(*args: Any, of_file: bool = target == "torch.save", **how: Any) -> Any:
-            if of_file and not isinstance(args[1], Path):  # torch's writer puts tensors into streams with it
+            if of_file and not isinstance(args[1], Path):  # torch's writer uses it to put tensors into streams
                 return real(*args, **how)
             raise OSError(28, "No space left on device")
 
@@ -409,9 +409,9 @@ def test_an_export_equals_the_hub_model_bit_for_bit(host, tmp_path, monkeypatch,
     loaded = kind.from_pretrained(tmp_path / "hf")
     assert loaded.dtype is dtype
     assert loaded.config.architectures == [type(mesh.model()).__name__]
-    if mesh.kind != "qwen2":  # whose tokenizer class keeps no vocabulary but its own
+    if mesh.kind != "qwen2":  # whose tokenizer class keeps only its own vocabulary
         check = checkpoint_folder.verify_export(weights, tmp_path / "hf")
-        # Equal weights, as compared above, at addresses that a processor's matrix products may round differently for.
+        # The weights are equal, as compared above, but a processor may round matrix products by address.
         assert check.max_difference < 1e-6
         assert check.num_values == 3 if mesh.scores else check.num_values > 10
     handed_on = kind.from_pretrained(weights / "model" / "consolidated")
@@ -459,7 +459,7 @@ def _load_refused(rank: int, num_ranks: int, folder: Path) -> str:
 
 
 def _plant_object(folder: Path, marker: Path) -> None:
-    """Let the one object between the tensors, which Megatron Core reads first, be code."""
+    """Replace the one object between the tensors, which Megatron Core reads first, by code."""
     described, content = folder / ".metadata", io.BytesIO()
     torch.save([_Bomb(marker)], content)
     (folder / "__0_0.distcp").write_bytes(content.getvalue())

@@ -1,4 +1,4 @@
-"""Names, rules and files of the conversion to Megatron Core; needs no megatron."""
+"""Names, rules and files of the conversion to Megatron Core; megatron is not needed."""
 
 import inspect
 import json
@@ -30,7 +30,7 @@ MODULES = [layer_rules, layouts, names, parts, rules, sources_module]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders with random models, by family."""
+    """Save folders with random models, by family."""
     folder = tmp_path_factory.mktemp("models")
     for family in FAMILIES:
         hf_model(family).save_pretrained(folder / family)
@@ -38,7 +38,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _with(folder: Path, target: Path, *, without: tuple[str, ...] = (), **added: torch.Tensor) -> Path:
-    """A copy of a model's tensors with some added and some taken away."""
+    """Copy a model's tensors with some added and some removed."""
     tensors = load_file(folder / "model.safetensors") | added
     target.mkdir()
     save_file({name: tensor for name, tensor in tensors.items() if name not in without}, target / "model.safetensors")
@@ -209,7 +209,7 @@ def test_only_files_of_the_index_are_read(saved, tmp_path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_whole_parameters_convert_to_the_hub_tensors(saved, family) -> None:
-    """Parameters are put together row by row as the rules say, then taken apart again."""
+    """Parameters are joined row by row as the rules say, then split again."""
     config, stored = hf_config(family), load_file(saved / family / "model.safetensors")
     rules = rules_for(config)
 

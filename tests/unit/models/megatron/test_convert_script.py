@@ -1,4 +1,4 @@
-"""`convert_megatron_to_hf.py` takes NeMo RL's arguments; the backend that wrote the checkpoint does the work."""
+"""`convert_megatron_to_hf.py` accepts NeMo RL's arguments; the backend that wrote the checkpoint does the work."""
 
 import importlib
 import logging
@@ -15,7 +15,7 @@ CONVERTERS = Path(__file__).resolve().parents[4] / "examples/converters"
 
 @pytest.fixture
 def exported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-    """Arguments of the calls of `TrainingBackend.export`."""
+    """Record the arguments of the calls of `TrainingBackend.export`."""
     calls: list[Any] = []
     backend = SimpleNamespace(
         find_weights=lambda path: path / "policy/weights", export=lambda *args: calls.append(args)

@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits are read as transformers dequantises them, whole and in parts."""
+"""Weights in 8 and 4 bits are read as transformers dequantizes them, whole and in parts."""
 
 from pathlib import Path
 

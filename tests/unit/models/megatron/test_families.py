@@ -33,7 +33,7 @@ VARIANTS = ("llama3_rope", "qwen3_moe_sparse", "deepseek_v3_yarn")
 
 
 def _is_quick(mesh: str, name: str, packed: bool) -> bool:
-    """Each family is packed or padded on a mesh, and the other one on the next; variants only on one rank."""
+    """Return whether the case runs by default: packed or padded alternate over meshes; variants only on one rank."""
     if name in VARIANTS:
         return mesh == "single" and not packed
     return packed == bool((list(MESHES).index(mesh) + list(MODELS).index(name)) % 2)
@@ -52,7 +52,7 @@ def _compare_all(rank: int, world_size: int, cases: list[tuple[str, str, bool]])
 
 @pytest.fixture(scope="module")
 def differences(host) -> list[Differences]:
-    """By rank."""
+    """Return the differences by rank."""
     return host.run(_compare_all, 2, QUICK)
 
 
@@ -124,7 +124,7 @@ def test_every_family_has_a_converter():
 
 
 def test_families_do_not_import_megatron():
-    """The controller asks them before start."""
+    """The controller imports them before the start."""
     files = list(Path(families.__file__).parent.glob("*.py"))
     texts = [file.read_text() for file in files]
     assert len(files) > 5 and not [text for text in texts if re.search(r"^\s*(from|import) megatron", text, re.M)]

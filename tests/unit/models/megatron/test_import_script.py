@@ -1,4 +1,4 @@
-"""`import_hf_to_megatron.py`: every bit of a hub's model, and back by `convert_megatron_to_hf.py`, or onto a mesh."""
+"""`import_hf_to_megatron.py` keeps every bit of a hub model, back by `convert_megatron_to_hf.py` or onto a mesh."""
 
 import importlib
 import json

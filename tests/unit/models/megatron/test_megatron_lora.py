@@ -43,7 +43,7 @@ def references(rank: int, world: int) -> dict[str, Any]:
 
 
 def in_peft(rank: int, world: int, folder: Path) -> dict[str, Tensor]:
-    """Logits of the saved adapters, loaded by PEFT."""
+    """Return the logits of the saved adapters, loaded by PEFT."""
     return {kind: logits_in_peft(folder / kind, folder / f"saved {kind}" / "policy/weights/adapter") for kind in KINDS}
 
 
@@ -65,7 +65,7 @@ def on_two_ranks(rank: int, world: int, folder: Path, trained: dict[str, Any]) -
 
 
 def initial(folder: Path, values: dict[str, Any]) -> dict[str, Tensor]:
-    """First values, whole, under the hub's names."""
+    """Return the initial values, whole, under the hub's names."""
     from nemo_rl.models.megatron.conversion.rules import rules_for
     from nemo_rl.models.megatron.lora.files import _hub_adapters
 
@@ -75,7 +75,7 @@ def initial(folder: Path, values: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def unsummed(folder: Path, trained: Any) -> dict[str, float]:
-    """How far gradients are off where one way of summing them is taken away."""
+    """Return the errors of gradients if one kind of sum is left out."""
     from nemo_rl.models.megatron.lora import modules as lora
 
     found = {}
@@ -96,7 +96,7 @@ def unsummed(folder: Path, trained: Any) -> dict[str, float]:
 
 
 def resumed(folder: Path) -> dict[str, Any]:
-    """Two updates, a checkpoint, one more; the last one again from the checkpoint, and from it on another mesh."""
+    """Run two updates, save, run one more; run the last one again from the checkpoint, also on another mesh."""
     values = {**SP, **DISTRIBUTED}
     policy = Policy("llama", folder / "llama", values)
     for step in range(2):
@@ -119,14 +119,14 @@ def resumed(folder: Path) -> dict[str, Any]:
 
 
 def some_stages(folder: Path, pattern: str) -> list[float]:
-    """Norms of two updates where only one stage has adapters."""
+    """Return the norms of two updates where only one stage has adapters."""
     policy = Policy("llama", folder / "llama", {**PP, "peft": {"target_modules": [pattern]}})
     norms = [policy.update(step) for step in range(2)]
     return norms
 
 
 def dropout(folder: Path, values: dict[str, Any], position: str) -> dict[str, Any]:
-    """Adapters after updates with dropout, those that every rank has whole, and whether scores know of it."""
+    """Return adapters after updates with dropout, those whole on every rank, and whether scores use dropout."""
     policy = Policy("llama", folder / "llama", {**values, "peft": {"dropout": 0.3, "dropout_position": position}})
     for step in range(2):
         policy.update(step)
@@ -137,7 +137,7 @@ def dropout(folder: Path, values: dict[str, Any], position: str) -> dict[str, An
 
 
 def half_precision(folder: Path) -> dict[str, Any]:
-    """Adapters in float32 on a bfloat16 base: what resumes, and what is said when nothing leaves."""
+    """Train float32 adapters on a bfloat16 base; return what resumes, and messages if no rank sends weights."""
     values = {"peft": {"lora_dtype": "float32"}, **DISTRIBUTED}
     policy = Policy("llama", folder / "llama", values, precision="bfloat16")
     dtypes = {str(tensor.dtype) for tensor in policy.parameters().values()}
@@ -211,7 +211,7 @@ def found(host: Any, folder: Path, trained: dict[str, Any]) -> dict[str, Any]:
 
 
 def _exact(differences: dict[str, float]) -> dict[str, float]:
-    """What is further off than float32's rounding."""
+    """Return the values further off than float32's rounding."""
     return {name: value for name, value in differences.items() if not value < 1e-5}
 
 

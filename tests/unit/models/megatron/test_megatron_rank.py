@@ -1,4 +1,4 @@
-"""What a rank of Megatron Core answers beside its training: scores, layers, reference weights, metrics, schedules."""
+"""Everything except training on a rank of Megatron Core: scores, layers, reference weights, metrics, schedules."""
 
 import math
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 def waits_for_a_stage(rank: int, folder: str) -> str:
-    """What the second stage says about a first one that never starts."""
+    """Return the error of a second stage whose first stage never starts."""
     dist.barrier()
     dist.destroy_process_group()
     store = dist.FileStore(f"{folder}/store", 2)
@@ -100,7 +100,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 def rates(**values: Any) -> list[tuple[float, float]]:
-    """Rate and weight decay of a matrix and a vector over eight steps."""
+    """Return rate and weight decay of a matrix and a vector over eight steps."""
     from nemo_rl.models.megatron.optimizer import build_scheduler, learning_rate
 
     groups = [{"default_config": True, "wd_mult": 1.0}, {"wd_mult": 0.0}]

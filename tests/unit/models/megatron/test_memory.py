@@ -1,4 +1,4 @@
-"""Predicted memory of Megatron Core's ranks: what each axis divides, and (long) what training takes."""
+"""Predicted memory of Megatron Core's ranks: what each axis divides, and (marked long) what training takes."""
 
 from typing import Any
 
@@ -65,7 +65,7 @@ def activations(plan: MemoryPlan) -> float:
 
 
 def test_resident_memory_of_one_rank_equals_the_arithmetic() -> None:
-    """bfloat16 weights and gradients, and in float32 a weight and two moments; a copy of the weights on the host."""
+    """bfloat16 weights and gradients; in float32 a weight and two moments; a copy of the weights on the host."""
     total = parameters_of(model_config())
     one = plan_of()
     assert one.stays == {"weights": 2 * total, "gradients": 2 * total, "optimizer state": 12 * total}
@@ -92,7 +92,7 @@ def test_each_mesh_axis_divides_its_part_of_the_memory() -> None:
     assert activations(plan_of(activation_checkpointing=True)) < activations(one) / 3
     selective = plan_of(activation_checkpointing=True, recompute_granularity="selective")
     assert activations(selective) == activations(one) and "as if it were off" in selective.missing
-    assert activations(plan_of(on_cpu=True)) > activations(one)  # plain code keeps what fused kernels do not
+    assert activations(plan_of(on_cpu=True)) > activations(one)  # unfused code keeps what fused kernels do not
 
 
 INTERLEAVED = {"virtual_pipeline_model_parallel_size": 2}
@@ -113,7 +113,7 @@ def test_experts_are_divided_over_their_own_ranks() -> None:
 
 
 def test_lora_counts_gradients_of_adapters_only() -> None:
-    """Their elements are inputs plus outputs of a layer's linears, as Hugging Face has them, by their rank."""
+    """Elements are inputs plus outputs of a layer's linears, as in Hugging Face, times their rank."""
     total = parameters_of(model_config())
     attention, feed_forward = (64 + 64) + 2 * (64 + 32) + (64 + 64), 3 * (64 + 96)
     adapters = 4 * (attention + feed_forward) * 16

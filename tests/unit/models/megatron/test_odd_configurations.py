@@ -1,4 +1,4 @@
-"""Unusual configurations of every family and unusual options: right, or refused by the controller; nothing else."""
+"""Unusual configurations of every family and unusual options are computed correctly or refused by the controller."""
 
 from typing import Any
 
@@ -100,7 +100,7 @@ def _odd() -> list[tuple[str, dict[str, Any]]]:
 
 
 def _made(name: str, values: dict[str, Any]) -> PretrainedConfig | None:
-    """The configuration; None where transformers refuses it by itself."""
+    """Return the configuration; None if transformers itself refuses it."""
     try:
         return hf_config(name, **values)
     except Exception as error:
