@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from loss_batches import random_batch
 
 from nemo_rl.algorithms.kto import KTOPreparation, kl_estimate, mismatched_rows, rotation
 from nemo_rl.algorithms.runtime.run import StepBatch
@@ -21,16 +22,10 @@ def sigmoid(x):
     return 1 / (1 + math.exp(-x))
 
 
-def make_batch(seed=3):
-    gen = torch.Generator().manual_seed(seed)
-    logprobs = -torch.rand(B, T - 1, generator=gen, dtype=torch.float64) * 2
-    token_mask = (torch.rand(B, T, generator=gen) > 0.4).double()
-    token_mask[:, 2] = 1
-    data = {
-        "token_mask": token_mask,
-        "sample_mask": torch.tensor(COUNTS, dtype=torch.float64),
+def kto_batch():
+    logprobs, data = random_batch(B, T, masked_rows=[COUNTS.index(0)])
+    data |= {
         "desirable": torch.tensor(DESIRABLE, dtype=torch.float64),
-        "reference_policy_logprobs": -torch.rand(B, T, generator=gen, dtype=torch.float64) * 2,
         "kl_baseline": torch.full((B,), BASELINE, dtype=torch.float64),
         "num_desirable": torch.full((B,), 2.0, dtype=torch.float64),
     }
@@ -57,7 +52,7 @@ def reference(logprobs, data):
 
 
 def test_kto_loss_gradient_and_metrics_equal_the_formula():
-    logprobs, data = make_batch()
+    logprobs, data = kto_batch()
     leaf = logprobs.clone().requires_grad_(True)
     loss, metrics = LOSS(leaf, data=data, global_valid_seqs=5, global_valid_toks=0)
     loss.backward()
@@ -87,7 +82,7 @@ def test_kto_loss_gradient_and_metrics_equal_the_formula():
 
 
 def test_masked_rows_change_nothing():
-    logprobs, data = make_batch()
+    logprobs, data = kto_batch()
     expected = LOSS(logprobs, data=data, global_valid_seqs=5)[0]
     logprobs[3] = torch.nan
     leaf = logprobs.requires_grad_(True)

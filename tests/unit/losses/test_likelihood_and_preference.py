@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from loss_batches import denominators, random_batch
 
 from nemo_rl.losses.invariance import check_invariance
 from nemo_rl.losses.likelihood import NLLLossFn
@@ -16,21 +17,7 @@ BETA = 0.3
 
 def make_pairs(seed=0):
     """Make eight interleaved rows; the third pair is masked."""
-    gen = torch.Generator().manual_seed(seed)
-    logprobs = -3 * torch.rand(2 * P, T - 1, generator=gen, dtype=torch.float64)
-    data = {
-        "reference_policy_logprobs": -3 * torch.rand(2 * P, T, generator=gen, dtype=torch.float64),
-        "token_mask": (torch.rand(2 * P, T, generator=gen) < 0.7).double(),
-        "sample_mask": torch.tensor([1, 1, 1, 1, 0, 0, 1, 1], dtype=torch.float64),
-    }
-    data["token_mask"][:, 2] = 1
-    return logprobs, data
-
-
-def denominators(data):
-    seqs = float(data["sample_mask"].sum())
-    toks = float((data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum())
-    return {"global_valid_seqs": seqs, "global_valid_toks": toks}
+    return random_batch(2 * P, T, seed=seed, masked_rows=[4, 5])
 
 
 def sigmoid(x):

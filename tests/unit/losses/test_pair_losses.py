@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from loss_batches import random_batch
 
 from nemo_rl.losses.invariance import check_invariance
 from nemo_rl.losses.pair_losses import VARIANTS, CentredMargin
@@ -15,20 +16,6 @@ P, T, BETA, EPSILON, GAMMA = 3, 7, 0.3, 0.15, 0.4
 
 def log_sigmoid(x):
     return -math.log1p(math.exp(-x))
-
-
-def make_batch(seed=3):
-    gen = torch.Generator().manual_seed(seed)
-    logprobs = -torch.rand(2 * P, T - 1, generator=gen, dtype=torch.float64) * 2 - 0.05
-    reference = -torch.rand(2 * P, T, generator=gen, dtype=torch.float64) * 2
-    token_mask = (torch.rand(2 * P, T, generator=gen) > 0.4).double()
-    token_mask[:, 2] = 1
-    data = {
-        "token_mask": token_mask,
-        "sample_mask": torch.tensor([1, 1, 0, 1, 1, 1], dtype=torch.float64),
-        "reference_policy_logprobs": reference,
-    }
-    return logprobs, data
 
 
 def make_loss(name, **options):
@@ -87,7 +74,7 @@ def formula(name, chosen, rejected, sft_weight):
 def test_each_variant_equals_its_formula(name):
     weight = 0.7 if name in ("rpo", "orpo") else 0.0
     loss_fn = make_loss(name, sft_loss_weight=weight)
-    logprobs, data = make_batch()
+    logprobs, data = random_batch(2 * P, T, masked_rows=[2])
 
     def expected(values):
         rows = rows_of(values, data)
@@ -109,7 +96,7 @@ def test_each_variant_equals_its_formula(name):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_rows_without_tokens_keep_gradients_finite(name):
     """Filler rows have no unmasked token: their mean log-probability is 0 and their odds are infinite."""
-    logprobs, data = make_batch()
+    logprobs, data = random_batch(2 * P, T, masked_rows=[2])
     data["token_mask"][2:4] = 0
     data["sample_mask"][2:4] = 0
     leaf = logprobs.clone().requires_grad_(True)
@@ -122,13 +109,13 @@ def test_rows_without_tokens_keep_gradients_finite(name):
 def test_only_some_variants_need_a_reference():
     without = {name for name in VARIANTS if not make_loss(name).needs_reference}
     assert without == {"simpo", "orpo"}
-    logprobs, data = make_batch()
+    logprobs, data = random_batch(2 * P, T, masked_rows=[2])
     del data["reference_policy_logprobs"]
     make_loss("simpo")(logprobs, data=data, global_valid_seqs=4, global_valid_toks=0)
 
 
 def test_without_smoothing_robust_is_sigmoid_and_starts_at_ln_2():
-    logprobs, data = make_batch()
+    logprobs, data = random_batch(2 * P, T, masked_rows=[2])
     data["reference_policy_logprobs"][:, 1:] = logprobs
     for name in ("sigmoid", "robust"):
         loss_fn = make_loss(name, label_smoothing=0.0)
@@ -152,7 +139,7 @@ def test_a_margin_may_differ_for_each_pair():
     assert float(metrics["rewards_margin_mean"]) == pytest.approx((0.5 - 3.0) / 2)
     check_invariance(loss_fn, scores, data, rows_per_unit=2)
 
-    logprobs, pairs = make_batch()
+    logprobs, pairs = random_batch(2 * P, T, masked_rows=[2])
     pairs["margin"] = torch.tensor([0.5, 0.5, 9.0, 9.0, 2.0, 2.0])
     loss_fn = make_loss("sigmoid", label_smoothing=0.0)
     loss, _ = loss_fn(logprobs, data=pairs, global_valid_seqs=4)

@@ -9,6 +9,7 @@ import pickle
 
 import pytest
 import torch
+from loss_batches import denominators, random_batch
 
 from nemo_rl.config import ClippedPGLossConfig
 from nemo_rl.losses.invariance import check_invariance
@@ -131,8 +132,8 @@ def make_config(**options):
     return ClippedPGLossConfig.build(**({"reference_policy_kl_penalty": 0.7} | options))
 
 
-def make_batch(seed=0):
-    """A batch off-policy enough that every clip acts on both sides; some rows and tokens masked."""
+def off_policy_batch(seed=3):
+    """Make a batch so far off-policy that every clip acts (a test below checks it); some rows and tokens are masked."""
     gen = torch.Generator().manual_seed(seed)
 
     def noise(scale):
@@ -141,24 +142,16 @@ def make_batch(seed=0):
     generation = -0.1 - 2 * torch.rand(B, T, generator=gen, dtype=torch.float64)
     prev = generation + noise(0.25)
     current = prev + noise(0.35)
-    token_mask = (torch.rand(B, T, generator=gen) < 0.7).double()
-    token_mask[3] = 0  # a sample without unmasked tokens
-    data = {
+    _, data = random_batch(B, T, seed=seed, masked_rows=[2])
+    data["token_mask"][3] = 0  # a sample without unmasked tokens
+    data |= {
         "input_ids": torch.zeros(B, T, dtype=torch.int64),
         "advantages": noise(1.0),
         "generation_logprobs": generation,
         "prev_logprobs": prev,
         "reference_policy_logprobs": current + noise(0.8),
-        "token_mask": token_mask,
-        "sample_mask": torch.tensor([1, 1, 0, 1, 1, 1], dtype=torch.float64),
     }
     return current[:, 1:].clone(), data
-
-
-def denominators(data):
-    seqs = float(data["sample_mask"].sum())
-    toks = float((data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum())
-    return {"global_valid_seqs": seqs, "global_valid_toks": toks}
 
 
 def call(cfg, logprobs, data):
@@ -268,7 +261,7 @@ def reference_gradient(logprobs, data, cfg, step=1e-6):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_loss_and_gradient_equal_the_reference(name, with_prev):
     cfg = make_config(**OPTIONS[name])
-    logprobs, data = make_batch()
+    logprobs, data = off_policy_batch()
     if not with_prev:
         del data["prev_logprobs"]
     logprobs.requires_grad_(True)
@@ -285,7 +278,7 @@ def test_loss_and_gradient_equal_the_reference(name, with_prev):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_loss_does_not_depend_on_the_batch_split(name):
-    logprobs, data = make_batch(seed=1)
+    logprobs, data = off_policy_batch(seed=1)
     loss_fn = ClippedPGLossFn(make_config(**OPTIONS[name]))
     check_invariance(loss_fn, logprobs, data)
     del data["prev_logprobs"]
@@ -294,7 +287,7 @@ def test_the_loss_does_not_depend_on_the_batch_split(name):
 
 def test_different_options_give_different_losses():
     """Guard the test batch: each option must change the loss or the gradient."""
-    logprobs, data = make_batch()
+    logprobs, data = off_policy_batch()
     seen = {}
     for name, options in OPTIONS.items():
         leaf = logprobs.clone().requires_grad_(True)
@@ -351,7 +344,7 @@ def test_metrics_equal_a_hand_computed_case():
 
 
 def test_identical_policies_show_no_mismatch():
-    logprobs, data = make_batch()
+    logprobs, data = off_policy_batch()
     data["prev_logprobs"] = data["generation_logprobs"]
     _, metrics = call(make_config(), data["generation_logprobs"][:, 1:], data)
     for name in ("gen_kl_error", "policy_kl_error", "js_divergence_error"):
@@ -365,7 +358,7 @@ def test_identical_policies_show_no_mismatch():
 def test_tokens_with_infinite_log_probs_are_dropped_and_counted(name, source):
     """-inf on a token equals masking that token, at unchanged denominators."""
     cfg = make_config(**OPTIONS[name])
-    logprobs, data = make_batch()
+    logprobs, data = off_policy_batch()
     data["token_mask"][0, 3] = data["token_mask"][1, 2] = 1
     den = denominators(data)
     if source == "current":
@@ -395,7 +388,7 @@ def test_tokens_with_infinite_log_probs_are_dropped_and_counted(name, source):
 
 
 def test_nan_in_padding_is_never_read():
-    logprobs, data = make_batch()
+    logprobs, data = off_policy_batch()
     clean, _ = call(make_config(), logprobs, data)
     hole = data["token_mask"] == 0
     for name in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "advantages"):
@@ -408,14 +401,14 @@ def test_nan_in_padding_is_never_read():
 
 
 def test_a_nan_at_a_counted_token_reaches_the_loss():
-    logprobs, data = make_batch()
+    logprobs, data = off_policy_batch()
     b, t = torch.nonzero(data["token_mask"][:, 1:] * data["sample_mask"][:, None])[0].tolist()
     logprobs[b, t] = torch.nan
     assert math.isnan(call(make_config(), logprobs, data)[0].item())
 
 
 def test_missing_prev_logprobs_give_a_ratio_of_one_with_a_gradient():
-    logprobs, data = make_batch()
+    logprobs, data = off_policy_batch()
     del data["prev_logprobs"]
     cfg = make_config(reference_policy_kl_penalty=0.0)
     leaf = logprobs.requires_grad_(True)
@@ -428,7 +421,7 @@ def test_missing_prev_logprobs_give_a_ratio_of_one_with_a_gradient():
 
 
 def test_an_empty_microbatch_contributes_nothing():
-    logprobs, data = make_batch()
+    logprobs, data = off_policy_batch()
     data["sample_mask"] = torch.zeros(B, dtype=torch.float64)
     leaf = logprobs.requires_grad_(True)
     loss, metrics = ClippedPGLossFn(make_config())(leaf, data=data, global_valid_seqs=5, global_valid_toks=17)
@@ -439,7 +432,7 @@ def test_an_empty_microbatch_contributes_nothing():
 
 
 def test_float32_batches_with_extreme_ratios_stay_finite():
-    logprobs, data = make_batch()
+    logprobs, data = off_policy_batch()
     data = {k: v.float() if v.is_floating_point() else v for k, v in data.items()}
     data["prev_logprobs"] = data["prev_logprobs"] - 200.0
     leaf = logprobs.float().requires_grad_(True)
@@ -463,7 +456,7 @@ def test_the_loss_declares_the_inputs_that_it_needs():
 @pytest.mark.parametrize("name", OPTIONS)
 def test_losses_can_be_pickled(name):
     loss_fn = ClippedPGLossFn(make_config(**OPTIONS[name]))
-    logprobs, data = make_batch()
+    logprobs, data = off_policy_batch()
     copied = pickle.loads(pickle.dumps(loss_fn))
     expected, _ = loss_fn(logprobs, data=data, **denominators(data))
     assert copied(logprobs, data=data, **denominators(data))[0] == expected
