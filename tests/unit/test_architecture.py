@@ -131,7 +131,7 @@ def tree_of(file: Path) -> ast.Module:
 
 
 def imports_of(file: Path, *, with_typing: bool = False) -> Iterator[str]:
-    """Dotted names a file imports at run time (or `with_typing` for type checkers too), `from a import b` as both."""
+    """Return names a file imports at run time (or `with_typing` for type checkers), `from a import b` as both."""
     blocks = [] if with_typing else [block for block in ast.walk(tree_of(file)) if is_typing_block(block)]
     skipped = {id(node) for block in blocks for node in ast.walk(block)}
     for node in ast.walk(tree_of(file)):
@@ -154,7 +154,7 @@ def layer_of(package: str) -> int:
 
 
 def docstrings(tree: ast.AST) -> set[int]:
-    """Ids of the constants that are docstrings or texts on their own line."""
+    """Return the ids of the constants that are docstrings or strings on their own line."""
     return {
         id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
@@ -224,7 +224,7 @@ but for the engine that is Megatron Core's model, which nothing imports."""
 
 
 def model_part(module: str) -> str:
-    """The part of `nemo_rl.models` that a dotted name below it belongs to."""
+    """Return the part of `nemo_rl.models` that a dotted name below it belongs to."""
     return max((part for part in MODEL_ARROWS if f"{module}.".startswith(f"{part}.")), key=len)
 
 
@@ -256,7 +256,7 @@ RANK_READERS = {
 
 
 def test_only_listed_files_read_the_rank():
-    """`get_rank()` says which process this is; `ParallelLayout` says what it is there for."""
+    """`get_rank()` gives the process number; `ParallelLayout` gives its role."""
     readers = {
         name_of(file)
         for file in files()
@@ -281,7 +281,7 @@ def module_name(file: Path) -> str:
 
 
 def find_circle(edges: dict[str, set[str]]) -> list[str] | None:
-    """A circle of imports, or None: repeatedly drop what imports nothing that is left."""
+    """Return a cycle of imports, or None: repeatedly drop files that import nothing that is left."""
     left = {name: set(targets) for name, targets in edges.items()}
     while left:
         leaves = {name for name, targets in left.items() if not targets & left.keys()}
@@ -370,7 +370,7 @@ def test_every_file_has_a_docstring():
 
 
 def test_no_registry_hosts_are_named():
-    """Where packages come from is configured on the machine."""
+    """The machine configures where packages come from."""
     hosts = re.compile("|".join(["py" + r"pi\.org", "python" + "hosted", r"anaconda" + r"\.org", "index" + "-url"]))
     texts = [
         path

@@ -160,7 +160,7 @@ def test_a_config_file_under_nemo_rls_name_loads(name: str) -> None:
 
 @pytest.mark.parametrize("module", ELSEWHERE)
 def test_a_module_under_another_name_raises_with_the_new_name(module: str) -> None:
-    """And what is named is there."""
+    """The error names a path that exists."""
     with pytest.raises(ImportError, match=re.escape(f"there is no {module} here: ")) as refused:
         importlib.import_module(module)
     assert isinstance(refused.value, NemoRLError) and not (ROOT / f"{module.replace('.', '/')}.py").exists()
@@ -169,7 +169,7 @@ def test_a_module_under_another_name_raises_with_the_new_name(module: str) -> No
 
 
 def test_no_existing_name_is_listed_as_a_later_feature() -> None:
-    """What is there is not listed as missing."""
+    """No name that exists is in the table of missing ones."""
     for module, (_, names) in NOT_BUILT.items():
         path = ROOT / module.replace(".", "/")
         assert (path.with_suffix(".py").exists() or path.is_dir()) == bool(names), module
@@ -200,7 +200,7 @@ def test_setup_has_the_arguments_of_nemo_rl(algorithm: Any, rows: str) -> None:
 
 
 def plain_config(*overrides: str) -> dict[str, Any]:
-    """As NeMo RL's scripts make it."""
+    """Make a configuration as NeMo RL's scripts do."""
     register_omegaconf_resolvers()
     config = parse_hydra_overrides(load_config(GRPO), list(overrides))
     plain = OmegaConf.to_container(config, resolve=True)
@@ -367,23 +367,23 @@ def test_unpacking_a_run_is_refused_with_advice() -> None:
         _policy, _generation = run
 
 
-# What is handed in, without starting anything
+# Parts passed by the user, without starting anything
 
 
 class Own(EnvironmentInterface):
-    """Rewards everything."""
+    """An environment that rewards every answer."""
 
     def __init__(self, cfg: dict[str, Any] | None = None) -> None:
         self.reward = (cfg or {}).get("reward", 0.25)
 
     def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn[Any]:
-        """All the same."""
+        """Return the same for each sample."""
         num = len(metadata)
         rewards, ended = torch.full((num,), self.reward), torch.ones(num, dtype=torch.bool)
         return EnvironmentReturn([{"role": "environment", "content": ""}] * num, metadata, [None] * num, rewards, ended)
 
     def global_post_process_and_metrics(self, batch: Any) -> Any:
-        """Count."""
+        """Count the batches."""
         return batch, {"seen": len(batch["rewards"])}
 
 
@@ -496,7 +496,7 @@ def test_eval_setup_accepts_tokenizer_and_data(tokenizer: Any) -> None:
     assert config.data.env_name == "math"
 
 
-# With Ray: engines, a policy and environments of one's own
+# With Ray: engines, a policy and user environments
 
 
 @pytest.fixture(scope="module")
@@ -510,7 +510,7 @@ def cpu_cluster(local_ray: Path) -> Any:
 
 @pytest.mark.ray
 def test_engines_and_policy_work_without_a_run(cpu_cluster: Any, tokenizer: Any, tmp_path: Path) -> None:
-    """Generate, refit with an untrained and a trained policy, export: as research code does."""
+    """Generate, refit with an untrained and a trained policy, and export, as research code does."""
     from nemo_rl.algorithms.grpo import refit_policy_generation
     from nemo_rl.algorithms.loss import NLLLossFn
     from nemo_rl.data.chat_batch import chat_batch
@@ -578,11 +578,11 @@ def test_engines_and_policy_work_without_a_run(cpu_cluster: Any, tokenizer: Any,
 @pytest.mark.ray
 @pytest.mark.asyncio
 async def test_environments_of_every_kind_give_rewards(cpu_cluster: Any) -> None:
-    """A class, an object, an actor of the program's own, a client; side by side, because each starts a process."""
+    """A class, an object, an actor of the program's own and a client; concurrently, because each starts a process."""
     from nemo_rl.algorithms.grpo import shutdown_environments
     from nemo_rl.environments.utils import create_env, register_env
 
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # tests are no module that an actor can import
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # an actor cannot import a test as a module
     register_env("own_for_names", f"{__name__}.Own")
     remote = ray.remote(num_cpus=0)(Own)
     actor = remote.remote({"reward": 0.5})
@@ -598,10 +598,10 @@ async def test_environments_of_every_kind_give_rewards(cpu_cluster: Any) -> None
         assert metrics == {"seen": 3}
     for one in running[:3]:
         one.shutdown()
-    assert ray.get(actor.step.remote([log], [{}])).rewards.tolist() == [0.5]  # what the program started goes on
+    assert ray.get(actor.step.remote([log], [{}])).rewards.tolist() == [0.5]  # the program's own actor keeps running
     shutdown_environments({"actor": actor, "client": given[3], "class": Own}, {"actor": actor})
     with pytest.raises(ray.exceptions.RayActorError):
-        for _ in range(100):  # Ray does not wait until a killed actor has ended
+        for _ in range(100):  # Ray does not wait until a killed actor has exited
             ray.get(actor.step.remote([log], [{}]))
             await asyncio.sleep(0.1)
     with pytest.raises(NemoRLError, match="shut down"):

@@ -1,4 +1,4 @@
-"""An exported checkpoint is the trained model, for transformers and byte for byte."""
+"""An exported checkpoint is the trained model, in transformers and byte for byte."""
 
 import importlib.util
 import json
@@ -37,7 +37,7 @@ def _logprobs(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> tuple[Path, PreTrainedModel]:
-    """A step folder written by the training backend, and the model it was written from."""
+    """Make a step folder written by the training backend, and return the model it was written from."""
     step = tmp_path_factory.mktemp("run") / "step_3"
     with process_group():
         backend = DTensorBackend(

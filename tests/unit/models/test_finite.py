@@ -110,7 +110,7 @@ def test_model_files_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> 
 
 
 class Broken(WeightedNLL):
-    """NaN in the loss of each update whose number is listed."""
+    """A loss that is NaN in the updates whose numbers are listed."""
 
     def __init__(self, *updates: int) -> None:
         self.updates, self.calls = updates, 0

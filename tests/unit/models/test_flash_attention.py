@@ -1,4 +1,4 @@
-"""When flash kernels are called, and with what; the kernels themselves run in `tests/gpu`."""
+"""The calls of flash kernels and their arguments; the kernels themselves run in `tests/gpu`."""
 
 import math
 
@@ -19,7 +19,7 @@ LATE_CHUNK = [Piece(0, 2, 0, 2), Piece(2, 4, 4, 6), Piece(4, 9, 4, 15)]
 
 
 def _scores(query, key, bounds, scale, window) -> list[tuple[slice, slice, Tensor]]:
-    """Queries, keys and masked float64 scores `[H, q, k]` of each piece, aligned at the bottom right."""
+    """Return queries, keys and masked float64 scores `[H, q, k]` of each piece, aligned at the bottom right."""
     scored = []
     edges_q, edges_k = bounds[0].tolist(), bounds[1].tolist()
     assert max(b - a for a, b in zip(edges_q, edges_q[1:], strict=False)) == bounds[2]
@@ -38,7 +38,7 @@ def _scores(query, key, bounds, scale, window) -> list[tuple[slice, slice, Tenso
 
 
 def reference(query, key, value, bounds, scale, window, softcap=None) -> tuple[Tensor, Tensor]:
-    """What the kernels compute, in plain float64: output `[T, H, D]` and log-sum-exp `[H, T]`."""
+    """Compute the kernels' results in plain float64: output `[T, H, D]` and log-sum-exp `[H, T]`."""
     outs, sums = [], []
     for _, columns, scores in _scores(query, key, bounds, scale, window):
         if softcap is not None:
@@ -92,7 +92,7 @@ def backward_of_torch(
     window_size_left=None,
     window_size_right=None,
 ):
-    """Flash attention's backward pass (arXiv:2307.08691, algorithm 2), from the output and log-sum-exp it is given."""
+    """Flash attention's backward pass (arXiv:2307.08691, algorithm 2), from the given output and log-sum-exp."""
     assert dropout_p == 0.0 and is_causal == (window_size_left == -1)
     grads = [torch.zeros(t.shape, dtype=torch.float64) for t in (query, key, value)]
     group, factor = query.shape[1] // key.shape[1], scale or query.shape[-1] ** -0.5
@@ -134,7 +134,7 @@ def _random(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """Makes `attend` take a flash kernel on the CPU."""
+    """Make `attend` use a flash kernel on the CPU."""
 
     def take(stand_in) -> None:
         monkeypatch.setattr(varlen, "_can_run", lambda *_: True)
@@ -161,7 +161,7 @@ def test_the_kernel_is_called_with_the_signature_of_each_torch_version(stand_in,
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("value_dim", [8, 5])
 def test_pieces_with_more_keys_than_queries_and_short_values_are_exact(window, rows, value_dim, kernel) -> None:
-    """What context parallelism and MLA ask for; with a window the kernel gets no key that no query sees."""
+    """Context parallelism and MLA need these; with a window the kernel gets no key that no query sees."""
     query, key, value = _random((rows, 4, 9, 8), (rows, 2, 15, 8), (rows, 2, 15, value_dim))
     plan, scoring = AttentionPlan(LATE_CHUNK), Scoring(0.3, window)
     want = attend(query, key, value, plan, scoring)

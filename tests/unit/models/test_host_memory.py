@@ -1,4 +1,4 @@
-"""Turns on a device: what rests lies in host memory that is taken once, and nothing shows in the numbers.
+"""Offloaded tensors are in host memory that is allocated once, and offloading changes no number.
 
 On a CPU "the device" is host memory too, so `_takes_turns`, which is for GPUs, is set by hand.
 """
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class Allocations(TorchDispatchMode):
-    """How many tensors are made."""
+    """Counts the tensors that are made."""
 
     num = 0
 
@@ -83,7 +83,7 @@ def _train_in_turns(rank: int, world_size: int, name: str, folder: str) -> None:
         _update(worker, config, seed, rank, world_size)
         _update(alone, config, seed, rank, world_size)
         assert not set(_optimizer_places(worker)) & {place for places in at_rest for place in places}
-        for _ in range(2):  # the second call has nothing to do
+        for _ in range(2):  # the second call does nothing
             worker.move_optimizer_state(to_host=True)
             at_rest.append(_optimizer_places(worker))
         _assert_equal(_state(worker), _state(alone))
@@ -91,7 +91,7 @@ def _train_in_turns(rank: int, world_size: int, name: str, folder: str) -> None:
         reference = worker.get_reference_policy_logprobs(batch, [2])
         assert torch.equal(reference, alone.get_reference_policy_logprobs(batch, [2]))
     assert len(at_rest[0]) > 10 and all(places == at_rest[0] for places in at_rest)
-    worker.save_checkpoint(f"{folder}/weights", f"{folder}/optimizer")  # while it rests, as after a validation
+    worker.save_checkpoint(f"{folder}/weights", f"{folder}/optimizer")  # offloaded, as after a validation
     again, _ = _worker(name, takes_turns=True)
     again.load_checkpoint(f"{folder}/weights", f"{folder}/optimizer")
     _assert_equal(_state(again), _state(alone))
@@ -119,7 +119,7 @@ def test_reference_weights_are_swapped_through_the_same_memory(tmp_path) -> None
 
 
 class Local:
-    """What `FrozenModel` and `TrainedModel` need of a `Policy`, in this process."""
+    """A policy in this process with what `FrozenModel` and `TrainedModel` need."""
 
     def __init__(self, worker: PolicyWorker, name: str, events: list[str]):
         self.worker, self.name, self.events = worker, name, events
@@ -165,7 +165,7 @@ def _teacher_in_turns(rank: int, world_size: int, teacher_name: str, name: str, 
         memory.hand_to(("policy",))
         at_rest.append(_places(teacher.backend.model.parameters()))
         _update(policy, config, seed, rank, world_size)
-    if even:  # an uneven shard is padded by FSDP2 in memory of its own
+    if even:  # FSDP2 pads an uneven shard in separate memory
         assert at_rest[0] == at_rest[1]
         assert set(at_rest[0]) <= set(_places(teacher.backend._resting._copies.values()))
     turn = ["policy optimizer rests", "teacher weights wake", "teacher weights rest", "policy optimizer wakes"]

@@ -1,4 +1,4 @@
-"""The controller with real ranks under Ray: results in order, any number of rows, resume, errors."""
+"""The controller with real ranks under Ray: row order, any number of rows, resume, errors."""
 
 import threading
 import time
@@ -205,7 +205,7 @@ def test_one_rank_and_two_ranks_train_alike_and_resume(cluster, tokenizer, model
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    """All files but `.metadata`, in which torch notes the folder's name."""
+    """Return all files but `.metadata`, in which torch writes the folder's name."""
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != ".metadata"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
@@ -213,7 +213,7 @@ def _files(folder: Path) -> dict[str, bytes]:
 @ray_test
 def test_updates_without_a_valid_sample_change_nothing(policy, tmp_path, caplog) -> None:
     data = random_batch(rows=12, seed=8)
-    policy.train(data, ReportsRank())  # AdamW has momentum now, and weight decay from its configuration
+    policy.train(data, ReportsRank())  # AdamW has momentum here, and weight decay from its configuration
     policy.save_checkpoint(tmp_path / "before/weights", tmp_path / "before/optimizer")
     version = policy.weight_version
     nothing = BatchedDataDict({**data, "sample_mask": torch.zeros(12)})
@@ -224,7 +224,7 @@ def test_updates_without_a_valid_sample_change_nothing(policy, tmp_path, caplog)
         assert result["metrics"] == none_counts | {"skipped_updates": 2.0, "num_updates": 0.0}
         assert result["loss"].tolist() == result["grad_norm"].tolist() == [0.0, 0.0]
     policy.save_checkpoint(tmp_path / "after/weights", tmp_path / "after/optimizer", background=True)
-    policy.train(data, ReportsRank())  # while the ranks write what they had
+    policy.train(data, ReportsRank())  # while the ranks write their state
     assert not (tmp_path / "after/weights/model/tokenizer_config.json").exists()
     policy.finalize_async_save()
     assert policy.checkpoint_is_written()
@@ -237,7 +237,7 @@ def test_updates_without_a_valid_sample_change_nothing(policy, tmp_path, caplog)
 
 @ray_test
 def test_a_weight_stream_waits_for_all_updates_of_a_train_call(policy, monkeypatch) -> None:
-    """A weight stream that another thread begins between two updates of one `train` waits for both."""
+    """A weight stream that another thread starts between two updates of one `train` waits for both."""
     data, version = random_batch(rows=12, seed=8), policy.weight_version
     first_update, calls = threading.Event(), []
     run_sharded = policy.worker_group.run_all_workers_sharded_data
@@ -346,7 +346,7 @@ def test_ranks_end_when_their_checkpoint_cannot_be_read(monkeypatch, tokenizer, 
 
 
 def test_a_caller_waits_for_the_policy_while_its_ranks_answer(monkeypatch, tokenizer) -> None:
-    """Eight calls of 0.1 s in a row, each within its deadline of 0.25 s; then a holder whose ranks are not called."""
+    """Eight calls of 0.1 s in a row, each within its deadline of 0.25 s; then a holder that makes no call."""
 
     class Ranks:
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""LoRA: the adapted layer, what is trained, what leaves the policy, and on how many ranks."""
+"""LoRA: the adapted layer, which parameters train, which weights are sent, and any number of ranks."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Meshes that Megatron Core cannot train are answered before Ray starts, with the arithmetic and the nearest choice."""
+"""Meshes that Megatron Core cannot train are refused before Ray starts, with the arithmetic and the nearest choice."""
 
 import importlib.metadata
 import importlib.util
@@ -353,7 +353,7 @@ def test_a_model_that_megatron_core_cannot_express_is_refused_before_ray(tmp_pat
 
 
 def test_options_of_experts_are_refused_with_adapters_where_there_are_experts(tmp_path: Path) -> None:
-    """A dense model has neither biases of routers nor shared experts, so nothing is to be refused."""
+    """A dense model has neither router biases nor shared experts, so nothing is refused."""
 
     def refused(model_type: str, **options: Any) -> str:
         model_config(model_type).save_pretrained(tmp_path)

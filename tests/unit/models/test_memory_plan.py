@@ -1,4 +1,4 @@
-"""Predicted memory against what training takes; selective checkpointing; what a run is told."""
+"""Predicted memory against measured memory; selective checkpointing; the log lines of a run."""
 
 import logging
 from dataclasses import replace
@@ -69,7 +69,7 @@ def test_architectures_are_traced(model_type: str) -> None:
 
 
 def test_equal_layers_are_traced_once() -> None:
-    """The number of layers changes no layer."""
+    """The number of layers does not change a layer."""
     two, six = (trace_model(model_config(num_hidden_layers=number), 32, torch.float32) for number in (2, 6))
     assert six.activations == two.activations * 3 and six.others == two.others
 
@@ -110,7 +110,7 @@ def test_each_mesh_axis_divides_its_part_of_the_memory() -> None:
     assert activations(plan_of(cp=2, context_parallel_method="ulysses")) < activations(plan_of(cp=2))
     tied = model_config(tie_word_embeddings=True)
     assert plan_of(model).certain - plan_of(tied).certain == 12 * 96 * 64  # one table, with two moments
-    assert plan_of(tied, pp=2).certain > plan_of(tied).certain / 2  # which both stages of a pipeline have
+    assert plan_of(tied, pp=2).certain > plan_of(tied).certain / 2  # both stages of a pipeline have it
     deep = model_config(num_hidden_layers=4)
     piped = plan_of(deep, pp=2)
     assert activations(piped) == pytest.approx(activations(plan_of(deep)), rel=0.05)  # two microbatches in half of them
@@ -123,7 +123,7 @@ def test_each_mesh_axis_divides_its_part_of_the_memory() -> None:
 
 
 def test_gathered_weights_are_one_layer_with_fsdp_and_all_in_a_stage() -> None:
-    """FSDP gathers layer by layer, a pipeline stage all of its layers once; one float32 rank of a stage has no FSDP."""
+    """FSDP gathers layer by layer, a pipeline stage all of its layers once; a single float32 rank has no FSDP."""
     deep = model_config(num_hidden_layers=8)
     size = 4 * trace_model(deep, 8, torch.float32).layers[0].total
 
@@ -137,7 +137,7 @@ def test_gathered_weights_are_one_layer_with_fsdp_and_all_in_a_stage() -> None:
 
 
 def test_context_parallel_ranks_hold_the_keys_of_whole_rows() -> None:
-    """Context-parallel ranks that gather keys and values keep them; without a kernel for pieces twice."""
+    """Context-parallel ranks that gather keys and values keep them, twice without a kernel for pieces."""
     policy = PolicyConfig.build(model_name="m", precision="float32", generation=None)
     one, two, on_cpu = (
         activations(DTensorRank.predict(policy, ParallelLayout(cp=cp), model_config(), Work(64, on_cpu=cpu)))

@@ -1,4 +1,4 @@
-"""Wrong meshes are answered before Ray starts, with the arithmetic and the nearest sizes that fit."""
+"""Bad meshes are refused before Ray starts, with the arithmetic and the nearest sizes that fit."""
 
 from pathlib import Path
 from typing import Any
@@ -277,7 +277,7 @@ def test_bad_numbers_of_ranks_name_the_keys() -> None:
     "path", sorted(path for path in EXAMPLES.glob("*.yaml") if "megatron" not in path.stem), ids=lambda path: path.stem
 )
 def test_examples_fit_their_meshes(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models on the hub stand for the tiny one, whose numbers are divided more easily than fitted."""
+    """The tiny model stands for models on the hub; it has other sizes, which are easier to divide."""
     schema = ALGORITHMS[algorithm_of(path)]
     if not issubclass(schema, MasterConfig):
         pytest.skip("nothing is trained")

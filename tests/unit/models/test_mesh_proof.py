@@ -1,4 +1,4 @@
-"""Meshes are proven on a small model before a run starts: what is accepted, what is refused, what it leaves behind."""
+"""Meshes are proven on a small model before a run starts: which pass, which are refused, and no leftovers."""
 
 import os
 import time
@@ -60,7 +60,7 @@ def test_a_proven_mesh_is_remembered(cache, monkeypatch) -> None:
     assert proof.stat().st_size == 0
     monkeypatch.setattr(mesh_proof, "answers", lambda *args, **kwargs: Trouble("it was asked again"))
     prove("llama", TP2)
-    prove("llama", {"tensor_parallel_size": 4})  # the same small mesh
+    prove("llama", {"tensor_parallel_size": 4})  # an equal small mesh
     for changed in ({"mesh": TP2 | {"sequence_parallel": True}}, {"mesh": TP2, "fields": {"hidden_size": 32}}):
         with pytest.raises(ConfigError, match="it was asked again"):
             prove("llama", **changed)
@@ -92,7 +92,7 @@ def test_the_error_names_a_setting_that_works(monkeypatch) -> None:
 
 
 def test_stages_that_repeat_what_comes_before_the_layers_are_refused(monkeypatch) -> None:
-    """As a body does that multiplies embeddings, where arriving hidden states go through it."""
+    """A body may multiply embeddings; arriving hidden states would then be multiplied again."""
 
     def given(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         output = self._layer[0](hidden_states, *args, **kwargs)
@@ -249,7 +249,7 @@ def test_answers_arrive_in_order_before_the_deadline() -> None:
 
 
 def test_weights_that_a_class_leaves_uninitialized_are_defined(monkeypatch) -> None:
-    """ERNIE's router is one: it must not hold whatever the memory held before."""
+    """ERNIE's router is one: its values must not depend on uninitialized memory."""
     empty_like = torch.empty_like
 
     def dirty(*args: Any, **kwargs: Any) -> torch.Tensor:

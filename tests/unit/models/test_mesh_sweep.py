@@ -1,4 +1,4 @@
-"""Model types on meshes: each cell is right by transformers' own float64, or refused before a rank starts."""
+"""Model types on meshes: each cell equals transformers' own float64, or is refused before a rank starts."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Heads of real architectures: found by their own logits, scored in chunks as Hugging Face scores them in float64."""
+"""Heads of real architectures are found by their own logits and scored in chunks like Hugging Face in float64."""
 
 import logging
 
@@ -31,7 +31,7 @@ HEADS = {
 
 
 def hf_results(hf: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """Log-probabilities, entropies, largest logits, and gradients of a loss on both, from the model's own logits."""
+    """Return log-probs, entropies, largest logits, and gradients of a loss on both, from the model's own logits."""
     logits = hf(input_ids=TOKENS, use_cache=False).logits.flatten(0, 1)[POSITIONS]
     logp = torch.log_softmax(logits / TEMPERATURE, -1)
     scores, entropy = logp.gather(-1, TARGETS[:, None])[:, 0], -(logp.exp() * logp).sum(-1)

@@ -1,4 +1,4 @@
-"""An architecture packs as it pads, or is refused by name."""
+"""An architecture gives equal results packed and padded, or is refused by name."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def test_models_that_packing_would_change_are_refused(model_type) -> None:
 
 @pytest.mark.parametrize("model_type", ["minimax", "stablelm", "llama4_text", "doge"])
 def test_attention_that_ranks_cannot_divide_is_refused(model_type) -> None:
-    """Tokens that meet outside attention: linear attention, arguments that do not reach it, masks of its own."""
+    """Tokens that mix outside attention: linear attention, arguments that do not reach it, the model's own masks."""
     with pytest.raises(ConfigError, match=r"(?s)ForCausalLM.*context_parallel_size=1"):
         use_registered_attention(random_model(model_type), packed=False, divided=True)
 
@@ -87,7 +87,7 @@ def test_a_layer_that_reads_neighbouring_tokens_is_noticed() -> None:
     plain = layer.forward
 
     def with_neighbour(hidden: Tensor, position_ids: Tensor, **kwargs) -> Tensor:
-        """A convolution that knows where sequences begin."""
+        """Add a convolution that knows where sequences start."""
         left = hidden.roll(1, dims=1) * (position_ids > 0)[..., None]
         return plain(hidden + 0.1 * left, position_ids=position_ids, **kwargs)
 

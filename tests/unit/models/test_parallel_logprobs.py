@@ -67,7 +67,7 @@ def test_values_and_gradients_equal_log_softmax(temperature, bias, chunk_size) -
 
 
 def test_one_chunk_equals_the_plain_expressions_bit_for_bit() -> None:
-    """Runs are repeated bit by bit, also by later versions: another order of operations would be another run."""
+    """Later versions repeat runs bit for bit: another order of operations would change the run."""
     hidden, weight, targets, b = _inputs(torch.float32, bias=True)
     got = token_logprobs(hidden, weight, targets, density=SamplingDensity(0.7), bias_V=b)
     weights_l, weights_h = torch.linspace(-1, 2, N), torch.linspace(1, 0.1, N)
@@ -125,7 +125,7 @@ def test_the_full_logits_are_never_held() -> None:
 
 
 class Operations(TorchDispatchMode):
-    """Names of the operations that ran, and how many of them touched all logits of a chunk."""
+    """Records the names of operations, and how many of them touched all logits of a chunk."""
 
     def __init__(self):
         super().__init__()
@@ -146,7 +146,7 @@ def test_the_gradient_takes_few_passes_and_no_synchronization() -> None:
     with Operations() as without:
         got.sum().backward(retain_graph=True)
     assert not {"any", "item", "_local_scalar_dense", "is_nonzero", "div_", "where"} & set(without.names)
-    # 3 matrix products; minus, exp, factor, scatter
+    # 3 matrix products; subtract, exp, scale, scatter
     assert without.num_over_logits == 7
     with Operations() as with_entropy:
         (got.sum() + entropy.sum()).backward()
@@ -168,7 +168,7 @@ def test_chunks_are_larger_on_gpus() -> None:
 
 
 def test_statistics_compile_without_breaks_for_any_number_of_tokens() -> None:
-    """With the compiler's front end, which needs no GPU: one graph, the same numbers, dropped tokens included."""
+    """The compiler's front end needs no GPU: one graph, the same numbers, dropped tokens included."""
     frames: list[int] = []
 
     def backend(graph, inputs):
@@ -217,7 +217,7 @@ def test_a_gpu_runs_compiled_functions_unless_they_do_not_compile(monkeypatch, c
 
 
 def _vllm_filter(row: list[float], top_k: int | None, top_p: float) -> set[int]:
-    """Kept token ids by the definition, with plain Python."""
+    """Return the kept token ids by the definition, in plain Python."""
     kept = set(range(len(row)))
     if top_k is not None:
         kth = sorted(row, reverse=True)[min(top_k, len(row)) - 1]

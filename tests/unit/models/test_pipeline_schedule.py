@@ -1,4 +1,4 @@
-"""The programs of pipeline stages, as pure data: complete, in an order that cannot block, and bounded in memory."""
+"""The programs of pipeline stages, as pure data: complete, free of deadlocks, and bounded in memory."""
 
 from itertools import product
 
@@ -52,7 +52,7 @@ def test_the_orders_equal_those_of_the_papers() -> None:
 
 
 class Network:
-    """Transfers that block their stage until the peer is at the matching one: the strictest there can be."""
+    """Transfers that block their stage until the peer is at the matching one: the strictest case."""
 
     def __init__(self, made: list[Program], num_chunks: int) -> None:
         self.made, self.num_chunks = made, num_chunks
@@ -87,7 +87,7 @@ class Network:
         return True
 
     def _group_of(self, stage: int) -> set[int] | None:
-        """All stages that a transfer of this exchange waits for, directly or not; None while one is elsewhere."""
+        """Return all stages that a transfer of this exchange waits for, directly or not; None if one is not ready."""
         group, new = {stage}, [stage]
         while new:
             member = new.pop()
@@ -109,7 +109,7 @@ class Network:
         return {(transfer.peer, transfer.wanted_by) for transfer in exchange.sends} if exchange else set()
 
     def _received(self, sender: int) -> set[tuple[int, Pass]]:
-        """What the peers of a stage's exchange receive from it in theirs."""
+        """Return what the peers of a stage's exchange receive from it in theirs."""
         return {
             (peer, transfer.wanted_by)
             for peer in self._peers(sender)

@@ -1,4 +1,4 @@
-"""What a stage keeps of a model, what cannot be divided, and what happens when a stage does not answer."""
+"""The parts of a model that a stage keeps, models that cannot be divided, and stages that do not answer."""
 
 import time
 from datetime import timedelta
@@ -129,7 +129,7 @@ def test_embedding_multipliers_and_norms_without_weights_act_once(model_type, sp
 
 
 def test_a_model_with_one_layer_is_cut_before_the_layer() -> None:
-    """What a layer takes from the body besides the hidden states is only missed by a layer of a later chunk."""
+    """Only a layer of a later chunk would lack what a layer reads from the body besides the hidden states."""
     hf = random_model("llama", num_hidden_layers=1)
     part, layer = hf.base_model, hf.base_model.layers[0]
     own = layer.forward
@@ -207,7 +207,7 @@ def test_the_timeout_is_that_of_the_default_group() -> None:
 
 
 def _alone(rank: int, world_size: int, name: str) -> None:
-    """The first stage runs; the other one never does."""
+    """Run the first stage without the other one."""
     runner.collective_timeout = lambda device: timedelta(seconds=1)
     config = Case().config(name)
     backend = DTensorBackend(config, CPU, ParallelLayout.of(config, world_size), init_reference_model=False)

@@ -1,4 +1,4 @@
-"""Checkpoints in which somebody planted code: refused by name, nothing executed; honest ones load bit for bit."""
+"""Checkpoints with planted code are refused by name and execute nothing; valid ones load bit for bit."""
 
 import io
 import os
@@ -51,7 +51,7 @@ def _load(folder: Path) -> dict[str, Any]:
 
 
 def _refusal(folder: Path) -> str:
-    """Loads it, which must fail; the reason."""
+    """Load a checkpoint, which must fail; return the reason."""
     with pytest.raises((CheckpointError, dcp.CheckpointException)) as caught:
         _load(folder)
     if isinstance(caught.value, CheckpointError):
@@ -62,7 +62,7 @@ def _refusal(folder: Path) -> str:
 
 
 def _replace_object(folder: Path, name: str, value: Any) -> None:
-    """Let an object of the folder be another one."""
+    """Replace an object of the folder by another one."""
     found: Metadata = pickle.loads((folder / METADATA_FILE).read_bytes())
     content = io.BytesIO()
     torch.save(value, content)
@@ -160,7 +160,7 @@ def test_damaged_metadata_is_named(folder, content):
 
 @pytest.mark.parametrize("name", ["planted", "__eq__", "__init__"])
 def test_metadata_cannot_change_the_classes_that_it_names(folder, name):
-    """BUILD with a state of slots sets attributes of whatever is on the stack, a class too."""
+    """BUILD with a state of slots sets attributes of whatever is on the stack, even of a class."""
     described = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
     slots = b"}(X" + len(name).to_bytes(4, "little") + name.encode() + described + b"u"
     (folder / METADATA_FILE).write_bytes(b"\x80\x02" + described + b"N" + slots + b"\x86b.")
@@ -195,7 +195,7 @@ def test_every_flipped_byte_of_metadata_is_harmless(folder):
 
 
 def test_metadata_of_one_rank_is_read_equally_strictly(folder, marker):
-    """Torch falls back to it where `.metadata` cannot be read."""
+    """Torch falls back to it if `.metadata` cannot be read."""
     (folder / "__0.metadata").write_bytes(pickle.dumps(Bomb(marker)))
     (folder / METADATA_FILE).unlink()
     with pytest.raises(dcp.CheckpointException), only_plain_values():

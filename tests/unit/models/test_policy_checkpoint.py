@@ -51,7 +51,7 @@ def _update(worker: PolicyWorker, config, seed: int, rank: int = 0, world_size: 
 
 
 def _state(worker: PolicyWorker) -> dict:
-    """All weights, optimizer state, learning rate and generator states as full tensors."""
+    """Return all weights, optimizer state, learning rate and generator states as full tensors."""
     state = {f"weight.{key}": tensor.clone() for key, tensor in worker.iterate_weights()}
     named = dict(worker.backend.model.hf.named_parameters())
     for key, parameter in named.items():
@@ -77,7 +77,7 @@ def _worker(name: str, **values) -> tuple[PolicyWorker, object]:
 
 
 def _save(rank: int, world_size: int, name: str, step: str) -> tuple[dict, dict]:
-    """Train twice, save, train twice more: the state at the save, and the state at the end."""
+    """Train twice, save, train twice more; return the state at the save and at the end."""
     worker, config = _worker(name)
     for seed in (1, 2):
         _update(worker, config, seed, rank, world_size)
@@ -208,7 +208,7 @@ NEW_SCHEDULE = [
 
 @pytest.mark.parametrize("scheduler", [None, SCHEDULE, NEW_SCHEDULE])
 def test_new_settings_apply_from_the_resumed_step(tmp_path, scheduler) -> None:
-    """Moments go on; rate, decay and schedule are those of a run that had the new settings from its first step."""
+    """Moments continue; rate, decay and schedule are those of a run that had the new settings from its first step."""
     name = save_tiny_model(tmp_path / "m")
     new = {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-5, "weight_decay": 0.3, "betas": [0.8, 0.99]}}
     with process_group():
@@ -235,7 +235,7 @@ def test_new_settings_apply_from_the_resumed_step(tmp_path, scheduler) -> None:
 
 
 def _rates(scheduler, base: float, steps: int) -> list[float]:
-    """Learning rates of a run of these steps that never stopped."""
+    """Return the learning rates of an uninterrupted run of these steps."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     config = policy_config("m", scheduler=scheduler, optimizer={"name": "torch.optim.SGD", "kwargs": {"lr": base}})
     optimizer = build_optimizer([parameter], config.optimizer)
@@ -249,7 +249,7 @@ def _rates(scheduler, base: float, steps: int) -> list[float]:
 
 
 def test_optimizer_specific_state_survives_new_settings() -> None:
-    """Optimizers such as Prodigy adapt values in their groups that are no arguments."""
+    """Optimizers such as Prodigy adapt values in their groups that are not arguments."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=0.5, weight_decay=0.1)
     optimizer.param_groups[0]["d"] = 3.0
@@ -317,7 +317,7 @@ def test_code_in_a_training_state_is_refused_by_name(tmp_path, file) -> None:
 
 
 def _plant_everywhere(data: Path, marker: Path) -> None:
-    """Let every value of a file of values be code."""
+    """Replace every value of a file of values by code."""
     content = io.BytesIO()
     torch.save(_Bomb(marker), content)
     data.write_bytes(content.getvalue())
@@ -329,11 +329,11 @@ def _plant_everywhere(data: Path, marker: Path) -> None:
 
 
 def _fail_on_one_rank(rank: int, world_size: int, name: str, step: str) -> str:
-    """Saving where the last rank cannot write; then a training step, which needs all ranks."""
+    """Save where the last rank cannot write; then run a training step, which needs all ranks."""
     worker, config = _worker(name)
     _update(worker, config, 1, rank, world_size)
     if rank == world_size - 1:
-        (Path(step) / f"rng/rank_{rank:05d}.pt").mkdir(parents=True)  # a folder where a file has to be
+        (Path(step) / f"rng/rank_{rank:05d}.pt").mkdir(parents=True)  # a folder in place of a file
     torch.distributed.barrier()
     with pytest.raises(CheckpointError) as failure:
         worker.save_checkpoint(f"{step}_weights", step)
@@ -379,7 +379,7 @@ def test_wrong_names_and_arguments_are_refused_with_advice() -> None:
 
 
 def test_a_fused_optimizer_resumes_from_an_unfused_one(tmp_path, monkeypatch) -> None:
-    """As on a GPU that resumes a run of CPUs or of an older version: it stays fused, its step counts move."""
+    """As on a GPU that resumes a CPU run or one of an older version: it stays fused, its step counts move."""
     name = save_tiny_model(tmp_path / "m")
     step = str(tmp_path / "step")
     with process_group():
@@ -417,7 +417,7 @@ def test_gpus_use_the_fused_optimizer_unless_configured_otherwise(device, name, 
 
 
 def _save_in_background(rank: int, world_size: int, name: str, step: str) -> tuple[dict, dict]:
-    """Two saves while training goes on; each is written only when the next update has been made."""
+    """Save twice while training continues; each save is written only after the next update."""
     worker, config = _worker(name)
     states = []
     for seed in (1, 2):
@@ -461,7 +461,7 @@ def _write_where_rank_1_cannot(rank: int, world_size: int, name: str, step: str)
     _update(worker, config, 2, rank, world_size)
     with pytest.raises(CheckpointError) as failure:
         worker.finish_checkpoint()
-    worker.finish_checkpoint()  # says it once
+    worker.finish_checkpoint()  # warns once
     return str(failure.value)
 
 

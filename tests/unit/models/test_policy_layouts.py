@@ -52,7 +52,7 @@ def _worker(config) -> PolicyWorker:
 
 
 def _gradients(worker: PolicyWorker, config, data):
-    """Loss and gradients of one update, before the optimizer."""
+    """Return loss and gradients of one update, before the optimizer."""
     batch = shard_batch(data, 1, training_strategy(config))
     result = worker.train(batch.data[0], batch.sizes[0], WeightedNLL(), count_valid(data), eval_mode=True)
     grads: dict[str, torch.Tensor] = {}
@@ -71,7 +71,7 @@ def _gradients(worker: PolicyWorker, config, data):
 
 
 def _reference_gradients(model, data):
-    """The same loss by Hugging Face alone, in float64."""
+    """Compute the same loss by Hugging Face alone, in float64."""
     model = model.double()
     scores = hf_logprobs_with_grad(model, data)
     mask = data["token_mask"] * data["sample_mask"][:, None]
@@ -168,7 +168,7 @@ def test_packing_is_refused_if_sequences_influence_each_other() -> None:
     model.set_attn_implementation("eager")
     layer = model.model.layers[0]
     plain = layer.forward
-    # A layer that looks at its left neighbour, whatever the positions say.
+    # A layer that reads its left neighbour, whatever the positions say.
     layer.forward = lambda h, **kw: plain(h + 0.1 * h.roll(1, dims=1), **kw)
     with pytest.raises(ConfigError, match="mixes packed sequences.*enabled=false"):
         verify_packing(model)

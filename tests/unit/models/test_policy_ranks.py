@@ -37,7 +37,7 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _train_twice(rank: int, world_size: int, name: str, values: dict) -> dict:
-    """Scores, two updates with their gradients, and the weights afterwards, as rank `rank` sees them."""
+    """Return scores, two updates with their gradients, and the weights afterwards, as rank `rank` sees them."""
     config = policy_config(name, **values)
     worker = PolicyWorker(DTensorBackend(config, CPU), config)
     out: dict = {"sharded": isinstance(worker.backend.model, FSDPModule), "updates": []}
@@ -136,7 +136,7 @@ def _sharded_gradients(rank: int, world_size: int, name: str, dp_replicate: int,
     ],
 )
 def test_gradients_are_summed_over_ranks(world_size, dp_replicate, dtype, offload, tolerance, tmp_path) -> None:
-    """HSDP, CPU offload, bfloat16 compute and odd numbers of ranks; the sum, not the mean."""
+    """HSDP, CPU offload, bfloat16 compute and odd numbers of ranks give the sum, not the mean."""
     name = save_tiny_model(tmp_path / "m", "llama", initializer_range=0.05)
     parts = run_ranks(_sharded_gradients, world_size, name, dp_replicate, dtype, offload)
     want: dict[str, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""States come back bit for bit on other numbers of ranks, and where ranks hold other parameters."""
+"""States are restored bit for bit on other numbers of ranks, and if ranks hold other parameters."""
 
 from pathlib import Path
 
@@ -58,7 +58,7 @@ CONFIG = policy_config("m")
 
 
 def _stage(stage: int | None) -> PreTrainedModel:
-    """One layer of two with what comes before or behind it, under the names of the whole model; None is all of it."""
+    """Make one of two layers and what comes before or after it, by the names of the whole model; None makes all."""
     hf = tiny_model("llama")
     if stage is not None:
         hf.model.layers = nn.ModuleDict({str(stage): hf.model.layers[stage]})
@@ -139,7 +139,7 @@ def test_pieces_of_any_shape_and_dtype_are_joined(tmp_path) -> None:
 
 
 def _fails_halfway(rank: int, world_size: int, name: str, folder: str) -> str:
-    """The last rank cannot write its pieces; every rank raises, and none waits for another."""
+    """Make the last rank fail to write its pieces; every rank raises, and none waits for another."""
     worker, _ = _worker(name)
     if rank == world_size - 1:
         checkpoint_io.write_parts = lambda file, parts: write_parts(Path("/proc/nowhere/file"), parts)

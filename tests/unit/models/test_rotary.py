@@ -1,4 +1,4 @@
-"""A row's rotary frequencies do not depend on the rows beside it."""
+"""A row's rotary frequencies do not depend on the other rows of the batch."""
 
 from typing import Any
 

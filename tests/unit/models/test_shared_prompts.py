@@ -1,4 +1,4 @@
-"""Rows with one prompt are computed behind one copy of it, and nothing but rounding changes."""
+"""Rows with one prompt are computed after one copy of it, which changes only rounding."""
 
 from typing import Any
 from unittest import mock
@@ -43,7 +43,7 @@ PACKED = {
 
 
 def groups_batch(seed: int = 0) -> BatchedDataDict[Any]:
-    """The samples of three prompts; the policy wrote two turns of the first, and the second does not count."""
+    """Make samples of three prompts; the policy generated two turns of the first, and the second is masked."""
     gen = torch.Generator().manual_seed(seed)
     rows, width = [], max(prompt + max(answers) for prompt, answers in GROUPS)
     for prompt, answers in GROUPS:
@@ -74,7 +74,7 @@ def worker_of(config: Any) -> PolicyWorker:
 
 
 def scores_and_gradients(config: Any, data: BatchedDataDict[Any]) -> tuple[torch.Tensor, float, dict[str, Any], int]:
-    """Log-probabilities, loss, gradients, and tokens that the model saw in training."""
+    """Return log-probabilities, loss, gradients, and the tokens that the model saw in training."""
     seen = 0
     with process_group():
         worker = worker_of(config)
@@ -196,7 +196,7 @@ def test_families_are_found_by_the_tokens_before_the_first_answer() -> None:
     assert find_families(data.select_indices([5, 0, 4, 2])) == [Family([0, 2], 9), Family([1, 3], 11)]
     without_mask = BatchedDataDict({key: data[key] for key in ("input_ids", "input_lengths")})
     assert find_families(without_mask) == [Family([row], 0) for row in range(6)]
-    data["token_mask"][4:, 5] = 1.0  # fewer than eight tokens in front: not worth it
+    data["token_mask"][4:, 5] = 1.0  # fewer than eight shared tokens: too few to gain
     assert find_families(data)[2:] == [Family([4], 0), Family([5], 0)]
     data["token_mask"][:] = 0.0
     assert find_families(data) == [Family([row], 0) for row in range(6)]

@@ -68,7 +68,7 @@ def pairs_batch():
 
 
 def train_once(config, loss_fn, data):
-    """Loss, metrics and gradients of one update of one rank."""
+    """Return loss, metrics and gradients of one update of one rank."""
     with process_group():
         worker = PolicyWorker(DTensorBackend(config, CPU, init_reference_model=False), config)
         group = loss_fn.rows_per_unit
@@ -126,7 +126,7 @@ def test_language_models_train_alike_in_every_layout(loss_fn, tmp_path):
 
 
 def test_the_weighted_kl_term_is_equal_in_every_layout(tmp_path):
-    """The weight of a token is made of its whole sequence, wherever that lies; engine and reference are near."""
+    """A token's weight depends on its whole sequence, wherever that is stored; engine and reference are close."""
     name = save_tiny_model(tmp_path / "m", "qwen3")
     data = pairs_batch()
     model = tiny_model("qwen3").double().eval()

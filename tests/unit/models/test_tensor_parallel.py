@@ -42,7 +42,7 @@ def test_divided_layers_equal_one_process(architecture, mesh, ranks, packed, tmp
 
 
 def _through_collectives() -> dict[str, torch.Tensor]:
-    """Gradients of `weights * f(x)` for each collective, where the weights differ by rank."""
+    """Return gradients of `weights * f(x)` for each collective, where the weights differ by rank."""
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     assert group is not None
     out = {}
@@ -138,7 +138,7 @@ UNKNOWN = {"model.layers.*.mlp.up_proj": "diagonal"}
 
 
 def only_the_mlp(config: object) -> dict[str, Style | str]:
-    """A custom plan: attention stays whole."""
+    """A custom plan that leaves attention whole."""
     return {**HALVES, "model.layers.*.mlp.down_proj": "rowwise"}
 
 

@@ -1,4 +1,4 @@
-"""A model that is made without weights and then reads its part equals the one of `from_pretrained`, bit for bit."""
+"""A model that is built without weights and then reads its part equals that of `from_pretrained`, bit for bit."""
 
 import json
 import shutil
@@ -63,7 +63,7 @@ def test_no_weight_is_read_while_the_model_is_built(model_type, tmp_path) -> Non
 
 
 def _ranks_load(rank: int, world_size: int, folder: str, values: dict) -> dict[str, torch.Tensor]:
-    torch.manual_seed(rank)  # what is drawn may not depend on it
+    torch.manual_seed(rank)  # random initialization may not depend on it
     return {name: tensor.clone() for name, tensor in _backend(folder, **values).iterate_weights()}
 
 
@@ -156,7 +156,7 @@ PLACEMENTS = [[Shard(0), Shard(0)], [Shard(0), Shard(1)], [Replicate(), Shard(1)
 
 
 def _places(rank: int, world_size: int, folder: str) -> None:
-    """Any placements on two axes, uneven ones too: what is read is what `distribute_tensor` gives the rank."""
+    """Check any placements on two axes, uneven ones too: each rank reads what `distribute_tensor` gives it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     tensors = TensorFiles([Path(folder) / "model.safetensors"])
     for name in tensors:
@@ -226,7 +226,7 @@ def test_a_base_model_without_its_prefix_is_found(tmp_path) -> None:
     model.config.save_pretrained(tmp_path)
     body = {name: tensor.contiguous() for name, tensor in model.transformer.state_dict().items()}
     save_file(body, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    torch.manual_seed(3)  # the head is drawn
+    torch.manual_seed(3)  # the head is randomly initialized
     theirs = load_causal_lm(str(tmp_path))
     with process_group():
         torch.manual_seed(3)

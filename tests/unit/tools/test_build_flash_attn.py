@@ -1,4 +1,4 @@
-"""The script that compiles flash-attn into uv's cache, up to the compilation: stand-ins for uv and nvcc."""
+"""The script that compiles flash-attn into uv's cache, up to the compilation, with fake uv and nvcc."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""The exports of the resolution are current, pinned and name no place; the check sees what is not."""
+"""The exported requirements are current, pinned and name no host; the check finds files that are not."""
 
 import tomllib
 from pathlib import Path

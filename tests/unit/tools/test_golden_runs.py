@@ -1,4 +1,4 @@
-"""The comparison of recorded runs sees every number that moved."""
+"""The comparison of recorded runs finds every changed number."""
 
 import json
 from pathlib import Path

@@ -74,7 +74,7 @@ def test_each_check_ends_with_its_own_status() -> None:
         ("dies", "failed"),
         ("counts", "ok"),
     ]
-    # A problem leaves the process, an exception does not.
+    # A problem is sent from the process, an exception is not.
     assert [row.figures["calls"] for row in rows if row.check == "counts"] == [1, 2, 1, 1]
     reasons = {row.check: row.reason for row in rows if row.status == "failed"}
     assert reasons == {
@@ -120,7 +120,7 @@ def test_results_are_written_as_table_and_json(tmp_path) -> None:
         Row("training step", "packs", "speed", "failed", {"tokens_per_s": 12345.6, "mfu": None}, "out of memory"),
     ]
     report = Report({"device": "none"}, rows, 3.0)
-    assert report.failures() == rows[:1]  # a speed that was not measured is no wrong result
+    assert report.failures() == rows[:1]  # a speed that was not measured is not a wrong result
     first, reason = table_line(rows[0]).splitlines()
     assert first.startswith("failed  correct  policy: gradients ") and first.endswith("error=0.25  kernel=flash")
     assert reason.strip() == "too far"
@@ -147,7 +147,7 @@ def test_operations_per_token_equal_a_hand_count() -> None:
     training = flops_per_token(config, parameters, 1024, backward=True)
     assert training == 6 * parameters + 12 * 28 * 12 * 128 * 1024
     assert flops_per_token(config, parameters, 1024, backward=False) == training / 3
-    config.tie_word_embeddings = False  # a second matrix, which only looks rows up
+    config.tie_word_embeddings = False  # a second matrix, which is only indexed by rows
     assert flops_per_token(config, parameters + 151936 * 1536, 1024, backward=True) == training
 
 
@@ -221,7 +221,7 @@ def test_a_weight_that_is_not_restored_is_found(bench, monkeypatch) -> None:
 
 
 class EngineHere:
-    """The engine's half of a sync in this process: answers as `EngineProcess` does, without its seconds of imports."""
+    """The engine's half of a sync in this process, like `EngineProcess` without the slow imports."""
 
     def __init__(self, settings: EngineSettings):
         self._loop, self._answers = asyncio.Runner(), []

@@ -1,4 +1,4 @@
-"""The comparison of meshes sees losses that are not those of one rank, and runs that did not go on."""
+"""The comparison of meshes finds losses that differ from one rank's, and runs that did not continue."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def parallel_runs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def write(folder: Path, losses: dict[int, float], start: int = 1) -> Path:
-    """A run's metrics; `start` numbers the experiment."""
+    """Write a run's metrics; `start` numbers the experiment."""
     path = folder / f"logs/exp_{start:03}/metrics.jsonl"
     path.parent.mkdir(parents=True)
     rows = [{"prefix": "train", "step": step, "metrics": {"loss": loss}} for step, loss in losses.items()]
@@ -32,7 +32,7 @@ def write(folder: Path, losses: dict[int, float], start: int = 1) -> Path:
         ("sft", {1: 2.00001, 2: 1.0}, True),
         ("sft", {1: 2.0, 2: 1.001}, False),
         ("sft", {1: 2.0}, False),
-        ("grpo", {1: 2.0, 2: 1.1}, True),  # its samples may part
+        ("grpo", {1: 2.0, 2: 1.1}, True),  # its samples may diverge
         ("grpo", {1: 2.1, 2: 1.0}, False),
     ],
 )

@@ -1,4 +1,4 @@
-"""The page of the comparisons keeps what is not measured again."""
+"""The page of the comparisons keeps cells that are not measured again."""
 
 import sys
 from types import ModuleType

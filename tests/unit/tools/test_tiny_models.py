@@ -1,4 +1,4 @@
-"""Tiny models and tokenizers, and the one that is shipped for the quick start."""
+"""Tiny models and tokenizers, and the one shipped for the quick start."""
 
 import importlib.util
 import sys
@@ -80,7 +80,7 @@ def test_a_checkpoint_round_trip_keeps_model_and_tokenizer(tmp_path):
 
 @pytest.fixture(scope="module")
 def script():
-    """`tools/make_tiny_chat_model.py` as a module."""
+    """Load `tools/make_tiny_chat_model.py` as a module."""
     spec = importlib.util.spec_from_file_location("make_tiny_chat_model", ROOT / "tools/make_tiny_chat_model.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

@@ -1,4 +1,4 @@
-"""Checkpoint folders: atomic replacement, ranking, and what a crash leaves behind."""
+"""Checkpoint folders: atomic replacement, ranking, and leftovers of a crash."""
 
 import json
 import multiprocessing
@@ -111,7 +111,7 @@ def test_folders_of_other_origin_are_refused(tmp_path):
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing of ours may catch it."""
+    """Imitates SIGKILL: no code of the library may catch it."""
 
 
 def kill_at_call(monkeypatch, target: int) -> list[str]:
@@ -136,7 +136,7 @@ def kill_at_call(monkeypatch, target: int) -> list[str]:
 
 
 def half_remove(monkeypatch) -> None:
-    """Let a removal be killed when half of the files are gone."""
+    """Kill a removal when half of the files are gone."""
 
     def partial(folder, *_arguments, **_keywords):
         for file in list(Path(folder).rglob("*"))[::2]:
@@ -148,7 +148,7 @@ def half_remove(monkeypatch) -> None:
 
 
 def assert_recovers(folder: Path, allowed_payloads: dict[int, set[str]]) -> None:
-    """A new manager finds only complete checkpoints, the newest among them, and no leftovers."""
+    """Check that a new manager finds only complete checkpoints, the newest among them, and no leftovers."""
     manager = make_manager(folder, metric_name="val:accuracy", keep_top_k=1)
     assert not list(folder.glob("tmp_*")) and not list(folder.glob("old_*"))
     assert manager.steps(), "a loadable checkpoint is left at every point"
@@ -246,7 +246,7 @@ def test_reading_needs_no_write_permission(tmp_path):
 
 
 def damage(folder: Path, how: str) -> str:
-    """Damage a checkpoint; returns what its manager should say."""
+    """Damage a checkpoint; return what its manager should report."""
     payload = folder / PAYLOAD
     if how == "truncated":
         payload.write_text("wei")
@@ -369,5 +369,5 @@ def test_a_step_that_is_no_number_is_a_damaged_checkpoint(tmp_path, caplog, valu
 
 
 def test_the_manager_uses_the_functions_that_the_tests_patch():
-    """The kill points above patch the very functions the manager uses."""
+    """The kill points above patch the same functions that the manager uses."""
     assert checkpoint_module.os is os and checkpoint_module.shutil is shutil

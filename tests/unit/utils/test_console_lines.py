@@ -1,4 +1,4 @@
-"""What a run says on the console is readable in a file: short lines without escape codes, and a line now and then."""
+"""The console output of a run is readable in a file: short lines without escape codes, at moderate intervals."""
 
 import logging
 import subprocess
@@ -15,7 +15,7 @@ from nemo_rl.utils.logging_setup import WIDTH, configure_logging, wrapped
 
 @pytest.fixture
 def program() -> Iterator[None]:
-    """The logging of a program."""
+    """Set up the logging of a program."""
     root, library = logging.getLogger(), logging.getLogger("nemo_rl")
     handlers, root.handlers, level = root.handlers, [], library.level
     configure_logging()

@@ -1,4 +1,4 @@
-"""Freed memory stays with the process that asks for that."""
+"""Freed memory stays with a process that requests it."""
 
 import platform
 import subprocess

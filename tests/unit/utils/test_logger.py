@@ -225,7 +225,7 @@ def test_records_are_printed_above_a_live_progress_bar():
 
 
 def wandb_records(path) -> bytes:
-    """The payloads of a .wandb file: LevelDB log blocks of 32 KiB behind a header of 7 bytes."""
+    """Yield the payloads of a .wandb file: LevelDB log blocks of 32 KiB after a header of 7 bytes."""
     data, position, payloads = path.read_bytes(), 7, []
     while position + 7 <= len(data):
         if 32768 - position % 32768 < 7:
@@ -239,7 +239,7 @@ def wandb_records(path) -> bytes:
 
 @pytest.mark.slow
 def test_wandb_records_offline(tmp_path):
-    """A real run of the wandb client without a network; the names and numbers are in its file."""
+    """A real offline run of the wandb client; names and numbers are in its file."""
     code = f"""
 from nemo_rl.config import LoggerConfig
 from nemo_rl.utils.logger import Logger
@@ -260,7 +260,7 @@ logger.close()
 
 @pytest.mark.slow
 def test_swanlab_records_offline(tmp_path):
-    """A real run of SwanLab without a network; names and numbers are in its files, and Ctrl-C stays ours."""
+    """A real offline run of SwanLab; names and numbers are in its files, and it leaves the handler of Ctrl-C alone."""
     pytest.importorskip("swanlab")
     code = f"""
 import signal
@@ -287,7 +287,7 @@ assert signal.getsignal(signal.SIGINT) is before
 
 
 class FakeMlflow(ModuleType):
-    """Keeps what it is told; only what `MLflowLogger` calls."""
+    """Records what it gets; has only what `MLflowLogger` calls."""
 
     def __init__(self) -> None:
         super().__init__("mlflow")
@@ -338,7 +338,7 @@ def test_mlflow_stores_runs_at_its_tracking_uri(
 
 
 def test_an_unreachable_mlflow_server_is_refused_immediately(tmp_path: Path, fake_mlflow: FakeMlflow) -> None:
-    with socket.socket() as bound:  # bound, but nobody listens
+    with socket.socket() as bound:  # bound, but no process listens
         bound.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{bound.getsockname()[1]}"
         config = LoggerConfig.build(mlflow_enabled=True, mlflow={"tracking_uri": address})

@@ -1,4 +1,4 @@
-"""The limit of a control group counts, where there is one."""
+"""The limit of a control group counts, if there is one."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Folders in places that all users share: made for one user, and refused where somebody else has had a hand in them."""
+"""Folders in places that all users share are made for one user, and refused if another user may change them."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""What a program does on the signals that ask it to stop, seen from outside."""
+"""Reactions of a program to the signals that request its end, seen from outside."""
 
 import os
 import pty

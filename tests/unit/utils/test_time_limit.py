@@ -1,4 +1,4 @@
-"""Code of a user's that takes too long."""
+"""User code that takes too long is stopped."""
 
 import signal
 import threading

@@ -1,4 +1,4 @@
-"""Environments of workers, made by the real uv from wheels that the tests write; no index is asked."""
+"""Environments of workers, made by the real uv from wheels that the tests write; no index is used."""
 
 import errno
 import importlib.util
@@ -37,7 +37,7 @@ def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def wrap_uv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> WrapUv:
-    """Put a shell script before uv that notes each call; its own lines decide by `$1`."""
+    """Wrap uv in a shell script that records each call; its own lines decide by `$1`."""
 
     def wrap(lines: str) -> Path:
         script, calls = tmp_path / "uv", tmp_path / "calls"
@@ -107,7 +107,7 @@ def test_a_killed_installation_leaves_no_environment_that_looks_complete(tmp_pat
 
 @needs_uv
 def test_a_forced_rebuild_happens_in_place(tmp_path, monkeypatch):
-    """`prefetch_venvs` asks for it; a run does so once (`create_local_venv_on_each_node`)."""
+    """`prefetch_venvs` requests it; a run does so once (`create_local_venv_on_each_node`)."""
     python = Path(create_local_venv(tiny(tmp_path), "env"))
     stray = python.parent / "stray"
     stray.touch()
@@ -165,7 +165,7 @@ def test_an_existing_interpreter_is_checked(tmp_path):
 
 @needs_uv
 def test_extras_are_installed_at_the_locked_versions(tmp_path, wrap_uv):
-    """Up to the download: the stand-in installs nothing, so the interpreter has no Ray and is refused."""
+    """Stops before the download: the fake uv installs nothing, so the interpreter has no Ray and is refused."""
     calls = wrap_uv('case "$1" in lock) exit;; sync) echo "into $UV_PROJECT_ENVIRONMENT" >> "$0.into"; exit;; esac')
     with pytest.raises(VenvError, match="PackageNotFoundError.*ray"):
         create_local_venv(PY_EXECUTABLES.MCORE, "policy")

@@ -1,4 +1,4 @@
-"""Tensors in flat buffers: everything comes back bit for bit, in order, in groups of the asked size."""
+"""Tensors in flat buffers come back bit for bit, in order, in groups of the requested size."""
 
 import hypothesis.strategies as st
 import pytest
@@ -23,7 +23,7 @@ def named_tensors(draw: st.DrawFn) -> list[tuple[str, torch.Tensor]]:
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Random bits, so NaNs, infinities and negative zeros come too."""
+    """Make random bits, so that NaNs, infinities and negative zeros occur too."""
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
     num_bytes = torch.empty(shape, dtype=dtype).nbytes

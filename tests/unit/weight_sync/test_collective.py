@@ -49,7 +49,7 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 
 class SendingTrainer:
-    """Trainer rank 0; `corrupt` flips a bit on the wire side, after the fingerprints were made."""
+    """Trainer rank 0; `corrupt` flips a bit of the sent bytes, after the fingerprints were made."""
 
     def __init__(self, spec: TransportSpec):
         self._sender = WeightSender(spec, rank=0, is_node_leader=True)
@@ -138,7 +138,7 @@ def test_a_dead_rank_ends_the_wait_of_all_ranks(parties):
 
 
 def test_a_new_rendezvous_replaces_a_dead_engine(parties):
-    """The controller's remedy: a new epoch, a new port, the sender made again."""
+    """The controller recovers so: a new epoch, a new port, and a new sender."""
     trainer, engines = parties
     engines[1].process.kill()
     engines[1].process.join()
@@ -160,7 +160,7 @@ def test_a_new_rendezvous_replaces_a_dead_engine(parties):
 
 @pytest.mark.parametrize("before", [None, "2"])
 def test_the_nccl_group_of_a_sync_does_not_abort_its_process(monkeypatch, before):
-    """Played by a recorder: the group reads the variable while it is constructed, and nobody else shall see it."""
+    """A recorder replaces the group: it reads the variable during construction, where other code must not see it."""
     variable = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     seen = []
 

@@ -19,7 +19,7 @@ DEVICE = 6
 
 @pytest.fixture
 def calls(monkeypatch) -> list[str]:
-    """What is asked of CUDA; exported buffers are found again by their number."""
+    """Record the calls to CUDA; exported buffers are found again by their number."""
     calls: list[str] = []
     exported: list[torch.Tensor] = []
 
@@ -42,7 +42,7 @@ def calls(monkeypatch) -> list[str]:
 
 
 def sync(sender: WeightSender, receiver: WeightReceiver, tensors: dict[str, torch.Tensor], version: int) -> int:
-    """One sync, compared; returns the number of buckets."""
+    """Run one sync and compare; return the number of buckets."""
     receiver.begin(version)
     sender.begin(tensors.items())
     buckets: list[Bucket] = []

@@ -1,4 +1,4 @@
-"""Shared memory between two processes: content, growth, corruption, and nothing left behind."""
+"""Shared memory between two processes: content, growth, corruption, and cleanup."""
 
 import os
 from pathlib import Path
@@ -33,7 +33,7 @@ def weights(seed: int, scale: int = 1) -> dict[str, torch.Tensor]:
 
 
 def sync(sender: WeightSender, engine: Child, tensors: dict[str, torch.Tensor], version: int) -> list[Bucket]:
-    """One sync as the controller drives it; the next bucket is packed while the engine reads the last one."""
+    """Run one sync as the controller does; the next bucket is packed while the engine reads the last one."""
     engine.call("begin", version)
     sender.begin(tensors.items())
     buckets = [sender.next_bucket()]
@@ -46,7 +46,7 @@ def sync(sender: WeightSender, engine: Child, tensors: dict[str, torch.Tensor], 
 
 
 def open_memory() -> set[int]:
-    """Inodes of the shared memory this process holds open; its name is the same for every sender of the process."""
+    """Return the inodes of shared memory that this process holds open; all its senders use one name."""
     links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     return {os.stat(link).st_ino for link in links if os.path.exists(link) and "nemo_rl" in os.readlink(link)}
 
@@ -125,7 +125,7 @@ def test_close_releases_the_memory():
 
 
 class Packer:
-    """A sender in a process of its own."""
+    """A sender in a separate process."""
 
     def pack(self) -> Bucket:
         self._sender = WeightSender(SPEC, rank=0, is_node_leader=True)

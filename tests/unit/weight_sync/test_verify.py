@@ -1,4 +1,4 @@
-"""Fingerprints notice every small change, and receipts that do not fit stop the run."""
+"""Fingerprints change with every small change, and receipts that do not match stop the run."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ def print_of(tensor: torch.Tensor) -> int:
 
 
 def reference_fingerprint(data: bytes, chunk_words: int) -> int:
-    """The docstring's formula in plain integers."""
+    """Compute the docstring's formula in plain integers."""
     num_words = len(data) // 4
     words = [int.from_bytes(data[4 * i : 4 * i + 4], "little", signed=True) for i in range(num_words)]
     result = len(data)
@@ -61,7 +61,7 @@ def test_a_single_bit_flip_changes_the_fingerprint(data, draw):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
 @pytest.mark.parametrize("values", [(1.0, -1.0), (2.0, 3.0), (0.0, 1.0), (0.0, -0.0)])
 def test_swapping_two_elements_changes_the_fingerprint(dtype, values):
-    """Also where they differ in the highest bit only, which a weighted sum of whole words would lose."""
+    """Also if they differ in the highest bit only, which a weighted sum of whole words would lose."""
     if dtype == torch.int64:
         values = (-(2**63), 0)
     for first, second in [(0, 1), (0, 2), (3, 4), (2, 66), (0, 64), (1, 257)]:
@@ -83,7 +83,7 @@ class CountOps(TorchDispatchMode):
 
 
 def test_a_gpu_runs_few_kernels_and_one_synchronization_per_bucket(monkeypatch):
-    """Kernels by the rule of a GPU, on a CPU: as many for 60 chunks as for 2, and one transfer for all tensors."""
+    """The code for GPUs, run on a CPU, uses equally many kernels for 2 and 60 chunks, and one transfer in all."""
     monkeypatch.setattr(verify, "_CHUNK_WORDS", 16)
     monkeypatch.setitem(verify._CHUNKS_AT_A_TIME, "cpu", verify._CHUNKS_AT_A_TIME["cuda"])
     transfers = []

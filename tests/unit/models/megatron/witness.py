@@ -55,7 +55,7 @@ class Sequences:
 
 
 def reference(model: PreTrainedModel, sequences: Sequences) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return the logits of each sequence alone, and the gradient of their product with the cotangents, by global name."""
+    """Return each sequence's logits alone, and the gradient of their product with the cotangents, by global name."""
     model.zero_grad()
     logits = [model(ids[None]).logits[0] for ids in sequences.ids]
     sum((one * cotangent).sum() for one, cotangent in zip(logits, sequences.cotangents, strict=True)).backward()
