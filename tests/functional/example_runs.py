@@ -148,8 +148,8 @@ def killed_and_resumed(
 ) -> Metrics:
     """Return the metrics of a run that was killed in its last step and started again.
 
-    What the killed run did after its last checkpoint and the resumed run did anew must be equal to the last
-    bit, and the kill must leave no process behind.
+    The steps after the last checkpoint, which both runs made, must be equal bit for bit, and no process may
+    survive the kill.
     """
     overrides += (f"checkpointing.checkpoint_dir={folder}/checkpoints",)
     killed = start(script, config, *overrides)
@@ -179,12 +179,12 @@ def interrupted_and_resumed(
     """Return the metrics of a run that got a signal after two steps, saved a checkpoint and was started again.
 
     Args:
-        start: starts an example.
-        script: the example.
+        start: function that starts an example.
+        script: name of the example.
         config: its configuration.
-        overrides: of both starts.
-        folder: for checkpoints.
-        send: sends the signal to the process, and returns its name.
+        overrides: overrides of both starts.
+        folder: folder of checkpoints.
+        send: function that sends the signal to the process and returns its name.
     """
     overrides += (f"checkpointing.checkpoint_dir={folder}/checkpoints",)
     first = start(script, config, *overrides, logs="interrupted", process_group=0)

@@ -15,9 +15,9 @@ _MOUNT = 'mount -t tmpfs -o size="$2" tmpfs "$1" && echo mounted && exec cat'
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """Mount memory of `size` (`90m`) where only a process of its own has it mounted; all others reach it through that.
+    """Mount memory of `size` (`90m`) in the mount namespace of a helper process; others reach it through /proc.
 
-    The path leads through /proc: nothing is mounted for anybody else, and nothing has to be unmounted.
+    No other process has the mount, so nothing has to be unmounted.
     """
     command = [*_OWN_MOUNTS, _MOUNT, "sh", str(folder), size]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:

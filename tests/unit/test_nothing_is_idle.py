@@ -1,8 +1,8 @@
 """Every method that a user may implement is called by the library on some run.
 
-Read with `ast`. A hook is a method of an abstract class that is abstract, or whose own body makes nothing of `self`: a
-default to be replaced. What hosts an implementation, in the package of the interface, only passes calls on, and so does
-a method of the same name or a call through `super()`: a public hook has to be called from another package.
+The test reads the source with `ast`. A hook is a method of an abstract class that is abstract, or whose body does not
+use `self`: a default to be replaced. Code in the package of the interface only forwards calls, as does a method of the
+same name or a call through `super()`: another package has to call a public hook.
 """
 
 import ast

@@ -2,7 +2,7 @@
 
 An access `x.key` counts as a read of `Section.key` only where `x` is known to be that section: from an annotation, an
 assignment, or the attribute one level up. So `packing.enabled` says nothing about `dynamic_batching.enabled`.
-Invariant: a type that cannot be told reads nothing, so a gap of the inference shows as an unread key and hides none.
+Invariant: a value of unknown type reads nothing, so a gap of the inference reports a key as unused and hides none.
 """
 
 from __future__ import annotations

@@ -375,7 +375,7 @@ WRONG_CONFIGS: dict[str, tuple[dict, list[str], str]] = {
 
 
 TINY = "policy.model_name=examples/assets/tiny-chat"
-ABSENT = "policy.model_name=nobody/no-such-model"
+ABSENT = "policy.model_name=absent/no-such-model"
 WRONG_FOR_THIS_MACHINE: dict[str, tuple[list[str], dict[str, str], str]] = {
     "optimizer": ([TINY, "policy.optimizer.name=torch.optim.AdamX"], {}, "has no attribute 'AdamX'"),
     "schedule": (

@@ -118,8 +118,8 @@ def idle_keys(reads: AttributeReads) -> set[str]:
         walked = list(keys(master, ""))
         inherited = {section.inherits: section for _, section, _ in walked if section.inherits}
         for path, section, key in walked:
-            heirs = inherited.get(path.rpartition(".")[0])
-            places = [*section.__mro__, *(heirs.__mro__ if heirs else ())]
+            children = inherited.get(path.rpartition(".")[0])
+            places = [*section.__mro__, *(children.__mro__ if children else ())]
             if any((place.__name__, key) in found for place in places):
                 continue
             if has_one_value(section.model_fields[key]) or is_told(section, key) or feeds_another(master, path):

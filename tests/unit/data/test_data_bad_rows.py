@@ -257,9 +257,9 @@ def test_a_local_copy_of_a_hub_repository_is_read(tmp_path, monkeypatch):
 def test_hub_data_sets_without_network_are_refused_with_advice(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    message = r"'nobody/nothing' .*cannot be loaded.*set data\.train\.data_path to a local copy"
+    message = r"'absent/nothing' .*cannot be loaded.*set data\.train\.data_path to a local copy"
     with pytest.raises(DataError, match=message):
-        load_response_dataset(entry(data_path="nobody/nothing"))
+        load_response_dataset(entry(data_path="absent/nothing"))
 
 
 class OwnDataset:

@@ -51,7 +51,7 @@ def placements() -> dict[str, Any]:
     )
     apart = make_clusters(ClusterConfig.build(device="cpu", num_nodes=2), section)
     section.generation.colocated.resources.num_nodes = None  # type: ignore[union-attr]
-    beside = make_clusters(ClusterConfig.build(device="cpu", num_nodes=2), section)
+    together = make_clusters(ClusterConfig.build(device="cpu", num_nodes=2), section)
     os.environ["NRL_VIRTUAL_CLUSTER_MAX_RETRIES"] = "1"
     three = RayVirtualCluster([1, 1, 1], use_gpus=False, placement_group_strategy="STRICT_SPREAD", name="three")
     return {
@@ -59,7 +59,7 @@ def placements() -> dict[str, Any]:
         "packed": reserved(RayVirtualCluster([1, 1], use_gpus=False, placement_group_strategy="PACK")),
         "gpus": reserved(RayVirtualCluster([2, 1]), RayVirtualCluster([1])),
         "apart": reserved(*apart),
-        "beside": reserved(*beside),
+        "together": reserved(*together),
         "three": refusal(three.get_placement_groups),
     }
 

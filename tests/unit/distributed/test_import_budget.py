@@ -12,9 +12,9 @@ class Budget(NamedTuple):
     """Limits on the imports of one kind of process.
 
     Attributes:
-        imports: where its work begins.
-        modules: at most so many in all; a tenth more than there were when this was written.
-        without: packages that it has no use for.
+        imports: modules with which its work starts.
+        modules: largest number of modules in all; a tenth more than when this was written.
+        without: packages that it does not need.
     """
 
     imports: tuple[str, ...]

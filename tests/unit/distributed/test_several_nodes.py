@@ -47,7 +47,7 @@ def test_entries_are_on_nodes_in_the_order_of_their_addresses(found: dict[str, A
     assert found["packed"] == [[first, first]]
     assert found["gpus"] == [[first, second], [second]], "a GPU that is taken is not waited for"
     assert found["apart"] == [[first], [second]]
-    assert found["beside"] == [[first, second], [first, second]]
+    assert found["together"] == [[first, second], [first, second]]
 
 
 @pytest.mark.ray

@@ -142,7 +142,7 @@ def test_the_prompt_file_surrounds_the_problem(tmp_path) -> None:
 def test_without_network_the_error_advises_a_local_copy(monkeypatch) -> None:
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match=r"set data\.data_path to a local copy"):
-        make_prompts(eval_config("data.dataset_name=gsm8k", "data.data_path=nobody/nothing"))
+        make_prompts(eval_config("data.dataset_name=gsm8k", "data.data_path=absent/nothing"))
 
 
 def test_all_names_are_registered() -> None:

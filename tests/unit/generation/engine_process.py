@@ -1,8 +1,8 @@
 """Run a generation worker in a separate process, with the environment its engine needs.
 
 vLLM reads its environment at import and changes the process it runs in, so tests never import it
-themselves. The real `GenerationWorker` runs over there, on the kind of loop that Ray gives its actors; its coroutines
-are called one at a time.
+themselves. The real `GenerationWorker` runs in that process, on the kind of loop that Ray gives its actors; its
+coroutines are called one at a time.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ LOOK = "look"
 class EngineProcess:
     """Hosts one worker for each settings; `name` chooses among them in calls.
 
-    `rank` and `port` are for a worker of an engine that has several: its place, and where they meet on this machine.
+    `rank` and `port` are for a worker of an engine with several: its rank, and their rendezvous port on this machine.
     """
 
     def __init__(self, settings: dict[str, EngineSettings], rank: int = 0, port: int = 0):

@@ -96,7 +96,7 @@ def test_a_long_message_arrives_whole_at_a_rank_on_rays_loop() -> None:
     process.join()
 
 
-def _lives_on(links: list[Link], pipe: Connection, how: str) -> None:
+def _run_without_peer(links: list[Link], pipe: Connection, how: str) -> None:
     """Run worker 0 while rank 1 is gone; the pipe reports whether it continued."""
     if how == "breaks on its own":
         links[0].end_if_alone(5.0)
@@ -111,7 +111,7 @@ def test_a_process_exits_when_its_peer_is_gone(ranks, how: str) -> None:
     os.kill(processes[0].pid, signal.SIGKILL)
     processes[0].join(10)
     ours, theirs = FORK.Pipe()
-    process = FORK.Process(target=_lives_on, args=(links, theirs, how), daemon=True)
+    process = FORK.Process(target=_run_without_peer, args=(links, theirs, how), daemon=True)
     process.start()
     process.join(10)
     assert (process.exitcode, ours.poll(0)) == (1, False)

@@ -1,7 +1,7 @@
 """One vLLM engine of two tensor-parallel ranks on the CPU, each in a separate process as in a run.
 
-What a run sees: greedy text as Hugging Face writes it, weights that both ranks got and answer for, and no process and
-no shared memory left when one of them is killed.
+Greedy text equals Hugging Face, both ranks receive and confirm weights, and no process and no shared memory remains
+after one of them is killed.
 """
 
 import importlib.util

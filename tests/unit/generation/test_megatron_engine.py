@@ -1,6 +1,6 @@
 """Megatron Core's engine against Hugging Face: tokens, log-probabilities, cached rows of other lengths, weights.
 
-The engine lives in another process, with the stand-in for CUDA, behind the real worker and weight transport.
+The engine runs in another process with the replacement for CUDA, the real worker and the real weight transport.
 """
 
 import math

@@ -202,7 +202,7 @@ def test_requests_of_a_collection_past_its_deadline_are_aborted(engines: EngineG
     def until_idle() -> None:
         end = time.monotonic() + 20
         while in_engines(lambda engine: len(engine._running)) != [0, 0]:
-            assert time.monotonic() < end, "the engines go on with what nobody waits for"
+            assert time.monotonic() < end, "the engines continue with requests that have no waiting caller"
             time.sleep(0.02)
 
     in_engines(lambda engine: engine._may_step.clear())

@@ -1,7 +1,7 @@
 """The vLLM engine against Hugging Face: new weights take effect, log-probabilities, seeds, stops.
 
-One process hosts all engines (dense, tied and untied; experts; latent attention); weights go there by the real
-transport.
+One process hosts all engines (dense, tied and untied; experts; latent attention); the real transport
+sends weights there.
 """
 
 import importlib.util
@@ -42,12 +42,12 @@ from vllm_looks import (
     bits_change,
     busy_seconds,
     compute_on,
-    meeting_file,
+    rendezvous_file,
     storages,
     take_bursts,
     threads_at_start,
-    threads_beside,
     threads_of_sizes,
+    threads_under_load,
     turns_taken,
 )
 
@@ -302,10 +302,10 @@ def test_the_number_of_threads_changes_no_bit(engines, name):
 
 def test_a_second_thread_is_used_while_a_core_is_idle(engines):
     name = "qwen2 tied"
-    assert engines.look(name, threads_beside, 2, [0.1, 0.9, 2.0, 0.4]) == [2, 1, 1, 2]
-    assert engines.look(name, threads_beside, 8, [0.0, 6.0, 7.0]) == [2, 2, 1]
-    assert engines.look(name, threads_beside, 2, [0.1, 0.9], True, False) == [1, 1]
-    assert engines.look(name, threads_beside, 2, [0.1, 0.9, 0.1], True, True) == [2, 1, 2]
+    assert engines.look(name, threads_under_load, 2, [0.1, 0.9, 2.0, 0.4]) == [2, 1, 1, 2]
+    assert engines.look(name, threads_under_load, 8, [0.0, 6.0, 7.0]) == [2, 2, 1]
+    assert engines.look(name, threads_under_load, 2, [0.1, 0.9], True, False) == [1, 1]
+    assert engines.look(name, threads_under_load, 2, [0.1, 0.9, 0.1], True, True) == [2, 1, 2]
 
 
 def test_small_models_start_with_two_threads_and_large_ones_with_all(engines):
@@ -488,7 +488,7 @@ def test_no_class_is_inspected_in_another_process(engines, vllm_cache):
 
 
 def test_no_temporary_file_remains(engines):
-    assert engines.look(CONFIGURED, meeting_file).endswith("(deleted)")
+    assert engines.look(CONFIGURED, rendezvous_file).endswith("(deleted)")
 
 
 def test_limits_hold_and_bad_requests_are_refused(engines):

@@ -56,7 +56,7 @@ def named_shared_memory(engine: Any) -> list[str]:
     return sorted({line.split("/dev/shm/")[1] for line in mapped if "/dev/shm/" in line and "(deleted)" not in line})
 
 
-def meeting_file(engine: Any) -> str:
+def rendezvous_file(engine: Any) -> str:
     """Return the target of the file by which the engine's process group was initialized."""
     from torch.distributed import distributed_c10d
 
@@ -86,7 +86,7 @@ def compute_on(engine: Any, counts: Sequence[int]) -> None:
     engine._threads = _Cycle(counts)
 
 
-def threads_beside(
+def threads_under_load(
     engine: Any, num_cores: int, others: Sequence[float], decodes_on_one: bool = False, reads_prompts: bool = False
 ) -> list[int]:
     """Return the threads after some windows in which other processes use the given cores; steps take 10 ms."""

@@ -121,7 +121,7 @@ def test_k1_and_k3_are_unbiased(kind):
 def expected_gradient(kind, engine_seed, **options):
     """Return the exact expectation, over an engine's samples, of the gradient of the loss's KL term, `[size]`.
 
-    Every token of the vocabulary is a row of its own, weighted by the probability that the engine draws it. Without a
+    Every token of the vocabulary is a separate row, weighted by the probability that the engine draws it. Without a
     seed the engine is the policy.
     """
     logits, policy, reference = categorical()

@@ -192,7 +192,7 @@ def close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=2e-5 * want.abs().max().item())
 
 
-def _beside(rank: int, world_size: int, name: str, method: str) -> list[Tensor]:
+def _after_different_rows(rank: int, world_size: int, name: str, method: str) -> list[Tensor]:
     """Return the scores of one sequence, packed after different ones."""
     config = policy_config(name, dtensor_cfg=divided(2, method), **LAYOUTS["packed"])
     worker = PolicyWorker(DTensorBackend(config, CPU, init_optimizer=False), config)
@@ -206,7 +206,7 @@ def _beside(rank: int, world_size: int, name: str, method: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("method", ["all_gather", "ulysses"])
 def test_no_rank_attends_beyond_a_sequence(method, tmp_path) -> None:
-    for first, second in run_ranks(_beside, 2, save_model(tmp_path, "llama"), method):
+    for first, second in run_ranks(_after_different_rows, 2, save_model(tmp_path, "llama"), method):
         assert first.any() and torch.equal(first, second)
 
 

@@ -41,7 +41,7 @@ def test_statistics_equal_a_count_by_hand() -> None:
     assert metrics == pytest.approx(
         {"moe/load_max": 4 / (8 / 5), "moe/unused_experts": 1 / 5, "moe/load_entropy": entropy}
     )
-    assert again == {}, "an update begins anew"
+    assert again == {}, "an update starts with empty counts"
 
 
 def _by_transformers(name: str, arch: str, coefficient: float) -> tuple[float, dict[str, torch.Tensor]]:

@@ -18,7 +18,7 @@ from nemo_rl.models.training.interfaces import CheckpointPaths
 
 RANKS = 4
 SHARE = 0.45
-"""Of the model that a rank may hold beside one layer; its own part is 0.25."""
+"""Share of the model that a rank may hold in addition to one layer; its own part is 0.25."""
 SMALL = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 4096}
 LARGE = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18, "vocab_size": 8192}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}

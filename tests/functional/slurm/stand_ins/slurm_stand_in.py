@@ -2,8 +2,8 @@
 
 The environment variable SLURM_STAND_IN names a folder with `nodes.json`: {node: {field: value}}, as `scontrol show
 node` prints them. There each job gets a folder `job<id>` with the pid of its batch shell and of its nodes' tasks, the
-arguments of each `srun`, and a mark when it goes back to the queue. A node is whatever processes inherit its
-SLURMD_NODENAME.
+arguments of each `srun`, and a mark when it returns to the queue. A node is the set of processes that inherit
+its SLURMD_NODENAME.
 """
 
 import json

@@ -63,8 +63,8 @@ class _LowRank(torch.nn.Module):
 
 
 def _with_adapters(kind: str, hf: Any) -> tuple[Any, dict[str, Any]]:
-    """The model with adapters, and what holds A and B by layer: PEFT's, or by the formula beside fused experts, whose
-    layers PEFT takes for those of all MLPs of that name.
+    """Return the model with adapters, and the holders of A and B by layer: PEFT's modules, or the formula with fused
+    experts, whose layers PEFT takes for those of all MLPs of that name.
     """
     import peft
 

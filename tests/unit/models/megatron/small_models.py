@@ -109,8 +109,8 @@ def hf_model(
     values |= {"num_labels": 1, "tie_word_embeddings": False} if scores else {}
     made = kind.from_config(hf_config(name, **values), dtype=dtype, attn_implementation="eager")
     gen = torch.Generator().manual_seed(seed)
-    # Gemma's norms multiply by 1 + weight. Around 2 they would make attention so sharp that rounding alone, of
-    # transformers' own float32 too, was beyond 1e-5.
+    # Gemma's norms multiply by 1 + weight. Around 2 they make attention so sharp that rounding alone,
+    # also in transformers' own float32, exceeds 1e-5.
     centre = 0.0 if made.config.model_type == "gemma3_text" else 1.0
     with torch.no_grad():
         for parameter in made.parameters():

@@ -264,7 +264,7 @@ PLANTS = {
     "generators": (1, "torch.save"),
     "trainer": (0, "torch.save"),
 }
-"""Each write of a checkpoint beside the tensors' own: the rank on which it fails, and what fails there."""
+"""Each write of a checkpoint except that of tensors: the rank on which it fails, and the function that fails."""
 
 
 def _planted(rank: int, num_ranks: int, folder: Path) -> dict[str, str]:

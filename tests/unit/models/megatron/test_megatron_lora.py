@@ -32,7 +32,7 @@ MESHES: dict[str, tuple[str, dict[str, Any]]] = {
     "cp": ("llama", {"cp": 2}),
     "dp overlap": ("qwen2", DISTRIBUTED),
     "latent tp sp": ("deepseek_v3", SP),
-    "norm behind tp sp": ("gemma3_text", SP),
+    "norm after tp sp": ("gemma3_text", SP),
     "recomputed tp sp": ("llama", {**SP, "activation_checkpointing": True}),
 }
 KINDS = ("llama", "qwen2", "gemma3_text", "deepseek_v3")
