@@ -17,7 +17,7 @@ class Allocations(TorchDispatchMode):
     """Context that records the tensors made in it.
 
     Attributes:
-        largest: elements of the largest tensor that was made; a view has its own size.
+        largest: elements of the largest tensor that was made; a view counts as its whole storage.
         where: the operation and the lines of code that made it.
         peak_bytes: largest number of bytes that tensors made in the context held together.
     """
