@@ -1,4 +1,4 @@
-"""What all tests share: signals as a terminal leaves them, and forked processes that collect only their own garbage."""
+"""Fixtures for all tests: signal handlers as a terminal sets them, and garbage collection in forked processes."""
 
 import gc
 import os
@@ -9,13 +9,13 @@ import pytest
 
 from nemo_rl.host.stop_signals import STOP_SIGNALS, handlers_kept
 
-# What Ray's objects of other tests do when they are collected waits for threads that a forked process does not have.
+# Finalizers of Ray objects from earlier tests wait for threads that a forked process does not have.
 os.register_at_fork(before=gc.disable, after_in_parent=gc.enable, after_in_child=lambda: (gc.freeze(), gc.enable()))
 
 
 @pytest.fixture(autouse=True)
 def own_signal_handlers() -> Iterator[None]:
-    """No test inherits signals that `nohup` or a background job ignores, nor handlers of another test."""
+    """Reset signals that `nohup` or a background job ignores, and handlers of other tests."""
     with handlers_kept():
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is signal.SIG_IGN:

@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine: a raylet each, with an id and a loopback address of its own."""
+"""A Ray cluster of several nodes on this machine: each raylet has its own id and loopback address."""
 
 import os
 import signal
@@ -29,11 +29,11 @@ class RayNodes:
 
     @property
     def address(self) -> str:
-        """For RAY_ADDRESS."""
+        """Value for RAY_ADDRESS."""
         return str(self._cluster.address)
 
     def add(self, num_cpus: int, num_gpus: int = 0) -> str:
-        """Start a node; its address. GPUs are counted only, no device has to be there."""
+        """Start a node and return its address. GPUs are only counted; no device has to exist."""
         address = f"127.0.0.{FIRST_ADDRESS + len(self._nodes)}"
         options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "node_ip_address": address}
         if not self._nodes:
@@ -43,7 +43,7 @@ class RayNodes:
         return address
 
     def kill(self, address: str) -> None:
-        """SIGKILL the raylet of a node; Ray's workers there end with it, as where a machine loses its power."""
+        """Kill the raylet of a node with SIGKILL; its workers exit too, as after a power failure."""
         node = next(node for node in self._nodes if node.node_ip_address == address)
         os.kill(node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
 
@@ -55,7 +55,7 @@ class RayNodes:
 
 @contextmanager
 def ray_nodes(*num_cpus: int, num_gpus: int = 0, **system_config: Any) -> Iterator[RayNodes]:
-    """Nodes with so many CPUs each; Ray's own settings by name."""
+    """Return a cluster whose nodes have the given numbers of CPUs; settings of Ray are given by name."""
     nodes = RayNodes(**system_config)
     try:
         for number in num_cpus:

@@ -9,7 +9,7 @@ from example_runs import ExampleRuns, GRPOExample, StartExample, killed_and_resu
 
 @pytest.fixture
 def start_example(tmp_path: Path) -> Iterator[StartExample]:
-    """Start `examples/<script>` with overrides; all runs are ended when the test is over."""
+    """Return a function that starts `examples/<script>` with overrides; end all runs after the test."""
     runs = ExampleRuns(tmp_path)
     yield runs.start
     runs.close()
@@ -17,7 +17,7 @@ def start_example(tmp_path: Path) -> Iterator[StartExample]:
 
 @pytest.fixture(scope="session")
 def grpo_example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GRPOExample]:
-    """Eight steps of the CPU example, killed in the last one and resumed from step 4; made once for all tests."""
+    """Run the CPU example for eight steps, kill it in the last one and resume from step 4; once for all tests."""
     folder = tmp_path_factory.mktemp("grpo")
     runs = ExampleRuns(folder)
     overrides = ("grpo.max_num_steps=8", "checkpointing.save_period=4", "grpo.val_period=2")

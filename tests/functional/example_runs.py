@@ -1,4 +1,4 @@
-"""A run of an example script as a user starts it: its log, metrics and processes."""
+"""Run an example script as a user starts it, and read its log, metrics and processes."""
 
 import json
 import os
@@ -33,15 +33,15 @@ class ExampleRun:
     _seen: list[psutil.Process] = field(default_factory=list)
 
     def log(self) -> str:
-        """What it has said so far, with the lines joined that were cut for their length."""
+        """The output so far; lines that were cut for their length are joined."""
         return re.sub(r"\n {11}(?=\S)", " ", self.log_path.read_text(errors="replace"))
 
     def longest_line(self) -> str:
-        """As it stands on the console."""
+        """Length of the longest line on the console."""
         return max(self.log_path.read_text(errors="replace").splitlines(), key=len, default="")
 
     def wait_for(self, pattern: str, timeout_s: float = 180) -> None:
-        """Wait until the log matches; fails early when the process has ended."""
+        """Wait until the log matches; fail early if the process has ended."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
             if re.search(pattern, self.log()):
@@ -52,11 +52,11 @@ class ExampleRun:
         raise AssertionError(f"{pattern!r} did not appear. The log ends:\n{self.log()[-3000:]}")
 
     def finish(self, timeout_s: float = 240) -> int:
-        """Wait for the end; returns the exit status."""
+        """Wait for the end and return the exit status."""
         return self.process.wait(timeout_s)
 
     def processes(self, *titles: str) -> list[psutil.Process]:
-        """Descendants whose title starts with one of `titles`; all without any."""
+        """Return the descendants whose title starts with one of `titles`; without titles, all of them."""
         try:
             family = psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
@@ -65,7 +65,7 @@ class ExampleRun:
         return [p for p in family if _title(p).startswith(titles or "")]
 
     def kill(self, *titles: str, within_s: float = 20) -> int:
-        """SIGKILL one worker by its process title, which Ray changes from call to call; returns its pid."""
+        """Kill one worker with SIGKILL and return its pid. Ray changes process titles from call to call."""
         end = time.monotonic() + within_s
         while time.monotonic() < end:
             for victim in self.processes(*titles):
@@ -74,7 +74,7 @@ class ExampleRun:
         raise AssertionError(f"No process is titled {titles}: {[_title(p) for p in self.processes()]}")
 
     def survivors(self, within_s: float = 20) -> list[str]:
-        """Processes seen earlier that still run after `within_s` seconds.
+        """Return the processes seen earlier that still run after `within_s` seconds.
 
         Ray's own agents are left out: they poll for their raylet once a minute.
         """
@@ -120,7 +120,7 @@ class ExampleRuns:
         return self._runs[-1]
 
     def close(self) -> None:
-        """End what still runs."""
+        """End all processes that still run."""
         for run in self._runs:
             if run.process.poll() is None:
                 run.process.kill()
@@ -137,7 +137,7 @@ class GRPOExample:
 
 
 def finished(start: StartExample, script: str, config: str, overrides: tuple[str, ...], folder: Path) -> Metrics:
-    """Metrics of a run that nothing disturbs."""
+    """Return the metrics of an undisturbed run."""
     run = start(script, config, *overrides, f"checkpointing.checkpoint_dir={folder}/checkpoints")
     assert run.finish() == 0, run.log()[-3000:]
     return of_training(read_metrics(run.log_dir))
@@ -146,10 +146,10 @@ def finished(start: StartExample, script: str, config: str, overrides: tuple[str
 def killed_and_resumed(
     start: StartExample, script: str, config: str, overrides: tuple[str, ...], folder: Path, steps: int
 ) -> Metrics:
-    """Metrics of a run that was killed in its last step and started again.
+    """Return the metrics of a run that was killed in its last step and started again.
 
-    What the killed run did after its last checkpoint and the resumed run did anew must be equal to the last
-    bit, and the kill must leave no process behind.
+    The steps after the last checkpoint, which both runs made, must be equal bit for bit, and no process may
+    survive the kill.
     """
     overrides += (f"checkpointing.checkpoint_dir={folder}/checkpoints",)
     killed = start(script, config, *overrides)
@@ -176,15 +176,15 @@ def killed_and_resumed(
 def interrupted_and_resumed(
     start: StartExample, script: str, config: str, overrides: tuple[str, ...], folder: Path, send: SendSignal
 ) -> Metrics:
-    """Metrics of a run that got a signal after two steps, left a checkpoint, and was started again.
+    """Return the metrics of a run that got a signal after two steps, saved a checkpoint and was started again.
 
     Args:
-        start: starts an example.
-        script: the example.
+        start: function that starts an example.
+        script: name of the example.
         config: its configuration.
-        overrides: of both starts.
-        folder: for checkpoints.
-        send: sends the signal to the process, and returns its name.
+        overrides: overrides of both starts.
+        folder: folder of checkpoints.
+        send: function that sends the signal to the process and returns its name.
     """
     overrides += (f"checkpointing.checkpoint_dir={folder}/checkpoints",)
     first = start(script, config, *overrides, logs="interrupted", process_group=0)
@@ -219,7 +219,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def read_metrics(log_dir: Path) -> Metrics:
-    """All metrics below a log folder by (prefix, step, name); a later run's values replace earlier ones."""
+    """Read all metrics below a log folder by (prefix, step, name); values of a later run replace earlier ones."""
     values: Metrics = {}
     for path in sorted(log_dir.glob("exp_*/metrics.jsonl")):
         for line in path.read_text().splitlines():
@@ -230,7 +230,7 @@ def read_metrics(log_dir: Path) -> Metrics:
 
 
 def of_training(metrics: Metrics) -> Metrics:
-    """Only what the training computes; wall-clock times differ between runs."""
+    """Return only what training computes; wall-clock times differ between runs."""
     return {
         key: value for key, value in metrics.items() if key[0] in ("train", "validation") and not key[2].endswith("_s")
     }
@@ -242,12 +242,12 @@ def run_environment() -> dict[str, str]:
 
 
 def run_script(folder: Path, script: str, *arguments: str) -> tuple[int, str]:
-    """Run an example script to its end in a folder; returns status and output."""
+    """Run an example script to its end in a folder; return its status and output."""
     command = [sys.executable, str(REPOSITORY / "examples" / script), *arguments]
     done = subprocess.run(command, cwd=folder, env=run_environment(), capture_output=True, text=True, timeout=280)
     return done.returncode, done.stdout + done.stderr
 
 
 def run_eval(folder: Path, *overrides: str) -> tuple[int, str]:
-    """`run_script` for the evaluation on CPUs."""
+    """Call `run_script` for the evaluation on CPUs."""
     return run_script(folder, "run_eval.py", "--config", "examples/configs/evals/eval_cpu.yaml", *overrides)

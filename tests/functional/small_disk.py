@@ -1,4 +1,4 @@
-"""A file system of a few megabytes, for what happens when it is full."""
+"""Mount a file system of a few megabytes, to test what happens when it is full."""
 
 import os
 import shutil
@@ -15,9 +15,9 @@ _MOUNT = 'mount -t tmpfs -o size="$2" tmpfs "$1" && echo mounted && exec cat'
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """Mount memory of `size` (`90m`) where only a process of its own has it mounted; all others reach it through that.
+    """Mount memory of `size` (`90m`) in the mount namespace of a helper process; others reach it through /proc.
 
-    The path leads through /proc: nothing is mounted for anybody else, and nothing has to be unmounted.
+    No other process has the mount, so nothing has to be unmounted.
     """
     command = [*_OWN_MOUNTS, _MOUNT, "sh", str(folder), size]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
@@ -29,7 +29,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 
 
 def fill(disk: Path, leave_bytes: int) -> Path:
-    """Write a file that leaves so many bytes of a disk; the file."""
+    """Write a file that leaves the given number of free bytes on a disk; return the file."""
     path = disk / "fill"
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free - leave_bytes)

@@ -1,4 +1,4 @@
-"""What the functional tests of SFT, DPO and reward models share."""
+"""Runs shared by the functional tests of SFT, DPO and reward models."""
 
 from pathlib import Path
 
@@ -6,12 +6,12 @@ from example_runs import Metrics, StartExample, finished, killed_and_resumed
 
 
 def run_once(start: StartExample, name: str, steps: int, folder: Path) -> Metrics:
-    """Metrics of a run of `steps` steps."""
+    """Return the metrics of a run of `steps` steps."""
     return finished(start, f"run_{name}.py", f"{name}_cpu.yaml", _overrides(name, steps), folder)
 
 
 def run_and_resume(start: StartExample, name: str, steps: int, folder: Path) -> Metrics:
-    """Metrics of such a run that was killed and resumed on the way; see `killed_and_resumed`."""
+    """Return the metrics of a run that was killed and resumed; see `killed_and_resumed`."""
     return killed_and_resumed(start, f"run_{name}.py", f"{name}_cpu.yaml", _overrides(name, steps), folder, steps)
 
 

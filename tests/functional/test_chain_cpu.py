@@ -1,4 +1,4 @@
-"""The chain of all stages, as a user starts it: each stage improves its own measure, the end beats the start."""
+"""The chain of all stages, as a user starts it: each stage improves its own measure, the last beats the first."""
 
 import json
 import os
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.ray, pytest.mark.v
 SCRIPT = REPOSITORY / "examples/chain_cpu.sh"
 
 
-def test_sft_dpo_grpo_merge_export_eval(tmp_path: Path) -> None:
+def test_sft_dpo_grpo_merge_export_and_eval_run_in_a_chain(tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = ["bash", str(SCRIPT), str(tmp_path / "chain")]
     environment = run_environment() | {"PATH": path}

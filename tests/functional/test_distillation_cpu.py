@@ -1,4 +1,4 @@
-"""On-policy distillation end to end on the CPU: learns, goes on bit for bit, and a teacher on devices of its own."""
+"""On-policy distillation end to end on the CPU: it learns, resumes bit for bit, and the teacher may be separate."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ OVERRIDES = (
 
 @pytest.fixture(scope="module")
 def distilled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metrics]:
-    """Metrics of a run."""
+    """Return the metrics of a run."""
     folder = tmp_path_factory.mktemp("distillation")
     runs = ExampleRuns(folder)
     yield finished(runs.start, SCRIPT, CONFIG, OVERRIDES, folder)
@@ -26,18 +26,18 @@ def distilled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metrics]:
 
 
 @pytest.mark.long
-def test_a_killed_run_goes_on_bit_for_bit(start_example: StartExample, tmp_path) -> None:
+def test_a_killed_run_resumes_bit_for_bit(start_example: StartExample, tmp_path) -> None:
     killed_and_resumed(start_example, SCRIPT, CONFIG, OVERRIDES, tmp_path, steps=STEPS)
 
 
-def test_learns(distilled: Metrics) -> None:
+def test_the_student_learns_from_the_teacher(distilled: Metrics) -> None:
     assert distilled["validation", STEPS, "accuracy"] > distilled["validation", 0, "accuracy"] + 0.3
     assert distilled["train", STEPS, "loss"] < 0.5 * distilled["train", 1, "loss"]
     assert distilled["train", STEPS, "student_topk_mass"] > 0.99
 
 
-def test_a_teacher_of_its_own_gives_the_same_steps(distilled: Metrics, start_example: StartExample) -> None:
-    """Two teacher ranks apart from two student ranks, which pack while the teacher does not."""
+def test_a_teacher_on_separate_devices_gives_the_same_steps(distilled: Metrics, start_example: StartExample) -> None:
+    """Two teacher ranks and two separate student ranks; the student packs, the teacher does not."""
     run = start_example(
         SCRIPT,
         CONFIG,

@@ -22,7 +22,7 @@ COMMAND = [sys.executable, "-m", "nemo_rl", "doctor", "--json", "--config"]
 def doctor(
     config: str, *arguments: str, folder: Path, **variables: str
 ) -> tuple[int, dict[tuple[str, str], dict[str, Any]]]:
-    """Exit status, and findings by check and node."""
+    """Return the exit status, and the findings by check and node."""
     done = subprocess.run(
         [*COMMAND, str(CONFIGS / config), *arguments],
         cwd=folder,
@@ -37,7 +37,7 @@ def doctor(
 
 
 @pytest.mark.parametrize("config", ["grpo_math_cpu.yaml", "rm_cpu.yaml", "grpo_math_cpu_megatron.yaml"])
-def test_a_dummy_step_is_made_by_the_workers_of_a_run(config: str, tmp_path: Path) -> None:
+def test_the_doctor_runs_a_dummy_step_on_real_workers(config: str, tmp_path: Path) -> None:
     status, lines = doctor(config, "--dummy-step", "cluster.ranks_per_node=2", folder=tmp_path)
     step = lines["dummy step", ""]
     assert (status, step["status"]) == (0, "ok"), step
@@ -46,8 +46,8 @@ def test_a_dummy_step_is_made_by_the_workers_of_a_run(config: str, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_step_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    """Weights that are cut off in the middle of the file."""
+def test_a_failing_dummy_step_is_reported(tmp_path: Path) -> None:
+    """The file of weights is truncated."""
     model = tmp_path / "model"
     shutil.copytree(REPOSITORY / "examples/assets/tiny-chat", model)
     weights = model / "model.safetensors"
@@ -57,7 +57,7 @@ def test_a_step_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     assert lines["dummy step", ""]["status"] == "failed", lines["dummy step", ""]
 
 
-def test_the_shared_memory_of_a_container_is_named(tmp_path: Path) -> None:
+def test_a_container_with_too_little_shared_memory_is_reported(tmp_path: Path) -> None:
     own_mounts = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
     small = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
     if subprocess.run([*own_mounts, small], capture_output=True, check=False).returncode:
@@ -103,8 +103,8 @@ def test_a_cluster_with_too_few_nodes_is_named(two_nodes: RayNodes, tmp_path: Pa
     assert "require 4" in lines["nodes for the run", ""]["found"]
 
 
-def test_a_port_where_no_ray_listens_is_named_within_the_deadline(tmp_path: Path) -> None:
-    """Whoever listens there takes the connection and says nothing; on all addresses, because Ray replaces 127.0.0.1."""
+def test_a_port_without_ray_is_reported_within_the_deadline(tmp_path: Path) -> None:
+    """The server accepts the connection and stays silent, on all addresses because Ray replaces 127.0.0.1."""
     listen = "s = socket.create_server(('', 0)); print(s.getsockname()[1], flush=True); time.sleep(300)"
     code = f"import socket, time; {listen}"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as listening:

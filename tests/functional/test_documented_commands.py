@@ -1,4 +1,4 @@
-"""Every CPU command of the pages, in the order of the pages, in one folder, as a reader types them."""
+"""Run every CPU command of the pages in page order and in one folder, as a reader types them."""
 
 import os
 import re
@@ -20,7 +20,7 @@ LIMIT_S = 600
 
 
 def pages() -> Iterator[Path]:
-    """README, the pages in the order of the documentation's table, CONTRIBUTING."""
+    """Return README, the pages in the order of the table of contents, and CONTRIBUTING."""
     yield REPOSITORY / "README.md"
     index = REPOSITORY / "docs/README.md"
     for target in re.findall(r"\]\(([\w./-]+\.md)\)", index.read_text(encoding="utf-8")):
@@ -29,7 +29,7 @@ def pages() -> Iterator[Path]:
 
 
 def documented_commands() -> list[str]:
-    """All commands in `sh` blocks of the pages, a repeated one once, without those of `NOT_RUN`."""
+    """Return each command of the `sh` blocks once, without those of `NOT_RUN`."""
     commands: dict[str, None] = {}
     for page in pages():
         for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE):
@@ -39,11 +39,11 @@ def documented_commands() -> list[str]:
 
 
 def as_installed(command: str) -> str:
-    """The command in the environment that runs this test: without installation and `uv run`."""
+    """Return the command for the environment of this test: without installation and `uv run`."""
     return re.sub(r"uv run (--extra \w+ |--group \w+ )*", "", command.removeprefix("pip install uv && "))
 
 
-def test_all_of_them_in_page_order(tmp_path: Path) -> None:
+def test_every_documented_command_runs_in_page_order(tmp_path: Path) -> None:
     commands = list(dict.fromkeys(map(as_installed, documented_commands())))
     assert len(commands) > 20
     for part in ("examples", "infra", "tools"):

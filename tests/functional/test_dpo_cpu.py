@@ -1,4 +1,4 @@
-"""DPO end to end on the CPU: starts at ln 2, margins rise, a killed run goes on bit for bit."""
+"""DPO end to end on the CPU: it starts at ln 2, margins rise, and a killed run resumes bit for bit."""
 
 import math
 
@@ -9,7 +9,7 @@ from supervised_runs import run_and_resume, run_once
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
 
 
-def test_learns(start_example: StartExample, tmp_path) -> None:
+def test_dpo_starts_at_ln_2_and_widens_the_margin(start_example: StartExample, tmp_path) -> None:
     metrics = run_once(start_example, "dpo", 20, tmp_path)
     assert metrics["validation", 0, "preference_loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert metrics["train", 1, "loss"] == pytest.approx(math.log(2), abs=1e-5)
@@ -20,7 +20,7 @@ def test_learns(start_example: StartExample, tmp_path) -> None:
 
 
 @pytest.mark.long
-def test_a_killed_run_goes_on_bit_for_bit(start_example: StartExample, tmp_path) -> None:
+def test_a_killed_run_resumes_bit_for_bit(start_example: StartExample, tmp_path) -> None:
     run_and_resume(start_example, "dpo", 20, tmp_path)
 
 
@@ -31,7 +31,7 @@ NAMED_SETS = (
 
 
 def test_kto_starts_at_one_half_and_learns(start_example: StartExample) -> None:
-    """With a second validation set, which has a name and a prefix of its own."""
+    """A second validation set has its own name and metric prefix."""
     changes = ("dpo.preference_loss=kto", "dpo.max_num_steps=40", "dpo.val_period=20", "checkpointing.enabled=false")
     rate = "policy.optimizer.kwargs.lr=1.0e-4"
     run = start_example("run_dpo.py", "dpo_cpu.yaml", *changes, rate, NAMED_SETS, logs="kto")

@@ -1,4 +1,4 @@
-"""Evaluation end to end on the CPU: Ray, vLLM, environment; then again."""
+"""Evaluation end to end on the CPU with Ray, vLLM and an environment; then started again."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from example_runs import run_eval
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
-def test_evaluates_and_goes_on_and_refuses(tmp_path: Path) -> None:
+def test_an_evaluation_is_scored_resumed_and_refused_after_a_change(tmp_path: Path) -> None:
     status, output = run_eval(tmp_path)
     assert status == 0, output[-3000:]
     assert "metric=pass@1 num_tests_per_prompt=4" in output

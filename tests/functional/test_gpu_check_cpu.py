@@ -1,4 +1,4 @@
-"""`tools/gpu_check.py` as its users start it, on the CPU, as if Ray and vLLM were not installed."""
+"""`tools/gpu_check.py` as users start it, on the CPU, as if Ray and vLLM were not installed."""
 
 import json
 import os
@@ -33,7 +33,7 @@ sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 
 @pytest.fixture
 def bare(tmp_path) -> dict[str, str]:
-    """An environment in which every process, also those that others start, finds neither package."""
+    """Return an environment in which neither package is found, also not by child processes."""
     folder = tmp_path / "site"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(WITHOUT_RAY_AND_VLLM)

@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.t
 CONFIG = "grpo_math_cpu.yaml"
 
 
-def test_learns_and_a_killed_run_repeats_its_metrics_bit_for_bit(grpo_example: GRPOExample) -> None:
+def test_grpo_learns_and_a_killed_run_repeats_its_metrics_bit_for_bit(grpo_example: GRPOExample) -> None:
     metrics = grpo_example.metrics
     assert metrics["validation", 8, "accuracy"] > metrics["validation", 0, "accuracy"] + 0.15
     errors = [v for (_, _, name), v in metrics.items() if name == "token_mult_prob_error"]
@@ -65,7 +65,7 @@ def test_a_trained_checkpoint_is_exported_and_evaluated(grpo_example: GRPOExampl
 
 
 @pytest.mark.long
-def test_a_run_that_got_sigterm_goes_on_as_if_nothing_had_been(
+def test_a_run_stopped_by_sigterm_resumes_bit_for_bit(
     start_example: StartExample, grpo_example: GRPOExample, tmp_path: Path
 ) -> None:
     overrides = ("grpo.max_num_steps=8", "checkpointing.save_period=100", "grpo.val_period=2")
@@ -111,7 +111,7 @@ def test_an_environment_that_always_raises_ends_the_run(start_example: StartExam
     assert not list((tmp_path / "checkpoints").glob("step_*"))
 
 
-def test_two_ranks_and_two_engines_apart_survive_an_engine(
+def test_two_ranks_survive_the_death_of_one_of_two_separate_engines(
     start_example: StartExample, grpo_example: GRPOExample
 ) -> None:
     apart = start_example(
@@ -136,7 +136,7 @@ def test_two_ranks_and_two_engines_apart_survive_an_engine(
         assert metrics["train", step, "loss"] == pytest.approx(expected["train", step, "loss"], abs=1e-4)
 
 
-def test_the_environment_dies_and_returns_then_a_policy_rank_dies(
+def test_a_dead_environment_is_replaced_and_a_dead_policy_rank_ends_the_run(
     start_example: StartExample,
 ) -> None:
     run = start_example(
@@ -160,7 +160,7 @@ def test_the_environment_dies_and_returns_then_a_policy_rank_dies(
 
 @pytest.mark.long
 @pytest.mark.parametrize("victim", ["gcs_server", "raylet"])
-def test_a_death_within_ray_ends_the_run_by_name(start_example: StartExample, victim: str) -> None:
+def test_a_dead_ray_process_ends_the_run_and_is_named(start_example: StartExample, victim: str) -> None:
     run = start_example(
         "run_grpo.py", CONFIG, "grpo.max_num_steps=500", "checkpointing.enabled=false", "grpo.val_at_start=false"
     )
@@ -174,7 +174,7 @@ def test_a_death_within_ray_ends_the_run_by_name(start_example: StartExample, vi
     assert run.survivors() == []
 
 
-def test_the_hugging_face_engine_with_dynamic_batching(start_example: StartExample) -> None:
+def test_the_hugging_face_engine_runs_with_dynamic_batching(start_example: StartExample) -> None:
     run = start_example(
         "run_grpo.py",
         CONFIG,
@@ -228,10 +228,10 @@ def test_a_corrupted_bucket_stops_the_run(tmp_path: Path, monkeypatch: pytest.Mo
         ray.shutdown()
 
 
-def test_a_layer_that_arrives_wrong_unnoticed_stops_the_run_before_an_update(
+def test_a_wrong_layer_with_a_correct_checksum_stops_the_run_before_an_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without checksums nobody sees the bytes that are changed here; the first batch does."""
+    """Without checksums no transport check sees the changed bytes; the first batch does."""
     monkeypatch.chdir(tmp_path)
     overrides = [
         f"logger.log_dir={tmp_path}",

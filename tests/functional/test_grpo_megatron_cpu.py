@@ -30,7 +30,7 @@ TENSOR_PARALLEL = ("policy.megatron_cfg.tensor_model_parallel_size=2", "policy.m
 STAGES = ("policy.megatron_cfg.pipeline_model_parallel_size=2",)
 
 
-def test_a_killed_run_goes_on_as_two_stages_and_is_exported(
+def test_a_killed_run_resumes_on_two_stages_and_is_exported(
     start_example: StartExample, grpo_example: GRPOExample, tmp_path: Path
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
@@ -41,7 +41,7 @@ def test_a_killed_run_goes_on_as_two_stages_and_is_exported(
     killed.process.kill()
     killed.finish()
     assert killed.survivors() == []
-    shutil.rmtree(checkpoints / "step_2", ignore_errors=True)  # written by then, or not
+    shutil.rmtree(checkpoints / "step_2", ignore_errors=True)  # the checkpoint may or may not be complete here
 
     resumed = start_example("run_grpo.py", CONFIG, *overrides, *STAGES, "checkpointing.save_consolidated=true")
     assert resumed.finish() == 0, resumed.log()[-3000:]
@@ -58,8 +58,8 @@ def test_a_killed_run_goes_on_as_two_stages_and_is_exported(
     _check_export(checkpoints / "step_3", tmp_path)
 
 
-def test_the_trained_models_own_layers_sample(start_example: StartExample) -> None:
-    """No vLLM: Megatron Core's layers sample, another rank of them trains, and both give the same log-probabilities."""
+def test_megatron_generation_samples_with_the_training_layers(start_example: StartExample) -> None:
+    """Without vLLM: Megatron Core samples, another rank trains the same layers, and the log-probabilities agree."""
     overrides = ("grpo.val_at_start=false", "grpo.val_period=0", "checkpointing.enabled=false")
     run = start_example("run_grpo.py", CONFIG, "grpo.max_num_steps=3", *overrides, "policy.generation.backend=megatron")
     assert run.finish() == 0, run.log()[-3000:]
@@ -71,7 +71,7 @@ def test_the_trained_models_own_layers_sample(start_example: StartExample) -> No
 
 
 def _check_export(step: Path, folder: Path) -> None:
-    """The converter's folder and the one that the run handed on hold one model."""
+    """Check that the folders of the converter and of the run hold the same model."""
     status, output = run_script(
         folder,
         "converters/convert_megatron_to_hf.py",

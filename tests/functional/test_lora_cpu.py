@@ -1,4 +1,4 @@
-"""GRPO with LoRA end to end on the CPU: it learns, engines and trainer agree, a resumed run goes on exactly."""
+"""GRPO with LoRA end to end on the CPU: it learns, engines and trainer agree, a resumed run is exact."""
 
 import json
 
@@ -37,5 +37,5 @@ def test_grpo_with_lora_learns(start_example: StartExample, tmp_path) -> None:
 
 
 @pytest.mark.long
-def test_a_killed_run_goes_on_bit_for_bit(start_example: StartExample, tmp_path) -> None:
+def test_a_killed_run_resumes_bit_for_bit(start_example: StartExample, tmp_path) -> None:
     killed_and_resumed(start_example, "run_grpo.py", CONFIG, (*LORA, "grpo.max_num_steps=8"), tmp_path, steps=8)

@@ -18,7 +18,7 @@ def blocks() -> list[str]:
 
 
 def cells() -> list[str]:
-    """The code of the example's cells, without their titles."""
+    """Return the code of the example's cells, without their titles."""
     parts = re.split(r"^# %%.*\n", EXAMPLE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return [part.strip() for part in parts[1:]]
 
@@ -34,8 +34,8 @@ def test_the_example_is_notebook_sized() -> None:
 
 @pytest.mark.ray
 @pytest.mark.timeout(180)
-def test_the_page_runs_and_the_loss_falls(tmp_path: Path) -> None:
-    """As a reader would: all blocks one after the other, in a script of their own somewhere else."""
+def test_the_code_of_the_page_runs_and_the_loss_falls(tmp_path: Path) -> None:
+    """All blocks run in order, in a separate script in another folder, as for a reader."""
     (tmp_path / "page.py").write_text("\n\n".join(blocks()), encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "page.py"], cwd=tmp_path, env=run_environment(), capture_output=True, text=True, timeout=170

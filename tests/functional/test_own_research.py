@@ -1,4 +1,4 @@
-"""The research script: data set, environment and loss of its own, learning through `setup`."""
+"""The research script learns with its own data set, environment and loss through `setup`."""
 
 import json
 import re
@@ -13,7 +13,7 @@ SCRIPT = REPOSITORY / "examples/own_research.py"
 
 
 def test_the_script_stays_short() -> None:
-    """Sixty lines of code beside its texts."""
+    """Sixty lines of code, without its texts."""
     text = re.sub(r'"""(?:.|\n)*?"""', "", SCRIPT.read_text(encoding="utf-8"))
     imports = [line for line in text.splitlines() if line.startswith(("import ", "from "))]
     code = [line for line in text.splitlines() if line.strip()]
@@ -23,8 +23,8 @@ def test_the_script_stays_short() -> None:
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(240)
-def test_it_learns(tmp_path: Path) -> None:
-    """Before and after four steps; the second number is not rewarded, and rises with what is."""
+def test_the_policy_learns_what_the_script_rewards(tmp_path: Path) -> None:
+    """The second number is not rewarded directly, but rises with the rewarded one."""
     command = [sys.executable, str(SCRIPT), "grpo.max_num_steps=4", "grpo.val_period=4"]
     done = subprocess.run(command, cwd=tmp_path, env=run_environment(), capture_output=True, text=True, timeout=230)
     assert done.returncode == 0, done.stderr[-3000:]

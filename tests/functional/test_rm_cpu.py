@@ -9,11 +9,11 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
 
 
-def test_learns_and_loads_as_a_sequence_classifier(start_example: StartExample, tmp_path) -> None:
+def test_a_reward_model_learns_and_loads_as_a_sequence_classifier(start_example: StartExample, tmp_path) -> None:
     metrics = run_once(start_example, "rm", 40, tmp_path)
     losses = [metrics["validation", step, "loss"] for step in (0, 20, 40)]
     assert losses[0] > losses[1] > losses[2]
-    # The share of 128 pairs told apart is coarse and differs between processors; their margin is neither.
+    # The share of 128 correctly ordered pairs is coarse and differs between processors; their margin does not.
     margins = [metrics["validation", step, "rewards_margin_mean"] for step in (0, 20, 40)]
     assert margins[0] < 0.1 and margins[0] + 0.1 < margins[1] and margins[1] + 0.2 < margins[2]
     assert metrics["validation", 40, "accuracy"] >= metrics["validation", 0, "accuracy"]
@@ -30,5 +30,5 @@ def test_learns_and_loads_as_a_sequence_classifier(start_example: StartExample, 
 
 
 @pytest.mark.long
-def test_a_killed_run_goes_on_bit_for_bit(start_example: StartExample, tmp_path) -> None:
+def test_a_killed_run_resumes_bit_for_bit(start_example: StartExample, tmp_path) -> None:
     run_and_resume(start_example, "rm", 20, tmp_path)

@@ -1,4 +1,4 @@
-"""Equal runs that start at the same time in one folder: ports, log folders and Ray sessions of their own."""
+"""Equal runs that start at the same time in one folder have separate ports, log folders and Ray sessions."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ def losses_of(folder: Path) -> Losses:
 
 
 def finish_all(runs: list[ExampleRun], steps: int) -> None:
-    """All runs succeed, each in a log folder of its own, with the same losses to the last bit."""
+    """Check that all runs succeed, each in its own log folder, with bitwise equal losses."""
     statuses = [run.finish(timeout_s=900) for run in runs]
     assert statuses == [0] * len(runs), "\n".join(run.log()[-1500:] for run in runs)
     folders = sorted(runs[0].log_dir.glob("exp_*"))
@@ -28,7 +28,7 @@ def finish_all(runs: list[ExampleRun], steps: int) -> None:
 
 
 @pytest.mark.parametrize("attempt", [1, 2, 3])
-def test_six_supervised_runs(start_example: StartExample, tmp_path: Path, attempt: int) -> None:
+def test_six_supervised_runs_finish_side_by_side(start_example: StartExample, tmp_path: Path, attempt: int) -> None:
     runs = [
         start_example(
             "run_sft.py", "sft_cpu.yaml", "sft.max_num_steps=3", f"checkpointing.checkpoint_dir={tmp_path}/{i}"
@@ -40,7 +40,9 @@ def test_six_supervised_runs(start_example: StartExample, tmp_path: Path, attemp
 
 
 @pytest.mark.vllm
-def test_three_grpo_runs_over_collectives(start_example: StartExample, tmp_path: Path) -> None:
+def test_three_grpo_runs_with_collective_weight_sync_finish_side_by_side(
+    start_example: StartExample, tmp_path: Path
+) -> None:
     overrides = (
         "grpo.max_num_steps=2",
         "grpo.val_at_start=false",

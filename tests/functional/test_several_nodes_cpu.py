@@ -1,4 +1,4 @@
-"""GRPO over two Ray nodes on this machine: it learns as on one, and a node that is lost is named or replaced."""
+"""GRPO over two Ray nodes on this machine: it learns as on one, and a lost node is named or replaced."""
 
 import re
 import time
@@ -19,7 +19,7 @@ APART = ("policy.generation.colocated.enabled=false", "cluster.threads_per_rank=
 
 @pytest.fixture(scope="module")
 def one_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metrics]:
-    """Two ranks and two engines of a run that joins no cluster."""
+    """Run two ranks and two engines without joining a cluster."""
     runs = ExampleRuns(tmp_path_factory.mktemp("one_node"))
     resources = "policy.generation.colocated.resources.ranks_per_node=2"
     run = start(runs.start, {}, STEPS, *APART, "cluster.ranks_per_node=2", resources)
@@ -46,13 +46,13 @@ def start(start_example: StartExample, environment: dict[str, str], steps: int, 
 
 
 def lose(nodes: RayNodes, address: str, run: ExampleRun) -> tuple[int, float]:
-    """Kill a node; the status of the run, and how long it went on."""
+    """Kill a node; return the status of the run and the seconds until it ended."""
     nodes.kill(address)
     killed = time.monotonic()
     return run.finish(300), time.monotonic() - killed
 
 
-def test_two_nodes_learn_as_one_until_a_rank_is_lost_with_its_node(
+def test_two_nodes_train_like_one_and_a_lost_node_ends_the_run(
     start_example: StartExample, one_node: Metrics, nodes: RayNodes, tmp_path: Path
 ) -> None:
     joined = {"RAY_ADDRESS": nodes.address}
@@ -72,7 +72,7 @@ def test_two_nodes_learn_as_one_until_a_rank_is_lost_with_its_node(
     assert (tmp_path / f"checkpoints/step_{STEPS}/policy/weights").is_dir()
 
 
-def test_engines_on_a_node_of_their_own_move_when_it_is_lost(
+def test_engines_on_a_separate_node_move_when_it_is_lost(
     start_example: StartExample, one_node: Metrics, nodes: RayNodes
 ) -> None:
     own = "policy.generation.colocated.resources.num_nodes=1"
@@ -87,7 +87,7 @@ def test_engines_on_a_node_of_their_own_move_when_it_is_lost(
     assert rewards == [one_node["train", step, "reward"] for step in range(1, STEPS + 1)]
 
 
-def test_colocated_engines_on_both_nodes(start_example: StartExample, one_node: Metrics, nodes: RayNodes) -> None:
+def test_colocated_engines_run_on_both_nodes(start_example: StartExample, one_node: Metrics, nodes: RayNodes) -> None:
     run = start(
         start_example,
         {"RAY_ADDRESS": nodes.address},
@@ -101,7 +101,7 @@ def test_colocated_engines_on_both_nodes(start_example: StartExample, one_node: 
     assert [metrics["train", step, "reward"] for step in (1, 2)] == [one_node["train", s, "reward"] for s in (1, 2)]
 
 
-def test_a_full_disk_costs_what_was_not_saved_yet(start_example: StartExample, nodes: RayNodes, tmp_path: Path) -> None:
+def test_a_full_disk_loses_only_unsaved_steps(start_example: StartExample, nodes: RayNodes, tmp_path: Path) -> None:
     with small_disk(tmp_path, "90m") as disk:
         checkpoints = disk / "checkpoints"
         saved = (
@@ -112,7 +112,7 @@ def test_a_full_disk_costs_what_was_not_saved_yet(start_example: StartExample, n
         command = ({"RAY_ADDRESS": nodes.address}, 6, "cluster.num_nodes=2", *APART, *saved)
         run = start(start_example, *command)
         run.wait_for("step 2/6", 400)
-        # Half of a checkpoint fits, so that one begins to be written.
+        # Half of a checkpoint fits, so that writing starts and fails.
         filling = fill(disk, leave_bytes=6_000_000)
         assert run.finish() == 1, run.log()[-3000:]
         named = re.escape(f"could not be written to {checkpoints}: no space left on device (a checkpoint takes 12.")

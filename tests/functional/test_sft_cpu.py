@@ -1,4 +1,4 @@
-"""SFT end to end on the CPU: the validation loss falls, a killed run goes on bit for bit."""
+"""SFT end to end on the CPU: the validation loss falls, a killed run resumes bit for bit."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
 
 
-def test_learns_and_resumes_bit_for_bit(start_example: StartExample, tmp_path) -> None:
+def test_sft_learns_and_resumes_bit_for_bit(start_example: StartExample, tmp_path) -> None:
     metrics = run_and_resume(start_example, "sft", 20, tmp_path)
     losses = [metrics["validation", step, "val_loss"] for step in (0, 10, 20)]
     assert losses[0] > losses[1] > losses[2]

@@ -1,4 +1,4 @@
-"""A run whose ranks and engines have Python environments of their own: it learns as one on the driver's Python."""
+"""A run whose ranks and engines have separate Python environments learns as one on the Python of the driver."""
 
 import os
 import re
@@ -11,7 +11,7 @@ import psutil
 import pytest
 from example_runs import ExampleRun, StartExample, of_training, read_metrics
 
-# Runs start in a folder of their own, where a version manager's `uv` may be another one, or none.
+# Runs start in a separate folder, where a version manager may offer another `uv`, or none.
 OWN_UV = Path(sys.base_prefix, "bin/uv")
 UV = os.environ.get("UV") or (str(OWN_UV) if OWN_UV.exists() else shutil.which("uv"))
 pytestmark = [
@@ -24,23 +24,23 @@ pytestmark = [
 ]
 
 OVERRIDES = ("grpo.max_num_steps=3", "grpo.val_period=2", "checkpointing.enabled=false")
-# The ranks get no vLLM: whatever they imported of it would fail.
+# The ranks have no vLLM: any import of it would fail.
 VENVS = ("cluster.venvs.policy.extras=[]", "cluster.venvs.generation.extras=[cpu]")
 FIRST_STEP = r"First training step done ([\d.]+) s after the process started"
 
 
 def libraries_of(process: psutil.Process) -> Iterator[Path]:
-    """Shared libraries that a process has loaded."""
+    """Return the shared libraries that a process has loaded."""
     yield from (Path(mapped.path) for mapped in process.memory_maps() if ".so" in mapped.path)
 
 
 def places_of_torch(run: ExampleRun, *titles: str) -> set[Path]:
-    """The folders of site-packages from which processes have loaded torch."""
+    """Return the site-packages folders from which processes have loaded torch."""
     libraries = (library for process in run.processes(*titles) for library in libraries_of(process))
     return {library.parents[2] for library in libraries if library.name == "libtorch_cpu.so"}
 
 
-def test_ranks_and_engines_in_environments_of_their_own(start_example: StartExample, tmp_path: Path) -> None:
+def test_ranks_and_engines_run_in_their_own_python_environments(start_example: StartExample, tmp_path: Path) -> None:
     plain = start_example("run_grpo.py", "grpo_math_cpu.yaml", *OVERRIDES, logs="plain")
     assert plain.finish() == 0, plain.log()[-3000:]
     expected = of_training(read_metrics(plain.log_dir))

@@ -34,7 +34,7 @@ def _with_gradients(leaves: list[Tensor], plan: AttentionPlan, scoring: Scoring)
 @pytest.mark.parametrize(
     "scoring", [Scoring(), Scoring(0.2, 16), Scoring(sinks=torch.ones(1)), Scoring(0.2, 16, None, torch.ones(1))]
 )
-def test_flash_computes_the_definition(pieces, rows, value_dim, scoring) -> None:
+def test_flash_attention_equals_the_definition(pieces, rows, value_dim, scoring) -> None:
     gen = torch.Generator().manual_seed(0)
     keys = max(piece.key_stop for piece in pieces)
     shapes = [(rows, 8, 300, 64), (rows, 2, keys, 64), (rows, 2, keys, value_dim), (8,)]

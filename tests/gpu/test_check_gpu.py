@@ -1,4 +1,4 @@
-"""`tools/gpu_check.py` on a GPU: every row that says something is right does."""
+"""`tools/gpu_check.py` on a GPU: every row that reports a correctness check passes."""
 
 import json
 import subprocess

@@ -56,7 +56,7 @@ def _scores(config, device, data):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
-def test_packed_and_padded_score_as_hugging_face(arch, precision, gpu, tmp_path, monkeypatch) -> None:
+def test_packed_and_padded_scores_equal_hugging_face(arch, precision, gpu, tmp_path, monkeypatch) -> None:
     calls: list[str] = []
     flash = varlen.torch_varlen
     monkeypatch.setattr(varlen, "torch_varlen", lambda *a: (calls.append("flash"), flash(*a))[1])
@@ -122,7 +122,7 @@ def test_a_teacher_is_distilled_in_bfloat16(gpu, tmp_path) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_training_and_checkpoints_in_bfloat16(gpu, tmp_path) -> None:
+def test_training_in_bfloat16_learns_and_saves_float32_weights(gpu, tmp_path) -> None:
     config = policy_config(save_tiny_model(tmp_path / "m", "qwen3"), precision="bfloat16", **PACKED)
     data = random_batch(rows=6)
     worker, before = _scores(config, gpu, data)
@@ -145,7 +145,7 @@ def _logprob_batch(config, data):
     return batch.data[0], batch.sizes[0]
 
 
-def test_offloaded_parameters_train(gpu, tmp_path) -> None:
+def test_offloaded_parameters_are_trained(gpu, tmp_path) -> None:
     values = {"precision": "bfloat16", "dtensor_cfg": {"cpu_offload": True}, "max_grad_norm": 0.5}
     config = policy_config(save_tiny_model(tmp_path / "m", "llama"), **values)
     data = random_batch(rows=6)
@@ -156,8 +156,8 @@ def test_offloaded_parameters_train(gpu, tmp_path) -> None:
     assert all(tensor.device.type == gpu.type for _, tensor in worker.iterate_weights())
 
 
-def test_turns_on_the_gpu_change_no_number_and_free_its_memory(gpu, tmp_path) -> None:
-    """Optimizer state and a frozen model's weights go to page-locked memory and come back."""
+def test_sharing_the_gpu_in_turns_changes_no_number_and_frees_its_memory(gpu, tmp_path) -> None:
+    """Optimizer state and the weights of a frozen model move to page-locked memory and back."""
     shape = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 4096}
     name = save_tiny_model(tmp_path / "m", "qwen3", initializer_range=0.02, **shape)
     config = policy_config(name, precision="bfloat16", **PACKED)
@@ -198,7 +198,7 @@ def test_a_checkpoint_is_written_while_the_gpu_trains(gpu, tmp_path) -> None:
     assert all(torch.equal(saved[key], tensor) for key, tensor in worker.iterate_weights())
 
 
-def test_vocabulary_statistics_are_compiled_and_right(gpu) -> None:
+def test_vocabulary_statistics_are_compiled_and_correct(gpu) -> None:
     from nemo_rl.distributed import parallel_logprobs
     from nemo_rl.distributed.parallel_logprobs import fusion
 
@@ -234,7 +234,7 @@ def test_log_probs_take_a_fraction_of_the_memory_of_full_logits(gpu, temperature
 
     peaks = []
     for way in (full_way, in_chunks):
-        way().sum().backward()  # compiles, and makes the gradients
+        way().sum().backward()  # compiles, and computes the gradients
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         way().sum().backward()

@@ -74,7 +74,7 @@ def sender() -> Iterator[WeightSender]:
     sender.close()
 
 
-def test_cuda_ipc_between_two_processes_over_growing_syncs(sender, engine):
+def test_cuda_ipc_passes_weights_between_two_processes_over_growing_syncs(sender, engine):
     for version, scale in enumerate([1, 1, 4, 2], start=1):
         sent = weights(version, scale)
         buckets = sync(sender, engine, sent, version)
@@ -84,7 +84,7 @@ def test_cuda_ipc_between_two_processes_over_growing_syncs(sender, engine):
         assert equal_to_sent(engine.call("weights"), sent)
 
 
-def test_cuda_ipc_copies_early_buckets_before_the_sender_goes_on(sender, engine):
+def test_cuda_ipc_copies_early_buckets_before_the_sender_continues(sender, engine):
     """Without waiting for the copies the sender would overwrite bytes that are still being read."""
     sent = weights(1, scale=40)
     last_names = {slot.name for slot in sync(sender, engine, sent, 1)[-1].slots}
@@ -112,7 +112,7 @@ def test_cuda_ipc_corruption_is_noticed(sender, engine):
         check_receipts([engine.call("finish")], buckets, 1)
 
 
-def test_an_engine_on_another_gpu_is_told_what_to_do(sender):
+def test_an_engine_on_another_gpu_is_refused_with_advice(sender):
     sender.begin(weights(1).items())
     bucket = sender.next_bucket()
     bucket.handles = {"GPU-elsewhere": bucket.handles.popitem()[1]}
@@ -121,7 +121,7 @@ def test_an_engine_on_another_gpu_is_told_what_to_do(sender):
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 3, 4, 4096, (1 << 20) + 7, 5_000_003])
-def test_fingerprint_is_the_same_number_on_gpu_and_cpu(num_bytes):
+def test_a_fingerprint_is_the_same_on_gpu_and_cpu(num_bytes):
     flat = torch.randint(0, 256, (num_bytes + 64,), dtype=torch.uint8)
     slot = TensorSlot("w", "uint8", (num_bytes,), 16, num_bytes)
     assert fingerprint(flat.cuda(), slot) == fingerprint(flat, slot)
@@ -153,7 +153,7 @@ def test_nccl_group_of_one_broadcasts_to_itself():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL takes one rank per device")
-def test_nccl_between_two_processes():
+def test_nccl_passes_weights_between_two_processes():
     spec = nccl_spec(world_size=2)
     with Child(ReceivingEngine, spec, 0, "cuda:1", start_method="spawn") as engine:
         engine.send("ready")

@@ -1,4 +1,4 @@
-"""Tests on whole public data sets, collected only where a copy of them lies beside the repository."""
+"""Collect tests on whole public data sets only if a copy of them is next to the repository."""
 
 from pathlib import Path
 

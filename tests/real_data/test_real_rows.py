@@ -1,4 +1,4 @@
-"""Rows of public data sets: read whole, and as what they are."""
+"""Rows of public data sets are read completely and with the right content."""
 
 import gzip
 import json
@@ -23,7 +23,7 @@ def say(role, text):
     return {"role": role, "content": text}
 
 
-def test_real_gsm8k(shared_data, chat_tokenizer):
+def test_real_gsm8k_rows_are_read(shared_data, chat_tokenizer):
     path = shared_data / "gsm8k/train.jsonl.gz"
     train = {"dataset_name": "gsm8k", "data_path": str(path), "split_validation_size": 0.05}
     config = DataConfig.build(train=train, max_input_seq_length=256)
@@ -48,7 +48,7 @@ def test_real_gsm8k(shared_data, chat_tokenizer):
         ("game24/24.csv", "Puzzles", "Rank", 1362),
     ],
 )
-def test_real_files(shared_data, name, question, answer, count):
+def test_real_files_are_read(shared_data, name, question, answer, count):
     keys = {"input_key": question, "output_key": answer}
     raw = load_response_dataset(DatasetConfig.build(data_path=str(shared_data / name), **keys))
     assert raw.num_rows == count
@@ -60,7 +60,7 @@ def test_real_files(shared_data, name, question, answer, count):
         assert not any(text.endswith(".0") for text in last_messages(raw))
 
 
-def test_hh_transcripts(shared_data):
+def test_hh_transcripts_become_pairs(shared_data):
     path = shared_data / "preference/hh_harmless_base_test.jsonl.gz"
     raw = load_preference_dataset(DatasetConfig.build(data_path=str(path)))
     with gzip.open(path, "rt") as file:
@@ -77,7 +77,7 @@ def test_hh_transcripts(shared_data):
     assert parse_transcript("\n\nHuman: a\n\nAssistant: b", "x") == [say("user", "a"), say("assistant", "b")]
 
 
-def test_oasst_trees(shared_data):
+def test_oasst_trees_become_conversations(shared_data):
     path = str(shared_data / "instruct/oasst_en_100_tree.jsonl.gz")
     raw = load_response_dataset(DatasetConfig.build(dataset_name="open_assistant", data_path=path))
     assert len(raw.dataset) + len(raw.bad_rows) == raw.num_rows == 100
@@ -87,7 +87,7 @@ def test_oasst_trees(shared_data):
         assert roles == ["user", "assistant"] * (len(roles) // 2) and roles
 
 
-def test_real_labelled_answers(shared_data):
+def test_real_labelled_answers_are_read(shared_data):
     path = str(shared_data / "preference/kto_en_demo.json.gz")
     keys = {"dataset_name": "BinaryFeedbackDataset", "data_path": path, "output_key": "messages"}
     raw = load_feedback_dataset(DatasetConfig.build(**keys))

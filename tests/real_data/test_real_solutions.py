@@ -9,7 +9,7 @@ from nemo_rl.environments.grading.pool import GradingPool
 
 
 def reference(response: str, truth: str) -> float:
-    """math-verify as its documentation uses it, in this process, with its own deadlines."""
+    """Grade with math-verify as its documentation uses it, in this process, with its own deadlines."""
     gold = parse(f"\\boxed{{{truth}}}", [LatexExtractionConfig()])
     answer = parse(response, [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()])
     return float(verify(gold, answer))

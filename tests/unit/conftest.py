@@ -1,4 +1,4 @@
-"""What tests of several packages share: one local Ray, and a small disk that can be full."""
+"""Fixtures shared by several packages: one local Ray, and a small disk that can be full."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ RamDisk = Callable[[str], AbstractContextManager[Path]]
 
 @pytest.fixture(scope="session")
 def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One Ray on this machine for all tests that need one; yields the folder with the link to its logs."""
+    """Start one Ray on this machine for all tests that need one; yield the folder with the link to its logs."""
     joined = os.environ.pop("RAY_ADDRESS", None)
     log_dir = tmp_path_factory.mktemp("ray_logs")
     init_ray(str(log_dir), num_cpus=16)
@@ -28,7 +28,7 @@ def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def ram_disk(tmp_path: Path) -> RamDisk:
-    """Mount a small disk in memory with options such as `size=1m` or `ro`; skips where mounting is not allowed."""
+    """Mount a small disk in memory with options such as `size=1m` or `ro`; skip if mounting is not allowed."""
 
     @contextmanager
     def mounted(options: str) -> Iterator[Path]:

@@ -132,7 +132,7 @@ def tree_of(file: Path) -> ast.Module:
 
 
 def imports_of(file: Path, *, with_typing: bool = False) -> Iterator[str]:
-    """Dotted names a file imports at run time (or `with_typing` for type checkers too), `from a import b` as both."""
+    """Return names a file imports at run time (or `with_typing` for type checkers), `from a import b` as both."""
     blocks = [] if with_typing else [block for block in ast.walk(tree_of(file)) if is_typing_block(block)]
     skipped = {id(node) for block in blocks for node in ast.walk(block)}
     for node in ast.walk(tree_of(file)):
@@ -155,7 +155,7 @@ def layer_of(package: str) -> int:
 
 
 def docstrings(tree: ast.AST) -> set[int]:
-    """Ids of the constants that are docstrings or texts on their own line."""
+    """Return the ids of the constants that are docstrings or strings on their own line."""
     return {
         id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
@@ -184,7 +184,7 @@ def test_files_import_from_their_own_package_or_a_lower_layer():
 
 
 @pytest.mark.parametrize("package", LEVELS)
-def test_arrows_inside_a_package_run_one_way(package):
+def test_imports_inside_a_package_run_one_way(package):
     levels = {name: level for level, names in enumerate(LEVELS[package]) for name in names}
     entries = {path.name.removesuffix(".py") for path in (PACKAGE / package).iterdir()}
     assert entries - {"__init__", "__pycache__"} == levels.keys()
@@ -226,11 +226,11 @@ but for the engine that is Megatron Core's model, which nothing imports."""
 
 
 def model_part(module: str) -> str:
-    """The part of `nemo_rl.models` that a dotted name below it belongs to."""
+    """Return the part of `nemo_rl.models` that a dotted name below it belongs to."""
     return max((part for part in MODEL_ARROWS if f"{module}.".startswith(f"{part}.")), key=len)
 
 
-def test_arrows_inside_models_run_one_way():
+def test_imports_inside_models_run_one_way():
     arrows: dict[str, set[str]] = {part: set() for part in MODEL_ARROWS}
     known = {module_name(file) for file in files()}
     for file in (PACKAGE / "models").rglob("*.py"):
@@ -257,8 +257,8 @@ RANK_READERS = {
 }
 
 
-def test_ranks_are_numbers_of_processes_only():
-    """`get_rank()` says which process this is; `ParallelLayout` says what it is there for."""
+def test_only_listed_files_read_the_rank():
+    """`get_rank()` gives the process number; `ParallelLayout` gives its role."""
     readers = {
         name_of(file)
         for file in files()
@@ -268,7 +268,7 @@ def test_ranks_are_numbers_of_processes_only():
     assert readers == set(RANK_READERS)
 
 
-def test_files_import_in_no_circle():
+def test_files_import_without_cycles():
     modules = {module_name(file): file for file in files()}
     edges = {
         name: {target for target in imports_of(file) if target in modules and target != name}
@@ -283,7 +283,7 @@ def module_name(file: Path) -> str:
 
 
 def find_circle(edges: dict[str, set[str]]) -> list[str] | None:
-    """A circle of imports, or None: repeatedly drop what imports nothing that is left."""
+    """Return a cycle of imports, or None: repeatedly drop files that import nothing that is left."""
     left = {name: set(targets) for name, targets in edges.items()}
     while left:
         leaves = {name for name, targets in left.items() if not targets & left.keys()}
@@ -294,13 +294,13 @@ def find_circle(edges: dict[str, set[str]]) -> list[str] | None:
     return None
 
 
-def test_the_circle_finder_finds_circles():
+def test_the_cycle_finder_finds_cycles():
     assert find_circle({"a": {"b"}, "b": {"c"}, "c": set()}) is None
     assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_backends_are_imported_only_where_they_live(backend):
+def test_backends_are_imported_only_in_their_packages(backend):
     misplaced = [
         name_of(file)
         for file in files()
@@ -310,7 +310,7 @@ def test_backends_are_imported_only_where_they_live(backend):
     assert misplaced == []
 
 
-def test_cuda_is_written_only_in_its_places():
+def test_cuda_appears_only_in_listed_files():
     writers = {
         name_of(file)
         for file in files()
@@ -324,7 +324,7 @@ def test_cuda_is_written_only_in_its_places():
     assert writers == set(CUDA_EXCEPTIONS)
 
 
-def test_nothing_prints():
+def test_the_library_does_not_print():
     printers = [
         f"{name_of(file)}:{node.lineno}"
         for file in files()
@@ -334,7 +334,7 @@ def test_nothing_prints():
     assert printers == []
 
 
-def test_broad_excepts_are_at_named_boundaries():
+def test_broad_excepts_are_only_at_listed_boundaries():
     catchers = {
         name_of(file)
         for file in files()
@@ -376,12 +376,12 @@ def test_re_exports_define_nothing(path):
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
 
 
-def test_every_file_says_what_it_is():
+def test_every_file_has_a_docstring():
     assert [name_of(file) for file in files() if not ast.get_docstring(tree_of(file))] == []
 
 
 def test_no_registry_hosts_are_named():
-    """Where packages come from is configured on the machine."""
+    """The machine configures where packages come from."""
     hosts = re.compile("|".join(["py" + r"pi\.org", "python" + "hosted", r"anaconda" + r"\.org", "index" + "-url"]))
     texts = [
         path
@@ -395,7 +395,7 @@ def test_no_registry_hosts_are_named():
 
 
 @pytest.mark.parametrize("module", PUBLIC_NAMES)
-def test_public_paths_have_their_names(module):
+def test_public_paths_export_their_names(module):
     imported = importlib.import_module(module)
     assert [name for name in PUBLIC_NAMES[module] if not hasattr(imported, name)] == []
 
@@ -418,7 +418,7 @@ def test_config_needs_neither_torch_nor_ray():
 
 
 @pytest.mark.parametrize("module", PLANNED_PATHS)
-def test_planned_paths_are_listed_until_they_exist(module):
+def test_planned_paths_do_not_exist_yet(module):
     """When one of these arrives, move it to PUBLIC_NAMES."""
     path = ROOT / module.replace(".", "/")
     assert not path.with_suffix(".py").exists() and not path.exists()

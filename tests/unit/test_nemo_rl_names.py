@@ -81,7 +81,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES, ids=[f"{module}.{name}" for module, name in NAMES])
-def test_the_name_is_there(module: str, name: str) -> None:
+def test_every_name_of_nemo_rl_is_importable(module: str, name: str) -> None:
     namespace: dict[str, Any] = {}
     exec(f"from {module} import {name}", namespace)
     assert namespace[name] is not None
@@ -116,7 +116,7 @@ LATER = [
 
 
 @pytest.mark.parametrize(("module", "name", "feature"), LATER, ids=[f"{module}.{name}" for module, name, _ in LATER])
-def test_a_name_of_a_later_feature_says_so(module: str, name: str, feature: str) -> None:
+def test_a_name_of_a_later_feature_raises_with_its_feature(module: str, name: str, feature: str) -> None:
     with pytest.raises(ImportError, match=f"belongs to .*{feature}.*not built yet") as refused:
         exec(f"from {module} import {name}")
     assert isinstance(refused.value, NemoRLError)
@@ -150,7 +150,7 @@ PEERS_FILES = {
 
 
 @pytest.mark.parametrize("name", PEERS_FILES)
-def test_a_file_of_nemo_rls_name_loads_with_what_it_names(name: str) -> None:
+def test_a_config_file_under_nemo_rls_name_loads(name: str) -> None:
     path = ROOT / f"examples/configs/{name}.yaml"
     config = load_checked(path, schema=ALGORITHMS[PEERS_FILES[name]])
     assert algorithm_of(path) == PEERS_FILES[name] and obstacles(path, PEERS_FILES[name]) == []
@@ -159,8 +159,8 @@ def test_a_file_of_nemo_rls_name_loads_with_what_it_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("module", ELSEWHERE)
-def test_a_module_under_another_name_says_what_to_use(module: str) -> None:
-    """And what is named is there."""
+def test_a_module_under_another_name_raises_with_the_new_name(module: str) -> None:
+    """The error names a path that exists."""
     with pytest.raises(ImportError, match=re.escape(f"there is no {module} here: ")) as refused:
         importlib.import_module(module)
     assert isinstance(refused.value, NemoRLError) and not (ROOT / f"{module.replace('.', '/')}.py").exists()
@@ -168,8 +168,8 @@ def test_a_module_under_another_name_says_what_to_use(module: str) -> None:
         importlib.import_module(name)
 
 
-def test_the_table_of_later_features_is_not_stale() -> None:
-    """What is there is not listed as missing."""
+def test_no_existing_name_is_listed_as_a_later_feature() -> None:
+    """No name that exists is in the table of missing ones."""
     for module, (_, names) in NOT_BUILT.items():
         path = ROOT / module.replace(".", "/")
         assert (path.with_suffix(".py").exists() or path.is_dir()) == bool(names), module
@@ -177,7 +177,7 @@ def test_the_table_of_later_features_is_not_stale() -> None:
             assert not set(names) & set(vars(importlib.import_module(module)))
 
 
-def test_other_wrong_names_are_ordinary_errors() -> None:
+def test_unknown_names_raise_ordinary_errors() -> None:
     with pytest.raises(ImportError, match="cannot import name 'grpo_trian'"):
         exec("from nemo_rl.algorithms.grpo import grpo_trian")
     with pytest.raises(ModuleNotFoundError, match="No module named 'nemo_rl.no_such'"):
@@ -200,7 +200,7 @@ def test_setup_has_the_arguments_of_nemo_rl(algorithm: Any, rows: str) -> None:
 
 
 def plain_config(*overrides: str) -> dict[str, Any]:
-    """As NeMo RL's scripts make it."""
+    """Make a configuration as NeMo RL's scripts do."""
     register_omegaconf_resolvers()
     config = parse_hydra_overrides(load_config(GRPO), list(overrides))
     plain = OmegaConf.to_container(config, resolve=True)
@@ -213,7 +213,7 @@ def tokenizer() -> Any:
     return get_tokenizer({"name": CHAT})
 
 
-def test_a_configuration_is_used_as_nemo_rls_scripts_do(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_configuration_can_be_used_as_in_nemo_rl_scripts(tokenizer: Any, tmp_path: Path) -> None:
     from nemo_rl.utils.logger import get_next_experiment_dir, log_container_init_timing
 
     config = MasterConfig(**plain_config("grpo.max_num_steps=3"))
@@ -254,7 +254,7 @@ def test_a_section_assigned_as_a_dict_is_filled_in() -> None:
     ],
     ids=["dict", "section"],
 )
-def test_configure_generation_config(config: Any, tokenizer: Any) -> None:
+def test_configure_generation_config_sets_the_stop_tokens(config: Any, tokenizer: Any) -> None:
     made = configure_generation_config(config, tokenizer, is_eval=True)
     assert made is config
     assert made["stop_token_ids"] == [tokenizer.eos_token_id]
@@ -262,7 +262,7 @@ def test_configure_generation_config(config: Any, tokenizer: Any) -> None:
         configure_generation_config(config, tokenizer, trains_mtp=True)
 
 
-def test_setup_response_data(tokenizer: Any) -> None:
+def test_setup_response_data_returns_data_and_environments(tokenizer: Any) -> None:
     data = {"max_input_seq_length": 64, "train": SUMS, "validation": {**SUMS, "seed": 2}}
     train, val, environments, val_environments = setup_response_data(tokenizer, data, ENV)  # type: ignore[misc]
     assert (len(train), len(val)) == (40, 40)
@@ -275,7 +275,7 @@ def test_setup_response_data(tokenizer: Any) -> None:
         setup_response_data(tokenizer, data, ENV, is_vlm=True)
 
 
-def test_setup_preference_data(tokenizer: Any, tmp_path: Path) -> None:
+def test_setup_preference_data_returns_train_and_validation(tokenizer: Any, tmp_path: Path) -> None:
     rows = tmp_path / "pairs.jsonl"
     rows.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n' * 4)
     entry = {"dataset_name": "BinaryPreferenceDataset", "data_path": str(rows)}
@@ -292,7 +292,7 @@ def test_setup_preference_data(tokenizer: Any, tmp_path: Path) -> None:
     assert made.named_validation == {"held": val["held"]}
 
 
-def test_load_response_dataset_and_its_parts(tokenizer: Any) -> None:
+def test_load_response_dataset_returns_a_dataset_with_its_parts(tokenizer: Any) -> None:
     data = load_response_dataset({**SUMS, "split_validation_size": 0.25})
     assert len(data.val_dataset or ()) == 10
     processors = {data.task_name: (data.task_spec, data.processor)}
@@ -300,7 +300,7 @@ def test_load_response_dataset_and_its_parts(tokenizer: Any) -> None:
     assert rows[0]["extra_env_info"]["ground_truth"]
 
 
-def test_load_eval_dataset(tokenizer: Any) -> None:
+def test_load_eval_dataset_returns_its_rows(tokenizer: Any) -> None:
     from nemo_rl.data.datasets import load_eval_dataset
 
     problems = load_eval_dataset({"dataset_name": "arithmetic", "num_samples": 5, "max_input_seq_length": 64})
@@ -315,7 +315,7 @@ def test_load_eval_dataset(tokenizer: Any) -> None:
     assert rows[4]["extra_env_info"]["ground_truth"] == problems.raw.dataset[4]["messages"][1]["content"]
 
 
-def test_merge_datasets() -> None:
+def test_merge_datasets_concatenates_rows() -> None:
     from nemo_rl.data.datasets import merge_datasets
 
     first, second = (datasets.Dataset.from_dict({"a": values}) for values in ([1, 2], [3]))
@@ -326,7 +326,7 @@ def test_merge_datasets() -> None:
         merge_datasets([])
 
 
-def test_update_single_dataset_config() -> None:
+def test_update_single_dataset_config_fills_in_defaults() -> None:
     from nemo_rl.data.datasets import update_single_dataset_config
 
     entry: dict[str, Any] = {"dataset_name": "gsm8k", "prompt_file": None}
@@ -334,13 +334,13 @@ def test_update_single_dataset_config() -> None:
     assert entry == {"dataset_name": "gsm8k", "prompt_file": None, "env_name": "math"}
 
 
-def test_data_config() -> None:
+def test_data_config_builds_from_keywords() -> None:
     from nemo_rl.data import DataConfig
 
     assert DataConfig.build(train=SUMS)["train"]["dataset_name"] == "arithmetic"
 
 
-def test_timer_takes_should_log() -> None:
+def test_timer_accepts_should_log() -> None:
     timer = Timer({"run": 1})
     timer.start("a", should_log=False)
     timer.stop("a", should_log=False)
@@ -350,7 +350,7 @@ def test_timer_takes_should_log() -> None:
     set_seed(1)
 
 
-def test_losses_take_a_dict() -> None:
+def test_losses_accept_a_dict() -> None:
     from nemo_rl.algorithms.loss import ClippedPGLossFn, DistillationLossFn
 
     assert not ClippedPGLossFn({"reference_policy_kl_penalty": 0.0}).needs_reference
@@ -359,7 +359,7 @@ def test_losses_take_a_dict() -> None:
         ClippedPGLossFn({"ratio_clip_min": "x"})
 
 
-def test_a_run_is_not_unpacked() -> None:
+def test_unpacking_a_run_is_refused_with_advice() -> None:
     from nemo_rl.algorithms.runtime.run import Run
 
     run = Run(*[None] * 7)  # type: ignore[arg-type]
@@ -367,23 +367,23 @@ def test_a_run_is_not_unpacked() -> None:
         _policy, _generation = run
 
 
-# What is handed in, without starting anything
+# Parts passed by the user, without starting anything
 
 
 class Own(EnvironmentInterface):
-    """Rewards everything."""
+    """An environment that rewards every answer."""
 
     def __init__(self, cfg: dict[str, Any] | None = None) -> None:
         self.reward = (cfg or {}).get("reward", 0.25)
 
     def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn[Any]:
-        """All the same."""
+        """Return the same for each sample."""
         num = len(metadata)
         rewards, ended = torch.full((num,), self.reward), torch.ones(num, dtype=torch.bool)
         return EnvironmentReturn([{"role": "environment", "content": ""}] * num, metadata, [None] * num, rewards, ended)
 
     def global_post_process_and_metrics(self, batch: Any) -> Any:
-        """Count."""
+        """Count the batches."""
         return batch, {"seen": len(batch["rewards"])}
 
 
@@ -408,7 +408,7 @@ def own_rows(tokenizer: Any, task: str = "own") -> AllTaskProcessedDataset:
     return AllTaskProcessedDataset(["1+1=", "2+2=", "3+3="] * 4, tokenizer, TaskDataSpec(task), own_processor)  # type: ignore[arg-type]
 
 
-def test_grpo_takes_tokenizer_data_environments_and_loss(tokenizer: Any) -> None:
+def test_grpo_setup_accepts_tokenizer_data_environments_and_loss(tokenizer: Any) -> None:
     rows, loss = own_rows(tokenizer), OwnLoss()
     handed_in = HandedIn(tokenizer, rows, rows, {"own": Own}, loss)
     config = handed_in.checked(plain_config(), MasterConfig)
@@ -430,7 +430,7 @@ def made_credit(config: MasterConfig) -> Any:
     return CreditAssignment(make_advantage_estimator(config.grpo, config.loss_fn), config.grpo)
 
 
-def test_data_without_entries_is_fine_where_rows_are_handed_in(tokenizer: Any) -> None:
+def test_a_config_needs_no_data_entries_if_rows_are_passed(tokenizer: Any) -> None:
     plain = plain_config()
     plain["data"] = {"num_workers": 0}
     with pytest.raises(ConfigError, match="data.train is empty"):
@@ -472,7 +472,7 @@ def test_wrong_parts_are_refused_before_ray_starts(tokenizer: Any, monkeypatch: 
     ],
     ids=["sft", "dpo", "rm", "distillation"],
 )
-def test_the_other_algorithms_take_parts_too(
+def test_the_other_setups_accept_parts_too(
     algorithm: Any, file: str, schema: Any, rows_per_unit: int, tokenizer: Any
 ) -> None:
     loss = OwnLoss()
@@ -485,7 +485,7 @@ def test_the_other_algorithms_take_parts_too(
     assert (len(made.data.train), made.data.validation) == (12, None)
 
 
-def test_eval_setup_takes_tokenizer_and_data(tokenizer: Any) -> None:
+def test_eval_setup_accepts_tokenizer_and_data(tokenizer: Any) -> None:
     from nemo_rl.evals.eval import setup
 
     plain = OmegaConf.to_container(load_config(ROOT / "examples/configs/evals/eval_cpu.yaml"), resolve=True)
@@ -496,7 +496,7 @@ def test_eval_setup_takes_tokenizer_and_data(tokenizer: Any) -> None:
     assert config.data.env_name == "math"
 
 
-# With Ray: engines, a policy and environments of one's own
+# With Ray: engines, a policy and user environments
 
 
 @pytest.fixture(scope="module")
@@ -509,8 +509,8 @@ def cpu_cluster(local_ray: Path) -> Any:
 
 
 @pytest.mark.ray
-def test_engines_and_policy_without_a_run(cpu_cluster: Any, tokenizer: Any, tmp_path: Path) -> None:
-    """Generate, refit with an untrained and a trained policy, export: as research code does."""
+def test_engines_and_policy_work_without_a_run(cpu_cluster: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """Generate, refit with an untrained and a trained policy, and export, as research code does."""
     from nemo_rl.algorithms.grpo import refit_policy_generation
     from nemo_rl.algorithms.loss import NLLLossFn
     from nemo_rl.data.chat_batch import chat_batch
@@ -577,12 +577,12 @@ def test_engines_and_policy_without_a_run(cpu_cluster: Any, tokenizer: Any, tmp_
 
 @pytest.mark.ray
 @pytest.mark.asyncio
-async def test_environments_of_any_kind_reward(cpu_cluster: Any) -> None:
-    """A class, an object, an actor of the program's own, a client; side by side, because each starts a process."""
+async def test_environments_of_every_kind_give_rewards(cpu_cluster: Any) -> None:
+    """A class, an object, an actor of the program's own and a client; concurrently, because each starts a process."""
     from nemo_rl.algorithms.grpo import shutdown_environments
     from nemo_rl.environments.utils import create_env, register_env
 
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # tests are no module that an actor can import
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # an actor cannot import a test as a module
     register_env("own_for_names", f"{__name__}.Own")
     remote = ray.remote(num_cpus=0)(Own)
     actor = remote.remote({"reward": 0.5})
@@ -598,10 +598,10 @@ async def test_environments_of_any_kind_reward(cpu_cluster: Any) -> None:
         assert metrics == {"seen": 3}
     for one in running[:3]:
         one.shutdown()
-    assert ray.get(actor.step.remote([log], [{}])).rewards.tolist() == [0.5]  # what the program started goes on
+    assert ray.get(actor.step.remote([log], [{}])).rewards.tolist() == [0.5]  # the program's own actor keeps running
     shutdown_environments({"actor": actor, "client": given[3], "class": Own}, {"actor": actor})
     with pytest.raises(ray.exceptions.RayActorError):
-        for _ in range(100):  # Ray does not wait until a killed actor has ended
+        for _ in range(100):  # Ray does not wait until a killed actor has exited
             ray.get(actor.step.remote([log], [{}]))
             await asyncio.sleep(0.1)
     with pytest.raises(NemoRLError, match="shut down"):

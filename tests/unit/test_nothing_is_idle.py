@@ -1,8 +1,8 @@
-"""Nothing that the library offers is idle: a method that a user may implement is called on some run.
+"""Every method that a user may implement is called by the library on some run.
 
-Read with `ast`. A hook is a method of an abstract class that is abstract, or whose own body makes nothing of `self`: a
-default to be replaced. What hosts an implementation, in the package of the interface, only passes calls on, and so does
-a method of the same name or a call through `super()`: a public hook has to be called from another package.
+The test reads the source with `ast`. A hook is a method of an abstract class that is abstract, or whose body does not
+use `self`: a default to be replaced. Code in the package of the interface only forwards calls, as does a method of the
+same name or a call through `super()`: another package has to call a public hook.
 """
 
 import ast
@@ -29,14 +29,14 @@ def library() -> dict[str, ast.Module]:
 
 
 def last_name(node: ast.expr) -> str:
-    """`ABC` of `abc.ABC` and `Generic` of `Generic[T]`."""
+    """Return `ABC` of `abc.ABC` and `Generic` of `Generic[T]`."""
     if isinstance(node, ast.Subscript):
         node = node.value
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def hooks(trees: Mapping[str, ast.Module]) -> Iterator[tuple[str, str, str]]:
-    """(package, class, method) of what a user may implement."""
+    """Return (package, class, method) of each method that a user may implement."""
     for file, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and {"ABC", "ABCMeta"} & {
@@ -48,7 +48,7 @@ def hooks(trees: Mapping[str, ast.Module]) -> Iterator[tuple[str, str, str]]:
 
 
 def calls_of_its_own(node: ast.ClassDef) -> Iterator[str]:
-    """What a class calls on itself: methods that complete an algorithm of the class."""
+    """Return the methods that a class calls on itself: they complete an algorithm of the class."""
     for function in node.body:
         for call in ast.walk(function):
             if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
@@ -58,7 +58,7 @@ def calls_of_its_own(node: ast.ClassDef) -> Iterator[str]:
 
 
 def package_of(file: str) -> str:
-    """The folder of a file; what is in a folder below it is another package."""
+    """Return the folder of a file; a folder below it is another package."""
     return str(Path(file).parent)
 
 
@@ -73,7 +73,7 @@ def is_hook(node: ast.stmt) -> bool:
 
 
 def called_names(tree: ast.AST, inside: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Names of methods that are called, as `x.name(...)`, as `x.name.remote(...)` or by their name as a text.
+    """Return names of methods called as `x.name(...)` or `x.name.remote(...)`, or named by a string.
 
     Args:
         tree: where to look.
@@ -98,8 +98,8 @@ def names_in_call(call: ast.Call) -> Iterator[str]:
             yield function.attr
     yield from (
         text.value for text in call.args if isinstance(text, ast.Constant) and isinstance(text.value, str)
-    )  # `run_all("method", ...)`: the name travels to a worker
-    yield from (method.attr for method in call.args if isinstance(method, ast.Attribute))  # handed on, to be called
+    )  # `run_all("method", ...)`: a worker gets the name
+    yield from (method.attr for method in call.args if isinstance(method, ast.Attribute))  # passed on, to be called
 
 
 def idle_hooks(trees: Mapping[str, ast.Module]) -> set[tuple[str, str]]:
@@ -129,8 +129,8 @@ def test_every_hook_is_called_by_the_library():
     assert idle_hooks(trees) == set()
 
 
-def test_a_hook_that_nobody_calls_is_found():
-    """Each line that calls a hook of an environment is needed; without it the test above fails."""
+def test_a_hook_without_a_caller_is_found():
+    """Without any line that calls a hook of an environment, the test above fails."""
     calls = {
         "open_episode": "experience/samples.py",
         "close_episode": "experience/samples.py",
@@ -144,7 +144,7 @@ def test_a_hook_that_nobody_calls_is_found():
         assert idle_hooks(trees) == {("EnvironmentInterface", name)}
 
 
-def test_new_idle_hooks_are_found_and_relays_do_not_count():
+def test_unused_hooks_are_found_and_forwarding_does_not_count_as_a_call():
     interface = """
 import abc
 class Interface(abc.ABC):

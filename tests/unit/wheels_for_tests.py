@@ -1,11 +1,11 @@
-"""Wheels that a test writes itself, so that no index is asked."""
+"""Write wheels for a test, so that no index is needed."""
 
 import zipfile
 from pathlib import Path
 
 
 def make_wheel(folder: Path, name: str, source: str, version: str = "1.0", needs: str = "") -> str:
-    """Write a wheel with one module, the same bytes each time; returns its path."""
+    """Write a wheel with one module, the same bytes each time; return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     wheel, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
     requires = f"Requires-Dist: {needs}\n" if needs else ""

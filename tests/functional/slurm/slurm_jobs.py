@@ -1,4 +1,4 @@
-"""Jobs of `ray.sub` under the stand-ins for Slurm."""
+"""Run jobs of `ray.sub` with replacements for the Slurm commands."""
 
 import json
 import os
@@ -20,18 +20,18 @@ NODES = ("node1", "node2", "node3")
 
 @dataclass
 class SlurmJob:
-    """A job that runs, or ran: what it wrote, and what Slurm was asked for."""
+    """A running or finished job: its output and its requests to Slurm."""
 
     folder: Path
     process: subprocess.Popen[bytes]
     environment: dict[str, str]
 
     def finish(self, timeout_s: float = 60) -> int:
-        """Wait for the end; the exit status of the batch script."""
+        """Wait for the end and return the exit status of the batch script."""
         return self.process.wait(timeout_s)
 
     def output(self) -> str:
-        """What the batch script printed, of all its starts."""
+        """Return the output of the batch script, over all its starts."""
         path = self.folder / "slurm-1.out"
         return path.read_text() if path.exists() else ""
 
@@ -52,11 +52,11 @@ class SlurmJob:
         os.kill(int((self.folder / "slurm/job1/batch.pid").read_text()), number)
 
     def kill_task(self, node: str) -> None:
-        """SIGKILL to what srun started on a node."""
+        """Send SIGKILL to what srun started on a node."""
         os.kill(int((self.folder / f"slurm/job1/{node}.pid").read_text()), signal.SIGKILL)
 
     def sruns(self) -> list[list]:
-        """The arguments of each srun; its command is the last of them, a list."""
+        """Return the arguments of each srun; the last one is its command, a list."""
         return [json.loads(line) for line in (self.folder / "slurm/job1/sruns.jsonl").read_text().splitlines()]
 
     def ray_arguments(self, node: str) -> list[str]:
@@ -70,25 +70,25 @@ class SlurmJob:
         )  # fmt: skip
 
     def close(self) -> None:
-        """End it, and with it all that it started."""
+        """End the job and every process that it started."""
         if self.process.poll() is None:
             (self.folder / "slurm/job1/batch.pid").exists() and self.signal_batch_shell(signal.SIGKILL)
             self.process.wait(30)
 
 
 def search_path(*first: Path) -> str:
-    """PATH with the stand-ins and this Python, behind the folders of `first`."""
+    """Return PATH with the Slurm replacements and this Python, after the folders of `first`."""
     return os.pathsep.join(map(str, [*first, HERE / "stand_ins", Path(sys.executable).parent, os.environ["PATH"]]))
 
 
 def script_defaults() -> dict[str, str]:
-    """The variables that `ray.sub` reads, and their defaults as they are written there."""
+    """Return the variables that `ray.sub` reads, with their defaults as written there."""
     block = SCRIPT.read_text().partition("DEFAULTS=(")[2].partition("\n)")[0]
     return {name: value.strip('"') for name, value in re.findall(r'^  (\w+)=("[^"]*"|\S*)', block, flags=re.MULTILINE)}
 
 
 def slurm_environment(folder: Path, **variables: str) -> dict[str, str]:
-    """The environment of a user of the stand-ins, with the "cluster" in `folder`."""
+    """Return the environment of a user, with the state of the "cluster" in `folder`."""
     state = folder / "slurm"
     state.mkdir(parents=True, exist_ok=True)
     nodes = {
@@ -110,7 +110,7 @@ def slurm_environment(folder: Path, **variables: str) -> dict[str, str]:
 
 
 def submit(folder: Path, nodes: int = 2, **variables: str) -> SlurmJob:
-    """`COMMAND=... sbatch --wait --nodes=N ray.sub` in a folder of its own."""
+    """Run `COMMAND=... sbatch --wait --nodes=N ray.sub` in a separate folder."""
     environment = slurm_environment(folder, **variables)
     process = subprocess.Popen(["sbatch", "--wait", f"--nodes={nodes}", SCRIPT], cwd=folder, env=environment)
     return SlurmJob(folder, process, environment)

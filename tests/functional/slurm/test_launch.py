@@ -1,4 +1,4 @@
-"""`tools/launch` and `tools/code_snapshot.sh`, in a checkout of their own."""
+"""`tools/launch` and `tools/code_snapshot.sh`, in a separate checkout."""
 
 import os
 import shutil
@@ -58,7 +58,7 @@ def run(checkout: Path, *command: str, **variables: str) -> subprocess.Completed
     return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=30)
 
 
-def test_a_script_is_submitted_as_often_as_it_says_from_a_snapshot(checkout):
+def test_a_script_is_submitted_from_a_snapshot_once_per_requested_run(checkout):
     where = {"ACCOUNT": "us", "PARTITION": "big", "CONTAINER": "image", "MOUNTS": "/data:/data"}
     done = run(checkout, "tools/launch", "runs/small.sh", **where)
     assert done.returncode == 0, done.stderr
@@ -77,7 +77,7 @@ def test_a_script_is_submitted_as_often_as_it_says_from_a_snapshot(checkout):
     assert record.read_text().splitlines()[3:] == [job.replace("|none|", "|75 143|")] * 2
 
 
-def test_scripts_of_one_name_in_two_folders_are_two_experiments(checkout):
+def test_scripts_with_the_same_name_in_two_folders_are_two_experiments(checkout):
     where = {"ACCOUNT": "us", "PARTITION": "big"}
     done = run(checkout, "tools/launch", "runs/small.sh", "more runs/small.sh", **where)
     assert done.returncode == 0, done.stderr
@@ -92,7 +92,7 @@ def test_scripts_of_one_name_in_two_folders_are_two_experiments(checkout):
     assert "code_snapshots/more_runs-small is the snapshot of another script than more_runs/small.sh" in other.stderr
 
 
-def test_a_script_that_is_not_its_snapshots_is_refused(checkout):
+def test_a_script_that_differs_from_its_snapshot_is_refused(checkout):
     where = {"ACCOUNT": "us", "PARTITION": "big"}
     assert run(checkout, "tools/launch", "runs/small.sh", DRYRUN="1", **where).returncode == 0
     (checkout / "runs/small.sh").write_text(RUN.replace("240", "60"))
@@ -126,14 +126,14 @@ def test_a_snapshot_keeps_the_code_of_its_first_start(checkout):
     ],
     ids=["no config", "untracked", "no account", "nothing"],
 )
-def test_what_cannot_be_submitted_is_answered(checkout, arguments, variables, answer):
+def test_invalid_submissions_are_refused_with_advice(checkout, arguments, variables, answer):
     done = run(checkout, "tools/launch", *arguments, **({"ACCOUNT": "us", "PARTITION": "big"} | variables))
     assert done.returncode == 2
     assert answer in done.stderr
     assert not (checkout.parent / "record").exists()
 
 
-def test_a_snapshot_that_several_ask_for_at_once_is_one(checkout):
+def test_concurrent_launches_share_one_snapshot(checkout):
     path = f"{checkout.parent}/bin{os.pathsep}{os.environ['PATH']}"
     command = [checkout / "tools/code_snapshot.sh", "one"]
     asked = [

@@ -1,4 +1,4 @@
-"""`ray.sub` under stand-ins for Slurm and Ray: what it starts, where it writes, and how it ends.
+"""`ray.sub` with replacements for Slurm and Ray: what it starts, where it writes, and how it ends.
 
 The jobs run side by side, because most of their time is waiting.
 """
@@ -100,7 +100,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, SlurmJo
         job.close()
 
 
-def test_the_status_of_the_command_passes_through_and_logs_are_where_the_guide_says(jobs):
+def test_the_exit_status_passes_through_and_logs_are_where_the_guide_says(jobs):
     job = jobs["passes"]
     assert job.finish() == 7, job.output()
     assert f"head node1, Ray 127.0.0.2:1200, token {job.log_dir()}/.ray_auth_token" in job.log("ray-driver.log")
@@ -137,7 +137,7 @@ def test_ports_and_resources_of_head_and_workers(jobs):
     assert len(steps) == 3 and all({"--gres=gpu:4", "--immediate=300"} <= set(call[:-1]) for call in steps)
 
 
-def test_a_signal_is_passed_on_and_the_job_goes_on_after_requeue(jobs):
+def test_a_signal_is_forwarded_and_the_job_resumes_after_requeue(jobs):
     job = jobs["preempted"]
     job.wait_for(lambda: "trains" in job.log("ray-driver.log"))
     job.signal_batch_shell(signal.SIGUSR1)
@@ -148,7 +148,7 @@ def test_a_signal_is_passed_on_and_the_job_goes_on_after_requeue(jobs):
     assert "COMMAND has ended with status 75" in job.output() and "goes back to the queue" in job.output()
 
 
-def test_a_stop_while_nodes_start_is_sent_back_if_wanted(jobs):
+def test_a_job_stopped_while_nodes_start_is_requeued_if_requested(jobs):
     job = jobs["stopped_early"]
     for restarts in (0, 1):
         job.wait_for(lambda n=restarts: "waits for its switch" in job.log("ray-worker-000.log", n))
@@ -157,7 +157,7 @@ def test_a_stop_while_nodes_start_is_sent_back_if_wanted(jobs):
     assert "The job has started again 1 times (RAY_SUB_MAX_REQUEUES)" in job.output()
 
 
-def test_a_node_that_dies_before_the_sandboxes_answer_ends_the_job(jobs):
+def test_a_node_that_dies_before_the_sandboxes_are_ready_ends_the_job(jobs):
     job = jobs["no_sandbox"]
     job.wait_for(lambda: "Ray has 2 nodes" in job.output())
     job.kill_task("node2")
@@ -174,7 +174,7 @@ def test_a_command_that_does_not_stop_is_killed_and_not_repeated(jobs):
     assert not job.log_dir(restarts=1).exists()
 
 
-def test_a_node_that_dies_ends_the_job_by_name(jobs):
+def test_a_node_that_dies_ends_the_job_and_is_named(jobs):
     job = jobs["node_dies"]
     job.wait_for(lambda: "COMMAND runs" in job.output())
     job.kill_task("node2")
@@ -238,7 +238,7 @@ def test_a_container_is_started_on_each_node_and_joined_by_the_command(jobs):
     ],
     ids=lambda value: "" if isinstance(value, str) else ",".join(value),
 )
-def test_what_cannot_work_is_refused_at_once(tmp_path, variables, answer):
+def test_invalid_settings_are_refused_before_nodes_start(tmp_path, variables, answer):
     job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "node1,node2", "SLURM_JOB_NUM_NODES": "2"}
     environment = slurm_environment(tmp_path, **(job | {"SLURM_SUBMIT_DIR": str(tmp_path)} | variables))
     done = subprocess.run(["bash", SCRIPT], env=environment, capture_output=True, text=True, timeout=30)
@@ -247,7 +247,7 @@ def test_what_cannot_work_is_refused_at_once(tmp_path, variables, answer):
 
 
 def test_a_folder_that_a_node_does_not_see_is_named(tmp_path):
-    """Another node reads another file: a script named `cat` on that node only."""
+    """A script named `cat` on one node makes that node read another file."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/cat").write_text('#!/bin/sh\n[ "$SLURMD_NODENAME" = node2 ] && exit 1\nexec /bin/cat "$@"\n')
     (tmp_path / "bin/cat").chmod(0o755)

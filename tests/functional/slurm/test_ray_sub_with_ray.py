@@ -1,4 +1,4 @@
-"""`ray.sub` with real Ray nodes on loopback addresses: they join, a run trains, is preempted and goes on."""
+"""`ray.sub` with real Ray nodes on loopback addresses: they join, a run trains, is preempted and resumes."""
 
 import json
 import os
@@ -24,13 +24,13 @@ PORTS += ["RUNTIME_ENV_AGENT_PORT", "DASHBOARD_AGENT_GRPC_PORT", "METRICS_EXPORT
 
 @pytest.fixture
 def real_ray() -> Iterator[dict[str, str]]:
-    """Variables of a job with this environment's Ray, on ports that nobody uses now."""
-    # Ray's sockets have to have short paths.
+    """Return the variables of a job that uses the Ray of this environment, on free ports."""
+    # Ray needs short paths for its sockets.
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     with ExitStack() as taken:
         free = [pair_of_free_ports(taken) for _ in PORTS]
     ports = {name: str(port) for name, port in zip(PORTS, free, strict=True)}
-    # Other tests may fill this machine's memory, and Ray would end workers of this one.
+    # Other tests may fill the memory of this machine, and Ray would end workers of this one.
     ports["RAY_memory_monitor_refresh_ms"] = "0"
     yield ports | {"VIRTUAL_ENV": sys.prefix, "RAY_TMPDIR": folder, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     shutil.rmtree(folder, ignore_errors=True)
@@ -48,7 +48,7 @@ def pair_of_free_ports(taken: ExitStack) -> int:
         return port
 
 
-def test_two_nodes_join_and_the_loss_of_one_is_named(tmp_path, real_ray):
+def test_two_nodes_join_and_a_lost_node_is_named(tmp_path, real_ray):
     look = (
         "import json, ray, sys, time; ray.init(logging_level='ERROR');"
         "print('seen', json.dumps({n['NodeName']: n['Resources'] for n in ray.nodes()}), flush=True)\n"
@@ -85,7 +85,7 @@ def kill_raylet(job: SlurmJob, node: str) -> None:
     raise AssertionError(f"{node} has no raylet")
 
 
-def test_the_cpu_example_is_preempted_and_goes_on_from_its_checkpoint(tmp_path, real_ray):
+def test_the_cpu_example_resumes_from_its_checkpoint_after_preemption(tmp_path, real_ray):
     command = (
         f"python {REPOSITORY}/examples/run_grpo.py --config {REPOSITORY}/examples/configs/grpo_math_cpu.yaml "
         f"policy.model_name={REPOSITORY}/examples/assets/tiny-chat grpo.max_num_steps=6 grpo.val_period=0 "

@@ -1,8 +1,8 @@
-"""Which attributes of which classes some source reads: a small type inference over its syntax trees.
+"""Find which attributes of which classes a source reads: a small type inference over its syntax trees.
 
 An access `x.key` counts as a read of `Section.key` only where `x` is known to be that section: from an annotation, an
 assignment, or the attribute one level up. So `packing.enabled` says nothing about `dynamic_batching.enabled`.
-Invariant: a type that cannot be told reads nothing, so a gap of the inference shows as an unread key and hides none.
+Invariant: a value of unknown type reads nothing, so a gap of the inference reports a key as unused and hides none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Class:
 
 
 class AttributeReads:
-    """Follows the source from some functions to those that they call, and notes what they read.
+    """Follows calls from some functions and records the attributes that they read.
 
     Args:
         sources: text of each file.
@@ -68,7 +68,7 @@ class AttributeReads:
                     waiting.append(called)
 
     def ancestors(self, name: str) -> list[str]:
-        """A class and all its bases by name."""
+        """Return a class and all its bases by name."""
         known = self._classes.get(name)
         return [name] if known is None else [name, *(a for base in known.bases for a in self.ancestors(base))]
 
@@ -140,7 +140,7 @@ class AttributeReads:
         return None
 
     def _infer(self, node: ast.AST, function: Function) -> set[str]:
-        """Names of the classes that the value of an expression may have; a container has the types of its items."""
+        """Return the classes that the value of an expression may have; a container has the types of its items."""
         key = (id(node), id(function))
         if key in self._busy:
             return set()
@@ -220,7 +220,7 @@ class AttributeReads:
 
 
 def _names(node: ast.AST | None) -> list[str]:
-    """Every name in an annotation, also in one that is written as a text."""
+    """Yield every name in an annotation, also in one that is a string."""
     names = []
     for part in ast.walk(node) if node is not None else ():
         if isinstance(part, ast.Name):
@@ -237,7 +237,7 @@ def _last_name(node: ast.AST) -> str:
 
 
 def _own_nodes(function: Function) -> Iterator[ast.AST]:
-    """The nodes of a function without those of functions in it."""
+    """Yield the nodes of a function without those of nested functions."""
     waiting = list(ast.iter_child_nodes(function))
     while waiting:
         node = waiting.pop()
@@ -247,7 +247,7 @@ def _own_nodes(function: Function) -> Iterator[ast.AST]:
 
 
 def _bindings(function: Function) -> dict[str, list[ast.expr]]:
-    """What each local name may be: what is assigned to it, the items of a loop, the class it is compared with."""
+    """Return what each local name may be: an assigned value, an item of a loop, or the class it is compared with."""
     bound: dict[str, list[ast.expr]] = defaultdict(list)
     for node in _own_nodes(function):
         pairs: Iterable[tuple[ast.expr, ast.expr]] = ()
@@ -269,7 +269,7 @@ def _bindings(function: Function) -> dict[str, list[ast.expr]]:
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
-    """Targets with their values; a value that is no literal tuple belongs to each of several targets."""
+    """Pair targets with their values; a value that is not a literal tuple belongs to each of several targets."""
     if not isinstance(target, ast.Tuple):
         return [(target, value)]
     if isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts):

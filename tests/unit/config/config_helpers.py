@@ -13,7 +13,7 @@ MINIMAL: dict[str, Any] = {
 
 
 def with_values(**sections: dict[str, Any]) -> dict[str, Any]:
-    """MINIMAL with keys of some sections changed."""
+    """Return MINIMAL with keys of some sections changed."""
     content = copy.deepcopy(MINIMAL)
     for name, values in sections.items():
         content.setdefault(name, {}).update(values)

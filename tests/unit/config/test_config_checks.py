@@ -1,4 +1,4 @@
-"""Each rule between keys, on real files; the equation and the way out are part of the rule."""
+"""Each rule between keys, on real files; messages show the equation and the way out."""
 
 import os
 import resource
@@ -289,23 +289,23 @@ ACCEPTED: list[list[str]] = [
 
 
 @pytest.mark.parametrize(("overrides", "message"), REFUSED, ids=lambda value: str(value)[:60])
-def test_refused(minimal: Path, overrides: list[str], message: str) -> None:
+def test_contradictory_values_are_refused_with_advice(minimal: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         load_config(minimal, overrides)
 
 
 @pytest.mark.parametrize("overrides", ACCEPTED, ids=lambda value: str(value)[:60])
-def test_accepted(minimal: Path, overrides: list[str]) -> None:
+def test_unusual_but_valid_values_load(minimal: Path, overrides: list[str]) -> None:
     load_config(minimal, overrides)
 
 
-def test_all_findings_are_listed(minimal: Path) -> None:
+def test_all_findings_are_listed_in_one_error(minimal: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(minimal, ["grpo.val_period=5", "data.train.env_name=x", "data.train.prompt_file=no.txt"])
     assert str(caught.value).startswith("3 problems:\n- ")
 
 
-def test_nearest_multiples() -> None:
+def test_nearest_multiples_suggests_the_neighbouring_sizes() -> None:
     assert nearest_multiples(50, 16) == "Nearest values: 48, 64."
     assert nearest_multiples(5, 16) == "Nearest value: 16."
 
@@ -323,7 +323,9 @@ def test_nearest_multiples() -> None:
         ({"device": "cpu", "ranks_per_node": 2}, {"num_nodes": 1}, 2, 1),
     ],
 )
-def test_topology(cluster: dict, resources: dict | None, policy_ranks: int, engines: int) -> None:
+def test_ranks_and_engines_are_counted_from_the_cluster(
+    cluster: dict, resources: dict | None, policy_ranks: int, engines: int
+) -> None:
     colocated = {"enabled": True} if resources is None else {"enabled": False, "resources": resources}
     policy = PolicyConfig.build(model_name="m", generation={"colocated": colocated})
     machines = ClusterConfig.build(**cluster)
@@ -332,7 +334,7 @@ def test_topology(cluster: dict, resources: dict | None, policy_ranks: int, engi
     assert data_parallel_ranks(machines, policy) == policy_ranks
 
 
-def test_device(minimal: Path, monkeypatch) -> None:
+def test_the_device_is_checked_against_the_gpus_of_the_machine(minimal: Path, monkeypatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     check_device(load_config(minimal), 0)
     gpu = load_config(minimal, ["cluster.device=cuda", "cluster.gpus_per_node=2"])
@@ -373,7 +375,7 @@ WRONG_CONFIGS: dict[str, tuple[dict, list[str], str]] = {
 
 
 TINY = "policy.model_name=examples/assets/tiny-chat"
-ABSENT = "policy.model_name=nobody/no-such-model"
+ABSENT = "policy.model_name=absent/no-such-model"
 WRONG_FOR_THIS_MACHINE: dict[str, tuple[list[str], dict[str, str], str]] = {
     "optimizer": ([TINY, "policy.optimizer.name=torch.optim.AdamX"], {}, "has no attribute 'AdamX'"),
     "schedule": (
@@ -419,7 +421,7 @@ def test_wrong_configs_are_refused_in_seconds_and_before_ray(write_yaml, tmp_pat
     assert seconds < (8 if name in IMPORTS_TORCH else 3)
 
 
-def test_trackers(monkeypatch, tmp_path: Path) -> None:
+def test_a_tracker_needs_its_login_before_a_run(monkeypatch, tmp_path: Path) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -459,7 +461,9 @@ def test_trackers(monkeypatch, tmp_path: Path) -> None:
         (None, "here/.env"),
     ],
 )
-def test_the_login_of_swanlab(monkeypatch, tmp_path: Path, variable: str | None, file: str | None) -> None:
+def test_swanlab_needs_its_login_before_a_run(
+    monkeypatch, tmp_path: Path, variable: str | None, file: str | None
+) -> None:
     for name in ("SWANLAB_API_KEY", "SWANLAB_MODE", "SWANLAB_SECRETS_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SWANLAB_ROOT", str(tmp_path / "home"))
@@ -478,7 +482,7 @@ def test_the_login_of_swanlab(monkeypatch, tmp_path: Path, variable: str | None,
     check_trackers(config)
 
 
-def test_stop_metrics_are_those_that_a_validation_reports(minimal: Path) -> None:
+def test_stop_metrics_are_those_that_validation_reports(minimal: Path) -> None:
     answer = Trajectory(0, 0, 0, "math", [], 0, reward=1.0)
     assert tuple(validation_metrics([answer], num_generations=2)) == VALIDATION_METRICS
     stop = ["grpo.stop_at_validation_threshold=1", "grpo.stop_at_validation_metric=pass_k"]

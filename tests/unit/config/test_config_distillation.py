@@ -1,4 +1,4 @@
-"""The distillation configuration: the teacher follows the policy where it should, and each rule between keys."""
+"""The distillation configuration: the teacher follows the policy where it should, and rules between keys hold."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def load(name: str, *overrides: str) -> DistillationMasterConfig:
     return load_config(CONFIGS / name, overrides, schema=DistillationMasterConfig)
 
 
-def test_defaults_are_those_of_nemo_rl() -> None:
+def test_distillation_defaults_are_those_of_nemo_rl() -> None:
     config = load("distillation_math.yaml")
     wanted = {
         "max_num_epochs": 10,
@@ -115,7 +115,7 @@ def test_contradictions_are_refused(overrides, words) -> None:
         ({"gpus_per_node": 8, "num_nodes": 4}, {"num_nodes": 2, "gpus_per_node": 4}, (2, 8), (2, 4)),
     ],
 )
-def test_a_teacher_of_its_own_divides_the_machines(cluster, resources, student, teacher) -> None:
+def test_a_separate_teacher_takes_its_share_of_the_machines(cluster, resources, student, teacher) -> None:
     machines = ClusterConfig.build(**cluster)
     config = load("distillation_math_cpu.yaml")
     shared = divide_cluster(machines, config.models)

@@ -16,7 +16,7 @@ EXPERTS = "policy.generation.engine.expert_parallel_size"
 @pytest.mark.parametrize(
     ("resources", "ranks"), [({}, 4), ({"ranks_per_node": 8}, 8)], ids=["one engine", "as many as asked for"]
 )
-def test_separate_engines_on_cpus_get_ranks_of_their_own(resources: dict[str, int], ranks: int) -> None:
+def test_separate_engines_on_cpus_get_their_own_ranks(resources: dict[str, int], ranks: int) -> None:
     engine = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     colocated = {"enabled": False, "resources": resources}
     policy = PolicyConfig.build(model_name="m", generation={"colocated": colocated, "engine": engine})
@@ -57,7 +57,7 @@ def test_separate_engines_on_cpus_get_ranks_of_their_own(resources: dict[str, in
         (["+policy.generation.vllm_kwargs={data_parallel_size: 2}"], r"data_parallel_size decides .* Remove it"),
     ],
 )  # fmt: skip
-def test_refused(minimal: Path, overrides: list[str], message: str) -> None:
+def test_bad_engine_sections_are_refused(minimal: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         load_config(minimal, overrides)
 
@@ -70,11 +70,11 @@ def test_refused(minimal: Path, overrides: list[str], message: str) -> None:
         ["cluster.device=cuda", "cluster.gpus_per_node=8", f"{TENSOR}=2", f"{STAGES}=4"],
     ],
 )
-def test_accepted(minimal: Path, overrides: list[str]) -> None:
+def test_good_engine_sections_load(minimal: Path, overrides: list[str]) -> None:
     load_config(minimal, overrides)
 
 
-def test_an_evaluation_divides_its_ranks_too() -> None:
+def test_an_evaluation_divides_its_ranks_among_engines() -> None:
     engine = {"tensor_parallel_size": 2}
     config = EvalMasterConfig.build(cluster={"device": "cpu", "ranks_per_node": 3}, generation={"engine": engine})
     (finding,) = [text for text in config.findings() if "ranks of an engine" in text]

@@ -14,7 +14,7 @@ def load(name: str, *overrides: str) -> EvalMasterConfig:
     return load_config(f"{FOLDER}/{name}.yaml", overrides, schema=EvalMasterConfig)
 
 
-def test_defaults_of_the_default_evaluation() -> None:
+def test_the_default_evaluation_has_the_documented_defaults() -> None:
     config = load("eval")
     assert (config.generation.temperature, config.generation.top_k, config.generation.top_p) == (0.0, -1, 1.0)
     assert config.generation.max_new_tokens == config.generation.engine.max_model_len == 2048
@@ -29,7 +29,7 @@ def test_defaults_of_the_default_evaluation() -> None:
     )
 
 
-def test_engines_are_started_from_the_same_section_as_in_training() -> None:
+def test_evaluation_engines_use_the_same_section_as_training() -> None:
     policy = load("eval_cpu", "generation.vllm_cfg.max_model_len=99", "generation.top_p=0.9").policy
     assert policy.max_total_sequence_length == 99
     assert policy.generation is not None
@@ -62,7 +62,7 @@ def test_engines_are_started_from_the_same_section_as_in_training() -> None:
         ("eval", "+env.mine.key=1", "env.mine is used by no data"),
     ],
 )
-def test_mistakes_are_answered(name, override, message) -> None:
+def test_mistakes_are_refused_with_advice(name, override, message) -> None:
     if message is None:
         assert load(name, override).data.dataset_name == "mmlu_ZH-CN"
         return
@@ -70,7 +70,7 @@ def test_mistakes_are_answered(name, override, message) -> None:
         load(name, override)
 
 
-def test_a_machine_without_a_gpu_is_told_the_cpu_example(monkeypatch) -> None:
+def test_a_machine_without_a_gpu_is_directed_to_the_cpu_example(monkeypatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ConfigError, match="evals/eval_cpu"):
         check_device(load("eval"), 0)
@@ -95,7 +95,7 @@ def test_a_machine_without_a_gpu_is_told_the_cpu_example(monkeypatch) -> None:
         ("a=[open", "[open"),
     ],
 )
-def test_a_dotlist_value_is_one_yaml_value(text, value) -> None:
+def test_a_dotlist_value_is_parsed_as_one_yaml_value(text, value) -> None:
     (rewritten,) = dotlist_to_overrides([text])
     override = parse_override(rewritten)
     assert override.key_or_group == text.partition("=")[0]

@@ -55,7 +55,7 @@ def bomb(levels: int) -> str:
     ],
     ids=["anchors of anchors", "an anchor of itself", "3,000 levels", "5,000 digits"],
 )
-def test_a_file_that_takes_all_memory_or_all_levels_is_refused(write_yaml, content: str, message: str) -> None:
+def test_a_file_that_expands_or_nests_too_far_is_refused(write_yaml, content: str, message: str) -> None:
     started = time.monotonic()
     with pytest.raises(ConfigError, match=message):
         load_config(write_yaml("bomb.yaml", content))
@@ -72,7 +72,7 @@ def test_anchors_are_read(write_yaml) -> None:
     )
 
 
-def test_levels_that_yaml_reads_but_no_walk_gets_through_are_refused(minimal) -> None:
+def test_nesting_too_deep_for_recursion_is_refused(minimal) -> None:
     with pytest.raises(ConfigError, match="nested too deeply"):
         load_checked(minimal, ["policy.hf_config_overrides=" + "{a:" * 100 + "1" + "}" * 100])
     with pytest.raises(ConfigError, match="nested too deeply"):
@@ -89,7 +89,7 @@ def test_an_empty_section_inherits_and_null_stays_where_it_means_something(write
     assert load_checked(path).policy.hf_config_overrides is None
 
 
-def test_keys_that_a_later_file_drops_are_not_spoken_of(write_yaml, caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_that_a_later_file_drops_give_no_message(write_yaml, caplog: pytest.LogCaptureFixture) -> None:
     write_yaml("parent.yaml", with_values(data={"train": {"dataset_name": "arithmetic", "num_samples": 7}}))
     dropped = {"defaults": "parent.yaml", "data": {"train": {"_override_": True, "data_path": "README.md"}}}
     kept = {"defaults": "parent.yaml", "data": {"train": {"dataset_name": None, "data_path": "README.md"}}}
@@ -102,14 +102,14 @@ def test_keys_that_a_later_file_drops_are_not_spoken_of(write_yaml, caplog: pyte
     assert "data.train.num_samples (only arithmetic" in caplog.text
 
 
-def test_each_level_is_relative_to_its_own_folder(write_yaml) -> None:
+def test_parent_paths_are_relative_to_the_file_that_names_them(write_yaml) -> None:
     write_yaml("base/deep/root.yaml", {"v": "root", "w": 1})
     write_yaml("base/mid.yaml", {"defaults": "deep/root.yaml", "v": "mid"})
     child = write_yaml("runs/child.yaml", {"defaults": "../base/mid.yaml"})
     assert plain(load_config(child)) == {"v": "mid", "w": 1}
 
 
-def test_absolute_parent(write_yaml) -> None:
+def test_a_parent_may_be_an_absolute_path(write_yaml) -> None:
     parent = write_yaml("elsewhere/p.yaml", {"v": 1})
     assert plain(load_config(write_yaml("c.yaml", {"defaults": str(parent)}))) == {"v": 1}
 
@@ -141,19 +141,19 @@ def test_interpolations_of_a_parent_see_the_childs_value(write_yaml) -> None:
     }  # fmt: skip
 
 
-def test_environment_variables(write_yaml, monkeypatch) -> None:
+def test_environment_variables_are_interpolated(write_yaml, monkeypatch) -> None:
     monkeypatch.setenv("NEMO_TEST_NAME", "abc")
     assert plain(load_config(write_yaml("c.yaml", {"v": "${oc.env:NEMO_TEST_NAME}"}))) == {"v": "abc"}
 
 
-def test_a_circle_is_an_error_that_names_it(write_yaml) -> None:
+def test_an_inheritance_cycle_is_refused_and_named(write_yaml) -> None:
     write_yaml("a.yaml", {"defaults": "b.yaml"})
     write_yaml("b.yaml", {"defaults": "a.yaml"})
     with pytest.raises(ConfigError, match=r"circle: .*a\.yaml -> .*b\.yaml -> .*a\.yaml"):
         load_config(write_yaml("a.yaml", {"defaults": "b.yaml"}))
 
 
-def test_a_diamond_is_no_circle(write_yaml) -> None:
+def test_a_shared_grandparent_is_not_a_cycle(write_yaml) -> None:
     write_yaml("root.yaml", {"v": 1})
     write_yaml("l.yaml", {"defaults": "root.yaml"})
     write_yaml("r.yaml", {"defaults": "root.yaml"})
@@ -170,18 +170,18 @@ def test_a_diamond_is_no_circle(write_yaml) -> None:
         ("a: 1\na: 2\n", r"not valid YAML.*duplicate"),
     ],
 )
-def test_bad_files(write_yaml, content: object, message: str) -> None:
+def test_files_that_cannot_be_loaded_are_refused(write_yaml, content: object, message: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         load_config(write_yaml("c.yaml", content))
 
 
-def test_missing_file_names_the_current_folder(tmp_path: Path, monkeypatch) -> None:
+def test_a_missing_file_error_names_the_current_folder(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=rf"no config file 'no\.yaml' \(current folder: {tmp_path}\)"):
         load_config("no.yaml")
 
 
-def test_small_helpers(write_yaml, tmp_path: Path) -> None:
+def test_helpers_resolve_load_and_merge_without_side_effects(write_yaml, tmp_path: Path) -> None:
     assert resolve_path(tmp_path, "a/b.yaml") == tmp_path / "a" / "b.yaml"
     assert resolve_path(tmp_path, "/x.yaml") == Path("/x.yaml")
     write_yaml("sub/c.yaml", {"v": 1})

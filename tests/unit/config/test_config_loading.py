@@ -30,7 +30,7 @@ from nemo_rl.config.schema.model.parallel import DTensorConfig
 from nemo_rl.utils.errors import ConfigError
 
 
-def test_import_loads_neither_torch_nor_ray() -> None:
+def test_importing_config_loads_neither_torch_nor_ray() -> None:
     code = (
         "import sys, nemo_rl.config, nemo_rl.utils.config\n"
         "assert not {'torch', 'ray', 'transformers', 'datasets', 'numpy'} & set(sys.modules), 'heavy import'"
@@ -56,7 +56,7 @@ def test_unknown_keys_name_file_key_and_nearest(write_yaml, content: dict, near:
     assert str(path) in str(caught.value) and near in str(caught.value)
 
 
-def test_the_file_with_the_unknown_key_is_named_not_its_child(write_yaml) -> None:
+def test_an_unknown_key_names_the_file_that_holds_it_not_its_child(write_yaml) -> None:
     parent = write_yaml("parent.yaml", with_values(grpo={"sed": 1}))
     child = write_yaml("child.yaml", {"defaults": "parent.yaml"})
     with pytest.raises(ConfigError) as caught:
@@ -73,9 +73,9 @@ def test_the_file_with_the_unknown_key_is_named_not_its_child(write_yaml) -> Non
         ("train_data_path", "data.train.data_path"),
     ],
 )
-def test_flat_data_keys_show_their_new_place(write_yaml, key: str, place: str) -> None:
+def test_flat_data_keys_are_refused_with_their_new_path(write_yaml, key: str, place: str) -> None:
     with pytest.raises(ConfigError, match=rf"data\.{key}.*write {place}"):
-        # beside data.train a name is without effect, in NeMo RL too
+        # next to data.train a name has no effect, in NeMo RL too
         train = {"train": None} if key == "dataset_name" else {}
         load_config(write_yaml("old.yaml", with_values(data={key: "x", **train})))
 
@@ -111,12 +111,12 @@ def test_features_that_do_not_exist_are_refused(minimal: Path, override: str) ->
 
 
 @pytest.mark.parametrize("name", ["gae", "raw", "raw_reward"])
-def test_estimators_of_ppo_are_named_as_such(minimal: Path, name: str) -> None:
+def test_estimators_of_ppo_are_refused_by_name(minimal: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"adv_estimator.name=.*not built yet: PPO with a value model"):
         load_config(minimal, [f"grpo.adv_estimator.name={name}"])
 
 
-def test_a_dual_clip_without_a_ratio_is_told(minimal: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dual_clip_without_a_ratio_gives_a_notice(minimal: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "nemo_rl.config"):
         load_config(minimal, ["loss_fn.disable_ppo_ratio=true", "loss_fn.ratio_clip_c=3"])
     assert "loss_fn.ratio_clip_c (disable_ppo_ratio takes the ratio away)" in caplog.text
@@ -162,7 +162,7 @@ def test_a_wrong_value_is_reported_once_where_it_is_written(minimal: Path) -> No
     assert str(caught.value).startswith("policy.max_total_sequence_length='abc' (set by the override")
 
 
-def test_missing_and_unresolvable_values(write_yaml, minimal: Path) -> None:
+def test_missing_and_unresolvable_values_are_refused(write_yaml, minimal: Path) -> None:
     with pytest.raises(ConfigError, match=r"policy\.model_name has no value\. Write it"):
         load_config(write_yaml("none.yaml", {"grpo": {"seed": 1}}))
     with pytest.raises(ConfigError, match=r"grpo\.seed has no value \(.*open\.yaml leaves it open\)"):
@@ -172,18 +172,18 @@ def test_missing_and_unresolvable_values(write_yaml, minimal: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["val_reward", "accuracy", "val:", "validation:accuracy"])
-def test_metric_name_needs_its_side(minimal: Path, name: str) -> None:
+def test_a_metric_name_needs_the_prefix_train_or_val(minimal: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="val:<name> or train:<name>"):
         load_config(minimal, [f"checkpointing.metric_name={name}"])
 
 
 @pytest.mark.parametrize("name", ["null", "val:accuracy", "train:loss"])
-def test_metric_names_that_work(minimal: Path, name: str) -> None:
+def test_metric_names_with_a_prefix_load(minimal: Path, name: str) -> None:
     config = load_config(minimal, [f"checkpointing.metric_name={name}"])
     assert config.checkpointing.metric_name == (None if name == "null" else name)
 
 
-def test_scheduler_shapes(write_yaml) -> None:
+def test_a_scheduler_may_be_one_entry_or_a_list(write_yaml) -> None:
     one = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"total_iters": 5}}
     listed = [one, {"name": "torch.optim.lr_scheduler.ConstantLR"}, {"milestones": [5]}]
     config = load_config(write_yaml("s.yaml", with_values(policy={"scheduler": listed})))
@@ -214,7 +214,7 @@ def test_data_entries_inherit_from_default(write_yaml, tmp_path: Path) -> None:
     assert config.data.validation_entries[0].split == "test"
 
 
-def test_environments_are_typed_by_name(write_yaml) -> None:
+def test_environment_sections_get_the_type_of_their_name(write_yaml) -> None:
     own = {"num_workers": 2, "anything": [1, {"a": None}]}
     content = with_values(env={"math": {"num_workers": 3}, "mine": own}, data={"default": {"env_name": "mine"}})
     env = load_config(write_yaml("e.yaml", content)).env
@@ -247,14 +247,14 @@ def test_sections_built_in_code_have_their_derived_defaults() -> None:
         (ClippedPGLossConfig, {"ratio_clip_min": -0.1}, "ratio_clip_min"),
     ],
 )
-def test_building_reports_config_errors(section: type[Section], values: dict, message: str) -> None:
+def test_building_a_section_in_code_reports_config_errors(section: type[Section], values: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         section.build(**values)
 
 
-def test_the_schema_may_be_another_algorithms(write_yaml) -> None:
+def test_a_config_loads_with_the_schema_of_another_algorithm(write_yaml) -> None:
     class TeacherMasterConfig(Section):
-        """Two policies under names of their own."""
+        """Two policies under their own names."""
 
         policy: PolicyConfig
         teacher: PolicyConfig
@@ -279,7 +279,7 @@ def test_saved_configs_read_back_equal(minimal: Path, tmp_path: Path) -> None:
     assert load_config(target).policy.tokenizer.chat_template == "{{ x }} ${not_a_key}"
 
 
-def test_paths_are_found_here_then_in_the_repository(tmp_path: Path, monkeypatch, write_yaml) -> None:
+def test_paths_are_searched_in_the_current_folder_then_the_repository(tmp_path: Path, monkeypatch, write_yaml) -> None:
     monkeypatch.chdir(tmp_path)
     assert find_path("examples/prompts/cot.txt") == REPOSITORY_ROOT / "examples/prompts/cot.txt"
     mine = write_yaml("examples/prompts/cot.txt", "mine {}")
@@ -297,7 +297,7 @@ def test_every_grpo_example_loads(path: Path) -> None:
     assert isinstance(load_config(path), GRPOMasterConfig)
 
 
-def test_documented_defaults_of_the_1b_example() -> None:
+def test_the_1b_example_has_its_documented_defaults() -> None:
     config = load_config("examples/configs/grpo_math_1B.yaml")
     assert (config.policy.model_name, config.cluster.device, config.cluster.gpus_per_node) == (
         "Qwen/Qwen2.5-1.5B",
@@ -311,7 +311,7 @@ def test_documented_defaults_of_the_1b_example() -> None:
     assert prompt.format("2+2") != prompt and r"\boxed{}" in prompt.format("2+2")
 
 
-def test_data_set_names_are_the_registered_ones() -> None:
+def test_allowed_data_set_names_are_the_registered_ones() -> None:
     from nemo_rl.data.datasets.response_datasets import DATASET_REGISTRY
 
     assert set(RESPONSE_DATASET_NAMES) == set(DATASET_REGISTRY)

@@ -48,7 +48,7 @@ def changed(**a: object) -> dict:
         ("~a.b=1", {"a": {"l": [1, 2], "e": {}}, "x": [{"n": 1}]}),
     ],
 )
-def test_what_works(override: str, expected: dict) -> None:
+def test_overrides_set_the_expected_values(override: str, expected: dict) -> None:
     assert apply(override) == expected
 
 
@@ -57,7 +57,7 @@ def test_what_works(override: str, expected: dict) -> None:
     ["a.zz=5", "+a.b=3", "~a.b=2", "~a.q", "+a.l.3=", "a.e={k:1}", "a.b=1,2", "foo", "--flag", "a.b=[1",
      "a.l.9=1", "a.b=range(1,3)", "~x.0"],
 )  # fmt: skip
-def test_what_is_refused_is_quoted(override: str) -> None:
+def test_refused_overrides_are_quoted(override: str) -> None:
     with pytest.raises(OverridesError) as caught:
         apply(override)
     assert repr(override) in str(caught.value)
@@ -68,7 +68,7 @@ def test_later_overrides_win() -> None:
     assert apply("a.b=2", "a.b=3")["a"]["b"] == 3
 
 
-def test_grammar_errors_show_an_example() -> None:
+def test_syntax_errors_show_an_example() -> None:
     with pytest.raises(OverridesError, match=r"no '='.*grpo\.num_prompts_per_step=8"):
         apply("foo")
     with pytest.raises(OverridesError, match=r"sweep.*'a\.b=\[1,2\]'"):
@@ -83,7 +83,7 @@ def test_schema_defaults_count_as_existing(minimal: Path) -> None:
     assert config.policy.generation.weight_sync.bucket_size_mb == 8
 
 
-def test_plus_works_on_a_default_and_not_on_what_a_file_sets(minimal: Path) -> None:
+def test_plus_works_on_a_default_but_not_on_a_key_of_a_file(minimal: Path) -> None:
     config = load_config(minimal, ["+grpo.max_rollout_turns=3"])
     assert config.grpo.max_rollout_turns == 3
     with pytest.raises(OverridesError, match="already"):
@@ -92,13 +92,13 @@ def test_plus_works_on_a_default_and_not_on_what_a_file_sets(minimal: Path) -> N
         load_config(minimal, ["+grpo.max_rollout_turns=3", "+grpo.max_rollout_turns=4"])
 
 
-def test_deleting_returns_to_the_default(minimal: Path) -> None:
+def test_deleting_a_key_restores_its_default(minimal: Path) -> None:
     assert load_config(minimal, ["~policy.train_global_batch_size"], check=False).policy.train_global_batch_size == 512
     assert load_config(minimal, ["~policy.scheduler"]).policy.scheduler is None
     assert load_config(minimal, ["~env.math"], check=False).env == {}
 
 
-def test_free_mappings_need_a_plus_for_new_keys(minimal: Path) -> None:
+def test_new_keys_of_free_mappings_need_a_plus(minimal: Path) -> None:
     with pytest.raises(OverridesError, match=r"To add it write '\+policy\.optimizer\.kwargs\.foreach=false'"):
         load_config(minimal, ["policy.optimizer.kwargs.foreach=false"])
     config = load_config(minimal, ["+policy.optimizer.kwargs.foreach=false", "policy.optimizer.kwargs.betas.0=0.8"])
@@ -108,12 +108,12 @@ def test_free_mappings_need_a_plus_for_new_keys(minimal: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_section_that_is_null_can_be_written_into(minimal: Path) -> None:
+def test_an_override_may_fill_a_null_section(minimal: Path) -> None:
     config = load_config(minimal, ["data.validation.dataset_name=gsm8k", "data.default.seed=7"])
     assert [(e.dataset_name, e.seed) for e in config.data.validation_entries] == [("gsm8k", 7)]
 
 
-def test_a_list_may_take_the_place_of_an_entry(minimal: Path) -> None:
+def test_a_list_may_replace_an_entry(minimal: Path) -> None:
     config = load_config(
         minimal,
         ["data.train=[{dataset_name: gsm8k},{dataset_name: arithmetic, seed: 3}]", "data.train.0.split=test"],
@@ -124,7 +124,7 @@ def test_a_list_may_take_the_place_of_an_entry(minimal: Path) -> None:
     ]
 
 
-def test_unknown_key_in_an_override(minimal: Path) -> None:
+def test_an_unknown_key_in_an_override_is_refused(minimal: Path) -> None:
     with pytest.raises(
         OverridesError, match=r"'grpo\.num_prompt_per_step=4'.*Did you mean 'grpo\.num_prompts_per_step'"
     ):
@@ -134,7 +134,7 @@ def test_unknown_key_in_an_override(minimal: Path) -> None:
 
 
 @pytest.mark.parametrize("override", ["+grpo._override_=true", "policy.optimizer.kwargs={_override_: true, lr: 1}"])
-def test_the_marker_of_files_says_what_to_write_instead(minimal: Path, override: str) -> None:
+def test_the_override_marker_of_files_is_refused_with_advice(minimal: Path, override: str) -> None:
     with pytest.raises(OverridesError, match=r"_override_ is for files.* with ~key"):
         load_config(minimal, [override])
 
@@ -173,11 +173,11 @@ OWN = "my_rewards.Length"
         [f"data.default.env_name={OWN}", f"+env.{OWN}={{target: 20}}"],
     ],
 )
-def test_an_environment_named_by_its_path(minimal: Path, overrides: list[str]) -> None:
+def test_an_environment_may_be_named_by_its_path(minimal: Path, overrides: list[str]) -> None:
     assert load_config(minimal, overrides).env[OWN] == {"target": 20}
 
 
-def test_keys_of_an_environment_in_a_file_and_its_python_environment(write_yaml) -> None:
+def test_an_environment_keeps_its_own_keys_and_python_environment(write_yaml) -> None:
     own = {"env_name": OWN}
     content = with_values(data={"default": own}, env={OWN: {"target": 3, "deep": {"a.b": 1}}})
     overrides = [f"env.{OWN}.target=20", f"env.{OWN}.deep.a.b=2", f"+cluster.venvs.{OWN}.packages=[x]"]
@@ -213,12 +213,12 @@ def test_keys_of_an_environment_in_a_file_and_its_python_environment(write_yaml)
         ("policy.generation.stop_token_ids=[-1]", r"stop_token_ids\.0=-1"),
     ],
 )
-def test_advice_that_leads_on(minimal: Path, override: str, message: str) -> None:
+def test_following_the_advice_of_an_error_leads_to_the_next_one(minimal: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(minimal, [override])
 
 
-def test_what_is_empty_is_named_once(minimal: Path) -> None:
+def test_each_empty_value_is_named_once(minimal: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(minimal, ["policy.model_name=", "logger.log_dir="])
     assert str(caught.value).count("is empty (set") == 2
@@ -226,7 +226,7 @@ def test_what_is_empty_is_named_once(minimal: Path) -> None:
     assert load_config(minimal, plain).policy.tokenizer.chat_template_kwargs == {"x": ""}
 
 
-def test_the_librarys_environments_are_known_by_name() -> None:
+def test_built_in_environments_are_known_by_name() -> None:
     from nemo_rl.environments.registry import ENV_REGISTRY
 
     assert set(BUILT_IN_ENVIRONMENTS) == set(ENV_REGISTRY)

@@ -28,7 +28,7 @@ def stored(name: str, *overrides: str) -> dict:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_stored_configuration_equals_its_own_run(name):
+def test_a_stored_configuration_equals_that_of_its_run(name):
     assert changed_keys(load(name), stored(name)) == []
 
 
@@ -60,7 +60,7 @@ def test_a_stored_configuration_equals_its_own_run(name):
         ("distillation_math_cpu", "teacher.model_name=other", "teacher.model_name", False),
     ],
 )
-def test_changes_are_found_and_sorted(name, override, said, applied):
+def test_changes_are_found_and_classified(name, override, said, applied):
     found = changed_keys(
         load_config(ROOT / f"examples/configs/{name}.yaml", [override], schema=EXAMPLES[name], check=False),
         stored(name),
@@ -96,7 +96,7 @@ def keys_below(section: BaseModel, path: str = "") -> Iterator[str]:
                     yield from keys_below(below, f"{path}{name}.{key}.")
 
 
-def test_every_pattern_names_a_key_and_stands_in_the_guide():
+def test_every_pattern_names_a_key_and_is_in_the_guide():
     keys = {key for name in EXAMPLES for key in keys_below(load(name))}
     guide = (ROOT / "docs/guides/grpo.md").read_text()
     for group, patterns in APPLIED.items():
@@ -116,6 +116,6 @@ def test_every_pattern_names_a_key_and_stands_in_the_guide():
         (["data.train.seed"], "data.train", False),
     ],
 )
-def test_a_section_allows_its_keys(allowed, key, want):
+def test_allowing_a_section_allows_its_keys(allowed, key, want):
     config = load("sft_cpu", f"checkpointing.allow_changed={allowed}")
     assert config.checkpointing.allows(key) is want

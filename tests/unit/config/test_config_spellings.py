@@ -62,7 +62,7 @@ def test_two_values_in_one_file_are_refused(tmp_path):
         GenerationConfig.build(max_new_tokens=4, vllm_cfg={"max_model_len": 8}, engine={"max_model_len": 9})
 
 
-def test_what_is_no_section_is_refused_beside_the_other_spelling(tmp_path):
+def test_a_value_that_is_no_section_is_refused_next_to_the_other_spelling(tmp_path):
     with pytest.raises(ConfigError, match=r"policy.generation.engine='hf' \(set by the override .*Allowed: section"):
         load(tmp_path, "    temperature: 1.0\n", "policy.generation.engine=hf")
     for wrong in ("5", "'${policy.generation.vllm_cfg}'"):

@@ -32,7 +32,7 @@ def load(*overrides: str) -> DPOMasterConfig:
 
 
 @pytest.mark.parametrize(("overrides", "message"), REFUSED, ids=lambda value: str(value)[:60])
-def test_refused(overrides: list[str], message: str) -> None:
+def test_contradictory_supervised_values_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(*overrides)
 
@@ -42,7 +42,7 @@ def test_kto_takes_pairs_and_labelled_answers() -> None:
     load(KTO, "data.train={dataset_name: BinaryFeedbackDataset, data_path: LICENSE}")
 
 
-def test_named_validation_data() -> None:
+def test_validation_data_may_be_named() -> None:
     load("data.validation.name=easy", "checkpointing.metric_name=val:validation-easy_loss")
     load("data.validation.name=easy", "checkpointing.enabled=false")
     sets = "data.validation=[{dataset_name: arithmetic_preference, name: easy}, {dataset_name: arithmetic_preference}]"

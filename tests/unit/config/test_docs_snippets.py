@@ -48,8 +48,8 @@ SNIPPETS = [pytest.param(text, id=f"{page}-{n}") for page in PAGES for n, text i
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS)
-def test_snippet_loads_and_passes_all_checks(snippet, tmp_path, monkeypatch):
-    """A reader's own files stand in as empty ones; everything else has to be as the page says."""
+def test_each_snippet_of_the_docs_loads_and_passes_all_checks(snippet, tmp_path, monkeypatch):
+    """Files of a reader exist as empty ones; everything else has to match the page."""
     tree = yaml.safe_load(snippet)
     monkeypatch.chdir(tmp_path)
     for name in files_named_in(tree):

@@ -1,4 +1,4 @@
-"""Configurations written for NeMo RL: what loads, what is said about keys without effect, what is refused and how.
+"""Configurations written for NeMo RL: what loads, which keys give a notice, and what is refused.
 
 `nemo_rl/` holds one configuration for each algorithm with all keys that NeMo RL has, at its defaults.
 """
@@ -202,7 +202,7 @@ PASSING = {bool: "false", int: "0", str: "''", list: "[]", dict: "enabled: false
 
 
 def written(folder: Path, algorithm: str, *overrides: str) -> Path:
-    """The configuration of an algorithm with more keys, in a file that inherits from it."""
+    """Write the configuration of an algorithm with further keys, in a file that inherits from it."""
     content: dict[str, Any] = {"defaults": str(SHAPES / f"{algorithm}.yaml")}
     for text in overrides:
         key, value = text.lstrip("+").split("=", 1)
@@ -224,12 +224,12 @@ def test_all_keys_of_nemo_rl_load_at_its_defaults(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ACCEPTED)
-def test_accepted_with_their_meaning(tmp_path: Path, algorithm: str) -> None:
+def test_nemo_rl_keys_load_with_their_meaning(tmp_path: Path, algorithm: str) -> None:
     assert obstacles(written(tmp_path, algorithm, *ACCEPTED[algorithm]), algorithm) == []
 
 
 @pytest.mark.parametrize("kind", MEGATRON_FILES)
-def test_files_for_megatron_load(tmp_path: Path, kind: str) -> None:
+def test_nemo_rl_files_for_megatron_load(tmp_path: Path, kind: str) -> None:
     algorithm, changes = MEGATRON_FILES[kind]
     config = load_config(written(tmp_path, algorithm, *TO_MEGATRON, *changes), schema=ALGORITHMS[algorithm])
     assert config.policy.backend_key == "megatron_cfg"
@@ -237,7 +237,7 @@ def test_files_for_megatron_load(tmp_path: Path, kind: str) -> None:
     assert config.policy.megatron_cfg.optimizer.clip_grad == config.policy.max_grad_norm == 1.0
 
 
-def test_the_key_for_megatrons_engine_acts_with_that_engine(tmp_path: Path) -> None:
+def test_the_megatron_engine_key_acts_with_that_engine(tmp_path: Path) -> None:
     lengths = "policy.generation.mcore_generation_config.max_model_len=384", "policy.generation.max_new_tokens=256"
     for engine, context in (("megatron", 384), ("vllm", 512)):
         path = written(tmp_path, "grpo", *lengths, f"policy.generation.backend={engine}")
@@ -245,7 +245,7 @@ def test_the_key_for_megatrons_engine_acts_with_that_engine(tmp_path: Path) -> N
         assert generation is not None and generation.engine.max_model_len == context
 
 
-def test_megatrons_key_saves_in_the_background_with_megatron(tmp_path: Path) -> None:
+def test_the_megatron_async_save_key_saves_in_the_background(tmp_path: Path) -> None:
     asked = "policy.megatron_cfg.checkpoint.async_save=true"
     assert not load_config(written(tmp_path, "sft", asked), schema=ALGORITHMS["sft"]).saving.is_async
     assert load_config(written(tmp_path, "sft", *TO_MEGATRON, asked), schema=ALGORITHMS["sft"]).saving.is_async
@@ -254,7 +254,7 @@ def test_megatrons_key_saves_in_the_background_with_megatron(tmp_path: Path) -> 
     assert load_config(quiet, ["checkpointing.is_async=true"], schema=ALGORITHMS["sft"]).saving.is_async
 
 
-def test_a_rate_for_a_bias_that_is_left_out_has_no_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rate_for_an_absent_bias_has_no_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keys = ("moe_router_bias_update_rate=1.0e-3", "moe_router_enable_expert_bias=false")
     path = written(tmp_path, "sft", *TO_MEGATRON, *(f"policy.megatron_cfg.{key}" for key in keys))
     with caplog.at_level(logging.INFO, "nemo_rl.config"):
@@ -262,7 +262,7 @@ def test_a_rate_for_a_bias_that_is_left_out_has_no_effect(tmp_path: Path, caplog
     assert "moe_router_bias_update_rate (moe_router_enable_expert_bias is false)" in caplog.text
 
 
-def test_defaults_of_megatron_follow_the_keys_that_they_follow_in_nemo_rl(tmp_path: Path) -> None:
+def test_megatron_defaults_follow_the_same_keys_as_in_nemo_rl(tmp_path: Path) -> None:
     megatron = {"enabled": True, "tensor_model_parallel_size": 4, "optimizer": {"weight_decay": 0.2}}
     policy = {"model_name": "m", "max_grad_norm": 0.3, "dtensor_cfg": {"enabled": False}, "megatron_cfg": megatron}
     content = {
@@ -290,7 +290,9 @@ def test_notices_are_about_the_backend_that_trains(tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.parametrize("algorithm", WITHOUT_EFFECT)
-def test_accepted_with_a_notice(tmp_path: Path, caplog: pytest.LogCaptureFixture, algorithm: str) -> None:
+def test_keys_without_effect_load_with_a_notice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, algorithm: str
+) -> None:
     keys = WITHOUT_EFFECT[algorithm]
     with caplog.at_level(logging.INFO, "nemo_rl.config"):
         load_config(written(tmp_path, algorithm, *keys), schema=ALGORITHMS[algorithm])
@@ -300,13 +302,13 @@ def test_accepted_with_a_notice(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("algorithm", NOT_BUILT)
-def test_refused_by_name(tmp_path: Path, algorithm: str) -> None:
+def test_unsupported_keys_are_refused_by_name(tmp_path: Path, algorithm: str) -> None:
     found = obstacles(written(tmp_path, algorithm, *NOT_BUILT[algorithm]), algorithm)
     assert {text.split("=")[0] for text in found} == {key.split("=")[0] for key in NOT_BUILT[algorithm]}
     assert len(found) == len(NOT_BUILT[algorithm]) and all("not built yet: " in text for text in found)
 
 
-def test_data_and_environments_that_are_not_built(tmp_path: Path) -> None:
+def test_unsupported_data_and_environments_are_refused(tmp_path: Path) -> None:
     changes = ("data.train={dataset_name: refcoco}", "data.default.env_name=nemo_gym", "env={nemo_gym: {}, math: {}}")
     found = obstacles(written(tmp_path, "grpo", *changes), "grpo")
     assert len(found) == 2 and all("not built yet" in text for text in found)
@@ -314,7 +316,7 @@ def test_data_and_environments_that_are_not_built(tmp_path: Path) -> None:
 
 
 def sections(root: type[Section], path: str = "") -> Iterator[tuple[str, type[Section]]]:
-    """Every section with its dotted path; those of lists are left out."""
+    """Yield every section with its dotted path, except those of lists."""
     yield path, root
     for name, field in root.model_fields.items():
         for below in Slot.of(field.annotation, field.metadata).sections:
@@ -333,7 +335,7 @@ def nested(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def later_keys(algorithm: str) -> dict[str, tuple[Any, ...]]:
-    """Every key of a feature that is not built, with the neutral values of its own."""
+    """Yield every key of a feature that is not implemented, with its neutral values."""
     found = {}
     for path, section in sections(ALGORITHMS[algorithm]):
         if "training_backend" not in path and (path != "policy.generation" or algorithm in ("grpo", "distillation")):
@@ -355,7 +357,7 @@ def written_tree(folder: Path, algorithm: str, values: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_neutral_values_pass(tmp_path: Path, algorithm: str) -> None:
+def test_neutral_values_of_unsupported_keys_load(tmp_path: Path, algorithm: str) -> None:
     keys = later_keys(algorithm)
     assert len(keys) > 10
     values = {key: neutral[0] if neutral else value for (key, neutral), value in zip(keys.items(), cycle(NEUTRAL))}
@@ -364,7 +366,7 @@ def test_neutral_values_pass(tmp_path: Path, algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_other_values_are_refused_together(tmp_path: Path, algorithm: str) -> None:
+def test_other_values_of_unsupported_keys_are_refused_together(tmp_path: Path, algorithm: str) -> None:
     keys = later_keys(algorithm)
     kinds = dict(zip(keys, cycle(SWITCHED_ON), strict=False))
     values = {key: SWITCHED_ON[int if keys[key] else kind] for key, kind in kinds.items()}
@@ -379,7 +381,7 @@ def test_other_values_are_refused_together(tmp_path: Path, algorithm: str) -> No
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_value_of_every_key(algorithm: str) -> None:
+def test_every_value_of_every_key_loads_or_is_refused_by_name(algorithm: str) -> None:
     for _, section in sections(ALGORITHMS[algorithm]):
         later = Later(section.later, section.neutral)
         for key, feature in section.later.items():
@@ -390,7 +392,7 @@ def test_every_value_of_every_key(algorithm: str) -> None:
                 assert named == key and feature in refusal and refusal.endswith(f"{PASSING[kind]}, null")
 
 
-def test_obstacles_of_every_stage_come_together(tmp_path: Path) -> None:
+def test_errors_of_every_stage_are_reported_together(tmp_path: Path) -> None:
     path = written(
         tmp_path,
         "grpo",
@@ -416,8 +418,8 @@ def test_obstacles_of_every_stage_come_together(tmp_path: Path) -> None:
     assert len(rules) == 1 and "is not a whole number" in rules[0]
 
 
-def test_old_names_beside_new_ones(tmp_path: Path) -> None:
-    """A null says nothing; a prompt file would have been used, so it is refused."""
+def test_old_names_next_to_new_ones_are_refused(tmp_path: Path) -> None:
+    """A null sets nothing; a prompt file would have been used, so it is refused."""
     (found,) = obstacles(written(tmp_path, "grpo", "data.prompt_file=a.txt"), "grpo")
     assert "data.prompt_file='a.txt'" in found and "write data.default.prompt_file" in found
     (found,) = obstacles(written(tmp_path, "grpo", "data.dataset_name=DAPOMath17K", "data.train=null"), "grpo")
@@ -435,14 +437,14 @@ def test_old_names_beside_new_ones(tmp_path: Path) -> None:
         ("bad_words", ["a"], False),
     ],
 )
-def test_raw_logprobs_only_where_they_are_those_of_the_sampled_distribution(key: str, value: Any, same: bool) -> None:
+def test_raw_logprobs_are_accepted_only_without_a_sampling_filter(key: str, value: Any, same: bool) -> None:
     generation = {"vllm_cfg": {"logprobs_mode": "raw_logprobs"}, key: value}
     found = list(check_generation(PolicyConfig.build(model_name="m", generation=generation), ClusterConfig()))
     assert (found == []) is same
     assert all("importance ratios would be wrong" in text and f"{key}={value}" in text for text in found)
 
 
-def test_numbers_in_environment_variables_become_text() -> None:
+def test_numeric_environment_variables_become_strings() -> None:
     policy = PolicyConfig.build(
         model_name="m", dtensor_cfg={"env_vars": {"B": 2}}, generation={"vllm_cfg": {"env_vars": {"A": 1}}}
     )
@@ -466,7 +468,7 @@ def run(checker: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) -
     return status
 
 
-def test_the_command_line(
+def test_the_checker_reports_each_file_and_exits_nonzero_on_errors(
     checker: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = written(tmp_path, "sft", "policy.model_name=/no/such/model")
@@ -486,7 +488,7 @@ def test_the_command_line(
     assert "there is no config file" in capsys.readouterr().out
 
 
-def test_a_value_that_is_left_open_is_asked_for(tmp_path: Path) -> None:
+def test_a_value_left_open_is_requested(tmp_path: Path) -> None:
     path = tmp_path / "open.yaml"
     path.write_text(
         "sft: {val_period: 0, val_at_start: false}\npolicy: {model_name: '???'}\ndata: {train: {dataset_name: squad}}"
@@ -496,7 +498,7 @@ def test_a_value_that_is_left_open_is_asked_for(tmp_path: Path) -> None:
     assert obstacles(path, "sft", ["policy.model_name=Qwen/Qwen3-4B"]) == []
 
 
-def test_ppo_is_named_as_what_is_not_built(tmp_path: Path) -> None:
+def test_ppo_is_refused_as_not_implemented(tmp_path: Path) -> None:
     path = tmp_path / "ppo.yaml"
     parts = {"ppo": {"ppo_epochs": 4}, "value": {"model_name": "m"}, "value_loss_fn": {"scale": 0.4}}
     path.write_text(yaml.safe_dump({"defaults": str(SHAPES / "common.yaml"), **parts}))

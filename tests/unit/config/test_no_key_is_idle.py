@@ -1,4 +1,4 @@
-"""Every key a user may set does something, or the user is told that it does not.
+"""Every key a user may set has an effect, or the user gets a notice that it has none.
 
 "Something" is an attribute access in code outside `config`, on a value that is known to be that section (see
 `attribute_reads`). Rules, loading and checks do not count: a key that is only checked changes no run. Keys that depend
@@ -58,7 +58,7 @@ def sources() -> dict[Path, str]:
 
 
 def reads_of(sources: dict[Path, str]) -> AttributeReads:
-    """What the code outside `config` reads, and what functions of `config` read that it calls."""
+    """Return what the code outside `config` reads, with the functions of `config` that it calls."""
     reads = AttributeReads(sources)
 
     def is_rule(name: str, returns: ast.expr | None) -> bool:
@@ -69,7 +69,7 @@ def reads_of(sources: dict[Path, str]) -> AttributeReads:
 
 
 def keys(section: type[Section], path: str) -> Iterator[tuple[str, type[Section], str]]:
-    """Every key below a section: its dotted path, the section it is in, and its name."""
+    """Yield every key below a section: its dotted path, its section, and its name."""
     for name, field in section.model_fields.items():
         yield f"{path}{name}", section, name
         slot = Slot.of(field.annotation, field.metadata)
@@ -80,7 +80,7 @@ def keys(section: type[Section], path: str) -> Iterator[tuple[str, type[Section]
 
 
 def has_one_value(field: FieldInfo) -> bool:
-    """Whether every other value is refused by the key's type."""
+    """Return whether the type of the key refuses every other value."""
     only = [m for m in field.metadata if isinstance(m, Only)]
     only += [m for a in get_args(field.annotation) for m in getattr(a, "__metadata__", ()) if isinstance(m, Only)]
     literal = get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
@@ -88,12 +88,12 @@ def has_one_value(field: FieldInfo) -> bool:
 
 
 def is_told(section: type[Section], key: str) -> bool:
-    """Whether a user who writes the key gets a notice."""
+    """Return whether a user who writes the key gets a notice."""
     return key in section.idle
 
 
 def feeds_another(master: type[Section], path: str) -> bool:
-    """Whether the default of another key follows this one."""
+    """Return whether the default of another key follows this one."""
     *parents, key = path.split(".")
     for other, section, name in keys(master, ""):
         default = section.model_fields[name].default
@@ -110,7 +110,7 @@ def feeds_another(master: type[Section], path: str) -> bool:
 
 
 def idle_keys(reads: AttributeReads) -> set[str]:
-    """Sections with their keys that nothing reads, in any master configuration."""
+    """Return the keys that nothing reads, in any master configuration, by section."""
     computed = {(section, key) for (section, _), names in BY_COMPUTED_NAME.items() for key in names}
     found = reads.found | computed
     idle = set()
@@ -118,19 +118,19 @@ def idle_keys(reads: AttributeReads) -> set[str]:
         walked = list(keys(master, ""))
         inherited = {section.inherits: section for _, section, _ in walked if section.inherits}
         for path, section, key in walked:
-            heirs = inherited.get(path.rpartition(".")[0])
-            places = [*section.__mro__, *(heirs.__mro__ if heirs else ())]
+            children = inherited.get(path.rpartition(".")[0])
+            places = [*section.__mro__, *(children.__mro__ if children else ())]
             if any((place.__name__, key) in found for place in places):
                 continue
             if has_one_value(section.model_fields[key]) or is_told(section, key) or feeds_another(master, path):
                 continue
             if Slot.of(section.model_fields[key].annotation, section.model_fields[key].metadata).sections:
-                continue  # a section is as idle as its keys
+                continue  # a section is unused if all its keys are
             idle.add(f"{section.__name__}.{key}")
     return idle - set(REFUSED_BY_A_RULE) - READ_BY_A_BACKEND - TAKEN_BY_ANOTHER
 
 
-def test_no_key_is_idle(sources: dict[Path, str]) -> None:
+def test_the_library_reads_every_key(sources: dict[Path, str]) -> None:
     reads = reads_of(sources)
     assert idle_keys(reads) == set()
     assert set(BY_COMPUTED_NAME) <= reads.wholes, "a function that reads by computed names is no longer there"
@@ -172,7 +172,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_key_made_idle_is_found(sources: dict[Path, str], name: str) -> None:
+def test_a_key_that_is_no_longer_read_is_found(sources: dict[Path, str], name: str) -> None:
     *edits, expected = PLANTED[name]
     edited = dict(sources)
     for file, old, new in edits:
@@ -181,14 +181,14 @@ def test_a_key_made_idle_is_found(sources: dict[Path, str], name: str) -> None:
     assert idle_keys(reads_of(edited)) == expected
 
 
-def test_a_notice_is_about_keys_that_are_there() -> None:
+def test_notices_name_existing_keys() -> None:
     for master in ALGORITHMS.values():
         for section in {section for _, section, _ in keys(master, "")}:
             assert set(section.idle) <= set(section.model_fields)
             assert not set(section.ignored) & set(section.model_fields)
 
 
-def test_who_writes_a_key_without_effect_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_without_effect_give_one_notice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     generated = {"dataset_name": "arithmetic", "num_samples": 5}
     content = with_values(data={"train": [generated, {"data_path": "README.md", "min_operand": 3}]})
     path = tmp_path / "config.yaml"

@@ -30,7 +30,7 @@ def chat_tokenizer(request):
 
 @pytest.fixture
 def bare_tokenizer():
-    """A word tokenizer made here, with a passthrough template: no files needed."""
+    """Make a word tokenizer with a passthrough template; no files needed."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

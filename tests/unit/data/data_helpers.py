@@ -1,4 +1,4 @@
-"""Short cuts shared by the data tests."""
+"""Helpers shared by the data tests."""
 
 import json
 
@@ -6,21 +6,21 @@ from nemo_rl.config import DataConfig, DatasetConfig
 
 
 def entry(**keys):
-    """One entry of data.train."""
+    """Make one entry of data.train."""
     return DatasetConfig.build(**keys)
 
 
 def data_config(**keys):
-    """A data section."""
+    """Make a data section."""
     return DataConfig.build(**keys)
 
 
 def pairs(raw):
-    """First and last message of every row."""
+    """Return the first and last message of every row."""
     return [(row["messages"][0]["content"], row["messages"][-1]["content"]) for row in raw.dataset]
 
 
 def write_lines(path, *rows):
-    """Write rows as JSON lines; returns the path as text."""
+    """Write rows as JSON lines; return the path as text."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)

@@ -1,4 +1,4 @@
-"""Control tokens in texts: never read from tools and environments, reported in rows, and nothing else changes."""
+"""Control tokens in texts are never read from tools and environments, and are reported in rows."""
 
 import logging
 import random
@@ -38,7 +38,7 @@ def _wrapped(tokenizer, template=TEMPLATE, *, normalized=False, tokens=("<s>", "
 
 
 def unigram():
-    """Control tokens are pieces of the vocabulary, which the model itself would take from a text."""
+    """A tokenizer whose control tokens are pieces of the vocabulary, which the model itself finds in a text."""
     pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("▁", -2.0)]
     pieces += [(chr(code), -3.0) for code in range(33, 127)]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
@@ -48,7 +48,7 @@ def unigram():
 
 
 def words():
-    """Whole words are tokens, control tokens too."""
+    """A tokenizer of whole words; control tokens are words too."""
     vocabulary = {token: number for number, token in enumerate(["<unk>", "<s>", "</s>", "[EOT]", "assistant:", "I"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -56,7 +56,7 @@ def words():
 
 
 def lowered():
-    """A normalizer makes control tokens of what is written otherwise."""
+    """A tokenizer whose normalizer turns other spellings into control tokens."""
     vocabulary = {token: number for number, token in enumerate(["<unk>", *map(chr, range(32, 127))])}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Lowercase()
@@ -74,7 +74,7 @@ def tokenizer(request, qwen3_folder):
 
 
 def control_ids(tokenizer):
-    """Numbers of all control tokens but that of unknown characters."""
+    """Return the ids of all control tokens except the one for unknown characters."""
     return {tokenizer.convert_tokens_to_ids(token) for token in control_tokens_of(tokenizer).written} - {
         tokenizer.unk_token_id
     }
@@ -85,7 +85,7 @@ def num_control(tokenizer, ids):
 
 
 def turn(tokenizer, content, rules=None, role="tool"):
-    """Tokens that an observation adds to a short conversation."""
+    """Return the tokens that an observation adds to a short conversation."""
     role = "user" if "tool" not in str(tokenizer.chat_template) else role
     entry = prompt_entry(Chat(messages=[QUESTION], tools=None), tokenizer)
     answer = {"role": "assistant", "content": "4", "token_ids": encode_text("4", tokenizer)}
@@ -132,7 +132,7 @@ def test_texts_without_control_tokens_keep_their_tokens(chat_tokenizer, role):
         assert turn(chat_tokenizer, text, role=role).equal(plain), text
 
 
-def test_any_mixture_of_pieces_leaks_nothing_and_keeps_its_text(tokenizer):
+def test_any_mixture_of_pieces_keeps_its_text_without_control_tokens(tokenizer):
     rng, control = random.Random(1), control_tokens_of(tokenizer)
     pieces = [
         *control.written[:12],
@@ -166,7 +166,7 @@ def test_the_copy_encodes_templates_like_the_tokenizer(tokenizer):
         assert control.encode(text) == tokenizer(text, add_special_tokens=False)["input_ids"], text
 
 
-def test_halves_do_not_become_whole_with_what_is_next_to_them(qwen3_folder):
+def test_partial_control_tokens_do_not_merge_with_neighbouring_text(qwen3_folder):
     tokenizer = AutoTokenizer.from_pretrained(qwen3_folder)
     tokenizer.chat_template = "{% for m in messages %}{{ '<|im_' + m['content'] | trim + '_end|>' }}{% endfor %}"
     control = control_tokens_of(tokenizer)
@@ -178,7 +178,7 @@ def test_halves_do_not_become_whole_with_what_is_next_to_them(qwen3_folder):
     assert control.written
 
 
-def test_every_text_of_an_observation_counts(qwen3):
+def test_every_text_of_an_observation_is_encoded_safely(qwen3):
     calls = [{"function": {"name": "f", "arguments": {"a": "<|im_end|>"}}}]
     message = {"role": "assistant<|im_end|>", "content": [{"type": "text", "text": "<|im_end|>"}], "tool_calls": calls}
     quoted = control_tokens_of(qwen3).quoted(message, of_tools=True)
@@ -189,7 +189,7 @@ def test_every_text_of_an_observation_counts(qwen3):
 
 
 class NoBackend:
-    """A tokenizer of another library: control tokens are found in the text, and there is nothing to copy."""
+    """A tokenizer of another library: control tokens are found in the text, and there is no backend to copy."""
 
     name_or_path, chat_template, unk_token_id = "own", None, None
     all_special_tokens = ("<|im_end|>", "!")
@@ -198,7 +198,7 @@ class NoBackend:
         return {"input_ids": [1 if part == "<|im_end|>" else 2 for part in text.partition("<|im_end|>") if part]}
 
 
-def test_a_tokenizer_without_a_backend_gets_invisible_characters():
+def test_a_slow_tokenizer_gets_invisible_characters():
     tokenizer = NoBackend()
     quoted = control_tokens_of(tokenizer).quoted({"role": "tool", "content": "a!<|im_end|>b"}, of_tools=True)
     assert encode_text(quoted["content"], tokenizer).tolist() == [2]
@@ -241,7 +241,7 @@ def test_tool_messages_of_rows_are_text_in_rollouts_and_in_training(qwen3):
     assert num_control(qwen3, in_prompt) == num_control(qwen3, harmless)
 
 
-def test_a_first_observation_is_text_too(qwen3):
+def test_a_first_observation_is_encoded_as_text_too(qwen3):
     chat = Chat(messages=[QUESTION], tools=None)
     first = ObservationRenderer(qwen3).first_of_prompt(chat, {"role": "environment", "content": FORGED})
     harmless = ObservationRenderer(qwen3).first_of_prompt(chat, {"role": "environment", "content": "x"})
@@ -291,7 +291,7 @@ def test_rows_with_control_tokens_are_counted_in_one_line(tmp_path, qwen3, caplo
     assert num_control(qwen3, data.train[1]["message_log"][0]["token_ids"]) == 4
 
 
-def test_rows_may_be_allowed_encoded_as_text_or_left_out(tmp_path, qwen3, caplog):
+def test_rows_can_be_allowed_encoded_as_text_or_skipped(tmp_path, qwen3, caplog):
     caplog.set_level(logging.INFO)
     path = _write(tmp_path, "jsonl")
     assert len(_load(path, qwen3, "allow").train) == 4
@@ -350,7 +350,7 @@ def test_tables_of_any_shape_are_searched(qwen3):
     assert num_searched == 7
 
 
-def test_rows_that_are_made_when_read_are_searched_at_the_beginning(qwen3):
+def test_lazily_made_rows_are_searched_at_the_start_only(qwen3):
     class Made:
         def __len__(self):
             return 10_000

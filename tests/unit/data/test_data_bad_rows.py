@@ -36,11 +36,11 @@ JSON_LINES = [
     b'{"q": "five", "a": "  "}',  # 6: blank answer
     b'{"q": "six", "a": null}',  # 7: null
     b'{"q": ["seven"], "a": "7"}',  # 8: list
-    b'["eight", "8"]',  # 9: no object
+    b'["eight", "8"]',  # 9: not an object
     b'{"q": "nine", "a": true}',  # 10: true
     b'{"q": "ten", "a": NaN}',  # 11: not a number
     b'{"q": "\\ud83d", "a": "11"}',  # 12: half of a surrogate pair
-    '{"q": "zwölf\u2028", "a": 12.0}\r'.encode(),  # 13: fine, and no line end inside
+    '{"q": "zwölf\u2028", "a": 12.0}\r'.encode(),  # 13: valid, and no line end inside
     b'{"q": "", "a": "13"}',  # 14
     b'{"q": "last", "a": -1.5}',  # 15: no newline at the end
 ]
@@ -60,7 +60,7 @@ JSON_REASONS = {
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.json", "rows.ndjson"])
-def test_json_lines(tmp_path, name):
+def test_bad_json_lines_are_skipped_and_named(tmp_path, name):
     content = b"\n".join(JSON_LINES)
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     raw = load(tmp_path / name)
@@ -71,7 +71,7 @@ def test_json_lines(tmp_path, name):
     assert raw.dataset.place(1) == (str(tmp_path / name), 13)
 
 
-def test_json_array(tmp_path):
+def test_bad_entries_of_a_json_array_are_skipped_and_named(tmp_path):
     path = tmp_path / "rows.json"
     path.write_bytes(b'[\n {"q": "one",\n  "a": "1"},\n {"q": "b\xe9", "a": "2"}, 3,\n\n {"q": "four", "a": 4}\n]\n')
     raw = load(path)
@@ -84,18 +84,18 @@ def test_json_array(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "place"), [('[{"q": 1}\n{"q": 2}]', "line 2"), ('[\n{"q": 1},\n{"q"', "line 3")])
-def test_broken_json_array_names_the_place(tmp_path, text, place):
+def test_a_broken_json_array_is_refused_with_its_position(tmp_path, text, place):
     (tmp_path / "rows.json").write_text(text)
     with pytest.raises(DataError, match=place):
         load(tmp_path / "rows.json")
 
 
-def test_empty_json_array(tmp_path):
+def test_an_empty_json_array_is_refused(tmp_path):
     (tmp_path / "rows.json").write_text("[ ]")
     assert load(tmp_path / "rows.json").num_rows == 0
 
 
-def test_csv(tmp_path):
+def test_bad_csv_rows_are_skipped_and_named(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_bytes(
         b"q,a\r\n"
@@ -125,7 +125,7 @@ def test_csv(tmp_path):
     }
 
 
-def test_parquet_and_arrow(tmp_path):
+def test_parquet_and_arrow_files_are_read(tmp_path):
     columns = {"q": ["one", None, "three"], "a": [1.0, 2.0, 3.5], "other": [[1], [], [2]]}
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "rows.parquet")
     raw = load(tmp_path / "rows.parquet")
@@ -137,7 +137,7 @@ def test_parquet_and_arrow(tmp_path):
     assert pairs(load(tmp_path / "rows.arrow")) == pairs(raw)
 
 
-def test_parquet_with_text_that_is_not_utf8(tmp_path):
+def test_parquet_text_that_is_not_utf8_is_skipped(tmp_path):
     text = pyarrow.array([b"good", b"caf\xe9"], pyarrow.binary()).cast(pyarrow.string(), safe=False)
     table = pyarrow.table({"q": text, "a": ["1", "2"]})
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
@@ -146,7 +146,7 @@ def test_parquet_with_text_that_is_not_utf8(tmp_path):
     assert reasons(raw) == {1: "not valid UTF-8"}
 
 
-def test_damaged_and_missing_files(tmp_path):
+def test_damaged_and_missing_files_are_refused(tmp_path):
     whole = gzip.compress(b'{"q": "1", "a": "1"}\n' * 1000)
     (tmp_path / "cut.jsonl.gz").write_bytes(whole[:-20])
     (tmp_path / "no.parquet").write_bytes(b"PAR1 not really")
@@ -164,7 +164,7 @@ def test_damaged_and_missing_files(tmp_path):
             read_file(str(tmp_path / name))
 
 
-def test_summary_counts_by_reason():
+def test_the_summary_counts_bad_rows_by_reason():
     bad = [BadRow("f", line, "empty 'a'") for line in range(1, 8)] + [BadRow("f", 9, "x")]
     summary = summarize_bad_rows(bad, 100).splitlines()
     assert summary[0].startswith("8 of 100 rows")
@@ -187,7 +187,7 @@ def test_too_many_bad_rows_are_refused(caplog):
         report_bad_rows("f", [], 0, 1.0)
 
 
-def test_unknown_names():
+def test_unknown_names_are_refused_with_the_nearest():
     with pytest.raises(DataError, match="Did you mean 'OpenMathInstruct-2'"):
         load_response_dataset(entry(dataset_name="OpenMathInstruct2"))
     with pytest.raises(DataError, match="cannot be imported"):
@@ -198,7 +198,7 @@ def test_unknown_names():
         load_response_dataset(entry(dataset_name="ResponseDataset"))
 
 
-def test_registry_has_the_documented_names():
+def test_the_registry_has_the_documented_names():
     assert set(DATASET_REGISTRY) >= {
         "OpenMathInstruct-2", "DeepScaler", "DAPOMath17K", "DAPOMathAIME2024", "AIME2024",
         "AIME2025", "gsm8k", "GSM8K", "NuminaMath-1.5", "OpenR1-Math-220k", "squad",
@@ -206,7 +206,7 @@ def test_registry_has_the_documented_names():
     }  # fmt: skip
 
 
-def test_nested_named_data_sets(tmp_path):
+def test_nested_columns_of_named_data_sets_are_read(tmp_path):
     good = {"prompt": [{"role": "user", "content": "Q"}], "reward_model": {"ground_truth": "7"}}
     bad = good | {"prompt": "Q"}
     path = write_lines(tmp_path / "dapo.jsonl", good, bad, good | {"prompt": []})
@@ -222,7 +222,7 @@ def test_nested_named_data_sets(tmp_path):
     assert pairs(raw) == [("C", "A")] and reasons(raw) == {2: "empty 'answers'"}
 
 
-def test_mirror_folders(tmp_path):
+def test_data_sets_are_found_in_mirror_folders(tmp_path):
     rows = datasets.Dataset.from_dict({"question": ["Q"], "answer": ["so\n#### 1,234"]})
     rows.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "both")
@@ -233,7 +233,7 @@ def test_mirror_folders(tmp_path):
         load_response_dataset(entry(dataset_name="gsm8k", data_path=str(tmp_path / "both"), split="nope"))
 
 
-def test_copy_of_a_hub_repository(tmp_path, monkeypatch):
+def test_a_local_copy_of_a_hub_repository_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     mirror = tmp_path / "mirror"
     mirror.mkdir()
@@ -254,12 +254,12 @@ def test_copy_of_a_hub_repository(tmp_path, monkeypatch):
         load_response_dataset(entry(**keys, split="train"))
 
 
-def test_hub_without_network(monkeypatch):
+def test_hub_data_sets_without_network_are_refused_with_advice(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    message = r"'nobody/nothing' .*cannot be loaded.*set data\.train\.data_path to a local copy"
+    message = r"'absent/nothing' .*cannot be loaded.*set data\.train\.data_path to a local copy"
     with pytest.raises(DataError, match=message):
-        load_response_dataset(entry(data_path="nobody/nothing"))
+        load_response_dataset(entry(data_path="absent/nothing"))
 
 
 class OwnDataset:
@@ -270,7 +270,7 @@ class OwnDataset:
         self.dataset = [{"messages": chat}, {"messages": chat[:1]}]
 
 
-def test_external_class():
+def test_a_user_class_is_loaded_by_its_path():
     name = f"{OwnDataset.__module__}.OwnDataset"
     raw = load_response_dataset(entry(dataset_name=name, data_path="x", seed=3))
     assert pairs(raw) == [("x", "3")]

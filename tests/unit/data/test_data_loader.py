@@ -1,4 +1,4 @@
-"""The loader goes on exactly where a saved state stopped."""
+"""The loader continues exactly where a saved state stopped."""
 
 import logging
 import os
@@ -37,7 +37,7 @@ def epochs(loader, count):
     return [[look(batch) for batch in loader] for _ in range(count)]
 
 
-def test_epochs_differ_cover_and_repeat(dataset):
+def test_epochs_differ_cover_every_row_and_are_deterministic(dataset):
     first, second = epochs(make(dataset, drop_last=False), 2)
     assert [len(idx) for idx, _ in first] == [4, 4, 4, 4, 4, 3]
     for epoch in (first, second):
@@ -48,14 +48,14 @@ def test_epochs_differ_cover_and_repeat(dataset):
     assert len(epochs(make(dataset), 1)[0]) == len(make(dataset)) == 5
 
 
-def test_unshuffled(dataset):
+def test_unshuffled_rows_keep_their_order(dataset):
     (epoch,) = epochs(make(dataset, shuffle=False), 1)
     assert [i for idx, _ in epoch for i in idx] == list(range(20))
 
 
 @pytest.mark.parametrize(("workers_before", "workers_after"), [(0, 0), (2, 2), (0, 1), (1, 0)])
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_resume_at_every_position(dataset, workers_before, workers_after, drop_last):
+def test_the_loader_resumes_at_every_position(dataset, workers_before, workers_after, drop_last):
     whole = epochs(make(dataset, drop_last=drop_last), 3)
     positions = [(1, 2), (1, len(whole[1]))] if workers_before + workers_after else None
     positions = positions or [(e, n) for e in (0, 1) for n in range(1, len(whole[0]) + 1)]
@@ -73,7 +73,7 @@ def test_resume_at_every_position(dataset, workers_before, workers_after, drop_l
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_resume_between_epochs(dataset, num_workers):
+def test_the_loader_resumes_between_epochs(dataset, num_workers):
     whole = epochs(make(dataset), 3)
     for done in (0, 1, 2):
         loader = make(dataset, num_workers)
@@ -83,7 +83,7 @@ def test_resume_between_epochs(dataset, num_workers):
         assert epochs(resumed, 3 - done) == whole[done:]
 
 
-def test_resume_twice(dataset):
+def test_the_loader_resumes_twice(dataset):
     whole = epochs(make(dataset), 2)
     state = None
     got = []
@@ -122,7 +122,7 @@ def test_a_position_in_changed_data_keeps_epoch_and_number_of_rows(dataset, capl
     assert ("new order" in caplog.text) is shuffle
 
 
-def test_a_position_behind_the_end_of_changed_data_begins_the_next_epoch(dataset):
+def test_a_position_after_the_end_of_changed_data_starts_the_next_epoch(dataset):
     old = make(dataset)
     batches = iter(old)
     for _ in range(5):
@@ -133,7 +133,7 @@ def test_a_position_behind_the_end_of_changed_data_begins_the_next_epoch(dataset
     assert epochs(new, 2) == [[], epochs(build_loader(fewer, BATCH, shuffle=True, seed=7), 2)[1]]
 
 
-def test_leaving_an_epoch_early_begins_the_next(dataset):
+def test_leaving_an_epoch_early_starts_the_next(dataset):
     whole = epochs(make(dataset), 2)
     loader = make(dataset)
     next(iter(loader))
@@ -142,7 +142,7 @@ def test_leaving_an_epoch_early_begins_the_next(dataset):
     assert look(next(iter(unshuffled))) == look(next(iter(unshuffled)))
 
 
-def test_too_few_rows(dataset):
+def test_fewer_rows_than_a_batch_are_refused(dataset):
     with pytest.raises(DataError, match="23 rows, fewer than one batch of 24"):
         build_loader(dataset, 24, shuffle=False, seed=0)
     assert len(build_loader(dataset, 24, shuffle=False, seed=0, drop_last=False)) == 1
@@ -167,13 +167,13 @@ def test_over_long_prompts_are_reported(bare_tokenizer, tmp_path, caplog, num_wo
     assert "2 rows of this epoch" in caplog.text
 
 
-def test_only_the_first_rows_and_all_of_them(dataset):
+def test_max_rows_limits_the_rows_of_an_epoch(dataset):
     loader = make(dataset, shuffle=False, drop_last=False, max_rows=10)
     assert [batch["idx"] for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 class Groups(torch.utils.data.Dataset):
-    """Rows that say in which process group they were read."""
+    """Rows that tell in which process group they were read."""
 
     def __len__(self):
         return 4
@@ -185,7 +185,7 @@ class Groups(torch.utils.data.Dataset):
         return "here", index
 
 
-def test_data_workers_are_out_of_reach_of_a_terminal():
+def test_data_workers_are_outside_the_process_group_of_the_terminal():
     loader = build_loader(Groups(), 4, shuffle=False, seed=0, num_workers=1, collate_fn=lambda rows: {"groups": rows})
     (batch,) = loader
     assert os.getpgid(0) not in batch["groups"]
@@ -216,8 +216,8 @@ print(list(build_loader(Rows(), 2, shuffle=False, seed=0, num_workers=1, collate
 """
 
 
-def test_a_data_worker_does_not_collect_the_garbage_of_the_run():
-    """Ray's objects wait in their clean-up for threads that a forked worker does not have."""
+def test_a_data_worker_does_not_finalize_objects_of_the_run():
+    """Finalizers of Ray objects wait for threads that a forked worker does not have."""
     command = [sys.executable, "-W", "ignore", "-c", GARBAGE_OF_A_RUN]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout == "[[0, 1], [2, 3]]\n", done.stderr

@@ -38,7 +38,7 @@ def test_flat_messages_refuse_a_missing_tensor_of_unknown_shape():
         message_log_to_flat_messages(log)
 
 
-def test_batch_is_right_padded():
+def test_a_batch_is_right_padded():
     batch, lengths = batched_message_log_to_flat_message(
         [two_turns(), [turn("user", 7, 8), turn("assistant", 9, generation_logprobs=torch.ones(1))]],
         {"token_ids": 99},
@@ -51,14 +51,14 @@ def test_batch_is_right_padded():
     assert batch.size == 2
 
 
-def test_batch_refuses_a_tensor_only_some_logs_have():
+def test_a_tensor_that_only_some_logs_have_is_refused():
     with pytest.raises(DataError, match="1 of 2 message logs have no tensor 'generation_logprobs'"):
         batched_message_log_to_flat_message([two_turns(), [turn("user", 7)]])
     with pytest.raises(DataError, match="at least one log"):
         batched_message_log_to_flat_message([])
 
 
-def test_loss_mask():
+def test_the_loss_mask_covers_the_chosen_roles():
     log = [turn("user", 1), turn("assistant", 2, 3), turn("environment", 4), turn("assistant", 5)]
     add_loss_mask_to_message_log([log])
     assert message_log_to_flat_messages(log)["token_loss_mask"].tolist() == [0, 1, 1, 0, 1]
@@ -68,7 +68,7 @@ def test_loss_mask():
     assert message_log_to_flat_messages(log)["token_loss_mask"].tolist() == [1, 0, 0, 0, 0]
 
 
-def test_keys_and_shapes():
+def test_message_keys_and_shapes_are_returned():
     log = two_turns()
     assert get_keys_from_message_log(log, ["role", "generation_logprobs"])[0] == {"role": "user"}
     assert message_log_shape(log)[0] == {"token_ids": torch.Size([3])}
@@ -91,7 +91,7 @@ def test_formatted_pieces_join_to_the_rendered_chat(chat_tokenizer):
         assert ("assistant" in log[1]["content"]) == header
 
 
-def test_formatted_log_ends_with_one_eos(qwen3):
+def test_a_formatted_log_ends_with_one_eos(qwen3):
     log = get_formatted_message_log(CHAT, qwen3, TaskDataSpec())
     assert log[-1]["token_ids"].tolist().count(qwen3.eos_token_id) == 1
     assert log[-1]["token_ids"][-1] == qwen3.eos_token_id
@@ -102,7 +102,7 @@ def test_bos_is_added_once(minimind):
     assert log[0]["content"].startswith(minimind.bos_token + "system")
 
 
-def test_task_prompts(tmp_path, bare_tokenizer):
+def test_task_prompts_are_read_from_files(tmp_path, bare_tokenizer):
     (tmp_path / "p.txt").write_text("{}+0")
     (tmp_path / "s.txt").write_text("1")
     spec = TaskDataSpec("math", tmp_path / "p.txt", tmp_path / "s.txt")
@@ -116,19 +116,19 @@ def test_task_prompts(tmp_path, bare_tokenizer):
     ("text", "message"),
     [("no place", "no {} placeholder"), ("{} {x}", "write every other brace twice")],
 )
-def test_prompt_files_that_cannot_work(tmp_path, text, message):
+def test_prompt_files_without_one_placeholder_are_refused(tmp_path, text, message):
     (tmp_path / "p.txt").write_text(text)
     with pytest.raises(DataError, match=message):
         TaskDataSpec(prompt_file=tmp_path / "p.txt").format_problem("1+1")
 
 
-def test_prompt_file_with_doubled_braces(tmp_path):
+def test_a_prompt_file_may_have_doubled_braces(tmp_path):
     (tmp_path / "p.txt").write_text("{}\nAnswer in \\boxed{{}}.")
     spec = TaskDataSpec(prompt_file=tmp_path / "p.txt")
     assert spec.format_problem("1{}1") == "1{}1\nAnswer in \\boxed{}."
 
 
-def test_missing_and_undecodable_prompt_files(tmp_path):
+def test_missing_and_undecodable_prompt_files_are_refused(tmp_path):
     with pytest.raises(DataError, match="prompt_file .*nowhere.txt.* cannot be read"):
         TaskDataSpec(prompt_file="nowhere.txt")
     (tmp_path / "s.txt").write_bytes(b"\xff\xfe")
@@ -136,7 +136,7 @@ def test_missing_and_undecodable_prompt_files(tmp_path):
         TaskDataSpec(system_prompt_file=tmp_path / "s.txt")
 
 
-def test_copy_defaults(tmp_path):
+def test_task_data_spec_copies_defaults_into_unset_fields(tmp_path):
     (tmp_path / "p.txt").write_text("{}!")
     spec = TaskDataSpec("math")
     spec.copy_defaults(TaskDataSpec("other", tmp_path / "p.txt"))
@@ -154,7 +154,7 @@ def datum(idx, *ids, **more):
     }
 
 
-def test_rl_collate():
+def test_rl_collate_batches_prompts():
     batch = rl_collate_fn([datum(3, 1, 2, task_name="math"), datum(5, 1, stop_strings=["x"])])
     assert batch["length"].tolist() == [2, 1]
     assert batch["batch_max_length"].tolist() == [2, 2]
@@ -164,7 +164,7 @@ def test_rl_collate():
     assert set(eval_collate_fn([datum(1, 2)])) == {"message_log", "extra_env_info", "idx"}
 
 
-def test_preference_collate_interleaves(bare_tokenizer):
+def test_preference_collate_interleaves_chosen_and_rejected(bare_tokenizer):
     pair = {
         "message_log_chosen": [turn("user", 1, 2), turn("assistant", 3, 4)],
         "message_log_rejected": [turn("user", 1, 2), turn("assistant", 5)],

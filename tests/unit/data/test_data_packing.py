@@ -26,7 +26,7 @@ algorithms = st.sampled_from(list(PackingAlgorithm))
 
 
 def fewest_bins(lengths, capacity):
-    """Exact optimum by trying every partition into first-fit orders; for tiny inputs only."""
+    """Return the exact optimum by trying every partition into first-fit orders; for tiny inputs only."""
     return min(
         len(first_fit([lengths[i] for i in order], capacity)) for order in itertools.permutations(range(len(lengths)))
     )
@@ -52,7 +52,7 @@ def test_each_sequence_is_in_one_bin_within_capacity(lengths, algorithm):
 
 
 @given(lengths_of, algorithms, st.integers(1, 6), st.integers(1, 6))
-def test_number_of_bins_asked_for(lengths, algorithm, least, multiple):
+def test_packers_make_the_requested_number_of_bins(lengths, algorithm, least, multiple):
     packer = get_packer(algorithm, CAPACITY, min_bin_count=least, bin_count_multiple=multiple)
     free = len(get_packer(algorithm, CAPACITY).pack(lengths))
     wanted = -(-max(free, least) // multiple) * multiple
@@ -76,41 +76,41 @@ def test_decreasing_packers_keep_their_bounds(lengths):
     assert best <= mffd <= 71 / 60 * best + 1
 
 
-def test_first_fit_decreasing_by_hand():
+def test_first_fit_decreasing_equals_a_hand_computed_case():
     assert get_packer("FIRST_FIT_DECREASING", 10).pack([2, 5, 4, 7, 1, 3]) == [[3, 5], [1, 2, 4], [0]]
 
 
-def test_concatenative_keeps_the_order():
+def test_concatenative_packing_keeps_the_order():
     assert get_packer("concatenative", 10).pack([6, 3, 4, 6, 1]) == [[0, 1], [2, 3], [4]]
 
 
-def test_modified_first_fit_decreasing_by_hand():
+def test_modified_first_fit_decreasing_equals_a_hand_computed_case():
     # Half is 30, a third 20, a sixth 10: the medium 27 completes the bin of 33, and the other bin
     # takes the shortest small one first, then the longest small one that still fits.
     lengths = [33, 31, 27, 17, 12]
     assert get_packer("modified_first_fit_decreasing", 60).pack(lengths) == [[0, 2], [1, 4, 3]]
 
 
-def test_shuffle_repeats_itself():
+def test_first_fit_shuffle_is_deterministic():
     lengths = [random.Random(1).randint(1, CAPACITY) for _ in range(50)]
     packer = get_packer("first_fit_shuffle", CAPACITY)
     assert packer.pack(lengths) == packer.pack(lengths)
     assert packer.pack(lengths) != get_packer("first_fit_decreasing", CAPACITY).pack(lengths)
 
 
-def test_too_long_names_rows_and_lengths():
+def test_rows_that_are_too_long_are_named_with_their_lengths():
     with pytest.raises(DataError, match=r"row 1 has 70, row 3 has 80"):
         get_packer("first_fit_decreasing", CAPACITY).pack([1, 70, 64, 80])
     with pytest.raises(DataError, match=r"row 1 has 63.*train_mb_tokens"):
         plan_microbatches([1, 63], 1, Packed(64, round_to=10))
 
 
-def test_unknown_algorithm_lists_the_known():
+def test_an_unknown_algorithm_is_refused_with_the_known_ones():
     with pytest.raises(DataError, match="best_fit.*modified_first_fit_decreasing"):
         get_packer("best_fit", 8)
 
 
-def test_metrics():
+def test_packing_metrics_equal_hand_computed_values():
     packer = get_packer("concatenative", 10, collect_metrics=True)
     bins = packer.pack([6, 3, 4])
     stats = packer.compute_metrics([6, 3, 4], bins)
@@ -132,7 +132,7 @@ strategies = st.one_of(
 
 @settings(deadline=None)
 @given(lengths_of, st.integers(1, 5), strategies)
-def test_plan_laws(lengths, num_shards, strategy):
+def test_a_plan_holds_every_row_once_within_its_limits(lengths, num_shards, strategy):
     lengths = (lengths * num_shards)[: len(lengths) // num_shards * num_shards or num_shards]
     plan = plan_microbatches(lengths, num_shards, strategy)
     assert len(plan.shards) == num_shards
@@ -146,30 +146,30 @@ def test_plan_laws(lengths, num_shards, strategy):
             assert sum(rounded[i] for i in rows) <= strategy.capacity
         else:
             assert max(rounded[i] for i in rows) * len(rows) <= strategy.max_tokens
-    if isinstance(strategy, Packed):  # what `microbatch_order: largest_first` asks for is always so
+    if isinstance(strategy, Packed):  # `microbatch_order: largest_first` is always true
         costs = [[sum(rounded[i] for i in rows) for rows in shard] for shard in plan.shards]
         assert costs == [sorted(shard, reverse=True) for shard in costs]
     assert plan == plan_microbatches(lengths, num_shards, strategy)
 
 
-def test_fixed_size_puts_similar_lengths_together_and_deals_them_evenly():
+def test_fixed_size_groups_similar_lengths_and_deals_them_evenly():
     plan = plan_microbatches([9, 2, 8, 3, 1, 6, 7, 1], 2, FixedSize(2))
     assert plan.shards == [[[0, 2], [4, 7]], [[6, 5], [3, 1]]]
     pairs = plan_microbatches([1, 2, 9, 1, 2, 2, 1, 8], 1, FixedSize(4), group_size=2)
     assert pairs.shards == [[[2, 3, 6, 7], [0, 1, 4, 5]]]
 
 
-def test_fixed_size_names_the_nearest_sizes():
+def test_fixed_size_errors_name_the_nearest_sizes():
     with pytest.raises(DataError, match=r"50 / \(4 x 4\)\. Nearest: 48, 64"):
         plan_microbatches([1] * 50, 4, FixedSize(4))
 
 
-def test_token_budget_puts_similar_lengths_together():
+def test_token_budget_groups_similar_lengths():
     plan = plan_microbatches([2, 30, 3, 31], 1, TokenBudget(62))
     assert [sorted(rows) for rows in plan.shards[0]] == [[1, 3], [0, 2]]
 
 
-def test_fewer_rows_than_shards():
+def test_fewer_rows_than_shards_are_refused():
     with pytest.raises(DataError, match="2 rows do not divide among 3"):
         plan_microbatches([1, 1], 3, Packed(8))
     with pytest.raises(DataError, match="do not divide"):
@@ -197,7 +197,7 @@ def test_pairs_stay_together(pairs, num_shards, strategy):
             assert max(lengths[row] for row in rows) * len(rows) <= CAPACITY
 
 
-def test_pairs_that_cannot_stay_together():
+def test_pairs_that_cannot_stay_together_are_refused():
     with pytest.raises(DataError, match="5 rows do not divide into groups of 2"):
         plan_microbatches([1] * 5, 1, FixedSize(2), group_size=2)
     with pytest.raises(DataError, match="microbatch of 3 rows would split groups of 2"):
@@ -211,7 +211,7 @@ GROUP_LENGTHS = [15, 15, 16, 12, 25, 30, 22, 24, 33]
 
 
 def shared_tokens(rows: list[int]) -> int:
-    """Tokens of a microbatch that holds each prompt once."""
+    """Return the tokens of a microbatch that holds each prompt once."""
     return sum(
         Family([row for row in rows if row in f.rows], f.shared).tokens(GROUP_LENGTHS)
         for f in GROUPS
@@ -231,10 +231,10 @@ def test_families_fill_microbatches_that_hold_each_prompt_once(capacity, num_sha
 def test_families_stay_whole_where_they_fit_and_shards_come_out_equal() -> None:
     (shard,) = plan_families(GROUPS, GROUP_LENGTHS, 1, Packed(200)).shards
     assert shard == [[4, 5, 6, 7, 8, 0, 1, 2, 3]]
-    # 28, 41 and 33 tokens: parts of half as much would leave the busier shard with more.
+    # 28, 41 and 33 tokens: parts of half the size would leave the busier shard with more.
     loads = [shared_tokens(rows) for (rows,) in plan_families(GROUPS, GROUP_LENGTHS, 2, Packed(200)).shards]
     assert sorted(loads) == [41, 61]
-    # Four shards, three families: some are divided.
+    # Four shards, three families: some families are divided.
     assert all(plan_families(GROUPS, GROUP_LENGTHS, 4, Packed(200)).shards)
 
 
@@ -258,7 +258,7 @@ LONG_PROMPTS = {
 
 
 def keys_of(rows: list[int], families: list[Family], lengths: list[int]) -> int:
-    """Keys that a rank lays out for a microbatch, where rows of one family share its prompt."""
+    """Return the number of keys of a microbatch on a rank, where rows of one family share its prompt."""
     parts = [Family([row for row in rows if row in family.rows], family.shared) for family in families]
     return sum(part.keys(lengths) for part in parts if part.rows)
 

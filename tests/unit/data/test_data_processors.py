@@ -29,7 +29,7 @@ def rendered(tokenizer, **kwargs):
     return tokenizer.apply_chat_template(USER, tokenize=False, add_generation_prompt=True, **kwargs)
 
 
-def test_template_choices(qwen3_folder, tmp_path):
+def test_a_chat_template_is_chosen_by_name_file_or_text(qwen3_folder, tmp_path):
     folder = qwen3_folder
     assert rendered(get_tokenizer(config(folder))).startswith("<|im_start|>user\n1+1=")
     assert rendered(get_tokenizer(config(folder, None))) == "1+1="
@@ -58,7 +58,7 @@ def test_templates_that_make_no_prompt_are_refused(qwen3_folder, monkeypatch, te
     monkeypatch.setattr("nemo_rl.data.tokenizer.TEMPLATE_LIMIT_S", 0.5)
     with pytest.raises(ConfigError, match=f"policy.tokenizer.chat_template {message}"):
         get_tokenizer(config(qwen3_folder, template))
-    refuses = "{{ raise_exception('system first') }}"  # made for other chats, as far as one can tell
+    refuses = "{{ raise_exception('system first') }}"  # a heuristic finds that it was made for other chats
     assert get_tokenizer(config(qwen3_folder, refuses)).chat_template == refuses
 
 
@@ -83,7 +83,7 @@ def test_pad_token_falls_back_to_eos(qwen3, tmp_path, caplog):
         processors.math_hf_data_processor(row(), spec, tokenizer, 64, 0)
 
 
-def test_missing_tokenizer(tmp_path):
+def test_a_missing_tokenizer_is_refused_with_advice(tmp_path):
     with pytest.raises(ConfigError, match="policy.tokenizer.name"):
         get_tokenizer(config(tmp_path))
 
@@ -110,7 +110,7 @@ def test_prompt_ids_equal_the_chat_template(chat_tokenizer, tmp_path):
     assert (datum["idx"], datum["task_name"]) == (7, "math")
 
 
-def test_a_rows_own_system_message_follows_the_tasks(minimind, tmp_path):
+def test_the_system_message_of_a_row_follows_that_of_the_task(minimind, tmp_path):
     (tmp_path / "s.txt").write_text("Task.")
     messages = [{"role": "system", "content": "Context."}, *row()["messages"]]
     spec = TaskDataSpec("math", None, tmp_path / "s.txt")
@@ -119,7 +119,7 @@ def test_a_rows_own_system_message_follows_the_tasks(minimind, tmp_path):
     assert "task_name" not in datum
 
 
-def test_exactly_the_limit_is_kept_and_one_more_is_a_stub(bare_tokenizer):
+def test_a_prompt_at_the_limit_is_kept_and_a_longer_one_becomes_a_stub(bare_tokenizer):
     spec = TaskDataSpec("math")
     kept = processors.math_hf_data_processor(row("12+34="), spec, bare_tokenizer, 6, 0)
     assert (kept["length"], kept["loss_multiplier"]) == (6, 1.0)
@@ -128,13 +128,13 @@ def test_exactly_the_limit_is_kept_and_one_more_is_a_stub(bare_tokenizer):
     assert stub["message_log"][0]["token_ids"].tolist() == kept["message_log"][0]["token_ids"][:4].tolist()
 
 
-def test_sft_stub_cuts_each_message(bare_tokenizer):
+def test_an_sft_stub_truncates_each_message(bare_tokenizer):
     datum = processors.sft_processor(row("12+345=", "357"), TaskDataSpec("math"), bare_tokenizer, 5, 0)
     assert [len(message["token_ids"]) for message in datum["message_log"]] == [2, 2]
     assert (datum["length"], datum["loss_multiplier"]) == (4, 0.0)
 
 
-def test_math_data_processor(chat_tokenizer):
+def test_the_math_processor_formats_problem_and_truth(chat_tokenizer):
     raw = {"problem": "2+2", "expected_answer": 4}
     datum = processors.math_data_processor(raw, TaskDataSpec(), chat_tokenizer, 99, 0)
     expected = chat_tokenizer.apply_chat_template(
@@ -149,7 +149,7 @@ def test_math_data_processor(chat_tokenizer):
         processors.math_data_processor({"problem": "1"}, TaskDataSpec(), chat_tokenizer, 9, 0)
 
 
-def test_multiple_choice(chat_tokenizer, tmp_path):
+def test_the_multiple_choice_processor_letters_the_options(chat_tokenizer, tmp_path):
     (tmp_path / "p.txt").write_text("Answer with {{A}}.")
     spec = TaskDataSpec("mmlu", tmp_path / "p.txt")
     raw = {"question": "Capital?", "options": ["Rome", "Paris"], "answer": 1, "subject": "geo"}
@@ -159,7 +159,7 @@ def test_multiple_choice(chat_tokenizer, tmp_path):
     assert datum["extra_env_info"] == {"ground_truth": "B", "subject": "geo"}
 
 
-def test_registry(monkeypatch):
+def test_processors_are_found_and_registered_by_name(monkeypatch):
     monkeypatch.setattr(processors, "PROCESSOR_REGISTRY", dict(processors.PROCESSOR_REGISTRY))
     assert processors.get_processor(None) is processors.math_hf_data_processor
     processors.register_processor("mine", processors.sft_processor)

@@ -21,7 +21,7 @@ def operands(rows):
     return [tuple(map(int, row["problem"][:-1].split("+"))) for row in rows]
 
 
-def test_arithmetic_is_right_and_repeats_itself():
+def test_arithmetic_rows_are_correct_and_deterministic():
     rows = ArithmeticDataset(num_samples=500, seed=3).dataset
     for row in rows:
         assert re.fullmatch(r"[1-9]\d\+[1-9]\d=", row["problem"])
@@ -35,7 +35,7 @@ def test_arithmetic_is_right_and_repeats_itself():
 
 @pytest.mark.parametrize("num_operands", [2, 3])
 @pytest.mark.parametrize("limits", [(-3, 20), (10, 99), (0, 100_000)])
-def test_arithmetic_splits_share_no_sum(limits, num_operands):
+def test_arithmetic_splits_have_no_common_sum(limits, num_operands):
     seen = {}
     for split, seed in (("train", 1), ("validation", 2)):
         made = ArithmeticDataset(split, 3000, *limits, num_operands=num_operands, seed=seed)
@@ -53,7 +53,7 @@ def test_arithmetic_repeats_no_sum_before_all_are_used():
     assert 0.08 < share < 0.12
 
 
-def test_arithmetic_refuses_what_cannot_be():
+def test_arithmetic_refuses_impossible_settings():
     for arguments, message in [
         ({"min_operand": 5, "max_operand": 4}, "min_operand=5 is above max_operand=4"),
         ({"num_operands": 4}, "2 or 3 operands"),
@@ -65,7 +65,7 @@ def test_arithmetic_refuses_what_cannot_be():
             ArithmeticDataset(**arguments)
 
 
-def test_arithmetic_by_config_holds_out_other_sums():
+def test_arithmetic_validation_of_a_config_uses_other_sums():
     keys = {"dataset_name": "arithmetic", "num_samples": 1000, "min_operand": 10, "seed": 5}
     raw = load_response_dataset(entry(**keys, split_validation_size=0.1))
     assert (len(raw.dataset), len(raw.val_dataset)) == (1000, 100)
@@ -75,7 +75,7 @@ def test_arithmetic_by_config_holds_out_other_sums():
         assert train.isdisjoint(tuple(sorted(row)) for row in operands(rows))
 
 
-def test_split_keeps_order_and_loses_nothing(tmp_path):
+def test_a_split_keeps_the_order_and_every_row(tmp_path):
     path = write_lines(
         tmp_path / "rows.jsonl",
         *({"input": f"q{i}", "output": i} if i % 10 else {"input": "x"} for i in range(100)),
@@ -93,7 +93,7 @@ def test_split_keeps_order_and_loses_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["ResponseDataset", "arithmetic"])
-def test_max_samples_is_a_seeded_draw_in_the_files_order(tmp_path, name):
+def test_max_samples_is_a_seeded_draw_in_file_order(tmp_path, name):
     path = write_lines(tmp_path / "rows.jsonl", *({"input": str(n), "output": str(n)} for n in range(50)))
     where = {"num_samples": 50} if name == "arithmetic" else {"data_path": path}
 
@@ -109,11 +109,11 @@ def test_max_samples_is_a_seeded_draw_in_the_files_order(tmp_path, name):
         assert set(drawn) != set(rows(max_samples=10, seed=2)[0])
     assert rows(max_samples=1000, seed=1)[0] == everything
     train, held_out = rows(max_samples=10, seed=1, split_validation_size=0.2)
-    if name == "ResponseDataset":  # generated sums are held out beside those of training
+    if name == "ResponseDataset":  # generated sums are held out in addition to those of training
         assert (len(train), len(held_out)) == (8, 2) and {*train, *held_out} == set(drawn)
 
 
-def test_split_that_leaves_a_side_empty(tmp_path):
+def test_a_split_with_an_empty_side_is_refused(tmp_path):
     path = write_lines(tmp_path / "rows.jsonl", {"input": "q", "output": "1"})
     with pytest.raises(DataError, match=r"split_validation_size=0\.5 of 1 rows"):
         load_response_dataset(entry(data_path=path, split_validation_size=0.5))
@@ -156,7 +156,7 @@ def test_setup_mixes_data_sets(bare_tokenizer, two_files, caplog):
         data.train[4]
 
 
-def test_repeated_rows_come_round_after_round(bare_tokenizer, two_files):
+def test_repeated_rows_come_in_whole_rounds(bare_tokenizer, two_files):
     validation = [two_files[0] | {"repeat": 3}, two_files[1]]
     train = {"dataset_name": "arithmetic", "num_samples": 20, "split_validation_size": 4, "repeat": 2}
     config = data_config(train=train, validation=validation, max_input_seq_length=20, max_bad_row_share=0.5)
@@ -172,7 +172,7 @@ def test_repeated_rows_come_round_after_round(bare_tokenizer, two_files):
     assert len(data.bad_rows) == 1, "a bad row is reported once"
 
 
-def test_answers_end_at_the_stop_strings_of_their_own_environment(bare_tokenizer, two_files):
+def test_answers_end_at_the_stop_strings_of_their_environment(bare_tokenizer, two_files):
     config = data_config(train=two_files, max_input_seq_length=20, max_bad_row_share=0.5)
     environments = {"math": MathEnvironmentConfig(stop_strings=["</answer>"]), "other": {"stop_strings": ["own"]}}
     data = setup_response_data(bare_tokenizer, config, environments)
@@ -198,7 +198,7 @@ def test_setup_joins_held_out_rows_and_validation_entries(bare_tokenizer):
         ({}, r"25\.0% of its rows cannot be used, more than data\.max_bad_row_share=0\.1"),
     ],
 )
-def test_setup_refuses_before_training(bare_tokenizer, two_files, change, message):
+def test_setup_refuses_bad_data_before_training(bare_tokenizer, two_files, change, message):
     config = data_config(train=two_files[0] | change)
     with pytest.raises((ConfigError, DataError), match=message):
         setup_response_data(bare_tokenizer, config, ["math"])
@@ -216,7 +216,7 @@ def test_setup_tries_the_first_row(bare_tokenizer, two_files, tmp_path):
         setup_response_data(bare_tokenizer, data_config(train=entry_keys), ["other"])
 
 
-def test_many_rows_are_quick(bare_tokenizer, tmp_path):
+def test_many_rows_load_quickly(bare_tokenizer, tmp_path):
     path = tmp_path / "rows.jsonl"
     row = {"input": "What is it? " * 20, "output": "42"}
     path.write_text((json.dumps(row) + "\n") * 100_000)
@@ -226,7 +226,7 @@ def test_many_rows_are_quick(bare_tokenizer, tmp_path):
     assert time.process_time() - started < 10
 
 
-def test_processed_dataset_by_task(bare_tokenizer, tmp_path):
+def test_a_processed_dataset_chooses_the_processor_by_task(bare_tokenizer, tmp_path):
     rows = [
         {"task_name": "raw", "problem": "1+1=", "expected_answer": "2"},
         {"task_name": "chat", "n": 3},

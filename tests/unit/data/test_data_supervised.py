@@ -1,4 +1,4 @@
-"""Conversations and pairs: what is read, what is refused, and where it is said to be."""
+"""Conversations and pairs: what is read, what is refused, and which place an error names."""
 
 import json
 
@@ -50,7 +50,7 @@ def test_pairs_go_through_the_processor_that_the_entry_names(chars, tmp_path, mo
         setup_preference_data(chars, config(train=entry | {"processor": "with_margim"}))
 
 
-def test_conversations_with_every_kind_of_bad_row(chars, tmp_path, caplog):
+def test_every_kind_of_bad_conversation_is_skipped_by_name(chars, tmp_path, caplog):
     good = {"messages": [say("user", "1+1="), say("assistant", "2")]}
     rows = [
         good,
@@ -85,7 +85,7 @@ def test_conversations_with_every_kind_of_bad_row(chars, tmp_path, caplog):
     assert data.train.place(1) == (str(path), 11)
 
 
-def test_rows_set_aside_for_validation_are_checked_too(chars, tmp_path):
+def test_rows_held_out_for_validation_are_checked_too(chars, tmp_path):
     rows = [{"input": "1" * (90 if i % 4 == 0 else 3), "output": "1"} for i in range(40)]
     entry = {"data_path": write_lines(tmp_path / "rows.jsonl", *rows), "split_validation_size": 0.5}
     data = setup_sft_data(chars, config(train=entry, max_input_seq_length=64, max_bad_row_share=0.3))
@@ -94,7 +94,7 @@ def test_rows_set_aside_for_validation_are_checked_too(chars, tmp_path):
     assert all(data.validation[i]["loss_multiplier"] == 1 for i in range(len(data.validation)))
 
 
-def test_pairs_with_every_kind_of_bad_row(chars, tmp_path):
+def test_every_kind_of_bad_pair_is_skipped_by_name(chars, tmp_path):
     rows = [
         {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
         {"prompt": "1+1=", "chosen": "2"},
@@ -138,7 +138,7 @@ def test_generic_preference_rows_take_best_and_worst(tmp_path):
     assert [row.reason for row in raw.bad_rows] == ["'completions' has no two ranks to compare"]
 
 
-def test_helpsteer3_rows(tmp_path):
+def test_helpsteer3_rows_become_pairs(tmp_path):
     rows = [
         {"context": [say("user", "q")], "response1": "a", "response2": "b", "overall_preference": value}
         for value in (-2, 1, 0)
@@ -150,7 +150,7 @@ def test_helpsteer3_rows(tmp_path):
     assert [row.reason for row in raw.bad_rows] == ["'overall_preference' prefers neither response"]
 
 
-def test_named_rows_are_validated_apart(chars):
+def test_named_validation_sets_are_validated_separately(chars):
     def entry(count, **keys):
         return {"dataset_name": "arithmetic_preference", "num_samples": count, **keys}
 
@@ -161,7 +161,7 @@ def test_named_rows_are_validated_apart(chars):
     assert len(data.validation) == 5
 
 
-def test_margins_of_pairs(chars, tmp_path):
+def test_margins_of_pairs_are_read(chars, tmp_path):
     pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
     values = (2, 0.5, None, -1, "far", True, float("inf"))
     path = write_lines(tmp_path / "rows.jsonl", *({**pair, "lead": value} for value in values), pair)
@@ -185,7 +185,7 @@ def test_margins_of_pairs(chars, tmp_path):
     assert load_preference_dataset(DatasetConfig.build(**keys)).dataset[0]["pair"]["margin"] == 2
 
 
-def test_tulu3_preference_rows(tmp_path):
+def test_tulu3_preference_rows_become_pairs(tmp_path):
     row = {
         "id": "x",
         "prompt": "q",
@@ -200,7 +200,7 @@ def test_tulu3_preference_rows(tmp_path):
     assert answers == [[say("assistant", "a")], [say("assistant", "b")]]
 
 
-def test_tool_rows_of_openai_format(tmp_path, qwen3):
+def test_rows_with_tools_in_openai_format_are_read(tmp_path, qwen3):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     row = {
@@ -232,7 +232,7 @@ def test_generated_pairs_differ_in_one_result():
         assert right[-1].split("=")[1] == str(eval(row["pair"]["context"][0]["content"].rstrip("=")))
 
 
-def test_a_name_of_the_wrong_kind():
+def test_a_data_set_of_the_wrong_kind_is_refused():
     with pytest.raises(DataError, match="Did you mean 'HelpSteer3'"):
         load_preference_dataset(DatasetConfig.build(dataset_name="HelpSteer"))
 
@@ -259,7 +259,7 @@ def test_masks_count_each_token_once(chars):
         assert text.count("<|im_end|>") == 2 and text.endswith("<|im_end|>")
 
 
-def test_labelled_answers_with_every_kind_of_bad_row(chars, tmp_path):
+def test_every_kind_of_bad_labelled_answer_is_skipped_by_name(chars, tmp_path):
     rows = [
         {"prompt": "1+1=", "completion": "2", "label": True},
         {"prompt": [say("user", "1+1=")], "completion": [say("assistant", "3")], "label": 0},
@@ -288,7 +288,7 @@ def test_labelled_answers_with_every_kind_of_bad_row(chars, tmp_path):
         assert chars.decode(batch["input_ids"][row][batch["token_mask"][row] > 0]) == f"{answer}<|im_end|>"
 
 
-def test_pairs_serve_as_labelled_answers(chars, tmp_path):
+def test_pairs_can_be_used_as_labelled_answers(chars, tmp_path):
     rows = [{"prompt": f"{i}+1=", "chosen": f"{i + 1}", "rejected": "9"} for i in range(5)]
     rows += [{"prompt": "1+1=", "chosen": "2", "rejected": "3" * 90}, {"prompt": "1+1=", "chosen": "2"}]
     path = write_lines(tmp_path / "rows.jsonl", *rows)

@@ -1,4 +1,4 @@
-"""Which tokens are trained on: proven token by token, for real chat templates, against the text itself.
+"""Show which tokens are trained on, token by token, for real chat templates, against the text itself.
 
 The reference works on text alone: the rendered chat is cut by the template's literal markers, written out
 here by hand, and the kept pieces are compared with what the mask keeps, decoded.
@@ -44,7 +44,7 @@ CALLS = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": [2, "x"]}}\n</t
 
 @pytest.fixture(scope="session")
 def llama3(qwen3_folder):
-    """Llama 3's special tokens and chat format over another byte-level vocabulary."""
+    """Make a tokenizer with Llama 3's special tokens and chat format over another byte-level vocabulary."""
     tokenizer = AutoTokenizer.from_pretrained(
         qwen3_folder, bos_token="<|begin_of_text|>", eos_token="<|eot_id|>", pad_token="<|end_of_text|>"
     )
@@ -58,7 +58,7 @@ def chat(turns):
 
 
 def trained(tokenizer, messages, *, only_final=False, tools=None, header=True):
-    """Decoded runs of trained tokens, the text of all tokens, and the mask."""
+    """Return the decoded runs of trained tokens, the text of all tokens, and the mask."""
     row = {"messages": messages, "tools": tools}
     datum = sft_processor(row, TaskDataSpec(), tokenizer, None, 0, add_generation_prompt=header)
     batch = sft_collate_fn([datum], tokenizer, 1, only_final)
@@ -78,16 +78,16 @@ QWEN_EMPTY = "<think>\n\n</think>\n\n"
 
 
 @pytest.mark.parametrize("turns", [ONE_TURN, SYSTEM, MULTI_TURN], ids=["one", "system", "multi"])
-def test_qwen3(qwen3, turns):
+def test_qwen3_spans_cover_the_answers_with_their_end_token(qwen3, turns):
     runs, text, _ = trained(qwen3, chat(turns))
     answers = [content for role, content in turns if role == "assistant"]
-    # Qwen3 shows the (empty) reasoning of the last turn only, and a model has to write it there.
+    # Qwen3 renders the (empty) reasoning of the last turn only, and a model has to write it there.
     assert runs == [a + "<|im_end|>" for a in answers[:-1]] + [QWEN_EMPTY + answers[-1] + "<|im_end|>"]
     assert text == qwen3.apply_chat_template(chat(turns), tokenize=False).rstrip("\n")
 
 
 @pytest.mark.parametrize("turns", [ONE_TURN, SYSTEM, MULTI_TURN], ids=["one", "system", "multi"])
-def test_minimind(minimind, turns):
+def test_minimind_spans_cover_the_answers_with_their_end_token(minimind, turns):
     runs, text, _ = trained(minimind, chat(turns))
     # MiniMind's generation prompt already holds the empty reasoning.
     assert runs == [content + "<|im_end|>" for role, content in turns if role == "assistant"]
@@ -95,7 +95,7 @@ def test_minimind(minimind, turns):
 
 
 @pytest.mark.parametrize("turns", [ONE_TURN, SYSTEM, MULTI_TURN], ids=["one", "system", "multi"])
-def test_llama3(llama3, turns):
+def test_llama3_spans_cover_the_answers_with_their_end_token(llama3, turns):
     runs, text, _ = trained(llama3, chat(turns))
     assert runs == [content.strip() + "<|eot_id|>" for role, content in turns if role == "assistant"]
     assert text == llama3.apply_chat_template(chat(turns), tokenize=False)
@@ -105,7 +105,7 @@ def test_llama3(llama3, turns):
 @pytest.mark.parametrize("turns", [ONE_TURN, MULTI_TURN], ids=["one", "multi"])
 @pytest.mark.parametrize("name", ["qwen3", "minimind", "llama3"])
 def test_every_token_of_an_answer_follows_its_generation_prompt(request, name, turns):
-    """What is trained on comes after exactly the tokens that the engine would be given."""
+    """Trained tokens come after exactly the tokens that the engine would get."""
     tokenizer = request.getfixturevalue(name)
     messages = chat(turns)
     row = {"messages": messages}
@@ -130,7 +130,7 @@ def test_tool_calls_are_trained_on_and_tool_answers_are_not(request, name):
     assert runs == [f"{CALLS}\n{CALLS}<|im_end|>", "It is 4.<|im_end|>", f"{last}Welcome<|im_end|>"]
 
 
-def test_reasoning_that_the_template_drops_later(qwen3):
+def test_reasoning_that_the_template_drops_later_is_handled(qwen3):
     messages = [
         {"role": "user", "content": "2+2?"},
         {"role": "assistant", "content": "", "reasoning_content": "Use the tool", "tool_calls": [CALL]},
@@ -147,7 +147,7 @@ def test_reasoning_that_the_template_drops_later(qwen3):
     assert runs == [f"{CALLS}<|im_end|>", "4<|im_end|>", f"{QWEN_EMPTY}6<|im_end|>"]
 
 
-def test_only_the_final_turn(qwen3, minimind, llama3):
+def test_only_the_final_turn_can_be_trained(qwen3, minimind, llama3):
     for tokenizer, answer in (
         (qwen3, QWEN_EMPTY + "Yes<|im_end|>"),
         (minimind, "Yes<|im_end|>"),
@@ -177,7 +177,7 @@ def test_a_template_that_drops_turns_is_refused(minimind, monkeypatch):
         trained(minimind, chat(MULTI_TURN))
 
 
-def test_closing_tokens(qwen3, llama3):
+def test_the_closing_token_is_the_special_token_at_the_end(qwen3, llama3):
     assert closing_token("a<|im_end|>\n", qwen3) == "<|im_end|>"
     assert closing_token("a<|eot_id|>", llama3) == "<|eot_id|>"
     assert closing_token("a", qwen3) is None

@@ -1,4 +1,4 @@
-"""What observations add to the tokens, against the chat template's own rendering of the whole conversation."""
+"""Tokens that observations add, against the chat template's own rendering of the whole conversation."""
 
 import pytest
 from transformers import AutoTokenizer
@@ -36,7 +36,7 @@ def with_template(folder, template, *tokens, **special):
 
 @pytest.fixture(params=ENDS)
 def named(request, minimind, qwen3, qwen3_folder):
-    """(name, tokenizer): real ones, and templates of other kinds over Qwen3's vocabulary."""
+    """Return (name, tokenizer): real ones, and templates of other kinds over Qwen3's vocabulary."""
     made = {
         "minimind": lambda: minimind,
         "qwen3": lambda: qwen3,
@@ -51,7 +51,7 @@ def named(request, minimind, qwen3, qwen3_folder):
 
 
 def play(tokenizer, turns, tools=None):
-    """A conversation as a rollout makes it: a question, then (sampled text, observation) by turns; its log and chat."""
+    """Play a question, then (sampled text, observation) in turns; return the log and the chat as in a rollout."""
     renderer = ObservationRenderer(tokenizer)
     chat = [{"role": "user", "content": "What is 2+2?"}]
     entry = prompt_entry({"messages": chat, "tools": tools}, tokenizer)
@@ -68,7 +68,7 @@ def text_of(tokenizer, log):
 
 
 def whole(tokenizer, turns):
-    """The same conversation as the template renders it from its messages."""
+    """Return the same conversation as the template renders it from its messages."""
     chat = [{"role": "user", "content": "What is 2+2?"}]
     for said, observation in turns:
         role = "user" if observation["role"] == "environment" else observation["role"]
@@ -82,18 +82,18 @@ def says(*texts, role="environment"):
 
 @pytest.mark.parametrize("finished", [True, False], ids=["finished", "cut off"])
 @pytest.mark.parametrize("words", [["4"], ["4", "It is  5"], ["4", "5!", "Six, \n\nI say."]], ids=len)
-def test_a_conversation_reads_as_the_template_writes_it(named, words, finished):
+def test_a_conversation_equals_the_rendered_template(named, words, finished):
     name, tokenizer = named
     observations = says("Wrong,  try\nagain.", "Once more: é 你", "Last")[: len(words)]
     sampled = [word + ENDS[name] * finished for word in words]
     found = text_of(tokenizer, play(tokenizer, list(zip(sampled, observations, strict=True))))
     expected = whole(tokenizer, list(zip(words, observations, strict=True)))
-    if name == "llama2":  # its white space around a turn is the template's, no model writes it
+    if name == "llama2":  # the white space around a turn comes from the template, not from a model
         found, expected = (text.replace(" </s>", "</s>").replace("[/INST] ", "[/INST]") for text in (found, expected))
     assert found == expected
 
 
-def test_the_tokens_are_those_of_the_whole_text(chat_tokenizer):
+def test_the_tokens_equal_those_of_the_whole_text(chat_tokenizer):
     turns = list(zip(["4<|im_end|>", "5<|im_end|>"], says("Wrong.", "Right."), strict=True))
     log = play(chat_tokenizer, turns)
     ids = [token for message in log for token in message["token_ids"].tolist()]
@@ -101,7 +101,7 @@ def test_the_tokens_are_those_of_the_whole_text(chat_tokenizer):
     assert ids == encode_text(whole(chat_tokenizer, said), chat_tokenizer).tolist()
 
 
-def test_sampled_reasoning_stays_though_the_template_would_drop_it(qwen3):
+def test_sampled_reasoning_is_kept_although_the_template_drops_it(qwen3):
     sampled = "<think>\nhm\n</think>\n\n4<|im_end|>"
     log = play(qwen3, [(sampled, says("Wrong.")[0])])
     assert "hm" not in whole(qwen3, [("<think>\nhm\n</think>\n\n4", says("Wrong.")[0])])
@@ -122,12 +122,12 @@ def test_sampled_reasoning_stays_though_the_template_would_drop_it(qwen3):
     ],
     ids=["stop string", "end token", "end and line", "line", "another end", "nothing"],
 )
-def test_only_what_the_turn_lacks_is_added(qwen3, sampled, delta):
+def test_only_the_missing_end_of_a_turn_is_added(qwen3, sampled, delta):
     log = play(qwen3, [(sampled, says("No.")[0])])
     assert log[-1]["token_ids"].tolist() == encode_text(delta, qwen3).tolist()
 
 
-def test_a_tool_answer_is_rendered_as_one(chat_tokenizer):
+def test_a_tool_answer_is_rendered_as_a_tool_message(chat_tokenizer):
     call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call><|im_end|>'
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     log = play(chat_tokenizer, [(call, says("4", role="tool")[0])], tools)
@@ -155,8 +155,8 @@ def test_a_text_that_is_not_unicode_is_refused(qwen3):
         play(qwen3, [("4<|im_end|>", says("a\udc80")[0])])
 
 
-def test_without_a_chat_there_is_bare_text(qwen3, qwen3_folder):
-    """A prompt that did not go through the template, a template of contents alone, and none at all."""
+def test_without_a_chat_template_observations_are_plain_text(qwen3, qwen3_folder):
+    """A prompt that bypassed the template, a template of contents only, and no template."""
     raw = [{"role": "user", "content": "2+2=", "token_ids": encode_text("2+2=", qwen3)}]
     answered = [*raw, {"role": "assistant", "content": "5", "token_ids": encode_text("5", qwen3)}]
     bare = encode_text(" No: ", qwen3)
@@ -167,7 +167,7 @@ def test_without_a_chat_there_is_bare_text(qwen3, qwen3_folder):
         assert ObservationRenderer(tokenizer).token_ids(says(" No: ")[0], answered, 4).equal(bare)
 
 
-def test_roles_a_template_does_not_know_are_named(qwen3, qwen3_folder):
+def test_roles_that_a_template_lacks_are_named(qwen3, qwen3_folder):
     with pytest.raises(DataError, match="leaves out messages of the role 'referee'"):
         play(qwen3, [("4<|im_end|>", {"role": "referee", "content": "No."})])
     strict = with_template(qwen3_folder, LLAMA2, bos_token="<s>", eos_token="</s>")

@@ -1,4 +1,4 @@
-"""One odd row never ends a run: it is left out with its place and a reason, at the start or when it is drawn."""
+"""One odd row never ends a run: it is skipped with its place and a reason, at the start or when it is drawn."""
 
 import copy
 import json
@@ -88,7 +88,7 @@ KINDS = {
 
 
 def changed(row, *path_and_value):
-    """A copy of a row with the value at a path replaced; without the key if the value is Ellipsis."""
+    """Return a copy of a row with the value at a path replaced; with Ellipsis the key is removed."""
     *path, key, value = path_and_value
     odd = copy.deepcopy(row)
     place = odd
@@ -111,7 +111,7 @@ def places(bad_rows):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_odd_content_is_left_out_by_name(chars, tmp_path, kind):
+def test_each_odd_content_is_skipped_and_named(chars, tmp_path, kind):
     good, load = KINDS[kind]
     odd = [None, ..., True, {"text": "1"}, [{"type": "image_url", "image_url": "x"}], ["1"], "\ud800", float("nan")]
     fine = [7, 7.0, "1+1="]
@@ -124,7 +124,7 @@ def test_each_odd_content_is_left_out_by_name(chars, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["sft", "chat prompts"])
-def test_text_parts_are_joined_and_other_parts_named(chars, tmp_path, kind):
+def test_text_parts_are_joined_and_other_parts_refused_by_name(chars, tmp_path, kind):
     parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]
     image = [*parts, {"type": "image_url", "image_url": {"url": "x"}}]
     good, load = KINDS[kind]
@@ -138,7 +138,7 @@ def test_text_parts_are_joined_and_other_parts_named(chars, tmp_path, kind):
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
-def test_numbers_of_thousands_of_digits_cost_their_row(tmp_path, name):
+def test_a_number_with_thousands_of_digits_skips_its_row(tmp_path, name):
     rows = ['{"a": 1}', f'{{"a": {DIGITS}}}', f'{{"a": {{"b": [-{DIGITS}]}}}}', '{"a": 2}']
     joined = "\n".join(rows) if name.endswith("l") else f"[{','.join(rows)}]"
     (tmp_path / name).write_text(joined)
@@ -148,7 +148,7 @@ def test_numbers_of_thousands_of_digits_cost_their_row(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
-def test_an_object_that_has_a_key_twice_costs_its_row(tmp_path, name):
+def test_an_object_with_a_repeated_key_skips_its_row(tmp_path, name):
     rows = ['{"a": 1, "a": 2}', '{"a": 1, "b": [{"c": 1, "c": 1}]}', '{"a": 3}']
     path = tmp_path / name
     path.write_text("\n".join(rows) if name.endswith("l") else f"[{','.join(rows)}]")
@@ -164,16 +164,16 @@ def test_an_object_that_has_a_key_twice_costs_its_row(tmp_path, name):
         ('"a\n1\n', "which names the columns, is not valid CSV"),
     ],
 )
-def test_a_table_whose_columns_are_unclear_is_refused(tmp_path, content, message):
+def test_a_table_with_ambiguous_columns_is_refused(tmp_path, content, message):
     path = tmp_path / "rows.csv"
     path.write_text(content)
     with pytest.raises(DataError, match=message):
         read_file(str(path))
-    path.write_text("a,,\n1,2,3\n")  # columns without a name are nobody's
+    path.write_text("a,,\n1,2,3\n")  # columns without a name belong to no key
     assert read_file(str(path)).rows[0]["a"] == "1"
 
 
-def test_a_pipe_is_called_one(tmp_path):
+def test_a_pipe_is_refused_by_its_kind(tmp_path):
     path = tmp_path / "rows.jsonl"
     os.mkfifo(path)
     with pytest.raises(DataError, match="is a pipe, a socket or a device"):
@@ -193,12 +193,12 @@ class TakesNothing:
         (f"{__name__}.TakesNothing", "does not take the keys of its entry: .*It is called with"),
     ],
 )
-def test_a_data_set_that_is_no_class_for_rows(name, message):
+def test_a_data_set_class_without_rows_is_refused(name, message):
     with pytest.raises(DataError, match=message):
         load_response_dataset(entry(dataset_name=name))
 
 
-def test_a_row_that_takes_for_ever_is_named(chars, tmp_path, monkeypatch):
+def test_a_row_that_never_ends_is_named(chars, tmp_path, monkeypatch):
     monkeypatch.setattr(processed_dataset, "ROW_LIMIT_S", 0.3)
     chars = copy.deepcopy(chars)
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -208,14 +208,14 @@ def test_a_row_that_takes_for_ever_is_named(chars, tmp_path, monkeypatch):
         setup_response_data(chars, data_config(train={"data_path": path}), ["math"])
 
 
-def test_rows_of_an_own_class_may_have_text_parts():
+def test_rows_of_a_user_class_may_have_text_parts():
     row = {"messages": [say("user", [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]), say("a", 2)]}
     assert own_messages(row) == [say("user", "1+1="), say("a", "2")]
     with pytest.raises(RowError, match="content of message 0 has parts that are not text: image"):
         own_messages({"messages": [say("user", [{"type": "image", "image": None}]), say("assistant", "2")]})
 
 
-def test_numbers_of_thousands_of_digits_in_tool_arguments(chars, tmp_path):
+def test_tool_arguments_with_thousands_of_digits_are_refused_by_name(chars, tmp_path):
     call = {"function": {"name": "add", "arguments": f'{{"a": {DIGITS}}}'}}
     odd = changed(TALK, "messages", 1, {"role": "assistant", "content": "2", "tool_calls": [call]})
     _, bad, _ = KINDS["sft"][1](write_lines(tmp_path / "rows.jsonl", TALK, odd), chars, max_bad_row_share=0.5)
@@ -223,7 +223,7 @@ def test_numbers_of_thousands_of_digits_in_tool_arguments(chars, tmp_path):
 
 
 def paths_into(row):
-    """Every path to a value of a row."""
+    """Yield every path to a value of a row."""
     items = row.items() if isinstance(row, dict) else enumerate(row) if isinstance(row, list) else ()
     for key, value in items:
         yield (key,)
@@ -265,7 +265,7 @@ PICKY = PASSTHROUGH_TEMPLATE.replace(
 
 @pytest.fixture
 def picky(chars):
-    """A template that fails on the content `13`, with an error that is not jinja's."""
+    """Make a template that fails on the content `13`, with an error that is not jinja's."""
     tokenizer = copy.deepcopy(chars)
     tokenizer.chat_template = PICKY
     return tokenizer
@@ -284,7 +284,7 @@ def look(batch):
 
 
 @pytest.mark.parametrize(("kind", "workers"), [*((kind, 0) for kind in KINDS), ("pairs", 2)])
-def test_rows_that_fail_when_they_are_drawn_do_not_train(monkeypatch, picky, tmp_path, caplog, kind, workers):
+def test_rows_that_fail_when_drawn_do_not_train(monkeypatch, picky, tmp_path, caplog, kind, workers):
     for place in ("setup.CHECKED_ROWS", "setup.TRIED_ROWS"):
         monkeypatch.setattr(f"nemo_rl.data.datasets.{place}", 3)
     good, load = KINDS[kind]
@@ -311,7 +311,7 @@ def test_rows_that_fail_when_they_are_drawn_do_not_train(monkeypatch, picky, tmp
     assert [look(batch) for batch in resumed] == whole[1:]
 
 
-def test_too_many_rows_that_fail_when_they_are_drawn_end_the_run(monkeypatch, picky, tmp_path):
+def test_too_many_rows_that_fail_when_drawn_end_the_run(monkeypatch, picky, tmp_path):
     monkeypatch.setattr("nemo_rl.data.datasets.setup.CHECKED_ROWS", 3)
     rows = [TALK] * 10 + [content_13("sft", TALK)] * 10
     train, _, collate = KINDS["sft"][1](write_lines(tmp_path / "rows.jsonl", *rows), picky, max_bad_row_share=0.1)
@@ -323,7 +323,7 @@ def test_too_many_rows_that_fail_when_they_are_drawn_end_the_run(monkeypatch, pi
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_template_that_fits_no_row_is_refused_at_the_start(chars, tmp_path, kind):
+def test_a_template_that_fails_on_every_row_is_refused_at_start(chars, tmp_path, kind):
     tokenizer = copy.deepcopy(chars)
     tokenizer.chat_template = "{{ raise_exception('no such chat') }}"
     good, load = KINDS[kind]
@@ -338,7 +338,7 @@ def test_a_template_that_fits_no_row_is_refused_at_the_start(chars, tmp_path, ki
         (CHOICE, "mmlu", [("options", {"a": 1}), ("answer", 7), ("question", ...)]),
     ],
 )  # fmt: skip
-def test_problems_of_an_evaluation(picky, tmp_path, good, name, odd):
+def test_odd_problems_of_an_evaluation_are_skipped_and_counted(picky, tmp_path, good, name, odd):
     path = write_lines(tmp_path / "rows.jsonl", good, *(changed(good, key, value) for key, value in odd), good)
     config = EvalDataConfig.build(dataset_name=name, data_path=path, prompt_file=None, max_bad_row_share=0.9)
     problems = EvalPrompts(config, picky)
@@ -348,7 +348,7 @@ def test_problems_of_an_evaluation(picky, tmp_path, good, name, odd):
 
 @given(text=st.text(alphabet="ab1 \n", max_size=900), longest=st.integers(1, 40), scale=st.sampled_from([1, 30]))
 @settings(max_examples=60, deadline=None)
-def test_a_beginning_is_longer_exactly_where_the_whole_is(text, longest, scale):
+def test_a_limited_encoding_is_too_long_exactly_if_the_whole_is(text, longest, scale):
     tokenizer = make_char_tokenizer()
     whole = encode_text(text * scale, tokenizer)
     encoded = encode_text(text * scale, tokenizer, longest)
@@ -358,7 +358,7 @@ def test_a_beginning_is_longer_exactly_where_the_whole_is(text, longest, scale):
 
 
 @pytest.mark.parametrize("kind", ["sft", "prompts"])
-def test_megabytes_of_text_become_a_stub_at_once(chars, tmp_path, kind):
+def test_megabytes_of_text_become_a_stub_quickly(chars, tmp_path, kind):
     good, load = KINDS[kind]
     rows = [good, with_user_content(kind, good, "1 + 2 = 3, " * 500_000), good]
     path = write_lines(tmp_path / "rows.jsonl", *rows)
@@ -376,7 +376,7 @@ def test_megabytes_of_text_become_a_stub_at_once(chars, tmp_path, kind):
 
 
 class OwnRows:
-    """A class that brings its own validation rows."""
+    """A class with its own validation rows."""
 
     def __init__(self, **_keys):
         self.dataset = [TALK] * 5
@@ -384,7 +384,7 @@ class OwnRows:
 
 
 @pytest.mark.parametrize("sides", [["train"], ["train", "validation"]])
-def test_a_class_with_validation_rows_validates_them_once(chars, sides):
+def test_validation_rows_of_a_class_are_validated_once(chars, sides):
     entry = DatasetConfig.build(dataset_name=f"{__name__}.OwnRows", env_name="math")
     other = DatasetConfig.build(dataset_name="arithmetic", num_samples=2, env_name="math")
     keys = {"train": entry, "validation": [entry, other]} if "validation" in sides else {"train": entry}
@@ -396,7 +396,7 @@ def test_a_class_with_validation_rows_validates_them_once(chars, sides):
         assert len(data.validation) == (5 if "validation" in sides else 3)
 
 
-def test_hundred_thousand_conversations_are_checked_in_seconds(chars, tmp_path):
+def test_a_hundred_thousand_conversations_are_checked_in_seconds(chars, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text((json.dumps(TALK) + "\n") * 100_000)
     tokenizer = copy.deepcopy(chars)

@@ -1,4 +1,4 @@
-"""The driver of `test_several_nodes`: a process of its own, because a process joins one Ray only.
+"""Run the driver of `test_several_nodes` as a separate process, because a process joins one Ray only.
 
 It writes what it finds as JSON, and asks on its output to have a node killed.
 """
@@ -24,7 +24,7 @@ ADDRESSES = ("127.0.0.2", "127.0.0.3")
 
 
 def refusal(work: Any) -> str:
-    """What a call is refused with."""
+    """Return the text of the error that refuses a call."""
     try:
         work()
     except NemoRLError as error:
@@ -38,7 +38,7 @@ def address_of(clusters: list[RayVirtualCluster]) -> list[list[str]]:
 
 
 def reserved(*clusters: RayVirtualCluster) -> list[list[str]]:
-    """Addresses of the nodes of clusters, which are given back."""
+    """Return the reserved addresses of the nodes of clusters and release them."""
     found = address_of(list(clusters))
     for cluster in clusters:
         cluster.shutdown()
@@ -51,7 +51,7 @@ def placements() -> dict[str, Any]:
     )
     apart = make_clusters(ClusterConfig.build(device="cpu", num_nodes=2), section)
     section.generation.colocated.resources.num_nodes = None  # type: ignore[union-attr]
-    beside = make_clusters(ClusterConfig.build(device="cpu", num_nodes=2), section)
+    together = make_clusters(ClusterConfig.build(device="cpu", num_nodes=2), section)
     os.environ["NRL_VIRTUAL_CLUSTER_MAX_RETRIES"] = "1"
     three = RayVirtualCluster([1, 1, 1], use_gpus=False, placement_group_strategy="STRICT_SPREAD", name="three")
     return {
@@ -59,13 +59,13 @@ def placements() -> dict[str, Any]:
         "packed": reserved(RayVirtualCluster([1, 1], use_gpus=False, placement_group_strategy="PACK")),
         "gpus": reserved(RayVirtualCluster([2, 1]), RayVirtualCluster([1])),
         "apart": reserved(*apart),
-        "beside": reserved(*beside),
+        "together": reserved(*together),
         "three": refusal(three.get_placement_groups),
     }
 
 
 def checks(places: RayVirtualCluster) -> dict[str, str]:
-    # Each process has a working directory of its own, as each machine has disks of its own.
+    # Each process has its own working directory, as each machine has its own disks.
     own, everyones = Path("/proc/self/cwd/only_here"), Path.cwd() / "shared"
     own.mkdir()
     same = Shared({"policy.model_name": str(Path.cwd()), "hub": "owner/name"}, ("checkpoint_dir", str(everyones)))
@@ -76,7 +76,7 @@ def checks(places: RayVirtualCluster) -> dict[str, str]:
     code = node_checks._code
     node_checks._code = lambda: "1.0 (code abc, in /opt)"
     found["code"] = refusal(lambda: check_nodes([places], same))
-    # As if Ray had moved a bundle from the driver's node.
+    # Move a bundle away from the driver's node, as Ray may do.
     moved = RayVirtualCluster([1], use_gpus=False)
     found["not_moved"] = refusal(lambda: check_nodes([moved], same)) + refusal(lambda: moved.await_places([0]))
     moved.node_ids = lambda: places.node_ids()[1:]  # type: ignore[method-assign]
@@ -134,7 +134,7 @@ def main(results: Path) -> None:
     found |= loss(policy, engines, RayVirtualCluster([1, 1], use_gpus=False, cpus_per_bundle=8))
     found |= loss_of_own_node(engines)
     results.write_text(json.dumps(found))
-    os._exit(0)  # Ray's clean-up would wait for its node
+    os._exit(0)  # The cleanup of Ray would wait for its node.
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class Plain:
 
 
 class Slow(Plain):
-    """Takes its time to be built."""
+    """A class whose constructor takes long."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()

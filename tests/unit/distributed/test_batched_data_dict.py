@@ -1,4 +1,4 @@
-"""BatchedDataDict: joining, splitting and ordering rows, and travelling through pickle."""
+"""BatchedDataDict: join, split and order rows, and pickle them."""
 
 import pickle
 import warnings
@@ -25,14 +25,14 @@ def numbered(rows: int) -> BatchedDataDict:
 
 
 def rows_of(batch: BatchedDataDict) -> list[int]:
-    """Row numbers, after checking that all values agree on them."""
+    """Return row numbers, after checking that all values agree on them."""
     rows = batch["idx"].tolist()
     assert batch["names"] == [f"row{i}" for i in rows]
     assert batch["ids"][:, 0].tolist() == [3 * i for i in rows]
     return rows
 
 
-def test_from_batches_pads_right_and_sorts_keys():
+def test_from_batches_pads_on_the_right_and_sorts_keys():
     first = {"x": torch.ones(2, 3), "n": torch.tensor([1, 2]), "l": ["a", "b"]}
     second = {"x": torch.full((1, 5), 2.0), "n": torch.tensor([3]), "l": ["c"]}
     joined = BatchedDataDict.from_batches([first, second], {"x": -1.0})
@@ -53,7 +53,7 @@ def test_from_batches_pads_right_and_sorts_keys():
         ([{"a": torch.ones(1, 2, 3)}, {"a": torch.ones(1, 2, 4)}], "shapes"),
     ],
 )
-def test_from_batches_refuses(batches, message):
+def test_from_batches_refuses_batches_that_do_not_match(batches, message):
     with pytest.raises(DataError, match=message):
         BatchedDataDict.from_batches(batches)
 
@@ -101,7 +101,7 @@ def test_repeat_interleave_makes_independent_list_items():
     assert repeated["log"][1] == [{"role": "user"}] and batch["log"][0] == [{"role": "user"}]
 
 
-def test_chunks_batches_and_microbatches():
+def test_a_batch_divides_into_chunks_and_microbatches():
     batch = numbered(6)
     assert rows_of(batch.chunk(1, 3)) == [2, 3]
     assert rows_of(batch.get_batch(1, 4 - 1)) == [3, 4, 5]
@@ -116,7 +116,7 @@ def test_chunks_batches_and_microbatches():
             wrong()
 
 
-def test_truncate_to_and_dict():
+def test_a_batch_can_be_truncated_moved_and_turned_into_a_dict():
     batch = numbered(2)
     batch.truncate_tensors(dim=1, truncated_len=2)
     assert batch["ids"].shape == (2, 2) and batch["idx"].shape == (2,)
@@ -124,7 +124,7 @@ def test_truncate_to_and_dict():
     assert type(batch.get_dict()) is dict and BatchedDataDict().size == 0
 
 
-def test_rows_must_agree():
+def test_all_columns_must_have_equal_numbers_of_rows():
     with pytest.raises(DataError, match=r"equally many rows, got \{'a': 2, 'b': 1\}"):
         BatchedDataDict({"a": torch.ones(2), "b": ["x"]}).shard_by_batch_size(1)
     with pytest.raises(DataError, match="'a' is int"):
@@ -134,7 +134,7 @@ def test_rows_must_agree():
 
 
 def through_shared_memory(value):
-    """Pickle as Ray does: buffers out of band, handed back read-only."""
+    """Pickle as Ray does: buffers out of band, returned read-only."""
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     read_only = [memoryview(bytes(buffer)) for buffer in buffers]
@@ -158,14 +158,14 @@ def through_shared_memory(value):
     ],
 )
 @pytest.mark.parametrize("numel", [0, 5, 2 * COPY_BELOW_BYTES])
-def test_every_dtype_survives_bit_by_bit(dtype, numel):
+def test_every_dtype_is_serialized_bit_for_bit(dtype, numel):
     source = torch.randint(0, 2, (numel,)).to(dtype)
     batch, _, _ = through_shared_memory(BatchedDataDict({"x": source}))
     assert batch["x"].dtype == dtype and batch["x"].shape == source.shape
     assert torch.equal(batch["x"].view(torch.uint8), source.view(torch.uint8))
 
 
-def test_buffers_leave_the_stream_and_are_not_copied_on_arrival():
+def test_buffers_are_sent_out_of_band_without_a_copy():
     source = torch.arange(200_000, dtype=torch.float32).view(2, -1).t().bfloat16()
     assert not source.is_contiguous()
     batch, stream, buffers = through_shared_memory(BatchedDataDict({"x": source}))
@@ -175,13 +175,13 @@ def test_buffers_leave_the_stream_and_are_not_copied_on_arrival():
     assert batch["x"].data_ptr() == address
 
 
-def test_a_slice_carries_its_rows_only():
+def test_a_serialized_slice_holds_only_its_rows():
     whole = BatchedDataDict({"x": torch.zeros(1000, 1000)})
     _, stream, buffers = through_shared_memory(whole.slice(0, 10))
     assert len(stream) + sum(buffer.nbytes for buffer in buffers) < 50_000
 
 
-def test_nested_message_logs_survive_and_may_be_modified():
+def test_nested_message_logs_are_serialized_and_stay_writable():
     log = [{"role": "user", "token_ids": torch.arange(3), "extra": (torch.ones(2), "x", None)}]
     batch = BatchedDataDict({"log": [log], "grad": torch.ones(1, requires_grad=True)})
     back, stream, _ = through_shared_memory(batch)
@@ -192,6 +192,6 @@ def test_nested_message_logs_survive_and_may_be_modified():
     assert log[0]["token_ids"][0] == 0 and not back["grad"].requires_grad
 
 
-def test_type_of_batch_survives():
+def test_the_batch_type_is_kept():
     back, _, _ = through_shared_memory(numbered(2).slice(0, 1))
     assert type(back) is SlicedDataDict

@@ -1,4 +1,4 @@
-"""Which variables of the driver reach workers of a cluster that it joins."""
+"""Variables of the driver that reach workers of a cluster that it joins."""
 
 import ray
 
@@ -38,12 +38,12 @@ KEPT_BACK = (
 )
 
 
-def test_libraries_are_configured_alike_and_secrets_stay() -> None:
+def test_library_variables_are_forwarded_and_secrets_are_not() -> None:
     environment = dict.fromkeys((*FORWARDED, *KEPT_BACK), "x")
     assert sorted(forwarded_environment(environment)) == sorted(FORWARDED)
 
 
-def test_a_joined_ray_is_given_them(monkeypatch) -> None:
+def test_a_joined_ray_gets_the_forwarded_variables(monkeypatch) -> None:
     given = {}
 
     class Context:

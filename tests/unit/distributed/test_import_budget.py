@@ -1,4 +1,4 @@
-"""What each kind of process imports: modules, not seconds, so that a new import at the top of a file is seen."""
+"""Bound the modules that each kind of process imports, so that a new import at the top of a file is noticed."""
 
 import json
 import subprocess
@@ -9,12 +9,12 @@ import pytest
 
 
 class Budget(NamedTuple):
-    """What a kind of process may import.
+    """Limits on the imports of one kind of process.
 
     Attributes:
-        imports: where its work begins.
-        modules: at most so many in all; a tenth more than there were when this was written.
-        without: packages that it has no use for.
+        imports: modules with which its work starts.
+        modules: largest number of modules in all; a tenth more than when this was written.
+        without: packages that it does not need.
     """
 
     imports: tuple[str, ...]

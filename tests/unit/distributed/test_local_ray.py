@@ -1,4 +1,4 @@
-"""The Ray of a run: what happens when it does not start, or loses one of its own processes."""
+"""The Ray of a run: what happens if it does not start, or loses one of its own processes."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ def run_script(body: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("victim", "waits_for"), [pytest.param("gcs_server", "a call", marks=pytest.mark.long), ("raylet", "a rollout")]
 )
-def test_a_death_within_ray_is_named_and_ends_the_run_in_order(victim: str, waits_for: str) -> None:
+def test_a_dead_ray_process_is_named_and_ends_the_run_in_order(victim: str, waits_for: str) -> None:
     done = run_script(f"""
         async def rollout(group):
             return await group.run_single_worker_single_data("stuck_in_c", 0)
@@ -72,9 +72,9 @@ def test_a_death_within_ray_is_named_and_ends_the_run_in_order(victim: str, wait
     assert left == []
 
 
-@pytest.mark.long  # on a machine that is busy with other tests Ray's C++ may be the first of two threads
-def test_a_death_that_makes_ray_end_the_driver_is_logged_before() -> None:
-    """The next use of the object store ends the process from C++: no exception, no clean-up, no words."""
+@pytest.mark.long  # on a busy machine Ray's C++ may win the race of two threads
+def test_a_dead_ray_process_is_logged_before_ray_ends_the_driver() -> None:
+    """The next use of the object store ends the process from C++: no exception, no cleanup, no message."""
     done = run_script("""
         from nemo_rl.utils.logging_setup import configure_logging
         configure_logging()
@@ -94,8 +94,8 @@ def test_a_death_that_makes_ray_end_the_driver_is_logged_before() -> None:
 
 
 @pytest.mark.long
-def test_a_signal_to_all_processes_ends_a_run_that_waits_for_the_control_service() -> None:
-    """It stops to serve on SIGTERM, and may not end; Ray's C++ waits for it wherever it is asked."""
+def test_a_signal_to_all_processes_ends_a_wait_for_the_control_service() -> None:
+    """It stops serving on SIGTERM but may not exit; Ray's C++ blocks on every call to it."""
     started = time.monotonic()
     done = run_script("""
         from ray.util.placement_group import placement_group_table
@@ -110,7 +110,7 @@ def test_a_signal_to_all_processes_ends_a_run_that_waits_for_the_control_service
     assert time.monotonic() - started < 50
 
 
-def test_ray_outlives_the_thread_that_asked_for_it() -> None:
+def test_ray_outlives_the_thread_that_started_it() -> None:
     done = run_script("""
         starter = threading.Thread(target=init_ray, kwargs={"num_cpus": 1})
         starter.start()
@@ -124,7 +124,7 @@ def test_ray_outlives_the_thread_that_asked_for_it() -> None:
     assert done.returncode == 0
 
 
-def test_ray_is_started_again_when_its_parts_were_too_slow() -> None:
+def test_ray_is_started_again_after_a_slow_start() -> None:
     done = run_script("""
         import logging
         logging.basicConfig(level=logging.WARNING)

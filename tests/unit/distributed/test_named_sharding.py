@@ -27,7 +27,7 @@ def test_coordinates_are_row_major(sharding):
     assert sharding.get_axis_size("data_parallel") == 2
 
 
-def test_ranks_by_coordinates(sharding):
+def test_ranks_are_found_by_coordinates(sharding):
     assert sharding.get_ranks_by_coord(data_parallel=1) == [2, 3, 6, 7]
     assert sharding.get_ranks_by_coord() == list(range(8))
     assert sharding.get_ranks(pipeline_parallel=1, data_parallel=0, tensor_parallel=1) == 5
@@ -35,7 +35,7 @@ def test_ranks_by_coordinates(sharding):
     assert sharding.get_ranks(data_parallel=0) == expected
 
 
-def test_layout_is_protected(sharding):
+def test_the_layout_is_read_only(sharding):
     layout = sharding.layout
     layout[0, 0, 0] = 99
     assert sharding.layout[0, 0, 0] == 0 and layout.dtype == np.int32
@@ -89,7 +89,7 @@ def test_free_axes_call_position_zero_only_or_with_no_data(sharding):
     assert [call.coords for call in dummies[4:]] == [None] * 4
 
 
-def test_plan_refuses_contradictions(sharding):
+def test_a_plan_refuses_contradictory_axes(sharding):
     with pytest.raises(ValueError, match="both sharded and replicated"):
         plan_sharded_calls(sharding, ["data_parallel"], ["data_parallel"], [])
     with pytest.raises(ValueError, match="unknown axis"):
@@ -101,12 +101,12 @@ def test_plan_refuses_contradictions(sharding):
     check_nesting({"data": [[1, 2, 3], [4, 5, 6]]}, [2, 3])
 
 
-def test_workers_at_zero(sharding):
+def test_workers_at_zero_are_those_at_position_zero_of_the_axes(sharding):
     assert workers_at_zero(sharding, ["pipeline_parallel", "tensor_parallel"]) == [0, 2]
     assert workers_at_zero(sharding, []) == list(range(8))
 
 
-def test_places_follow_bundles():
+def test_worker_places_follow_the_bundles():
     def rows(*args):
         return [(p.node_idx, p.local_rank, p.bundle_idx) for p in plan_places(*args)]
 

@@ -28,7 +28,7 @@ PLACES = [
 ]  # fmt: skip
 
 
-def test_sixteen_ranks_are_where_the_table_says():
+def test_sixteen_ranks_have_the_coordinates_of_the_table():
     assert (SIXTEEN.num_ranks, SIXTEEN.shape, SIXTEEN.data_parallel_size) == (16, (2, 1, 2, 2, 2), 2)
     assert [tuple(SIXTEEN.sharding.get_worker_coords(rank).values()) for rank in range(16)] == PLACES
     assert [SIXTEEN.data_parallel_rank(rank) for rank in range(16)] == [place[1] for place in PLACES]
@@ -36,7 +36,7 @@ def test_sixteen_ranks_are_where_the_table_says():
     assert SIXTEEN.stage_ranks == [0, 8]
 
 
-def test_rows_go_to_all_ranks_of_a_shard_and_results_come_back_once():
+def test_rows_reach_all_ranks_of_a_shard_and_one_rank_answers():
     plan = plan_sharded_calls(
         SIXTEEN.sharding, ["data_parallel"], REPLICATED_AXES, [], return_from_workers=SIXTEEN.result_ranks
     )
@@ -48,7 +48,7 @@ def test_rows_go_to_all_ranks_of_a_shard_and_results_come_back_once():
 
 
 @pytest.mark.parametrize("sizes", [*itertools.product((1, 2), repeat=5), (1, 3, 2, 1, 2), (3, 1, 5, 2, 1)])
-def test_any_layout_agrees_with_counting(sizes):
+def test_any_layout_agrees_with_enumerated_coordinates(sizes):
     layout = ParallelLayout(*sizes)
     pp, replicas, shards, cp, tp = sizes
     rank = 0
@@ -99,8 +99,8 @@ def _mesh_of_rank(rank: int, layout: ParallelLayout, port: int, folder: str) -> 
     dist.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork beside idle threads of torch
-def test_the_mesh_of_real_processes_is_the_layouts():
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork next to idle threads of torch
+def test_the_mesh_of_real_processes_equals_the_layout():
     layout = ParallelLayout(dp_shard=2, tp=2)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

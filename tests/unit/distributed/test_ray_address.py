@@ -1,4 +1,4 @@
-"""An address in RAY_ADDRESS where no Ray answers is refused in seconds, whatever is found there."""
+"""An address in RAY_ADDRESS where no Ray answers is refused within seconds, whatever answers there."""
 
 import os
 import re
@@ -55,8 +55,8 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
-def test_a_port_where_nobody_listens(scheme: str) -> None:
-    with socket.socket() as bound:  # bound, but nobody listens
+def test_a_port_where_no_process_listens_is_refused(scheme: str) -> None:
+    with socket.socket() as bound:  # bound, but no process listens
         bound.bind(("127.0.0.1", 0))
         assert "Connection refused" in (unreachable(f"{scheme}127.0.0.1:{bound.getsockname()[1]}") or "")
 
@@ -71,7 +71,7 @@ def test_a_port_where_nobody_listens(scheme: str) -> None:
     ],
     ids=["silent", "http", "closes"],
 )
-def test_a_server_that_is_no_ray(scheme: str, answer: Callable[[socket.socket], object], said: str) -> None:
+def test_a_server_other_than_ray_is_refused(scheme: str, answer: Callable[[socket.socket], object], said: str) -> None:
     with server(answer) as address:
         started = time.monotonic()
         trouble = unreachable(scheme + address)
@@ -80,7 +80,7 @@ def test_a_server_that_is_no_ray(scheme: str, answer: Callable[[socket.socket], 
     assert time.monotonic() - started < 5
 
 
-def test_a_name_that_is_not_resolved_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_not_resolved_in_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: time.sleep(30))
     started = time.monotonic()
     assert "no connection within 1.5 s" in (unreachable("head:6379") or "")
@@ -88,12 +88,12 @@ def test_a_name_that_is_not_resolved_in_time(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:port", "nosuch.invalid:6379"])
-def test_what_is_no_address(address: str) -> None:
+def test_invalid_addresses_are_refused(address: str) -> None:
     assert "no server answers" in (unreachable(address) or "")
 
 
-def test_the_cluster_of_this_machine_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto` reads a file that outlives its cluster."""
+def test_a_local_cluster_that_has_ended_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` reads a file that may be older than the cluster."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         (tmp_path / "ray").mkdir()
@@ -106,7 +106,7 @@ def test_the_cluster_of_this_machine_that_has_ended(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("value", [None, "", " ", "local"])
-def test_a_run_of_its_own_needs_no_cluster(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_its_own_ray_needs_no_cluster(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if value is not None:
         monkeypatch.setenv("RAY_ADDRESS", value)
@@ -115,8 +115,8 @@ def test_a_run_of_its_own_needs_no_cluster(value: str | None, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_a_run_that_looks_for_its_cluster(number: int, status: int, tmp_path: Path) -> None:
-    """The server takes the connection and says nothing, so that the run waits."""
+def test_a_signal_ends_the_search_for_a_cluster(number: int, status: int, tmp_path: Path) -> None:
+    """The server accepts the connection and stays silent, so that the run waits."""
     with server(lambda connection: None) as address:
         command = [sys.executable, "examples/run_sft.py", "--config", "examples/configs/sft_cpu.yaml"]
         command += [f"logger.log_dir={tmp_path}", f"checkpointing.checkpoint_dir={tmp_path}"]
@@ -132,8 +132,8 @@ def test_a_signal_ends_a_run_that_looks_for_its_cluster(number: int, status: int
     assert time.monotonic() - sent < 2
 
 
-def test_one_place_reads_the_variable() -> None:
-    """Elsewhere `local` or a blank would count as a cluster that the run joins."""
+def test_the_library_reads_ray_address_in_one_place() -> None:
+    """Any other reader could take `local` or a blank for a cluster to join."""
     package = Path(nemo_rl.__file__).parent
     reading = re.compile(r"environ\W+(get\W+)?RAY_ADDRESS")
     assert [file.name for file in package.rglob("*.py") if reading.search(file.read_text())] == []

@@ -1,4 +1,4 @@
-"""Meeting points of equal runs that start at the same time; each run is played by a process."""
+"""Rendezvous of equal runs that start at the same time; each run is a process."""
 
 import multiprocessing
 import os
@@ -24,7 +24,7 @@ TIMEOUT = timedelta(seconds=20)
 
 
 def play_run(answer: Connection, together: Barrier, low: int | None, high: int | None) -> None:
-    """What rank 0 of a run does: seed, choose a port, be slow, and serve its own group there."""
+    """Act as rank 0 of a run: seed, choose a port, wait, and serve a process group there."""
     try:
         set_seed(42)
         together.wait(20)
@@ -39,7 +39,7 @@ def play_run(answer: Connection, together: Barrier, low: int | None, high: int |
 
 
 @pytest.mark.parametrize(("low", "high"), [(21000, 21063), (None, None)])
-def test_equal_runs_that_start_at_once_meet_at_ports_of_their_own(low, high):
+def test_concurrent_runs_rendezvous_at_separate_ports(low, high):
     context = multiprocessing.get_context("fork")
     together = context.Barrier(NUM_RUNS)
     pipes = [context.Pipe() for _ in range(NUM_RUNS)]
@@ -54,7 +54,7 @@ def test_equal_runs_that_start_at_once_meet_at_ports_of_their_own(low, high):
     assert low is None or all(low <= port <= high for port, _ in answers)
 
 
-def test_a_held_port_is_kept_from_others_until_a_store_of_this_process_listens_there():
+def test_a_reserved_port_is_kept_until_a_store_of_this_process_listens():
     address, port = hold_port(HERE, None, None)
     with socket.socket() as stranger, pytest.raises(OSError, match="already in use"):
         stranger.bind((address, port))
@@ -66,22 +66,22 @@ def test_a_held_port_is_kept_from_others_until_a_store_of_this_process_listens_t
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="two sockets share a port in this way on Linux only")
-def test_a_store_that_knows_nothing_of_held_ports_may_listen_there():
-    """What `torch.distributed` does for a worker class that joins its group by `env://`."""
+def test_a_store_unaware_of_reserved_ports_may_listen_there():
+    """`torch.distributed` does this for a worker class that joins its group by `env://`."""
     address, port = hold_port(HERE, None, None)
     store = dist.TCPStore(address, port, 1, is_master=True, timeout=TIMEOUT)
     store.set("key", "value")
     assert store.get("key") == b"value"
 
 
-def test_a_range_without_a_free_port_says_what_to_change():
+def test_a_range_without_a_free_port_is_refused_with_advice():
     with bind_free_port(HERE, None, None) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ResourceInsufficientError, match=rf"{port}\.\.{port} is free.*master_port_range_low"):
             hold_port(HERE, port, port)
 
 
-def test_gloo_is_given_the_interface_that_leads_to_the_members(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_uses_the_interface_that_reaches_the_members(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(address: str, before: str | None = None) -> str | None:
         monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
         if before is not None:

@@ -1,4 +1,4 @@
-"""Two Ray nodes: who is placed where, what is compared at the start, and what happens when one of them is lost."""
+"""Two Ray nodes: placement, checks at the start, and the loss of a node."""
 
 import json
 import os
@@ -23,7 +23,7 @@ TOLD_SOON = {"health_check_period_ms": 1500, "health_check_failure_threshold": 3
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `nodes_driver` finds on two nodes, the second of which is killed on its way."""
+    """Return the results of `nodes_driver` on two nodes, the second of which is killed on the way."""
     folder = tmp_path_factory.mktemp("nodes")
     with ray_nodes(16, 16, num_gpus=2, **TOLD_SOON) as nodes:
         environment = os.environ | {"RAY_ADDRESS": nodes.address, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -47,11 +47,11 @@ def test_entries_are_on_nodes_in_the_order_of_their_addresses(found: dict[str, A
     assert found["packed"] == [[first, first]]
     assert found["gpus"] == [[first, second], [second]], "a GPU that is taken is not waited for"
     assert found["apart"] == [[first], [second]]
-    assert found["beside"] == [[first, second], [first, second]]
+    assert found["together"] == [[first, second], [first, second]]
 
 
 @pytest.mark.ray
-def test_what_the_nodes_lack_is_said_with_numbers(found: dict[str, Any]) -> None:
+def test_missing_resources_are_reported_with_numbers(found: dict[str, Any]) -> None:
     assert found["three"] == (
         "ResourceInsufficientError: Cluster 'three' asks for [1, 1, 1] bundles per node (STRICT_SPREAD), each with 1 "
         "CPUs. The nodes have: 127.0.0.2: 16 CPUs, 2 GPUs; 127.0.0.3: 16 CPUs, 2 GPUs. 1 node of that size missing."
@@ -59,7 +59,7 @@ def test_what_the_nodes_lack_is_said_with_numbers(found: dict[str, Any]) -> None
 
 
 @pytest.mark.ray
-def test_ranks_are_numbered_node_by_node_and_meet_at_the_node_of_rank_0(found: dict[str, Any]) -> None:
+def test_ranks_are_numbered_by_node_and_rendezvous_at_the_node_of_rank_0(found: dict[str, Any]) -> None:
     meeting = ["3", "127.0.0.2", "lo"]
     assert found["environment"] == [["0", "0", "0", *meeting], ["1", "1", "0", *meeting], ["2", "0", "1", *meeting]]
     assert found["where"] == ["127.0.0.2", "127.0.0.2", "127.0.0.3"]
@@ -77,14 +77,14 @@ def test_nodes_are_compared_before_workers_start(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.ray
-def test_the_loss_of_the_programs_own_node_is_named(found: dict[str, Any]) -> None:
+def test_the_loss_of_the_node_of_the_driver_is_named(found: dict[str, Any]) -> None:
     own = "RayDiedError: The node manager (raylet) of this machine, 127.0.0.2, in the joined cluster 127.0.0.2:"
     assert found["own"].startswith(own) and "the run's workers with it" in found["own"]
     assert found["own_s"] < 15
 
 
 @pytest.mark.ray
-def test_a_lost_node_is_named_whoever_notices_it_first(found: dict[str, Any]) -> None:
+def test_a_lost_node_is_named_by_whichever_call_fails_first(found: dict[str, Any]) -> None:
     assert found["policy"].startswith("NodeLostError: Node 127.0.0.3 (id ")
     assert "is lost: " in found["policy"] and "It ran policy-1-0 (rank 2)." in found["policy"]
     assert found["policy_s"] < 15
@@ -93,7 +93,7 @@ def test_a_lost_node_is_named_whoever_notices_it_first(found: dict[str, Any]) ->
 
 
 @pytest.mark.ray
-def test_what_is_independent_moves_where_there_is_room(found: dict[str, Any]) -> None:
+def test_independent_workers_move_to_nodes_with_free_resources(found: dict[str, Any]) -> None:
     assert found["in_vain"].startswith("NodeLostError: Node 127.0.0.3"), "the policy's rank was there too"
     assert "It ran policy-1-0 (rank 2)." in found["in_vain"]
     assert found["moved_to"] == "127.0.0.2"
@@ -117,14 +117,16 @@ def room(number: int, cpus: float, free: float | None = None) -> NodeRoom:
         ([5], "SPREAD", None),
     ],
 )
-def test_choice(counts: list[int], strategy: str, chosen: list[str] | None) -> None:
+def test_nodes_are_chosen_by_free_resources_and_strategy(
+    counts: list[int], strategy: str, chosen: list[str] | None
+) -> None:
     nodes = [room(1, 2), room(2, 1), room(3, 4)]
     if counts == [1, 4]:
         nodes[0] = room(1, 2, free=0)
     assert choose_nodes(counts, {"CPU": 1.0}, nodes, strategy) == chosen
 
 
-def test_nodes_of_other_workers_are_kept_away_from() -> None:
+def test_nodes_of_other_workers_are_avoided() -> None:
     nodes = [room(1, 2), room(2, 2), room(3, 1)]
     assert choose_nodes([1], {"CPU": 2.0}, nodes, "STRICT_SPREAD", {"id1"}) == ["id2"]
     assert choose_nodes([1, 1], {"CPU": 2.0}, nodes, "STRICT_SPREAD", {"id1"}) is None
@@ -134,7 +136,7 @@ def test_nodes_of_other_workers_are_kept_away_from() -> None:
     )
 
 
-def test_a_control_service_that_does_not_answer_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_control_service_is_named_within_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[str] = []
     monkeypatch.setattr(joined_ray, "note_death", lambda node, what, obituary: noted.append(obituary))
     monkeypatch.setattr(joined_ray, "_PERIOD_S", 0.05)
@@ -151,15 +153,13 @@ def test_a_control_service_that_does_not_answer_is_named_in_time(monkeypatch: py
     assert noted[0].startswith(
         f"The control service (gcs_server) of the joined cluster, 127.0.0.1:{port}, has not answered"
     )
-    with monkeypatch.context() as left:  # a program that has left the cluster does not look any longer
+    with monkeypatch.context() as left:  # a program that has left the cluster no longer polls
         left.setattr(joined_ray.ray._private.worker.global_worker, "node", None)
         joined_ray._await_control_service(node)
     assert len(noted) == 1
 
 
-def test_a_node_manager_that_only_closes_the_connection_is_not_called_dead(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_closed_connection_alone_does_not_make_a_node_dead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     noted: list[str] = []
     monkeypatch.setattr(joined_ray, "note_death", lambda node, what, obituary: noted.append(obituary))
     monkeypatch.setattr(joined_ray, "_RETRY_S", 0.05)

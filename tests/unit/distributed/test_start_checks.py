@@ -1,4 +1,4 @@
-"""What keeps Ray from starting on this machine is found before Ray is asked."""
+"""Problems that keep Ray from starting on this machine are found before Ray is called."""
 
 import errno
 import socket
@@ -18,12 +18,12 @@ def folders(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_nothing_is_wrong_here() -> None:
+def test_the_checks_pass_on_this_machine() -> None:
     assert start_fault() is None
     require_startable_ray()
 
 
-def test_rays_folder_is_the_one_that_ray_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checked_folder_is_the_one_that_ray_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     from ray._common.utils import get_default_ray_temp_dir
 
     for changes in ({}, {"TMPDIR": "/var/tmp"}, {"RAY_TMPDIR": "/opt", "TMPDIR": "/var/tmp"}):
@@ -33,19 +33,19 @@ def test_rays_folder_is_the_one_that_ray_takes(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR"])
-def test_a_path_too_long_for_sockets(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_too_long_for_sockets_is_refused(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "/tmp/" + "x" * 60)
     with pytest.raises(ConfigError, match=rf"{variable} makes the paths of its sockets \d+ bytes too long: /tmp/xxx"):
         require_startable_ray()
 
 
-def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TMPDIR", "/proc")
     with pytest.raises(ConfigError, match=r"its folder /proc/ray cannot be written .*Set RAY_TMPDIR"):
         require_startable_ray()
 
 
-def test_a_machine_without_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_loopback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*args: Any, **kwargs: Any) -> socket.socket:
         raise OSError(errno.ENETUNREACH, "Network is unreachable")
 
@@ -54,7 +54,7 @@ def test_a_machine_without_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
         require_startable_ray()
 
 
-def test_a_secret_is_made_only_where_ray_cannot_keep_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_secret_is_made_only_if_ray_cannot_store_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert local_ray._token_without_home() == {}
     monkeypatch.setenv("HOME", "/proc")
@@ -67,9 +67,7 @@ def test_a_secret_is_made_only_where_ray_cannot_keep_one(monkeypatch: pytest.Mon
     ("failure", "attempts"),
     [(OSError(errno.EROFS, "Read-only file system"), 1), (Exception("too slow"), 3), (ConnectionError("refused"), 3)],
 )
-def test_a_fault_that_stays_is_not_tried_again(
-    failure: Exception, attempts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_permanent_error_is_not_retried(failure: Exception, attempts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def start(**arguments: Any) -> None:
@@ -86,10 +84,10 @@ def test_a_fault_that_stays_is_not_tried_again(
 
 
 @pytest.mark.parametrize(("given", "absolute"), [("", "/tmp"), ("below", "{cwd}/below"), ("/opt", None)])
-def test_rays_folder_is_absolute(
+def test_the_folder_of_ray_is_absolute(
     given: str, absolute: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With a relative one Ray's daemons wait for each other without end."""
+    """With a relative folder Ray's daemons wait for each other forever."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAY_TMPDIR", given)
     expected = {} if absolute is None else {"RAY_TMPDIR": absolute.format(cwd=tmp_path)}

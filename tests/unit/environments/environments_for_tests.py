@@ -1,4 +1,4 @@
-"""Environments a user might write; what they do is in the messages and metadata."""
+"""Environments a user might write; messages and metadata control what they do."""
 
 import asyncio
 import os
@@ -67,14 +67,14 @@ class GuessTheNumber(EnvironmentInterface[dict]):
 
 @ray.remote(num_cpus=0.5, max_restarts=-1)
 class Decorated(GuessTheNumber):
-    """The same, as NeMo RL's users declare it, with the 5 fields of its first versions."""
+    """The same environment as NeMo RL's users declare it, with the 5 fields of its first versions."""
 
     def step(self, message_log_batch, metadata):
         return EnvironmentReturn(*super().step(message_log_batch, metadata)[:5])
 
 
 class Slow(EnvironmentInterface[dict]):
-    """A coroutine step of half a second, and reward components."""
+    """An environment with a coroutine step of half a second and reward components."""
 
     def __init__(self, cfg):
         pass
@@ -94,7 +94,7 @@ class Slow(EnvironmentInterface[dict]):
 
 
 class Wrong(EnvironmentInterface[dict]):
-    """Returns one item too few for batches."""
+    """An environment that returns one item too few for batches."""
 
     def __init__(self, cfg):
         pass
@@ -111,7 +111,7 @@ class Wrong(EnvironmentInterface[dict]):
 
 
 class Sandboxes(EnvironmentInterface[dict]):
-    """Each episode has a file in the folder `at` of its metadata while it is open; some commands fail."""
+    """An environment whose episodes have a file in the folder `at` while they are open; some commands fail."""
 
     def __init__(self, cfg):
         pass

@@ -53,7 +53,7 @@ def test_wrong_corrections_raise_in_the_actor(monkeypatch, returned, error):
 @pytest.mark.parametrize(
     ("bad", "text"), [("raise", "ValueError: I do not understand (environ"), ("exit", "SystemExit: 3")]
 )
-def test_one_bad_sample_of_a_batch_is_blamed_and_the_others_are_graded(bad, text):
+def test_one_bad_sample_of_a_batch_is_found_and_the_others_are_graded(bad, text):
     logs = [say("5"), say(bad), say("1")]
     results = EnvironmentActor(GuessTheNumber, {}).step(logs, fresh(3))
     assert [result.reward for result in results] == [1.0, None, 0.0]
@@ -68,7 +68,7 @@ def test_a_reward_that_is_not_finite_is_an_error():
     assert results[1].reward == 1.0
 
 
-def test_components_errors_and_coroutines():
+def test_a_step_may_return_components_or_errors_or_be_a_coroutine():
     results = EnvironmentActor(Slow, {}).step([say("")] * 2, [{}, {"problem": "no judge"}])
     assert results[0].reward == {"taste": 1.0, "form": 0.5} and results[0].error is None
     assert results[1].reward is None and results[1].error == "no judge"
@@ -98,12 +98,12 @@ def test_a_ray_decorated_class_is_unwrapped_with_its_resources():
 
 
 @pytest.mark.parametrize("path", ["torch.nn.Linear", "environments_for_tests.Nothing", "no_such.X"])
-def test_what_is_no_environment_class_is_refused(path):
+def test_values_other_than_environment_classes_are_refused(path):
     with pytest.raises(ConfigError, match=path.rpartition(".")[2].replace("X", "no_such")):
         load_env_class(path)
 
 
-def test_names_lead_to_classes():
+def test_names_resolve_to_classes():
     for name in ("math", "math_default", "math_multi_reward"):
         load_env_class(env_class_path(name))
     assert env_class_path("my.own.Environment") == "my.own.Environment"
@@ -116,7 +116,7 @@ def test_wrong_names_are_refused_before_anything_starts():
         create_env("gmae", {})
 
 
-def test_registering(monkeypatch):
+def test_an_environment_name_is_registered_once(monkeypatch):
     monkeypatch.setattr("nemo_rl.environments.registry.ENV_REGISTRY", dict(ENV_REGISTRY))
     register_env("game", "environments_for_tests.GuessTheNumber")
     register_env("game", "environments_for_tests.GuessTheNumber")

@@ -1,4 +1,4 @@
-"""The client over real Ray actors: batching, deadlines, deaths, several turns, nothing left."""
+"""The client over real Ray actors: batching, deadlines, dead actors, several turns, and cleanup."""
 
 import asyncio
 import logging
@@ -74,7 +74,7 @@ def pid_of(client):
     return ray.get(client._incarnation.ready)
 
 
-def test_calls_of_one_tick_travel_together(make):
+def test_calls_of_one_tick_are_sent_together(make):
     client = make(GuessTheNumber)
     results = step_all(client, ["5", "4", "raise", "9"])
     assert client.num_calls == 1
@@ -85,7 +85,7 @@ def test_calls_of_one_tick_travel_together(make):
     assert all(result.metadata["batch"] == 50 for result in results)
 
 
-def test_several_turns(make):
+def test_an_episode_has_several_turns(make):
     client = make(Decorated)
 
     async def play(secret):
@@ -128,7 +128,7 @@ def test_a_coroutine_environment_steps_several_batches_at_once(make):
     assert results[0].reward == {"taste": 1.0, "form": 0.5}
 
 
-def test_an_actor_killed_mid_step_is_replaced_and_its_samples_are_issued_again(make, caplog):
+def test_an_actor_killed_mid_step_is_replaced_and_its_samples_are_resubmitted(make, caplog):
     client = make(GuessTheNumber)
     step_all(client, ["5"])
     first = pid_of(client)
@@ -148,7 +148,7 @@ def test_an_actor_killed_mid_step_is_replaced_and_its_samples_are_issued_again(m
     assert "environment 'game' is gone" in caplog.text and f"pid: {first}" in caplog.text
 
 
-def test_samples_that_kill_every_actor_are_found_and_the_others_are_graded_again_and_again(make):
+def test_samples_that_kill_every_actor_are_isolated_and_the_others_graded(make):
     client = make(GuessTheNumber, max_restarts=3)
     for num_restarts in (3, 6):
         results = step_all(client, ["5", "die", "4"])
@@ -157,7 +157,7 @@ def test_samples_that_kill_every_actor_are_found_and_the_others_are_graded_again
         assert client.num_restarts == num_restarts
 
 
-def test_too_many_deaths_stop_the_run_with_the_name(make):
+def test_too_many_deaths_stop_the_run_and_name_the_environment(make):
     client = make(GuessTheNumber, max_restarts=1)
     with pytest.raises(WorkerDiedError, match="'game' died once more after 1 restarts without an answer"):
         step_all(client, ["die"])
@@ -165,7 +165,7 @@ def test_too_many_deaths_stop_the_run_with_the_name(make):
         step_all(client, ["5"])
 
 
-def test_a_hung_step_is_an_error_and_the_environment_goes_on(make):
+def test_a_hung_step_is_an_error_and_the_environment_continues(make):
     client = make(GuessTheNumber, step_timeout_s=1.0)
     step_all(client, ["5"])
     first = pid_of(client)
@@ -175,7 +175,7 @@ def test_a_hung_step_is_an_error_and_the_environment_goes_on(make):
     assert not is_alive(first)
 
 
-def test_the_deadline_is_that_of_a_sample_not_of_its_batch_or_of_those_before_it(make):
+def test_the_deadline_applies_to_a_sample_not_to_its_batch_or_the_queue(make):
     client = make(GuessTheNumber, step_timeout_s=1.0)
     step_all(client, ["5"])
     results = step_all(client, ["sleep 0.4"] * 4, secret=0)
@@ -200,7 +200,7 @@ def test_a_constructor_that_raises_is_reported_at_once(make):
     assert client.num_restarts == 0
 
 
-def test_metrics_come_from_the_actor_and_survive_its_death(make):
+def test_metrics_come_from_the_actor_and_outlive_it(make):
     client = make(GuessTheNumber)
     batch = {"rewards": torch.tensor([1.0, 0.0, 0.0, 1.0])}
     _, metrics = asyncio.run(client.global_post_process_and_metrics(batch))
@@ -237,7 +237,7 @@ def test_episodes_are_opened_and_closed_in_the_actor(make, tmp_path, caplog):
     assert caplog.text.count("could not close an episode: KeyError: 'path'") == 3
 
 
-def test_metrics_that_fail_are_a_warning_and_rewards_stay(make, caplog):
+def test_failing_metrics_give_a_warning_and_keep_the_rewards(make, caplog):
     client = make(Sandboxes)
 
     def ask(rewards):
@@ -252,7 +252,7 @@ def test_metrics_that_fail_are_a_warning_and_rewards_stay(make, caplog):
     assert "Environment 'game' gives no metrics" in caplog.text and "ValueError: too many for me" in caplog.text
 
 
-def test_hooks_that_a_class_does_not_have_cost_no_call(make):
+def test_hooks_that_a_class_lacks_are_not_called(make):
     client = make(Slow)
 
     async def main():
@@ -279,8 +279,8 @@ class ScriptedEngine(GenerationInterface):
         pass
 
 
-def test_the_shown_environment_with_two_turns_plays_them(make, tmp_path, monkeypatch):
-    """The page's code as a module of the user's, in its actor, with real rollouts over a scripted engine."""
+def test_the_documented_two_turn_environment_runs(make, tmp_path, monkeypatch):
+    """The code of the page runs as a user's module in its actor, with real rollouts over a scripted engine."""
     blocks = re.findall(r"^```python\n(.*?)^```", ADDING.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     (shown,) = (block for block in blocks if "class SecondTry" in block)
     (tmp_path / "second_try.py").write_text(shown)

@@ -1,4 +1,4 @@
-"""Environments whose actors run on a Python of their own, with a package that the driver lacks."""
+"""Environments whose actors run on a separate Python, with a package that the driver lacks."""
 
 import asyncio
 import importlib.util
@@ -57,7 +57,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return make_wheel(tmp_path / "wheels", "tiny_bonus", "BONUS = 0.25\n")
 
 
-def test_an_actor_runs_where_its_package_is(wheel, tmp_path):
+def test_an_actor_runs_in_the_python_with_its_package(wheel, tmp_path):
     """The class is found by its path, as the configuration names it; the driver cannot import it."""
     cluster = ClusterConfig.build(device="cpu", venvs={"bonus": {"packages": [wheel]}})
     log = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
@@ -86,7 +86,7 @@ def start_with(*packages: str) -> None:
 
 
 @pytest.mark.usefixtures("wheel")
-def test_the_node_where_making_fails_is_named_before_anything_runs():
+def test_a_node_that_cannot_make_the_python_is_named_before_anything_runs():
     with pytest.raises(VenvError, match=r"(?s)missing on 1 of 1 nodes:\nnode 127.0.0.1: .*no-such-package-at-all"):
         start_with("no-such-package-at-all")
 
@@ -119,7 +119,7 @@ finally:
 
 
 @pytest.mark.long
-def test_of_two_nodes_the_one_that_fails_is_named(wheel):
+def test_the_failing_node_of_two_is_named(wheel):
     """The second node has no uv; both have one address here."""
     done = subprocess.run(
         [sys.executable, "-c", TWO_NODES, wheel], cwd=ROOT, capture_output=True, text=True, timeout=240

@@ -39,7 +39,7 @@ def test_an_answer_stuck_inside_one_c_call_is_killed_on_time(pool):
     assert pool.grade([("4", "4")])[0].verdict.reward == 1.0
 
 
-def test_a_killed_process_costs_its_answer_a_second_try(pool):
+def test_an_answer_whose_process_was_killed_is_tried_again(pool):
     first = int(pool.grade([("pid", "")])[0].verdict.extracted_answer)
     killer = threading.Timer(0.1, os.kill, (first, signal.SIGKILL))
     killer.start()
@@ -49,7 +49,7 @@ def test_a_killed_process_costs_its_answer_a_second_try(pool):
     assert second != first
 
 
-def test_a_process_killed_while_idle_costs_no_answer(pool):
+def test_a_process_killed_while_idle_affects_no_answer(pool):
     os.kill(int(pool.grade([("pid", "")])[0].verdict.extracted_answer), signal.SIGKILL)
     assert [grade.verdict.reward for grade in pool.grade([("4", "4")] * 3)] == [1.0, 1.0, 1.0]
 
@@ -73,7 +73,7 @@ def test_an_answer_that_kills_every_process_lets_the_others_go_first():
 
 
 @pytest.mark.parametrize("response", ["print 1", "read"])
-def test_prints_and_reads_of_a_verifier_do_not_touch_the_pipes(pool, response):
+def test_verifier_input_and_output_do_not_touch_the_pipes(pool, response):
     grades = pool.grade([(response, response), ("4", "4")])
     assert [grade.verdict.reward for grade in grades] == [1.0, 1.0]
 

@@ -31,7 +31,7 @@ NUMBERS = [
 
 
 def reference(response: str, truth: str) -> float:
-    """math-verify as its documentation uses it, in this process, with its own deadlines."""
+    """Grade with math-verify as its documentation uses it, in this process, with its own deadlines."""
     gold = parse(f"\\boxed{{{truth}}}", [LatexExtractionConfig()])
     answer = parse(response, [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()])
     return float(verify(gold, answer))
@@ -98,7 +98,7 @@ def test_everything_else_is_left_to_math_verify(response, truth):
     assert grade_plain_number(response, truth) is None
 
 
-def test_math_verify_is_asked_for_meaning_not_spelling():
+def test_math_verify_compares_meaning_not_spelling():
     assert verify_math("$\\boxed{\\frac{2}{4}}$", "0.5").reward == 1.0
     assert verify_math("$\\boxed{(x+1)^2}$", "x^2 + 2x + 1").reward == 1.0
     assert verify_math("no number at all", "1").reward == 0.0
@@ -116,7 +116,7 @@ def test_math_verify_is_asked_for_meaning_not_spelling():
         ("<think>a</think><think>b</think><answer>7</answer>", (1.0, 1.0, 0.0)),
     ],
 )
-def test_reward_components(response, rewards):
+def test_reward_components_are_graded_separately(response, rewards):
     names = ("reward/correctness", "reward/integer", "reward/format")
     assert verify_math_components(response, "7").reward == dict(zip(names, rewards, strict=True))
 
@@ -130,7 +130,7 @@ def test_reward_components(response, rewards):
         ("none", None),
     ],
 )
-def test_last_boxed(text, content):
+def test_the_last_boxed_answer_counts(text, content):
     assert last_boxed(text) == content
 
 
@@ -149,7 +149,7 @@ def test_last_boxed(text, content):
         ("34", "34", 0.0),
     ],
 )
-def test_dapo(response, truth, reward):
+def test_the_dapo_verifier_grades_the_final_answer(response, truth, reward):
     assert verify_final_answer(response, truth).reward == reward
 
 
@@ -157,7 +157,7 @@ def test_dapo(response, truth, reward):
     ("answer", "normal"),
     [("\\$1,234.00\\text{ dollars}.", "1234"), ("(1,2)", "(1,2)"), ("\\sqrt3", "\\sqrt{3}")],
 )
-def test_dapo_normal_form(answer, normal):
+def test_dapo_answers_are_normalized(answer, normal):
     assert normalize_answer(answer) == normal
 
 
@@ -171,7 +171,7 @@ def test_dapo_normal_form(answer, normal):
         ("B", None),
     ],
 )
-def test_english_multiple_choice(response, letter):
+def test_english_multiple_choice_answers_are_extracted(response, letter):
     verdict = verify_english(response, letter or "B")
     assert (verdict.reward, verdict.extracted_answer) == (float(letter is not None), letter)
 
@@ -190,7 +190,7 @@ def test_english_multiple_choice(response, letter):
         ("Kwa nini", None),
     ],
 )
-def test_multilingual_multiple_choice(response, letter):
+def test_multilingual_multiple_choice_answers_are_extracted(response, letter):
     verdict = verify_multilingual(response, letter or "B")
     assert (verdict.reward, verdict.extracted_answer) == (float(letter is not None), letter)
 

@@ -23,7 +23,7 @@ def math():
     environment.shutdown()
 
 
-def test_grades_ends_and_observes(math):
+def test_a_step_grades_ends_the_episode_and_observes(math):
     logs = [answer("\\boxed{9}"), answer("\\boxed{\\frac12}"), answer("\\boxed{3}"), answer("dunno")]
     outcome = math.step(logs, truths("9", "0.5", "4", "9"), return_extracted_answer=True)
     assert outcome.rewards.tolist() == [1.0, 1.0, 0.0, 0.0]
@@ -54,7 +54,7 @@ def test_a_truth_that_cannot_be_read_is_an_error(math):
     assert "ground truth" in outcome.errors[0]
 
 
-def test_components():
+def test_the_multi_reward_environment_returns_components():
     environment = MathMultiRewardEnvironment({"num_workers": 1, "timeout_s": 3.0})
     try:
         logs = [answer("<think>.</think><answer>\\boxed{7}</answer>"), answer("\\boxed{1.5}")]
@@ -91,7 +91,7 @@ def test_wrong_keys_are_refused():
         MathEnvironment({"num_wrokers": 2})
 
 
-def test_metrics_of_six_rollouts(math):
+def test_metrics_of_six_rollouts_equal_hand_computed_values(math):
     batch = {
         "rewards": torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0]),
         "is_end": torch.tensor([1, 1, 0, 1, 1, 1]),

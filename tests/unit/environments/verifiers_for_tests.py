@@ -1,4 +1,4 @@
-"""Verifiers that misbehave on demand; the response says how."""
+"""Verifiers that misbehave on demand, as the response tells them."""
 
 import math
 import os
@@ -31,7 +31,7 @@ def obedient(response: str, ground_truth: str) -> Verdict:
 
 
 def modules(response: str, ground_truth: str) -> Verdict:
-    """Say which heavy modules this process has imported."""
+    """Return the heavy modules that this process has imported."""
     import sys
 
     return Verdict(1.0, ",".join(name for name in ("torch", "ray", "numpy") if name in sys.modules))

@@ -1,4 +1,4 @@
-"""Public data sets are read only where a copy of them lies beside the repository."""
+"""Collect tests on public data sets only if a copy of them is next to the repository."""
 
 from pathlib import Path
 

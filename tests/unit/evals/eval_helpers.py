@@ -1,4 +1,4 @@
-"""Configurations and a stand-in for the processes of an evaluation."""
+"""Configurations and a replacement for the processes of an evaluation."""
 
 import asyncio
 from pathlib import Path
@@ -45,7 +45,7 @@ class InProcessEngine(GenerationInterface):
 
 
 class BoxedNumbers:
-    """An environment port that compares the boxed number, without processes."""
+    """An environment that compares the boxed number, without processes."""
 
     post_processes_groups = False
 
@@ -67,7 +67,7 @@ class BoxedNumbers:
 
 
 class StoppingRunner:
-    """A runner that fails in its n-th collection, as a killed process would."""
+    """A runner that fails in its n-th collection, like a killed process."""
 
     def __init__(self, runner: RolloutRunner, stop_at: int) -> None:
         self._runner = runner

@@ -10,7 +10,7 @@ from nemo_rl.evals.estimators import consensus_at_k, pass_at_k
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 7])
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n: int) -> None:
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer(n: int) -> None:
     for c in range(n + 1):
         right = [True] * c + [False] * (n - c)
         for k in range(1, n + 1):
@@ -57,13 +57,13 @@ def test_consensus_is_the_mean_of_all_votes(seed: int) -> None:
         assert consensus_at_k(answers, correct, k) == pytest.approx(_majority_by_hand(answers, correct, k), abs=1e-15)
 
 
-def test_consensus_in_plain_cases() -> None:
+def test_consensus_equals_hand_computed_cases() -> None:
     assert consensus_at_k(["7", "7", "8"], [True, True, False], 3) == 1.0
     assert consensus_at_k(["7", "8"], [True, False], 2) == 1.0  # the first of a tie
     assert consensus_at_k(["8", "7"], [False, True], 2) == 0.0
     assert consensus_at_k([None, None], [False, False], 2) == 0.0
     assert consensus_at_k([None, "7", None], [False, True, False], 3) == 0.0  # None has two votes
-    # Draws of two: (7, None) and (7, 8) are ties that 7 wins, (None, 8) has no right answer.
+    # Draws of two: (7, None) and (7, 8) are ties that 7 wins, (None, 8) has no correct answer.
     assert consensus_at_k(["7", None, "8"], [True, False, False], 2) == pytest.approx(2 / 3)
     assert consensus_at_k(["7", "8", "8"], [True, False, False], 1) == pytest.approx(1 / 3)
     assert consensus_at_k(["7", "7"], [False, True], 2) == 0.0  # the first copy decides
@@ -71,7 +71,7 @@ def test_consensus_in_plain_cases() -> None:
         consensus_at_k(["1", "2"], [True, False], 3)
 
 
-def test_consensus_of_many_answers_is_quick() -> None:
+def test_consensus_of_many_answers_is_computed_quickly() -> None:
     draw = random.Random(0)
     answers = [str(draw.randint(0, 40)) for _ in range(64)]
     assert 0 < consensus_at_k(answers, [answer < "2" for answer in answers], 32) < 1

@@ -42,7 +42,7 @@ def _prompts(tmp_path: Path, name: str, rows: list[Any], *overrides: str) -> Eva
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_problem_and_answer(tmp_path, name) -> None:
+def test_each_data_set_gives_problem_and_answer(tmp_path, name) -> None:
     row, answer = ROWS[name]
     prompts = _prompts(tmp_path, name, [row])
     batch = prompts.batch(0, 1)
@@ -113,7 +113,7 @@ def test_a_local_file_by_its_path(tmp_path, name) -> None:
     assert [info["ground_truth"] for info in batch["extra_env_info"]] == ["42", "1/2"]
 
 
-def test_max_samples_is_a_seeded_choice_in_order(tmp_path) -> None:
+def test_max_samples_is_a_seeded_draw_in_file_order(tmp_path) -> None:
     rows = [{"problem": f"P{number:03}", "answer": str(number)} for number in range(100)]
 
     def chosen(seed: int) -> list[int]:
@@ -125,7 +125,7 @@ def test_max_samples_is_a_seeded_choice_in_order(tmp_path) -> None:
     assert chosen(1) != chosen(2)
 
 
-def test_repeated_problems_come_round_after_round(tmp_path) -> None:
+def test_repeated_problems_come_in_whole_rounds(tmp_path) -> None:
     rows = [{"problem": f"P{number}", "answer": str(number), "subject": f"S{number}"} for number in range(3)]
     prompts = _prompts(tmp_path, "math500", rows, "data.repeat=2", "data.max_samples=2")
     batch = prompts.batch(0, len(prompts))
@@ -134,15 +134,15 @@ def test_repeated_problems_come_round_after_round(tmp_path) -> None:
     assert [prompts.topic(index) for index in range(4)] == [f"S{truth}" for truth in truths]
 
 
-def test_the_prompt_file_is_put_around_the_problem(tmp_path) -> None:
+def test_the_prompt_file_surrounds_the_problem(tmp_path) -> None:
     prompts = _prompts(tmp_path, "math500", [ROWS["math500"][0]], "data.prompt_file=examples/prompts/math.txt")
     assert "inside \\boxed{}.\n\nP\n" in prompts.batch(0, 1)["message_log"][0][0]["content"]
 
 
-def test_without_network_a_local_copy_is_asked_for(monkeypatch) -> None:
+def test_without_network_the_error_advises_a_local_copy(monkeypatch) -> None:
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match=r"set data\.data_path to a local copy"):
-        make_prompts(eval_config("data.dataset_name=gsm8k", "data.data_path=nobody/nothing"))
+        make_prompts(eval_config("data.dataset_name=gsm8k", "data.data_path=absent/nothing"))
 
 
 def test_all_names_are_registered() -> None:

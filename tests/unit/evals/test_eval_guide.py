@@ -1,4 +1,4 @@
-"""The commands of the evaluation guide are accepted as they stand there."""
+"""The commands of the evaluation guide are accepted as written there."""
 
 import re
 import shlex
@@ -19,7 +19,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[-1])
-def test_commands_load(command, tmp_path, monkeypatch) -> None:
+def test_the_commands_of_the_guide_load(command, tmp_path, monkeypatch) -> None:
     (tmp_path / "results/grpo_cpu/step_80/policy/weights/model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     arguments = command[command.index("examples/run_eval.py") + 1 :]
@@ -29,7 +29,7 @@ def test_commands_load(command, tmp_path, monkeypatch) -> None:
     assert load_config(config, dotlist_to_overrides(arguments), schema=EvalMasterConfig).policy.model_name
 
 
-def test_all_commands_and_data_sets_are_covered() -> None:
+def test_the_guide_covers_all_commands_and_data_sets() -> None:
     from nemo_rl.config.rules.evaluation import EVAL_DATASET_NAMES
 
     assert len(COMMANDS) == 4

@@ -1,4 +1,4 @@
-"""Public evaluation data, read whole; collected only where a copy lies beside the repository (conftest.py)."""
+"""Public evaluation data, read completely; collected only with a copy next to the repository (conftest.py)."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ LONG = ("data.max_input_seq_length=null",)
         ("aime2024", "aime/aime24.jsonl.gz", 30),
     ],
 )
-def test_files_are_read_whole(name, file, count) -> None:
+def test_real_files_are_read_completely(name, file, count) -> None:
     verifier = (CHOICE,) if name.startswith("mmlu") else ()
     overrides = (f"data.dataset_name={name}", f"data.data_path={SHARED / file}", "data.num_samples=null", *LONG)
     prompts = make_prompts(eval_config(*overrides, *verifier))

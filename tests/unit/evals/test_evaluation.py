@@ -1,4 +1,4 @@
-"""The loop of an evaluation: what it stores, how it goes on, what it refuses."""
+"""The loop of an evaluation: what it stores, how it resumes, what it refuses."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def loop():
 
 
 def _ask(config: EvalMasterConfig, loop: EventLoopThread, stop_at: int | None = None) -> list[AnswerRecord]:
-    """All answers, or those stored before the runner fails in collection `stop_at`."""
+    """Return all answers, or those stored before the runner fails in collection `stop_at`."""
     prompts = make_prompts(config)
     asker, _ = make_asker(config, loop)
     if stop_at is not None:
@@ -41,7 +41,7 @@ def _ask(config: EvalMasterConfig, loop: EventLoopThread, stop_at: int | None = 
     return store.records
 
 
-def test_answers_do_not_depend_on_batches_or_on_a_stop(loop, tmp_path) -> None:
+def test_answers_do_not_depend_on_batch_size_or_on_a_restart(loop, tmp_path) -> None:
     whole = _ask(eval_config(*SMALL, "generation.num_prompts_per_step=-1"), loop)
     assert [(r.idx, r.sample) for r in whole] == [(i, s) for i in range(7) for s in (0, 1)]
     assert len({r.response for r in whole}) > 5
@@ -126,14 +126,14 @@ def test_a_majority_needs_extracted_answers(monkeypatch) -> None:
         evaluate(eval_config("eval.metric=cons@k"))
 
 
-def test_prompts_that_are_too_long_are_not_asked_and_not_right(loop) -> None:
+def test_prompts_that_are_too_long_are_not_sampled_and_count_as_wrong(loop) -> None:
     config = eval_config(*SMALL, "data.max_input_seq_length=4")
     records = _ask(config, loop)
     assert {r.outcome for r in records} == {"prompt_too_long"}
     assert not any(r.is_correct or r.response for r in records)
 
 
-def test_a_signal_ends_an_evaluation_behind_its_batch(loop, tmp_path) -> None:
+def test_a_signal_ends_an_evaluation_after_its_batch(loop, tmp_path) -> None:
     config = eval_config(*SMALL, f"eval.save_path={tmp_path}", "generation.num_prompts_per_step=2")
     prompts = make_prompts(config)
     asker, _ = make_asker(config, loop)

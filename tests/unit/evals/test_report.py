@@ -32,7 +32,7 @@ REWARDS = [[1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, None]]
 ANSWERS = [["1", "2"], ["3", None], ["1", "\\text{1}"], ["2", None]]
 
 
-def test_scores_by_hand() -> None:
+def test_scores_equal_hand_computed_values() -> None:
     report = make_report(eval_config("eval.num_tests_per_prompt=2"), _records(REWARDS, ANSWERS))
     assert report.score.value == pytest.approx((0.5 + 0 + 1 + 0) / 4)
     assert report.score.standard_error == pytest.approx((0.6875 / 3 / 4) ** 0.5)
@@ -46,13 +46,13 @@ def test_scores_by_hand() -> None:
     assert report.answers["without_answer_share"] == pytest.approx(2 / 8)
 
 
-def test_nothing_to_report_is_no_nan() -> None:
+def test_an_empty_report_has_no_nan() -> None:
     report = make_report(eval_config("eval.num_tests_per_prompt=2"), [])
     numbers = [report.score.value, report.score.standard_error, *report.answers.values()]
     assert numbers == [0.0] * len(numbers)
 
 
-def test_the_block() -> None:
+def test_the_report_has_settings_metric_and_score() -> None:
     records = [dataclasses.replace(record, topic=None) for record in _records([[1.0], [0.0], [1.0]], [["1"]] * 3)]
     overrides = ("eval.num_tests_per_prompt=1", "generation.temperature=0", "data.num_samples=3")
     block = format_report(make_report(eval_config(*overrides), records)).splitlines()
@@ -64,6 +64,6 @@ def test_the_block() -> None:
     assert not any("topic" in line or "cons@" in line for line in block)
 
 
-def test_topics_are_shown() -> None:
+def test_the_report_shows_topics() -> None:
     block = format_report(make_report(eval_config("eval.num_tests_per_prompt=2"), _records(REWARDS, ANSWERS)))
     assert "pass@1 by topic\nalgebra   0.7500 of 2\ngeometry  0.0000 of 2" in block

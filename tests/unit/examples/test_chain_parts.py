@@ -1,4 +1,4 @@
-"""The two Python files of the chain: its data is right (and wrong) where it should be, its check can fail."""
+"""The two Python files of the chain: the data is correct or wrong as labelled, and the check can fail."""
 
 import importlib.util
 import json
@@ -43,13 +43,13 @@ def boxed(answer: str) -> int:
     return int(re.fullmatch(r"\d\+\d=\d+, \d\+\d(?:\+1)?=\d+, \\boxed\{(\d+)\}", answer)[1])
 
 
-def test_labels_say_whether_the_sum_is_right(folder: Path) -> None:
+def test_labels_tell_correct_from_wrong_sums(folder: Path) -> None:
     answers = rows(folder / "answers.jsonl")
     assert [row["label"] for row in answers] == [boxed(r["completion"]) == sum(numbers(r["prompt"])) for r in answers]
     assert sum(row["label"] for row in answers) == len(answers) / 2
 
 
-def test_chats_are_right_and_pairs_are_right_and_wrong(folder: Path) -> None:
+def test_chats_are_correct_and_pairs_have_one_wrong_answer(folder: Path) -> None:
     for row in rows(folder / "chats.jsonl"):
         question, answer = (message["content"] for message in row["messages"])
         assert boxed(answer) == sum(numbers(question))
@@ -62,14 +62,14 @@ def test_chats_are_right_and_pairs_are_right_and_wrong(folder: Path) -> None:
     assert chain_data.worked(12, 34, carry_slip=True) == r"2+4=6, 1+3+1=5, \boxed{56}"
 
 
-def test_nothing_that_is_evaluated_is_trained_on(folder: Path) -> None:
+def test_no_evaluated_problem_is_in_the_training_data(folder: Path) -> None:
     asked = [row["messages"][0]["content"] for row in rows(folder / "chats.jsonl")]
     asked += [row["prompt"] for row in rows(folder / "pairs.jsonl")]
     assert len(asked) == 6000
     assert not is_validation(np.array([numbers(question) for question in asked])).any()
 
 
-def test_the_library_reads_the_files(folder: Path) -> None:
+def test_the_library_loads_the_written_files(folder: Path) -> None:
     chats = DatasetConfig.build(dataset_name="openai_format", data_path=str(folder / "chats.jsonl"))
     pairs = DatasetConfig.build(dataset_name="BinaryPreferenceDataset", data_path=str(folder / "pairs.jsonl"))
     for data, expected in (
@@ -98,14 +98,14 @@ def write_run(folder: Path, values: list[float]) -> None:
         ("rises", ["--window", "3"], 1),
     ],
 )
-def test_the_check_compares_first_and_last(direction, flags, status, tmp_path, capsys) -> None:
+def test_the_check_compares_first_and_last_values(direction, flags, status, tmp_path, capsys) -> None:
     write_run(tmp_path, [0.4, 0.9, 0.2, 0.5])
     assert load("chain_check").main(["train/reward", direction, str(tmp_path), *flags]) == status
     if flags == []:
         assert "0.4000 ->   0.5000" in capsys.readouterr().out
 
 
-def test_the_check_wants_values(tmp_path, capsys) -> None:
+def test_the_check_refuses_missing_values(tmp_path, capsys) -> None:
     write_run(tmp_path / "run", [0.4])
     assert load("chain_check").main(["train/reward", "rises", str(tmp_path / "run")]) == 1
     assert "train/reward: 1 values in" in capsys.readouterr().err

@@ -1,8 +1,8 @@
-"""A generation worker in a process of its own, with the environment its engine needs.
+"""Run a generation worker in a separate process, with the environment its engine needs.
 
 vLLM reads its environment at import and changes the process it runs in, so tests never import it
-themselves. The real `GenerationWorker` runs over there, on the kind of loop that Ray gives its actors; its coroutines
-are called one at a time.
+themselves. The real `GenerationWorker` runs in that process, on the kind of loop that Ray gives its actors; its
+coroutines are called one at a time.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ LOOK = "look"
 class EngineProcess:
     """Hosts one worker for each settings; `name` chooses among them in calls.
 
-    `rank` and `port` are for a worker of an engine that has several: its place, and where they meet on this machine.
+    `rank` and `port` are for a worker of an engine with several: its rank, and their rendezvous port on this machine.
     """
 
     def __init__(self, settings: dict[str, EngineSettings], rank: int = 0, port: int = 0):
@@ -42,18 +42,18 @@ class EngineProcess:
         self._next_id = 0
 
     def start(self, name: str, method: str, *args: Any) -> None:
-        """Call a coroutine of a worker without waiting; `answer` waits."""
+        """Start a coroutine of a worker without waiting; `answer` waits for it."""
         self._pipe.send((name, method, args))
 
     def answer(self, method: str) -> Any:
-        """What came of the oldest call; raises AssertionError with the traceback if it failed."""
+        """Return the result of the oldest call; raise AssertionError with the traceback if it failed."""
         assert self._pipe.poll(ANSWER_TIMEOUT_S), f"no answer to {method}"
         kind, value = self._pipe.recv()
         assert kind == "value", value
         return value
 
     def call(self, name: str, method: str, *args: Any) -> Any:
-        """One coroutine of a worker; raises AssertionError with the traceback if it fails."""
+        """Run one coroutine of a worker; raise AssertionError with the traceback if it fails."""
         self.start(name, method, *args)
         return self.answer(method)
 
@@ -68,16 +68,16 @@ class EngineProcess:
         return [results[id_] for id_ in ids]
 
     def look(self, name: str, at: Callable[..., Any], *args: Any) -> Any:
-        """What a function of an importable module says of a worker's engine."""
+        """Return what a function of an importable module reports about a worker's engine."""
         return self.call(name, LOOK, at, *args)
 
     def wait_until_gone(self, timeout_s: float) -> bool:
-        """Whether the process ends by itself in time."""
+        """Return whether the process exits by itself in time."""
         self._process.join(timeout_s)
         return not self._process.is_alive()
 
     def kill(self) -> None:
-        """End the process as the kernel does when memory runs out, and wait until it is gone."""
+        """Kill the process as the kernel does without memory, and wait until it is gone."""
         self._process.kill()
         self._process.join()
 
@@ -113,4 +113,4 @@ def _serve(pipe: Connection, settings: dict[str, EngineSettings]) -> None:
                 pipe.send(("error", traceback.format_exc()))
 
     get_new_event_loop().run_until_complete(serve())
-    os._exit(0)  # vLLM's finalizers collect garbage for seconds for each engine, and free what ends here anyway
+    os._exit(0)  # vLLM's finalizers collect garbage for seconds for each engine, and the exit frees everything anyway

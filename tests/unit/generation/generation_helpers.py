@@ -1,4 +1,4 @@
-"""Tiny models with sharp distributions, and plain Hugging Face references to hold engines against."""
+"""Tiny models with sharp distributions, and plain Hugging Face references to compare engines with."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -50,12 +50,12 @@ def tiny_shape(tie_embeddings: bool) -> TinyShape:
 
 
 def make_model(arch: TinyArch, tie_embeddings: bool, seed: int) -> PreTrainedModel:
-    """A random model whose next-token distributions are far from uniform, so that errors show."""
+    """Make a random model whose next-token distributions are far from uniform, so that errors show."""
     return spread_out(make_tiny_model(arch, tiny_shape(tie_embeddings), seed=seed), seed)
 
 
 def make_mixture(arch: str, seed: int) -> PreTrainedModel:
-    """A random model with four experts, two for each token: "qwen3_moe", "mixtral" or "deepseek_v3"."""
+    """Make a random model with four experts, two for each token: "qwen3_moe", "mixtral" or "deepseek_v3"."""
     torch.manual_seed(seed)
     model = spread_out(AutoModelForCausalLM.from_config(mixture_config(arch), dtype=torch.float32), seed)
     for name, bias in model.named_buffers():
@@ -65,7 +65,7 @@ def make_mixture(arch: str, seed: int) -> PreTrainedModel:
 
 
 def mixture_config(arch: str) -> PretrainedConfig:
-    """Experts of a width that vLLM pads on CPUs (48); latent attention of the one size that it has on CPUs."""
+    """Return a config with experts of a width that vLLM pads on CPUs (48) and the one latent attention it has there."""
     sizes: dict[str, Any] = {
         "vocab_size": 264,
         "hidden_size": 64,
@@ -116,7 +116,7 @@ def mixture_config(arch: str) -> PretrainedConfig:
 
 
 def spread_out(model: PreTrainedModel, seed: int) -> PreTrainedModel:
-    """Draw the weights anew, so large that next-token distributions are far from uniform."""
+    """Draw the weights again, so large that next-token distributions are far from uniform."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -126,7 +126,7 @@ def spread_out(model: PreTrainedModel, seed: int) -> PreTrainedModel:
 
 
 def streamed(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The weights as a policy sends them, under their names in checkpoints."""
+    """Yield the weights as a policy sends them, under their names in checkpoints."""
     return dict(in_checkpoint(model, weights_by_name(model).items()))
 
 
@@ -153,7 +153,7 @@ def ask(prompt: Sequence[int], seed: int = 0, **sampling: Any) -> GenerationRequ
 
 @torch.no_grad()
 def greedy_reference(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """The likeliest continuation, one full forward pass a token, no cache and no batch."""
+    """Return the likeliest continuation by one full forward pass per token, without cache or batch."""
     ids = list(prompt)
     for _ in range(num_tokens):
         ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
@@ -162,7 +162,7 @@ def greedy_reference(model: PreTrainedModel, prompt: Sequence[int], num_tokens: 
 
 @torch.no_grad()
 def logits_of(model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
-    """Logits [response length, V] from which each response token was drawn."""
+    """Return the logits [response length, V] from which each response token was drawn."""
     ids = torch.tensor([[*prompt, *response]])
     return model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
 
@@ -170,7 +170,7 @@ def logits_of(model: PreTrainedModel, prompt: Sequence[int], response: Sequence[
 def reference_logprobs(
     model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], sampling: SamplingParams
 ) -> list[float]:
-    """log_softmax(logits / T) over the tokens that top-k and then top-p leave, at the response's tokens."""
+    """Return log_softmax(logits / T) at the response's tokens, over the tokens that top-k and then top-p keep."""
     logits = logits_of(model, prompt, response).double() / (sampling.temperature or 1.0)
     kept = torch.ones_like(logits, dtype=torch.bool)
     for row, row_kept in zip(logits, kept, strict=True):
@@ -190,7 +190,7 @@ def reference_logprobs(
 
 @torch.no_grad()
 def restrict_vocabulary(model: PreTrainedModel, text: str) -> PreTrainedModel:
-    """Let a model with its own output head say nothing but the tokens of `text`; returns it."""
+    """Let a model with its own output head generate only the tokens of `text`; return it."""
     allowed = make_char_tokenizer()(text)["input_ids"]
     silent = [token for token in range(model.config.vocab_size) if token not in allowed]
     model.lm_head.weight[silent] = 0.0
@@ -199,19 +199,19 @@ def restrict_vocabulary(model: PreTrainedModel, text: str) -> PreTrainedModel:
 
 
 async def answered(engine: Engine, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-    """What an engine in this process says to requests that come together."""
+    """Return the answers of an engine in this process to concurrent requests."""
     return list(await asyncio.gather(*(engine.generate(str(i), request) for i, request in enumerate(requests))))
 
 
 async def load_weights(engine: Engine, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> list[str]:
-    """One update; returns what `finish_weight_update` does."""
+    """Run one update; return what `finish_weight_update` returns."""
     await engine.begin_weight_update()
     await engine.load_tensors(list(tensors))
     return await engine.finish_weight_update(version)
 
 
 def plain(results: Iterable[GenerationResult]) -> list[tuple[Any, ...]]:
-    """Responses in a form that can be compared."""
+    """Return responses in a form that can be compared."""
     return [
         (r.token_ids.tolist(), r.logprobs.tolist(), r.finish_reason, r.weight_versions, r.error, r.text)
         for r in results
@@ -224,7 +224,7 @@ def check_spans(
     models: dict[int, PreTrainedModel],
     spans: list[tuple[int, int]],
 ) -> None:
-    """Hold each span of a response, sampled without filters, against the model whose weights wrote it."""
+    """Check each span of a response, sampled without filters, against the model whose weights generated it."""
     assert result.weight_versions == spans
     tokens = result.token_ids.tolist()
     for (start, version), (end, _) in zip(spans, [*spans[1:], (len(tokens), -1)], strict=True):

@@ -1,4 +1,4 @@
-"""A policy that lives in the test's process, as the source of real weight streams."""
+"""A policy in the test's process, as the source of real weight streams."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from nemo_rl.weight_sync.transport import TransportSpec
 
 
 class LocalPolicy:
-    """A policy of one rank that lives in this process."""
+    """A policy of one rank in this process."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -33,7 +33,7 @@ class LocalPolicy:
         self._turn.release()
 
     def train(self, new: nn.Module, half_way: Callable[[], None]) -> None:
-        """Change the weights in two halves, with something in between."""
+        """Change the weights in two halves, with a callback in between."""
         with self.held(), torch.no_grad():
             pairs = list(zip(self.model.parameters(), new.parameters(), strict=True))
             for number, (own, given) in enumerate(pairs):

@@ -1,4 +1,4 @@
-"""How requests are spread over engines and what happens when one breaks; workers are played by fakes.
+"""Requests are spread over engines, and failed engines are replaced; workers are fakes.
 
 The fakes answer like Ray: a call returns an awaitable, a dead actor's awaitable raises `RayActorError`.
 """
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.asyncio
 
 
 class FakeWorker:
-    """One engine's actor; answers a request when the test says so, or at once."""
+    """The actor of one engine; it answers a request when the test asks for it, or immediately."""
 
     def __init__(self, answers_at_once: bool):
         self.answers_at_once = answers_at_once
@@ -100,7 +100,7 @@ class FakeWorker:
 
 
 class FakeCall:
-    """A call under way; like Ray's reference it can be awaited more than once, and outlives who awaits it."""
+    """A running call; like Ray's reference it can be awaited more than once, and survives a cancelled waiter."""
 
     def __init__(self, call: Any):
         self._task = asyncio.ensure_future(call)
@@ -110,7 +110,7 @@ class FakeCall:
 
 
 class FakeGroup:
-    """The part of `RayWorkerGroup` that an `EngineGroup` uses."""
+    """A fake with the part of `RayWorkerGroup` that an `EngineGroup` uses."""
 
     def __init__(self, num_engines: int, answers_at_once: bool = False):
         self.workers = [FakeWorker(answers_at_once) for _ in range(num_engines)]
@@ -127,7 +127,7 @@ class FakeGroup:
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def get_all_worker_results(self, calls: MultiWorkerFuture, timeout_s: float, phase: str) -> list[Any]:
-        """Like the group's: the first failure ends the wait for all."""
+        """Wait for all results as the group does: the first failure ends the wait."""
         by_ref = dict(zip(calls.futures, calls.called_workers or [], strict=True))
         done, _ = concurrent.futures.wait(by_ref, timeout_s, return_when=concurrent.futures.FIRST_EXCEPTION)
         assert done, "no answer in time"
@@ -214,8 +214,8 @@ async def test_an_engine_that_hangs_is_replaced_and_its_requests_are_answered(
     assert "stacks of [0]" in caplog.text
 
 
-async def test_one_rank_that_hangs_is_enough() -> None:
-    """The first worker of the engine goes on to say that it has nothing."""
+async def test_one_hung_rank_replaces_its_engine() -> None:
+    """The first worker of the engine keeps answering that it has nothing."""
     group, fake = make_impatient(1, silence_s=0.3, size=2)
     (task,) = start(group, [1])
     await settle()
@@ -224,8 +224,8 @@ async def test_one_rank_that_hangs_is_enough() -> None:
     assert fake.restarted == [[0, 1]]
 
 
-async def test_a_long_generation_is_not_taken_for_one_that_hangs() -> None:
-    """The engine answers its polls, although no request is finished."""
+async def test_a_long_generation_is_not_treated_as_a_hang() -> None:
+    """The engine answers its polls although no request is finished."""
     group, fake = make_impatient(1, silence_s=0.2)
     (task,) = start(group, [1])
     await asyncio.sleep(1.0)
@@ -235,10 +235,10 @@ async def test_a_long_generation_is_not_taken_for_one_that_hangs() -> None:
 
 
 @pytest.mark.parametrize(("state", "seconds", "is_replaced"), [("R", 0.6, False), ("R", 2.0, True), ("T", 0.6, True)])
-async def test_an_engine_that_computes_gets_longer(
+async def test_a_busy_engine_gets_a_longer_deadline(
     state: str, seconds: float, is_replaced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step of many seconds holds the engine's loop."""
+    """A step of many seconds blocks the engine's loop."""
     group, fake = make_impatient(1, silence_s=0.3)
     (task,) = start(group, [1])
     await settle()
@@ -253,7 +253,7 @@ async def test_an_engine_that_computes_gets_longer(
     assert bool(fake.restarted) is is_replaced
 
 
-async def test_who_has_requests_open_is_said() -> None:
+async def test_the_timeout_error_lists_engines_with_open_requests() -> None:
     group, fake = make_group(2)
     start(group, [1, 2, 3])
     await settle()
@@ -262,7 +262,7 @@ async def test_who_has_requests_open_is_said() -> None:
     assert group.describe_open() == "Generation engine 0 has 2 requests open: engine-0 (pid 17)\nstacks of [0]"
 
 
-async def test_results_reach_those_who_asked_in_any_order():
+async def test_results_reach_their_callers_in_any_order():
     group, fake = make_group(2)
     tasks = start(group, [10, 11, 12, 13])
     await settle()
@@ -273,7 +273,7 @@ async def test_results_reach_those_who_asked_in_any_order():
     assert [(await task).token_ids for task in tasks] == [[1010], [1011], [1012], [1013]]
 
 
-async def test_requests_of_one_tick_travel_in_one_call_per_engine():
+async def test_requests_of_one_tick_are_sent_in_one_call_per_engine():
     group, fake = make_group(3)
     start(group, list(range(1, 9)))
     await settle()
@@ -292,7 +292,7 @@ async def test_the_least_busy_engine_is_chosen():
     assert (len(first.held), len(second.held)) == (2, 2)
 
 
-async def test_a_refused_request_raises_and_the_others_go_on():
+async def test_a_refused_request_raises_and_the_others_continue():
     group, _ = make_group(1, answers_at_once=True)
     refused, served = start(group, [0, 7])
     with pytest.raises(GenerationError, match="too long"):
@@ -300,7 +300,7 @@ async def test_a_refused_request_raises_and_the_others_go_on():
     assert (await served).token_ids == [1007]
 
 
-async def test_what_breaks_an_engine_reaches_all_who_wait_for_it():
+async def test_an_engine_failure_reaches_all_its_waiting_callers():
     group, fake = make_group(2)
     tasks = start(group, [1, 2, 3])
     await settle()
@@ -312,7 +312,7 @@ async def test_what_breaks_an_engine_reaches_all_who_wait_for_it():
     assert (await tasks[1]).token_ids == [1002]
 
 
-async def test_what_a_worker_raised_is_explained():
+async def test_an_exception_of_a_worker_is_explained():
     group, fake = make_group(1)
     (task,) = start(group, [1])
     await settle()
@@ -321,7 +321,7 @@ async def test_what_a_worker_raised_is_explained():
         await asyncio.wait_for(task, 5)
 
 
-async def test_a_submission_that_fails_is_not_waited_for_in_vain():
+async def test_a_failed_submission_raises_instead_of_waiting():
     group, fake = make_group(1)
     fake.workers[0].submit_failure = TypeError("cannot take this")
     (task,) = start(group, [1])
@@ -329,7 +329,7 @@ async def test_a_submission_that_fails_is_not_waited_for_in_vain():
         await asyncio.wait_for(task, 2)
 
 
-async def test_a_dead_engine_is_replaced_and_its_requests_are_issued_again():
+async def test_a_dead_engine_is_replaced_and_its_requests_are_resubmitted():
     group, fake = make_group(2)
     brought_up = []
     group.bring_up = lambda: brought_up.append(len(fake.restarted))
@@ -347,7 +347,7 @@ async def test_a_dead_engine_is_replaced_and_its_requests_are_issued_again():
 
 
 def moves_weights(group: EngineGroup, fake: FakeGroup, took_part: list[int]) -> None:
-    """Like a sync: needs all engines, and replaces those that it meets dead."""
+    """Act like a sync: it needs all engines, and replaces the dead ones."""
 
     def sync() -> None:
         for index, worker in enumerate(fake.workers):
@@ -399,7 +399,7 @@ async def test_a_wait_for_another_threads_replacement_has_a_deadline():
         assert time.monotonic() - started < 5
 
 
-async def test_a_death_that_is_no_engines_is_passed_on():
+async def test_a_death_of_another_worker_is_raised_to_the_caller():
     group, _ = make_group(2)
 
     def policy_died() -> None:
@@ -410,8 +410,8 @@ async def test_a_death_that_is_no_engines_is_passed_on():
     assert group.num_restarts == 0
 
 
-async def test_requests_that_come_while_an_engine_is_down_are_issued_once():
-    """With one engine there is no other to go to: they wait for the new one."""
+async def test_requests_made_while_an_engine_is_down_are_submitted_once():
+    """With one engine there is no other to use: they wait for the new one."""
     group, fake = make_group(1)
     tasks = start(group, [1, 2])
     await settle()
@@ -426,7 +426,7 @@ async def test_requests_that_come_while_an_engine_is_down_are_issued_once():
     assert [len(call) for call in fake.workers[0].submissions] == [4]
 
 
-async def test_while_an_engine_is_down_the_others_are_preferred():
+async def test_requests_prefer_running_engines_while_one_is_down():
     group, fake = make_group(2)
     first = start(group, [1, 2, 3])
     await settle()
@@ -441,7 +441,7 @@ async def test_while_an_engine_is_down_the_others_are_preferred():
     await asyncio.wait_for(asyncio.gather(*first, *later), 5)
 
 
-async def test_restarts_are_limited():
+async def test_the_number_of_restarts_is_limited():
     group, fake = make_group(1, max_restarts=1)
     for expected_restarts in (1, 2):
         fake.workers[0].answers_at_once = False
@@ -458,7 +458,7 @@ async def test_restarts_are_limited():
         await asyncio.wait_for(start(group, [2])[0], 5)
 
 
-async def test_what_nobody_waits_for_is_ended_in_its_engine():
+async def test_requests_without_a_waiting_caller_are_aborted_in_the_engine():
     group, fake = make_group(1)
     gone, stays = start(group, [1, 2])
     await settle()
@@ -471,7 +471,7 @@ async def test_what_nobody_waits_for_is_ended_in_its_engine():
     await wait_for(lambda: not group._members[0].unfinished)
 
 
-async def test_what_is_ended_while_its_engine_is_down_is_not_issued_again():
+async def test_requests_aborted_while_an_engine_is_down_are_not_resubmitted():
     group, fake = make_group(1)
     gone, stays = start(group, [1, 2])
     await settle()
@@ -488,7 +488,7 @@ async def test_what_is_ended_while_its_engine_is_down_is_not_issued_again():
     assert ([len(call) for call in fake.workers[0].submissions], fake.workers[0].aborted) == ([2], [])
 
 
-async def test_after_shutdown_nothing_is_revived_and_all_who_wait_are_told():
+async def test_shutdown_revives_nothing_and_fails_all_waiting_callers():
     group, fake = make_group(2)
     waiting = start(group, [1, 2])
     await settle()
@@ -499,7 +499,7 @@ async def test_after_shutdown_nothing_is_revived_and_all_who_wait_are_told():
     assert (fake.restarted, group.num_restarts) == ([], 0)
 
 
-async def test_an_engine_of_several_workers_is_asked_at_its_first_and_replaced_as_a_whole():
+async def test_an_engine_of_several_workers_is_called_at_its_first_and_replaced_as_a_whole():
     fake = FakeGroup(4)
     group = EngineGroup(fake, 5.0, 3, workers_per_engine=2)  # type: ignore[arg-type]
     tasks = start(group, [1, 2, 3])
@@ -555,7 +555,7 @@ async def test_no_wait_is_left_on_the_loop_when_nothing_is_pending():
     assert len(left) == 1, "the call of the second worker goes on, and is waited for again"
 
 
-async def test_an_engine_that_finds_no_room_is_named_with_what_the_nodes_have(monkeypatch):
+async def test_an_engine_without_free_resources_is_reported_with_what_the_nodes_have(monkeypatch):
     group, fake = make_group(1)
 
     def no_room(*_: object) -> None:
@@ -570,7 +570,7 @@ async def test_an_engine_that_finds_no_room_is_named_with_what_the_nodes_have(mo
 
 
 @pytest.mark.parametrize("problem", ["weights", "restarts"])
-async def test_a_revival_that_fails_is_named_at_once_to_all_who_wait_and_all_who_come(problem):
+async def test_a_failed_revival_fails_all_present_and_later_callers(problem):
     group, fake = make_group(2, max_restarts=0 if problem == "restarts" else 3)
 
     def no_weights() -> None:
@@ -589,7 +589,7 @@ async def test_a_revival_that_fails_is_named_at_once_to_all_who_wait_and_all_who
     assert len(fake.restarted) == (problem == "weights")
 
 
-async def test_a_shutdown_ends_a_revival_and_tells_at_once_who_waits():
+async def test_a_shutdown_ends_a_revival_and_fails_its_waiting_callers():
     group, fake = make_group(1)
     (task,) = start(group, [1])
     await settle()
@@ -626,7 +626,7 @@ async def test_a_later_turn_goes_to_the_engine_that_wrote_the_previous_one() -> 
     assert (await again).served_by == first.served_by
 
 
-async def test_a_later_turn_takes_the_least_busy_engine_where_that_of_its_prefix_is_much_busier() -> None:
+async def test_a_later_turn_leaves_the_engine_of_its_prefix_if_it_is_much_busier() -> None:
     group, fake = make_group(2)
     many = start(group, list(range(1, 19)))  # nine at each engine
     await settle()
@@ -645,8 +645,8 @@ async def test_a_later_turn_takes_the_least_busy_engine_where_that_of_its_prefix
 
 
 @pytest.mark.parametrize("lost", ["weights", "engine"])
-async def test_a_prefix_that_is_lost_binds_no_later_turn(lost: str) -> None:
-    """New weights void the cache, and a new engine has an empty one."""
+async def test_a_later_turn_ignores_the_engine_of_a_lost_prefix(lost: str) -> None:
+    """New weights empty the cache, and a new engine has an empty one."""
     group, fake = make_group(2)
     tasks = start(group, [1, 2])
     await settle()
@@ -666,7 +666,7 @@ async def test_a_prefix_that_is_lost_binds_no_later_turn(lost: str) -> None:
     assert again.served_by == ServedBy(0, 1, group.weight_version)
 
 
-async def test_an_engine_that_was_replaced_is_named_with_its_new_number() -> None:
+async def test_a_replaced_engine_is_named_with_its_new_number() -> None:
     group, fake = make_group(1)
     (task,) = start(group, [1])
     await settle()

@@ -1,4 +1,4 @@
-"""The sockets between the processes of one engine, without any engine."""
+"""The sockets between the processes of one engine, without an engine."""
 
 import asyncio
 import multiprocessing
@@ -20,7 +20,7 @@ NUM_RANKS = 3
 
 
 def _serve(port: int, rank: int) -> None:
-    """A rank that answers with its number and what it was given, or fails as it is told."""
+    """Serve as a rank that answers with its number and its input, or fails on request."""
     link = open_link(dist.TCPStore("127.0.0.1", port, is_master=False), rank)
     while True:
         call: Call = link.receive()
@@ -46,7 +46,7 @@ def ask(link: Link, value: Any, wants_answer: bool = True) -> Any:
     return link.call(Call("echo", (value,), {}, wants_answer))
 
 
-def test_links_are_in_the_order_of_ranks_and_answers_in_that_of_calls(ranks) -> None:
+def test_links_follow_rank_order_and_answers_follow_call_order(ranks) -> None:
     links, _ = ranks
     first, second = [ask(link, torch.ones(2)) for link in links]
     later = [ask(link, "later") for link in links]
@@ -56,7 +56,7 @@ def test_links_are_in_the_order_of_ranks_and_answers_in_that_of_calls(ranks) -> 
     assert second.result()[0] == 2 and torch.equal(second.result()[1], torch.ones(2))
 
 
-def test_a_failure_that_vllm_does_not_look_at_is_told_by_the_next_answer(ranks) -> None:
+def test_a_failure_that_vllm_ignores_is_raised_by_the_next_answer(ranks) -> None:
     (link, _), _ = ranks
     broken = link.call(Call("fail", (), {}, True))
     later = ask(link, 1)
@@ -70,7 +70,7 @@ def test_a_failure_that_vllm_does_not_look_at_is_told_by_the_next_answer(ranks) 
 
 
 def _answer_from_loop(port: int) -> None:
-    """Rank 1 as it is in a run: on the loop that Ray gives its actors."""
+    """Serve as rank 1 of a run: on the loop that Ray gives its actors."""
 
     async def serve() -> None:
         link = open_link(dist.TCPStore("127.0.0.1", port, is_master=False), 1)
@@ -81,7 +81,7 @@ def _answer_from_loop(port: int) -> None:
 
 
 def test_a_long_message_arrives_whole_at_a_rank_on_rays_loop() -> None:
-    """Longer than the socket's buffer, which both ends fill before the other one has read it."""
+    """The message is longer than the socket's buffer; both ends fill it before the other one reads."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     process = FORK.Process(target=_answer_from_loop, args=(store.port,), daemon=True)
     process.start()
@@ -96,8 +96,8 @@ def test_a_long_message_arrives_whole_at_a_rank_on_rays_loop() -> None:
     process.join()
 
 
-def _lives_on(links: list[Link], pipe: Connection, how: str) -> None:
-    """What worker 0 does while rank 1 is gone; the pipe says whether it got beyond that."""
+def _run_without_peer(links: list[Link], pipe: Connection, how: str) -> None:
+    """Run worker 0 while rank 1 is gone; the pipe reports whether it continued."""
     if how == "breaks on its own":
         links[0].end_if_alone(5.0)
     else:
@@ -106,12 +106,12 @@ def _lives_on(links: list[Link], pipe: Connection, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["calls", "breaks on its own"])
-def test_a_process_whose_other_end_is_gone_ends(ranks, how: str) -> None:
+def test_a_process_exits_when_its_peer_is_gone(ranks, how: str) -> None:
     links, processes = ranks
     os.kill(processes[0].pid, signal.SIGKILL)
     processes[0].join(10)
     ours, theirs = FORK.Pipe()
-    process = FORK.Process(target=_lives_on, args=(links, theirs, how), daemon=True)
+    process = FORK.Process(target=_run_without_peer, args=(links, theirs, how), daemon=True)
     process.start()
     process.join(10)
     assert (process.exitcode, ours.poll(0)) == (1, False)

@@ -27,7 +27,7 @@ def test_latent_attention_with_plain_rotary_embeddings_is_refused_in_vllm_on_cpu
     check_engine_model(policy(tmp_path, plain), ClusterConfig.build(device="cuda"))
 
 
-def test_heads_that_vllm_does_not_have_on_cpus_are_refused(tmp_path):
+def test_head_sizes_that_vllm_lacks_on_cpus_are_refused(tmp_path):
     small = Qwen2Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
     with pytest.raises(ConfigError, match=r"attention heads of 16; vLLM's on CPUs are of 32, .*backend=hf"):
         check_engine_model(policy(tmp_path, small), CPU)
@@ -38,12 +38,12 @@ def test_heads_that_vllm_does_not_have_on_cpus_are_refused(tmp_path):
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra cpu or vllm")
-def test_the_sizes_of_heads_are_vllms():
+def test_the_known_head_sizes_are_those_of_vllm():
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     assert list(_CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
 
 
 @pytest.mark.parametrize("model", [DeepseekV3Config(kv_lora_rank=16, rope_parameters=YARN), Qwen2Config()])
-def test_others_are_not(tmp_path, model):
+def test_models_that_vllm_serves_are_accepted(tmp_path, model):
     check_engine_model(policy(tmp_path, model), CPU)

@@ -1,7 +1,7 @@
-"""One vLLM engine of two tensor-parallel ranks on the CPU, each in a process of its own as in a run.
+"""One vLLM engine of two tensor-parallel ranks on the CPU, each in a separate process as in a run.
 
-What a run sees: greedy text as Hugging Face writes it, weights that both ranks got and answer for, and no process and
-no shared memory left when one of them is killed.
+Greedy text equals Hugging Face, both ranks receive and confirm weights, and no process and no shared memory remains
+after one of them is killed.
 """
 
 import importlib.util
@@ -75,7 +75,7 @@ class EngineOfRanks:
     def sync(
         self, tensors: dict[str, torch.Tensor], version: int, damaged: bool = False
     ) -> tuple[list[Bucket], list[SyncReceipt]]:
-        """One sync; `damaged` lets rank 1 find a flipped bit in the first bucket."""
+        """Run one sync; `damaged` lets rank 1 find a flipped bit in the first bucket."""
         self.call("begin_weight_update", SPEC, version)
         self.sender.begin(tensors.items())
         buckets: list[Bucket] = []
@@ -91,7 +91,7 @@ class EngineOfRanks:
 
 
 def with_flipped_bit(bucket: Bucket) -> tuple[Bucket, SharedBuffer]:
-    """A bucket whose bytes are those of another one but for the first."""
+    """Return a bucket whose first byte differs from that of another one."""
     ((host, handle),) = bucket.handles.items()
     copy = allocate(handle.num_bytes)
     copy.flat.copy_(map_memory(handle))
@@ -111,7 +111,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineOfRanks]:
         yield EngineOfRanks(folder, stack)
 
 
-def test_it_writes_what_hugging_face_does_after_each_sync(engine: EngineOfRanks) -> None:
+def test_greedy_answers_match_hugging_face_after_each_sync(engine: EngineOfRanks) -> None:
     assert engine.greedy() == expected(make_model("qwen2", True, seed=0))
     for version in (1, 2):
         model = make_model("qwen2", True, seed=version)
@@ -134,7 +134,7 @@ def test_it_writes_what_hugging_face_does_after_each_sync(engine: EngineOfRanks)
         torch.testing.assert_close(found, right, atol=1e-4, rtol=1e-4)
 
 
-def test_what_goes_wrong_on_the_second_rank_is_named_with_it(engine: EngineOfRanks) -> None:
+def test_a_failure_on_the_second_rank_names_that_rank(engine: EngineOfRanks) -> None:
     tensors = streamed(make_model("qwen2", True, seed=3))
     buckets, receipts = engine.sync(tensors, 3, damaged=True)
     first = next(iter(tensors))
@@ -152,7 +152,7 @@ def test_what_goes_wrong_on_the_second_rank_is_named_with_it(engine: EngineOfRan
     } <= set(unbound)
 
 
-def test_a_request_can_be_ended(engine: EngineOfRanks) -> None:
+def test_a_running_request_can_be_aborted(engine: EngineOfRanks) -> None:
     first = engine.ranks[0]
     first.call("engine", "submit", [("long", ask(PROMPTS[0], max_new_tokens=200))])
     first.call("engine", "abort", ["long"])
@@ -160,8 +160,8 @@ def test_a_request_can_be_ended(engine: EngineOfRanks) -> None:
     assert (name, result.finish_reason) == ("long", "abort") and len(result.token_ids) < 200
 
 
-def test_the_death_of_one_ends_all_and_leaves_nothing(engine: EngineOfRanks) -> None:
-    """The last test of the module: the engine is gone afterwards."""
+def test_the_death_of_one_rank_ends_all_and_leaves_no_process(engine: EngineOfRanks) -> None:
+    """This is the last test of the module: the engine is gone afterwards."""
     assert [rank.look("engine", named_shared_memory) for rank in engine.ranks] == [[], []]
     engine.ranks[1].kill()
     engine.ranks[0].start("engine", "submit", [("next", ask(PROMPTS[0]))])

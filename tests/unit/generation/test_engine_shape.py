@@ -1,4 +1,4 @@
-"""Which sizes of an engine a model divides into, in the driver before any worker."""
+"""Sizes of an engine that divide a model, checked in the driver before any worker starts."""
 
 import pytest
 from transformers import DeepseekV3Config, MixtralConfig, Qwen2Config, Qwen3MoeConfig
@@ -47,7 +47,7 @@ def shape(tensor: int = 1, stages: int = 1, experts: int = 1) -> GenerationConfi
         (MIXTRAL, shape(8), r"intermediate_size 36 / 8 = 4\.5\."),
     ],
 )
-def test_sizes_that_a_model_does_not_divide_into_are_refused(model, sizes: GenerationConfig, message: str) -> None:
+def test_sizes_that_do_not_divide_the_model_are_refused(model, sizes: GenerationConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"policy\.generation\.engine\..*{message}"):
         check_engine_shape(model, sizes)
 
@@ -62,11 +62,11 @@ def test_sizes_that_a_model_does_not_divide_into_are_refused(model, sizes: Gener
         (LATENT, shape(4)),  # latent attention has no key-value heads to divide
     ],
 )
-def test_others_pass(model, sizes: GenerationConfig) -> None:
+def test_sizes_that_divide_the_model_are_accepted(model, sizes: GenerationConfig) -> None:
     check_engine_shape(model, sizes)
 
 
-def test_they_are_asked_before_ray_starts(tmp_path) -> None:
+def test_engine_sizes_are_checked_before_ray_starts(tmp_path) -> None:
     DENSE.save_pretrained(tmp_path)
     policy = PolicyConfig.build(model_name=str(tmp_path), generation={"engine": {"tensor_parallel_size": 8}})
     for device in ("cpu", "cuda"):
@@ -74,8 +74,8 @@ def test_they_are_asked_before_ray_starts(tmp_path) -> None:
             check_engine_model(policy, ClusterConfig.build(device=device))
 
 
-def test_engines_of_programs_ask_for_whole_engines_on_each_machine(tmp_path) -> None:
-    """Three places on two machines each would be three engines, one of them on both."""
+def test_engines_of_several_processes_need_whole_engines_on_each_machine(tmp_path) -> None:
+    """Three slots on each of two machines would make three engines, one of them on both."""
     DENSE.save_pretrained(tmp_path)
     engine = {"tensor_parallel_size": 2}
     policy = PolicyConfig.build(model_name=str(tmp_path), generation={"engine": engine})
@@ -96,7 +96,7 @@ def test_engines_of_programs_ask_for_whole_engines_on_each_machine(tmp_path) -> 
         ({"max_model_len": 200, "kv_cache_memory_mb": 3}, 3 << 20),
     ],
 )
-def test_a_cache_on_the_cpu_is_as_large_as_what_runs_at_once(tmp_path, engine, expected) -> None:
+def test_the_cpu_cache_is_as_large_as_the_concurrent_requests(tmp_path, engine, expected) -> None:
     Qwen2Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2).save_pretrained(
         tmp_path
     )

@@ -30,7 +30,7 @@ async def collect_all(worker: GenerationWorker, count: int) -> dict:
     return results
 
 
-async def test_answers_come_back_under_their_names(worker):
+async def test_answers_come_back_under_their_request_ids(worker):
     assert await worker.ready() == 2
     await worker.submit([("a", ask(PROMPTS[0])), ("b", ask(PROMPTS[1]))])
     await worker.submit([("c", ask(PROMPTS[2])), ("refused", ask([1] * MAX_MODEL_LEN))])
@@ -46,7 +46,7 @@ async def test_answers_come_back_under_their_names(worker):
     assert results["a"].error is None
 
 
-async def test_collect_waits_for_a_request_that_comes_later(worker):
+async def test_collect_waits_for_a_later_request(worker):
     waiting = asyncio.create_task(worker.collect())
     await asyncio.sleep(0.05)
     assert not waiting.done()
@@ -54,8 +54,8 @@ async def test_collect_waits_for_a_request_that_comes_later(worker):
     assert [name for name, _ in await asyncio.wait_for(waiting, 20)] == ["late"]
 
 
-async def test_no_step_is_taken_between_begin_and_finish_of_an_update(worker):
-    """A request that is half done waits, and goes on with the new weights."""
+async def test_the_engine_takes_no_step_during_a_weight_update(worker):
+    """A half-finished request waits, and continues with the new weights."""
     new = make_model("qwen2", True, seed=2)
     sender = WeightSender(SPEC, rank=0, is_node_leader=True)
     steps = []
@@ -91,7 +91,7 @@ async def test_no_step_is_taken_between_begin_and_finish_of_an_update(worker):
     sender.close()
 
 
-async def test_what_breaks_the_engine_reaches_collect(worker):
+async def test_an_engine_failure_is_raised_by_collect(worker):
     def broken_step():
         raise torch.OutOfMemoryError("no memory left")
 
@@ -101,8 +101,8 @@ async def test_what_breaks_the_engine_reaches_collect(worker):
         await asyncio.wait_for(worker.collect(), 20)
 
 
-async def test_requests_that_are_ended_are_answered_with_what_they_have(worker):
-    """One under way, one still waiting, one that is over, and one that nobody knows."""
+async def test_aborted_requests_return_their_partial_response(worker):
+    """One running, one waiting, one finished, and one unknown request."""
     await worker.submit([("a", ask(PROMPTS[0], temperature=0.0)), ("b", ask(PROMPTS[1], temperature=0.0))])
     while worker._engine.num_tokens("a") < 5:
         await asyncio.sleep(0)
@@ -121,7 +121,7 @@ async def test_requests_that_are_ended_are_answered_with_what_they_have(worker):
     assert results["d"].token_ids.tolist() == greedy_reference(model, PROMPTS[3], 12)
 
 
-async def test_requests_can_be_ended_while_weights_are_updated(worker):
+async def test_requests_can_be_aborted_during_a_weight_update(worker):
     await worker.submit([("a", ask(PROMPTS[0], max_new_tokens=200))])
     await worker.begin_weight_update(SPEC, version=1)
     await worker.abort(["a"])

@@ -76,7 +76,7 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled(engine, model, 
         assert result.logprobs == pytest.approx(expected, abs=1e-4)
 
 
-def test_bad_words_are_not_written_and_take_their_probability_with_them(engine, model):
+def test_bad_words_are_never_sampled_and_get_no_probability(engine, model):
     tokenizer = make_char_tokenizer()
     prompts = PROMPTS * 4
     free = run(engine, [ask(prompt, seed=i) for i, prompt in enumerate(prompts)])
@@ -100,8 +100,8 @@ def test_bad_words_are_not_written_and_take_their_probability_with_them(engine, 
         assert result.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
 
 
-def test_bad_words_are_those_of_vllm():
-    """At the beginning of a text and behind a space, where that is another first token; the last token is banned."""
+def test_bad_words_match_those_of_vllm():
+    """At the start of a text and after a space, where the first token differs; the last token is banned."""
     tokenizer = make_char_tokenizer()
     assert bad_word_ids([" ab"], tokenizer) == [tokenizer.encode("ab")]
     sequences = [[7], [1, 2, 3], [2, 3, 4]]
@@ -111,7 +111,7 @@ def test_bad_words_are_those_of_vllm():
     assert banned_tokens(sequences, [2]) == [7]
 
 
-def test_a_seed_fixes_the_response_whatever_runs_beside_it(engine):
+def test_a_seed_fixes_the_response_whatever_else_runs(engine):
     wanted = ask(PROMPTS[1], seed=123)
     (alone,) = run(engine, [wanted])
     crowd = [ask(prompt, seed=i) for i, prompt in enumerate(PROMPTS * 2)]
@@ -146,7 +146,7 @@ def test_top_p_keeps_the_smallest_sufficient_set(top_p, kept):
     assert logprobs.exp().sum().item() == pytest.approx(1.0)
 
 
-def test_stop_token_ends_the_response_and_stays(engine, model):
+def test_a_stop_token_ends_the_response_and_is_kept(engine, model):
     full = greedy_reference(model, PROMPTS[3], 12)
     stop = full[5]
     (result,) = run(engine, [ask(PROMPTS[3], temperature=0.0, stop_token_ids=(stop,))])
@@ -164,7 +164,7 @@ def test_a_response_is_arrays_and_a_text_without_special_tokens(engine, model):
     assert any(result.text != tokenizer.decode(result.token_ids) for result in results), "some sampled a special token"
 
 
-def test_stop_string_over_several_tokens(engine, model):
+def test_a_stop_string_may_span_several_tokens(engine, model):
     tokenizer = make_char_tokenizer()
     full = greedy_reference(model, PROMPTS[0], 12)
     stop = tokenizer.decode(full[3:6])
@@ -176,7 +176,7 @@ def test_stop_string_over_several_tokens(engine, model):
     assert result.token_ids.tolist() == full[: len(result.token_ids)]
 
 
-def test_limits(engine):
+def test_max_new_tokens_and_max_model_len_end_a_response(engine):
     results = run(engine, [ask([1, 2], max_new_tokens=1), ask([3] * (MAX_MODEL_LEN - 4), max_new_tokens=50)])
     assert [len(result.token_ids) for result in results] == [1, 4]
     assert [result.finish_reason for result in results] == ["length", "length"]
@@ -191,7 +191,7 @@ def test_limits(engine):
         ([-1], "outside 0..263"),
     ],
 )
-def test_prompts_that_can_never_be_served_are_refused(engine, prompt, sentence):
+def test_prompts_that_cannot_be_served_are_refused(engine, prompt, sentence):
     with pytest.raises(GenerationError, match=sentence):
         run(engine, [ask(prompt)])
 
@@ -208,8 +208,8 @@ def test_new_weights_change_the_answers_and_the_version(engine, model):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_response_under_way_goes_on_with_new_weights(engine, model, temperature):
-    """Each span's tokens and log-probabilities are those of its weights, for all tokens before."""
+def test_a_running_response_continues_with_new_weights(engine, model, temperature):
+    """The tokens and log-probabilities of each span are those of its weights, given all tokens before."""
     new = make_model("qwen2", True, seed=3)
     requests = [ask(prompt, seed=i, temperature=temperature) for i, prompt in enumerate(PROMPTS)]
     requests.append(ask(PROMPTS[0], max_new_tokens=2))
@@ -231,7 +231,7 @@ def test_a_response_under_way_goes_on_with_new_weights(engine, model, temperatur
         check_spans(request, result, {7: model, 8: new}, [(0, 7), (5, 8)])
 
 
-def test_an_update_to_the_same_weights_does_not_touch_responses_under_way(engine, model):
+def test_an_update_to_the_same_weights_does_not_change_running_responses(engine, model):
     requests = [ask(prompt, seed=i) for i, prompt in enumerate(PROMPTS)]
     asyncio.run(load_weights(engine, model.named_parameters(), 5))
 

@@ -80,9 +80,7 @@ def test_a_stopped_engine_is_replaced(
         where.shutdown()
 
 
-def test_an_end_of_the_time_names_the_engine_that_is_waited_for(
-    tmp_path: Path, local_ray: Path, loop: EventLoopThread
-) -> None:
+def test_a_timeout_names_the_engine_that_did_not_answer(tmp_path: Path, local_ray: Path, loop: EventLoopThread) -> None:
     engines, where = engines_on(1, tmp_path, 600.0)
     try:
         pid = engines.workers.worker_metadata[0]["pid"]

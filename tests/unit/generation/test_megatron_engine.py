@@ -1,6 +1,6 @@
 """Megatron Core's engine against Hugging Face: tokens, log-probabilities, cached rows of other lengths, weights.
 
-The engine lives in another process, with the stand-in for CUDA, behind the real worker and weight transport.
+The engine runs in another process with the replacement for CUDA, the real worker and the real weight transport.
 """
 
 import math
@@ -79,7 +79,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]
 def sync(
     engines: EngineProcess, name: str, tensors: Iterable[tuple[str, torch.Tensor]], version: int, flipped: str = ""
 ) -> tuple[list[Bucket], SyncReceipt]:
-    """One sync; of the tensor `flipped` a bit is turned on the way."""
+    """Run one sync; one bit of the tensor `flipped` is flipped on the way."""
     sender = WeightSender(SPEC, rank=0, is_node_leader=True)
     engines.call(name, "begin_weight_update", SPEC, version)
     sender.begin(tensors)
@@ -125,7 +125,7 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled(engines, sampli
         assert result.logprobs == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_seed_fixes_the_response_whatever_runs_beside_it(engines):
+def test_a_seed_fixes_the_response_whatever_else_runs(engines):
     wanted = ask(PROMPTS[1], seed=123)
     (alone,) = engines.generate("llama", [wanted])
     crowd = [ask(prompt, seed=i) for i, prompt in enumerate(PROMPTS)]
@@ -147,8 +147,8 @@ def note_batches(engine: Any) -> None:
     engine.read = lambda rows, most_new: (engine.batches.append(len(rows)), read(rows, most_new))[1]
 
 
-def test_batches_keep_to_the_cache(engines):
-    """The rows of the longest prompt and of one more fit; then three short ones."""
+def test_batches_do_not_exceed_the_cache(engines):
+    """The longest prompt's row fits together with one more; then three short ones."""
     engines.look(SMALL, note_batches)
     order = [PROMPTS[3], *PROMPTS[:3], PROMPTS[4]]
     results = engines.generate(SMALL, [ask(prompt, temperature=0.0) for prompt in order])
@@ -157,7 +157,7 @@ def test_batches_keep_to_the_cache(engines):
         assert result.token_ids.tolist() == greedy_reference(model_of("llama"), prompt, 12)
 
 
-def test_stops_limits_and_refusals(engines):
+def test_stop_tokens_and_limits_hold_and_bad_requests_are_refused(engines):
     tokenizer, full = make_char_tokenizer(), greedy_reference(model_of("llama"), PROMPTS[3], 12)
     requests = [
         ask(PROMPTS[3], temperature=0.0, stop_token_ids=(full[5],)),
@@ -172,7 +172,7 @@ def test_stops_limits_and_refusals(engines):
     assert "outside 0..263" in refused.error
 
 
-def test_a_response_under_way_goes_on_with_new_weights(engines):
+def test_a_running_response_continues_with_new_weights(engines):
     models = {7: model_of("qwen2"), 8: model_of("qwen2", seed=3)}
     deploy(engines, "qwen2", models[7], 7)
     requests = [ask(prompt, seed=i, max_new_tokens=60) for i, prompt in enumerate(PROMPTS)]
@@ -189,7 +189,7 @@ def test_a_response_under_way_goes_on_with_new_weights(engines):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_a_flipped_bit_and_a_tensor_left_out_are_found(engines, family):
+def test_a_flipped_bit_and_a_missing_tensor_are_found(engines, family):
     tensors = streamed(model_of(family))
     name = next(name for name in tensors if name.endswith("k_proj.weight"))
     buckets, receipt = sync(engines, family, tensors.items(), 3, flipped=name)
@@ -209,7 +209,7 @@ def move(engine: Any) -> None:
 
 
 def test_weights_reach_a_model_that_was_moved(engines):
-    """Buffers too, such as the biases of experts, of which moving makes new tensors."""
+    """Buffers too, such as the biases of experts: moving a model makes new tensors for them."""
     engines.look("deepseek_v3", move)
     model = model_of("deepseek_v3", seed=4)
     deploy(engines, "deepseek_v3", model, 9)
@@ -227,7 +227,7 @@ def test_outputs_of_layers_are_those_of_hugging_face(engines):
     assert torch.allclose(found[0], expected[1][0], atol=1e-4)
 
 
-def test_what_it_cannot_serve_is_refused_before_ray(tmp_path):
+def test_unsupported_settings_are_refused_before_ray_starts(tmp_path):
     save_model(tmp_path, make_mixture("mixtral", seed=1))
     values = {"model_name": str(tmp_path), "max_total_sequence_length": 64, "generation": {"backend": "megatron"}}
     policy = PolicyConfig.build(**values, tokenizer={"name": str(tmp_path)})

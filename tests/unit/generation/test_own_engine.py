@@ -1,4 +1,4 @@
-"""An engine that a user writes: the one of `adding-things.md`, named by its path, in real actors."""
+"""The user-written engine of `adding-things.md` runs in real actors, named by its path."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""Engines that die between the phases of a step: real actors, a real sync, memory that takes turns."""
+"""Engines that die between the phases of a step, with real actors, a real sync, and memory used in turns."""
 
 import asyncio
 import importlib.util
@@ -63,7 +63,7 @@ def engines(tmp_path: Path, local_ray: Path) -> Iterator[EngineGroup]:
 
 @pytest.fixture
 def engine_of_ranks(tmp_path: Path, local_ray: Path) -> Iterator[EngineGroup]:
-    """One vLLM engine of two ranks, which divide attention and have half of the experts each."""
+    """Start one vLLM engine of two ranks, which divide attention and have half of the experts each."""
     save_model(tmp_path, make_mixture("qwen3_moe", seed=0))
     cluster = ClusterConfig(device="cpu", gpus_per_node=0, max_actor_restarts=2)
     where = RayVirtualCluster([2], use_gpus=False, cpus_per_bundle=0.5)
@@ -79,17 +79,17 @@ def kill(engines: EngineGroup, index: int) -> None:
 
 
 async def generate_all(engines: EngineGroup, requests: list[GenerationRequest]) -> list[GenerationResult]:
-    """Answers to requests of one tick, which are spread over all engines."""
+    """Return the answers to requests of one tick, which are spread over all engines."""
     return list(await asyncio.gather(*(engines.generate(request) for request in requests)))
 
 
 def answers(engines: EngineGroup, loop: EventLoopThread) -> list[list[int]]:
-    """Greedy answers to all prompts."""
+    """Return greedy answers to all prompts."""
     requests = [ask(prompt, temperature=0.0) for prompt in PROMPTS]
     return [result.token_ids.tolist() for result in loop.run(generate_all(engines, requests), 60, "answers")]
 
 
-def test_engines_that_die_asleep_or_before_they_sleep_are_replaced(engines: EngineGroup, loop: EventLoopThread) -> None:
+def test_engines_that_die_before_or_during_sleep_are_replaced(engines: EngineGroup, loop: EventLoopThread) -> None:
     models = [make_model("qwen2", False, seed=seed) for seed in (1, 2)]
     expected = [[greedy_reference(model, prompt, 12) for prompt in PROMPTS] for model in models]
     assert expected[0] != expected[1]
@@ -159,8 +159,8 @@ def test_the_death_of_any_rank_replaces_its_engine(
     assert answers(engines, loop) == expected[2]
 
 
-def test_an_engine_revived_during_an_update_gets_whole_weights(engines: EngineGroup, loop: EventLoopThread) -> None:
-    """The update is half done when the new engine asks for weights: it waits and gets those of the next version."""
+def test_an_engine_revived_during_an_update_gets_complete_weights(engines: EngineGroup, loop: EventLoopThread) -> None:
+    """The update is half done when the new engine needs weights: it waits and gets the next version."""
     old, new, trained = (make_model("qwen2", False, seed=seed) for seed in (1, 2, 1))
     policy = LocalPolicy(trained)
     refitter = Refitter(policy, engines, TransportSpec("shared_memory", run_id="test"), 60.0)
@@ -191,9 +191,7 @@ def test_an_engine_revived_during_an_update_gets_whole_weights(engines: EngineGr
     assert policy.num_streams == 2, "the training thread finds the weights where they belong"
 
 
-def test_requests_of_a_collection_past_its_deadline_end_in_the_engines(
-    engines: EngineGroup, loop: EventLoopThread
-) -> None:
+def test_requests_of_a_collection_past_its_deadline_are_aborted(engines: EngineGroup, loop: EventLoopThread) -> None:
     def generate_of(num_tokens: int) -> Coroutine[Any, Any, list[GenerationResult]]:
         return generate_all(engines, [ask(prompt, max_new_tokens=num_tokens) for prompt in PROMPTS])
 
@@ -204,7 +202,7 @@ def test_requests_of_a_collection_past_its_deadline_end_in_the_engines(
     def until_idle() -> None:
         end = time.monotonic() + 20
         while in_engines(lambda engine: len(engine._running)) != [0, 0]:
-            assert time.monotonic() < end, "the engines go on with what nobody waits for"
+            assert time.monotonic() < end, "the engines continue with requests that have no waiting caller"
             time.sleep(0.02)
 
     in_engines(lambda engine: engine._may_step.clear())

@@ -25,13 +25,13 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize(("tokenizer_eos", "of_model", "expected"), PUBLISHED.values(), ids=PUBLISHED)
-def test_the_union_of_tokenizer_and_generation_config(tmp_path, tokenizer_eos, of_model, expected):
+def test_stop_tokens_are_the_union_of_tokenizer_and_generation_config(tmp_path, tokenizer_eos, of_model, expected):
     GenerationConfig(eos_token_id=of_model).save_pretrained(tmp_path)
     assert stop_token_ids(str(tmp_path), tokenizer_eos, None) == expected
     assert stop_token_ids(str(tmp_path), tokenizer_eos, [7, tokenizer_eos]) == (*expected, 7)
 
 
-def test_without_a_generation_config_the_model_s_configuration_counts(tmp_path: Path) -> None:
+def test_stop_tokens_come_from_the_model_config_without_a_generation_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a model folder"):
         stop_token_ids(str(tmp_path), 5, None)
     save_model(tmp_path, make_model("llama", False, seed=0))
@@ -42,7 +42,7 @@ def test_without_a_generation_config_the_model_s_configuration_counts(tmp_path: 
     assert stop_token_ids(str(tmp_path), 5, [9], {"eos_token_id": [11, 12]}) == (5, 11, 12, 9)
 
 
-def test_an_answer_ends_at_the_model_s_second_token_and_keeps_it(tmp_path: Path) -> None:
+def test_an_answer_ends_at_the_second_stop_token_and_keeps_it(tmp_path: Path) -> None:
     model = make_model("qwen2", True, seed=3)
     save_model(tmp_path, model)
     full = greedy_reference(model, PROMPTS[1], 12)

@@ -1,4 +1,4 @@
-"""What vLLM is told of the model's configuration; it is imported in a process of its own."""
+"""Arguments that vLLM gets from the model's configuration; vLLM is imported in a separate process."""
 
 import json
 import os
@@ -64,13 +64,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.vllm
-def test_logits_are_float32_on_gpus_as_the_trainers_are(found: dict[str, Any]) -> None:
+def test_logits_are_float32_on_gpus_as_in_training(found: dict[str, Any]) -> None:
     assert found["bfloat16"] == found["float16"] == {"head_dtype": "float32"}
     assert found["float32"] == found["on a CPU"] == found["quantized"] == {}
 
 
 @pytest.mark.vllm
-def test_overrides_of_the_user_win_and_leave_the_others(found: dict[str, Any]) -> None:
+def test_user_overrides_win_and_keep_the_other_arguments(found: dict[str, Any]) -> None:
     assert found["of the policy"] == {"head_dtype": "float32", "rms_norm_eps": 0.5}
     assert found["of vllm_kwargs"] == {"head_dtype": "float32", "rms_norm_eps": 0.5, "vocab_size": 9}
     assert found["head of vllm_kwargs"] == {"head_dtype": "model"}

@@ -1,7 +1,7 @@
-"""The vLLM engine against Hugging Face: new weights in force, log-probabilities, seeds, stops.
+"""The vLLM engine against Hugging Face: new weights take effect, log-probabilities, seeds, stops.
 
-One process hosts all engines (dense, tied and untied; experts; latent attention); weights go there by the real
-transport.
+One process hosts all engines (dense, tied and untied; experts; latent attention); the real transport
+sends weights there.
 """
 
 import importlib.util
@@ -42,12 +42,12 @@ from vllm_looks import (
     bits_change,
     busy_seconds,
     compute_on,
-    meeting_file,
+    rendezvous_file,
     storages,
     take_bursts,
     threads_at_start,
-    threads_beside,
     threads_of_sizes,
+    threads_under_load,
     turns_taken,
 )
 
@@ -98,7 +98,7 @@ def configured_settings(folder: str) -> EngineSettings:
 
 @pytest.fixture(scope="module")
 def vllm_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Empty, as on a new machine."""
+    """Make an empty cache folder, as on a new machine."""
     return tmp_path_factory.mktemp("vllm")
 
 
@@ -111,7 +111,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory, vllm_cache: Path) -> Itera
         settings[name] = make_settings(folder, "vllm")
     settings[CONFIGURED] = configured_settings(settings["qwen2 tied"].model_name)
     with mock.patch.dict(os.environ, {"VLLM_CACHE_ROOT": str(vllm_cache)}), EngineProcess(settings) as process:
-        for name in settings:  # a mixture first: vLLM makes its groups of experts with the first engine of a process
+        for name in settings:  # a mixture first: vLLM makes its expert groups with the first engine of a process
             process.call(name, "ready")
         yield process
 
@@ -124,7 +124,7 @@ def sender() -> Iterator[WeightSender]:
 
 
 def streamed(model: PreTrainedModel) -> Iterable[tuple[str, torch.Tensor]]:
-    """What a trainer streams of a model."""
+    """Yield what a trainer streams of a model."""
     return in_checkpoint(model, weights_by_name(model).items())
 
 
@@ -136,7 +136,7 @@ def sync(
     version: int,
     stop_after: int | None = None,
 ) -> tuple[list[Bucket], SyncReceipt | None]:
-    """One sync; `stop_after` breaks it off behind so many buckets."""
+    """Run one sync; `stop_after` interrupts it after that number of buckets."""
     engines.call(name, "begin_weight_update", SPEC, version)
     sender.begin(tensors)
     buckets: list[Bucket] = []
@@ -149,14 +149,14 @@ def sync(
 
 
 def update(engines: EngineProcess, sender: WeightSender, name: str, seed: int) -> PreTrainedModel:
-    """Give the engine the weights of a new random model; returns the model."""
+    """Give the engine the weights of a new random model; return the model."""
     model = MODELS[name](seed=seed)
     deploy(engines, sender, name, model, version=seed)
     return model
 
 
 def deploy(engines: EngineProcess, sender: WeightSender, name: str, model: PreTrainedModel, version: int) -> None:
-    """A whole sync that must succeed; its buckets cut layers and even fused projections apart."""
+    """Run a whole sync that must succeed; its buckets split layers and even fused projections."""
     buckets, receipt = sync(engines, sender, name, streamed(model), version)
     assert len(buckets) > 10
     assert receipt is not None
@@ -165,7 +165,7 @@ def deploy(engines: EngineProcess, sender: WeightSender, name: str, model: PreTr
 
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_after_each_update_equals_hugging_face(engines, sender, name):
-    """Also for a prompt whose keys and values the prefix cache held under the old weights."""
+    """Also for a prompt whose keys and values were cached under the old weights."""
     requests = [ask(prompt, temperature=0.0) for prompt in [*PROMPTS, LONG_PROMPT]]
     for seed in (11, 12):
         model = update(engines, sender, name, seed)
@@ -178,16 +178,16 @@ def test_greedy_after_each_update_equals_hugging_face(engines, sender, name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_update_keeps_every_tensor_where_it_is(engines, sender, name):
-    """CUDA graphs hold the addresses of what they compute with, kernel layouts and absorbed projections too."""
+def test_a_weight_update_keeps_the_address_of_every_tensor(engines, sender, name):
+    """CUDA graphs, kernel layouts and absorbed projections hold the addresses of the tensors they compute with."""
     before = engines.look(name, storages)
     update(engines, sender, name, seed=23)
     assert len(before) > 10
     assert engines.look(name, storages) == before
 
 
-def test_limits_of_a_batch_are_those_of_offline_generation_on_gpus(engines, tmp_path):
-    """vLLM knows none for engines without a usage: 128 sequences, 2048 tokens. Those of the CPU fix its results."""
+def test_batch_limits_on_gpus_are_those_of_offline_generation(engines, tmp_path):
+    """Without a usage vLLM has no defaults for engines: 128 sequences, 2048 tokens. The CPU's own fix its results."""
     assert engines.look("qwen2 tied", batch_limits) == (128, 4096)
     mixture_config("mixtral").save_pretrained(tmp_path)
     settings = make_settings(tmp_path, "vllm", device="cuda", max_model_len=4096)
@@ -199,7 +199,7 @@ def test_limits_of_a_batch_are_those_of_offline_generation_on_gpus(engines, tmp_
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_engine_does_not_live_on_the_sender_s_memory(engines, sender, name):
+def test_the_engine_does_not_reference_the_sender_s_memory(engines, sender, name):
     model = update(engines, sender, name, seed=13)
     sender.begin((key, torch.zeros_like(tensor)) for key, tensor in model.named_parameters())
     while not sender.next_bucket().is_last:
@@ -224,7 +224,7 @@ def test_logprobs_equal_hugging_face(engines, sender, name, sampling):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_layers_compare_with_hugging_face_and_a_tampered_one_is_named(engines, sender, name):
+def test_layer_outputs_match_hugging_face_and_a_changed_layer_is_named(engines, sender, name):
     model = update(engines, sender, name, seed=21)
     token_ids = PROMPTS[3]
     with torch.no_grad(), recorded_outputs(decoder_layers(model)) as expected:
@@ -242,8 +242,8 @@ def test_layers_compare_with_hugging_face_and_a_tampered_one_is_named(engines, s
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_response_under_way_goes_on_with_new_weights(engines, sender, name):
-    """Each span's tokens and log-probabilities are those of its weights; the engine is asked while it is writing."""
+def test_a_running_response_continues_with_new_weights(engines, sender, name):
+    """The tokens and log-probabilities of each span are those of its weights; updates come during generation."""
     old = update(engines, sender, name, seed=31)
     new = MODELS[name](seed=32)
     requests = [
@@ -265,7 +265,7 @@ def test_a_response_under_way_goes_on_with_new_weights(engines, sender, name):
     check_spans(requests[0], again, {31: old, 32: new}, [(0, 32)])
 
 
-def test_requests_that_are_ended_are_answered_with_what_they_have(engines, sender):
+def test_aborted_requests_return_their_partial_response(engines, sender):
     name = "llama untied"
     model = update(engines, sender, name, seed=33)
     ended, stays = ask(PROMPTS[1], temperature=0.0, max_new_tokens=200), ask(PROMPTS[3], temperature=0.0)
@@ -300,15 +300,15 @@ def test_the_number_of_threads_changes_no_bit(engines, name):
     assert answers[1:] == answers[:1] * 3
 
 
-def test_a_second_thread_is_taken_while_others_leave_a_core(engines):
+def test_a_second_thread_is_used_while_a_core_is_idle(engines):
     name = "qwen2 tied"
-    assert engines.look(name, threads_beside, 2, [0.1, 0.9, 2.0, 0.4]) == [2, 1, 1, 2]
-    assert engines.look(name, threads_beside, 8, [0.0, 6.0, 7.0]) == [2, 2, 1]
-    assert engines.look(name, threads_beside, 2, [0.1, 0.9], True, False) == [1, 1]
-    assert engines.look(name, threads_beside, 2, [0.1, 0.9, 0.1], True, True) == [2, 1, 2]
+    assert engines.look(name, threads_under_load, 2, [0.1, 0.9, 2.0, 0.4]) == [2, 1, 1, 2]
+    assert engines.look(name, threads_under_load, 8, [0.0, 6.0, 7.0]) == [2, 2, 1]
+    assert engines.look(name, threads_under_load, 2, [0.1, 0.9], True, False) == [1, 1]
+    assert engines.look(name, threads_under_load, 2, [0.1, 0.9, 0.1], True, True) == [2, 1, 2]
 
 
-def test_small_models_begin_with_two_threads_and_large_ones_with_all(engines):
+def test_small_models_start_with_two_threads_and_large_ones_with_all(engines):
     name = "qwen2 tied"
     assert engines.look(name, threads_at_start, 8) == (2, "two for prompts"), "tiny"
     # Embeddings 256 x 64 and two layers of 64 wide: some 70,000 parameters.
@@ -335,7 +335,7 @@ BURST_REQUESTS = [
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_bursts_change_no_bit_and_save_turns_of_the_scheduler(engines, name):
+def test_bursts_change_no_bit_and_save_scheduler_steps(engines, name):
     answers, turns = [], []
     for on in (False, True):
         engines.look(name, take_bursts, on)
@@ -350,7 +350,7 @@ def test_bursts_change_no_bit_and_save_turns_of_the_scheduler(engines, name):
     assert turns[1] < 0.5 * turns[0]
 
 
-def test_no_burst_is_taken_where_the_text_may_end_a_response(engines):
+def test_no_burst_runs_where_a_stop_string_may_end_a_response(engines):
     engines.look("qwen2 tied", take_bursts, True)
     (result,) = engines.generate("qwen2 tied", [ask(PROMPTS[0], max_new_tokens=20, stop_strings=("\x00\x00\x00",))])
     assert engines.look("qwen2 tied", turns_taken) >= len(result.token_ids) > 1
@@ -363,11 +363,11 @@ def test_a_burst_ends_when_its_time_is_over(engines):
     engines.look("qwen2 tied", take_bursts, True)
 
 
-def test_products_whose_sums_are_divided_among_threads_are_found(engines):
+def test_matrix_products_split_over_the_sum_are_found(engines):
     assert [engines.look("qwen2 tied", bits_change, shape) for shape in [(64, 8192), (8192, 64)]] == [True, False]
 
 
-def test_other_processes_are_seen(engines):
+def test_the_load_of_other_processes_is_measured(engines):
     seconds = 1.0
     before = engines.look("qwen2 tied", busy_seconds, seconds)
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
@@ -381,8 +381,8 @@ def test_other_processes_are_seen(engines):
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3, 8])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_broken_off_update_can_be_started_again(engines, sender, name, stop_after):
-    """What happens when another engine dies in the middle of a sync."""
+def test_an_interrupted_update_can_be_started_again(engines, sender, name, stop_after):
+    """This happens when another engine dies in the middle of a sync."""
     broken_off = streamed(MODELS[name](seed=15))
     sync(engines, sender, name, broken_off, version=15, stop_after=stop_after)
     model = update(engines, sender, name, seed=16)
@@ -405,7 +405,7 @@ def test_a_broken_off_update_can_be_started_again(engines, sender, name, stop_af
         ),
     ],
 )
-def test_a_tensor_left_out_is_reported(engines, sender, name, left_out, unbound):
+def test_a_missing_tensor_is_reported(engines, sender, name, left_out, unbound):
     model = MODELS[name](seed=17)
     tensors = [(key, tensor) for key, tensor in streamed(model) if key != left_out]
     _, receipt = sync(engines, sender, name, tensors, version=17)
@@ -414,7 +414,7 @@ def test_a_tensor_left_out_is_reported(engines, sender, name, left_out, unbound)
     update(engines, sender, name, seed=18)
 
 
-def test_stop_tokens_and_stop_strings(engines, sender):
+def test_stop_tokens_and_stop_strings_end_a_response(engines, sender):
     name = "llama untied"
     model = restrict_vocabulary(MODELS[name](seed=19), "abcdefghijklmnopqrstuvwxyz")
     deploy(engines, sender, name, model, version=19)
@@ -456,7 +456,7 @@ def test_a_special_token_can_be_a_stop_string(engines, sender):
     assert not any("<|im_end|>" in text for text in texts)
 
 
-def test_bad_words_are_not_written_and_take_their_probability_with_them(engines, sender):
+def test_bad_words_are_never_sampled_and_get_no_probability(engines, sender):
     name = "llama untied"
     model = restrict_vocabulary(MODELS[name](seed=21), "abcdefgh")
     deploy(engines, sender, name, model, version=21)
@@ -486,15 +486,15 @@ def test_keys_of_vllm_cfg_reach_vllm(engines):
 
 
 def test_no_class_is_inspected_in_another_process(engines, vllm_cache):
-    """vLLM writes down what such a process has found."""
+    """vLLM writes the result of such an inspection to a file."""
     assert not (vllm_cache / "modelinfos").exists()
 
 
-def test_no_file_is_left_behind(engines):
-    assert engines.look(CONFIGURED, meeting_file).endswith("(deleted)")
+def test_no_temporary_file_remains(engines):
+    assert engines.look(CONFIGURED, rendezvous_file).endswith("(deleted)")
 
 
-def test_limits_and_refusals(engines):
+def test_limits_hold_and_bad_requests_are_refused(engines):
     requests = [
         ask([3] * (MAX_MODEL_LEN - 4), max_new_tokens=50),
         ask([1] * MAX_MODEL_LEN),

@@ -1,4 +1,4 @@
-"""An exported checkpoint in vLLM: its log-probabilities are those of training."""
+"""vLLM gives an exported checkpoint the log-probabilities of training."""
 
 import importlib.util
 from pathlib import Path
@@ -26,7 +26,7 @@ COMMON = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "n
 COMMON |= {"vocab_size": 264, "pad_token_id": 256, "eos_token_id": 258, "initializer_range": 0.15}
 EXPERTS = {"num_experts_per_tok": 2, "num_key_value_heads": 1, "head_dim": 32}
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 16, "long_factor": [3.0] * 16}
-# Experts first: the process's first vLLM engine decides whether there are groups for them.
+# Experts first: the process's first vLLM engine decides whether expert groups exist.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mixtral": EXPERTS | {"num_local_experts": 4},
     "qwen2": {"num_key_value_heads": 1, "tie_word_embeddings": True},
@@ -37,7 +37,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 def _exported(model_type: str, folder: Path) -> PreTrainedModel:
-    """A random model in float32, written as a checkpoint and exported to `folder/hf`."""
+    """Write a random model in float32 as a checkpoint and export it to `folder/hf`."""
     torch.manual_seed(21)
     config = AutoConfig.for_model(model_type, **COMMON | ARCHITECTURES[model_type])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -48,8 +48,8 @@ def _exported(model_type: str, folder: Path) -> PreTrainedModel:
     return model
 
 
-def test_log_probabilities_of_exported_checkpoints(tmp_path: Path) -> None:
-    """Weights that have other names in memory included: fused experts, output heads."""
+def test_vllm_reproduces_the_log_probs_of_exported_checkpoints(tmp_path: Path) -> None:
+    """Includes weights that have other names in memory: fused experts, output heads."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         models = {name: _exported(name, tmp_path / name) for name in ARCHITECTURES}

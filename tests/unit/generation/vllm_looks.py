@@ -1,4 +1,4 @@
-"""What tests want to know of a vLLM engine; functions that run in its process (`engine_process.EngineProcess.look`)."""
+"""Inspect a vLLM engine; the functions run in its process (`engine_process.EngineProcess.look`)."""
 
 import itertools
 import os
@@ -13,13 +13,13 @@ from nemo_rl.models.generation.interfaces import EngineSettings
 
 
 def batch_limits(engine: Any) -> tuple[int, int]:
-    """Most sequences and most tokens of one step."""
+    """Return the largest numbers of sequences and tokens of one step."""
     scheduler = engine._engine.vllm_config.scheduler_config
     return scheduler.max_num_seqs, scheduler.max_num_batched_tokens
 
 
 def batch_limits_on(engine: Any, gpu: str, memory_gib: int, settings: EngineSettings) -> tuple[int, int]:
-    """The same of an engine of these settings on a GPU of this name and size, as vLLM would choose them."""
+    """Return the limits that vLLM would choose for these settings on a GPU of this name and size."""
     from vllm.engine import arg_utils
 
     platform = SimpleNamespace(
@@ -45,19 +45,19 @@ def batch_limits_on(engine: Any, gpu: str, memory_gib: int, settings: EngineSett
 
 
 def storages(engine: Any) -> dict[str, int]:
-    """Addresses of all tensors that the model computes with."""
+    """Return the addresses of all tensors that the model computes with."""
     (model,) = engine._engine.collective_rpc(lambda worker: worker.model_runner.get_model())
     return {name: tensor.data_ptr() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
 
 def named_shared_memory(engine: Any) -> list[str]:
-    """Shared memory of the process that would be left behind if it were killed now."""
+    """Return shared memory of the process that would remain if it were killed now."""
     mapped = Path("/proc/self/maps").read_text().splitlines()
     return sorted({line.split("/dev/shm/")[1] for line in mapped if "/dev/shm/" in line and "(deleted)" not in line})
 
 
-def meeting_file(engine: Any) -> str:
-    """Of the file by which the engine's process group has met: what its name stands for."""
+def rendezvous_file(engine: Any) -> str:
+    """Return the target of the file by which the engine's process group was initialized."""
     from torch.distributed import distributed_c10d
 
     store: Any = distributed_c10d._get_default_store()
@@ -67,7 +67,7 @@ def meeting_file(engine: Any) -> str:
 
 
 class _Cycle:
-    """Stands in for `ThreadChoice`: another number of threads for each step."""
+    """A replacement for `ThreadChoice` with another number of threads for each step."""
 
     def __init__(self, counts: Sequence[int]):
         self._counts = itertools.cycle(counts)
@@ -82,14 +82,14 @@ class _Cycle:
 
 
 def compute_on(engine: Any, counts: Sequence[int]) -> None:
-    """Numbers of threads of the next steps, in turns."""
+    """Set the numbers of threads of the next steps, used in turns."""
     engine._threads = _Cycle(counts)
 
 
-def threads_beside(
+def threads_under_load(
     engine: Any, num_cores: int, others: Sequence[float], decodes_on_one: bool = False, reads_prompts: bool = False
 ) -> list[int]:
-    """Threads after each of some windows in which other processes use so many cores, steps of 10 ms."""
+    """Return the threads after some windows in which other processes use the given cores; steps take 10 ms."""
     import torch
 
     from nemo_rl.optimizations.vllm import threads
@@ -112,7 +112,7 @@ def threads_beside(
 
 
 def threads_at_start(engine: Any, num_cores: int, adapts: bool = True) -> tuple[int, str]:
-    """Threads that the engine's model begins with, and what becomes of them."""
+    """Return the threads that the engine's model starts with, and how they change."""
     import torch
 
     from nemo_rl.optimizations.vllm import threads
@@ -129,7 +129,7 @@ def threads_at_start(engine: Any, num_cores: int, adapts: bool = True) -> tuple[
 
 
 def take_bursts(engine: Any, on: bool, most_s: float = 10.0) -> None:
-    """Whether several steps are taken for one turn of the scheduler; counts turns from now on."""
+    """Switch on several steps per scheduler turn; count turns from now on."""
     from nemo_rl.optimizations.vllm import bursts
 
     bursts._MOST_S = most_s
@@ -138,13 +138,13 @@ def take_bursts(engine: Any, on: bool, most_s: float = 10.0) -> None:
 
 
 def turns_taken(engine: Any) -> int:
-    """Turns of vLLM's scheduler since `take_bursts`."""
+    """Return the turns of vLLM's scheduler since `take_bursts`."""
     turns: int = engine._scheduler.current_step - engine._turns_before
     return turns
 
 
 def bits_change(engine: Any, shape: tuple[int, int]) -> bool:
-    """Whether a product of this shape depends on the number of threads."""
+    """Return whether a product of this shape depends on the number of threads."""
     import torch
 
     from nemo_rl.optimizations.vllm.threads import thread_count_changes_bits
@@ -153,7 +153,7 @@ def bits_change(engine: Any, shape: tuple[int, int]) -> bool:
 
 
 def threads_of_sizes(engine: Any, tiny: int, small: int, num_cores: int, adapts: bool = True) -> tuple[int, str]:
-    """As `threads_at_start`, where models below the one number of parameters are tiny, and below the other small."""
+    """Call `threads_at_start` with other bounds: below the first number of parameters tiny, below the second small."""
     from nemo_rl.optimizations.vllm import threads
 
     with mock.patch.multiple(threads, TINY_MODEL=tiny, SMALL_MODEL=small):
@@ -161,7 +161,7 @@ def threads_of_sizes(engine: Any, tiny: int, small: int, num_cores: int, adapts:
 
 
 def busy_seconds(engine: Any, wait_s: float) -> float:
-    """What other processes use of the processors while this one waits, in processor seconds."""
+    """Return the processor seconds that other processes use while this one waits."""
     from nemo_rl.optimizations.vllm.threads import busy_seconds_of_others
 
     before = busy_seconds_of_others()

@@ -1,4 +1,4 @@
-"""The manifests of infra/kubernetes, taken apart for tests."""
+"""Parse the manifests of infra/kubernetes for tests."""
 
 import shlex
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ PROGRAM = "infra/kubernetes/run_driver.sh"
 
 
 def manifests(path: Path) -> list[dict[str, Any]]:
-    """All manifests in a file, or in the files of a folder."""
+    """Return all manifests in a file, or in the files of a folder."""
     found = sorted(path.rglob("*.yaml")) if path.is_dir() else [path]
     return [item for file in found for item in yaml.safe_load_all(file.read_text(encoding="utf-8"))]
 
@@ -24,21 +24,21 @@ def of_kind(kind: str) -> list[dict[str, Any]]:
 
 
 def command(job: dict[str, Any]) -> list[str]:
-    """What a RayJob runs, behind the program that notes its process id."""
+    """Return the command of a RayJob, after the program that writes its process id."""
     program, *words = shlex.split(job["spec"]["entrypoint"])
     assert program == PROGRAM
     return words
 
 
 def groups(cluster: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number of pods and pod spec of the head and of each group of workers."""
+    """Return the number of pods and the pod spec of the head and of each worker group."""
     yield 1, cluster["headGroupSpec"]["template"]["spec"]
     for group in cluster.get("workerGroupSpecs", []):
         yield group["replicas"], group["template"]["spec"]
 
 
 def bytes_or_count(quantity: str | int) -> float:
-    """A Kubernetes quantity in plain numbers."""
+    """Convert a Kubernetes quantity to a number."""
     factors = {"m": 1e-3, "Gi": 2.0**30, "Mi": 2.0**20, "Ti": 2.0**40}
     text = str(quantity)
     unit = next((unit for unit in factors if text.endswith(unit)), "")

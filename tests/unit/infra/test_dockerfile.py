@@ -1,4 +1,4 @@
-"""The Dockerfile copies files that exist and are not ignored, ends without root and says what it is."""
+"""The Dockerfile copies existing files that are not ignored, ends without root and labels the image."""
 
 import fnmatch
 import os
@@ -13,15 +13,15 @@ VARIANTS = ("gpu", "cpu")
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Name and argument of each, without comments and continued lines."""
+    """Return name and argument of each instruction, without comments and continued lines."""
     lines = [line for line in DOCKERFILE.read_text(encoding="utf-8").splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     found = [line.partition(" ") for line in joined.splitlines() if line]
     return [(name, argument) for name, _, argument in found]
 
 
-def test_a_build_from_the_root_takes_the_same_file():
-    """`docker build .` looks for it there; a link has nothing of its own to go stale, and both names are linted."""
+def test_a_build_from_the_root_uses_the_same_file():
+    """`docker build .` reads the link in the root; it cannot go stale, and both names are linted."""
     at_root = ROOT / "Dockerfile"
     assert at_root.is_symlink() and os.readlink(at_root) == "docker/Dockerfile"
     linted = next(line for line in (ROOT / ".ci/run").read_text().splitlines() if "hadolint" in line).split()
@@ -29,7 +29,7 @@ def test_a_build_from_the_root_takes_the_same_file():
 
 
 def is_ignored(path: str) -> bool:
-    """Whether .dockerignore leaves a file or one of its folders out; it has no exceptions (`!`)."""
+    """Return whether .dockerignore ignores a file or one of its folders; it has no exceptions (`!`)."""
     patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
     assert not any(pattern.startswith("!") for pattern in patterns)
     parts = [path, *map(str, PurePosixPath(path).parents)]
@@ -40,7 +40,7 @@ def is_ignored(path: str) -> bool:
     )
 
 
-def test_what_is_copied_exists():
+def test_every_copied_path_exists():
     sources = [argument.split()[-2] for name, argument in instructions() if name == "COPY" and "--from" not in argument]
     assert sources == [".", "requirements/${VARIANT}.txt"]
     files = [source.replace("${VARIANT}", variant) for source in sources[1:] for variant in VARIANTS]
@@ -69,7 +69,7 @@ def test_the_image_holds_the_project_and_nothing_of_its_runs(path, ignored):
     assert is_ignored(path) is ignored
 
 
-def test_stages_and_arguments_are_those_that_users_know():
+def test_stages_and_arguments_have_their_documented_names():
     stages = [argument.partition(" AS ")[2] for name, argument in instructions() if name == "FROM"]
     assert stages == ["nemo-rl", "base", "hermetic", "release"]
     arguments = {argument.partition("=")[0] for name, argument in instructions() if name == "ARG"}
@@ -77,7 +77,7 @@ def test_stages_and_arguments_are_those_that_users_know():
     assert "/opt/nemo_rl_venv" in DOCKERFILE.read_text() and "/opt/ray_venvs" in DOCKERFILE.read_text()
 
 
-def test_it_ends_without_root_and_names_versions():
+def test_the_image_runs_without_root_and_records_versions():
     last_user = [argument for name, argument in instructions() if name == "USER"][-1]
     assert last_user.isdecimal() and int(last_user) > 0
     text = DOCKERFILE.read_text()

@@ -1,4 +1,4 @@
-"""The manifests are valid, say what a run needs, and agree with each other, the image and the configurations."""
+"""The manifests are valid, give a run what it needs, and agree with the image and the configurations."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def config_of(job) -> GRPOMasterConfig:
     return load_config(ROOT / config, overrides, GRPOMasterConfig)
 
 
-def test_all_fields_are_known():
+def test_all_fields_are_in_the_definitions():
     assert list(problems([FOLDER])) == []
 
 
@@ -68,7 +68,7 @@ def test_all_fields_are_known():
         ("gpu/localqueue.yaml", "v1beta2", "v1beta1", "apiVersion 'kueue.x-k8s.io/v1beta1' has no kind 'LocalQueue'"),
     ],
 )
-def test_a_slip_is_named(tmp_path, file, old, new, said):
+def test_a_misspelled_field_is_named(tmp_path, file, old, new, said):
     text = (FOLDER / file).read_text()
     assert old in text
     (tmp_path / "given.yaml").write_text(text.replace(old, new))
@@ -91,7 +91,7 @@ QUEUE_SPEC = {
 
 @pytest.fixture(scope="module")
 def of_a_cluster(tmp_path_factory):
-    """A checker with definitions as `kubectl get crd -o yaml` lists them."""
+    """Return a checker with definitions as `kubectl get crd -o yaml` lists them."""
     top = {"apiVersion": {"type": "string"}, "kind": {"type": "string"}, "metadata": {"type": "object"}}
     schema = {"type": "object", "properties": top | {"spec": QUEUE_SPEC}}
     spec = {
@@ -118,13 +118,13 @@ def of_a_cluster(tmp_path_factory):
         ({"flavors": [{"defaults": True}]}, "spec.flavors.0: Additional properties are not allowed ('defaults'"),
     ],
 )
-def test_the_definitions_of_a_cluster_count_where_they_are_given(of_a_cluster, spec, said):
+def test_definitions_of_a_cluster_are_used_if_given(of_a_cluster, spec, said):
     queue = {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "LocalQueue", "metadata": {"name": "a"}}
     errors = of_a_cluster.errors(queue | {"spec": {"clusterQueue": "b"} | spec})
     assert any(said in error for error in errors) if said else errors == []
 
 
-def test_the_definitions_of_a_cluster_leave_other_kinds_as_they_are(of_a_cluster):
+def test_definitions_of_a_cluster_do_not_change_other_kinds(of_a_cluster):
     assert [error for item in manifests(FOLDER) for error in of_a_cluster.errors(item)] == []
 
 
@@ -149,7 +149,7 @@ def limits(group) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.parent.name)
-def test_a_run_has_time_for_its_last_checkpoint_and_writes_it_where_it_stays(path):
+def test_a_run_has_time_to_write_its_last_checkpoint_to_a_lasting_volume(path):
     (job,) = manifests(path)
     config = config_of(job)
     claims = {
@@ -172,7 +172,7 @@ def test_a_run_has_time_for_its_last_checkpoint_and_writes_it_where_it_stays(pat
     assert job["spec"]["shutdownAfterJobFinishes"], "Kueue takes no others"
 
 
-def test_pods_are_the_image_s_unprivileged_user():
+def test_pods_run_as_the_unprivileged_user_of_the_image():
     user = int(re.findall(r"^USER (\d+)$", (ROOT / "docker/Dockerfile").read_text(), flags=re.MULTILINE)[-1])
     for cluster in clusters():
         for _, pod in groups(cluster):
@@ -181,7 +181,7 @@ def test_pods_are_the_image_s_unprivileged_user():
             assert not pod["containers"][0]["securityContext"]["allowPrivilegeEscalation"]
 
 
-def test_pods_run_the_ray_that_the_project_pins():
+def test_pods_run_the_pinned_ray_version():
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     (ray,) = [item.partition("==")[2] for item in dependencies if item.startswith("ray[")]
     assert {cluster["rayVersion"] for cluster in clusters()} == {ray}
@@ -196,7 +196,7 @@ def test_secrets_are_given_by_reference():
             assert {item["name"] for item in secret} in (set(), {"HF_TOKEN", "WANDB_API_KEY"})
 
 
-def test_the_cluster_to_work_on_is_the_one_of_the_job():
+def test_the_interactive_cluster_equals_that_of_the_job():
     (cluster,) = manifests(FOLDER / "gpu/raycluster.yaml")
     (job,) = manifests(FOLDER / "gpu/rayjob.yaml")
     for _, pod in groups(cluster["spec"]):
@@ -204,7 +204,7 @@ def test_the_cluster_to_work_on_is_the_one_of_the_job():
     assert cluster["spec"] == job["spec"]["rayClusterSpec"]
 
 
-def test_the_queue_has_room_for_the_job():
+def test_the_queue_has_quota_for_the_job():
     (queue,) = of_kind("ClusterQueue")
     (group,) = queue["spec"]["resourceGroups"]
     (flavor,) = group["flavors"]
@@ -213,7 +213,7 @@ def test_the_queue_has_room_for_the_job():
     assert flavor["name"] == of_kind("ResourceFlavor")[0]["metadata"]["name"]
     assert local["spec"]["clusterQueue"] == queue["metadata"]["name"]
     assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": local["metadata"]["name"]}
-    # What KubeRay's pod asks for that submits the job.
+    # Resources of KubeRay's pod that submits the job.
     needed = {"cpu": 0.5, "memory": 200 * 2.0**20, "nvidia.com/gpu": 0.0}
     for count, pod in groups(job["spec"]["rayClusterSpec"]):
         for name, quantity in pod["containers"][0]["resources"]["requests"].items():

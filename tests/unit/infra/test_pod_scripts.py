@@ -1,4 +1,4 @@
-"""The preStop hook lets a run end behind its step and waits for the last of its actors, on processes that stand in."""
+"""The preStop hook lets a run finish its step and waits for the last actor, on replacement processes."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ STATUS_OF_A_STOP = 75
 
 @pytest.fixture
 def pod(tmp_path, monkeypatch):
-    """A folder for a pod of its own: its process id file, and a pgrep that sees this test's children only."""
+    """Make a folder for a pod: its process id file, and a pgrep that sees this test's children only."""
     pgrep = tmp_path / "bin/pgrep"
     pgrep.parent.mkdir()
     pgrep.write_text(f'#!/bin/sh\nexec /usr/bin/pgrep --parent {os.getpid()} "$@"\n')
@@ -40,7 +40,7 @@ def seconds_to_stop() -> float:
     return time.monotonic() - started
 
 
-def test_the_driver_gets_one_signal_and_the_time_for_its_checkpoint(pod):
+def test_the_driver_gets_one_signal_and_time_for_its_checkpoint(pod):
     driver = subprocess.Popen([FOLDER / "run_driver.sh", sys.executable, "-c", DRIVER], cwd=pod)
     deadline = time.monotonic() + 20
     while not (pod / "started").exists():
@@ -48,7 +48,7 @@ def test_the_driver_gets_one_signal_and_the_time_for_its_checkpoint(pod):
         time.sleep(0.05)
     assert (pod / "driver.pid").read_text().strip() == str(driver.pid)
     stop = subprocess.Popen([FOLDER / "stop_run.sh"])
-    # A zombie still takes signals, so the driver is waited for as Ray's supervisor does.
+    # A zombie still accepts signals, so the test waits for the driver as Ray's supervisor does.
     assert driver.wait(timeout=20) == STATUS_OF_A_STOP
     assert (pod / "signals").read_text() == "TERM "
     assert stop.wait(timeout=20) == 0
@@ -74,8 +74,8 @@ def test_a_driver_that_has_ended_is_not_waited_for(pod):
     assert seconds_to_stop() < 10
 
 
-def test_the_titles_are_ray_s():
-    """Of what Ray keeps on every node, and of a worker without a task."""
+def test_the_process_titles_are_those_of_ray():
+    """Titles of the processes that Ray keeps on every node, and of a worker without a task."""
     from ray._private import ray_constants
 
     script = (FOLDER / "stop_run.sh").read_text()

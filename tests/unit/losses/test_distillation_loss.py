@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from loss_batches import denominators, random_batch
 from torch.autograd import gradcheck
 
 from nemo_rl.config import DistillationLossConfig
@@ -29,20 +30,14 @@ def loss_of(kind: str, zero: bool, weight: float = 0.3) -> DistillationLossFn:
     )
 
 
-def make_batch(k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def teacher_batch(k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Student logits `[B, T - 1, V]`, full teacher logits `[B, T, V]`, and the batch with its top-k."""
     gen = torch.Generator().manual_seed(seed)
     student = 2 * torch.randn(B, T - 1, V, generator=gen, dtype=torch.float64)
     teacher = 2 * torch.randn(B, T, V, generator=gen, dtype=torch.float64)
     logits, indices = teacher.topk(k, dim=-1)
-    data = {
-        "teacher_topk_logits": logits,
-        "teacher_topk_indices": indices,
-        "token_mask": (torch.rand(B, T, generator=gen) < 0.7).double(),
-        "sample_mask": torch.tensor([1.0, 1, 0, 1, 1, 1], dtype=torch.float64),
-    }
-    data["token_mask"][:, 1] = 1
-    return student, teacher, data
+    _, masks = random_batch(B, T, seed=seed, masked_rows=[2])
+    return student, teacher, masks | {"teacher_topk_logits": logits, "teacher_topk_indices": indices}
 
 
 class FromLogits:
@@ -71,7 +66,7 @@ class FromLogits:
 
 
 def by_hand(kind: str, zero: bool, weight: float, student: torch.Tensor, data: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The definition of the divergence with full-vocabulary distributions, token by token."""
+    """Compute the divergence from its definition with full-vocabulary distributions, token by token."""
     mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
     total = torch.zeros((), dtype=torch.float64)
     for b in range(B):
@@ -94,15 +89,10 @@ def by_hand(kind: str, zero: bool, weight: float, student: torch.Tensor, data: d
     return total / mask.sum()
 
 
-def denominators(data: dict[str, torch.Tensor]) -> dict[str, float]:
-    mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
-    return {"global_valid_seqs": float(data["sample_mask"].sum()), "global_valid_toks": float(mask.sum())}
-
-
 @pytest.mark.parametrize(("kind", "zero"), ALL_KINDS)
 @pytest.mark.parametrize("k", [1, 4, V])
 def test_value_and_gradient_equal_the_definition(kind, zero, k) -> None:
-    student, _, data = make_batch(k)
+    student, _, data = teacher_batch(k)
     leaf, reference = (student.clone().requires_grad_(True) for _ in range(2))
     loss, metrics = FromLogits(loss_of(kind, zero))(leaf, data, **denominators(data))
     want = by_hand(kind, zero, 0.3, reference, data)
@@ -115,8 +105,8 @@ def test_value_and_gradient_equal_the_definition(kind, zero, k) -> None:
 
 
 @pytest.mark.parametrize(("kind", "zero"), ALL_KINDS)
-def test_all_of_the_vocabulary_gives_the_exact_divergence(kind, zero) -> None:
-    student, teacher, data = make_batch(V)
+def test_top_k_of_the_whole_vocabulary_gives_the_exact_divergence(kind, zero) -> None:
+    student, teacher, data = teacher_batch(V)
     log_p, log_q = torch.log_softmax(student, -1), torch.log_softmax(teacher[:, :-1], -1)
     forward = torch.nn.functional.kl_div(log_p, log_q, log_target=True, reduction="none").sum(-1)
     reverse = torch.nn.functional.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
@@ -129,8 +119,8 @@ def test_all_of_the_vocabulary_gives_the_exact_divergence(kind, zero) -> None:
 
 
 @pytest.mark.parametrize(("kind", "zero"), ALL_KINDS)
-def test_a_student_that_equals_the_teacher_has_nothing_to_learn(kind, zero) -> None:
-    _, teacher, data = make_batch(V)
+def test_a_student_that_equals_the_teacher_has_zero_loss_and_gradient(kind, zero) -> None:
+    _, teacher, data = teacher_batch(V)
     leaf = (teacher[:, :-1] + 3).clone().requires_grad_(True)
     loss, _ = FromLogits(loss_of(kind, zero))(leaf, data, **denominators(data))
     loss.backward()
@@ -139,21 +129,21 @@ def test_a_student_that_equals_the_teacher_has_nothing_to_learn(kind, zero) -> N
 
 
 @pytest.mark.parametrize(("kind", "zero"), ALL_KINDS)
-def test_gradients_by_finite_differences(kind, zero) -> None:
-    student, _, data = make_batch(3, seed=1)
+def test_gradients_equal_finite_differences(kind, zero) -> None:
+    student, _, data = teacher_batch(3, seed=1)
     fn = FromLogits(loss_of(kind, zero))
     assert gradcheck(lambda x: fn(x, data, **denominators(data))[0], student.clone().requires_grad_(), fast_mode=True)
 
 
 @pytest.mark.parametrize(("kind", "zero"), ALL_KINDS)
-def test_the_loss_does_not_depend_on_how_the_batch_is_cut(kind, zero) -> None:
-    student, _, data = make_batch(4)
+def test_the_loss_does_not_depend_on_the_batch_split(kind, zero) -> None:
+    student, _, data = teacher_batch(4)
     check_invariance(FromLogits(loss_of(kind, zero)), student, data)
 
 
-def test_the_tail_is_seen_only_where_the_formula_says_so() -> None:
-    """Mass that the student moves outside of the top-k costs nothing within it, and 100 nats a unit with zeroes."""
-    student, _, data = make_batch(3)
+def test_the_tail_counts_only_where_the_formula_has_it() -> None:
+    """Mass that the student moves outside of the top-k costs nothing within it, and 100 nats a unit with zeros."""
+    student, _, data = teacher_batch(3)
     pushed = student.clone()
     outside = torch.ones(B, T - 1, V).scatter(-1, data["teacher_topk_indices"][:, :-1], 0).bool()
     pushed[outside] += 2.0
@@ -167,8 +157,8 @@ def test_the_tail_is_seen_only_where_the_formula_says_so() -> None:
     assert zeroed[1][0] - zeroed[0][0] == pytest.approx(-LOG_TEACHER_OUTSIDE * lost.item(), rel=0.05)
 
 
-def test_prepared_inputs_may_be_normalised_over_the_top_k_already() -> None:
-    student, _, data = make_batch(4)
+def test_teacher_inputs_may_already_be_normalised_over_the_top_k() -> None:
+    student, _, data = teacher_batch(4)
     indices = data["teacher_topk_indices"][:, :-1]
     picked = student.gather(-1, indices)
     teacher = data["teacher_topk_logits"][:, :-1]
@@ -199,7 +189,7 @@ def test_several_targets_of_a_token_are_scored_in_chunks(chunk_size, temperature
     hidden = torch.randn(23, D, generator=gen, dtype=torch.float64).requires_grad_()
     weight = torch.randn(V, D, generator=gen, dtype=torch.float64).requires_grad_()
     bias = torch.randn(V, generator=gen, dtype=torch.float64).requires_grad_()
-    targets = torch.randint(0, V, (23, 4), generator=gen)  # the same token may be asked for twice
+    targets = torch.randint(0, V, (23, 4), generator=gen)  # the same token may be requested twice
     leaves = (hidden, weight, bias)
     coeff, coeff_h = torch.randn(23, 4, generator=gen).double(), torch.randn(23, generator=gen).double()
 
@@ -217,7 +207,7 @@ def test_several_targets_of_a_token_are_scored_in_chunks(chunk_size, temperature
         torch.testing.assert_close(g, w, rtol=0, atol=1e-11)
 
 
-def test_top_k_of_the_vocabulary_in_chunks() -> None:
+def test_top_k_in_chunks_equals_top_k_of_the_whole() -> None:
     gen = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(23, D, generator=gen), torch.randn(V, D, generator=gen)
     logits = hidden @ weight.t()
@@ -229,9 +219,9 @@ def test_top_k_of_the_vocabulary_in_chunks() -> None:
     assert ids.max() < 6
 
 
-def test_num_valid_samples_are_all_answers_and_no_filler_rows() -> None:
-    """Of six rows one is masked, and one has no token that could count, as rows that fill a batch up."""
-    student, _, data = make_batch(3)
+def test_num_valid_samples_counts_answers_and_no_filler_rows() -> None:
+    """Of six rows one is masked, and one filler row has no unmasked token."""
+    student, _, data = teacher_batch(3)
     data["sample_mask"] = torch.tensor([1.0, 1, 0, 1, 1, 0])
     data["token_mask"] = torch.ones(B, T)
     data["token_mask"][5] = 0

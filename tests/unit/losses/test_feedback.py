@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from loss_batches import random_batch
 
 from nemo_rl.algorithms.kto import KTOPreparation, kl_estimate, mismatched_rows, rotation
 from nemo_rl.algorithms.runtime.run import StepBatch
@@ -21,16 +22,10 @@ def sigmoid(x):
     return 1 / (1 + math.exp(-x))
 
 
-def make_batch(seed=3):
-    gen = torch.Generator().manual_seed(seed)
-    logprobs = -torch.rand(B, T - 1, generator=gen, dtype=torch.float64) * 2
-    token_mask = (torch.rand(B, T, generator=gen) > 0.4).double()
-    token_mask[:, 2] = 1
-    data = {
-        "token_mask": token_mask,
-        "sample_mask": torch.tensor(COUNTS, dtype=torch.float64),
+def kto_batch():
+    logprobs, data = random_batch(B, T, masked_rows=[COUNTS.index(0)])
+    data |= {
         "desirable": torch.tensor(DESIRABLE, dtype=torch.float64),
-        "reference_policy_logprobs": -torch.rand(B, T, generator=gen, dtype=torch.float64) * 2,
         "kl_baseline": torch.full((B,), BASELINE, dtype=torch.float64),
         "num_desirable": torch.full((B,), 2.0, dtype=torch.float64),
     }
@@ -38,7 +33,7 @@ def make_batch(seed=3):
 
 
 def reference(logprobs, data):
-    """(loss, log-ratio of each row that counts) from the paper, row by row."""
+    """Return (loss, log-ratio of each unmasked row) from the paper, row by row."""
     total, rewards = 0.0, {}
     for row in range(B):
         if not COUNTS[row]:
@@ -56,8 +51,8 @@ def reference(logprobs, data):
     return total / sum(COUNTS), rewards
 
 
-def test_loss_gradient_and_metrics():
-    logprobs, data = make_batch()
+def test_kto_loss_gradient_and_metrics_equal_the_formula():
+    logprobs, data = kto_batch()
     leaf = logprobs.clone().requires_grad_(True)
     loss, metrics = LOSS(leaf, data=data, global_valid_seqs=5, global_valid_toks=0)
     loss.backward()
@@ -86,8 +81,8 @@ def test_loss_gradient_and_metrics():
     check_invariance(LOSS, logprobs, data)
 
 
-def test_rows_that_do_not_count_are_never_read():
-    logprobs, data = make_batch()
+def test_masked_rows_change_nothing():
+    logprobs, data = kto_batch()
     expected = LOSS(logprobs, data=data, global_valid_seqs=5)[0]
     logprobs[3] = torch.nan
     leaf = logprobs.requires_grad_(True)
@@ -98,7 +93,7 @@ def test_rows_that_do_not_count_are_never_read():
 
 
 def rows(*texts):
-    """A batch of `prompt|answer`, one character a token; rows that begin with "-" do not count."""
+    """Make a batch of `prompt|answer`, one character per token; rows that start with "-" are masked."""
     pairs = [text.lstrip("-").split("|") for text in texts]
     width = max(len(a) + len(b) for a, b in pairs)
     ids, mask = torch.zeros(len(texts), width, dtype=torch.int64), torch.zeros(len(texts), width)
@@ -124,14 +119,14 @@ def texts_of(batch):
     return out
 
 
-def test_each_prompt_meets_the_answer_to_another_one():
+def test_each_prompt_is_paired_with_the_answer_to_another():
     batch = rows("ab|1", "ab|22", "-zz|9", "c|333", "c|4")
     assert texts_of(mismatched_rows(batch, 10)) == ["ab|333", "ab|4", "c|1", "c|22"]
     assert texts_of(mismatched_rows(batch, 3)) == ["ab|3", "ab|4", "c|1", "c|22"]
     assert mismatched_rows(rows("ab|1", "-c|2"), 10).size == 0
 
 
-def test_rotation_leaves_as_few_in_place_as_can_be():
+def test_rotation_leaves_as_few_rows_in_place_as_possible():
     assert rotation([]) == rotation(["a"]) == 0
     assert rotation(["a", "b", "c"]) == 1
     assert rotation(["a", "a", "b", "a"]) in (1, 2, 3)
@@ -139,7 +134,7 @@ def test_rotation_leaves_as_few_in_place_as_can_be():
 
 
 class LetterPolicy:
-    """Scores a token by its character code alone; the reference scores everything -1."""
+    """Scores a token by its character code alone; the reference scores every token -1."""
 
     def get_logprobs(self, batch):
         assert "desirable" not in batch
@@ -149,7 +144,7 @@ class LetterPolicy:
         return {"reference_logprobs": torch.full(batch["input_ids"].shape, -1.0)}
 
 
-def test_preparation_adds_constant_columns():
+def test_preparation_adds_baseline_and_counts_as_columns():
     batch = rows("ab|1", "ab|22", "-zz|9", "c|333", "c|4")
     prepared = StepBatch(batch)
     assert KTOPreparation(LetterPolicy(), 10).apply(prepared) == {}

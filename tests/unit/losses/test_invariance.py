@@ -1,7 +1,8 @@
-"""The property-test kit catches each kind of dependence that it promises to catch."""
+"""The invariance check finds each kind of dependence that it promises to find."""
 
 import pytest
 import torch
+from loss_batches import random_batch
 
 from nemo_rl.losses.invariance import check_invariance
 from nemo_rl.losses.loss_function import LossInputType, LossType
@@ -25,25 +26,21 @@ class Written:
         return loss, metrics
 
 
-def make_batch():
-    gen = torch.Generator().manual_seed(0)
-    data = {
-        "token_mask": (torch.rand(6, 5, generator=gen) < 0.6).float(),
-        "sample_mask": torch.tensor([1.0, 1, 1, 0, 1, 1]),
-        "names": list("abcdef"),
-    }
-    return -torch.rand(6, 4, generator=gen), data
+def named_batch():
+    """Make a float32 batch with a column that is not a tensor."""
+    logprobs, data = random_batch(6, 5, masked_rows=[3], dtype=torch.float32)
+    return logprobs, data | {"names": list("abcdef")}
 
 
 def good(logprobs, mask, data, seqs, toks):
     return -(logprobs * mask).sum() / toks
 
 
-def test_a_good_loss_passes():
-    check_invariance(Written(good), *make_batch())
+def test_a_correct_loss_passes():
+    check_invariance(Written(good), *named_batch())
 
 
-def test_a_good_sequence_loss_passes_with_metrics():
+def test_a_correct_sequence_loss_with_metrics_passes():
     def per_sequence(logprobs, mask, data, seqs, toks):
         means = (logprobs.exp() * mask).sum(1) / mask.sum(1).clamp(min=1)
         return (means * data["sample_mask"]).sum() / seqs
@@ -53,7 +50,7 @@ def test_a_good_sequence_loss_passes_with_metrics():
         extremes = (kept.min(), kept.max()) if len(kept) else (torch.inf, -torch.inf)
         return {"count": mask.sum(), "p_min": extremes[0], "p_max": extremes[1]}
 
-    check_invariance(Written(per_sequence, metrics), *make_batch())
+    check_invariance(Written(per_sequence, metrics), *named_batch())
 
 
 @pytest.mark.parametrize(
@@ -72,17 +69,17 @@ def test_a_good_sequence_loss_passes_with_metrics():
         ),
     ],
 )
-def test_faults_are_found(formula, words):
+def test_dependence_on_the_batch_split_is_found(formula, words):
     with pytest.raises(AssertionError, match=words):
-        check_invariance(Written(formula), *make_batch())
+        check_invariance(Written(formula), *named_batch())
 
 
-def test_a_gradient_that_depends_on_the_group_is_found():
+def test_a_gradient_that_depends_on_the_microbatch_is_found():
     def formula(x, m, d, s, t):
         return -(x * m).sum() / t + len(x) * ((x * m).sum() - (x * m).sum().detach())
 
     with pytest.raises(AssertionError, match="gradient with microbatches of 1 rows changes"):
-        check_invariance(Written(formula), *make_batch())
+        check_invariance(Written(formula), *named_batch())
 
 
 def test_a_metric_that_is_a_local_mean_is_found():
@@ -90,12 +87,12 @@ def test_a_metric_that_is_a_local_mean_is_found():
         return {"mean": (logprobs * mask).sum() / mask.sum().clamp(min=1)}
 
     with pytest.raises(AssertionError, match="metric mean with"):
-        check_invariance(Written(good, metrics), *make_batch())
+        check_invariance(Written(good, metrics), *named_batch())
 
 
-def test_a_metric_that_comes_and_goes_is_found():
+def test_a_metric_missing_from_some_microbatches_is_found():
     def metrics(logprobs, mask):
         return {"big": 1.0} if len(logprobs) > 3 else {}
 
     with pytest.raises(AssertionError, match="metrics with"):
-        check_invariance(Written(good, metrics), *make_batch())
+        check_invariance(Written(good, metrics), *named_batch())

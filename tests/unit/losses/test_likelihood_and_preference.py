@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from loss_batches import denominators, random_batch
 
 from nemo_rl.losses.invariance import check_invariance
 from nemo_rl.losses.likelihood import NLLLossFn
@@ -15,29 +16,15 @@ BETA = 0.3
 
 
 def make_pairs(seed=0):
-    """Eight interleaved rows; the third pair does not count."""
-    gen = torch.Generator().manual_seed(seed)
-    logprobs = -3 * torch.rand(2 * P, T - 1, generator=gen, dtype=torch.float64)
-    data = {
-        "reference_policy_logprobs": -3 * torch.rand(2 * P, T, generator=gen, dtype=torch.float64),
-        "token_mask": (torch.rand(2 * P, T, generator=gen) < 0.7).double(),
-        "sample_mask": torch.tensor([1, 1, 1, 1, 0, 0, 1, 1], dtype=torch.float64),
-    }
-    data["token_mask"][:, 2] = 1
-    return logprobs, data
-
-
-def denominators(data):
-    seqs = float(data["sample_mask"].sum())
-    toks = float((data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum())
-    return {"global_valid_seqs": seqs, "global_valid_toks": toks}
+    """Make eight interleaved rows; the third pair is masked."""
+    return random_batch(2 * P, T, seed=seed, masked_rows=[4, 5])
 
 
 def sigmoid(x):
     return 1 / (1 + math.exp(-x))
 
 
-def test_nll_by_loop_and_closed_form_gradient():
+def test_nll_equals_a_loop_and_its_closed_form_gradient():
     logprobs, data = make_pairs()
     leaf = logprobs.clone().requires_grad_(True)
     loss, metrics = NLLLossFn()(leaf, data=data, **denominators(data))
@@ -56,14 +43,14 @@ def test_nll_by_loop_and_closed_form_gradient():
     check_invariance(NLLLossFn(), logprobs, data)
 
 
-def test_nll_does_not_hide_an_impossible_token():
+def test_nll_of_an_impossible_token_is_infinite():
     logprobs, data = make_pairs()
     logprobs[0, 1] = -torch.inf
     assert NLLLossFn()(logprobs, data=data, **denominators(data))[0].item() == math.inf
 
 
 @pytest.mark.parametrize("shape", [(2 * P,), (2 * P, 1)])
-def test_preference_loss_by_loop(shape):
+def test_the_preference_loss_equals_a_loop(shape):
     scores = torch.tensor([1.0, 0.5, -1.0, 2.0, 9.0, 0.0, 3.0, 3.0], dtype=torch.float64)
     data = {"sample_mask": torch.tensor([1, 1, 1, 1, 0, 0, 1, 1], dtype=torch.float64)}
     leaf = scores.clone().reshape(shape).requires_grad_(True)
@@ -95,7 +82,7 @@ def make_dpo(**options):
 
 
 def reference_dpo(logprobs, data, cfg):
-    """(loss, gradient, rewards) from the formulas, pair by pair."""
+    """Return (loss, preference loss, SFT loss, gradient, rewards) from the formulas, pair by pair."""
     gradient = torch.zeros_like(logprobs)
     pairs = [i for i in range(P) if data["sample_mask"][2 * i]]
     preference = sft = 0.0
@@ -160,7 +147,7 @@ def test_dpo_equals_the_reference(options):
     check_invariance(loss_fn, logprobs, data, rows_per_unit=2)
 
 
-def test_dpo_metrics_by_hand():
+def test_dpo_metrics_equal_a_hand_computed_case():
     """Log-ratios of 0.5 + 0.2 for the chosen and of -0.4 for the rejected answer; beta is in the loss alone."""
     policy = torch.tensor([[-1.0, -2.0], [-3.0, -9.0]], dtype=torch.float64)
     data = {
@@ -186,8 +173,8 @@ def test_dpo_starts_at_ln_2():
     assert float(metrics["accuracy"]) == 0  # a tie is no win
 
 
-def test_dpo_takes_another_pair_loss():
-    """A hinge loss in one line, to show the hook."""
+def test_dpo_accepts_another_pair_loss():
+    """A hinge loss in one line shows the hook."""
     logprobs, data = make_pairs()
     cfg = make_dpo().cfg
     hinge = DPOLossFn(cfg, pair_loss=lambda chosen, rejected: (1 - (chosen - rejected)).relu())
@@ -197,7 +184,7 @@ def test_dpo_takes_another_pair_loss():
     assert loss.item() == pytest.approx(sum(expected) / 3)
 
 
-def test_garbage_in_a_pair_that_does_not_count_is_never_read():
+def test_nan_in_a_masked_pair_is_never_read():
     logprobs, data = make_pairs()
     expected, _ = make_dpo(sft_loss_weight=0.5)(logprobs, data=data, **denominators(data))
     logprobs[4:6] = torch.nan

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from loss_batches import random_batch
 
 from nemo_rl.losses.invariance import check_invariance
 from nemo_rl.losses.pair_losses import VARIANTS, CentredMargin
@@ -15,20 +16,6 @@ P, T, BETA, EPSILON, GAMMA = 3, 7, 0.3, 0.15, 0.4
 
 def log_sigmoid(x):
     return -math.log1p(math.exp(-x))
-
-
-def make_batch(seed=3):
-    gen = torch.Generator().manual_seed(seed)
-    logprobs = -torch.rand(2 * P, T - 1, generator=gen, dtype=torch.float64) * 2 - 0.05
-    reference = -torch.rand(2 * P, T, generator=gen, dtype=torch.float64) * 2
-    token_mask = (torch.rand(2 * P, T, generator=gen) > 0.4).double()
-    token_mask[:, 2] = 1
-    data = {
-        "token_mask": token_mask,
-        "sample_mask": torch.tensor([1, 1, 0, 1, 1, 1], dtype=torch.float64),
-        "reference_policy_logprobs": reference,
-    }
-    return logprobs, data
 
 
 def make_loss(name, **options):
@@ -46,7 +33,7 @@ def make_loss(name, **options):
 
 
 def rows_of(logprobs, data):
-    """Per row: sum of log p, sum of log-ratios, number of tokens."""
+    """Return per row: sum of log p, sum of log-ratios, number of tokens."""
     out = []
     for row in range(2 * P):
         tokens = [t for t in range(T - 1) if data["token_mask"][row, t + 1]]
@@ -61,7 +48,7 @@ def log_odds(logp):
 
 
 def formula(name, chosen, rejected, sft_weight):
-    """The loss of one pair, as in the variant's paper."""
+    """Return the loss of one pair, as in the variant's paper."""
     (logp_c, ratio_c, n_c), (logp_r, ratio_r, n_r) = chosen, rejected
     m = BETA * (ratio_c - ratio_r)
     nll = -logp_c / n_c
@@ -84,10 +71,10 @@ def formula(name, chosen, rejected, sft_weight):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variants_equal_their_formulas(name):
+def test_each_variant_equals_its_formula(name):
     weight = 0.7 if name in ("rpo", "orpo") else 0.0
     loss_fn = make_loss(name, sft_loss_weight=weight)
-    logprobs, data = make_batch()
+    logprobs, data = random_batch(2 * P, T, masked_rows=[2])
 
     def expected(values):
         rows = rows_of(values, data)
@@ -107,9 +94,9 @@ def test_variants_equal_their_formulas(name):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_rows_without_tokens_leave_finite_gradients(name):
-    """Filler rows have no token that counts: mean log-probability 0, odds infinite."""
-    logprobs, data = make_batch()
+def test_rows_without_tokens_keep_gradients_finite(name):
+    """Filler rows have no unmasked token: their mean log-probability is 0 and their odds are infinite."""
+    logprobs, data = random_batch(2 * P, T, masked_rows=[2])
     data["token_mask"][2:4] = 0
     data["sample_mask"][2:4] = 0
     leaf = logprobs.clone().requires_grad_(True)
@@ -122,13 +109,13 @@ def test_rows_without_tokens_leave_finite_gradients(name):
 def test_only_some_variants_need_a_reference():
     without = {name for name in VARIANTS if not make_loss(name).needs_reference}
     assert without == {"simpo", "orpo"}
-    logprobs, data = make_batch()
+    logprobs, data = random_batch(2 * P, T, masked_rows=[2])
     del data["reference_policy_logprobs"]
     make_loss("simpo")(logprobs, data=data, global_valid_seqs=4, global_valid_toks=0)
 
 
 def test_without_smoothing_robust_is_sigmoid_and_starts_at_ln_2():
-    logprobs, data = make_batch()
+    logprobs, data = random_batch(2 * P, T, masked_rows=[2])
     data["reference_policy_logprobs"][:, 1:] = logprobs
     for name in ("sigmoid", "robust"):
         loss_fn = make_loss(name, label_smoothing=0.0)
@@ -136,13 +123,13 @@ def test_without_smoothing_robust_is_sigmoid_and_starts_at_ln_2():
         assert loss.item() == pytest.approx(math.log(2), rel=1e-15)
 
 
-def test_unknown_variant():
+def test_an_unknown_variant_is_refused():
     with pytest.raises(ConfigError, match="preference_loss='kto' is unknown; choose one of sigmoid"):
         make_loss("kto")
 
 
-def test_a_margin_of_each_pair():
-    """Centring sees the scores, not the handicap; the offset of a DPO pair is arXiv 2402.10571, equation 5."""
+def test_a_margin_may_differ_for_each_pair():
+    """Centring uses the scores without the margin; the offset of a DPO pair is arXiv 2402.10571, equation 5."""
     scores = torch.tensor([1.0, 0.5, -1.0, 2.0], dtype=torch.float64)
     data = {"sample_mask": torch.ones(4), "margin": torch.tensor([0.25, 0.25, 3.0, 3.0])}
     loss_fn = PreferenceLossFn(CentredMargin(0.1, 0.2))
@@ -152,7 +139,7 @@ def test_a_margin_of_each_pair():
     assert float(metrics["rewards_margin_mean"]) == pytest.approx((0.5 - 3.0) / 2)
     check_invariance(loss_fn, scores, data, rows_per_unit=2)
 
-    logprobs, pairs = make_batch()
+    logprobs, pairs = random_batch(2 * P, T, masked_rows=[2])
     pairs["margin"] = torch.tensor([0.5, 0.5, 9.0, 9.0, 2.0, 2.0])
     loss_fn = make_loss("sigmoid", label_smoothing=0.0)
     loss, _ = loss_fn(logprobs, data=pairs, global_valid_seqs=4)
@@ -162,7 +149,7 @@ def test_a_margin_of_each_pair():
     check_invariance(loss_fn, logprobs, pairs, rows_per_unit=2)
 
 
-def test_reward_model_loss_with_margin_and_centring():
+def test_the_reward_model_loss_applies_margin_and_centring():
     scores = torch.tensor([1.0, 0.5, -1.0, 2.0], dtype=torch.float64, requires_grad=True)
     data = {"sample_mask": torch.ones(4, dtype=torch.float64)}
     loss_fn = PreferenceLossFn(CentredMargin(0.25, 0.1))

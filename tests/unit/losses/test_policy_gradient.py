@@ -9,6 +9,7 @@ import pickle
 
 import pytest
 import torch
+from loss_batches import denominators, random_batch
 
 from nemo_rl.config import ClippedPGLossConfig
 from nemo_rl.losses.invariance import check_invariance
@@ -131,8 +132,8 @@ def make_config(**options):
     return ClippedPGLossConfig.build(**({"reference_policy_kl_penalty": 0.7} | options))
 
 
-def make_batch(seed=0):
-    """A batch off-policy enough that every clip acts on both sides; some rows and tokens masked."""
+def off_policy_batch(seed=3):
+    """Make a batch so far off-policy that every clip acts (a test below checks it); some rows and tokens are masked."""
     gen = torch.Generator().manual_seed(seed)
 
     def noise(scale):
@@ -141,24 +142,16 @@ def make_batch(seed=0):
     generation = -0.1 - 2 * torch.rand(B, T, generator=gen, dtype=torch.float64)
     prev = generation + noise(0.25)
     current = prev + noise(0.35)
-    token_mask = (torch.rand(B, T, generator=gen) < 0.7).double()
-    token_mask[3] = 0  # a sample without any token that counts
-    data = {
+    _, data = random_batch(B, T, seed=seed, masked_rows=[2])
+    data["token_mask"][3] = 0  # a sample without unmasked tokens
+    data |= {
         "input_ids": torch.zeros(B, T, dtype=torch.int64),
         "advantages": noise(1.0),
         "generation_logprobs": generation,
         "prev_logprobs": prev,
         "reference_policy_logprobs": current + noise(0.8),
-        "token_mask": token_mask,
-        "sample_mask": torch.tensor([1, 1, 0, 1, 1, 1], dtype=torch.float64),
     }
     return current[:, 1:].clone(), data
-
-
-def denominators(data):
-    seqs = float(data["sample_mask"].sum())
-    toks = float((data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum())
-    return {"global_valid_seqs": seqs, "global_valid_toks": toks}
 
 
 def call(cfg, logprobs, data):
@@ -170,7 +163,7 @@ def clamp(x, low, high):
 
 
 def reference_loss(lp, frozen, data, cfg):
-    """The loss as nested loops over floats; returns (loss, mean KL, share of tokens or sequences out of bounds)."""
+    """Compute the loss by loops over floats; return (loss, mean KL, share of tokens or sequences out of bounds)."""
     den = denominators(data)
     total = kl_total = oob_total = 0.0
     for b in range(B):
@@ -250,7 +243,7 @@ def reference_loss(lp, frozen, data, cfg):
 
 
 def reference_gradient(logprobs, data, cfg, step=1e-6):
-    """Central differences of the reference loss."""
+    """Return central differences of the reference loss."""
     frozen = logprobs.tolist()
     gradient = torch.zeros_like(logprobs)
     for b in range(B):
@@ -268,7 +261,7 @@ def reference_gradient(logprobs, data, cfg, step=1e-6):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_loss_and_gradient_equal_the_reference(name, with_prev):
     cfg = make_config(**OPTIONS[name])
-    logprobs, data = make_batch()
+    logprobs, data = off_policy_batch()
     if not with_prev:
         del data["prev_logprobs"]
     logprobs.requires_grad_(True)
@@ -284,17 +277,17 @@ def test_loss_and_gradient_equal_the_reference(name, with_prev):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_loss_does_not_depend_on_how_the_batch_is_cut(name):
-    logprobs, data = make_batch(seed=1)
+def test_the_loss_does_not_depend_on_the_batch_split(name):
+    logprobs, data = off_policy_batch(seed=1)
     loss_fn = ClippedPGLossFn(make_config(**OPTIONS[name]))
     check_invariance(loss_fn, logprobs, data)
     del data["prev_logprobs"]
     check_invariance(loss_fn, logprobs, data)
 
 
-def test_options_differ_from_one_another():
-    """A guard on the test batch: each option must change the loss or the gradient."""
-    logprobs, data = make_batch()
+def test_different_options_give_different_losses():
+    """Guard the test batch: each option must change the loss or the gradient."""
+    logprobs, data = off_policy_batch()
     seen = {}
     for name, options in OPTIONS.items():
         leaf = logprobs.clone().requires_grad_(True)
@@ -307,8 +300,8 @@ def test_options_differ_from_one_another():
         seen[name] = result
 
 
-def test_metrics_by_hand():
-    """One sample, two tokens that count, one that does not."""
+def test_metrics_equal_a_hand_computed_case():
+    """One sample has two unmasked tokens and a masked one."""
     p, q, now = [0.5, 0.25], [0.4, 0.5], [0.6, 0.25]
 
     def row(values):
@@ -351,7 +344,7 @@ def test_metrics_by_hand():
 
 
 def test_identical_policies_show_no_mismatch():
-    logprobs, data = make_batch()
+    logprobs, data = off_policy_batch()
     data["prev_logprobs"] = data["generation_logprobs"]
     _, metrics = call(make_config(), data["generation_logprobs"][:, 1:], data)
     for name in ("gen_kl_error", "policy_kl_error", "js_divergence_error"):
@@ -362,10 +355,10 @@ def test_identical_policies_show_no_mismatch():
 
 @pytest.mark.parametrize("source", ["current", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs"])
 @pytest.mark.parametrize("name", ["ppo", "gspo", "reinforce", "seq_mask_tis", "kl_on_policy"])
-def test_filtered_tokens_are_dropped_and_counted(name, source):
+def test_tokens_with_infinite_log_probs_are_dropped_and_counted(name, source):
     """-inf on a token equals masking that token, at unchanged denominators."""
     cfg = make_config(**OPTIONS[name])
-    logprobs, data = make_batch()
+    logprobs, data = off_policy_batch()
     data["token_mask"][0, 3] = data["token_mask"][1, 2] = 1
     den = denominators(data)
     if source == "current":
@@ -394,8 +387,8 @@ def test_filtered_tokens_are_dropped_and_counted(name, source):
         torch.testing.assert_close(leaf.grad[2:], leaf_masked.grad[2:])
 
 
-def test_garbage_in_padding_is_never_read():
-    logprobs, data = make_batch()
+def test_nan_in_padding_is_never_read():
+    logprobs, data = off_policy_batch()
     clean, _ = call(make_config(), logprobs, data)
     hole = data["token_mask"] == 0
     for name in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "advantages"):
@@ -407,15 +400,15 @@ def test_garbage_in_padding_is_never_read():
     assert torch.equal(leaf.grad[hole[:, 1:]], torch.zeros(int(hole[:, 1:].sum()), dtype=torch.float64))
 
 
-def test_a_nan_that_counts_is_not_hidden():
-    logprobs, data = make_batch()
+def test_a_nan_at_a_counted_token_reaches_the_loss():
+    logprobs, data = off_policy_batch()
     b, t = torch.nonzero(data["token_mask"][:, 1:] * data["sample_mask"][:, None])[0].tolist()
     logprobs[b, t] = torch.nan
     assert math.isnan(call(make_config(), logprobs, data)[0].item())
 
 
-def test_missing_prev_gives_ratio_one_with_a_gradient():
-    logprobs, data = make_batch()
+def test_missing_prev_logprobs_give_a_ratio_of_one_with_a_gradient():
+    logprobs, data = off_policy_batch()
     del data["prev_logprobs"]
     cfg = make_config(reference_policy_kl_penalty=0.0)
     leaf = logprobs.requires_grad_(True)
@@ -428,7 +421,7 @@ def test_missing_prev_gives_ratio_one_with_a_gradient():
 
 
 def test_an_empty_microbatch_contributes_nothing():
-    logprobs, data = make_batch()
+    logprobs, data = off_policy_batch()
     data["sample_mask"] = torch.zeros(B, dtype=torch.float64)
     leaf = logprobs.requires_grad_(True)
     loss, metrics = ClippedPGLossFn(make_config())(leaf, data=data, global_valid_seqs=5, global_valid_toks=17)
@@ -439,7 +432,7 @@ def test_an_empty_microbatch_contributes_nothing():
 
 
 def test_float32_batches_with_extreme_ratios_stay_finite():
-    logprobs, data = make_batch()
+    logprobs, data = off_policy_batch()
     data = {k: v.float() if v.is_floating_point() else v for k, v in data.items()}
     data["prev_logprobs"] = data["prev_logprobs"] - 200.0
     leaf = logprobs.float().requires_grad_(True)
@@ -451,7 +444,7 @@ def test_float32_batches_with_extreme_ratios_stay_finite():
     assert infinite == {"token_mult_prob_error", "policy_kl_error"}  # e^200 is beyond float32
 
 
-def test_attributes_say_what_the_loss_needs():
+def test_the_loss_declares_the_inputs_that_it_needs():
     assert ClippedPGLossFn(make_config()).loss_type is LossType.TOKEN_LEVEL
     assert ClippedPGLossFn(make_config(token_level_loss=False)).loss_type is LossType.SEQUENCE_LEVEL
     assert ClippedPGLossFn(make_config(constant_sample_length=9)).loss_type is LossType.SEQUENCE_LEVEL
@@ -461,9 +454,9 @@ def test_attributes_say_what_the_loss_needs():
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_losses_travel_to_workers(name):
+def test_losses_can_be_pickled(name):
     loss_fn = ClippedPGLossFn(make_config(**OPTIONS[name]))
-    logprobs, data = make_batch()
+    logprobs, data = off_policy_batch()
     copied = pickle.loads(pickle.dumps(loss_fn))
     expected, _ = loss_fn(logprobs, data=data, **denominators(data))
     assert copied(logprobs, data=data, **denominators(data))[0] == expected
@@ -521,6 +514,6 @@ def test_losses_travel_to_workers(name):
         ),
     ],
 )
-def test_contradictions_are_refused(options, words):
+def test_contradictory_options_are_refused(options, words):
     with pytest.raises(ConfigError, match=words):
         ClippedPGLossFn(make_config(**options))

@@ -26,7 +26,7 @@ SEQ_MASK = ICEPOP | {"truncated_importance_sampling_type": "seq-mask-tis"}
 
 
 def batch_of(differences, token_mask=None, sample_mask=None, dtype=torch.float64, **columns):
-    """A batch whose `log prev - log engine` are given; the engine's log-probabilities are -1."""
+    """Make a batch from the given `log prev - log engine`; the engine's log-probabilities are -1."""
     differences = torch.tensor(differences, dtype=dtype)
     rows, width = differences.shape
     engine = torch.full((rows, width + 1), -1.0, dtype=dtype)
@@ -52,7 +52,7 @@ def run(logprobs, data, **options):
 
 
 @pytest.mark.parametrize(("nats", "share"), [(0.1, 1.0025), (0.2, 1.0100), (2.5, 3.0365)])
-def test_js_divergence_error_is_k3_from_the_mixture(nats, share):
+def test_js_divergence_error_is_k3_relative_to_the_mixture(nats, share):
     """`(p/m - 1 - log p/m + g/m - 1 - log g/m) / 2`; the other direction is larger by this factor."""
     p, g = math.exp(-1 + nats), math.exp(-1)
     m = (p + g) / 2
@@ -76,8 +76,8 @@ def test_kl_errors_follow_the_estimator_of_the_kl_term(kind):
     assert metrics["js_divergence_error"] == plain["js_divergence_error"]
 
 
-def test_importance_weights_are_not_cut():
-    """A log-ratio of 23.5 is 33 times as much as one that is cut at 20."""
+def test_importance_weights_are_not_clipped():
+    """A log-ratio of 23.5 gives 33 times the weight of one clipped at 20."""
     loss, metrics = run(*batch_of([[23.5, 0.0]]), **CORRECTED)
     assert loss == pytest.approx(-(math.exp(23.5) + 1) / 2, rel=1e-12)
     assert metrics["sampling_importance_ratio"] == pytest.approx((math.exp(23.5) + 1) / 2, rel=1e-12)
@@ -88,15 +88,15 @@ def test_importance_weights_are_not_cut():
     assert math.exp(23.5) / math.exp(20) == pytest.approx(33.1, abs=0.1)
 
 
-def test_the_weight_of_a_sequence_is_not_cut():
+def test_the_weight_of_a_sequence_is_not_clipped():
     loss, metrics = run(*batch_of([[12.0, 11.5]]), **GSPO, **CORRECTED)
     assert loss == pytest.approx(-math.exp(23.5), rel=1e-12)
     assert metrics["sampling_importance_ratio"] == pytest.approx(math.exp(23.5), rel=1e-12)
 
 
 @pytest.mark.parametrize("options", [CORRECTED, GSPO | CORRECTED])
-def test_a_weight_beyond_the_number_format_is_zero(options):
-    """e^89 is no float32: the token (with GSPO its sequence) teaches nothing; the errors say how bad it is."""
+def test_an_overflowing_weight_becomes_zero(options):
+    """e^89 overflows float32: the token (with GSPO its sequence) has no gradient; the error metrics show it."""
     logprobs, data = batch_of([[89.0, 0.0], [0.0, 0.0]], dtype=torch.float32)
     leaf = logprobs.requires_grad_(True)
     cfg = ClippedPGLossConfig.build(reference_policy_kl_penalty=0.0, **options)
@@ -109,7 +109,7 @@ def test_a_weight_beyond_the_number_format_is_zero(options):
     assert float(metrics["token_mult_prob_error"]) == math.inf
 
 
-def test_a_bounded_weight_beyond_the_number_format_has_its_bound():
+def test_an_overflowing_bounded_weight_gets_its_bound():
     logprobs, data = batch_of([[89.0, 0.0]], dtype=torch.float32)
     loss, metrics = run(logprobs, data, **(TIS | {"truncated_importance_sampling_ratio": 2.0}))
     assert (loss, metrics["is_oob_ratio"]) == (pytest.approx(-(2.0 + 1.0) / 2), 0.5)
@@ -117,7 +117,7 @@ def test_a_bounded_weight_beyond_the_number_format_has_its_bound():
     assert loss == pytest.approx(-(0.0 + 1.0) / 2)
 
 
-def test_the_sampling_ratio_is_that_after_truncation():
+def test_the_sampling_ratio_is_measured_after_truncation():
     """Weights e^0.1 = 1.105, e^0.02 = 1.020 and e^-0.3 = 0.741 in the band from 0.95 to 1.05."""
     differences = [[0.1, 0.02, -0.3]]
     _, raw = run(*batch_of(differences))
@@ -144,7 +144,7 @@ def test_gspo_counts_sequence_weights_by_sequence_and_their_bounds_by_token():
     assert untruncated["sampling_importance_ratio"] == pytest.approx((math.exp(0.3) + math.exp(-0.4)) / 2)
 
 
-def test_probs_ratio_is_a_ratio_without_the_ppo_ratio_too():
+def test_probs_ratio_is_reported_without_the_ppo_ratio_too():
     """NeMo RL reports the mean log-probability under this name."""
     logprobs, data = batch_of([[0.0, 0.0]])
     now = logprobs + torch.tensor([[0.2, -0.1]], dtype=torch.float64)
@@ -153,8 +153,8 @@ def test_probs_ratio_is_a_ratio_without_the_ppo_ratio_too():
     assert (metrics["probs_ratio_min"], metrics["probs_ratio_max"]) == pytest.approx((math.exp(-0.1), math.exp(0.2)))
 
 
-def test_errors_of_sequences_leave_out_samples_without_a_counted_token():
-    """Rows: e^0.5 and 1; e^0.2; no token; masked. Known on-policy only in the update, hence from the loss."""
+def test_sequence_errors_skip_samples_without_a_counted_token():
+    """Rows: e^0.5 and 1; e^0.2; no token; masked. Only the update knows it is on-policy, so the loss reports it."""
     logprobs, data = batch_of(
         [[0.5, 0.0], [-0.2, 0.7], [0.9, 0.9], [3.0, 3.0]],
         token_mask=[[1, 1], [1, 0], [0, 0], [1, 1]],
@@ -162,7 +162,7 @@ def test_errors_of_sequences_leave_out_samples_without_a_counted_token():
         num_counted_samples=torch.full((4,), 2.0, dtype=torch.float64),
     )
     _, with_prev = run(logprobs, data)
-    assert not any("seq_mult_prob_error" in name for name in with_prev)  # `rollout.scoring` measures it
+    assert not any("seq_mult_prob_error" in name for name in with_prev)  # `rollout.scoring` reports it
     del data["prev_logprobs"]
     _, metrics = run(logprobs, data)
     first, second = (math.exp(0.5) + 1) / 2, math.exp(0.2)
@@ -173,7 +173,7 @@ def test_errors_of_sequences_leave_out_samples_without_a_counted_token():
     check_invariance(ClippedPGLossFn(ClippedPGLossConfig.build(reference_policy_kl_penalty=0.0)), logprobs, data)
 
 
-def test_positive_nll_by_hand():
+def test_positive_nll_equals_a_hand_computed_case():
     """Rows of two and one tokens with p = e^-1; the second one has a positive reward, the third is masked."""
     logprobs, data = batch_of(
         [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]],
@@ -183,7 +183,7 @@ def test_positive_nll_by_hand():
     )
     plain, _ = run(logprobs, data)
     loss, metrics = run(logprobs, data, positive_example_nll_weight=0.5)
-    assert metrics["positive_nll_loss"] == pytest.approx(1.0 / 3)  # one token of three that count
+    assert metrics["positive_nll_loss"] == pytest.approx(1.0 / 3)  # one token of three unmasked ones
     assert loss == pytest.approx(plain + 0.5 / 3)
     loss, metrics = run(logprobs, data, positive_example_nll_weight=0.5, token_level_loss=False)
     assert metrics["positive_nll_loss"] == pytest.approx((0 + 1.0) / 2)  # means over answers
@@ -206,8 +206,8 @@ def test_positive_nll_has_the_gradient_of_the_likelihood_on_positive_answers_alo
     check_invariance(ClippedPGLossFn(cfg), logprobs.detach(), data)
 
 
-def test_forced_on_policy_ratios_are_those_of_tokens_with_gspo_too():
-    """Advantages 1 and -1 in one answer: each token has its own gradient, where one mean ratio would have none."""
+def test_forced_on_policy_ratios_are_per_token_with_gspo_too():
+    """Advantages 1 and -1 in one answer: each token has its own gradient; one mean ratio would give none."""
     logprobs, data = batch_of([[0.0, 0.0]])
     data["advantages"] = torch.tensor([[0.0, 1.0, -1.0]], dtype=torch.float64)
     leaf = logprobs.requires_grad_(True)
@@ -217,7 +217,7 @@ def test_forced_on_policy_ratios_are_those_of_tokens_with_gspo_too():
     assert leaf.grad.tolist() == [[-0.5, 0.5]]
 
 
-def test_updates_are_joined_by_what_their_metrics_are_means_over():
+def test_metrics_of_updates_are_joined_by_their_denominators():
     loss_fn = ClippedPGLossFn(ClippedPGLossConfig.build(**GSPO, **TIS))
     over_sequences = {"loss", "kl_penalty", "sampling_importance_ratio"}
     for name in (*over_sequences, "is_oob_ratio", "probs_ratio", "gen_kl_error"):
@@ -231,6 +231,6 @@ def test_updates_are_joined_by_what_their_metrics_are_means_over():
     assert join_updates(updates, loss_fn)["sampling_importance_ratio"] == pytest.approx((1 * 1 + 2 * 4) / 3)
 
 
-def test_names_of_extremes():
+def test_metric_names_tell_which_extreme_they_are():
     assert [extreme_of(name) for name in ("ratio_min", "min_error", "ratio_max", "max_error")] == [min, min, max, max]
     assert extreme_of("mean_seq_mult_prob_error") is None and extreme_of("maximum") is None

@@ -25,7 +25,7 @@ VALUES = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]], dtype=torch.float64)
 MASK = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]], dtype=torch.float64)
 
 
-def test_masked_mean_by_hand():
+def test_masked_mean_equals_a_hand_computed_case():
     assert masked_sum(VALUES, MASK).item() == 21
     assert masked_mean(VALUES, MASK).item() == 7
     assert masked_mean(VALUES, MASK, dim=-1).tolist() == [2.5, 16.0]
@@ -35,7 +35,7 @@ def test_masked_mean_by_hand():
     assert by_row.tolist() == [2.5, 8.0]
 
 
-def test_masked_var_by_hand():
+def test_masked_var_equals_a_hand_computed_case():
     kept = [1.0, 4.0, 16.0]
     assert masked_var(VALUES, MASK).item() == pytest.approx(np.var(kept, ddof=1))
     assert masked_var(VALUES, MASK, unbiased=False).item() == pytest.approx(np.var(kept))
@@ -43,14 +43,14 @@ def test_masked_var_by_hand():
     assert about_zero == pytest.approx(np.mean(np.square(kept)))
 
 
-def test_masked_extremes():
+def test_masked_extremes_ignore_masked_values():
     assert (masked_min(VALUES, MASK).item(), masked_max(VALUES, MASK).item()) == (1, 16)
     nothing = torch.zeros_like(MASK)
     assert masked_min(VALUES, nothing).item() == math.inf
     assert masked_max(VALUES, nothing).item() == -math.inf
 
 
-def test_empty_masks_give_zero():
+def test_reductions_over_empty_masks_are_zero():
     nothing = torch.zeros_like(MASK)
     assert masked_mean(VALUES, nothing).item() == 0
     assert masked_mean(VALUES, nothing, dim=-1).tolist() == [0, 0]
@@ -62,7 +62,7 @@ def test_empty_masks_give_zero():
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-def test_masked_garbage_touches_neither_value_nor_gradient(garbage):
+def test_masked_nan_and_inf_change_neither_value_nor_gradient(garbage):
     values = torch.where(MASK == 0, garbage, VALUES).requires_grad_(True)
     mean = masked_mean(values, MASK)
     mean.backward()
@@ -93,7 +93,7 @@ def test_means_with_a_global_factor_add_up(num_rows, cut, seed):
     assert sum(parts).item() == pytest.approx(masked_mean(values, mask).item(), abs=1e-12)
 
 
-def test_kl_by_hand():
+def test_kl_estimators_equal_hand_computed_cases():
     policy = torch.tensor([math.log(0.5)], dtype=torch.float64)
     reference = torch.tensor([math.log(0.25)], dtype=torch.float64)
     log2 = math.log(2)
@@ -102,7 +102,7 @@ def test_kl_by_hand():
 
 
 def categorical(seed=0, size=9):
-    """Logits of a policy, its log-probabilities and those of a reference, all `[size]`."""
+    """Return the logits of a policy, its log-probabilities and those of a reference, all `[size]`."""
     gen = torch.Generator().manual_seed(seed)
     logits = torch.randn(size, generator=gen, dtype=torch.float64).requires_grad_(True)
     reference = torch.randn(size, generator=gen, dtype=torch.float64).log_softmax(0)
@@ -119,9 +119,9 @@ def test_k1_and_k3_are_unbiased(kind):
 
 
 def expected_gradient(kind, engine_seed, **options):
-    """Exact expectation over an engine's samples of the gradient of the loss's KL term, `[size]`.
+    """Return the exact expectation, over an engine's samples, of the gradient of the loss's KL term, `[size]`.
 
-    Every token of the vocabulary is a row of its own, weighted by the probability that the engine draws it. Without a
+    Every token of the vocabulary is a separate row, weighted by the probability that the engine draws it. Without a
     seed the engine is the policy.
     """
     logits, policy, reference = categorical()
@@ -148,7 +148,7 @@ ON_POLICY = {"on_policy": (None, False), "on_policy_weighted": (None, True), "ot
 
 @pytest.mark.parametrize("case", ON_POLICY)
 @pytest.mark.parametrize("kind", ["k1", "k3"])
-def test_the_loss_has_the_gradient_of_the_true_kl(kind, case):
+def test_the_kl_loss_has_the_gradient_of_the_true_kl(kind, case):
     engine_seed, weighted = ON_POLICY[case]
     gradient = expected_gradient(kind, engine_seed, use_on_policy_kl_approximation=weighted)
     logits, policy, reference = categorical()
@@ -168,7 +168,7 @@ def test_k2_has_the_gradient_of_half_the_mean_square(case):
     assert 1.5 < gradient.norm() / true_gradient.norm() < 3
 
 
-def test_the_estimators_alone_have_only_a_part_of_the_gradient():
+def test_the_estimators_alone_have_only_part_of_the_gradient():
     logits, policy, reference = categorical()
     (true_gradient,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
     for kind, want in (("k1", torch.zeros_like(true_gradient)), ("k2", true_gradient)):
@@ -187,7 +187,7 @@ def test_importance_weights_make_the_estimate_on_policy():
 
 
 def test_weights_multiply_before_the_output_clamp():
-    """Beyond a clamp, of the estimate or of the log-ratio, nothing has a gradient; the values are the same."""
+    """Beyond a clamp, of the estimate or of the log-ratio, the gradient is zero; the values are the same."""
     policy = torch.zeros(4, dtype=torch.float64, requires_grad=True)
     weights = torch.tensor([0.5, 3.0, 3.0, 3.0], dtype=torch.float64) * policy.exp()
     reference = torch.tensor([-1.5, -1.5, -9.0, 9.0], dtype=torch.float64)
@@ -231,7 +231,7 @@ def test_a_log_ratio_beyond_its_clamp_has_no_gradient_in_the_loss(kind):
     assert policy.grad.tolist()[0] == pytest.approx(expected, rel=1e-12)
 
 
-def test_clamps_of_zero_leave_nothing_of_the_term():
+def test_clamps_of_zero_remove_the_kl_term():
     policy = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([-2.0], dtype=torch.float64)
     for clamps in ((0.0, None), (None, 0.0)):
@@ -240,7 +240,7 @@ def test_clamps_of_zero_leave_nothing_of_the_term():
         assert kl.item() == 0 and policy.grad.item() == 0
 
 
-def test_kl_clamps():
+def test_kl_clamps_bound_input_and_output():
     policy = torch.tensor([0.0, 0.0, 0.0], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([50.0, -50.0, 1.0], dtype=torch.float64)
     kl = calculate_kl(policy, reference, "k3", input_clamp_value=3.0, output_clamp_value=None)
@@ -262,6 +262,6 @@ def test_k2_and_k3_are_never_negative(policy, reference):
         assert 0 <= kl.item() <= 10
 
 
-def test_unknown_estimator_is_refused():
+def test_an_unknown_kl_estimator_is_refused():
     with pytest.raises(ConfigError, match="k1, k2, k3"):
         calculate_kl(torch.zeros(1), torch.zeros(1), "k4")

@@ -1,10 +1,11 @@
-"""Losses made of a function of tokens: value, gradient, alignment, invariance, and the way to a worker."""
+"""Losses made of a function of tokens: value, gradient, alignment, invariance, and pickling for a worker."""
 
 import sys
 import types
 
 import pytest
 import torch
+from loss_batches import denominators, random_batch
 from ray import cloudpickle
 
 import nemo_rl
@@ -14,20 +15,10 @@ from nemo_rl.losses.token_loss import TokenLoss, token_loss
 from nemo_rl.models.policy.portable_loss import make_portable
 
 
-def rows(num_rows: int = 6, num_tokens: int = 7) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(3)
-    logprobs = -torch.rand(num_rows, num_tokens - 1, generator=generator, dtype=torch.float64)
-    mask = (torch.rand(num_rows, num_tokens, generator=generator) < 0.6).float()
-    sample_mask = torch.ones(num_rows)
-    sample_mask[1] = 0
-    weight = torch.rand(num_rows, num_tokens, generator=generator, dtype=torch.float64)
-    data = {"token_mask": mask, "sample_mask": sample_mask, "weight": weight}
+def weighted_batch() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    logprobs, data = random_batch(6, 7, masked_rows=[1])
+    data["weight"] = torch.rand(6, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     return logprobs, data
-
-
-def counts(data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
-    return {"global_valid_seqs": data["sample_mask"].sum(), "global_valid_toks": tokens}
 
 
 @token_loss
@@ -36,13 +27,13 @@ def focal(logprobs, data):
     return -((1 - logprobs.exp()) ** 2) * logprobs
 
 
-def test_value_and_gradient_by_hand() -> None:
-    logprobs, data = rows()
+def test_value_and_gradient_equal_a_hand_computed_case() -> None:
+    logprobs, data = weighted_batch()
     logprobs.requires_grad_(True)
-    loss, metrics = focal(logprobs, data, **counts(data))
+    loss, metrics = focal(logprobs, data, **denominators(data))
     loss.backward()
     total, gradient = 0.0, torch.zeros_like(logprobs)
-    num_tokens = float(counts(data)["global_valid_toks"])
+    num_tokens = float(denominators(data)["global_valid_toks"])
     for b in range(6):
         for t in range(6):
             if data["sample_mask"][b] and data["token_mask"][b, t + 1]:
@@ -52,38 +43,38 @@ def test_value_and_gradient_by_hand() -> None:
                 gradient[b, t] = (2 * (1 - p) * p * x - (1 - p) ** 2) / num_tokens
     assert loss.item() == pytest.approx(total, abs=1e-12)
     torch.testing.assert_close(logprobs.grad, gradient, rtol=0, atol=1e-12)
-    plain, _ = NLLLossFn()(logprobs.detach(), data, **counts(data))
+    plain, _ = NLLLossFn()(logprobs.detach(), data, **denominators(data))
     assert metrics["nll"].item() == pytest.approx(plain.item(), abs=1e-12)
 
 
-def test_values_of_tokens_stand_beside_their_log_probabilities() -> None:
-    logprobs, data = rows()
+def test_token_values_are_aligned_with_their_log_probs() -> None:
+    logprobs, data = weighted_batch()
     weighted = token_loss(lambda logprobs, data: -data["weight"] * logprobs)
-    loss, _ = weighted(logprobs, data, **counts(data))
+    loss, _ = weighted(logprobs, data, **denominators(data))
     mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
     want = -(logprobs * data["weight"][:, 1:] * mask).sum() / mask.sum()
     assert loss.item() == pytest.approx(want.item(), abs=1e-12)
 
 
 @pytest.mark.parametrize("loss_fn", [focal, token_loss(lambda logprobs, data: -data["weight"] * logprobs)])
-def test_it_does_not_depend_on_how_the_batch_is_cut(loss_fn: TokenLoss) -> None:
-    nemo_rl.check_invariance(loss_fn, *rows())
+def test_the_loss_does_not_depend_on_the_batch_split(loss_fn: TokenLoss) -> None:
+    nemo_rl.check_invariance(loss_fn, *weighted_batch())
 
 
 def test_a_sum_over_tokens_is_refused() -> None:
-    logprobs, data = rows()
+    logprobs, data = weighted_batch()
     with pytest.raises(ValueError, match=r"<lambda> returned shape \(\); a token loss returns one value for each"):
-        token_loss(lambda logprobs, data: -logprobs.sum())(logprobs, data, **counts(data))
+        token_loss(lambda logprobs, data: -logprobs.sum())(logprobs, data, **denominators(data))
 
 
-def test_workers_are_told_what_it_needs() -> None:
+def test_the_loss_declares_the_inputs_that_it_needs() -> None:
     assert (focal.loss_type, focal.input_type) == (LossType.TOKEN_LEVEL, LossInputType.LOGPROB)
     assert (focal.rows_per_unit, focal.needs_reference) == (1, False)
     assert TokenLoss(focal.per_token, needs_reference=True).needs_reference
     assert (focal.__name__, focal.__doc__) == ("focal", "Focal loss.")
 
 
-def test_a_function_of_a_users_file_travels_by_value(tmp_path, monkeypatch) -> None:
+def test_a_function_of_a_users_file_is_pickled_by_value(tmp_path, monkeypatch) -> None:
     """The worker cannot import the file; neither can this process when it reads the loss back."""
     path = tmp_path / "my_losses.py"
     source = "import nemo_rl\nSCALE = 3\n@nemo_rl.token_loss\ndef mine(logprobs, data):\n    return -SCALE * logprobs\n"
@@ -95,7 +86,7 @@ def test_a_function_of_a_users_file_travels_by_value(tmp_path, monkeypatch) -> N
     make_portable(module.mine)
     sent = cloudpickle.dumps(module.mine)
     monkeypatch.delitem(sys.modules, "my_losses")
-    logprobs, data = rows()
+    logprobs, data = weighted_batch()
     received = cloudpickle.loads(sent)
-    loss, metrics = received(logprobs, data, **counts(data))
+    loss, metrics = received(logprobs, data, **denominators(data))
     assert loss.item() == pytest.approx(3 * metrics["nll"].item())

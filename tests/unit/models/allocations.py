@@ -1,7 +1,7 @@
-"""Watch what tensors a piece of code makes: the largest of them, and how much memory is alive at once.
+"""Watch which tensors a piece of code makes: the largest of them, and how much memory they hold together.
 
-Seen are the tensors that operations give back, in forward and in CPU backward passes, on fake devices too; memory that
-an operation takes and frees inside is not.
+The watch sees tensors that operations return, in forward and in CPU backward passes, on fake devices too. It does not
+see memory that an operation allocates and frees inside.
 """
 
 import traceback
@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocations(TorchDispatchMode):
-    """Use as a context.
+    """Context that records the tensors made in it.
 
     Attributes:
-        largest: elements of the largest tensor that was made; views have the size of what they show of.
+        largest: elements of the largest tensor that was made; a view counts as its whole storage.
         where: the operation and the lines of code that made it.
-        peak_bytes: the most that was alive at once of what was made in the context.
+        peak_bytes: largest number of bytes that tensors made in the context held together.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Tiny random models of many architectures, with what is special to each of them switched on."""
+"""Make tiny random models of many architectures, with the special features of each switched on."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 
 def random_model(model_type: str, **overrides: Any) -> PreTrainedModel:
-    """A model in float32 and eval mode.
+    """Make a model in float32 and eval mode.
 
     Args:
         model_type: name of the architecture in transformers.

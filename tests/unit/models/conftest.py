@@ -1,1 +1,1 @@
-"""Puts this folder, with its helpers, on the import path of the tests in the folders below."""
+"""Put this folder, with its helpers, on the import path of the tests in the folders below."""

@@ -1,4 +1,4 @@
-"""What a process holds for itself at most, and large random models that nobody ever holds whole."""
+"""Measure the peak memory of a process, and write large random models without holding them whole."""
 
 import ctypes
 import threading
@@ -16,7 +16,7 @@ MIB = 1024**2
 
 
 def return_freed_memory() -> None:
-    """Let glibc give memory back when it is freed: it keeps tens of MiB otherwise, whatever the model's size."""
+    """Make glibc return freed memory: it keeps tens of MiB otherwise, whatever the model's size."""
     m_trim_threshold, m_mmap_threshold = -1, -3
     libc = ctypes.CDLL(None)
     libc.mallopt(m_mmap_threshold, 128 * 1024)
@@ -24,13 +24,13 @@ def return_freed_memory() -> None:
 
 
 def anonymous_mib() -> float:
-    """Memory of this process that is no page of a file, in MiB."""
+    """Return the memory of this process that is not backed by a file, in MiB."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("RssAnon:")[1].split()[0]) / 1024
 
 
 class Peak:
-    """Attributes: `mib`, the most memory seen above where it started."""
+    """Peak memory. Attributes: `mib`, the most memory seen above the start."""
 
     mib = 0.0
 

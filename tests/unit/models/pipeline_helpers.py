@@ -1,4 +1,4 @@
-"""One process of plain Hugging Face beside pipelines of gloo ranks: the same microbatches, losses and scores."""
+"""Compare one process of plain Hugging Face with pipelines of gloo ranks: same microbatches, losses and scores."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ LEARNING_RATE = 0.1
 
 @dataclass(frozen=True)
 class Case:
-    """A mesh and what runs on it.
+    """A mesh and the work that runs on it.
 
     Attributes:
         pp: stages.
@@ -63,7 +63,7 @@ def save_model(folder: Path, model_type: str, num_layers: int, **overrides: Any)
 
 
 def layers(model_type: str, num_layers: int) -> dict[str, Any]:
-    """Overrides that give an architecture this many layers, of both kinds where it has two."""
+    """Return overrides that give an architecture this many layers, of both kinds if it has two."""
     kinds = ["sliding_attention", "full_attention"]
     mixed = {"layer_types": [kinds[layer % 2] for layer in range(num_layers)]}
     has_kinds = model_type in ("gemma2", "gemma3_text", "gpt_oss")
@@ -71,7 +71,7 @@ def layers(model_type: str, num_layers: int) -> dict[str, Any]:
 
 
 def microbatches(dp_rank: int, number: int) -> list[BatchedDataDict[Any]]:
-    """Rows of other lengths, and another number of rows, in every microbatch."""
+    """Make rows of different lengths, and a different number of rows, for every microbatch."""
     made = []
     for index in range(number):
         gen = torch.Generator().manual_seed(100 * dp_rank + index)
@@ -93,7 +93,7 @@ def microbatches(dp_rank: int, number: int) -> list[BatchedDataDict[Any]]:
 
 
 def reference(name: str, dp: int, number: int) -> dict[str, Any]:
-    """Loss, gradients, log-probabilities and one clipped SGD step by the model's own logits, row by row."""
+    """Return loss, gradients, log-probs and one clipped SGD step by the model's own logits, row by row."""
     torch.set_num_threads(1)
     hf = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation="eager")
     total, scores = 0.0, {}
@@ -118,12 +118,12 @@ def reference(name: str, dp: int, number: int) -> dict[str, Any]:
 
 
 def run_cases(rank: int, world_size: int, names: list[str], case: Case) -> list[dict[str, Any]]:
-    """`run_case` for several models, in the same processes."""
+    """Run `run_case` for several models in the same processes."""
     return [run_case(rank, world_size, name, case) for name in names]
 
 
 def run_case(rank: int, world_size: int, name: str, case: Case) -> dict[str, Any]:
-    """The same on one rank of a pipeline, with the gradients before and after clipping, by known names."""
+    """Return the same on one rank of a pipeline, with the gradients before and after clipping, by known names."""
     config = case.config(name)
     layout = ParallelLayout.of(config, world_size)
     backend = DTensorBackend(config, CPU, layout, init_reference_model=False)
@@ -160,7 +160,7 @@ def run_case(rank: int, world_size: int, name: str, case: Case) -> dict[str, Any
 
 
 def _gradients(backend: DTensorBackend) -> dict[str, torch.Tensor]:
-    """As they are behind `run`: a tied weight's under its two names, each with its stage's part."""
+    """Return the gradients after `run`: a tied weight's under its two names, each with its stage's part."""
     named = dict(backend.model.hf.named_parameters())
     return _whole({key: p.grad for key, p in named.items() if p.grad is not None})
 
@@ -173,5 +173,5 @@ def _whole(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """`max |a - b| / max |b|`."""
+    """Return `max |a - b| / max |b|`."""
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30))

@@ -64,7 +64,7 @@ def save_tiny_model(folder: Path, arch: str = "qwen2", **kwargs: Any) -> str:
 
 
 def random_batch(rows: int = 6, width: int = 24, seed: int = 0) -> BatchedDataDict[Any]:
-    """Right-padded rows of different lengths, one of them not counted, with made-up advantages."""
+    """Make right-padded rows of different lengths, one of them masked, with made-up advantages."""
     gen = torch.Generator().manual_seed(seed)
     lengths = torch.randint(5, width + 1, (rows,), generator=gen)
     lengths[0] = width
@@ -113,7 +113,7 @@ def policy_config(model_name: str, **values: Any) -> PolicyConfig:
 
 
 def hf_logprobs(model: PreTrainedModel, data: BatchedDataDict[Any]) -> torch.Tensor:
-    """`[B, T]` by the model's own logits, one row at a time and unpadded, in float64 log_softmax."""
+    """Return `[B, T]` by the model's own logits, one unpadded row at a time, in float64 log_softmax."""
     out = torch.zeros(data["input_ids"].shape, dtype=torch.float64)
     for row, length in enumerate(data["input_lengths"].tolist()):
         ids = data["input_ids"][row : row + 1, :length]
@@ -141,7 +141,7 @@ def process_group(rank: int = 0, world_size: int = 1, port: int | None = None) -
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """Run `fn(rank, world_size, *args)` in forked processes with a gloo group; results by rank."""
+    """Run `fn(rank, world_size, *args)` in forked processes with a gloo group; return the results by rank."""
     return on_ranks(_with_place, world_size, fn, *args)
 
 

@@ -1,4 +1,4 @@
-"""Adapters merged into their base are the trained policy; what cannot be merged is refused."""
+"""Adapters merged into their base give the trained policy; adapters that cannot be merged are refused."""
 
 import importlib.util
 import json
@@ -41,7 +41,7 @@ def converter():
 
 
 def trained_step(folder: Path, arch: str, tie: bool) -> SimpleNamespace:
-    """A base model, and a step folder of LoRA training on it."""
+    """Make a base model, and a step folder of LoRA training on it."""
     base = save_tiny_model(folder / "base", arch, tie=tie, vocab_size=VOCAB)
     make_char_tokenizer().save_pretrained(base)
     config = policy_config(base, dtensor_cfg={"lora_cfg": LORA})
@@ -98,7 +98,7 @@ def test_a_damaged_export_is_noticed(trained, tmp_path) -> None:
     assert not verify_merged(source, tmp_path / "unmerged").holds_for(None)
 
 
-def test_half_the_bytes(trained, tmp_path) -> None:
+def test_an_export_in_bfloat16_takes_half_the_bytes(trained, tmp_path) -> None:
     assert run(trained, tmp_path / "hf", "--dtype", "bfloat16", "--verify") == 0
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert exported.dtype == torch.bfloat16
@@ -107,7 +107,7 @@ def test_half_the_bytes(trained, tmp_path) -> None:
         assert torch.equal(exported.get_parameter(name), parameter.to(torch.bfloat16)), name
 
 
-def test_the_base_may_have_moved_or_be_a_checkpoint_of_full_training(trained, tmp_path) -> None:
+def test_the_base_model_may_have_moved_or_be_a_full_checkpoint(trained, tmp_path) -> None:
     config = policy_config(trained.base)
     step = tmp_path / "step_7"
     with process_group():
@@ -122,7 +122,7 @@ def test_the_base_may_have_moved_or_be_a_checkpoint_of_full_training(trained, tm
     assert_same_weights(tmp_path / "hf2", trained.merged)
 
 
-def test_the_adapter_alone(trained, tmp_path) -> None:
+def test_the_adapter_can_be_exported_alone(trained, tmp_path) -> None:
     moved = shutil.copytree(trained.base, tmp_path / "moved")
     assert run(trained, tmp_path / "adapter", "--adapter-only", "--base-ckpt", str(moved)) == 0
     assert read_adapter_config(tmp_path / "adapter")["base_model_name_or_path"] == str(moved)
@@ -131,7 +131,7 @@ def test_the_adapter_alone(trained, tmp_path) -> None:
     assert_same_weights(tmp_path / "hf", trained.merged)
 
 
-def test_peft_agrees(trained, tmp_path) -> None:
+def test_peft_merges_to_the_same_weights(trained, tmp_path) -> None:
     peft = pytest.importorskip("peft")
     base = AutoModelForCausalLM.from_pretrained(trained.base)
     config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
@@ -163,7 +163,7 @@ def test_adapters_with_more_than_two_matrices_are_refused(values, trained, tmp_p
         export_merged(adapter_source(folder), tmp_path / "hf")
 
 
-def test_mistakes_are_named(trained, tmp_path, capsys) -> None:
+def test_mistakes_are_refused_with_advice(trained, tmp_path, capsys) -> None:
     with pytest.raises(CheckpointError, match="holds no LoRA adapter"):
         find_adapter(tmp_path)
     with pytest.raises(CheckpointError, match="names no base model"):

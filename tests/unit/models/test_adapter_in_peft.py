@@ -1,4 +1,4 @@
-"""A saved adapter means the same to PEFT as to training, in dense models and beside fused experts."""
+"""A saved adapter means the same to PEFT as to training, in dense models and next to fused experts."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def _logprobs(model: PreTrainedModel) -> Tensor:
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "deepseek_v3", "qwen2_moe", "mixtral"])
-def test_an_adapter_gives_the_trained_policy_in_peft(model_type, tmp_path) -> None:
+def test_peft_computes_the_trained_policy_from_the_adapter(model_type, tmp_path) -> None:
     peft = pytest.importorskip("peft")
     base = tmp_path / "base"
     random_model(model_type).save_pretrained(base)

@@ -1,4 +1,4 @@
-"""Packed segments of one length go through one call of the kernel, and nothing changes."""
+"""Packed segments of one length go through one call of the kernel with the same results."""
 
 from itertools import accumulate, pairwise
 from unittest import mock
@@ -14,7 +14,7 @@ LENGTHS = [9, 9, 9, 7, 7, 33, 1, 1, 9]
 
 def tensors(rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    # As a layer makes them: tokens before heads.
+    # A layer passes tokens before heads.
     shapes = [(rows, sum(LENGTHS), heads, 16) for heads in (4, 2, 2)]
     return [torch.randn(shape, generator=generator).to(dtype).transpose(1, 2).requires_grad_() for shape in shapes]
 
@@ -32,7 +32,7 @@ def outputs(qkv: list[torch.Tensor], plan: AttentionPlan, scoring: Scoring) -> l
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("scoring", [Scoring(), Scoring(window=8), Scoring(scaling=0.3, window=100)])
-def test_runs_have_the_bits_of_single_segments_in_fewer_calls(scoring, rows, dtype) -> None:
+def test_runs_equal_single_segments_bit_for_bit_in_fewer_calls(scoring, rows, dtype) -> None:
     qkv, plan = tensors(rows, dtype), plan_of(LENGTHS)
     with mock.patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention) as kernel:
         found = outputs(qkv, plan, scoring)
@@ -42,7 +42,7 @@ def test_runs_have_the_bits_of_single_segments_in_fewer_calls(scoring, rows, dty
     assert all(torch.equal(a, b) for a, b in zip(found, one_by_one, strict=True))
 
 
-def test_a_segment_sees_itself_only() -> None:
+def test_a_segment_attends_only_to_itself() -> None:
     qkv, plan = tensors(1, torch.float64), plan_of(LENGTHS)
     found = attend(*qkv, plan, Scoring())
     for start, stop in pairwise(accumulate(LENGTHS, initial=0)):
@@ -67,7 +67,7 @@ def test_pieces_that_do_not_divide_the_keys_have_no_runs(pieces, keys) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_runs_of_pieces_with_more_keys_than_queries_are_single_pieces_up_to_rounding(dtype) -> None:
+def test_runs_with_more_keys_than_queries_equal_single_pieces_up_to_rounding(dtype) -> None:
     sizes = [(5, 5), (3, 8), (3, 8), (3, 9)]
     edges = [list(pairwise(accumulate(lengths, initial=0))) for lengths in zip(*sizes, strict=True)]
     plan = AttentionPlan([Piece(*queries, *keys) for queries, keys in zip(*edges, strict=True)])

@@ -60,8 +60,8 @@ def test_a_checkpoint_is_what_save_pretrained_writes(model_type, tmp_path) -> No
     _assert_equal(weights_by_name(model), before)
 
 
-def test_names_in_memory_are_read_too_and_written_as_on_the_hub(tmp_path) -> None:
-    """Folders that were written with fused experts, and models that were never loaded."""
+def test_names_in_memory_are_read_too_and_written_as_hub_names(tmp_path) -> None:
+    """Folders that were written with fused experts, and models built without loading."""
     model = random_model("mixtral")
     own = weights_by_name(model)
     _assert_equal(dict(in_memory(model, own, own.__getitem__)), own)
@@ -91,7 +91,7 @@ def test_ranks_share_the_writing_of_experts(tmp_path) -> None:
         _assert_equal(stream, theirs)
 
 
-def test_what_does_not_fit_is_named(tmp_path) -> None:
+def test_tensors_that_do_not_match_are_named(tmp_path) -> None:
     random_model("mixtral").save_pretrained(tmp_path / "small/model")
     random_model("mixtral", num_local_experts=2).save_pretrained(tmp_path / "fewer/model")
     random_model("mixtral", num_hidden_layers=3).save_pretrained(tmp_path / "deep")
@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_named(tmp_path) -> None:
             backend.load(CheckpointPaths(tmp_path / "small"))
 
 
-def test_an_engine_of_transformers_puts_the_stream_into_memory(tmp_path) -> None:
+def test_a_transformers_engine_loads_the_stream(tmp_path) -> None:
     for name, size in (("old", 0.1), ("new", 0.3)):
         random_model("mixtral", initializer_range=size).save_pretrained(tmp_path / name)
         make_char_tokenizer().save_pretrained(tmp_path / name)

@@ -1,4 +1,4 @@
-"""`checkpointing.save_consolidated`: a folder to hand on, complete whenever the checkpoint is."""
+"""`checkpointing.save_consolidated` writes a folder for export that is complete whenever the checkpoint is."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ class InProcessPolicy(Policy):
 
 
 @pytest.mark.parametrize(("precision", "lora"), [("bfloat16", False), ("float32", False), ("bfloat16", True)])
-def test_it_is_the_model_in_the_precision_it_computes_in(precision, lora, tmp_path, monkeypatch) -> None:
+def test_the_consolidated_model_has_the_compute_precision(precision, lora, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(checkpoint_io, "MAX_FILE_BYTES", 100_000)
     name = save_tiny_model(tmp_path / "m", tie=True)
     config = policy_config(name, precision=precision, dtensor_cfg={"lora_cfg": {"enabled": lora}})
@@ -47,7 +47,7 @@ def test_it_is_the_model_in_the_precision_it_computes_in(precision, lora, tmp_pa
         backend = DTensorBackend(config, CPU)
         policy = InProcessPolicy(config, backend)
         policy.save_checkpoint(weights, tmp_path / "optimizer", consolidated=True)
-        # The folder inside is none of the checkpoint's own files: training goes on from these as ever.
+        # The folder is not one of the checkpoint's own files: training resumes without it.
         backend.load(CheckpointPaths(weights, tmp_path / "optimizer"))
     folder = weights / "model/consolidated"
     exported, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -65,7 +65,7 @@ def test_it_is_the_model_in_the_precision_it_computes_in(precision, lora, tmp_pa
     assert AutoTokenizer.from_pretrained(folder).chat_template == policy.tokenizer.chat_template
 
 
-def test_it_is_left_out_unless_asked_for(tmp_path) -> None:
+def test_the_consolidated_model_is_written_only_on_request(tmp_path) -> None:
     assert CheckpointingConfig.build().save_consolidated is False
     config = policy_config(save_tiny_model(tmp_path / "m"))
     with process_group():

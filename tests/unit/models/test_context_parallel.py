@@ -42,7 +42,7 @@ def save_model(folder: Path, model_type: str) -> str:
 
 
 def reference(model_type: str) -> dict[str, Any]:
-    """Loss, gradients and log-probs of transformers' eager attention, row by row, unpadded."""
+    """Return loss, gradients and log-probs of transformers' eager attention, row by row, unpadded."""
     model = random_model(model_type, initializer_range=0.1)
     model.set_attn_implementation("eager")
     logprobs = hf_logprobs(model, ROWS)
@@ -54,7 +54,7 @@ def reference(model_type: str) -> dict[str, Any]:
 
 
 def on_ranks(rank: int, world_size: int, cases: dict[Any, tuple[str, dict[str, Any]]]) -> dict[Any, dict[str, Any]]:
-    """What one rank's worker gives for each case: a model's folder, and values of the policy section."""
+    """Return the results of one rank's worker for each case: a model's folder, and values of the policy section."""
     return {key: _one_case(rank, world_size, name, values) for key, (name, values) in cases.items()}
 
 
@@ -81,7 +81,7 @@ def _one_case(rank: int, world_size: int, name: str, values: dict[str, Any]) -> 
 
 
 def differences(parts: list[dict[str, Any]], want: dict[str, Any]) -> dict[str, float]:
-    """Largest relative difference of loss, gradients (the worst tensor) and log-probs on any rank."""
+    """Return the largest relative difference of loss, gradients (the worst tensor) and log-probs on any rank."""
     answers = [parts[rank] for rank in parts[0]["ranks"]]
     logprobs = parts[0]["plan"].restore([part["logprobs"] for part in answers])
     gradients = [
@@ -129,7 +129,7 @@ CASES: dict[int, list[tuple[str, str, dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("world_size", CASES)
-def test_ranks_that_divide_rows_equal_one_process_of_transformers(world_size, tmp_path) -> None:
+def test_ranks_that_split_rows_equal_transformers_in_one_process(world_size, tmp_path) -> None:
     cases = CASES[world_size]
     wanted = {model_type: reference(model_type) for model_type, _, _ in cases}
     given_to_ranks = {
@@ -167,7 +167,7 @@ def _scores(rank: int, world_size: int, name: str, scorer_name: str, method: str
 
 
 @pytest.mark.parametrize("method", ["all_gather", "ulysses"])
-def test_what_else_is_scored_is_that_of_whole_rows(method, tmp_path) -> None:
+def test_all_scores_equal_those_of_whole_rows(method, tmp_path) -> None:
     """Reference log-probs after an update, top-k logits, hidden states of layers, rewards of whole sequences."""
     name = save_model(tmp_path, "qwen3")
     torch.manual_seed(0)
@@ -192,8 +192,8 @@ def close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=2e-5 * want.abs().max().item())
 
 
-def _beside(rank: int, world_size: int, name: str, method: str) -> list[Tensor]:
-    """Scores of one sequence, packed behind different ones."""
+def _after_different_rows(rank: int, world_size: int, name: str, method: str) -> list[Tensor]:
+    """Return the scores of one sequence, packed after different ones."""
     config = policy_config(name, dtensor_cfg=divided(2, method), **LAYOUTS["packed"])
     worker = PolicyWorker(DTensorBackend(config, CPU, init_optimizer=False), config)
     rows = []
@@ -205,8 +205,8 @@ def _beside(rank: int, world_size: int, name: str, method: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("method", ["all_gather", "ulysses"])
-def test_no_rank_sees_beyond_a_sequence(method, tmp_path) -> None:
-    for first, second in run_ranks(_beside, 2, save_model(tmp_path, "llama"), method):
+def test_no_rank_attends_beyond_a_sequence(method, tmp_path) -> None:
+    for first, second in run_ranks(_after_different_rows, 2, save_model(tmp_path, "llama"), method):
         assert first.any() and torch.equal(first, second)
 
 
@@ -223,7 +223,7 @@ def test_the_ranks_share_the_causal_pairs_of_each_segment_evenly(ranks, chunk, d
         each = [0, 0]
         for piece in chunks.pieces:
             for query in range(piece.query_start, piece.query_stop):
-                last = piece.key_stop - piece.query_stop + query  # bottom right
+                last = piece.key_stop - piece.query_stop + query  # aligned at the bottom right
                 seen[tokens[query], piece.key_start : last + 1] += 1
                 each[query // chunk] += last + 1 - piece.key_start
         assert sum(each) == sum(piece.work for piece in chunks.pieces)
@@ -235,7 +235,7 @@ def test_the_ranks_share_the_causal_pairs_of_each_segment_evenly(ranks, chunk, d
     assert max(work) - min(work) <= (0 if len(edges) == 2 else largest)
 
 
-def test_tokens_come_back_to_their_places() -> None:
+def test_tokens_return_to_their_positions() -> None:
     row, chunks = torch.arange(24), Chunks.balanced([0, 24], 3, 0)
     of_ranks = torch.cat([Chunks.balanced([0, 24], 3, rank).take(row[None])[0] for rank in range(3)])
     assert of_ranks[:8].tolist() == [0, 1, 2, 3, 20, 21, 22, 23]
@@ -253,7 +253,7 @@ def test_tokens_come_back_to_their_places() -> None:
         ({}, 3, 3),
     ],
 )
-def test_rows_are_as_long_as_the_ranks_can_divide(section, multiple, want) -> None:
+def test_rows_are_padded_to_a_length_that_the_ranks_divide(section, multiple, want) -> None:
     config = policy_config("m", dtensor_cfg=section, make_sequence_length_divisible_by=multiple)
     assert row_length_multiple(config) == input_layout(config).round_to == want
     rounded = {"enabled": True, "sequence_length_round": 10}

@@ -39,7 +39,7 @@ SETTINGS = {"mixed": {"kl_type": "mixed"}, "zeroed": {"kl_type": "mixed", "zero_
 
 
 def hf_logits(model, data) -> torch.Tensor:
-    """`[B, T, V]` by the model's own forward, one unpadded row at a time; 0 on padding."""
+    """Return `[B, T, V]` by the model's own forward, one unpadded row at a time; 0 on padding."""
     width = data["input_ids"].shape[1]
     rows = []
     for ids, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True):
@@ -49,7 +49,7 @@ def hf_logits(model, data) -> torch.Tensor:
 
 
 def teacher_batch(rows: int = 6):
-    """A training batch with made-up teacher logits."""
+    """Make a training batch with made-up teacher logits."""
     data = random_batch(rows=rows, width=24)
     gen = torch.Generator().manual_seed(3)
     logits = 2 * torch.randn(rows, 24, VOCAB, generator=gen)
@@ -65,7 +65,7 @@ def topk(worker: PolicyWorker, config, data, **kwargs) -> tuple[torch.Tensor, to
 
 @pytest.mark.parametrize("arch", ["qwen2", "gemma3"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_topk_logits_are_those_of_the_model(arch, layout, tmp_path) -> None:
+def test_topk_logits_equal_those_of_the_model(arch, layout, tmp_path) -> None:
     name = save_tiny_model(tmp_path / arch, arch, tie=True)
     data = random_batch(rows=5, width=24)
     with torch.no_grad():
@@ -95,7 +95,7 @@ def test_only_ids_of_the_vocabulary_compete(tmp_path) -> None:
 
 
 def reference(model, data, zero: bool) -> tuple[float, dict[str, torch.Tensor]]:
-    """The mixed divergence from full-vocabulary log-softmaxes in float64, and its gradients."""
+    """Return the mixed divergence from full-vocabulary log-softmaxes in float64, and its gradients."""
     model = model.double()
     log_p = torch.log_softmax(hf_logits(model, data)[:, :-1] / TEMPERATURE, dim=-1)
     kept = data["teacher_topk_indices"][:, :-1]

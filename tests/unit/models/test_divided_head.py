@@ -1,4 +1,4 @@
-"""A vocabulary that ranks divide, against plain float64 formulas on the whole of it."""
+"""A vocabulary that ranks divide, against plain float64 formulas on the whole vocabulary."""
 
 import math
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def inputs_of(case: Case) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Hidden states, head, bias and targets: the first targets are the first and last id of every quarter."""
+    """Make hidden states, head, bias and targets; the first targets are the first and last id of every quarter."""
     gen = torch.Generator().manual_seed(0)
     hidden = (case.scale * torch.randn(N, D, generator=gen, dtype=torch.float64)).to(case.dtype)
     weight = torch.randn(V, D, generator=gen, dtype=torch.float64).to(case.dtype)
@@ -71,13 +71,13 @@ def inputs_of(case: Case) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
 
 
 def weighed(logprobs: Tensor, entropy: Tensor) -> Tensor:
-    """A sum in which every result has another weight."""
+    """Return a sum in which every result has another weight."""
     of_logprobs = torch.linspace(-1, 2, logprobs.numel()).view(logprobs.shape)
     return (of_logprobs * logprobs).sum() + (torch.linspace(1, 0.2, N) * entropy).sum()
 
 
 def reference(case: Case) -> list[Tensor]:
-    """Log-probabilities, entropies and gradients of hidden states, weight and bias from the definition."""
+    """Return log-probs, entropies and gradients of hidden states, weight and bias from the definition."""
     hidden, weight, bias, targets = inputs_of(case)
     leaves = [tensor.double().requires_grad_() for tensor in (hidden, weight, bias) if tensor is not None]
     logits = leaves[0] @ leaves[1].t() + (leaves[2] if bias is not None else 0.0)
@@ -124,7 +124,7 @@ def _score(rank: int, world_size: int) -> dict[str, list[Tensor]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_scores_and_gradients_of_a_divided_vocabulary(world_size) -> None:
+def test_scores_and_gradients_of_a_divided_vocabulary_equal_the_whole(world_size) -> None:
     by_rank = run_ranks(_score, world_size)
     for name, case in CASES.items():
         parts = [results[name] for results in by_rank]
@@ -157,8 +157,8 @@ def _largest(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_the_largest_logits_of_a_divided_vocabulary(world_size) -> None:
-    """Also where an end of the vocabulary leaves a rank few ids, or none."""
+def test_the_largest_logits_of_a_divided_vocabulary_equal_the_whole(world_size) -> None:
+    """Also where the end of the vocabulary leaves a rank few ids, or none."""
     hidden, weight, bias, _ = inputs_of(Case(bias=True))
     assert bias is not None
     logits = 9.0 * torch.tanh(0.5 * (hidden @ weight.t() + bias) / 9.0)
@@ -186,7 +186,7 @@ def scoring_model() -> PreTrainedModel:
 
 
 def divide_rows(hf: PreTrainedModel) -> None:
-    """Do what the body does under sequence parallelism: give each rank its tokens of every row."""
+    """Give each rank its tokens of every row, as the body does under sequence parallelism."""
     group = _get_default_group()
 
     def divide(module: Any, args: Any, output: Any) -> Any:
@@ -197,7 +197,7 @@ def divide_rows(hf: PreTrainedModel) -> None:
 
 
 def gradients(model: CausalLMWithLogprobs | RewardModel) -> Iterator[tuple[str, Tensor]]:
-    """Of a loss on both results; the whole of every parameter."""
+    """Return the gradients of a loss on both results, for every parameter whole."""
     scores, entropy = model({"input_ids": TOKENS}, POSITIONS, POSITIONS + 26)
     (scores * torch.linspace(-1, 2, len(POSITIONS)) + 0.3 * entropy).sum().backward()
     yield "scores", scores.detach()
@@ -226,7 +226,7 @@ def _models(rank: int, world_size: int) -> list[dict[str, Tensor]]:
     return [*found, dict(gradients(reward))]
 
 
-def test_models_with_a_divided_head_and_divided_rows() -> None:
+def test_models_train_alike_with_a_divided_head_and_divided_rows() -> None:
     whole = build_causal_lm(language_model())
     want = dict(gradients(whole))
     with torch.no_grad():

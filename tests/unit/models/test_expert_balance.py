@@ -33,7 +33,7 @@ def test_statistics_equal_a_count_by_hand() -> None:
             with balance.watching(real[:, part]):
                 for layer in (0, 1):
                     experts[layer](torch.randn(len(index[part]), 64), index[part], torch.ones(len(index[part]), 2))
-        experts[0](torch.randn(5, 64), index, torch.ones(5, 2))  # not watched: does not count
+        experts[0](torch.randn(5, 64), index, torch.ones(5, 2))  # not watched: it is not counted
         metrics = balance.end_update()
         again = balance.end_update()
     # Experts 0 to 4 of each layer get 4, 2, 1, 1 and 0 of 8 pairs.
@@ -41,11 +41,11 @@ def test_statistics_equal_a_count_by_hand() -> None:
     assert metrics == pytest.approx(
         {"moe/load_max": 4 / (8 / 5), "moe/unused_experts": 1 / 5, "moe/load_entropy": entropy}
     )
-    assert again == {}, "an update begins anew"
+    assert again == {}, "an update starts with empty counts"
 
 
 def _by_transformers(name: str, arch: str, coefficient: float) -> tuple[float, dict[str, torch.Tensor]]:
-    """The auxiliary loss of the whole batch at once and its gradients, by transformers' own function."""
+    """Return the auxiliary loss of the whole batch and its gradients, by transformers' own function."""
     model: PreTrainedModel = type(random_model(arch)).from_pretrained(name).train()
     data = random_batch(rows=8)
     mask = (torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]).long()
@@ -62,7 +62,7 @@ def _by_transformers(name: str, arch: str, coefficient: float) -> tuple[float, d
 def test_auxiliary_loss_is_that_of_transformers_on_the_whole_batch(
     arch, world_size, ep, packed, checkpointed, tmp_path
 ) -> None:
-    """However the batch is cut into microbatches and ranks; its gradients are what it adds to those of the loss."""
+    """For any split into microbatches and ranks; its gradients are what it adds to those of the loss."""
     name = _save(tmp_path / "m", arch)
     values = _values(ep, packed=packed, activation_checkpointing=checkpointed) | {"max_grad_norm": None}
     coefficient = 50.0
@@ -79,7 +79,7 @@ def test_auxiliary_loss_is_that_of_transformers_on_the_whole_batch(
     assert any(grad.abs().max() > 1e-2 for grad in want_grads.values())
 
 
-def test_statistics_do_not_depend_on_the_split(tmp_path) -> None:
+def test_statistics_do_not_depend_on_the_batch_split(tmp_path) -> None:
     name = _save(tmp_path / "m", "gpt_oss")
     (one,) = run_ranks(_train_once, 1, name, _values(1, packed=False) | {"train_micro_batch_size": 8})
     for part in run_ranks(_train_once, 2, name, _values(2, packed=False)):
@@ -114,7 +114,7 @@ def test_frozen_routers_do_not_train(arch, tmp_path) -> None:
     assert len(trained) == sum(p.requires_grad for p in backend.model.hf.parameters())
 
 
-def test_freezing_without_routers_is_told(tmp_path, caplog) -> None:
+def test_freezing_routers_of_a_model_without_them_gives_a_notice(tmp_path, caplog) -> None:
     name = _save(tmp_path / "m", "qwen2")
     with process_group(), caplog.at_level("INFO"):
         DTensorBackend(policy_config(name, dtensor_cfg={"freeze_moe_router": True}), CPU)

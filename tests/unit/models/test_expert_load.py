@@ -6,7 +6,7 @@ import torch
 from nemo_rl.models.training.expert_load import load_metrics
 
 
-def test_each_layer_is_reported_by_its_position_and_not_otherwise() -> None:
+def test_each_layer_is_reported_only_by_its_position() -> None:
     counts = [torch.tensor([3, 1]), torch.tensor([0, 0]), torch.tensor([4, 0])]
     together = load_metrics(counts)
     assert together == {

@@ -1,4 +1,4 @@
-"""Experts shared between ranks equal plain Hugging Face in one process: log-probs, loss, every gradient, norm."""
+"""Experts divided over ranks equal plain Hugging Face in one process: log-probs, loss, every gradient, norm."""
 
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def _save(folder: Path, arch: str, **overrides: Any) -> str:
 
 
 def _leave_experts_out(model: PreTrainedModel) -> None:
-    """In the last layer of gpt_oss no token goes to the second half of the experts, in the first none to expert 1."""
+    """Send no token to the second half of gpt_oss's experts in the last layer, and none to expert 1 in the first."""
     if model.config.model_type == "gpt_oss":
         for layer, experts in ((0, [1]), (1, [2, 3])):
             model.model.layers[layer].mlp.router.bias.data[experts] = -1e4
@@ -80,7 +80,7 @@ def _train_once(rank: int, world_size: int, name: str, values: dict[str, Any]) -
 
 
 def _by_hugging_face(name: str, arch: str) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
-    """Scores `[B, T]`, loss and gradients, one row at a time, in float32."""
+    """Return scores `[B, T]`, loss and gradients, one row at a time, in float32."""
     model = type(random_model(arch)).from_pretrained(name).train()
     data = random_batch(rows=ROWS)
     rows = []
@@ -116,7 +116,7 @@ def _difference(got: torch.Tensor, want: torch.Tensor) -> float:
         ("mixtral", 4, 2, {"packed": True, "experts": {"num_local_experts": 2}}),
     ],
 )
-def test_shared_experts_equal_one_process(arch, world_size, ep, values, tmp_path) -> None:
+def test_experts_divided_over_ranks_equal_one_process(arch, world_size, ep, values, tmp_path) -> None:
     """Ranks and experts without tokens (gpt_oss), and fewer experts of a rank than ranks that shard them (mixtral)."""
     values = dict(values)
     name = _save(tmp_path / "m", arch, **values.pop("experts", {}))
@@ -135,7 +135,7 @@ def test_shared_experts_equal_one_process(arch, world_size, ep, values, tmp_path
 
 
 def _as_tensor_parallel_block(rank: int, world_size: int, arch: str, dispatched: bool) -> dict[str, float]:
-    """Differences of one block to the same one whole, for tokens that both tensor-parallel ranks have."""
+    """Return differences of one divided block from the whole one, for tokens that both tensor-parallel ranks have."""
     whole, shared = random_model(arch), random_model(arch)
     if arch == "gpt_oss" and dispatched:  # the second rank gets no token, and its experts are not even called
         for model in (whole, shared):
@@ -176,8 +176,8 @@ def _as_tensor_parallel_block(rank: int, world_size: int, arch: str, dispatched:
 @pytest.mark.parametrize(
     ("arch", "dispatched"), [("qwen3_moe", False), ("gpt_oss", False), ("qwen2_moe", True), ("gpt_oss", True)]
 )
-def test_experts_of_tensor_parallel_ranks(arch, dispatched) -> None:
-    """Divided: partial gradients of hidden states and routers. Dispatched: tokens are divided, 7 over 2 ranks."""
+def test_experts_of_tensor_parallel_ranks_equal_one_process(arch, dispatched) -> None:
+    """Divided: partial gradients of hidden states and routers. Dispatched: 7 tokens are divided over 2 ranks."""
     for found in run_ranks(_as_tensor_parallel_block, 2, arch, dispatched):
         assert max(found.values()) < TOLERANCE, found
         assert any(key.startswith(("dgate", "drouter")) for key in found)
@@ -236,8 +236,8 @@ def _go_on(worker: PolicyWorker, config: Any, rank: int, world_size: int) -> dic
 
 
 @pytest.mark.parametrize(("arch", "before", "after"), [("qwen3_moe", 2, 1), ("gpt_oss", 1, 2)])
-def test_a_run_goes_on_with_experts_on_other_ranks(arch, before, after, tmp_path) -> None:
-    """Weights and moments bit for bit, then the same losses and learning rates; foreach on parameters of two meshes."""
+def test_a_run_resumes_with_experts_on_other_ranks(arch, before, after, tmp_path) -> None:
+    """Weights and moments are equal bit for bit, then losses and rates; foreach runs on parameters of two meshes."""
     name = _save(tmp_path / "m", arch)
     values = {"optimizer": FOREACH, "scheduler": SCHEDULE, "max_grad_norm": 0.5}
     saved = run_ranks(_train_and_save, before, name, _values(before, packed=False) | values, str(tmp_path))

@@ -1,4 +1,4 @@
-"""An exported checkpoint is the trained model, for transformers and byte for byte."""
+"""An exported checkpoint is the trained model, in transformers and byte for byte."""
 
 import importlib.util
 import json
@@ -37,7 +37,7 @@ def _logprobs(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> tuple[Path, PreTrainedModel]:
-    """A step folder written by the training backend, and the model it was written from."""
+    """Make a step folder written by the training backend, and return the model it was written from."""
     step = tmp_path_factory.mktemp("run") / "step_3"
     with process_group():
         backend = DTensorBackend(
@@ -57,7 +57,7 @@ def trained(tmp_path_factory) -> tuple[Path, PreTrainedModel]:
 
 
 @pytest.mark.parametrize("given", ["", "policy", "policy/weights", "policy/weights/model"])
-def test_weights_are_found_from_any_folder_of_a_step(trained, given) -> None:
+def test_the_weights_are_found_from_any_folder_of_a_step(trained, given) -> None:
     step, _ = trained
     assert BACKEND.find_weights(step / given) == step / "policy/weights"
 
@@ -108,7 +108,7 @@ def test_damaged_weights_are_not_exported(trained, tmp_path) -> None:
         BACKEND.export(BACKEND.find_weights(step), tmp_path / "other")
 
 
-def test_weights_in_half_the_bytes(trained, tmp_path) -> None:
+def test_an_export_in_bfloat16_takes_half_the_bytes(trained, tmp_path) -> None:
     step, model = trained
     weights = BACKEND.find_weights(step)
     BACKEND.export(weights, tmp_path / "hf", dtype="bfloat16")
@@ -119,7 +119,7 @@ def test_weights_in_half_the_bytes(trained, tmp_path) -> None:
     assert 1e-6 < BACKEND.verify_export(weights, tmp_path / "hf").max_difference < 0.5
 
 
-def test_a_tokenizer_from_the_configuration(trained, tmp_path) -> None:
+def test_the_tokenizer_may_come_from_the_configuration(trained, tmp_path) -> None:
     step, _ = trained
     bare = tmp_path / "step_3"
     shutil.copytree(step, bare)
@@ -134,7 +134,7 @@ def test_a_tokenizer_from_the_configuration(trained, tmp_path) -> None:
         BACKEND.export(BACKEND.find_weights(bare), tmp_path / "other")
 
 
-def test_mistakes_are_named(trained, tmp_path, capsys) -> None:
+def test_mistakes_are_refused_with_advice(trained, tmp_path, capsys) -> None:
     step, _ = trained
     (tmp_path / "full").mkdir()
     (tmp_path / "full/notes.txt").touch()
@@ -146,7 +146,7 @@ def test_mistakes_are_named(trained, tmp_path, capsys) -> None:
     assert "CheckpointError" in capsys.readouterr().err
 
 
-def test_several_files_keep_their_index(trained, tmp_path, monkeypatch) -> None:
+def test_an_export_of_several_files_has_an_index(trained, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(checkpoint_io, "MAX_FILE_BYTES", 1_000_000)
     with process_group():
         backend = DTensorBackend(

@@ -38,12 +38,12 @@ def test_a_single_value_is_found(dtype: torch.dtype, value: float) -> None:
     assert not_finite({"transposed": spoilt.transpose(0, 2)}) == ["transposed"]
 
 
-def test_what_has_no_such_values_is_passed_over() -> None:
+def test_integers_empty_and_meta_tensors_are_skipped() -> None:
     others = {"ids": torch.ones(3, dtype=torch.int64), "none": torch.empty(0), "meta": torch.empty(2, device="meta")}
     assert not_finite({**others, "byte": torch.ones(2).to(torch.float8_e4m3fn)}) == []
 
 
-def test_long_lists_are_cut() -> None:
+def test_long_lists_are_shortened() -> None:
     assert listed(str(n) for n in range(11)) == "0, 1, 2, 3, 4, 5, 6, 7 and 3 more"
 
 
@@ -57,7 +57,7 @@ def model(tmp_path: Path) -> str:
     return save_tiny_model(tmp_path / "model")
 
 
-def test_weights_are_not_saved_not_sent_and_not_loaded(model: str, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_not_saved_sent_or_loaded(model: str, tmp_path: Path) -> None:
     config = policy_config(model)
     with process_group():
         worker = PolicyWorker(DTensorBackend(config, CPU), config)
@@ -96,12 +96,12 @@ def _saves(rank: int, world_size: int, name: str, folder: str) -> str:
     return "saved"
 
 
-def test_all_ranks_refuse_what_one_of_them_has(model: str, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_on_one_rank_are_refused_on_all(model: str, tmp_path: Path) -> None:
     said = run_ranks(_saves, 2, model, str(tmp_path / "checkpoint"))
     assert said == [f"The weights are not finite and are not saved: {SPOILT}."] * 2
 
 
-def test_a_model_of_files_is_refused_by_name(tmp_path: Path) -> None:
+def test_model_files_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
     spoilt = tiny_model("llama")
     with torch.no_grad():
         spoilt.get_parameter(SPOILT).view(-1)[0] = float("nan")
@@ -110,7 +110,7 @@ def test_a_model_of_files_is_refused_by_name(tmp_path: Path) -> None:
 
 
 class Broken(WeightedNLL):
-    """NaN in the loss of each update whose number is listed."""
+    """A loss that is NaN in the updates whose numbers are listed."""
 
     def __init__(self, *updates: int) -> None:
         self.updates, self.calls = updates, 0
@@ -121,7 +121,7 @@ class Broken(WeightedNLL):
         return loss * (float("nan") if self.calls in self.updates or not self.updates else 1.0), metrics
 
 
-def test_the_driver_names_what_an_update_is_skipped_for(model: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_driver_logs_why_an_update_is_skipped(model: str, caplog: pytest.LogCaptureFixture) -> None:
     config = policy_config(model, train_micro_batch_size=6)
     data = random_batch()
     valid = count_valid(data)
@@ -142,7 +142,7 @@ def test_the_driver_names_what_an_update_is_skipped_for(model: str, caplog: pyte
         assert worker.train(batch.data[0], batch.sizes[0], WeightedNLL(), valid).not_finite == [SPOILT]
 
 
-def test_a_rate_that_is_not_finite_makes_no_update(model: str) -> None:
+def test_a_learning_rate_that_is_not_finite_makes_no_update(model: str) -> None:
     config = policy_config(model, train_micro_batch_size=6)
     data = random_batch()
     with process_group():
@@ -153,7 +153,7 @@ def test_a_rate_that_is_not_finite_makes_no_update(model: str) -> None:
         assert worker.non_finite_weights() == []
 
 
-def test_validation_counts_no_updates(model: str) -> None:
+def test_validation_does_not_count_skipped_updates(model: str) -> None:
     assert "num_updates" not in join_ranks_of_validation(model)
 
 
@@ -175,7 +175,7 @@ def join_ranks_of_validation(model: str) -> dict[str, float]:
         ("policy.scheduler.kwargs.factor=inf", {"lr": 1.0}, {"factor": float("inf")}),
     ],
 )
-def test_rates_that_are_not_finite_are_refused(
+def test_learning_rates_that_are_not_finite_are_refused(
     key: str, optimizer: dict[str, Any], scheduler: dict[str, Any], model: str
 ) -> None:
     config = policy_config(
@@ -188,6 +188,6 @@ def test_rates_that_are_not_finite_are_refused(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_keys_that_are_not_finite_are_refused(value: float, model: str) -> None:
+def test_config_values_that_are_not_finite_are_refused(value: float, model: str) -> None:
     with pytest.raises(ConfigError, match="max_grad_norm: Input should be a finite number"):
         policy_config(model, max_grad_norm=value)

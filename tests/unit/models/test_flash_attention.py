@@ -1,4 +1,4 @@
-"""When flash kernels are called, and with what; the kernels themselves run in `tests/gpu`."""
+"""The calls of flash kernels and their arguments; the kernels themselves run in `tests/gpu`."""
 
 import math
 
@@ -19,7 +19,7 @@ LATE_CHUNK = [Piece(0, 2, 0, 2), Piece(2, 4, 4, 6), Piece(4, 9, 4, 15)]
 
 
 def _scores(query, key, bounds, scale, window) -> list[tuple[slice, slice, Tensor]]:
-    """Queries, keys and masked float64 scores `[H, q, k]` of each piece, aligned at the bottom right."""
+    """Return queries, keys and masked float64 scores `[H, q, k]` of each piece, aligned at the bottom right."""
     scored = []
     edges_q, edges_k = bounds[0].tolist(), bounds[1].tolist()
     assert max(b - a for a, b in zip(edges_q, edges_q[1:], strict=False)) == bounds[2]
@@ -38,7 +38,7 @@ def _scores(query, key, bounds, scale, window) -> list[tuple[slice, slice, Tenso
 
 
 def reference(query, key, value, bounds, scale, window, softcap=None) -> tuple[Tensor, Tensor]:
-    """What the kernels compute, in plain float64: output `[T, H, D]` and log-sum-exp `[H, T]`."""
+    """Compute the kernels' results in plain float64: output `[T, H, D]` and log-sum-exp `[H, T]`."""
     outs, sums = [], []
     for _, columns, scores in _scores(query, key, bounds, scale, window):
         if softcap is not None:
@@ -92,7 +92,7 @@ def backward_of_torch(
     window_size_left=None,
     window_size_right=None,
 ):
-    """Flash attention's backward pass (arXiv:2307.08691, algorithm 2), from the output and log-sum-exp it is given."""
+    """Flash attention's backward pass (arXiv:2307.08691, algorithm 2), from the given output and log-sum-exp."""
     assert dropout_p == 0.0 and is_causal == (window_size_left == -1)
     grads = [torch.zeros(t.shape, dtype=torch.float64) for t in (query, key, value)]
     group, factor = query.shape[1] // key.shape[1], scale or query.shape[-1] ** -0.5
@@ -134,7 +134,7 @@ def _random(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """Makes `attend` take a flash kernel on the CPU."""
+    """Make `attend` use a flash kernel on the CPU."""
 
     def take(stand_in) -> None:
         monkeypatch.setattr(varlen, "_can_run", lambda *_: True)
@@ -148,7 +148,7 @@ def kernel(monkeypatch):
 
 @pytest.mark.parametrize("stand_in", [of_torch_2_11, of_torch_2_13])
 @pytest.mark.parametrize(("key_heads", "window"), [(2, None), (4, None), (1, 3)])
-def test_the_kernel_is_called_as_each_version_of_torch_has_it(stand_in, key_heads, window, kernel) -> None:
+def test_the_kernel_is_called_with_the_signature_of_each_torch_version(stand_in, key_heads, window, kernel) -> None:
     query, key, value = _random((1, 4, 16, 8), (1, key_heads, 16, 8), (1, key_heads, 16, 8))
     mask = None if window is None else torch.tensor(window)
     want, _ = varlen_attention(nn.Identity(), query, key, value, mask, cu_seq_lens_q=BOUNDS)
@@ -160,8 +160,8 @@ def test_the_kernel_is_called_as_each_version_of_torch_has_it(stand_in, key_head
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("value_dim", [8, 5])
-def test_pieces_with_more_keys_than_queries_and_short_values(window, rows, value_dim, kernel) -> None:
-    """What context parallelism and MLA ask for; with a window the kernel gets no key that no query sees."""
+def test_pieces_with_more_keys_than_queries_and_short_values_are_exact(window, rows, value_dim, kernel) -> None:
+    """Context parallelism and MLA need these; with a window the kernel gets no key that no query sees."""
     query, key, value = _random((rows, 4, 9, 8), (rows, 2, 15, 8), (rows, 2, 15, value_dim))
     plan, scoring = AttentionPlan(LATE_CHUNK), Scoring(0.3, window)
     want = attend(query, key, value, plan, scoring)
@@ -188,13 +188,13 @@ def test_sinks_with_the_kernel_of_torch_have_exact_gradients(window, kernel, mon
         torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
 
 
-def test_the_backward_kernel_has_the_arguments_it_is_given() -> None:
+def test_the_backward_kernel_accepts_the_arguments_passed() -> None:
     names = [argument.name for argument in torch.ops.aten._flash_attention_backward.default._schema.arguments]
     code = backward_of_torch.__code__
     assert names == list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
 
 
-def test_the_package_caps_scores(kernel) -> None:
+def test_the_flash_attn_package_caps_scores(kernel) -> None:
     query, key, value = _random((2, 4, 9, 8), (2, 2, 9, 8), (2, 2, 9, 8))
     plan, scoring = plan_of_row(9), Scoring(2.0, 4, softcap=1.5)
     want = attend(query, key, value, plan, scoring)
@@ -220,7 +220,7 @@ def without_softcap(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqle
         (Scoring(softcap=5.0, sinks=torch.zeros(2)), of_the_package, None),
     ],
 )
-def test_the_first_kernel_that_computes_it_is_taken(scoring, package, found, monkeypatch) -> None:
+def test_the_first_kernel_that_supports_the_call_is_chosen(scoring, package, found, monkeypatch) -> None:
     monkeypatch.setattr(varlen, "_can_run", lambda *_: True)
     monkeypatch.setattr(varlen, "flash_attn_varlen", lambda: package)
     kernel = varlen.find_kernel(*_random((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8)), scoring)
@@ -242,7 +242,7 @@ def test_the_first_kernel_that_computes_it_is_taken(scoring, package, found, mon
         ({"device": "cpu"}, False),
     ],
 )
-def test_kernels_only_get_what_they_take(changes, runs, monkeypatch) -> None:
+def test_kernels_get_only_the_arguments_they_accept(changes, runs, monkeypatch) -> None:
     case = {"capability": (8, 0), "head_dim": 64, "dtype": torch.bfloat16, "device": "cuda"} | changes
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: case["capability"])
     with FakeTensorMode():

@@ -1,4 +1,4 @@
-"""Turns on a device: what rests lies in host memory that is taken once, and nothing shows in the numbers.
+"""Offloaded tensors are in host memory that is allocated once, and offloading changes no number.
 
 On a CPU "the device" is host memory too, so `_takes_turns`, which is for GPUs, is set by hand.
 """
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class Allocations(TorchDispatchMode):
-    """How many tensors are made."""
+    """Counts the tensors that are made."""
 
     num = 0
 
@@ -34,7 +34,7 @@ class Allocations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_memory_is_taken_once(monkeypatch) -> None:
+def test_host_memory_is_allocated_once(monkeypatch) -> None:
     pinned: list[bool] = []
     empty_like = torch.empty_like
 
@@ -83,7 +83,7 @@ def _train_in_turns(rank: int, world_size: int, name: str, folder: str) -> None:
         _update(worker, config, seed, rank, world_size)
         _update(alone, config, seed, rank, world_size)
         assert not set(_optimizer_places(worker)) & {place for places in at_rest for place in places}
-        for _ in range(2):  # the second call has nothing to do
+        for _ in range(2):  # the second call does nothing
             worker.move_optimizer_state(to_host=True)
             at_rest.append(_optimizer_places(worker))
         _assert_equal(_state(worker), _state(alone))
@@ -91,14 +91,14 @@ def _train_in_turns(rank: int, world_size: int, name: str, folder: str) -> None:
         reference = worker.get_reference_policy_logprobs(batch, [2])
         assert torch.equal(reference, alone.get_reference_policy_logprobs(batch, [2]))
     assert len(at_rest[0]) > 10 and all(places == at_rest[0] for places in at_rest)
-    worker.save_checkpoint(f"{folder}/weights", f"{folder}/optimizer")  # while it rests, as after a validation
+    worker.save_checkpoint(f"{folder}/weights", f"{folder}/optimizer")  # offloaded, as after a validation
     again, _ = _worker(name, takes_turns=True)
     again.load_checkpoint(f"{folder}/weights", f"{folder}/optimizer")
     _assert_equal(_state(again), _state(alone))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_an_optimizer_that_rests_between_updates_makes_the_same_updates(world_size, tmp_path) -> None:
+def test_an_optimizer_offloaded_between_updates_makes_the_same_updates(world_size, tmp_path) -> None:
     run_ranks(_train_in_turns, world_size, save_tiny_model(tmp_path / "m", tie=True), str(tmp_path / "step"))
 
 
@@ -149,13 +149,13 @@ def _reference_places(name: str) -> None:
         worker.get_reference_policy_logprobs(batch, [2])
 
 
-def test_reference_weights_come_and_go_through_the_same_memory(tmp_path) -> None:
+def test_reference_weights_are_swapped_through_the_same_memory(tmp_path) -> None:
     with process_group():
         _reference_places(save_tiny_model(tmp_path / "m"))
 
 
 class Local:
-    """What `FrozenModel` and `TrainedModel` need of a `Policy`, in this process."""
+    """A policy in this process with what `FrozenModel` and `TrainedModel` need."""
 
     def __init__(self, worker: PolicyWorker, name: str, events: list[str]):
         self.worker, self.name, self.events = worker, name, events
@@ -201,7 +201,7 @@ def _teacher_in_turns(rank: int, world_size: int, teacher_name: str, name: str, 
         memory.hand_to(("policy",))
         at_rest.append(_places(teacher.backend.model.parameters()))
         _update(policy, config, seed, rank, world_size)
-    if even:  # an uneven shard is padded by FSDP2 in memory of its own
+    if even:  # FSDP2 pads an uneven shard in separate memory
         assert at_rest[0] == at_rest[1]
         assert set(at_rest[0]) <= set(_places(teacher.backend._resting._copies.values()))
     turn = ["policy optimizer rests", "teacher weights wake", "teacher weights rest", "policy optimizer wakes"]
@@ -212,13 +212,15 @@ def _teacher_in_turns(rank: int, world_size: int, teacher_name: str, name: str, 
     ("world_size", "precision", "vocab_size"),
     [(1, "float32", 97), (1, "bfloat16", 97), (2, "float32", 98), (2, "float32", 97)],
 )
-def test_a_frozen_model_gives_its_weights_up_in_its_turn(world_size, precision, vocab_size, tmp_path) -> None:
+def test_a_frozen_model_moves_its_weights_to_the_host_after_its_pass(
+    world_size, precision, vocab_size, tmp_path
+) -> None:
     teacher = save_tiny_model(tmp_path / "t", "gemma3", tie=True, vocab_size=vocab_size)
     even = vocab_size % world_size == 0
     run_ranks(_teacher_in_turns, world_size, teacher, save_tiny_model(tmp_path / "m"), precision, even)
 
 
-def test_weights_are_on_the_host_before_the_model_looks_at_them(monkeypatch) -> None:
+def test_weights_reach_the_host_before_the_model_reads_them(monkeypatch) -> None:
     events: list[str] = []
 
     class Model(torch.nn.Linear):
@@ -239,7 +241,7 @@ def test_weights_are_on_the_host_before_the_model_looks_at_them(monkeypatch) -> 
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_cached_memory_is_given_back_after_the_copies(frozen, tmp_path, monkeypatch) -> None:
+def test_cached_memory_is_released_after_the_copies(frozen, tmp_path, monkeypatch) -> None:
     events: list[str] = []
     device = SimpleNamespace(
         synchronize=lambda: events.append("synchronize"), empty_cache=lambda: events.append("empty cache")
@@ -257,7 +259,7 @@ def test_cached_memory_is_given_back_after_the_copies(frozen, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "gemma3"])
-def test_a_frozen_model_held_in_its_precision_says_the_same(arch, tmp_path, monkeypatch) -> None:
+def test_a_frozen_model_in_compute_precision_gives_the_same_scores(arch, tmp_path, monkeypatch) -> None:
     name = save_tiny_model(tmp_path / "m", arch, tie=True)
     data = random_batch(rows=2)
     found = []

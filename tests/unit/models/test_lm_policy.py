@@ -1,4 +1,4 @@
-"""The controller with real ranks under Ray: results in order, any number of rows, resume, errors."""
+"""The controller with real ranks under Ray: row order, any number of rows, resume, errors."""
 
 import threading
 import time
@@ -115,7 +115,7 @@ def test_topk_logits_come_back_in_order(policy, model_name, rows) -> None:
 
 
 @ray_test
-def test_the_optimizer_state_is_away_from_log_prob_passes_until_the_next_update(policy, monkeypatch) -> None:
+def test_the_optimizer_state_is_offloaded_from_log_prob_passes_to_the_next_update(policy, monkeypatch) -> None:
     calls: list[str] = []
     everywhere, sharded = policy.worker_group.run_all_workers_single_data, policy._ranks.with_rows
 
@@ -205,15 +205,15 @@ def test_one_rank_and_two_ranks_train_alike_and_resume(cluster, tokenizer, model
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    """All files but `.metadata`, in which torch notes the folder's name."""
+    """Return all files but `.metadata`, in which torch writes the folder's name."""
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != ".metadata"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 @ray_test
-def test_updates_without_a_valid_sample_leave_everything_as_it_was(policy, tmp_path, caplog) -> None:
+def test_updates_without_a_valid_sample_change_nothing(policy, tmp_path, caplog) -> None:
     data = random_batch(rows=12, seed=8)
-    policy.train(data, ReportsRank())  # AdamW has momentum now, and weight decay from its configuration
+    policy.train(data, ReportsRank())  # AdamW has momentum here, and weight decay from its configuration
     policy.save_checkpoint(tmp_path / "before/weights", tmp_path / "before/optimizer")
     version = policy.weight_version
     nothing = BatchedDataDict({**data, "sample_mask": torch.zeros(12)})
@@ -224,7 +224,7 @@ def test_updates_without_a_valid_sample_leave_everything_as_it_was(policy, tmp_p
         assert result["metrics"] == none_counts | {"skipped_updates": 2.0, "num_updates": 0.0}
         assert result["loss"].tolist() == result["grad_norm"].tolist() == [0.0, 0.0]
     policy.save_checkpoint(tmp_path / "after/weights", tmp_path / "after/optimizer", background=True)
-    policy.train(data, ReportsRank())  # while the ranks write what they had
+    policy.train(data, ReportsRank())  # while the ranks write their state
     assert not (tmp_path / "after/weights/model/tokenizer_config.json").exists()
     policy.finalize_async_save()
     assert policy.checkpoint_is_written()
@@ -236,8 +236,8 @@ def test_updates_without_a_valid_sample_leave_everything_as_it_was(policy, tmp_p
 
 
 @ray_test
-def test_whoever_holds_the_policy_sees_no_update_half_done(policy, monkeypatch) -> None:
-    """A weight stream that another thread begins between two updates of one `train` waits for both."""
+def test_a_weight_stream_waits_for_all_updates_of_a_train_call(policy, monkeypatch) -> None:
+    """A weight stream that another thread starts between two updates of one `train` waits for both."""
     data, version = random_batch(rows=12, seed=8), policy.weight_version
     first_update, calls = threading.Event(), []
     run_sharded = policy.worker_group.run_all_workers_sharded_data
@@ -261,7 +261,7 @@ def test_whoever_holds_the_policy_sees_no_update_half_done(policy, monkeypatch) 
 
 
 @ray_test
-def test_an_update_without_a_valid_sample_is_skipped_alone(cluster, tokenizer, model_name) -> None:
+def test_only_the_update_without_a_valid_sample_is_skipped(cluster, tokenizer, model_name) -> None:
     data, probe = random_batch(rows=12, seed=9), random_batch(rows=4, seed=2)
     half = BatchedDataDict({**data, "sample_mask": data["sample_mask"] * (torch.arange(12) < 6)})
     outcomes = []
@@ -277,7 +277,7 @@ def test_an_update_without_a_valid_sample_is_skipped_alone(cluster, tokenizer, m
 
 
 @ray_test
-def test_the_librarys_own_loss_lowers_itself(policy) -> None:
+def test_training_lowers_the_built_in_loss(policy) -> None:
     data = random_batch(rows=6, seed=5)
     losses = [policy.train(data, NLLLossFn())["loss"].item() for _ in range(5)]
     assert losses[-1] < 0.7 * losses[0]
@@ -297,7 +297,7 @@ def test_errors_of_a_loss_name_the_worker(cluster, tokenizer, model_name) -> Non
 
 
 @ray_test
-def test_bad_calls_are_explained(policy) -> None:
+def test_bad_calls_are_refused_with_advice(policy) -> None:
     data = random_batch(rows=7)
     with pytest.raises(DataError, match="7 rows do not divide into global batches of 6.*6, 12"):
         policy.train(data, WeightedNLL())
@@ -345,8 +345,8 @@ def test_ranks_end_when_their_checkpoint_cannot_be_read(monkeypatch, tokenizer, 
     assert calls == ["load_checkpoint"] + ["forced end"] * (not restored)
 
 
-def test_whoever_waits_for_the_policy_waits_as_long_as_its_ranks_answer(monkeypatch, tokenizer) -> None:
-    """Eight calls of 0.1 s in a row, each within its deadline of 0.25 s; then a holder whose ranks are not called."""
+def test_a_caller_waits_for_the_policy_while_its_ranks_answer(monkeypatch, tokenizer) -> None:
+    """Eight calls of 0.1 s in a row, each within its deadline of 0.25 s; then a holder that makes no call."""
 
     class Ranks:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -385,7 +385,7 @@ def test_whoever_waits_for_the_policy_waits_as_long_as_its_ranks_answer(monkeypa
         idle.result(10)
 
 
-def test_filler_rows_count_for_nothing() -> None:
+def test_filler_rows_change_no_metric() -> None:
     data = random_batch(rows=5)
     data["names"] = [f"row{i}" for i in range(5)]
     sharded = shard_batch(data, 2, training_strategy(policy_config("m", train_micro_batch_size=2)))
@@ -398,13 +398,13 @@ def test_filler_rows_count_for_nothing() -> None:
     assert torch.equal(restored, data["input_ids"])
 
 
-def test_a_batch_smaller_than_the_microbatches_is_not_blown_up() -> None:
+def test_a_batch_smaller_than_the_microbatches_is_not_enlarged() -> None:
     data = random_batch(rows=3)
     sharded = shard_batch(data, 2, training_strategy(policy_config("m", train_micro_batch_size=16)))
     assert [shard.size for shard in sharded.data] == [2, 2]
 
 
-def test_global_batches_keep_the_order() -> None:
+def test_global_batches_keep_the_row_order() -> None:
     data = random_batch(rows=6)
     parts = list(global_batches(data, 2, allow_partial=False))
     assert torch.equal(torch.cat([part["input_ids"] for part in parts]), data["input_ids"])

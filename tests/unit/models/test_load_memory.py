@@ -1,4 +1,4 @@
-"""No rank holds the whole model: not when it loads, saves, resumes or sends its weights."""
+"""No rank holds the whole model while it loads, saves, resumes or sends its weights."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ from nemo_rl.models.training.interfaces import CheckpointPaths
 
 RANKS = 4
 SHARE = 0.45
-"""Of the model that a rank may hold beside one layer; its own part is 0.25."""
+"""Share of the model that a rank may hold in addition to one layer; its own part is 0.25."""
 SMALL = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 4096}
 LARGE = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18, "vocab_size": 8192}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
@@ -32,7 +32,7 @@ def _backend(name: str) -> DTensorBackend:
 
 
 def _peaks(rank: int, world_size: int, name: str, warm_up: str, folder: str) -> dict[str, float]:
-    """MiB above what the process held before, in each phase; a tiny model goes first, for what is made once."""
+    """Return MiB above the earlier memory in each phase; a tiny model goes first, for one-time allocations."""
     return_freed_memory()
     _phases(warm_up, f"{folder}/warm_up")
     return _phases(name, f"{folder}/checkpoint")
@@ -63,7 +63,7 @@ def _phases(name: str, folder: str) -> dict[str, float]:
 def test_no_rank_holds_the_whole_model(sizes, tmp_path) -> None:
     model, layer = write_random_llama(tmp_path / "model", **sizes, **HEADS)
     write_random_llama(tmp_path / "tiny", **{**sizes, "hidden_size": 64, "num_hidden_layers": 2}, **HEADS)
-    # A process of their own to fork from: this one's heap holds free memory that would hide what they ask for.
+    # Fork from a separate process: this one's heap holds free memory that would hide allocations.
     command = [sys.executable, __file__, str(tmp_path / "model"), str(tmp_path / "tiny"), str(tmp_path)]
     modules = os.pathsep.join(map(str, (Path(__file__).parent, REPOSITORY_ROOT / "tools")))
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": modules}, capture_output=True)

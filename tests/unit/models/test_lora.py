@@ -1,4 +1,4 @@
-"""LoRA: the adapted layer, what is trained, what leaves the policy, and on how many ranks."""
+"""LoRA: the adapted layer, which parameters train, which weights are sent, and any number of ranks."""
 
 import json
 
@@ -83,7 +83,7 @@ def test_layer_and_its_gradients_equal_the_formula(bias: bool) -> None:
     assert torch.equal(layer(x), base(x))
 
 
-def test_dropout_falls_where_it_is_put_and_only_in_training() -> None:
+def test_dropout_acts_at_its_position_and_only_in_training() -> None:
     x = torch.randn(64, 10, dtype=torch.float64)
     for position in ("pre", "post"):
         base, layer = _layer(dropout=0.5, dropout_position=position)
@@ -106,7 +106,7 @@ def test_dropout_falls_where_it_is_put_and_only_in_training() -> None:
             torch.testing.assert_close(update[kept], 2.0 * full[kept])
 
 
-def test_first_values_of_a() -> None:
+def test_lora_a_is_initialized_with_the_configured_variance() -> None:
     """Glorot's variance 2 / (in + dim); uniform within 1 / sqrt(in), variance 1 / (3 in)."""
     base = nn.Linear(400, 8)
     draws = {}
@@ -118,7 +118,7 @@ def test_first_values_of_a() -> None:
     assert draws["uniform"].abs().max() <= 0.05
 
 
-def test_layers_are_chosen_by_name() -> None:
+def test_adapted_layers_are_chosen_by_name() -> None:
     names = [f"model.layers.{i}.{m}" for i in (0, 1) for m in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj")]
 
     def chosen(**values):
@@ -143,7 +143,7 @@ def test_layers_are_chosen_by_name() -> None:
         chosen(target_modules=["q_proj"])
 
 
-def test_only_adapters_are_trained_and_the_first_values_come_from_the_seed() -> None:
+def test_only_adapters_are_trained_and_initial_values_depend_on_the_seed() -> None:
     def adapted(seed: int):
         hf = tiny_model("qwen3", tie=True)
         names = apply_lora(hf, LoraConfig.build(**LORA), seed)
@@ -234,7 +234,7 @@ def test_two_ranks_equal_one_and_export_merged_weights(layout, tmp_path) -> None
     torch.testing.assert_close(_in_order([one], "after").double(), hf_logprobs(base, data), rtol=0, atol=1e-4)
 
 
-def test_bfloat16_and_activation_checkpointing_under_fsdp(tmp_path) -> None:
+def test_adapters_train_in_bfloat16_with_activation_checkpointing_under_fsdp(tmp_path) -> None:
     name = save_tiny_model(tmp_path / "m", "llama", initializer_range=0.05)
     full = policy_config(name, dtensor_cfg={"lora_cfg": LORA})
     half = policy_config(name, precision="bfloat16", dtensor_cfg={"lora_cfg": LORA, "activation_checkpointing": True})
@@ -285,7 +285,7 @@ def test_a_layer_that_shares_its_weight_is_refused() -> None:
     apply_lora(hf, LoraConfig.build(**LORA, exclude_modules=["up_proj"]), 0)
 
 
-def test_an_update_without_gradient_proves_nothing_and_stops_nothing(tmp_path) -> None:
+def test_an_update_without_gradient_does_not_stop_the_run(tmp_path) -> None:
     with process_group():
         worker, config = _worker(save_tiny_model(tmp_path / "m"))
         data = random_batch(rows=6)
@@ -348,7 +348,7 @@ def test_a_checkpoint_restores_every_bit(saving, resuming, tmp_path) -> None:
         assert torch.equal(parameter, saved[f"export.{key}"]), key
 
 
-def test_the_adapter_is_a_peft_adapter(tmp_path) -> None:
+def test_the_saved_adapter_has_the_peft_format(tmp_path) -> None:
     name = save_tiny_model(tmp_path / "m", "llama")
     lora = {**LORA, "match_all_linear": False, "target_modules": ["q_proj", "down_proj"]}
     with process_group():
@@ -371,7 +371,7 @@ def test_the_adapter_is_a_peft_adapter(tmp_path) -> None:
         torch.testing.assert_close(base.get_parameter(key), parameter, rtol=0, atol=1e-6)
 
 
-def test_peft_loads_the_adapter(tmp_path) -> None:
+def test_peft_loads_the_adapter_with_the_same_scores(tmp_path) -> None:
     peft = pytest.importorskip("peft")
     name = save_tiny_model(tmp_path / "m", "qwen2")
     data = random_batch(rows=6)
@@ -418,7 +418,7 @@ def test_checkpoints_of_another_kind_or_base_are_refused(tmp_path) -> None:
             other.load_checkpoint(str(tmp_path / "lora"))
 
 
-def test_switching_adapters_off_is_undone_after_an_error() -> None:
+def test_adapters_are_switched_on_again_after_an_error() -> None:
     hf = tiny_model("qwen2")
     apply_lora(hf, LoraConfig.build(**LORA), 0)
     with pytest.raises(RuntimeError, match="inside"), adapters_off(hf):

@@ -1,4 +1,4 @@
-"""Meshes that Megatron Core cannot train are answered before Ray starts, with the arithmetic and the nearest choice."""
+"""Meshes that Megatron Core cannot train are refused before Ray starts, with the arithmetic and the nearest choice."""
 
 import importlib.metadata
 import importlib.util
@@ -203,7 +203,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_meshes(name: str) -> None:
+def test_each_bad_mesh_gives_its_findings(name: str) -> None:
     model, mesh, want = WRONG[name]
     assert findings(model_config(**model), **mesh) == want
 
@@ -226,11 +226,11 @@ def test_wrong_meshes(name: str) -> None:
         ({"model_type": "deepseek_v3"}, {"ranks": 4, "tp": 2, "sp": True, "ep": 2}),
     ],
 )
-def test_right_meshes(model: dict[str, Any], mesh: dict[str, Any]) -> None:
+def test_good_meshes_give_no_findings(model: dict[str, Any], mesh: dict[str, Any]) -> None:
     assert findings(model_config(**model), **mesh) == []
 
 
-def test_ranks_are_counted_with_the_keys_of_the_section() -> None:
+def test_ranks_are_counted_from_the_keys_of_the_section() -> None:
     def error(ranks: int, **sizes: int) -> str:
         with pytest.raises(ConfigError) as caught:
             ParallelLayout.of(policy_of(**sizes), ranks)
@@ -273,7 +273,7 @@ def test_the_section_chooses_the_backend(tmp_path: Path) -> None:
         backend_of_checkpoint(tmp_path)
 
 
-def test_ranks_that_divide_layers_have_one_queue() -> None:
+def test_ranks_that_split_layers_share_one_queue() -> None:
     backend = MegatronTraining()
     assert backend.environment(policy_of()) == backend.environment(policy_of(pp=2)) == {}
     for sizes in ({"tp": 2}, {"cp": 2}):
@@ -303,7 +303,7 @@ def test_another_megatron_core_is_refused(monkeypatch: pytest.MonkeyPatch, found
         ({"precision": "float32", "grad_reduce_in_fp32": False}, False),
     ],
 )
-def test_many_sums_in_a_short_format_are_warned_of(
+def test_long_bfloat16_sums_give_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, keys: dict[str, Any], warned: bool
 ) -> None:
     keys = dict(keys)
@@ -329,7 +329,7 @@ def test_many_sums_in_a_short_format_are_warned_of(
         ({"optimizer": "sgd", "use_distributed_optimizer": False}, ["=sgd", "use_distributed_optimizer=false"]),
     ],
 )
-def test_an_optimizer_in_host_memory_is_one_that_can_be_saved(values: dict[str, Any], wrong: list[str]) -> None:
+def test_an_optimizer_in_host_memory_has_to_be_savable(values: dict[str, Any], wrong: list[str]) -> None:
     values = dict(values)
     precision = values.pop("precision", "bfloat16")
     optimizer = {"optimizer_cpu_offload": True} | values
@@ -353,7 +353,7 @@ def test_a_model_that_megatron_core_cannot_express_is_refused_before_ray(tmp_pat
 
 
 def test_options_of_experts_are_refused_with_adapters_where_there_are_experts(tmp_path: Path) -> None:
-    """A dense model has neither biases of routers nor shared experts, so nothing is to be refused."""
+    """A dense model has neither router biases nor shared experts, so nothing is refused."""
 
     def refused(model_type: str, **options: Any) -> str:
         model_config(model_type).save_pretrained(tmp_path)
@@ -375,7 +375,7 @@ def test_options_of_experts_are_refused_with_adapters_where_there_are_experts(tm
     assert "gives shared experts inputs" in refused("deepseek_v3", moe_shared_expert_overlap=True)
 
 
-def test_a_folder_for_converted_models_is_answered(
+def test_the_folder_for_converted_models_gives_a_notice(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy = PolicyConfig.build(model_name=TINY, dtensor_cfg={"enabled": False}, megatron_cfg={"enabled": True})
@@ -400,12 +400,12 @@ def test_state_that_cannot_be_saved_is_refused() -> None:
     assert found(sgd_momentum=0.0) == found(use_distributed_optimizer=False) == []
 
 
-def test_the_project_installs_the_tested_release() -> None:
+def test_the_project_pins_the_tested_release() -> None:
     project = tomllib.loads((REPOSITORY_ROOT / "pyproject.toml").read_text())
     assert f"megatron-core=={TESTED_VERSION}" in project["project"]["optional-dependencies"]["mcore"]
 
 
-def test_checks_import_nothing_of_megatron() -> None:
+def test_checks_do_not_import_megatron() -> None:
     code = (
         "import sys; from nemo_rl.models.megatron import families, mesh_check, training_backend;"
         "sys.exit(any(name.split('.')[0] == 'megatron' for name in sys.modules))"
@@ -442,7 +442,7 @@ def test_examples_train_with_megatron_on_their_meshes(path: Path) -> None:
     assert list(check_mesh(policy, ParallelLayout.of(policy, ranks), model)) == []
 
 
-def test_a_wrong_mesh_is_refused_by_the_preflight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preflight_refuses_a_bad_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     if importlib.util.find_spec("megatron") is None:
         pytest.skip("megatron-core is not installed")

@@ -1,4 +1,4 @@
-"""Predicted memory against what training takes; selective checkpointing; what a run is told."""
+"""Predicted memory against measured memory; selective checkpointing; the log lines of a run."""
 
 import logging
 from dataclasses import replace
@@ -45,7 +45,7 @@ def model_config(model_type: str = "qwen2", **fields: Any) -> PretrainedConfig:
     return AutoConfig.for_model(model_type, **_COMMON | {"vocab_size": 96} | SPECIAL.get(model_type, {}) | fields)
 
 
-def test_what_a_layer_keeps_by_hand() -> None:
+def test_the_activations_of_a_layer_equal_a_hand_count() -> None:
     """Qwen2 in float32: per token two norms that keep input, quotient and output (H each, and 1 + 1 for the root),
     queries and the output of attention (H each), keys and values (H / 2 each), and four widths of the feed-forward.
     """
@@ -68,12 +68,12 @@ def test_architectures_are_traced(model_type: str) -> None:
 
 
 def test_equal_layers_are_traced_once() -> None:
-    """The number of layers changes no layer."""
+    """The number of layers does not change a layer."""
     two, six = (trace_model(model_config(num_hidden_layers=number), 32, torch.float32) for number in (2, 6))
     assert six.activations == two.activations * 3 and six.others == two.others
 
 
-def test_an_architecture_that_needs_data_is_counted_without_activations() -> None:
+def test_a_data_dependent_architecture_is_counted_without_activations() -> None:
     policy = PolicyConfig.build(model_name="m", generation=None)
     plan = DTensorRank.predict(policy, ParallelLayout(), model_config("minimax"), Work(32))
     assert plan.missing and plan.certain > 0 and "not known" in plan.table("x")
@@ -92,7 +92,7 @@ def activations(plan: MemoryPlan) -> float:
     return plan.moments["head backward"]["activations"]
 
 
-def test_axes_divide_what_they_divide() -> None:
+def test_each_mesh_axis_divides_its_part_of_the_memory() -> None:
     one, model = plan_of(), model_config()
     total = trace_model(model, 8, torch.float32)
     parameters = sum(layer.total for layer in total.layers) + total.embedding.total + total.last.total
@@ -109,7 +109,7 @@ def test_axes_divide_what_they_divide() -> None:
     assert activations(plan_of(cp=2, context_parallel_method="ulysses")) < activations(plan_of(cp=2))
     tied = model_config(tie_word_embeddings=True)
     assert plan_of(model).certain - plan_of(tied).certain == 12 * 96 * 64  # one table, with two moments
-    assert plan_of(tied, pp=2).certain > plan_of(tied).certain / 2  # which both stages of a pipeline have
+    assert plan_of(tied, pp=2).certain > plan_of(tied).certain / 2  # both stages of a pipeline have it
     deep = model_config(num_hidden_layers=4)
     piped = plan_of(deep, pp=2)
     assert activations(piped) == pytest.approx(activations(plan_of(deep)), rel=0.05)  # two microbatches in half of them
@@ -121,8 +121,8 @@ def test_axes_divide_what_they_divide() -> None:
     assert recomputed == sorted(recomputed)
 
 
-def test_what_lies_gathered() -> None:
-    """FSDP gathers layer by layer, a pipeline stage all of its layers once; one float32 rank of a stage has no FSDP."""
+def test_gathered_weights_are_one_layer_with_fsdp_and_all_in_a_stage() -> None:
+    """FSDP gathers layer by layer, a pipeline stage all of its layers once; a single float32 rank has no FSDP."""
     deep = model_config(num_hidden_layers=8)
     size = 4 * trace_model(deep, 8, torch.float32).layers[0].total
 
@@ -135,8 +135,8 @@ def test_what_lies_gathered() -> None:
     assert gathered(8, pp=2, dp_shard=2) - gathered(4, pp=2, dp_shard=2) == 2 * size
 
 
-def test_keys_of_a_whole_row() -> None:
-    """Context-parallel ranks that gather keys and values keep them; without a kernel for pieces twice."""
+def test_context_parallel_ranks_hold_the_keys_of_whole_rows() -> None:
+    """Context-parallel ranks that gather keys and values keep them, twice without a kernel for pieces."""
     policy = PolicyConfig.build(model_name="m", precision="float32", generation=None)
     one, two, on_cpu = (
         activations(DTensorRank.predict(policy, ParallelLayout(cp=cp), model_config(), Work(64, on_cpu=cpu)))
@@ -172,7 +172,7 @@ def _gradients(rank: int, ranks: int, model: str, how: bool | str, precision: st
 
 
 @pytest.mark.parametrize(("ranks", "precision"), [(1, "float32"), (2, "bfloat16")])
-def test_what_is_computed_again_is_the_same(tmp_path, ranks: int, precision: str) -> None:
+def test_activation_checkpointing_changes_no_gradient(tmp_path, ranks: int, precision: str) -> None:
     model = save_tiny_model(tmp_path / "m", "gemma3")
     plain, *others = (run_ranks(_gradients, ranks, model, how, precision)[0] for how in (False, True, "selective"))
     assert len(plain) > 10
@@ -188,7 +188,7 @@ def told(caplog: pytest.LogCaptureFixture, policy: PolicyConfig, trains: bool = 
     return caplog.text
 
 
-def test_a_run_is_told_its_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_logs_its_predicted_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     policy = PolicyConfig.build(model_name=TINY, precision="float32", generation=None)
     text = told(caplog, policy)
     assert "Predicted memory of policy (2 ranks), GiB on each rank" in text
@@ -205,7 +205,7 @@ def test_a_run_is_told_its_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytes
         told(caplog, policy)
 
 
-def test_cpu_offload_moves_what_stays_to_the_host() -> None:
+def test_cpu_offload_moves_resident_memory_to_the_host() -> None:
     policy = PolicyConfig.build(model_name="m", generation=None, dtensor_cfg={"cpu_offload": True})
     work = Work(64, keeps_reference=True)
     plan = DTensorRank.predict(policy, ParallelLayout(dp_shard=2), model_config(), work)
@@ -238,6 +238,6 @@ def test_keys_of_shared_prompts_are_predicted() -> None:
         ({"dtensor_cfg": {"context_parallel_size": 2}}, 16, 1),
     ],
 )
-def test_the_bound_on_keys_is_that_of_the_packer(values, rows, wanted) -> None:
+def test_the_bound_on_keys_equals_that_of_the_packer(values, rows, wanted) -> None:
     policy = PolicyConfig.build(**{"model_name": "m", "sequence_packing": {"enabled": True}} | values)
     assert keys_per_token(policy, rows) == wanted

@@ -1,4 +1,4 @@
-"""Wrong meshes are answered before Ray starts, with the arithmetic and the nearest sizes that fit."""
+"""Bad meshes are refused before Ray starts, with the arithmetic and the nearest sizes that fit."""
 
 from pathlib import Path
 from typing import Any
@@ -217,7 +217,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("model", "mesh", "want"), WRONG)
-def test_wrong_meshes(model: dict[str, Any], mesh: dict[str, Any], want: list[str]) -> None:
+def test_each_bad_mesh_gives_its_findings(model: dict[str, Any], mesh: dict[str, Any], want: list[str]) -> None:
     assert findings(model_config(**model), **mesh) == want
 
 
@@ -236,7 +236,7 @@ def test_wrong_meshes(model: dict[str, Any], mesh: dict[str, Any], want: list[st
         ("minimax", {"ranks": 2, "tp": 2}),
     ],
 )
-def test_right_meshes(model_type: str, mesh: dict[str, Any]) -> None:
+def test_good_meshes_give_no_findings(model_type: str, mesh: dict[str, Any]) -> None:
     assert findings(model_config(model_type), **mesh) == []
 
 
@@ -256,7 +256,7 @@ def test_a_model_without_a_plan_is_a_finding_where_one_is_needed() -> None:
         assert list(check_mesh(config, layout, model_config("qwen2"), plan_for=plan_for)) == want
 
 
-def test_numbers_of_ranks_are_answered_with_the_keys() -> None:
+def test_bad_numbers_of_ranks_name_the_keys() -> None:
     def error(ranks: int, **sizes: int) -> str:
         keys = {SHORT[name]: value for name, value in sizes.items()}
         with pytest.raises(ConfigError) as caught:
@@ -277,7 +277,7 @@ def test_numbers_of_ranks_are_answered_with_the_keys() -> None:
     "path", sorted(path for path in EXAMPLES.glob("*.yaml") if "megatron" not in path.stem), ids=lambda path: path.stem
 )
 def test_examples_fit_their_meshes(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models on the hub stand for the tiny one, whose numbers are divided more easily than fitted."""
+    """The tiny model stands for models on the hub; it has other sizes, which are easier to divide."""
     schema = ALGORITHMS[algorithm_of(path)]
     if not issubclass(schema, MasterConfig):
         pytest.skip("nothing is trained")
@@ -289,7 +289,7 @@ def test_examples_fit_their_meshes(path: Path, tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("key", ["tensor_parallel_size=8", "context_parallel_size=8"])
-def test_the_command_answers_before_ray(
+def test_the_command_refuses_a_bad_mesh_before_ray_starts(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -301,7 +301,7 @@ def test_the_command_answers_before_ray(
     assert f"policy.dtensor_cfg.{key} " in capsys.readouterr().err and not ran
 
 
-def test_the_teacher_is_asked_for_its_own_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mesh_of_the_teacher_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     teacher = save_tiny_model(tmp_path / "teacher", "qwen2", vocab_size=96)
     overrides = [
@@ -318,7 +318,7 @@ def test_the_teacher_is_asked_for_its_own_mesh(tmp_path: Path, monkeypatch: pyte
         preflight.check_backends(config.models, config.cluster)
 
 
-def test_a_teacher_apart_leaves_the_rest_to_the_policy() -> None:
+def test_a_separate_teacher_leaves_the_other_devices_to_the_policy() -> None:
     overrides = [
         "cluster.device=cuda", "cluster.gpus_per_node=8", "teacher.colocated.enabled=false",
         "teacher.colocated.resources.gpus_per_node=4",
@@ -327,13 +327,13 @@ def test_a_teacher_apart_leaves_the_rest_to_the_policy() -> None:
     assert model_ranks(config.cluster, config.models) == {"policy": 4, "teacher": 4}
 
 
-def test_a_notebook_is_answered_before_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_gets_the_finding_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nemo_rl.algorithms.setup.open_policy.init_ray", lambda *_: pytest.fail("Ray was started"))
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=16 does not divide"):
         open_policy(TINY, ranks=16, learning_rate=1e-5, dtensor_cfg={"tensor_parallel_size": 16})
 
 
-def test_ranks_of_a_teacher_are_named_with_its_section() -> None:
+def test_findings_about_a_teacher_name_its_section() -> None:
     policy = PolicyConfig.build(model_name=TINY, dtensor_cfg={"tensor_parallel_size": 3}, generation=None)
     with pytest.raises(ConfigError, match=r"^teacher\.dtensor_cfg: 4 ranks are no multiple of 3"):
         DTensorTraining().check(policy, 4, "teacher")

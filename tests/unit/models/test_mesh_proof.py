@@ -1,4 +1,4 @@
-"""Meshes are proven on a small model before a run starts: what is accepted, what is refused, what it leaves behind."""
+"""Meshes are proven on a small model before a run starts: which pass, which are refused, and no leftovers."""
 
 import os
 import time
@@ -49,18 +49,18 @@ def never_asked(monkeypatch) -> None:
     monkeypatch.setattr(mesh_proof, "answers", asked)
 
 
-def test_one_rank_pays_nothing(never_asked) -> None:
+def test_a_mesh_without_model_parallelism_needs_no_proof(never_asked) -> None:
     policy = policy_config("unused")
     prove_mesh(policy, ParallelLayout(dp_shard=4, dp_replicate=2), random_model("llama").config)
 
 
-def test_a_proven_mesh_is_known_the_next_time(cache, monkeypatch) -> None:
+def test_a_proven_mesh_is_remembered(cache, monkeypatch) -> None:
     prove("llama", TP2)
     (proof,) = (cache / "nemo_rl" / "proven_meshes").iterdir()
     assert proof.stat().st_size == 0
     monkeypatch.setattr(mesh_proof, "answers", lambda *args, **kwargs: Trouble("it was asked again"))
     prove("llama", TP2)
-    prove("llama", {"tensor_parallel_size": 4})  # the same small mesh
+    prove("llama", {"tensor_parallel_size": 4})  # an equal small mesh
     for changed in ({"mesh": TP2 | {"sequence_parallel": True}}, {"mesh": TP2, "fields": {"hidden_size": 32}}):
         with pytest.raises(ConfigError, match="it was asked again"):
             prove("llama", **changed)
@@ -69,7 +69,7 @@ def test_a_proven_mesh_is_known_the_next_time(cache, monkeypatch) -> None:
         prove("llama", TP2)
 
 
-def test_a_folder_that_cannot_be_written_is_no_trouble(cache, monkeypatch) -> None:
+def test_a_read_only_folder_is_no_error(cache, monkeypatch) -> None:
     cache.write_text("a file where a folder should be")
     monkeypatch.setattr(mesh_proof, "answers", lambda *args, **kwargs: [None])
     prove("llama", TP2)
@@ -85,14 +85,14 @@ def test_a_shared_expert_that_every_rank_adds_is_refused_by_name(monkeypatch) ->
     assert message.endswith("Set tensor_parallel_size=1.")
 
 
-def test_what_helps_is_tried_and_named(monkeypatch) -> None:
+def test_the_error_names_a_setting_that_works(monkeypatch) -> None:
     monkeypatch.setattr(tensor_parallel, "_mixers", lambda *args: [])
     with pytest.raises(ConfigError, match=r"Set sequence_parallel=false or tensor_parallel_size=1\."):
         prove("minimax", TP2 | {"sequence_parallel": True})
 
 
 def test_stages_that_repeat_what_comes_before_the_layers_are_refused(monkeypatch) -> None:
-    """As a body does that multiplies embeddings, where arriving hidden states go through it."""
+    """A body may multiply embeddings; arriving hidden states would then be multiplied again."""
 
     def given(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         output = self._layer[0](hidden_states, *args, **kwargs)
@@ -107,13 +107,13 @@ def test_stages_that_repeat_what_comes_before_the_layers_are_refused(monkeypatch
         prove("granite", PP2, fields={"embedding_multiplier": 3.0})
 
 
-def test_a_rank_that_aborts_is_a_refusal(monkeypatch) -> None:
+def test_a_mesh_whose_rank_aborts_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(DTensorBackend, "run", lambda *args, **kwargs: os.abort())
     with pytest.raises(ConfigError, match=r"a rank gave its process was ended by SIGABRT\. Set tensor_parallel_size=1"):
         prove("llama", TP2)
 
 
-def test_ranks_that_hang_are_a_refusal(monkeypatch) -> None:
+def test_a_mesh_whose_ranks_hang_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(DTensorBackend, "run", lambda *args, **kwargs: time.sleep(60))
     monkeypatch.setattr(mesh_proof, "_RANKS_S", 3.0)
     monkeypatch.setattr(mesh_proof._Question, "_way_out", lambda self: "")
@@ -150,7 +150,7 @@ def test_ranks_that_hang_are_a_refusal(monkeypatch) -> None:
     ],
     ids=["adapters", "reward model", "reward model in stages", "ulysses packed", "shared prompts", "interleaved"],
 )
-def test_what_a_section_asks_for_is_part_of_the_proof(model_type, mesh, values) -> None:
+def test_options_of_the_section_are_part_of_the_proof(model_type, mesh, values) -> None:
     values = dict(values)
     fields = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
     prove(
@@ -178,7 +178,7 @@ def test_dynamic_rotary_frequencies_are_refused_here_too(mesh) -> None:
         ({"dp_replicate": 2, "tp": 4, "ep": 4}, ParallelLayout(tp=2, ep=2)),
     ],
 )
-def test_a_mesh_has_a_small_form(sizes, small) -> None:
+def test_the_mesh_is_shrunk_for_the_proof(sizes, small) -> None:
     assert SmallMesh.of(policy_config("unused"), ParallelLayout(**sizes)).layout == small
 
 
@@ -188,7 +188,7 @@ def _small(config: PretrainedConfig, **mesh: int) -> Any:
     return small_model(config, small_policy(policy, asked), asked)
 
 
-def test_a_large_model_has_a_small_form_of_the_same_pattern() -> None:
+def test_a_large_model_is_shrunk_to_the_same_layer_pattern() -> None:
     config = AutoConfig.for_model(
         "qwen2", hidden_size=3584, num_attention_heads=28, num_key_value_heads=4, num_hidden_layers=28
     )
@@ -198,7 +198,7 @@ def test_a_large_model_has_a_small_form_of_the_same_pattern() -> None:
     assert sum(parameter.numel() for parameter in small.parameters()) < 15e6
 
 
-def test_every_kind_of_layer_is_in_the_small_form() -> None:
+def test_the_shrunk_model_has_every_kind_of_layer() -> None:
     config = AutoConfig.for_model("gemma3_text", hidden_size=1152, num_hidden_layers=26, num_attention_heads=4)
     small = _small(config, tensor_parallel_size=2)
     assert small.config.layer_types == ["sliding_attention", "full_attention"]
@@ -212,7 +212,7 @@ def _alive(pids: Path) -> list[int]:
     return [int(pid) for pid in pids.read_text().split() if Path(f"/proc/{pid}").exists()]
 
 
-def test_no_process_is_left(tmp_path) -> None:
+def test_no_process_remains_after_a_proof(tmp_path) -> None:
     pids = tmp_path / "pids"
 
     def nested(index: int) -> int:
@@ -242,14 +242,14 @@ def test_no_process_is_left(tmp_path) -> None:
     assert not _alive(pids)
 
 
-def test_answers_come_in_order_and_in_time() -> None:
+def test_answers_arrive_in_order_before_the_deadline() -> None:
     assert answers(lambda index: index * index, 3, 60) == [0, 1, 4]
     with pytest.raises(DeadlineExceededError, match="1 of 1 processes gave no answer in 0.5 s"):
         answers(lambda index: time.sleep(60), 1, 0.5)
 
 
 def test_weights_that_a_class_leaves_uninitialized_are_defined(monkeypatch) -> None:
-    """ERNIE's router is one: it must not hold whatever the memory held before."""
+    """ERNIE's router is one: its values must not depend on uninitialized memory."""
     empty_like = torch.empty_like
 
     def dirty(*args: Any, **kwargs: Any) -> torch.Tensor:

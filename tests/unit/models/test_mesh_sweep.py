@@ -1,4 +1,4 @@
-"""Model types on meshes: each cell is right by transformers' own float64, or refused before a rank starts."""
+"""Model types on meshes: each cell equals transformers' own float64, or is refused before a rank starts."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def _own_cache(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("model_type", "mesh", "expected"), SOME)
-def test_a_cell_is_right_or_refused(model_type, mesh, expected) -> None:
+def test_each_model_and_mesh_is_correct_or_refused(model_type, mesh, expected) -> None:
     (cell,) = sweep(model_type, [mesh])
     assert cell.verdict == expected, cell
 
@@ -38,7 +38,7 @@ def test_a_cell_is_right_or_refused(model_type, mesh, expected) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("model_type", model_types())
-def test_every_type_is_right_or_refused_on_every_mesh(model_type) -> None:
+def test_every_model_type_is_correct_or_refused_on_every_mesh(model_type) -> None:
     try:
         cells = list(sweep(model_type, list(MESHES)))
     except ValueError as error:

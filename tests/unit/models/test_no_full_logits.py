@@ -60,7 +60,7 @@ MODELS = {
 
 
 def full_batch() -> BatchedDataDict[Any]:
-    """Rows without padding, all tokens counted but the first."""
+    """Make rows without padding; all tokens but the first are unmasked."""
     gen = torch.Generator().manual_seed(0)
     token_mask = torch.ones(B, T)
     token_mask[:, 0] = 0
@@ -81,7 +81,7 @@ def full_batch() -> BatchedDataDict[Any]:
 
 
 def passes(config: PolicyConfig) -> Allocations:
-    """Score, ask for the largest logits, and train one step with each loss."""
+    """Score, request the largest logits, and train one step with each loss."""
     data = full_batch()
     with process_group():
         worker = PolicyWorker(DTensorBackend(config, CPU), config)
@@ -111,7 +111,7 @@ def test_no_tensor_has_the_size_of_all_logits(model, filters, tmp_path) -> None:
     assert CHUNK * V <= made.largest < ALLOWED, made.where
 
 
-def test_the_watch_sees_what_a_models_own_forward_makes(tmp_path, monkeypatch) -> None:
+def test_the_watcher_finds_the_full_logits_of_a_plain_forward(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(build, "find_transform", lambda hf: None)
     assert passes(small_config(tmp_path, "plain")).largest >= NUM_LOGITS
 
@@ -129,7 +129,7 @@ def in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, transform: LogitT
 
 
 def large_head(width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states of 4 rows of 4096 tokens, 32768 words, and targets."""
+    """Make hidden states of 4 rows of 4096 tokens, 32768 words, and targets."""
     hidden, weight = (torch.randn(n, width, requires_grad=True) for n in (4 * 4096, 32768))
     return hidden, weight, torch.zeros(4 * 4096, dtype=torch.int64)
 
@@ -139,7 +139,7 @@ TRANSFORMS = {"plain": LogitTransform(), "capped": LogitTransform(0.5, 30.0)}
 
 
 def _peaks(rank: int, world_size: int) -> dict[str, list[int]]:
-    """Bytes by transform and temperature, for each of the two ways.
+    """Return bytes by transform and temperature, for each of the two ways.
 
     In a process of its own: a backward pass of fake tensors starts threads, after which nothing can be forked.
     """
@@ -154,7 +154,7 @@ def _peaks(rank: int, world_size: int) -> dict[str, list[int]]:
 
 
 def test_log_probs_take_a_fraction_of_the_memory_of_full_logits() -> None:
-    """Forward and backward, by the sizes of tensors that hold no memory."""
+    """Forward and backward, by the sizes of fake tensors."""
     (peaks,) = run_ranks(_peaks, 1)
     assert len(peaks) == 4
     for full, chunked in peaks.values():
@@ -163,7 +163,7 @@ def test_log_probs_take_a_fraction_of_the_memory_of_full_logits() -> None:
 
 
 def _resident_peak(rank: int, world_size: int, way: int) -> int:
-    """KiB of this process that the log-probabilities and their gradients add at their peak."""
+    """Return the KiB that log-probabilities and their gradients add to this process at their peak."""
     head = large_head(width=64)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     WAYS[way](*head, LogitTransform(), 1.0)
@@ -171,7 +171,7 @@ def _resident_peak(rank: int, world_size: int, way: int) -> int:
 
 
 @pytest.mark.long
-def test_log_probs_take_a_fraction_of_the_memory_of_full_logits_in_truth() -> None:
+def test_measured_memory_of_log_probs_is_a_fraction_of_full_logits() -> None:
     (full,), (chunked,) = (run_ranks(_resident_peak, 1, way) for way in range(2))
     assert full > 2 * 4 * 4096 * 32768 * 4 / 1024
     assert chunked < full / 5, (chunked, full)

@@ -1,4 +1,4 @@
-"""Heads of real architectures: found by their own logits, scored in chunks as Hugging Face scores them in float64."""
+"""Heads of real architectures are found by their own logits and scored in chunks like Hugging Face in float64."""
 
 import logging
 
@@ -31,7 +31,7 @@ HEADS = {
 
 
 def hf_results(hf: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """Log-probabilities, entropies, largest logits, and gradients of a loss on both, from the model's own logits."""
+    """Return log-probs, entropies, largest logits, and gradients of a loss on both, from the model's own logits."""
     logits = hf(input_ids=TOKENS, use_cache=False).logits.flatten(0, 1)[POSITIONS]
     logp = torch.log_softmax(logits / TEMPERATURE, -1)
     scores, entropy = logp.gather(-1, TARGETS[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
@@ -45,7 +45,7 @@ def gradients(hf: PreTrainedModel, scores: Tensor, entropy: Tensor) -> dict[str,
 
 
 @pytest.mark.parametrize("arch", HEADS)
-def test_scores_and_gradients_are_those_of_the_models_own_logits(arch) -> None:
+def test_scores_and_gradients_equal_those_of_the_models_own_logits(arch) -> None:
     special, transform = HEADS[arch]
     hf = random_model(arch, **special).double()
     model = build_causal_lm(hf, chunk_size=4)
@@ -60,7 +60,7 @@ def test_scores_and_gradients_are_those_of_the_models_own_logits(arch) -> None:
         torch.testing.assert_close(grad, want_grads[name], rtol=1e-7, atol=1e-9, msg=name)
 
 
-def test_caps_are_seen_where_the_logits_are_still_small() -> None:
+def test_logit_caps_are_found_even_for_small_logits() -> None:
     """A new model's logits are so small that capping changes nothing; training makes them large."""
     capped = random_model("gemma2", initializer_range=1e-3, final_logit_softcapping=30.0)
     assert find_transform(capped) == LogitTransform(cap=30.0)
@@ -72,7 +72,7 @@ def test_caps_are_seen_where_the_logits_are_still_small() -> None:
     assert not capped.lm_head._forward_pre_hooks
 
 
-def test_heads_that_are_not_described_use_the_models_own_forward_on_one_rank(caplog) -> None:
+def test_unknown_heads_use_the_models_own_forward_on_one_rank(caplog) -> None:
     hf = random_model("bert", is_decoder=True).double()
     assert find_transform(hf) is None
     with caplog.at_level(logging.WARNING):

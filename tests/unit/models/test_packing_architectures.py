@@ -1,4 +1,4 @@
-"""An architecture packs as it pads, or is refused by name."""
+"""An architecture gives equal results packed and padded, or is refused by name."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def _logprobs(model: PreTrainedModel, inputs: dict) -> Tensor:
 
 
 @pytest.mark.parametrize("model_type", PACKS)
-def test_packed_is_the_models_own_attention_padded(model_type) -> None:
+def test_packed_rows_equal_the_models_own_attention_on_padded_rows(model_type) -> None:
     model = random_model(model_type)
     segments = list(((torch.arange(40) * 7 + 3) % VOCAB).split([23, 17]))
     model.set_attn_implementation("eager")
@@ -68,26 +68,26 @@ def test_attention_that_cannot_be_replaced_is_refused_before_the_weights_are_rea
 
 
 @pytest.mark.parametrize("model_type", REFUSED_BY_PROBE)
-def test_what_packing_would_lose_is_refused(model_type) -> None:
+def test_models_that_packing_would_change_are_refused(model_type) -> None:
     with pytest.raises(ConfigError, match=f"(?s){REFUSED_BY_PROBE[model_type]}.*{WAY_OUT}"):
         verify_packing(_packing(random_model(model_type)))
 
 
 @pytest.mark.parametrize("model_type", ["minimax", "stablelm", "llama4_text", "doge"])
-def test_what_ranks_cannot_divide_is_refused(model_type) -> None:
-    """Tokens that meet outside attention: linear attention, arguments that do not reach it, masks of its own."""
+def test_attention_that_ranks_cannot_divide_is_refused(model_type) -> None:
+    """Tokens that mix outside attention: linear attention, arguments that do not reach it, the model's own masks."""
     with pytest.raises(ConfigError, match=r"(?s)ForCausalLM.*context_parallel_size=1"):
         use_registered_attention(random_model(model_type), packed=False, divided=True)
 
 
-def test_a_layer_that_looks_at_its_neighbour_is_noticed_where_packing_would_not() -> None:
+def test_a_layer_that_reads_neighbouring_tokens_is_noticed() -> None:
     model = _packing(random_model("qwen3"))
     verify_division(model)
     layer = model.model.layers[0]
     plain = layer.forward
 
     def with_neighbour(hidden: Tensor, position_ids: Tensor, **kwargs) -> Tensor:
-        """A convolution that knows where sequences begin."""
+        """Add a convolution that knows where sequences start."""
         left = hidden.roll(1, dims=1) * (position_ids > 0)[..., None]
         return plain(hidden + 0.1 * left, position_ids=position_ids, **kwargs)
 
@@ -98,7 +98,7 @@ def test_a_layer_that_looks_at_its_neighbour_is_noticed_where_packing_would_not(
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "mistral", "deepseek_v3"])
-def test_padded_rows_use_it_too_and_have_the_models_gradients(model_type) -> None:
+def test_padded_rows_use_the_packed_attention_and_keep_the_gradients(model_type) -> None:
     ids = (torch.arange(40) * 7 + 3).view(2, 20) % VOCAB
     found = []
     for registered in (False, True):
@@ -114,7 +114,7 @@ def test_padded_rows_use_it_too_and_have_the_models_gradients(model_type) -> Non
 
 
 @pytest.mark.parametrize("model_type", ["doge", "llama4_text", "falcon"])
-def test_where_nothing_needs_it_a_model_keeps_its_own(model_type, caplog) -> None:
+def test_a_model_keeps_its_own_attention_if_nothing_needs_another(model_type, caplog) -> None:
     model = random_model(model_type)
     own = model.config._attn_implementation
     with caplog.at_level("INFO"):
@@ -124,7 +124,7 @@ def test_where_nothing_needs_it_a_model_keeps_its_own(model_type, caplog) -> Non
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "qwen2_moe"])
-def test_a_window_that_gets_lost_is_noticed_however_long_it_is(model_type, monkeypatch) -> None:
+def test_a_lost_attention_window_of_any_length_is_noticed(model_type, monkeypatch) -> None:
     model = _packing(random_model(model_type, sliding_window=4096))
     verify_packing(model)
     assert model.config.sliding_window == 4096, "the check leaves the model as it was"

@@ -66,8 +66,8 @@ def test_values_and_gradients_equal_log_softmax(temperature, bias, chunk_size) -
         torch.testing.assert_close(g, w, rtol=0, atol=1e-11)
 
 
-def test_one_chunk_has_the_bits_of_the_plain_expressions() -> None:
-    """Runs are repeated bit by bit, also by later versions: another order of operations would be another run."""
+def test_one_chunk_equals_the_plain_expressions_bit_for_bit() -> None:
+    """Later versions repeat runs bit for bit: another order of operations would change the run."""
     hidden, weight, targets, b = _inputs(torch.float32, bias=True)
     got = token_logprobs(hidden, weight, targets, density=SamplingDensity(0.7), bias_V=b)
     weights_l, weights_h = torch.linspace(-1, 2, N), torch.linspace(1, 0.1, N)
@@ -103,7 +103,7 @@ def test_bfloat16_weights_reduce_in_float32() -> None:
     assert (got.double() - want).abs().max() < 2**-8 * (hidden @ weight.t()).abs().max() * 2
 
 
-def test_no_tokens_still_reach_every_parameter() -> None:
+def test_an_empty_batch_still_gives_every_parameter_a_gradient() -> None:
     hidden, weight, targets, _ = _inputs(torch.float32)
     got, entropy = token_logprobs(hidden[:0], weight, targets[:0])
     assert got.shape == entropy.shape == (0,)
@@ -112,7 +112,7 @@ def test_no_tokens_still_reach_every_parameter() -> None:
     assert weight.grad is not None and not weight.grad.any()
 
 
-def test_never_holds_all_logits() -> None:
+def test_the_full_logits_are_never_held() -> None:
     gen = torch.Generator().manual_seed(0)
     hidden = torch.randn(512, 8, generator=gen, requires_grad=True)
     weight = torch.randn(1000, 8, generator=gen, requires_grad=True)
@@ -125,7 +125,7 @@ def test_never_holds_all_logits() -> None:
 
 
 class Operations(TorchDispatchMode):
-    """Names of the operations that ran, and how many of them touched all logits of a chunk."""
+    """Records the names of operations, and how many of them touched all logits of a chunk."""
 
     def __init__(self):
         super().__init__()
@@ -140,20 +140,20 @@ class Operations(TorchDispatchMode):
         return out
 
 
-def test_the_gradient_alone_takes_few_passes_and_asks_the_device_nothing() -> None:
+def test_the_gradient_takes_few_passes_and_no_synchronization() -> None:
     hidden, weight, targets, _ = _inputs(torch.float32)
     got, entropy = token_logprobs(hidden, weight, targets)
     with Operations() as without:
         got.sum().backward(retain_graph=True)
     assert not {"any", "item", "_local_scalar_dense", "is_nonzero", "div_", "where"} & set(without.names)
-    # 3 matrix products; minus, exp, factor, scatter
+    # 3 matrix products; subtract, exp, scale, scatter
     assert without.num_over_logits == 7
     with Operations() as with_entropy:
         (got.sum() + entropy.sum()).backward()
     assert with_entropy.num_over_logits > 7
 
 
-def test_gradients_of_one_of_the_two_results() -> None:
+def test_gradients_flow_through_either_result_alone() -> None:
     hidden, weight, targets, _ = _inputs(torch.float64)
     want = torch.autograd.grad(_reference(hidden, weight, None, targets, 1.0)[1].sum(), [hidden, weight])
     got = torch.autograd.grad(token_logprobs(hidden, weight, targets, chunk_size=8)[1].sum(), [hidden, weight])
@@ -167,8 +167,8 @@ def test_chunks_are_larger_on_gpus() -> None:
     assert sizes == [512, 2048]
 
 
-def test_statistics_compile_whole_and_for_any_number_of_tokens() -> None:
-    """With the compiler's front end, which needs no GPU: one graph, the same numbers, dropped tokens included."""
+def test_statistics_compile_without_breaks_for_any_number_of_tokens() -> None:
+    """The compiler's front end needs no GPU: one graph, the same numbers, dropped tokens included."""
     frames: list[int] = []
 
     def backend(graph, inputs):
@@ -217,7 +217,7 @@ def test_a_gpu_runs_compiled_functions_unless_they_do_not_compile(monkeypatch, c
 
 
 def _vllm_filter(row: list[float], top_k: int | None, top_p: float) -> set[int]:
-    """Kept token ids by the definition, with plain Python."""
+    """Return the kept token ids by the definition, in plain Python."""
     kept = set(range(len(row)))
     if top_k is not None:
         kth = sorted(row, reverse=True)[min(top_k, len(row)) - 1]
@@ -233,7 +233,7 @@ def _vllm_filter(row: list[float], top_k: int | None, top_p: float) -> set[int]:
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (None, 0.6), (7, 0.5), (1, 1.0), (None, 0.01)])
-def test_filter_keeps_what_the_sampler_keeps(top_k, top_p) -> None:
+def test_the_filter_keeps_the_tokens_that_the_sampler_keeps(top_k, top_p) -> None:
     logits = torch.randn(20, V, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     filtered, keep = apply_top_k_top_p(logits, top_k, top_p)
     assert keep is not None
@@ -242,7 +242,7 @@ def test_filter_keeps_what_the_sampler_keeps(top_k, top_p) -> None:
         assert torch.equal(out.isfinite(), kept_row)
 
 
-def test_filtered_logprobs_and_gradients() -> None:
+def test_filtered_logprobs_and_gradients_equal_the_definition() -> None:
     hidden, weight, targets, _ = _inputs(torch.float64)
     density = SamplingDensity(temperature=0.8, top_k=9, top_p=0.9)
     logits = (hidden @ weight.t()) / 0.8
@@ -274,6 +274,6 @@ def test_a_sampled_token_outside_the_filter_stays_in_the_distribution() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"temperature": 0.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
-def test_densities_that_are_none_are_refused(bad) -> None:
+def test_invalid_sampling_densities_are_refused(bad) -> None:
     with pytest.raises(ConfigError):
         SamplingDensity(**bad)

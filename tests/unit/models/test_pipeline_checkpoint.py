@@ -1,4 +1,4 @@
-"""What leaves a pipeline and comes back: checkpoints on other meshes, adapters, layers, rewards."""
+"""Save and load pipelines: checkpoints on other meshes, adapters, layers, rewards."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def _update(worker: PolicyWorker, rank: int, world_size: int, case: Case, seed: 
 
 
 def _state(backend: DTensorBackend) -> dict[str, torch.Tensor]:
-    """Optimizer state of the parameters that this rank holds, by known names, whole."""
+    """Return the whole optimizer state of the parameters that this rank holds, by known names."""
     assert backend.optimizer is not None
     stage, found = stage_of(backend.model.hf), {}
     for name, parameter in backend.model.hf.named_parameters():
@@ -62,7 +62,7 @@ def _saved(rank: int, world_size: int, name: str, case: Case, folder: Path) -> d
 
 
 def _moved(rank: int, world_size: int, name: str, case: Case, source: Path, target: Path) -> dict[str, Any]:
-    """Load, and save at once on this mesh."""
+    """Load, and save immediately on this mesh."""
     worker = _worker(rank, world_size, name, case)
     worker.load_checkpoint(str(source / "weights"), str(source / "optimizer"))
     worker.save_checkpoint(str(target / "weights"), str(target / "optimizer"))
@@ -79,7 +79,7 @@ def _contents(worker: PolicyWorker, rank: int, world_size: int, case: Case) -> d
 
 
 def _joined(ranks: list[dict[str, Any]], key: str) -> dict[str, torch.Tensor]:
-    """Union over ranks; who holds the same has the same."""
+    """Join the states of ranks; parameters on several ranks are equal."""
     found: dict[str, torch.Tensor] = {}
     for rank in ranks:
         for name, tensor in rank[key].items():
@@ -98,8 +98,8 @@ def _require_same(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> 
     assert after[0]["next"].grad_norm == pytest.approx(before[0]["next"].grad_norm, rel=1e-4)
 
 
-def test_a_checkpoint_moves_from_mesh_to_mesh(tmp_path) -> None:
-    """Weights and optimizer state bit for bit, the next update equal; with a weight that two stages hold."""
+def test_a_checkpoint_loads_on_other_meshes(tmp_path) -> None:
+    """Weights and optimizer state bit for bit, and an equal next update; two stages hold one weight."""
     name = save_model(tmp_path / "m", "qwen3", num_layers=5, tie_word_embeddings=True)
     saved = run_ranks(_saved, 2, name, STAGES, tmp_path / "0")
     written = load_file(tmp_path / "0/weights/model/model-00001-of-00001.safetensors")
@@ -126,7 +126,7 @@ def _adapted(rank: int, world_size: int, name: str, case: Case, source: Path | N
     return {"weights": weights, "norm": result.grad_norm}
 
 
-def test_adapters_are_trained_saved_and_sent_from_all_stages(tmp_path) -> None:
+def test_adapters_of_all_stages_are_trained_saved_and_sent(tmp_path) -> None:
     name = save_model(tmp_path / "m", "qwen2", num_layers=3)
     sgd = ("optimizer", {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1}})
     whole, stages = (Case(pp=pp, values=(LORA, sgd)) for pp in (1, 2))
@@ -170,7 +170,7 @@ def _answers(rank: int, world_size: int, name: str, case: Case) -> dict[str, Any
     }
 
 
-def test_workers_of_stages_answer_as_one_does(tmp_path) -> None:
+def test_workers_of_stages_answer_like_a_single_worker(tmp_path) -> None:
     name = save_model(tmp_path / "m", "qwen3", num_layers=5)
     (one,) = run_ranks(_answers, 1, name, Case(pp=1))
     ranks = run_ranks(_answers, 2, name, Case(virtual=2))
@@ -210,7 +210,7 @@ def _rewards(rank: int, world_size: int, name: str, case: Case) -> dict[str, Any
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_reward_models_are_divided_too(packed, tmp_path) -> None:
+def test_reward_models_are_divided_into_stages_too(packed, tmp_path) -> None:
     name = save_model(tmp_path / "m", "qwen3", num_layers=3)
     case = Case(packed=packed, values=(("reward_model_cfg", {"enabled": True}),))
     first, last = run_ranks(_rewards, 2, name, case)

@@ -94,7 +94,7 @@ def test_schedules_and_meshes_equal_one_process(case, tmp_path) -> None:
     assert torch.equal(first["model.embed_tokens.weight"], last["lm_head.weight"]), "both copies took the same step"
 
 
-def test_more_ways_of_a_stage_equal_one_process(tmp_path) -> None:
+def test_checkpointed_and_offloaded_stages_equal_one_process(tmp_path) -> None:
     """Activation checkpointing, and parameters in host memory (FSDP2 with one rank per stage)."""
     name = save_model(tmp_path / "m", "qwen3", num_layers=4)
     for section in ({"activation_checkpointing": True}, {"cpu_offload": True, "activation_checkpointing": True}):

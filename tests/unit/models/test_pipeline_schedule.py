@@ -1,4 +1,4 @@
-"""The programs of pipeline stages, as pure data: complete, in an order that cannot block, and bounded in memory."""
+"""The programs of pipeline stages, as pure data: complete, free of deadlocks, and bounded in memory."""
 
 from itertools import product
 
@@ -29,7 +29,7 @@ def test_every_chunk_sees_every_microbatch_once(backward) -> None:
             )
 
 
-def test_a_backward_pass_comes_after_its_forward_pass_and_few_microbatches_wait() -> None:
+def test_each_backward_follows_its_forward_and_few_microbatches_are_in_flight() -> None:
     for stages, per_stage, number in SHAPES:
         for stage, program in enumerate(programs(stages, per_stage, number, backward=True)):
             waiting: set[tuple[int, int]] = set()
@@ -42,7 +42,7 @@ def test_a_backward_pass_comes_after_its_forward_pass_and_few_microbatches_wait(
             assert not waiting
 
 
-def test_the_orders_are_those_of_the_papers() -> None:
+def test_the_orders_equal_those_of_the_papers() -> None:
     first, second = programs(2, 1, 3, backward=True)
     assert _as_text(first) == "f0.0 f0.1 b0.0 f0.2 b0.1 b0.2"
     assert _as_text(second) == "f1.0 b1.0 f1.1 b1.1 f1.2 b1.2"
@@ -52,7 +52,7 @@ def test_the_orders_are_those_of_the_papers() -> None:
 
 
 class Network:
-    """Transfers that block their stage until the peer is at the matching one: the strictest there can be."""
+    """Transfers that block their stage until the peer is at the matching one: the strictest case."""
 
     def __init__(self, made: list[Program], num_chunks: int) -> None:
         self.made, self.num_chunks = made, num_chunks
@@ -87,7 +87,7 @@ class Network:
         return True
 
     def _group_of(self, stage: int) -> set[int] | None:
-        """All stages that a transfer of this exchange waits for, directly or not; None while one is elsewhere."""
+        """Return all stages that a transfer of this exchange waits for, directly or not; None if one is not ready."""
         group, new = {stage}, [stage]
         while new:
             member = new.pop()
@@ -109,7 +109,7 @@ class Network:
         return {(transfer.peer, transfer.wanted_by) for transfer in exchange.sends} if exchange else set()
 
     def _received(self, sender: int) -> set[tuple[int, Pass]]:
-        """What the peers of a stage's exchange receive from it in theirs."""
+        """Return what the peers of a stage's exchange receive from it in theirs."""
         return {
             (peer, transfer.wanted_by)
             for peer in self._peers(sender)
@@ -128,12 +128,12 @@ class Network:
 
 
 @pytest.mark.parametrize("backward", [True, False])
-def test_transfers_match_and_cannot_block_each_other(backward) -> None:
+def test_transfers_match_without_deadlock(backward) -> None:
     for stages, per_stage, number in SHAPES:
         Network(programs(stages, per_stage, number, backward=backward), stages * per_stage).run()
 
 
-def test_no_more_is_received_ahead_than_there_are_stages_and_chunks() -> None:
+def test_prefetched_tensors_are_bounded_by_stages_and_chunks() -> None:
     for stages, per_stage, number in SHAPES:
         for backward in (True, False):
             for program in programs(stages, per_stage, number, backward=backward):

@@ -1,4 +1,4 @@
-"""What a stage keeps of a model, what cannot be divided, and what happens when a stage does not answer."""
+"""The parts of a model that a stage keeps, models that cannot be divided, and stages that do not answer."""
 
 import time
 from datetime import timedelta
@@ -71,7 +71,7 @@ def test_a_tied_weight_is_known_by_one_name() -> None:
     assert not cut(random_model("llama", num_hidden_layers=4, tie_word_embeddings=True), _place(0, 2, 4)).copies
 
 
-def test_a_pass_leaves_the_model_as_it_was() -> None:
+def test_a_failed_pass_restores_the_modules_of_the_model() -> None:
     hf = random_model("phi", num_hidden_layers=4)
     before = {name: id(module) for name, module in hf.named_modules()}
     with pytest.raises(RuntimeError, match="stopped"), active(hf, _place(0, 2, 4), 0):
@@ -96,7 +96,7 @@ def test_dropout_of_embeddings_acts_in_the_first_chunk_only() -> None:
 
 
 @pytest.mark.parametrize(("model_type", "why"), [("gptj", "no list of decoder layers"), ("opt", "no list|more than")])
-def test_a_body_of_another_form_is_refused_by_name(model_type, why) -> None:
+def test_a_model_with_an_unknown_body_is_refused_by_name(model_type, why) -> None:
     hf = random_model(model_type)
     with pytest.raises(
         ConfigError, match=rf"{type(hf).__name__} cannot be divided .*({why}).*pipeline_parallel_size=1"
@@ -128,8 +128,8 @@ def test_embedding_multipliers_and_norms_without_weights_act_once(model_type, sp
     try_division(random_model(model_type, num_hidden_layers=1, **special))
 
 
-def test_a_model_of_one_layer_is_divided_in_front_of_it() -> None:
-    """What a layer takes from the body besides the hidden states is only missed by a layer of a later chunk."""
+def test_a_model_with_one_layer_is_cut_before_the_layer() -> None:
+    """Only a layer of a later chunk would lack what a layer reads from the body besides the hidden states."""
     hf = random_model("llama", num_hidden_layers=1)
     part, layer = hf.base_model, hf.base_model.layers[0]
     own = layer.forward
@@ -147,7 +147,7 @@ def test_a_model_of_one_layer_is_divided_in_front_of_it() -> None:
         try_division(hf)
 
 
-def test_layers_that_hand_something_on_are_refused() -> None:
+def test_layers_that_share_activations_are_refused() -> None:
     class Remembering(nn.Module):
         def __init__(self, layer: nn.Module, shared: list[torch.Tensor]) -> None:
             super().__init__()
@@ -175,14 +175,14 @@ def test_a_stage_with_nothing_to_train_is_refused_on_all_ranks() -> None:
             cut(hf, _place(number, 2, 4))
 
 
-def test_weights_that_stages_share_otherwise_are_refused() -> None:
+def test_other_weights_shared_between_stages_are_refused() -> None:
     hf = random_model("llama", num_hidden_layers=4)
     hf.base_model.layers[3].mlp.up_proj.weight = hf.base_model.layers[0].mlp.up_proj.weight
     with pytest.raises(ConfigError, match=r"layers\.3\.mlp\.up_proj\.weight is the same weight as model\.layers\.0"):
         cut(hf, _place(0, 2, 4))
 
 
-def test_hidden_states_have_the_shape_of_the_tokens_of_this_rank() -> None:
+def test_hidden_states_have_the_shape_of_the_tokens_of_the_rank() -> None:
     (rows,) = microbatches(1, 1)
     padded = build_training_inputs(rows, InputLayout(packed=False, round_to=4), CPU)
     packed = build_training_inputs(rows, InputLayout(packed=True, round_to=4), CPU)
@@ -197,7 +197,7 @@ def test_stages_draw_their_own_random_numbers() -> None:
     assert [layout.random_path(rank) for rank in range(4)] == [(0,), (1,), (0, 1), (1, 1)]
 
 
-def test_the_limit_is_that_of_the_default_group() -> None:
+def test_the_timeout_is_that_of_the_default_group() -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     dist.init_process_group("gloo", init_method=address, rank=0, world_size=1, timeout=timedelta(seconds=77))
     try:
@@ -207,7 +207,7 @@ def test_the_limit_is_that_of_the_default_group() -> None:
 
 
 def _alone(rank: int, world_size: int, name: str) -> None:
-    """The first stage runs; the other one never does."""
+    """Run the first stage without the other one."""
     runner.collective_timeout = lambda device: timedelta(seconds=1)
     config = Case().config(name)
     backend = DTensorBackend(config, CPU, ParallelLayout.of(config, world_size), init_reference_model=False)
@@ -218,7 +218,7 @@ def _alone(rank: int, world_size: int, name: str) -> None:
     backend.run(inputs, lambda *scores: None, backward=False)
 
 
-def test_a_stage_that_never_comes_is_noticed_in_time(tmp_path) -> None:
+def test_a_missing_stage_is_noticed_within_the_timeout(tmp_path) -> None:
     began = time.monotonic()
     with pytest.raises(mp.ProcessRaisedException, match="1000 ?ms"):
         run_ranks(_alone, 2, save_model(tmp_path / "m", "llama", num_layers=2))

@@ -1,4 +1,4 @@
-"""Checkpoints in which somebody planted code: refused by name, nothing executed; honest ones load bit for bit."""
+"""Checkpoints with planted code are refused by name and execute nothing; valid ones load bit for bit."""
 
 import io
 import os
@@ -51,7 +51,7 @@ def _load(folder: Path) -> dict[str, Any]:
 
 
 def _refusal(folder: Path) -> str:
-    """Loads it, which must fail; the reason."""
+    """Load a checkpoint, which must fail; return the reason."""
     with pytest.raises((CheckpointError, dcp.CheckpointException)) as caught:
         _load(folder)
     if isinstance(caught.value, CheckpointError):
@@ -62,7 +62,7 @@ def _refusal(folder: Path) -> str:
 
 
 def _replace_object(folder: Path, name: str, value: Any) -> None:
-    """Let an object of the folder be another one."""
+    """Replace an object of the folder by another one."""
     found: Metadata = pickle.loads((folder / METADATA_FILE).read_bytes())
     content = io.BytesIO()
     torch.save(value, content)
@@ -71,7 +71,7 @@ def _replace_object(folder: Path, name: str, value: Any) -> None:
     (folder / METADATA_FILE).write_bytes(pickle.dumps(found))
 
 
-def test_an_honest_checkpoint_loads_bit_for_bit(folder):
+def test_a_valid_checkpoint_loads_bit_for_bit(folder):
     loaded = _load(folder)
     assert loaded["step"] == 7
     assert all(torch.equal(loaded["weights"][name], value) for name, value in STATE["weights"].items())
@@ -80,7 +80,7 @@ def test_an_honest_checkpoint_loads_bit_for_bit(folder):
     assert own == torchs
 
 
-def test_torchs_readers_are_the_usual_ones_afterwards(folder, marker):
+def test_the_readers_of_torch_are_restored_afterwards(folder, marker):
     _replace_object(folder, "step", Bomb(marker))
     usual = dcp.FileSystemReader.read_metadata
     _refusal(folder)
@@ -95,7 +95,7 @@ def test_code_in_the_metadata_is_refused(folder, marker):
     assert not marker.exists()
 
 
-def test_code_deep_in_otherwise_honest_metadata_is_refused(folder, marker):
+def test_code_deep_in_otherwise_valid_metadata_is_refused(folder, marker):
     found: Metadata = pickle.loads((folder / METADATA_FILE).read_bytes())
     found.storage_meta.modules = [Bomb(marker)]
     (folder / METADATA_FILE).write_bytes(pickle.dumps(found))
@@ -104,7 +104,7 @@ def test_code_deep_in_otherwise_honest_metadata_is_refused(folder, marker):
 
 
 @pytest.mark.parametrize("call", ["builtins eval", "builtins getattr", "torch load", "nt system", "os path.join"])
-def test_no_other_name_is_known(folder, call):
+def test_unlisted_names_are_refused(folder, call):
     (folder / METADATA_FILE).write_bytes(f"c{call.replace(' ', chr(10))}\n.".encode())
     with pytest.raises(CheckpointError, match=f"it names {call.replace(' ', '.')}"):
         read_metadata(folder / METADATA_FILE)
@@ -117,7 +117,7 @@ def test_code_in_an_object_between_the_tensors_is_refused(folder, marker):
     assert not marker.exists()
 
 
-def test_a_tensor_declared_an_object_is_refused(folder, marker):
+def test_a_tensor_declared_as_an_object_is_refused(folder, marker):
     """The metadata decides which of torch's two ways a value is read."""
     found: Metadata = pickle.loads((folder / METADATA_FILE).read_bytes())
     found.state_dict_metadata["weights.a"] = BytesStorageMetadata()
@@ -160,7 +160,7 @@ def test_damaged_metadata_is_named(folder, content):
 
 @pytest.mark.parametrize("name", ["planted", "__eq__", "__init__"])
 def test_metadata_cannot_change_the_classes_that_it_names(folder, name):
-    """BUILD with a state of slots sets attributes of whatever is on the stack, a class too."""
+    """BUILD with a state of slots sets attributes of whatever is on the stack, even of a class."""
     described = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
     slots = b"}(X" + len(name).to_bytes(4, "little") + name.encode() + described + b"u"
     (folder / METADATA_FILE).write_bytes(b"\x80\x02" + described + b"N" + slots + b"\x86b.")
@@ -170,7 +170,7 @@ def test_metadata_cannot_change_the_classes_that_it_names(folder, name):
     assert dict(vars(Metadata)) == before
 
 
-def test_what_is_no_file_is_refused_instead_of_waited_for(tmp_path):
+def test_a_pipe_or_folder_is_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     for name in ("pipe", "folder"):
@@ -194,8 +194,8 @@ def test_every_flipped_byte_of_metadata_is_harmless(folder):
                 continue
 
 
-def test_metadata_of_one_rank_is_read_as_strictly(folder, marker):
-    """Torch falls back to it where `.metadata` cannot be read."""
+def test_metadata_of_one_rank_is_read_equally_strictly(folder, marker):
+    """Torch falls back to it if `.metadata` cannot be read."""
     (folder / "__0.metadata").write_bytes(pickle.dumps(Bomb(marker)))
     (folder / METADATA_FILE).unlink()
     with pytest.raises(dcp.CheckpointException), only_plain_values():

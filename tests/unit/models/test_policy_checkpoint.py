@@ -51,7 +51,7 @@ def _update(worker: PolicyWorker, config, seed: int, rank: int = 0, world_size: 
 
 
 def _state(worker: PolicyWorker) -> dict:
-    """All weights, optimizer state, learning rate and generator states as full tensors."""
+    """Return all weights, optimizer state, learning rate and generator states as full tensors."""
     state = {f"weight.{key}": tensor.clone() for key, tensor in worker.iterate_weights()}
     named = dict(worker.backend.model.hf.named_parameters())
     for key, parameter in named.items():
@@ -77,7 +77,7 @@ def _worker(name: str, **values) -> tuple[PolicyWorker, object]:
 
 
 def _save(rank: int, world_size: int, name: str, step: str) -> tuple[dict, dict]:
-    """Train twice, save, train twice more: the state at the save, and the state at the end."""
+    """Train twice, save, train twice more; return the state at the save and at the end."""
     worker, config = _worker(name)
     for seed in (1, 2):
         _update(worker, config, seed, rank, world_size)
@@ -156,7 +156,7 @@ def test_large_models_are_written_in_several_files(tmp_path, monkeypatch) -> Non
     assert all(torch.equal(parameter, want[key]) for key, parameter in model.named_parameters())
 
 
-def test_saving_before_the_first_update_keeps_the_optimizer_fresh(tmp_path) -> None:
+def test_a_checkpoint_from_before_the_first_update_has_a_fresh_optimizer(tmp_path) -> None:
     name = save_tiny_model(tmp_path / "m")
     with process_group():
         worker, config = _worker(name)
@@ -168,7 +168,7 @@ def test_saving_before_the_first_update_keeps_the_optimizer_fresh(tmp_path) -> N
         _assert_equal(_state(worker), _state(again))
 
 
-def test_random_numbers_continue_where_they_were(tmp_path) -> None:
+def test_random_number_states_are_restored(tmp_path) -> None:
     name = save_tiny_model(tmp_path / "m")
 
     def draw():
@@ -183,7 +183,7 @@ def test_random_numbers_continue_where_they_were(tmp_path) -> None:
         assert draw() == want
 
 
-def test_folders_that_are_no_checkpoint_are_refused(tmp_path) -> None:
+def test_folders_without_a_checkpoint_are_refused(tmp_path) -> None:
     name = save_tiny_model(tmp_path / "m")
     (tmp_path / "empty").mkdir()
     with process_group():
@@ -207,8 +207,8 @@ NEW_SCHEDULE = [
 
 
 @pytest.mark.parametrize("scheduler", [None, SCHEDULE, NEW_SCHEDULE])
-def test_new_settings_count_from_the_resumed_step_on(tmp_path, scheduler) -> None:
-    """Moments go on; rate, decay and schedule are those of a run that had the new settings from its first step."""
+def test_new_settings_apply_from_the_resumed_step(tmp_path, scheduler) -> None:
+    """Moments continue; rate, decay and schedule are those of a run that had the new settings from its first step."""
     name = save_tiny_model(tmp_path / "m")
     new = {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-5, "weight_decay": 0.3, "betas": [0.8, 0.99]}}
     with process_group():
@@ -235,7 +235,7 @@ def test_new_settings_count_from_the_resumed_step_on(tmp_path, scheduler) -> Non
 
 
 def _rates(scheduler, base: float, steps: int) -> list[float]:
-    """Learning rates of a run of these steps that never stopped."""
+    """Return the learning rates of an uninterrupted run of these steps."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     config = policy_config("m", scheduler=scheduler, optimizer={"name": "torch.optim.SGD", "kwargs": {"lr": base}})
     optimizer = build_optimizer([parameter], config.optimizer)
@@ -248,8 +248,8 @@ def _rates(scheduler, base: float, steps: int) -> list[float]:
     return rates
 
 
-def test_what_an_optimizer_keeps_of_its_own_survives_new_settings() -> None:
-    """Optimizers such as Prodigy adapt values in their groups that are no arguments."""
+def test_optimizer_specific_state_survives_new_settings() -> None:
+    """Optimizers such as Prodigy adapt values in their groups that are not arguments."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=0.5, weight_decay=0.1)
     optimizer.param_groups[0]["d"] = 3.0
@@ -317,7 +317,7 @@ def test_code_in_a_training_state_is_refused_by_name(tmp_path, file) -> None:
 
 
 def _plant_everywhere(data: Path, marker: Path) -> None:
-    """Let every value of a file of values be code."""
+    """Replace every value of a file of values by code."""
     content = io.BytesIO()
     torch.save(_Bomb(marker), content)
     data.write_bytes(content.getvalue())
@@ -329,11 +329,11 @@ def _plant_everywhere(data: Path, marker: Path) -> None:
 
 
 def _fail_on_one_rank(rank: int, world_size: int, name: str, step: str) -> str:
-    """Saving where the last rank cannot write; then a training step, which needs all ranks."""
+    """Save where the last rank cannot write; then run a training step, which needs all ranks."""
     worker, config = _worker(name)
     _update(worker, config, 1, rank, world_size)
     if rank == world_size - 1:
-        (Path(step) / f"rng/rank_{rank:05d}.pt").mkdir(parents=True)  # a folder where a file has to be
+        (Path(step) / f"rng/rank_{rank:05d}.pt").mkdir(parents=True)  # a folder in place of a file
     torch.distributed.barrier()
     with pytest.raises(CheckpointError) as failure:
         worker.save_checkpoint(f"{step}_weights", step)
@@ -341,7 +341,7 @@ def _fail_on_one_rank(rank: int, world_size: int, name: str, step: str) -> str:
     return str(failure.value)
 
 
-def test_a_rank_that_cannot_write_lets_all_ranks_fail_and_train_on(tmp_path) -> None:
+def test_a_rank_that_cannot_write_makes_all_ranks_fail_and_training_continues(tmp_path) -> None:
     said = run_ranks(_fail_on_one_rank, 2, save_tiny_model(tmp_path / "m"), str(tmp_path / "o"))
     assert said[0] == said[1] and "Is a directory" in said[0]
 
@@ -360,7 +360,7 @@ def _schedule_of(scheduler, steps: int = 4) -> list[float]:
     return rates
 
 
-def test_schedules_take_all_three_shapes() -> None:
+def test_schedulers_accept_all_three_forms() -> None:
     linear = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.5, "total_iters": 2}}
     assert _schedule_of(None) == [1.0] * 4
     assert _schedule_of(linear) == pytest.approx([0.5, 0.75, 1.0, 1.0])
@@ -368,7 +368,7 @@ def test_schedules_take_all_three_shapes() -> None:
     assert _schedule_of(SCHEDULE) == pytest.approx([0.1, 0.55, 1.0, 1.0])
 
 
-def test_wrong_names_and_arguments_are_explained() -> None:
+def test_wrong_names_and_arguments_are_refused_with_advice() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     bad = policy_config("m", optimizer={"name": "torch.optim.AdamWW", "kwargs": {}}).optimizer
     with pytest.raises(ConfigError, match="policy.optimizer.name='torch.optim.AdamWW' cannot be imported"):
@@ -378,8 +378,8 @@ def test_wrong_names_and_arguments_are_explained() -> None:
         build_optimizer([parameter], bad)
 
 
-def test_a_fused_optimizer_goes_on_from_one_that_was_not(tmp_path, monkeypatch) -> None:
-    """As on a GPU that resumes a run of CPUs or of an older version: it stays fused, its step counts move."""
+def test_a_fused_optimizer_resumes_from_an_unfused_one(tmp_path, monkeypatch) -> None:
+    """As on a GPU that resumes a CPU run or one of an older version: it stays fused, its step counts move."""
     name = save_tiny_model(tmp_path / "m")
     step = str(tmp_path / "step")
     with process_group():
@@ -409,7 +409,7 @@ def test_a_fused_optimizer_goes_on_from_one_that_was_not(tmp_path, monkeypatch) 
         ("cpu", "torch.optim.AdamW", {}, None),
     ],
 )
-def test_gpus_get_the_fused_optimizer_unless_the_user_chose(device, name, kwargs, fused) -> None:
+def test_gpus_use_the_fused_optimizer_unless_configured_otherwise(device, name, kwargs, fused) -> None:
     with FakeTensorMode():
         parameter = torch.nn.Parameter(torch.empty(2, 2, device=device))
         made = build_optimizer([parameter], OptimizerConfig.build(name=name, kwargs={"lr": 0.1, **kwargs}))
@@ -417,7 +417,7 @@ def test_gpus_get_the_fused_optimizer_unless_the_user_chose(device, name, kwargs
 
 
 def _save_in_background(rank: int, world_size: int, name: str, step: str) -> tuple[dict, dict]:
-    """Two saves while training goes on; each is written only when the next update has been made."""
+    """Save twice while training continues; each save is written only after the next update."""
     worker, config = _worker(name)
     states = []
     for seed in (1, 2):
@@ -443,9 +443,7 @@ def _save_in_background(rank: int, world_size: int, name: str, step: str) -> tup
 
 
 @pytest.mark.parametrize(("world_size", "precision"), [(1, "float32"), (2, "bfloat16")])
-def test_a_checkpoint_written_in_the_background_is_of_the_moment_it_was_asked_for(
-    world_size, precision, tmp_path, monkeypatch
-) -> None:
+def test_a_background_checkpoint_holds_the_state_at_its_request(world_size, precision, tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(PRECISION, "precision", precision)
     name, step = save_tiny_model(tmp_path / "m", tie=True), str(tmp_path / "step")
     saved = run_ranks(_save_in_background, world_size, name, step)
@@ -463,17 +461,17 @@ def _write_where_rank_1_cannot(rank: int, world_size: int, name: str, step: str)
     _update(worker, config, 2, rank, world_size)
     with pytest.raises(CheckpointError) as failure:
         worker.finish_checkpoint()
-    worker.finish_checkpoint()  # says it once
+    worker.finish_checkpoint()  # warns once
     return str(failure.value)
 
 
-def test_a_rank_that_cannot_write_in_the_background_fails_on_all(tmp_path) -> None:
+def test_a_rank_that_cannot_write_in_the_background_makes_all_ranks_fail(tmp_path) -> None:
     name = save_tiny_model(tmp_path / "m")
     found = run_ranks(_write_where_rank_1_cannot, 2, name, str(tmp_path / "step"))
     assert found[0] == found[1] and "No space left on device" in found[0]
 
 
-def test_one_schedule_with_an_empty_list_of_milestones_is_that_schedule() -> None:
+def test_one_scheduler_with_empty_milestones_is_used_alone() -> None:
     entry = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.25, "total_iters": 4}}
     rates = []
     for written in (entry, [entry], [entry, {"milestones": []}]):

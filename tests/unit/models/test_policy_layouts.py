@@ -52,7 +52,7 @@ def _worker(config) -> PolicyWorker:
 
 
 def _gradients(worker: PolicyWorker, config, data):
-    """Loss and gradients of one update, before the optimizer."""
+    """Return loss and gradients of one update, before the optimizer."""
     batch = shard_batch(data, 1, training_strategy(config))
     result = worker.train(batch.data[0], batch.sizes[0], WeightedNLL(), count_valid(data), eval_mode=True)
     grads: dict[str, torch.Tensor] = {}
@@ -71,7 +71,7 @@ def _gradients(worker: PolicyWorker, config, data):
 
 
 def _reference_gradients(model, data):
-    """The same loss by Hugging Face alone, in float64."""
+    """Compute the same loss by Hugging Face alone, in float64."""
     model = model.double()
     scores = hf_logprobs_with_grad(model, data)
     mask = data["token_mask"] * data["sample_mask"][:, None]
@@ -130,7 +130,7 @@ def test_scores_use_the_sampling_temperature(tmp_path) -> None:
     torch.testing.assert_close(got[0, 1:], logp[0, :-1].gather(-1, ids[0, 1:, None])[:, 0], rtol=0, atol=1e-4)
 
 
-def test_only_counted_positions_are_scored() -> None:
+def test_only_unmasked_positions_are_scored() -> None:
     data = random_batch(rows=4, width=10)
     wanted = all_targets(data)
     for packed in (False, True):
@@ -154,21 +154,21 @@ def test_padding_is_trimmed_to_the_longest_row() -> None:
     assert rounded.model_inputs["input_ids"].shape == (2, 32)
 
 
-def test_layout_follows_the_configuration(tmp_path) -> None:
+def test_the_layout_follows_the_configuration(tmp_path) -> None:
     packed = policy_config("m", sequence_packing={"enabled": True}, make_sequence_length_divisible_by=4)
     dynamic = policy_config("m", dynamic_batching={"enabled": True, "sequence_length_round": 32})
     assert input_layout(packed) == InputLayout(packed=True, round_to=4)
     assert input_layout(dynamic) == InputLayout(packed=False, round_to=32)
 
 
-def test_packing_is_refused_when_the_architecture_leaks() -> None:
+def test_packing_is_refused_if_sequences_influence_each_other() -> None:
     model = tiny_model("qwen2")
     model.set_attn_implementation(register_varlen_attention())
     verify_packing(model)
     model.set_attn_implementation("eager")
     layer = model.model.layers[0]
     plain = layer.forward
-    # A layer that looks at its left neighbour, whatever the positions say.
+    # A layer that reads its left neighbour, whatever the positions say.
     layer.forward = lambda h, **kw: plain(h + 0.1 * h.roll(1, dims=1), **kw)
     with pytest.raises(ConfigError, match="mixes packed sequences.*enabled=false"):
         verify_packing(model)
@@ -190,7 +190,7 @@ def _gemma2() -> Gemma2ForCausalLM:
     ).eval()
 
 
-def test_float16_is_for_models_that_are_not_trained(tmp_path) -> None:
+def test_float16_is_refused_for_trained_models(tmp_path) -> None:
     config = policy_config(save_tiny_model(tmp_path, initializer_range=0.05), precision="float16")
     data = random_batch(rows=2, width=8)
     with process_group():

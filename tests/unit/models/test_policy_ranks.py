@@ -37,7 +37,7 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _train_twice(rank: int, world_size: int, name: str, values: dict) -> dict:
-    """Scores, two updates with their gradients, and the weights afterwards, as rank `rank` sees them."""
+    """Return scores, two updates with their gradients, and the weights afterwards, as rank `rank` sees them."""
     config = policy_config(name, **values)
     worker = PolicyWorker(DTensorBackend(config, CPU), config)
     out: dict = {"sharded": isinstance(worker.backend.model, FSDPModule), "updates": []}
@@ -102,7 +102,7 @@ def test_two_ranks_equal_one(tie, layout, tmp_path) -> None:
         assert torch.equal(two[0]["weights"][key], two[1]["weights"][key])
 
 
-def test_the_same_run_gives_the_same_bits(tmp_path) -> None:
+def test_the_same_run_repeats_bit_for_bit(tmp_path) -> None:
     name = save_tiny_model(tmp_path / "m", "qwen2")
     first = run_ranks(_train_twice, 2, name, PACKED)
     again = run_ranks(_train_twice, 2, name, PACKED)
@@ -136,7 +136,7 @@ def _sharded_gradients(rank: int, world_size: int, name: str, dp_replicate: int,
     ],
 )
 def test_gradients_are_summed_over_ranks(world_size, dp_replicate, dtype, offload, tolerance, tmp_path) -> None:
-    """HSDP, CPU offload, bfloat16 compute and odd numbers of ranks; the sum, not the mean."""
+    """HSDP, CPU offload, bfloat16 compute and odd numbers of ranks give the sum, not the mean."""
     name = save_tiny_model(tmp_path / "m", "llama", initializer_range=0.05)
     parts = run_ranks(_sharded_gradients, world_size, name, dp_replicate, dtype, offload)
     want: dict[str, torch.Tensor] = {}
@@ -210,7 +210,7 @@ def test_an_update_with_a_gradient_that_is_not_finite_is_dropped(tmp_path) -> No
         assert all(torch.equal(before[k], t) for k, t in worker.iterate_weights())
 
 
-def test_a_microbatch_in_which_nothing_counts_trains_as_if_it_were_absent(tmp_path) -> None:
+def test_a_fully_masked_microbatch_changes_nothing(tmp_path) -> None:
     name = save_tiny_model(tmp_path / "m")
     config = policy_config(name, train_micro_batch_size=1)
     data = random_batch(rows=6)
@@ -242,7 +242,7 @@ class SequenceLossWithTokenMetrics(SequenceLoss):
     sequence_means = frozenset({"loss"})
 
 
-def test_updates_are_joined_as_if_they_were_one_batch() -> None:
+def test_metrics_of_several_updates_equal_those_of_one_batch() -> None:
     common = {"lr": 1e-3, "skipped_updates": 0.0}
     small = common | {"loss": 1.0, "ratio": 1.0, "ratio_min": 0.5, "grad_norm": 2.0, "num_valid_samples": 4.0}
     large = common | {"loss": 4.0, "ratio": 4.0, "ratio_min": 0.2, "grad_norm": 4.0, "num_valid_samples": 8.0}

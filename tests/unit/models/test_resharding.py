@@ -1,4 +1,4 @@
-"""States come back bit for bit on other numbers of ranks, and where ranks hold other parameters."""
+"""States are restored bit for bit on other numbers of ranks, and if ranks hold other parameters."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def _load(rank: int, world_size: int, name: str, step: str) -> dict:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
-def test_a_resharded_state_is_the_saved_one(before, after, tmp_path) -> None:
+def test_a_resharded_state_equals_the_saved_one(before, after, tmp_path) -> None:
     name, step = save_tiny_model(tmp_path / "m", tie=True), str(tmp_path / "step")
     saved, _ = run_ranks(_save, before, name, step)[0]
     assert any(key.startswith("optim.exp_avg_sq") for key in saved)
@@ -37,7 +37,7 @@ def test_a_resharded_state_is_the_saved_one(before, after, tmp_path) -> None:
         _assert_equal(saved, loaded)
 
 
-def test_checkpoints_with_hyperparameters_beside_the_states_still_load(tmp_path) -> None:
+def test_checkpoints_with_hyperparameters_next_to_the_states_still_load(tmp_path) -> None:
     name = save_tiny_model(tmp_path / "m")
     paths = CheckpointPaths(tmp_path / "w", tmp_path / "o")
     with process_group():
@@ -58,7 +58,7 @@ CONFIG = policy_config("m")
 
 
 def _stage(stage: int | None) -> PreTrainedModel:
-    """One layer of two with what comes before or behind it, under the names of the whole model; None is all of it."""
+    """Make one of two layers and what comes before or after it, by the names of the whole model; None makes all."""
     hf = tiny_model("llama")
     if stage is not None:
         hf.model.layers = nn.ModuleDict({str(stage): hf.model.layers[stage]})
@@ -110,7 +110,7 @@ def test_ranks_may_hold_different_parameters(tmp_path) -> None:
     _assert_equal(mine, {name: last[name] for name in mine})
 
 
-def test_pieces_that_are_missing_or_short_are_noticed(tmp_path) -> None:
+def test_missing_or_short_pieces_are_noticed(tmp_path) -> None:
     values = torch.arange(12.0).reshape(3, 4)
     part = Part("w", (4, 4), (slice(0, 3), slice(0, 4)), values)
     pieces = write_parts(tmp_path / "rank", [part])
@@ -121,7 +121,7 @@ def test_pieces_that_are_missing_or_short_are_noticed(tmp_path) -> None:
         join_pieces(tmp_path / "out", {"w": pieces})
 
 
-def test_pieces_of_any_form_and_number_format_are_joined(tmp_path) -> None:
+def test_pieces_of_any_shape_and_dtype_are_joined(tmp_path) -> None:
     whole = {
         "columns": torch.randn(3, 8),
         "bits": torch.randint(0, 2, (5,)).bool(),
@@ -139,7 +139,7 @@ def test_pieces_of_any_form_and_number_format_are_joined(tmp_path) -> None:
 
 
 def _fails_halfway(rank: int, world_size: int, name: str, folder: str) -> str:
-    """The last rank cannot write its pieces; every rank raises, and none waits for another."""
+    """Make the last rank fail to write its pieces; every rank raises, and none waits for another."""
     worker, _ = _worker(name)
     if rank == world_size - 1:
         checkpoint_io.write_parts = lambda file, parts: write_parts(Path("/proc/nowhere/file"), parts)
@@ -149,6 +149,6 @@ def _fails_halfway(rank: int, world_size: int, name: str, folder: str) -> str:
     return str(failure.value)
 
 
-def test_a_rank_that_cannot_write_its_pieces_fails_on_all(tmp_path) -> None:
+def test_a_rank_that_cannot_write_makes_all_ranks_fail(tmp_path) -> None:
     said = run_ranks(_fails_halfway, 2, save_tiny_model(tmp_path / "m"), str(tmp_path / "w"))
     assert said[0] == said[1] and "nowhere" in said[0]

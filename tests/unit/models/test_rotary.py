@@ -1,4 +1,4 @@
-"""A row's rotary frequencies do not depend on the rows beside it."""
+"""A row's rotary frequencies do not depend on the other rows of the batch."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def _scores(config, data) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("context", "width"), [(ORIGINAL, ORIGINAL), (64, 40)])
-def test_long_rope_has_one_set_of_factors_in_a_run(context, width, layout, tmp_path) -> None:
+def test_long_rope_uses_one_set_of_factors_in_a_run(context, width, layout, tmp_path) -> None:
     _long_rope().save_pretrained(tmp_path)
     data = random_batch(rows=6, width=width)
     data["input_lengths"][1] = 9
@@ -57,7 +57,7 @@ def test_long_rope_has_one_set_of_factors_in_a_run(context, width, layout, tmp_p
     assert (other - want).abs().max() > 0.1, "the factors matter"
 
 
-def test_the_engines_context_decides_for_a_policy_that_generates(tmp_path) -> None:
+def test_the_context_of_the_engine_selects_the_factors_of_the_policy(tmp_path) -> None:
     _long_rope().save_pretrained(tmp_path)
     data = random_batch(rows=4, width=ORIGINAL)
     generation = {"vllm_cfg": {"max_model_len": ORIGINAL}, "max_new_tokens": 8}

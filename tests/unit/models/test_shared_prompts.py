@@ -1,4 +1,4 @@
-"""Rows with one prompt are computed behind one copy of it, and nothing but rounding changes."""
+"""Rows with one prompt are computed after one copy of it, which changes only rounding."""
 
 from typing import Any
 from unittest import mock
@@ -43,7 +43,7 @@ PACKED = {
 
 
 def groups_batch(seed: int = 0) -> BatchedDataDict[Any]:
-    """The samples of three prompts; the policy wrote two turns of the first, and the second does not count."""
+    """Make samples of three prompts; the policy generated two turns of the first, and the second is masked."""
     gen = torch.Generator().manual_seed(seed)
     rows, width = [], max(prompt + max(answers) for prompt, answers in GROUPS)
     for prompt, answers in GROUPS:
@@ -74,7 +74,7 @@ def worker_of(config: Any) -> PolicyWorker:
 
 
 def scores_and_gradients(config: Any, data: BatchedDataDict[Any]) -> tuple[torch.Tensor, float, dict[str, Any], int]:
-    """Log-probabilities, loss, gradients, and tokens that the model saw in training."""
+    """Return log-probabilities, loss, gradients, and the tokens that the model saw in training."""
     seen = 0
     with process_group():
         worker = worker_of(config)
@@ -101,7 +101,7 @@ def scores_and_gradients(config: Any, data: BatchedDataDict[Any]) -> tuple[torch
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("packed", PACKED)
 @pytest.mark.parametrize("others", [{}, {"make_sequence_length_divisible_by": 8}], ids=["plain", "rounded"])
-def test_scores_loss_and_gradients_are_those_of_the_rows_one_by_one(arch, packed, others, tmp_path) -> None:
+def test_scores_loss_and_gradients_equal_those_of_single_rows(arch, packed, others, tmp_path) -> None:
     data, tie = groups_batch(), arch in ("qwen2", "gemma3")
     name = save_tiny_model(tmp_path / arch, arch, tie=tie)
     reference = tiny_model(arch, tie=tie).eval().double()
@@ -120,7 +120,7 @@ def test_scores_loss_and_gradients_are_those_of_the_rows_one_by_one(arch, packed
     assert seen < int(data["input_lengths"].sum())
 
 
-def test_a_group_that_fits_has_its_prompt_once() -> None:
+def test_a_group_that_fits_holds_its_prompt_once() -> None:
     data = groups_batch()
     inputs = build_training_inputs(data, SHARING, CPU)
     # Prompts but for their last token, twice; then each row from there, or all of it.
@@ -134,7 +134,7 @@ def test_a_group_that_fits_has_its_prompt_once() -> None:
 
 
 @pytest.mark.parametrize("round_to", [1, 16])
-def test_each_token_of_each_row_is_found_at_its_place_with_its_position(round_to) -> None:
+def test_each_token_of_each_row_keeps_its_place_and_position_id(round_to) -> None:
     data = groups_batch()
     lengths = data["input_lengths"].tolist()
     layout = share_prompts(data["input_ids"], lengths, find_families(data), round_to)
@@ -148,7 +148,7 @@ def test_each_token_of_each_row_is_found_at_its_place_with_its_position(round_to
     assert layout.num_tokens <= len(ids) < layout.num_tokens + round_to
 
 
-def test_whole_rows_and_top_logits_are_found_behind_shared_prompts() -> None:
+def test_whole_rows_and_top_logits_are_recovered_after_shared_prompts() -> None:
     data = groups_batch()
     plain = InputLayout(packed=True)
     model = tiny_model("qwen2").eval()
@@ -166,7 +166,7 @@ def test_whole_rows_and_top_logits_are_found_behind_shared_prompts() -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
-def test_rows_that_share_nothing_have_the_bits_of_plain_packing() -> None:
+def test_rows_without_shared_prompts_equal_plain_packing_bit_for_bit() -> None:
     data = groups_batch().select_indices([0, 3, 4])
     plain, shared = (build_training_inputs(data, layout, CPU) for layout in (InputLayout(packed=True), SHARING))
     assert shared.model_inputs.keys() == plain.model_inputs.keys()
@@ -174,7 +174,7 @@ def test_rows_that_share_nothing_have_the_bits_of_plain_packing() -> None:
     assert torch.equal(shared.positions_K, plain.positions_K)
 
 
-def test_parts_of_one_size_take_one_call() -> None:
+def test_parts_of_equal_size_take_one_call() -> None:
     data = groups_batch()
     layout = share_prompts(data["input_ids"], data["input_lengths"].tolist(), find_families(data), 1)
     plan = layout.model_inputs["divided_row"].plan
@@ -196,28 +196,28 @@ def test_families_are_found_by_the_tokens_before_the_first_answer() -> None:
     assert find_families(data.select_indices([5, 0, 4, 2])) == [Family([0, 2], 9), Family([1, 3], 11)]
     without_mask = BatchedDataDict({key: data[key] for key in ("input_ids", "input_lengths")})
     assert find_families(without_mask) == [Family([row], 0) for row in range(6)]
-    data["token_mask"][4:, 5] = 1.0  # fewer than eight tokens in front: not worth it
+    data["token_mask"][4:, 5] = 1.0  # fewer than eight shared tokens: too few to gain
     assert find_families(data)[2:] == [Family([4], 0), Family([5], 0)]
     data["token_mask"][:] = 0.0
     assert find_families(data) == [Family([row], 0) for row in range(6)]
 
 
 @pytest.mark.parametrize("model_type", PACKS)
-def test_what_packs_shares_prompts(model_type) -> None:
+def test_models_that_pack_can_share_prompts(model_type) -> None:
     model = random_model(model_type)
     model.set_attn_implementation(register_varlen_attention())
     verify_shared_prompts(model)
 
 
 @pytest.mark.parametrize("model_type", ["minimax", "stablelm", "llama4_text", "doge"])
-def test_models_whose_tokens_meet_outside_attention_do_not(model_type) -> None:
+def test_models_that_mix_tokens_outside_attention_cannot_share_prompts(model_type) -> None:
     model = random_model(model_type)
     model.set_attn_implementation(register_varlen_attention())
     with pytest.raises(ConfigError, match=r"(?s)ForCausalLM"):
         verify_shared_prompts(model)
 
 
-def test_the_probe_notices_a_key_that_is_left_out() -> None:
+def test_the_probe_notices_a_missing_key() -> None:
     model = tiny_model("qwen2")
     model.set_attn_implementation(register_varlen_attention())
     with (
@@ -235,13 +235,13 @@ def test_the_probe_notices_a_key_that_is_left_out() -> None:
     ("packing", "shares"),
     [({"enabled": True}, True), ({"enabled": True, "share_prompts": False}, False), ({"enabled": False}, False)],
 )
-def test_prompts_are_shared_where_rows_are_packed_and_unless_it_is_off(packing, shares, tmp_path) -> None:
+def test_prompts_are_shared_with_packing_unless_switched_off(packing, shares, tmp_path) -> None:
     config = policy_config(save_tiny_model(tmp_path / "m"), sequence_packing=packing)
     with process_group():
         assert worker_of(config).shares_prompts() is shares
 
 
-def test_experts_that_train_see_each_prompt_as_often_as_it_stands_in_the_batch(tmp_path) -> None:
+def test_trained_experts_count_each_prompt_once_per_row(tmp_path) -> None:
     path = tmp_path / "moe"
     random_model("qwen3_moe").save_pretrained(path)
     config = policy_config(str(path), sequence_packing={"enabled": True})

@@ -68,7 +68,7 @@ def pairs_batch():
 
 
 def train_once(config, loss_fn, data):
-    """Loss, metrics and gradients of one update of one rank."""
+    """Return loss, metrics and gradients of one update of one rank."""
     with process_group():
         worker = PolicyWorker(DTensorBackend(config, CPU, init_reference_model=False), config)
         group = loss_fn.rows_per_unit
@@ -117,7 +117,7 @@ def _logprobs(model, data):
 
 
 @pytest.mark.parametrize("loss_fn", [NLLLossFn(), DPOLossFn(DPO), KTO], ids=["sft", "dpo", "kto"])
-def test_language_models_in_every_layout(loss_fn, tmp_path):
+def test_language_models_train_alike_in_every_layout(loss_fn, tmp_path):
     name = save_tiny_model(tmp_path / "m", "qwen3")
     data = pairs_batch()
     model = tiny_model("qwen3").double().eval()
@@ -125,8 +125,8 @@ def test_language_models_in_every_layout(loss_fn, tmp_path):
     compare({}, name, loss_fn, data, expected)
 
 
-def test_the_weighted_kl_term_in_every_layout(tmp_path):
-    """The weight of a token is made of its whole sequence, wherever that lies; engine and reference are near."""
+def test_the_weighted_kl_term_is_equal_in_every_layout(tmp_path):
+    """A token's weight depends on its whole sequence, wherever that is stored; engine and reference are close."""
     name = save_tiny_model(tmp_path / "m", "qwen3")
     data = pairs_batch()
     model = tiny_model("qwen3").double().eval()
@@ -140,7 +140,7 @@ def test_the_weighted_kl_term_in_every_layout(tmp_path):
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "llama"])
-def test_reward_models_in_every_layout_and_back_to_hugging_face(arch, tmp_path):
+def test_reward_models_train_alike_in_every_layout_and_load_in_hugging_face(arch, tmp_path):
     """Scores, loss and gradients equal the sequence classifier that Hugging Face loads from our checkpoint."""
     name = save_tiny_model(tmp_path / "m", arch)
     data = pairs_batch()
@@ -178,7 +178,7 @@ def test_the_new_head_is_the_same_in_every_run(tmp_path):
     assert heads[0].abs().max() > 0
 
 
-def test_a_classifier_of_another_form_is_refused(tmp_path):
+def test_an_unsupported_classifier_is_refused(tmp_path):
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     ours = ModernBertDecoderConfig(vocab_size=60, num_labels=1, pad_token_id=0, **sizes)
     ModernBertDecoderForSequenceClassification(ours).save_pretrained(tmp_path)

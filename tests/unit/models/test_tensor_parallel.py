@@ -35,14 +35,14 @@ SEQUENCE = TP2 | {"sequence_parallel": True}
         ("qwen2", TP2, 2, False),
     ],
 )
-def test_divided_layers_give_the_numbers_of_one_process(architecture, mesh, ranks, packed, tmp_path) -> None:
+def test_divided_layers_equal_one_process(architecture, mesh, ranks, packed, tmp_path) -> None:
     model = save_model(architecture, tmp_path / "m")
     found = difference(mesh_numbers(model, mesh, ranks, packed=packed), one_process(model))
     assert found.largest < 1e-5, found
 
 
 def _through_collectives() -> dict[str, torch.Tensor]:
-    """Gradients of `weights * f(x)` for each collective, where the weights differ by rank."""
+    """Return gradients of `weights * f(x)` for each collective, where the weights differ by rank."""
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     assert group is not None
     out = {}
@@ -66,7 +66,7 @@ def _through_collectives() -> dict[str, torch.Tensor]:
     return out
 
 
-def test_collectives_against_hand_computed_gradients() -> None:
+def test_collectives_have_hand_computed_gradients() -> None:
     one, two = on_ranks(_through_collectives, 2)
     weights = torch.arange(4.0).view(2, 2)
     ramp = torch.arange(4.0).view(2, 2)
@@ -138,11 +138,11 @@ UNKNOWN = {"model.layers.*.mlp.up_proj": "diagonal"}
 
 
 def only_the_mlp(config: object) -> dict[str, Style | str]:
-    """A custom plan: attention stays whole."""
+    """A custom plan that leaves attention whole."""
     return {**HALVES, "model.layers.*.mlp.down_proj": "rowwise"}
 
 
-def test_plans() -> None:
+def test_plans_divide_each_architecture_or_refuse_it() -> None:
     gemma = plan_for(random_model("gemma3_text"))
     assert gemma["model.layers.*.self_attn.o_proj"] == ROW and gemma["lm_head"].how == "vocabulary"
     assert plan_for(random_model("deepseek_v3"))["model.layers.*.self_attn.kv_b_proj"] == COLUMN

@@ -1,4 +1,4 @@
-"""A training backend by configuration: the one that the documentation shows runs through the real policy."""
+"""A training backend named by configuration: the documented one runs through the real policy."""
 
 import importlib.util
 import re
@@ -29,7 +29,7 @@ RATE = 0.5
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Iterator[Path]:
-    """A folder that Python imports from, with the backend of the documentation as `table_backend`."""
+    """Make a folder that Python imports from, with the backend of the documentation as `table_backend`."""
     page = (ROOT / "docs/design-docs/adding-things.md").read_text(encoding="utf-8")
     (shown,) = [block for block in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.M) if "TableRank" in block]
     made = tmp_path_factory.mktemp("my_project")
@@ -156,7 +156,7 @@ def test_the_configuration_chooses_the_backend(folder, tmp_path) -> None:
         training_backend(policy_config("m", dtensor_cfg={"enabled": False}))
 
 
-def test_a_checkpoint_says_which_backend_wrote_it(folder, tmp_path) -> None:
+def test_a_checkpoint_names_the_backend_that_wrote_it(folder, tmp_path) -> None:
     weights = tmp_path / "a/b/c/step_3/policy/weights"
     weights.mkdir(parents=True)
     assert isinstance(backend_of_checkpoint(weights), DTensorTraining)
@@ -178,8 +178,8 @@ def test_a_checkpoint_says_which_backend_wrote_it(folder, tmp_path) -> None:
         backend_of_checkpoint(weights)
 
 
-def test_a_stage_without_scores_gives_none() -> None:
-    """What the first stages of a pipeline do: their backend never calls the forward step."""
+def test_a_stage_without_scores_returns_none() -> None:
+    """The first stages of a pipeline do this: their backend never calls the forward step."""
 
     class FirstStage:
         device = torch.device("cpu")

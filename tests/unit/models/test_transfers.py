@@ -1,4 +1,4 @@
-"""Batches go to a GPU and scores come back without the host waiting in between.
+"""Copies of batches to a GPU and of scores back do not block the host in between.
 
 Shown with tensors that have a device and no memory; how long it takes is for `tools/gpu_check.py` to say.
 """
@@ -24,7 +24,7 @@ META = torch.device("meta")
 
 
 class Copies(TorchDispatchMode):
-    """Whether each copy to another device lets the host go on."""
+    """Records whether each copy to another device is asynchronous."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ def test_every_tensor_of_a_batch_is_pinned_and_sent_asynchronously(kind, packed,
     assert copies.asynchronous == [True] * len(pinned)
 
 
-def test_scores_are_waited_for_once(monkeypatch) -> None:
+def test_scores_cause_one_synchronization(monkeypatch) -> None:
     events: list[str] = []
 
     class Backend:

@@ -1,4 +1,4 @@
-"""A model that is made without weights and then reads its part equals the one of `from_pretrained`, bit for bit."""
+"""A model that is built without weights and then reads its part equals that of `from_pretrained`, bit for bit."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def _logits(model) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("model_type", ALL)
-def test_every_architecture_is_that_of_from_pretrained(model_type, tmp_path) -> None:
+def test_every_architecture_equals_from_pretrained(model_type, tmp_path) -> None:
     random_model(model_type).save_pretrained(tmp_path)
     with process_group():
         ours = _backend(tmp_path).model.hf
@@ -52,7 +52,7 @@ def test_every_architecture_is_that_of_from_pretrained(model_type, tmp_path) -> 
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mixtral", "deepseek_v3"])
-def test_no_weight_is_read_while_the_model_is_made(model_type, tmp_path) -> None:
+def test_no_weight_is_read_while_the_model_is_built(model_type, tmp_path) -> None:
     random_model(model_type).save_pretrained(tmp_path)
     with weights_left_in_files() as unread:
         hf = load_causal_lm(str(tmp_path))
@@ -63,12 +63,12 @@ def test_no_weight_is_read_while_the_model_is_made(model_type, tmp_path) -> None
 
 
 def _ranks_load(rank: int, world_size: int, folder: str, values: dict) -> dict[str, torch.Tensor]:
-    torch.manual_seed(rank)  # what is drawn may not depend on it
+    torch.manual_seed(rank)  # random initialization may not depend on it
     return {name: tensor.clone() for name, tensor in _backend(folder, **values).iterate_weights()}
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_ranks_read_their_parts_of_several_files_in_bfloat16(precision, tmp_path) -> None:
+def test_ranks_read_their_shards_of_several_files_in_bfloat16(precision, tmp_path) -> None:
     model = random_model("qwen3_moe").to(torch.bfloat16)
     model.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len([*tmp_path.glob("*.safetensors")]) > 1
@@ -78,7 +78,7 @@ def test_ranks_read_their_parts_of_several_files_in_bfloat16(precision, tmp_path
         assert all(torch.equal(weights[name], value.float()) for name, value in want.items())
 
 
-def test_a_drawn_head_is_the_one_of_transformers_on_every_rank(tmp_path) -> None:
+def test_a_randomly_initialized_head_equals_transformers_on_every_rank(tmp_path) -> None:
     folder = save_tiny_model(tmp_path)
     want = load_scoring_model(folder).state_dict()
     values = {"reward_model_cfg": {"enabled": True, "reward_model_type": "bradley_terry"}}
@@ -87,7 +87,7 @@ def test_a_drawn_head_is_the_one_of_transformers_on_every_rank(tmp_path) -> None
         assert all(torch.equal(value, want[name]) for name, value in weights.items())
 
 
-def test_adapters_start_alike_with_and_without_weights(tmp_path) -> None:
+def test_adapters_start_with_equal_values_with_and_without_weights(tmp_path) -> None:
     folder = save_tiny_model(tmp_path)
     with process_group():
         weights = dict(_backend(folder, **LORA).model.hf.named_parameters())
@@ -123,7 +123,7 @@ def test_weights_that_are_tied_stay_tied_whichever_name_the_file_has(tmp_path) -
         assert torch.equal(_logits(ours), _logits(theirs)), name
 
 
-def test_models_that_are_not_in_safetensors_are_read_whole(tmp_path, caplog) -> None:
+def test_models_without_safetensors_are_read_whole(tmp_path, caplog) -> None:
     model = tiny_model("qwen2").eval()
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
@@ -132,7 +132,7 @@ def test_models_that_are_not_in_safetensors_are_read_whole(tmp_path, caplog) -> 
     assert "not in safetensors: every rank reads the whole model" in caplog.text
 
 
-def test_files_that_do_not_fit_the_configuration_are_named(tmp_path) -> None:
+def test_files_that_contradict_the_configuration_are_named(tmp_path) -> None:
     save_tiny_model(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     with process_group():
@@ -146,7 +146,7 @@ def test_files_that_do_not_fit_the_configuration_are_named(tmp_path) -> None:
             _backend(tmp_path)
 
 
-def test_overrides_reach_the_unread_model(tmp_path) -> None:
+def test_overrides_reach_the_lazy_model(tmp_path) -> None:
     folder = save_tiny_model(tmp_path)
     with process_group():
         assert _backend(folder, hf_config_overrides={"rms_norm_eps": 0.5}).model.hf.model.norm.variance_epsilon == 0.5
@@ -156,7 +156,7 @@ PLACEMENTS = [[Shard(0), Shard(0)], [Shard(0), Shard(1)], [Replicate(), Shard(1)
 
 
 def _places(rank: int, world_size: int, folder: str) -> None:
-    """Any placements on two axes, uneven ones too: what is read is what `distribute_tensor` gives the rank."""
+    """Check any placements on two axes, uneven ones too: each rank reads what `distribute_tensor` gives it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     tensors = TensorFiles([Path(folder) / "model.safetensors"])
     for name in tensors:
@@ -166,12 +166,12 @@ def _places(rank: int, world_size: int, folder: str) -> None:
             assert torch.equal(tensors.read(name, local_box(want)), want.to_local())
 
 
-def test_parts_of_all_placements_are_read(tmp_path) -> None:
+def test_shards_of_all_placements_are_read(tmp_path) -> None:
     run_ranks(_places, 4, save_tiny_model(tmp_path))
 
 
 @pytest.mark.parametrize("model_type", [*PACKS, *REFUSED_BY_PROBE])
-def test_the_twin_answers_as_the_model_does(model_type, tmp_path) -> None:
+def test_the_probe_model_behaves_like_the_model(model_type, tmp_path) -> None:
     random_model(model_type).save_pretrained(tmp_path)
     with process_group():
         if model_type in REFUSED_BY_PROBE:
@@ -187,13 +187,13 @@ def _refused(rank: int, world_size: int, folder: str) -> str:
     return str(refusal.value)
 
 
-def test_all_ranks_refuse_with_the_same_words(tmp_path) -> None:
+def test_all_ranks_raise_the_same_error(tmp_path) -> None:
     random_model("stablelm").save_pretrained(tmp_path)
     said = run_ranks(_refused, 2, str(tmp_path))
     assert said[0] == said[1] and "differ from those of the same sequences padded" in said[0]
 
 
-def test_a_twin_is_small_and_has_every_kind_of_layer() -> None:
+def test_a_probe_model_is_small_and_has_every_kind_of_layer() -> None:
     with torch.device("meta"):
         large = random_model_on_meta(
             "deepseek_v3", hidden_size=1024, num_hidden_layers=8, vocab_size=50_000, intermediate_size=4096
@@ -220,13 +220,13 @@ def random_model_on_meta(model_type: str, **overrides):
     return AutoModelForCausalLM.from_config(config)
 
 
-def test_a_body_without_its_prefix_is_found(tmp_path) -> None:
+def test_a_base_model_without_its_prefix_is_found(tmp_path) -> None:
     """Files of GPT-2 name the layers of the body alone: `h.0`, not `transformer.h.0`."""
     model = random_model("gpt2")
     model.config.save_pretrained(tmp_path)
     body = {name: tensor.contiguous() for name, tensor in model.transformer.state_dict().items()}
     save_file(body, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    torch.manual_seed(3)  # the head is drawn
+    torch.manual_seed(3)  # the head is randomly initialized
     theirs = load_causal_lm(str(tmp_path))
     with process_group():
         torch.manual_seed(3)
@@ -235,7 +235,7 @@ def test_a_body_without_its_prefix_is_found(tmp_path) -> None:
     assert torch.equal(ours.transformer.h[1].mlp.c_fc.weight, body["h.1.mlp.c_fc.weight"])
 
 
-def test_a_reward_model_from_its_own_checkpoint_is_read(tmp_path) -> None:
+def test_a_reward_model_is_read_from_its_own_checkpoint(tmp_path) -> None:
     score = AutoModelForSequenceClassification.from_config(tiny_model("qwen2", num_labels=1).config)
     score.save_pretrained(tmp_path)
     values = {"reward_model_cfg": {"enabled": True, "reward_model_type": "bradley_terry"}}

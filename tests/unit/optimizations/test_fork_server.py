@@ -1,4 +1,4 @@
-"""Workers as forks: that a forked process is the one that it would have been, and that nothing outlives the driver."""
+"""Forked workers equal freshly started ones, and no process outlives the driver."""
 
 import json
 import os
@@ -50,7 +50,7 @@ SETUP = "import sys; print('as Ray would', *sys.argv[1:])"
 
 @pytest.fixture(scope="module")
 def driver() -> Any:
-    """A process with a fork server: its Popen, the socket, its number of threads, and a temporary folder it has."""
+    """A process with a fork server: its Popen, the socket, its number of threads, and its temporary folder."""
     process = subprocess.Popen(
         [sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment()
     )
@@ -66,7 +66,7 @@ def _environment(**more: str) -> dict[str, str]:
 
 
 def start(folder: Path, socket: str, *arguments: str, status: str = "0", **environment: str) -> str:
-    """What a process says that is started as a raylet starts one."""
+    """Return the output of a process that is started as a raylet starts one."""
     (folder / "worker.py").write_text(WORKER)
     (folder / "setup.py").write_text(SETUP)
     output = folder / "output"
@@ -81,7 +81,7 @@ def start(folder: Path, socket: str, *arguments: str, status: str = "0", **envir
             str(folder / "worker.py"),
         ]
         subprocess.run(
-            # As a raylet does: a limit of its own, and a score by which workers end first when memory runs out.
+            # Like a raylet: set a limit, and a score that decides which workers are killed first without memory.
             ["sh", "-c", 'ulimit -Sn 777; echo 900 > /proc/self/oom_score_adj; exec "$@"', "sh"]
             + [*command, status, *arguments, "--language=PYTHON"],
             cwd=folder,
@@ -108,7 +108,7 @@ def test_a_fork_is_the_process_that_it_would_have_been(driver: Any, tmp_path: Pa
     assert first["leads_group"] and first["group"] != second["group"]
     assert first["term"] and first["child"] and not first["blocked"]
     assert first["handlers"] == 0
-    # Ray's default for workers; the driver computes with as many threads as it would have without a server.
+    # One thread is Ray's default for workers; the driver uses as many threads as without a server.
     assert (first["threads"], second["threads"]) == (1, 3)
     assert threads == len(os.sched_getaffinity(0))
     assert not set(first["drawn"]) & set(second["drawn"])

@@ -1,4 +1,4 @@
-"""Freed memory stays with the process that asks for that."""
+"""Freed memory stays with a process that requests it."""
 
 import platform
 import subprocess
@@ -29,7 +29,7 @@ print(faults(40))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives memory back so eagerly")
-def test_memory_that_was_used_once_is_not_asked_for_again() -> None:
+def test_freed_memory_is_reused_without_new_page_faults() -> None:
     faults, faults_kept = (
         int(subprocess.check_output([sys.executable, "-c", PROGRAM, mode], text=True)) for mode in ("plain", "keep")
     )

@@ -1,4 +1,4 @@
-"""The agents in place of Ray's own: they end with their raylet."""
+"""The replacements for Ray's agents exit with their raylet."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Checks that end in every way, for tests of the runner; importing this takes no time."""
+"""Checks that end in every possible way, for tests of the runner; importing this takes no time."""
 
 import os
 import time

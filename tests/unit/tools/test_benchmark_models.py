@@ -12,7 +12,7 @@ BENCHMARKS = Path(__file__).resolve().parents[3] / "tools/benchmarks"
 
 @pytest.fixture
 def workloads(monkeypatch: pytest.MonkeyPatch):
-    """`tools/benchmarks/workloads.py` as a module; it finds its neighbours as a script does."""
+    """Load `tools/benchmarks/workloads.py` as a module; it imports its neighbours as a script does."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import workloads
 
@@ -36,7 +36,7 @@ def test_a_widened_model_is_the_same_function_and_trains_all_its_weights(workloa
     torch.testing.assert_close(wide(ids).logits, expected, rtol=0, atol=1e-3)
     optimizer = torch.optim.AdamW(wide.parameters(), weight_decay=0.0)
     before = {name: weight.detach().clone() for name, weight in wide.named_parameters()}
-    for _ in range(2):  # what does not reach the residual stream at first has a gradient behind the first update
+    for _ in range(2):  # weights that do not reach the residual stream at first have a gradient after the first update
         optimizer.zero_grad()
         wide(ids, labels=ids).loss.backward()
         optimizer.step()
@@ -44,7 +44,7 @@ def test_a_widened_model_is_the_same_function_and_trains_all_its_weights(workloa
         assert (weight != before[name]).float().mean() > 0.9, name
 
 
-def test_answers_of_the_skewed_workload_are_a_quarter_of_the_longest(workloads) -> None:
+def test_skewed_answers_average_a_quarter_of_the_longest(workloads) -> None:
     rng = workloads.random.Random(0)
     problems = [workloads.draw_count(rng) for _ in range(20_000)]
     lengths = [len(workloads.counted(problem)) + 1 for problem in problems]

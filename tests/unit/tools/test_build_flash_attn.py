@@ -1,4 +1,4 @@
-"""The script that compiles flash-attn into uv's cache, up to the compilation: stand-ins for uv and nvcc."""
+"""The script that compiles flash-attn into uv's cache, up to the compilation, with fake uv and nvcc."""
 
 import os
 import shutil
@@ -61,7 +61,7 @@ def test_the_number_of_compilers_fits_the_machine(script):
         ((), {"CUDA_HOME": "/no/such"}, "there is no /no/such/bin/nvcc"),
     ],
 )
-def test_what_cannot_work_is_refused(script, tmp_path, arguments, variables, reason):
+def test_unsupported_builds_are_refused(script, tmp_path, arguments, variables, reason):
     put(tmp_path / "bin/uv", "exit 0")
     done = run(script, *arguments, **variables)
     assert done.returncode == 1 and reason in done.stderr

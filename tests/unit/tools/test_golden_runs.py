@@ -1,4 +1,4 @@
-"""The comparison of recorded runs sees every number that moved."""
+"""The comparison of recorded runs finds every changed number."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def write(folder: Path, *rows: tuple[str, int, dict[str, float]]) -> None:
     path.write_text("".join(json.dumps({"prefix": p, "step": s, "metrics": m}) + "\n" for p, s, m in rows))
 
 
-def test_equal_but_for_times(golden_runs, tmp_path, capsys):
+def test_runs_that_differ_only_in_times_are_equal(golden_runs, tmp_path, capsys):
     write(tmp_path / "a", ("train", 1, {"loss": 0.1, "sync_s": 1.0}), ("timing/train", 1, {"total": 3.0}))
     write(tmp_path / "b", ("train", 1, {"loss": 0.1, "sync_s": 2.0}), ("timing/train", 1, {"total": 4.0}))
     assert golden_runs.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
@@ -27,7 +27,7 @@ def test_equal_but_for_times(golden_runs, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("other", [{"loss": 0.1000000001}, {"lr": 0.1}, {}])
-def test_a_number_that_moved_or_is_gone(golden_runs, tmp_path, other):
+def test_a_changed_or_missing_number_is_found(golden_runs, tmp_path, other):
     write(tmp_path / "a", ("train", 1, {"loss": 0.1}))
     write(tmp_path / "b", ("train", 1, other))
     assert golden_runs.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1

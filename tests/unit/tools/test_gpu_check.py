@@ -54,7 +54,7 @@ def _rows(checks: list[Check], setting: Setting = SETTING, budget_s: float = 60.
         running.close()
 
 
-def test_each_check_has_its_own_end() -> None:
+def test_each_check_ends_with_its_own_status() -> None:
     names = ["counts", "finds_a_problem", "counts", "raises", "counts", "hangs", "dies", "counts"]
     began = time.monotonic()
     ended, rows = _rows([_check(name, 0.5 if name == "hangs" else 30.0) for name in names])
@@ -74,7 +74,7 @@ def test_each_check_has_its_own_end() -> None:
         ("dies", "failed"),
         ("counts", "ok"),
     ]
-    # A problem leaves the process, an exception does not.
+    # A problem is sent from the process, an exception is not.
     assert [row.figures["calls"] for row in rows if row.check == "counts"] == [1, 2, 1, 1]
     reasons = {row.check: row.reason for row in rows if row.status == "failed"}
     assert reasons == {
@@ -86,7 +86,7 @@ def test_each_check_has_its_own_end() -> None:
     assert "sample_checks.py" in next(row.trace for row in rows if row.reason == "ValueError: planted")
 
 
-def test_what_the_budget_does_not_reach_is_skipped(monkeypatch) -> None:
+def test_checks_beyond_the_time_budget_are_skipped(monkeypatch) -> None:
     monkeypatch.setattr(runner, "_LEAST_S", 0.1)
     _, rows = _rows([_check("counts"), _check("hangs"), _check("counts")], budget_s=3.0)
     assert [(row.check, row.status) for row in rows] == [
@@ -109,18 +109,18 @@ def test_a_device_that_cannot_be_used_is_one_failure() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_without_a_gpu_the_reason_says_what_to_do(tmp_path) -> None:
+def test_without_a_gpu_the_check_gives_the_reason_and_advice(tmp_path) -> None:
     with pytest.raises(ConfigError, match="this process sees no CUDA device"):
         Bench(Setting(cpu=False, folder=str(tmp_path)))
 
 
-def test_table_and_json(tmp_path) -> None:
+def test_results_are_written_as_table_and_json(tmp_path) -> None:
     rows = [
         Row("policy", "gradients", "correctness", "failed", {"error": 0.25, "kernel": "flash"}, "too far", seconds=1.5),
         Row("training step", "packs", "speed", "failed", {"tokens_per_s": 12345.6, "mfu": None}, "out of memory"),
     ]
     report = Report({"device": "none"}, rows, 3.0)
-    assert report.failures() == rows[:1]  # a speed that was not measured is no wrong result
+    assert report.failures() == rows[:1]  # a speed that was not measured is not a wrong result
     first, reason = table_line(rows[0]).splitlines()
     assert first.startswith("failed  correct  policy: gradients ") and first.endswith("error=0.25  kernel=flash")
     assert reason.strip() == "too far"
@@ -139,7 +139,7 @@ def test_checks_are_chosen_by_name() -> None:
         chosen(["no such check"])
 
 
-def test_operations_of_a_token_by_hand() -> None:
+def test_operations_per_token_equal_a_hand_count() -> None:
     config = AutoConfig.for_model("qwen2", **SHAPES["qwen2.5-1.5b"].fields)
     layer = 1536 * 1536 * 2 + 2 * 1536 * 256 + 1536 + 2 * 256 + 3 * 1536 * 8960 + 2 * 1536
     parameters = 28 * layer + 1536 + 151936 * 1536
@@ -147,11 +147,11 @@ def test_operations_of_a_token_by_hand() -> None:
     training = flops_per_token(config, parameters, 1024, backward=True)
     assert training == 6 * parameters + 12 * 28 * 12 * 128 * 1024
     assert flops_per_token(config, parameters, 1024, backward=False) == training / 3
-    config.tie_word_embeddings = False  # a second matrix, which only looks rows up
+    config.tie_word_embeddings = False  # a second matrix, which is only indexed by rows
     assert flops_per_token(config, parameters + 151936 * 1536, 1024, backward=True) == training
 
 
-def test_peaks_by_device_name() -> None:
+def test_peak_rates_are_found_by_device_name() -> None:
     names = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "Other"]
     assert [peak_tflops(name) for name in names] == [989.4, 989.4, 756.0, 312.0, 121.0, None]
 
@@ -178,7 +178,7 @@ def test_attention_that_sees_too_much_is_found(bench, monkeypatch) -> None:
     assert problems["float32, window 16"] == problems["bfloat16, window 16"] == "differs from dense attention"
 
 
-def test_answers_that_do_not_see_their_prompt_are_found(bench, monkeypatch) -> None:
+def test_answers_that_ignore_their_prompt_are_found(bench, monkeypatch) -> None:
     assert not any(finding.problem for finding in shared_prompts.kernels(bench))
     mask = attention_kernels._mask
 
@@ -221,7 +221,7 @@ def test_a_weight_that_is_not_restored_is_found(bench, monkeypatch) -> None:
 
 
 class EngineHere:
-    """The engine's half of a sync in this process: answers as `EngineProcess` does, without its seconds of imports."""
+    """The engine's half of a sync in this process, like `EngineProcess` without the slow imports."""
 
     def __init__(self, settings: EngineSettings):
         self._loop, self._answers = asyncio.Runner(), []

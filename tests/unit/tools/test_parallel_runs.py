@@ -1,4 +1,4 @@
-"""The comparison of meshes sees losses that are not those of one rank, and runs that did not go on."""
+"""The comparison of meshes finds losses that differ from one rank's, and runs that did not continue."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def parallel_runs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def write(folder: Path, losses: dict[int, float], start: int = 1) -> Path:
-    """A run's metrics; `start` numbers the experiment."""
+    """Write a run's metrics; `start` numbers the experiment."""
     path = folder / f"logs/exp_{start:03}/metrics.jsonl"
     path.parent.mkdir(parents=True)
     rows = [{"prefix": "train", "step": step, "metrics": {"loss": loss}} for step, loss in losses.items()]
@@ -32,17 +32,17 @@ def write(folder: Path, losses: dict[int, float], start: int = 1) -> Path:
         ("sft", {1: 2.00001, 2: 1.0}, True),
         ("sft", {1: 2.0, 2: 1.001}, False),
         ("sft", {1: 2.0}, False),
-        ("grpo", {1: 2.0, 2: 1.1}, True),  # its samples may part
+        ("grpo", {1: 2.0, 2: 1.1}, True),  # its samples may diverge
         ("grpo", {1: 2.1, 2: 1.0}, False),
     ],
 )
-def test_losses_that_part(parallel_runs, tmp_path, capsys, algorithm, losses, holds):
+def test_losses_that_diverge_are_reported(parallel_runs, tmp_path, capsys, algorithm, losses, holds):
     ours, one = write(tmp_path / "tp2", losses), write(tmp_path / "1", {1: 2.0, 2: 1.0})
     assert parallel_runs.report(parallel_runs.Run(algorithm, "tp2"), ours, one) == holds
     assert ("DIFFERS" in capsys.readouterr().out) == (not holds)
 
 
-def test_a_run_that_began_again(parallel_runs, tmp_path):
+def test_a_run_that_started_over_is_found(parallel_runs, tmp_path):
     write(tmp_path / "a", {1: 2.0, 2: 1.0})
     assert parallel_runs.went_on(write(tmp_path / "a", {3: 0.5, 4: 0.3}, start=2), half=2)
     write(tmp_path / "b", {1: 2.0, 2: 1.0})

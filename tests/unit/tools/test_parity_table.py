@@ -1,4 +1,4 @@
-"""The page of the comparisons keeps what is not measured again."""
+"""The page of the comparisons keeps cells that are not measured again."""
 
 import sys
 from types import ModuleType
@@ -15,7 +15,7 @@ def parity_table(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return load_tool("parity_table")
 
 
-def test_cells_take_their_places_on_the_page(parity_table):
+def test_cells_are_written_into_the_table_of_the_page(parity_table):
     page = (REPOSITORY_ROOT / "docs/reference/parity.md").read_text(encoding="utf-8")
     assert parity_table.page([], page) == page
     found = parity_table.Difference(0.0, 3e-2, "w", 0.0, 0.0)
@@ -41,7 +41,7 @@ def test_every_committed_cell_is_below_its_limit(parity_table):
             assert float(value) <= parity_table.BESIDE_ONE_RANK * float(rounded["1", rows][name])
 
 
-def test_the_page_of_megatron_core_is_whole_and_below_its_limit(monkeypatch):
+def test_the_page_of_megatron_core_is_complete_and_below_its_limit(monkeypatch):
     monkeypatch.setattr(sys, "path", [str(TOOLS), *sys.path])
     tool = load_tool("megatron_parity_table")
     page = (REPOSITORY_ROOT / "docs/reference/parity-megatron.md").read_text(encoding="utf-8")

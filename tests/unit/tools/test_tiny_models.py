@@ -1,4 +1,4 @@
-"""Tiny models and tokenizers, and the one that is shipped for the quick start."""
+"""Tiny models and tokenizers, and the one shipped for the quick start."""
 
 import importlib.util
 import sys
@@ -27,13 +27,13 @@ TOKENIZER = make_char_tokenizer()
 
 @settings(max_examples=200, deadline=None)
 @given(st.text())
-def test_any_text_survives(text):
+def test_any_text_is_decoded_unchanged(text):
     ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
     assert TOKENIZER.decode(ids) == text
     assert "<|" in text or len(ids) == len(text.encode("utf-8", errors="surrogatepass"))
 
 
-def test_chat_prompt_token_by_token():
+def test_the_chat_prompt_has_the_expected_tokens():
     turns = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+2="}]
     text = TOKENIZER.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     assert text == ("<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+2=<|im_end|>\n<|im_start|>assistant\n")
@@ -66,7 +66,7 @@ def test_shape_and_arch_are_checked():
         make_tiny_model("qwen2", TinyShape(num_kv_heads=3))
 
 
-def test_checkpoint_round_trip(tmp_path):
+def test_a_checkpoint_round_trip_keeps_model_and_tokenizer(tmp_path):
     model = make_tiny_model("qwen2", SMALL, dtype=torch.bfloat16)
     save_tiny_checkpoint(tmp_path, model, TOKENIZER)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -80,7 +80,7 @@ def test_checkpoint_round_trip(tmp_path):
 
 @pytest.fixture(scope="module")
 def script():
-    """`tools/make_tiny_chat_model.py` as a module."""
+    """Load `tools/make_tiny_chat_model.py` as a module."""
     spec = importlib.util.spec_from_file_location("make_tiny_chat_model", ROOT / "tools/make_tiny_chat_model.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -88,7 +88,7 @@ def script():
     return module
 
 
-def test_working_is_right_and_slips_are_wrong(script):
+def test_worked_answers_are_correct_and_slips_are_wrong(script):
     rng = script.random.Random(0)
     assert script.worked_answer(37, 85, None, rng) == "7+5=12, 3+8+1=12, \\boxed{122}"
     assert script.worked_answer(12, 34, None, rng) == "2+4=6, 1+3=4, \\boxed{46}"
@@ -99,7 +99,7 @@ def test_working_is_right_and_slips_are_wrong(script):
                 assert not script.worked_answer(left, right, slip, rng).endswith(f" \\boxed{{{left + right}}}")
 
 
-def test_mixture_ends_wrong_as_often_as_the_recipe_says(script):
+def test_the_mixture_has_the_share_of_wrong_answers_of_the_recipe(script):
     recipe, rng = script.Recipe(), script.random.Random(1)
     problems = script.all_problems(held_out=False)
     drawn = rng.choices(problems, k=20_000)
@@ -107,7 +107,7 @@ def test_mixture_ends_wrong_as_often_as_the_recipe_says(script):
     assert right / len(drawn) == pytest.approx((1 - recipe.hasty_share) * (1 - recipe.slip_share), abs=0.015)
 
 
-def test_training_and_validation_problems_are_apart(script):
+def test_training_and_validation_problems_are_disjoint(script):
     trained = {tuple(sorted(problem)) for problem in script.all_problems(held_out=False)}
     measured = {tuple(sorted(problem)) for problem in script.all_problems(held_out=True)}
     assert not trained & measured
@@ -115,7 +115,7 @@ def test_training_and_validation_problems_are_apart(script):
 
 
 @pytest.mark.long
-def test_shipped_model_is_small_and_middling(script):
+def test_the_shipped_model_is_small_and_of_medium_accuracy(script):
     assert sum(file.stat().st_size for file in ASSET.iterdir()) < 4 * 2**20
     model = AutoModelForCausalLM.from_pretrained(ASSET, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(ASSET)

@@ -1,4 +1,4 @@
-"""Checkpoint folders: atomic replacement, ranking, and what a crash leaves behind."""
+"""Checkpoint folders: atomic replacement, ranking, and leftovers of a crash."""
 
 import json
 import multiprocessing
@@ -37,7 +37,7 @@ def save_with(manager: CheckpointManager, values: dict[int, float | None], name:
         save(manager, step, **({} if value is None else {name: value}))
 
 
-def test_layout_and_round_trip(tmp_path):
+def test_a_checkpoint_has_the_documented_layout_and_loads_back(tmp_path):
     manager = make_manager(tmp_path)
     config = CheckpointingConfig(keep_top_k=2)
     folder = Path(
@@ -75,7 +75,7 @@ def test_latest_is_the_highest_number_not_the_last_name(tmp_path):
         ({"keep_top_k": 2, "metric_name": None}, {1: 0.9, 2: 0.1, 3: 0.5}, [2, 3], 3),
     ],
 )
-def test_kept_and_best(tmp_path, keys, values, kept, best):
+def test_the_configured_checkpoints_are_kept_and_the_best_is_found(tmp_path, keys, values, kept, best):
     manager = make_manager(tmp_path, **({"metric_name": "val:accuracy"} | keys))
     save_with(manager, values)
     assert manager.steps() == kept
@@ -90,7 +90,7 @@ def test_unknown_metric_warns_once_and_keeps_the_newest(tmp_path, caplog):
     assert sum("val:acuracy" in record.message for record in caplog.records) == 1
 
 
-def test_resume_paths(tmp_path):
+def test_resume_paths_are_those_of_the_checkpoint(tmp_path):
     assert CheckpointManager.get_resume_paths(None) == (None, None)
     manager = make_manager(tmp_path)
     save(manager, 1)
@@ -100,7 +100,7 @@ def test_resume_paths(tmp_path):
     assert CheckpointManager.get_resume_paths(latest)[1] == tmp_path / "step_1/policy/optimizer"
 
 
-def test_foreign_folders_are_refused(tmp_path):
+def test_folders_of_other_origin_are_refused(tmp_path):
     manager = make_manager(tmp_path)
     (tmp_path / "step_3").mkdir()
     with pytest.raises(CheckpointError, match=r"training_info\.json"):
@@ -111,7 +111,7 @@ def test_foreign_folders_are_refused(tmp_path):
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing of ours may catch it."""
+    """Imitates SIGKILL: no code of the library may catch it."""
 
 
 def kill_at_call(monkeypatch, target: int) -> list[str]:
@@ -136,7 +136,7 @@ def kill_at_call(monkeypatch, target: int) -> list[str]:
 
 
 def half_remove(monkeypatch) -> None:
-    """Let a removal be killed when half of the files are gone."""
+    """Kill a removal when half of the files are gone."""
 
     def partial(folder, *_arguments, **_keywords):
         for file in list(Path(folder).rglob("*"))[::2]:
@@ -148,7 +148,7 @@ def half_remove(monkeypatch) -> None:
 
 
 def assert_recovers(folder: Path, allowed_payloads: dict[int, set[str]]) -> None:
-    """A new manager finds only complete checkpoints, the newest among them, and no leftovers."""
+    """Check that a new manager finds only complete checkpoints, the newest among them, and no leftovers."""
     manager = make_manager(folder, metric_name="val:accuracy", keep_top_k=1)
     assert not list(folder.glob("tmp_*")) and not list(folder.glob("old_*"))
     assert manager.steps(), "a loadable checkpoint is left at every point"
@@ -160,7 +160,7 @@ def assert_recovers(folder: Path, allowed_payloads: dict[int, set[str]]) -> None
     assert manager.get_latest_checkpoint_path() == str(folder / "step_99")
 
 
-def test_killed_at_every_call_of_a_save(tmp_path):
+def test_a_save_killed_at_any_call_leaves_a_valid_checkpoint(tmp_path):
     """Steps 1 (best), 2 exist; saving 3 replaces nothing and removes 2. Then step 3 is saved over itself."""
     reached = []
     for new_step in (3, 2):
@@ -188,7 +188,7 @@ def test_killed_at_every_call_of_a_save(tmp_path):
 
 
 @pytest.mark.parametrize("new_step", [2, 3])
-def test_killed_in_the_middle_of_a_removal(tmp_path, new_step):
+def test_a_killed_removal_leaves_a_valid_checkpoint(tmp_path, new_step):
     manager = make_manager(tmp_path, metric_name="val:accuracy", keep_top_k=1)
     save(manager, 1, payload="one", **{"val:accuracy": 0.9})
     save(manager, 2, payload="two", **{"val:accuracy": 0.1})
@@ -199,7 +199,7 @@ def test_killed_in_the_middle_of_a_removal(tmp_path, new_step):
     assert_recovers(tmp_path, {1: {"one"}, 2: {"new"}, 3: {"new"}})
 
 
-def test_killed_while_the_folder_is_filled(tmp_path):
+def test_an_unfinished_checkpoint_folder_is_removed(tmp_path):
     manager = make_manager(tmp_path)
     save(manager, 1)
     folder = Path(manager.init_tmp_checkpoint(2, {"total_steps": 2}))
@@ -215,7 +215,7 @@ def _hold(folder: str, is_written, may_end) -> None:
     may_end.wait(30)
 
 
-def test_a_living_writer_is_not_disturbed(tmp_path):
+def test_the_folder_of_a_running_writer_is_left_alone(tmp_path):
     """A reader in another process leaves the unfinished folder alone, and a second writer is refused."""
     spawn = multiprocessing.get_context("spawn")
     is_written, may_end = spawn.Event(), spawn.Event()
@@ -246,7 +246,7 @@ def test_reading_needs_no_write_permission(tmp_path):
 
 
 def damage(folder: Path, how: str) -> str:
-    """Damage a checkpoint; returns what its manager should say."""
+    """Damage a checkpoint; return what its manager should report."""
     payload = folder / PAYLOAD
     if how == "truncated":
         payload.write_text("wei")
@@ -265,7 +265,7 @@ def damage(folder: Path, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["truncated", "flipped bit", "missing", "empty save state", "manifest"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path, caplog, how):
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(tmp_path, caplog, how):
     save_with(make_manager(tmp_path), {1: None, 2: None, 3: None})
     assert make_manager(tmp_path).find_resumable() == tmp_path / "step_3"
     told = damage(tmp_path / "step_3", how)
@@ -278,7 +278,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path, cap
     assert manager.find_resumable() == tmp_path / "step_3"
 
 
-def test_with_nothing_but_damage_every_folder_is_named_and_left(tmp_path):
+def test_if_all_checkpoints_are_damaged_each_is_named_and_kept(tmp_path):
     save_with(make_manager(tmp_path), {1: None, 2: None})
     for step in (1, 2):
         damage(tmp_path / f"step_{step}", "truncated")
@@ -287,7 +287,7 @@ def test_with_nothing_but_damage_every_folder_is_named_and_left(tmp_path):
     assert make_manager(tmp_path).steps() == [1, 2]
 
 
-def test_a_removed_optimizer_folder_is_no_damage_but_a_removed_part_of_it_is(tmp_path):
+def test_a_missing_optimizer_folder_is_accepted_but_a_missing_part_is_damage(tmp_path):
     manager = make_manager(tmp_path)
     for step in (1, 2):
         folder = Path(manager.init_tmp_checkpoint(step, {"total_steps": step}))
@@ -303,14 +303,14 @@ def test_a_removed_optimizer_folder_is_no_damage_but_a_removed_part_of_it_is(tmp
         manager.find_resumable()
 
 
-def test_a_checkpoint_without_checksums_is_used_and_said_to_be_unchecked(tmp_path, caplog):
+def test_a_checkpoint_without_checksums_is_used_with_a_notice(tmp_path, caplog):
     save(make_manager(tmp_path), 1)
     (tmp_path / "step_1/manifest.json").unlink()
     assert make_manager(tmp_path).find_resumable() == tmp_path / "step_1"
     assert "used unchecked" in caplog.text
 
 
-def test_a_damaged_old_checkpoint_takes_no_part_in_what_is_kept(tmp_path, caplog):
+def test_a_damaged_old_checkpoint_is_not_counted_as_kept(tmp_path, caplog):
     manager = make_manager(tmp_path, metric_name="val:accuracy", keep_top_k=2)
     save_with(manager, {2: 0.9, 4: 0.5})
     for content in ("", "[]"):
@@ -334,7 +334,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_it_is_needed(tmp_path
 
 @pytest.mark.parametrize("name", ["tmp_step_2", "tmp_step_4"])
 @pytest.mark.parametrize("kind", ["link", "dangling link", "file"])
-def test_leftovers_that_are_no_folders_are_removed_and_what_they_lead_to_is_not(tmp_path, name, kind):
+def test_leftover_files_and_links_are_removed_but_not_link_targets(tmp_path, name, kind):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "kept").write_text("x")
@@ -368,6 +368,6 @@ def test_a_step_that_is_no_number_is_a_damaged_checkpoint(tmp_path, caplog, valu
         manager.find_resumable()
 
 
-def test_imports_are_real():
-    """The kill points above patch the very functions the manager uses."""
+def test_the_manager_uses_the_functions_that_the_tests_patch():
+    """The kill points above patch the same functions that the manager uses."""
     assert checkpoint_module.os is os and checkpoint_module.shutil is shutil

@@ -1,4 +1,4 @@
-"""What a run says on the console is readable in a file: short lines without escape codes, and a line now and then."""
+"""The console output of a run is readable in a file: short lines without escape codes, at moderate intervals."""
 
 import logging
 import subprocess
@@ -15,7 +15,7 @@ from nemo_rl.utils.logging_setup import WIDTH, configure_logging, wrapped
 
 @pytest.fixture
 def program() -> Iterator[None]:
-    """The logging of a program."""
+    """Set up the logging of a program."""
     root, library = logging.getLogger(), logging.getLogger("nemo_rl")
     handlers, root.handlers, level = root.handlers, [], library.level
     configure_logging()
@@ -33,7 +33,7 @@ def test_long_lines_are_cut_between_words(program: None, capsys: pytest.CaptureF
     assert [word for line in lines for word in line.split()][3:] == words
 
 
-def test_what_cannot_be_cut_and_tables_stay_whole() -> None:
+def test_tables_and_unbreakable_text_stay_whole() -> None:
     path = "/folder" * 40
     assert wrapped(path) == [path]
     assert wrapped("a    b") == ["a    b"]
@@ -45,12 +45,12 @@ def test_several_lines_stay_several(program: None, capsys: pytest.CaptureFixture
     assert first.endswith("I first") and others == ["  second", "", "fourth"]
 
 
-def test_escape_codes_are_left_out(program: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_escape_codes_are_removed(program: None, capsys: pytest.CaptureFixture[str]) -> None:
     logging.getLogger("someone").warning("\x1b[33m(raylet)\x1b[0m is \x1b[1;31mslow\x1b[K")
     assert capsys.readouterr().err.endswith("W (raylet) is slow\n")
 
 
-def test_a_long_wait_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_wait_logs_its_reason(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="nemo_rl")
     now = 100.0
     monkeypatch.setattr(still_waiting.time, "monotonic", lambda: now)

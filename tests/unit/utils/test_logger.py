@@ -36,7 +36,7 @@ def read_lines(path) -> list[dict]:
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
-def test_experiment_folders_count_up(tmp_path):
+def test_experiment_folders_are_numbered(tmp_path):
     base = tmp_path / "logs"
     assert get_next_experiment_dir(base) == str(base / "exp_001")
     (base / "exp_041").mkdir()
@@ -45,7 +45,7 @@ def test_experiment_folders_count_up(tmp_path):
     assert (base / "exp_042").is_dir()
 
 
-def test_scalars_of_every_kind():
+def test_scalars_of_every_kind_are_logged():
     metrics = {
         "float": 0.1,
         "int": 3,
@@ -63,7 +63,7 @@ def test_scalars_of_every_kind():
     assert scalars == {"float": 0.1, "int": 3.0, "flag": 1.0, "tensor": 2.5, "row of one": 4.0, "numpy": 0.5}
 
 
-def test_flatten_dict():
+def test_flatten_dict_joins_nested_keys():
     nested = {"a": {"b": 1, "c": {"d": 2}}, "e": [10, {"f": 3}], "g": {}}
     assert flatten_dict(nested) == {"a.b": 1, "a.c.d": 2, "e.0": 10, "e.1.f": 3, "g": {}}
     assert flatten_dict(nested, sep="/", expand_lists=False)["e"] == [10, {"f": 3}]
@@ -97,7 +97,7 @@ def test_metrics_are_on_disk_before_the_logger_is_closed(tmp_path):
     logger.close()
 
 
-def test_console_prints_one_line_a_step(tmp_path, caplog):
+def test_the_console_gets_one_line_per_step(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="nemo_rl")
     logger = Logger(LoggerConfig(), tmp_path, total_steps=20)
     for step in (1, 2):
@@ -113,7 +113,7 @@ def test_console_prints_one_line_a_step(tmp_path, caplog):
     ]
 
 
-def test_batches_as_jsonl(tmp_path):
+def test_batches_are_written_as_jsonl(tmp_path):
     logger = Logger(LoggerConfig(), tmp_path)
     batch = {
         "content": ["7+5=12 \u00e9", 'a "quote"\n'],
@@ -138,7 +138,7 @@ def test_a_tracker_that_is_not_installed_is_named(tmp_path, monkeypatch):
         Logger(LoggerConfig(mlflow_enabled=True), tmp_path)
 
 
-def test_tracker_classes_are_offered_without_importing_their_libraries():
+def test_tracker_classes_are_importable_without_their_libraries():
     code = (
         "import sys, nemo_rl.utils.logger;"
         "assert not set(sys.modules) & {'wandb', 'mlflow', 'swanlab', 'torch', 'ray', 'tensorboard'}"
@@ -178,7 +178,7 @@ def test_samples_show_best_and_worst_and_keep_markup(caplog):
         print_message_log_samples(logs, [0.0, 1.0])
 
 
-def test_log_level_variable(monkeypatch):
+def test_the_log_level_follows_its_variable(monkeypatch):
     monkeypatch.setenv("NRL_LOG_LEVEL", "loud")
     with pytest.raises(ConfigError, match="NRL_LOG_LEVEL=LOUD.*WARNING"):
         configure_logging()
@@ -193,7 +193,7 @@ def test_log_level_variable(monkeypatch):
         assert [line.split(" ", 2)[2] for line in run.stderr.splitlines()] == expected
 
 
-def test_records_pass_above_a_live_progress_bar():
+def test_records_are_printed_above_a_live_progress_bar():
     """On a terminal the bar redraws below each record instead of being torn by it."""
     code = (
         "import logging, sys, time; from nemo_rl.utils.logging_setup import configure_logging; configure_logging();"
@@ -225,7 +225,7 @@ def test_records_pass_above_a_live_progress_bar():
 
 
 def wandb_records(path) -> bytes:
-    """The payloads of a .wandb file: LevelDB log blocks of 32 KiB behind a header of 7 bytes."""
+    """Yield the payloads of a .wandb file: LevelDB log blocks of 32 KiB after a header of 7 bytes."""
     data, position, payloads = path.read_bytes(), 7, []
     while position + 7 <= len(data):
         if 32768 - position % 32768 < 7:
@@ -238,8 +238,8 @@ def wandb_records(path) -> bytes:
 
 
 @pytest.mark.slow
-def test_wandb_offline(tmp_path):
-    """A real run of the wandb client without a network; the names and numbers are in its file."""
+def test_wandb_records_offline(tmp_path):
+    """A real offline run of the wandb client; names and numbers are in its file."""
     code = f"""
 from nemo_rl.config import LoggerConfig
 from nemo_rl.utils.logger import Logger
@@ -259,8 +259,8 @@ logger.close()
 
 
 @pytest.mark.slow
-def test_swanlab_offline(tmp_path):
-    """A real run of SwanLab without a network; names and numbers are in its files, and Ctrl-C stays ours."""
+def test_swanlab_records_offline(tmp_path):
+    """A real offline run of SwanLab; names and numbers are in its files, and it leaves the handler of Ctrl-C alone."""
     pytest.importorskip("swanlab")
     code = f"""
 import signal
@@ -287,7 +287,7 @@ assert signal.getsignal(signal.SIGINT) is before
 
 
 class FakeMlflow(ModuleType):
-    """Keeps what it is told; only what `MLflowLogger` calls."""
+    """Records what it gets; has only what `MLflowLogger` calls."""
 
     def __init__(self) -> None:
         super().__init__("mlflow")
@@ -317,7 +317,7 @@ def fake_mlflow(monkeypatch: pytest.MonkeyPatch) -> FakeMlflow:
     return module
 
 
-def test_mlflow_keeps_runs_in_the_folder_of_the_run(tmp_path: Path, fake_mlflow: FakeMlflow) -> None:
+def test_mlflow_stores_runs_in_the_folder_of_the_run(tmp_path: Path, fake_mlflow: FakeMlflow) -> None:
     Logger(LoggerConfig.build(mlflow_enabled=True), tmp_path).close()
     told = dict(fake_mlflow.told)
     assert told["set_tracking_uri"] == (f"sqlite:///{tmp_path}/mlflow/mlflow.db",)
@@ -326,7 +326,7 @@ def test_mlflow_keeps_runs_in_the_folder_of_the_run(tmp_path: Path, fake_mlflow:
 
 
 @pytest.mark.parametrize("given", ["key", "variable"])
-def test_mlflow_keeps_runs_where_it_is_told(
+def test_mlflow_stores_runs_at_its_tracking_uri(
     given: str, tmp_path: Path, fake_mlflow: FakeMlflow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = f"sqlite:///{tmp_path}/other.db"
@@ -337,8 +337,8 @@ def test_mlflow_keeps_runs_where_it_is_told(
     assert dict(fake_mlflow.told)["set_tracking_uri"] == (address,)
 
 
-def test_an_mlflow_server_that_is_not_there_is_refused_at_once(tmp_path: Path, fake_mlflow: FakeMlflow) -> None:
-    with socket.socket() as bound:  # bound, but nobody listens
+def test_an_unreachable_mlflow_server_is_refused_immediately(tmp_path: Path, fake_mlflow: FakeMlflow) -> None:
+    with socket.socket() as bound:  # bound, but no process listens
         bound.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{bound.getsockname()[1]}"
         config = LoggerConfig.build(mlflow_enabled=True, mlflow={"tracking_uri": address})
@@ -348,7 +348,7 @@ def test_an_mlflow_server_that_is_not_there_is_refused_at_once(tmp_path: Path, f
 
 
 @pytest.mark.slow
-def test_mlflow_database(tmp_path, monkeypatch):
+def test_mlflow_stores_runs_in_a_database(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.chdir(tmp_path)  # artifacts of a new experiment
     store = f"sqlite:///{tmp_path}/store.db"
@@ -362,7 +362,7 @@ def test_mlflow_database(tmp_path, monkeypatch):
     assert run.data.params["grpo.seed"] == "1"
 
 
-def test_a_full_log_disk_costs_numbers_and_one_warning_for_each_file(tmp_path, caplog):
+def test_a_full_log_disk_loses_numbers_with_one_warning_per_file(tmp_path, caplog):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     logger = Logger(LoggerConfig(), tmp_path)
     caplog.set_level(logging.INFO, logger="nemo_rl")
@@ -378,7 +378,7 @@ def test_a_full_log_disk_costs_numbers_and_one_warning_for_each_file(tmp_path, c
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's writer thread
-def test_a_log_disk_that_fills_up_keeps_whole_lines_and_goes_on_when_there_is_room(tmp_path, ram_disk, caplog):
+def test_logging_to_a_full_disk_keeps_whole_lines_and_resumes_with_free_space(tmp_path, ram_disk, caplog):
     with ram_disk("size=64k") as folder:
         logger = Logger(LoggerConfig(tensorboard_enabled=True), folder)
         for step in range(400):
@@ -403,7 +403,7 @@ def test_a_log_disk_that_fills_up_keeps_whole_lines_and_goes_on_when_there_is_ro
     ]
 
 
-def test_only_what_cannot_be_written_is_forgiven():
+def test_only_write_errors_are_tolerated():
     output = OptionalOutput("numbers", (OSError, TimeoutError))
     with output.attempt():
         raise TimeoutError("the tracker does not answer")

@@ -26,7 +26,7 @@ def test_the_control_group_limits_the_cores(tmp_path, monkeypatch, limit, want):
     assert machine_cores.usable_cores() == (want or len(os.sched_getaffinity(0)))
 
 
-def test_parts_of_a_core_count_as_one(tmp_path, monkeypatch):
+def test_a_fraction_of_a_core_counts_as_one(tmp_path, monkeypatch):
     file = tmp_path / "cpu.max"
     file.write_text("250000 100000\n")
     monkeypatch.setattr(machine_cores, "_CONTROL_GROUP", file)

@@ -1,4 +1,4 @@
-"""The limit of a control group counts, where there is one."""
+"""The limit of a control group counts, if there is one."""
 
 import os
 
@@ -9,7 +9,7 @@ from nemo_rl.host import memory as machine_memory
 
 
 @pytest.mark.parametrize(("limit", "want"), [("1000000\n", 1_000_000), ("max\n", None), (None, None)])
-def test_a_machine_has_what_its_control_group_leaves(limit, want, monkeypatch, tmp_path) -> None:
+def test_memory_is_limited_by_the_control_group(limit, want, monkeypatch, tmp_path) -> None:
     file = tmp_path / "memory.max"
     if limit is not None:
         file.write_text(limit)

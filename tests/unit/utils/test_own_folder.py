@@ -1,4 +1,4 @@
-"""Folders in places that all users share: made for one user, and refused where somebody else has had a hand in them."""
+"""Folders in places that all users share are made for one user, and refused if another user may change them."""
 
 import os
 import stat
@@ -30,7 +30,7 @@ def shared(tmp_path: Path) -> Path:
     return place
 
 
-def test_a_new_folder_is_this_users_alone(shared):
+def test_a_new_folder_is_private_to_the_user(shared):
     before = os.umask(0)
     try:
         assert require_own(shared / "a", ADVICE) == shared / "a"
@@ -39,7 +39,7 @@ def test_a_new_folder_is_this_users_alone(shared):
     assert mode(shared / "a") == 0o700
 
 
-def test_a_folder_that_others_may_read_is_closed_and_kept(shared):
+def test_a_folder_that_others_may_read_is_made_private(shared):
     (shared / "a").mkdir(mode=0o755)
     (shared / "a" / "kept").write_text("here")
     require_own(shared / "a", ADVICE)
@@ -74,7 +74,7 @@ def test_links_and_files_are_refused(shared):
     assert not (shared / "nowhere").exists()
 
 
-def test_a_place_in_which_all_may_replace_all_is_refused(shared):
+def test_a_world_writable_parent_without_sticky_bit_is_refused(shared):
     shared.chmod(0o777)
     with pytest.raises(ConfigError, match=f"others may replace what is in {shared} .mode 0777, no sticky bit"):
         require_own(shared / "a", ADVICE)
@@ -82,7 +82,7 @@ def test_a_place_in_which_all_may_replace_all_is_refused(shared):
 
 
 @needs_root
-def test_a_place_of_another_user_is_refused_also_through_a_link(shared, monkeypatch, tmp_path):
+def test_a_parent_of_another_user_is_refused_also_through_a_link(shared, monkeypatch, tmp_path):
     monkeypatch.setattr(own_folder, "_USER_MAP", tmp_path / "none")  # as outside of user namespaces
     (shared / "theirs").mkdir(mode=0o755)
     os.chown(shared / "theirs", NOBODY, NOBODY)
@@ -101,7 +101,7 @@ def test_in_a_user_namespace_the_hosts_root_is_trusted(shared, monkeypatch, tmp_
     assert require_own(shared / "above" / "a", ADVICE).exists()
 
 
-def test_only_places_with_a_sticky_bit_are_shared(shared, tmp_path):
+def test_only_parents_with_a_sticky_bit_may_be_shared(shared, tmp_path):
     assert is_shared(shared / "a" / "b")
     assert is_shared(tmp_path) == is_shared(tmp_path / "x")
 
@@ -114,7 +114,7 @@ def local_venvs(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @needs_root
-def test_a_planted_interpreter_is_not_handed_out(local_venvs):
+def test_a_planted_interpreter_is_not_used(local_venvs):
     planted = local_venvs / "policy-0123456789ab"
     (planted / "bin").mkdir(parents=True)
     (planted / "bin" / "python").write_text("#!/bin/sh\ntouch /planted\n")
@@ -132,7 +132,7 @@ def test_a_folder_of_environments_that_a_group_may_write_to_is_refused(local_ven
         create_local_venv(VenvConfig.build(packages=["six"]), "policy")
 
 
-def test_an_own_choice_below_a_shared_place_is_checked_too(shared, monkeypatch):
+def test_a_configured_folder_below_a_shared_parent_is_checked_too(shared, monkeypatch):
     monkeypatch.setenv("NEMO_RL_VENV_DIR", str(shared / "venvs"))
     (shared / "venvs").symlink_to("/usr")
     with pytest.raises(VenvError, match="is a symbolic link"):

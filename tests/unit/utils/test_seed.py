@@ -9,13 +9,13 @@ import torch
 from nemo_rl.utils.seed import derive_seed, set_seed
 
 
-def test_value_is_fixed_for_ever():
+def test_a_derived_seed_never_changes():
     """A changed hash would change every resumed run; Python's own string hash differs in each process."""
     assert derive_seed(42) == 8132986567694255081
     assert derive_seed(42, "rollout", 3, 0) == 4199145661572861229
 
 
-def test_range_and_distinctness():
+def test_derived_seeds_are_in_range_and_distinct():
     seeds = [derive_seed(1, "rollout", step, sample) for step in range(100) for sample in range(100)]
     assert len(set(seeds)) == len(seeds)
     assert min(seeds) >= 0 and 2**62 < max(seeds) < 2**63
@@ -25,12 +25,12 @@ def test_range_and_distinctness():
     ("left", "right"),
     [((0, 1), (0, "1")), ((0, 12, 3), (0, 1, 23)), ((0, "ab", "c"), (0, "a", "bc")), ((1,), (-1,)), ((0,), (0, 0))],
 )
-def test_paths_do_not_collide(left, right):
+def test_different_paths_give_different_seeds(left, right):
     assert derive_seed(*left) != derive_seed(*right)
 
 
 @pytest.mark.parametrize("part", [1.5, True, None, (1,)])
-def test_other_parts_are_refused(part):
+def test_path_parts_of_other_types_are_refused(part):
     derive_seed(0, 1)  # equal to True, and remembered
     with pytest.raises(TypeError, match="integers and strings"):
         derive_seed(0, part)

@@ -1,4 +1,4 @@
-"""What a program does on the signals that ask it to stop, seen from outside."""
+"""Reactions of a program to the signals that request its end, seen from outside."""
 
 import os
 import pty
@@ -61,7 +61,9 @@ def wait_for(process: subprocess.Popen[str], word: str) -> None:
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_at_first_a_signal_ends_the_program_at_once(program: list[subprocess.Popen[str]], number: int) -> None:
+def test_before_training_a_signal_ends_the_program_immediately(
+    program: list[subprocess.Popen[str]], number: int
+) -> None:
     process = start(program, "start")
     process.send_signal(number)
     _, errors = process.communicate(timeout=10)
@@ -69,7 +71,7 @@ def test_at_first_a_signal_ends_the_program_at_once(program: list[subprocess.Pop
     assert "ended immediately" in errors and "a library" not in errors
 
 
-def test_a_deferred_signal_that_comes_twice_at_once_counts_once(program: list[subprocess.Popen[str]]) -> None:
+def test_a_deferred_signal_sent_twice_quickly_counts_once(program: list[subprocess.Popen[str]]) -> None:
     process = start(program, "60", "0.5")
     process.send_signal(signal.SIGTERM)
     wait_for(process, "noted")
@@ -90,7 +92,7 @@ def test_a_second_signal_is_not_deferred(program: list[subprocess.Popen[str]]) -
     assert "SIGTERM: ended immediately" in errors
 
 
-def test_a_signal_behind_the_save_ends_the_program_with_the_status_of_a_save(
+def test_a_signal_after_the_save_exits_with_the_status_of_a_save(
     program: list[subprocess.Popen[str]],
 ) -> None:
     process = start(program, "60", "0", "saves")
@@ -103,7 +105,7 @@ def test_a_signal_behind_the_save_ends_the_program_with_the_status_of_a_save(
     assert "SIGTERM: ended immediately, all is saved." in errors
 
 
-def test_the_grace_time_ends(program: list[subprocess.Popen[str]]) -> None:
+def test_the_grace_time_is_limited(program: list[subprocess.Popen[str]]) -> None:
     process = start(program, "1.5", "60")
     process.send_signal(signal.SIGHUP)
     _, errors = process.communicate(timeout=10)
@@ -111,7 +113,7 @@ def test_the_grace_time_ends(program: list[subprocess.Popen[str]]) -> None:
     assert "SIGHUP: the grace time of 1.5 s is over, nothing more is saved." in errors
 
 
-def test_what_nohup_ignores_stays_ignored(program: list[subprocess.Popen[str]]) -> None:
+def test_signals_ignored_by_nohup_stay_ignored(program: list[subprocess.Popen[str]]) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         process = start(program, "60", "0")

@@ -1,4 +1,4 @@
-"""Code of a user's that takes too long."""
+"""User code that takes too long is stopped."""
 
 import signal
 import threading
@@ -16,7 +16,7 @@ def loop(seconds: float) -> None:
         pass
 
 
-def test_a_loop_ends_at_the_limit_and_nothing_is_left_of_it() -> None:
+def test_a_loop_ends_at_the_limit_and_no_timer_remains() -> None:
     handler = signal.getsignal(signal.SIGALRM)
     with pytest.raises(DeadlineExceededError, match=r"a loop takes longer than 0\.2 s"), time_limit(0.2, "a loop"):
         loop(30)
@@ -26,7 +26,7 @@ def test_a_loop_ends_at_the_limit_and_nothing_is_left_of_it() -> None:
     loop(0.3)
 
 
-def test_an_alarm_from_before_goes_on() -> None:
+def test_an_earlier_alarm_continues() -> None:
     rung: list[float] = []
     handler = signal.signal(signal.SIGALRM, lambda *_: rung.append(time.monotonic()))
     left, period = signal.setitimer(signal.ITIMER_REAL, 0.4)
@@ -41,7 +41,7 @@ def test_an_alarm_from_before_goes_on() -> None:
         signal.setitimer(signal.ITIMER_REAL, left, period)
 
 
-def test_other_threads_have_no_limit() -> None:
+def test_other_threads_run_without_a_limit() -> None:
     done: list[bool] = []
 
     def work() -> None:

@@ -23,7 +23,7 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
-def test_measurements_nest_and_survive_errors(clock):
+def test_measurements_nest_and_are_recorded_after_errors(clock):
     timer = Timer()
     with pytest.raises(RuntimeError), timer.time("step"):
         clock.now += 1
@@ -37,7 +37,7 @@ def test_measurements_nest_and_survive_errors(clock):
     assert timer.get_latest_elapsed("generation") == 2
 
 
-def test_reductions():
+def test_each_reduction_equals_its_definition():
     timer = Timer()
     for seconds in (1.0, 2.0, 6.0):
         timer.record("a", seconds)
@@ -53,7 +53,7 @@ def test_reductions():
     assert timer.get_timing_metrics() == {}
 
 
-def test_misuse_is_named():
+def test_misuse_is_refused_by_name():
     timer = Timer()
     timer.start("a")
     with pytest.raises(ValueError, match="'a' is running already"):
@@ -71,17 +71,17 @@ def test_misuse_is_named():
     ("text", "seconds"),
     [("00:00:00:00", 0), ("00:03:45:00", 13500), ("01:02:03:04", 93784), ("10:00:00:01", 864001)],
 )
-def test_convert_to_seconds(text, seconds):
+def test_durations_are_converted_to_seconds(text, seconds):
     assert convert_to_seconds(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "1:2:3", "00:00:00:00:00", "aa:00:00:00", "-1:00:00:00", "00:00:00:1.5"])
-def test_other_durations_are_refused(text):
+def test_malformed_durations_are_refused(text):
     with pytest.raises(ConfigError, match="DD:HH:MM:SS"):
         convert_to_seconds(text)
 
 
-def test_timeout(clock):
+def test_the_timeout_is_reached_after_its_duration(clock):
     checker = TimeoutChecker("00:00:01:00")
     clock.now += 59
     assert not checker.check_save()
@@ -90,7 +90,7 @@ def test_timeout(clock):
     assert not TimeoutChecker(None).check_save()
 
 
-def test_timeout_leaves_room_for_one_more_iteration(clock):
+def test_the_timeout_leaves_time_for_one_more_iteration(clock):
     checker = TimeoutChecker("00:00:01:00", fit_last_save_time=True)
     checker.start_iterations()
     for seconds in (10, 20, 12):

@@ -1,4 +1,4 @@
-"""Environments of workers, made by the real uv from wheels that the tests write; no index is asked."""
+"""Environments of workers, made by the real uv from wheels that the tests write; no index is used."""
 
 import errno
 import importlib.util
@@ -37,7 +37,7 @@ def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def wrap_uv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> WrapUv:
-    """Put a shell script before uv that notes each call; its own lines decide by `$1`."""
+    """Wrap uv in a shell script that records each call; its own lines decide by `$1`."""
 
     def wrap(lines: str) -> Path:
         script, calls = tmp_path / "uv", tmp_path / "calls"
@@ -75,7 +75,7 @@ def test_an_environment_on_top_of_the_driver_is_made_once(tmp_path, wrap_uv, cap
 
 
 @needs_uv
-def test_what_changes_makes_another_and_says_why(tmp_path, wrap_uv, caplog):
+def test_a_change_makes_another_environment_and_logs_the_reason(tmp_path, wrap_uv, caplog):
     caplog.set_level(logging.INFO)
     first = create_local_venv(tiny(tmp_path), "env")
     make_wheel(tmp_path / "wheels", "tiny_bonus", "BONUS = 0.5\n")
@@ -90,7 +90,7 @@ def test_what_changes_makes_another_and_says_why(tmp_path, wrap_uv, caplog):
 
 
 @needs_uv
-def test_a_killed_maker_leaves_nothing_that_passes_for_whole(tmp_path, own_folder, wrap_uv, monkeypatch):
+def test_a_killed_installation_leaves_no_environment_that_looks_complete(tmp_path, own_folder, wrap_uv, monkeypatch):
     wheel = tiny(tmp_path).packages[0]
     wrap_uv('[ "$1" = pip ] && kill -9 $PPID && exit')
     code = (
@@ -106,8 +106,8 @@ def test_a_killed_maker_leaves_nothing_that_passes_for_whole(tmp_path, own_folde
 
 
 @needs_uv
-def test_rebuilding_by_force_happens_in_place(tmp_path, monkeypatch):
-    """`prefetch_venvs` asks for it; a run does so once (`create_local_venv_on_each_node`)."""
+def test_a_forced_rebuild_happens_in_place(tmp_path, monkeypatch):
+    """`prefetch_venvs` requests it; a run does so once (`create_local_venv_on_each_node`)."""
     python = Path(create_local_venv(tiny(tmp_path), "env"))
     stray = python.parent / "stray"
     stray.touch()
@@ -118,7 +118,7 @@ def test_rebuilding_by_force_happens_in_place(tmp_path, monkeypatch):
 
 
 @needs_uv
-def test_what_uv_says_reaches_the_user(tmp_path):
+def test_the_output_of_uv_reaches_the_user(tmp_path):
     with pytest.raises(VenvError, match="(?s)'env' failed in `uv pip install.*no-such-package-of-nemo-rl"):
         create_local_venv(VenvConfig.build(packages=["no-such-package-of-nemo-rl"]), "env")
 
@@ -145,7 +145,7 @@ def test_a_deadline_ends_uv_and_what_it_started(tmp_path, own_folder, wrap_uv):
 
 
 @needs_uv
-def test_packages_that_do_not_go_with_the_drivers_are_refused(tmp_path):
+def test_packages_that_conflict_with_the_drivers_are_refused(tmp_path):
     with pytest.raises(VenvError, match=r"tiny_bonus 1.0 needs numpy<1, but \d.* is installed.*version that fits"):
         create_local_venv(tiny(tmp_path, needs="numpy<1"), "env")
 
@@ -157,15 +157,15 @@ def test_another_ray_is_refused(tmp_path):
         create_local_venv(VenvConfig.build(packages=[ray]), "env")
 
 
-def test_an_interpreter_that_is_there_is_checked(tmp_path):
+def test_an_existing_interpreter_is_checked(tmp_path):
     assert create_local_venv(f"{sys.executable} -B", "env") == f"{sys.executable} -B"
     with pytest.raises(VenvError, match="/no/such/python cannot be used"):
         create_local_venv("/no/such/python", "env")
 
 
 @needs_uv
-def test_extras_are_installed_as_the_lock_says(tmp_path, wrap_uv):
-    """Up to the download: the stand-in installs nothing, so the interpreter has no Ray and is refused."""
+def test_extras_are_installed_at_the_locked_versions(tmp_path, wrap_uv):
+    """Stops before the download: the fake uv installs nothing, so the interpreter has no Ray and is refused."""
     calls = wrap_uv('case "$1" in lock) exit;; sync) echo "into $UV_PROJECT_ENVIRONMENT" >> "$0.into"; exit;; esac')
     with pytest.raises(VenvError, match="PackageNotFoundError.*ray"):
         create_local_venv(PY_EXECUTABLES.MCORE, "policy")
@@ -185,7 +185,7 @@ def test_extras_are_installed_as_the_lock_says(tmp_path, wrap_uv):
         ("/opt/venv/bin/python", None, [], "/opt/venv/bin/python"),
     ],
 )
-def test_texts_that_say_which_python(text, extras, packages, python):
+def test_an_interpreter_is_described_by_path_extra_or_packages(text, extras, packages, python):
     parsed = parse_py_executable(text)
     assert parsed is not None
     assert (parsed.extras, parsed.packages, parsed.py_executable) == (extras, packages, python)
@@ -199,7 +199,7 @@ def test_the_drivers_python_is_the_default_and_other_options_are_refused():
         parse_py_executable("uv run --isolated")
 
 
-def test_a_folder_is_known_by_its_sources_not_by_what_builds_leave(tmp_path):
+def test_a_folder_is_identified_by_its_sources_not_by_build_outputs(tmp_path):
     module = tmp_path / "rules" / "distributed" / "score.py"
     module.parent.mkdir(parents=True)
     module.write_text("a = 1")
@@ -222,7 +222,7 @@ def test_a_disk_without_locks_is_named(own_folder, monkeypatch):
         create_local_venv(VenvConfig.build(packages=["six"]), "locked")
 
 
-def test_where_environments_are(monkeypatch, own_folder):
+def test_environments_are_in_the_configured_folder(monkeypatch, own_folder):
     assert venv_folder() == own_folder
     monkeypatch.setenv("NRL_FORCE_LOCAL_VENVS", "true")
     assert venv_folder().name == f"nemo_rl_venvs_{os.getuid()}"

@@ -22,7 +22,7 @@ STOP = "stop"
 
 
 class RemoteFailure(Exception):
-    """What a child raised; the text holds its traceback."""
+    """An exception of a child; the text holds its traceback."""
 
 
 class Child:
@@ -80,7 +80,7 @@ def _serve(pipe: Connection, factory: Callable[..., Any], args: tuple[Any, ...])
 
 
 class ReceivingEngine:
-    """A stand-in for an engine: keeps what it is given, by reference, as a real one may."""
+    """A fake engine that keeps references to its input, as a real one may."""
 
     def __init__(self, spec: TransportSpec, index: int, device: str = "cpu"):
         if device != "cpu":
@@ -103,7 +103,7 @@ class ReceivingEngine:
         return self._receiver.finish(unbound=[])
 
     def weights(self) -> dict[str, torch.Tensor]:
-        # numpy travels through a pipe by value, a torch tensor would travel by shared memory
+        # numpy is piped by value, a torch tensor would be sent by shared memory
         return {name: _as_numpy(tensor) for name, tensor in self._weights.items()}
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ def _as_numpy(tensor: torch.Tensor) -> Any:
 
 
 def equal_to_sent(received: dict[str, Any], sent: dict[str, torch.Tensor]) -> bool:
-    """Whether all tensors arrived, bit for bit."""
+    """Return whether all tensors arrived, bit for bit."""
     return received.keys() == sent.keys() and all(
         (received[name].tobytes(), received[name].shape) == (_as_numpy(value).tobytes(), tuple(value.shape))
         for name, value in sent.items()

@@ -1,4 +1,4 @@
-"""Tensors in flat buffers: everything comes back bit for bit, in order, in groups of the asked size."""
+"""Tensors in flat buffers come back bit for bit, in order, in groups of the requested size."""
 
 import hypothesis.strategies as st
 import pytest
@@ -23,7 +23,7 @@ def named_tensors(draw: st.DrawFn) -> list[tuple[str, torch.Tensor]]:
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Random bits, so NaNs, infinities and negative zeros come too."""
+    """Make random bits, so that NaNs, infinities and negative zeros occur too."""
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
     num_bytes = torch.empty(shape, dtype=dtype).nbytes
@@ -37,7 +37,7 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 
 @settings(deadline=None, max_examples=60)
 @given(named_tensors())
-def test_round_trip_is_exact(group):
+def test_packing_and_unpacking_is_exact(group):
     slots, num_bytes = plan_slots(group)
     flat = torch.full((num_bytes,), 0xAB, dtype=torch.uint8)
     pack(group, slots, flat)
@@ -68,7 +68,7 @@ def test_groups_keep_the_order_and_the_limit(tensors, limit):
         assert size + aligned(following[0][1].nbytes) > limit, group
 
 
-def test_groups_are_cut_lazily():
+def test_groups_are_built_lazily():
     """A stream of gathered tensors must not be held in memory as a whole."""
     taken = []
 
@@ -81,7 +81,7 @@ def test_groups_are_cut_lazily():
     assert len(taken) == 3
 
 
-def test_no_tensors_make_no_group():
+def test_an_empty_stream_makes_no_group():
     assert list(group_by_size([], 100)) == []
 
 

@@ -49,7 +49,7 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 
 class SendingTrainer:
-    """Trainer rank 0; `corrupt` flips a bit on the wire side, after the fingerprints were made."""
+    """Trainer rank 0; `corrupt` flips a bit of the sent bytes, after the fingerprints were made."""
 
     def __init__(self, spec: TransportSpec):
         self._sender = WeightSender(spec, rank=0, is_node_leader=True)
@@ -110,14 +110,14 @@ def test_all_engines_get_the_same_weights_again_and_again(parties):
             assert equal_to_sent(engine.call("weights"), weights(version))
 
 
-def test_corruption_on_the_way_is_noticed_by_every_engine(parties):
+def test_corruption_during_a_transfer_is_noticed_by_every_engine(parties):
     trainer, engines = parties
     buckets = sync(trainer, engines, 1, corrupt=True)
     expected = [bucket.slots[0].name for bucket in buckets]
     assert [engine.call("finish").mismatched for engine in engines] == [expected] * NUM_ENGINES
 
 
-def test_a_death_ends_the_wait_of_everyone(parties):
+def test_a_dead_rank_ends_the_wait_of_all_ranks(parties):
     """The second engine waits for the trainer alone, which never reaches it."""
     trainer, engines = parties
     trainer.call("begin", 1)
@@ -137,8 +137,8 @@ def test_a_death_ends_the_wait_of_everyone(parties):
         trainer.call("push", bucket)
 
 
-def test_a_new_meeting_point_replaces_a_dead_engine(parties):
-    """The controller's remedy: a new epoch, a new port, the sender made again."""
+def test_a_new_rendezvous_replaces_a_dead_engine(parties):
+    """The controller recovers so: a new epoch, a new port, and a new sender."""
     trainer, engines = parties
     engines[1].process.kill()
     engines[1].process.join()
@@ -159,8 +159,8 @@ def test_a_new_meeting_point_replaces_a_dead_engine(parties):
 
 
 @pytest.mark.parametrize("before", [None, "2"])
-def test_the_nccl_group_of_a_sync_may_not_end_its_process(monkeypatch, before):
-    """Played by a recorder: the group reads the variable while it is constructed, and nobody else shall see it."""
+def test_the_nccl_group_of_a_sync_does_not_abort_its_process(monkeypatch, before):
+    """A recorder replaces the group: it reads the variable during construction, where other code must not see it."""
     variable = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     seen = []
 
@@ -180,7 +180,7 @@ def test_the_nccl_group_of_a_sync_may_not_end_its_process(monkeypatch, before):
     assert os.environ.get(variable) == before
 
 
-def test_closing_twice_is_harmless(parties):
+def test_close_may_be_called_twice(parties):
     trainer, engines = parties
     for each in (trainer, *engines):
         each.call("close")

@@ -19,7 +19,7 @@ DEVICE = 6
 
 @pytest.fixture
 def calls(monkeypatch) -> list[str]:
-    """What is asked of CUDA; exported buffers are found again by their number."""
+    """Record the calls to CUDA; exported buffers are found again by their number."""
     calls: list[str] = []
     exported: list[torch.Tensor] = []
 
@@ -42,7 +42,7 @@ def calls(monkeypatch) -> list[str]:
 
 
 def sync(sender: WeightSender, receiver: WeightReceiver, tensors: dict[str, torch.Tensor], version: int) -> int:
-    """One sync, compared; returns the number of buckets."""
+    """Run one sync and compare; return the number of buckets."""
     receiver.begin(version)
     sender.begin(tensors.items())
     buckets: list[Bucket] = []
@@ -72,7 +72,7 @@ def test_a_buffer_is_exported_and_mapped_once(calls):
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_buffers_are_no_expandable_segments(calls, monkeypatch, variable):
+def test_buffers_are_not_expandable_segments(calls, monkeypatch, variable):
     applied = []
     empty = torch.empty
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", applied.append)
@@ -90,7 +90,7 @@ def test_buffers_are_no_expandable_segments(calls, monkeypatch, variable):
     assert applied[3:] == ["allocate"], "settings that do no harm stay as they are"
 
 
-def test_memory_that_cannot_be_opened_says_what_to_do(calls, monkeypatch):
+def test_memory_that_cannot_be_opened_is_an_error_with_advice(calls, monkeypatch):
     def refuse(*arguments):
         raise RuntimeError("pidfd_getfd: Operation not permitted")
 

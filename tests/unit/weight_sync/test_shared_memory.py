@@ -1,4 +1,4 @@
-"""Shared memory between two processes: content, growth, corruption, and nothing left behind."""
+"""Shared memory between two processes: content, growth, corruption, and cleanup."""
 
 import os
 from pathlib import Path
@@ -33,7 +33,7 @@ def weights(seed: int, scale: int = 1) -> dict[str, torch.Tensor]:
 
 
 def sync(sender: WeightSender, engine: Child, tensors: dict[str, torch.Tensor], version: int) -> list[Bucket]:
-    """One sync as the controller drives it; the next bucket is packed while the engine reads the last one."""
+    """Run one sync as the controller does; the next bucket is packed while the engine reads the last one."""
     engine.call("begin", version)
     sender.begin(tensors.items())
     buckets = [sender.next_bucket()]
@@ -46,7 +46,7 @@ def sync(sender: WeightSender, engine: Child, tensors: dict[str, torch.Tensor], 
 
 
 def open_memory() -> set[int]:
-    """Inodes of the shared memory this process holds open; its name is the same for every sender of the process."""
+    """Return the inodes of shared memory that this process holds open; all its senders use one name."""
     links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     return {os.stat(link).st_ino for link in links if os.path.exists(link) and "nemo_rl" in os.readlink(link)}
 
@@ -64,7 +64,7 @@ def sender():
     sender.close()
 
 
-def test_two_processes_over_several_growing_syncs(sender, engine):
+def test_two_processes_pass_weights_over_several_growing_syncs(sender, engine):
     for version, scale in enumerate([1, 1, 4, 2, 9], start=1):
         sent = weights(version, scale)
         buckets = sync(sender, engine, sent, version)
@@ -73,7 +73,7 @@ def test_two_processes_over_several_growing_syncs(sender, engine):
         assert equal_to_sent(engine.call("weights"), sent)
 
 
-def test_what_the_engine_kept_outlives_the_next_buckets(sender, engine):
+def test_tensors_kept_by_the_engine_survive_later_buckets(sender, engine):
     """Tensors of earlier buckets are copies: the sender reuses its two buffers."""
     sent = weights(1)
     last_names = {slot.name for slot in sync(sender, engine, sent, 1)[-1].slots}
@@ -110,7 +110,7 @@ def test_verification_can_be_switched_off(sender):
     unverified.close()
 
 
-def test_memory_is_given_back_by_close():
+def test_close_releases_the_memory():
     before, files = open_memory(), set(Path("/dev/shm").glob("*nemo_rl*"))
     sender = WeightSender(SPEC, rank=0, is_node_leader=True)
     for scale in (1, 5, 3):
@@ -125,7 +125,7 @@ def test_memory_is_given_back_by_close():
 
 
 class Packer:
-    """A sender in a process of its own."""
+    """A sender in a separate process."""
 
     def pack(self) -> Bucket:
         self._sender = WeightSender(SPEC, rank=0, is_node_leader=True)
@@ -133,7 +133,7 @@ class Packer:
         return self._sender.next_bucket()
 
 
-def test_memory_is_gone_when_the_sender_is_killed_and_the_engine_says_so():
+def test_memory_is_released_when_the_sender_is_killed_and_the_engine_raises():
     with Child(Packer) as packer:
         bucket = packer.call("pack")
         receiver = WeightReceiver(SPEC, 0, "engine 0")
@@ -150,7 +150,7 @@ def test_memory_is_gone_when_the_sender_is_killed_and_the_engine_says_so():
         WeightReceiver(SPEC, 1, "engine 1").received(bucket).__enter__()
 
 
-def test_a_reused_descriptor_is_not_taken_for_the_old_memory():
+def test_a_reused_descriptor_is_mapped_again():
     """Growing closes one memory file; the next one may get the same path."""
     sender, receiver = SharedMemorySender(SPEC), SharedMemoryReceiver(SPEC)
     for index, size in enumerate([64, 32, 4096, 2048, 8192, 8192]):
@@ -168,7 +168,7 @@ def test_memory_of_another_size_is_refused():
     buffer.close()
 
 
-def test_without_nameless_memory_a_temporary_file_serves(monkeypatch, tmp_path):
+def test_a_temporary_file_is_used_without_memfd(monkeypatch, tmp_path):
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     buffer = allocate(1000)
@@ -179,7 +179,7 @@ def test_without_nameless_memory_a_temporary_file_serves(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_engine_on_another_host_is_told_what_to_do(sender):
+def test_an_engine_on_another_host_is_refused_with_advice(sender):
     sender.begin(weights(1).items())
     bucket = sender.next_bucket()
     bucket.handles = {"elsewhere": bucket.handles.popitem()[1]}
@@ -187,7 +187,7 @@ def test_an_engine_on_another_host_is_told_what_to_do(sender):
         WeightReceiver(SPEC, 0, "engine 0").received(bucket).__enter__()
 
 
-def test_failures_of_the_engine_reach_the_controller(engine, sender):
+def test_engine_failures_reach_the_controller(engine, sender):
     sender.begin(weights(1).items())
     bucket = sender.next_bucket()
     engine.call("begin", 1)
@@ -204,14 +204,14 @@ def test_an_empty_stream_is_refused(sender):
         sender.next_bucket()
 
 
-def test_a_stream_of_empty_tensors_only(sender, engine):
+def test_a_stream_of_only_empty_tensors_is_sent(sender, engine):
     sent = {"nothing": torch.empty(0, 3)}
     buckets = sync(sender, engine, sent, 1)
     check_receipts([engine.call("finish")], buckets, 1)
     assert equal_to_sent(engine.call("weights"), sent)
 
 
-def test_only_the_node_leader_packs_and_its_report_wins():
+def test_only_the_node_leader_packs_and_reports():
     leader, other = WeightSender(SPEC, 0, is_node_leader=True), WeightSender(SPEC, 1, is_node_leader=False)
     for each in (leader, other):
         each.begin(weights(1).items())

@@ -1,4 +1,4 @@
-"""Fingerprints notice every small change, and receipts that do not fit stop the run."""
+"""Fingerprints change with every small change, and receipts that do not match stop the run."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ def print_of(tensor: torch.Tensor) -> int:
 
 
 def reference_fingerprint(data: bytes, chunk_words: int) -> int:
-    """The docstring's formula in plain integers."""
+    """Compute the docstring's formula in plain integers."""
     num_words = len(data) // 4
     words = [int.from_bytes(data[4 * i : 4 * i + 4], "little", signed=True) for i in range(num_words)]
     result = len(data)
@@ -38,7 +38,7 @@ def reference_fingerprint(data: bytes, chunk_words: int) -> int:
 
 @settings(deadline=None, max_examples=80)
 @given(st.binary(min_size=0, max_size=200))
-def test_equals_plain_integer_arithmetic(data):
+def test_fingerprints_equal_plain_integer_arithmetic(data):
     flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     small = 8
     original, verify._CHUNK_WORDS = verify._CHUNK_WORDS, small
@@ -50,7 +50,7 @@ def test_equals_plain_integer_arithmetic(data):
 
 @settings(deadline=None, max_examples=80)
 @given(st.binary(min_size=1, max_size=300), st.data())
-def test_a_single_bit_flip_is_noticed(data, draw):
+def test_a_single_bit_flip_changes_the_fingerprint(data, draw):
     flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     before = fingerprint(flat, whole(flat))
     position = draw.draw(st.integers(0, len(data) - 1))
@@ -60,8 +60,8 @@ def test_a_single_bit_flip_is_noticed(data, draw):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
 @pytest.mark.parametrize("values", [(1.0, -1.0), (2.0, 3.0), (0.0, 1.0), (0.0, -0.0)])
-def test_two_exchanged_elements_are_noticed(dtype, values):
-    """Also where they differ in the highest bit only, which a weighted sum of whole words would lose."""
+def test_swapping_two_elements_changes_the_fingerprint(dtype, values):
+    """Also if they differ in the highest bit only, which a weighted sum of whole words would lose."""
     if dtype == torch.int64:
         values = (-(2**63), 0)
     for first, second in [(0, 1), (0, 2), (3, 4), (2, 66), (0, 64), (1, 257)]:
@@ -82,8 +82,8 @@ class CountOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_gpu_gets_few_kernels_and_is_waited_for_once_per_bucket(monkeypatch):
-    """Kernels by the rule of a GPU, on a CPU: as many for 60 chunks as for 2, and one transfer for all tensors."""
+def test_a_gpu_runs_few_kernels_and_one_synchronization_per_bucket(monkeypatch):
+    """The code for GPUs, run on a CPU, uses equally many kernels for 2 and 60 chunks, and one transfer in all."""
     monkeypatch.setattr(verify, "_CHUNK_WORDS", 16)
     monkeypatch.setitem(verify._CHUNKS_AT_A_TIME, "cpu", verify._CHUNKS_AT_A_TIME["cuda"])
     transfers = []
@@ -105,19 +105,19 @@ def test_a_gpu_gets_few_kernels_and_is_waited_for_once_per_bucket(monkeypatch):
     assert counts[1] <= counts[0], "ops per tensor do not grow with its chunks"
 
 
-def test_exchanged_chunks_and_rows_are_noticed():
+def test_swapping_chunks_or_rows_changes_the_fingerprint():
     tensor = torch.randn(3, verify._CHUNK_WORDS)
     assert len({print_of(tensor), print_of(tensor[[1, 0, 2]]), print_of(tensor[[0, 2, 1]])}) == 3
     matrix = torch.randn(64, 64)
     assert print_of(matrix) != print_of(matrix.t())
 
 
-def test_zeros_of_different_lengths_differ():
+def test_zeros_of_different_lengths_have_different_fingerprints():
     prints = {print_of(torch.zeros(length, dtype=torch.uint8)) for length in range(1, 40)}
     assert len(prints) == 39
 
 
-def test_bytes_beside_the_tensor_do_not_count():
+def test_bytes_outside_the_tensor_do_not_change_the_fingerprint():
     flat = torch.arange(64, dtype=torch.uint8)
     slot = TensorSlot("w", "uint8", (21,), 16, 21)
     before = fingerprint(flat, slot)
@@ -136,14 +136,14 @@ def bucket_of(group: list[tuple[str, torch.Tensor]]) -> tuple[Bucket, torch.Tens
     return Bucket(0, slots, num_bytes, is_last=True), flat
 
 
-def test_mismatches_carry_the_names():
+def test_mismatches_name_the_tensors():
     bucket, flat = bucket_of([("a", torch.randn(5)), ("b", torch.randn(3, 3).bfloat16()), ("c", torch.tensor(1.0))])
     assert mismatched_names(flat, bucket.slots) == []
     flat[bucket.slots[1].offset + 7] ^= 16
     assert mismatched_names(flat, bucket.slots) == ["b"]
 
 
-def test_tensors_without_fingerprint_are_not_judged():
+def test_tensors_without_a_fingerprint_are_not_compared():
     bucket, flat = bucket_of([("a", torch.randn(5))])
     slots = [dataclasses.replace(slot, fingerprint=None) for slot in bucket.slots]
     flat += 1
@@ -154,7 +154,7 @@ BUCKET, _ = bucket_of([("a", torch.randn(5)), ("b", torch.randn(3))])
 GOOD = SyncReceipt("engine 0", version=3, num_tensors=2, num_bytes=BUCKET.num_bytes)
 
 
-def test_a_fitting_receipt_passes():
+def test_a_matching_receipt_passes():
     check_receipts([GOOD, dataclasses.replace(GOOD, receiver="engine 1")], [BUCKET], version=3)
 
 
@@ -169,7 +169,7 @@ def test_a_fitting_receipt_passes():
         ({"unbound": [f"p{i}" for i in range(20)]}, "p7 and 12 more"),
     ],
 )
-def test_every_other_receipt_stops_the_run(change, sentence):
+def test_every_receipt_that_differs_stops_the_run(change, sentence):
     wrong = dataclasses.replace(GOOD, receiver="engine 1", **change)
     with pytest.raises(WeightSyncError, match="version 3 failed") as caught:
         check_receipts([GOOD, wrong], [BUCKET], version=3)
@@ -177,6 +177,6 @@ def test_every_other_receipt_stops_the_run(change, sentence):
     assert "engine 0" not in str(caught.value)
 
 
-def test_silence_is_not_success():
+def test_a_missing_receipt_is_an_error():
     with pytest.raises(WeightSyncError, match="no engine answered"):
         check_receipts([], [BUCKET], version=3)

@@ -1,9 +1,9 @@
-"""Slurm on one machine, as far as `ray.sub` uses it: what `sbatch`, `srun` and `scontrol` of this folder do.
+"""Imitate `sbatch`, `srun` and `scontrol` on one machine, as far as `ray.sub` uses them.
 
 The environment variable SLURM_STAND_IN names a folder with `nodes.json`: {node: {field: value}}, as `scontrol show
 node` prints them. There each job gets a folder `job<id>` with the pid of its batch shell and of its nodes' tasks, the
-arguments of each `srun`, and a mark when it goes back to the queue. A node is whatever processes inherit its
-SLURMD_NODENAME.
+arguments of each `srun`, and a mark when it returns to the queue. A node is the set of processes that inherit
+its SLURMD_NODENAME.
 """
 
 import json
@@ -23,7 +23,7 @@ SETTLE_S = 0.05
 
 
 def sbatch(arguments: list[str]) -> int:
-    """`sbatch --wait [options] script`: runs the job, again while it goes back to the queue; its exit status."""
+    """Run `sbatch --wait [options] script`, again after each requeue; return its exit status."""
     [script] = [a for a in arguments if not a.startswith("--")]
     lines = Path(script).read_text().splitlines()
     given = [line.split()[1] for line in lines if line.startswith("#SBATCH ")] + arguments
@@ -32,7 +32,7 @@ def sbatch(arguments: list[str]) -> int:
     folder = STATE / f"job{job_id}"
     folder.mkdir()
     (folder / "options.json").write_text(json.dumps(options))
-    # Slurm runs a copy of the script that lies elsewhere.
+    # Slurm runs a copy of the script in another folder.
     copy = shutil.copy(script, folder / "slurm_script")
     nodes = list(_nodes())[: int(options["nodes"])]
     environment = os.environ | {
@@ -60,7 +60,7 @@ def sbatch(arguments: list[str]) -> int:
 
 
 def srun(arguments: list[str]) -> int:
-    """`srun --name=value... command...`, one task on each node; the highest status of its tasks."""
+    """Run `srun --name=value... command...` with one task on each node; return the highest status."""
     if arguments == ["--help"]:
         print("  --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH" if os.environ.get("STAND_IN_PYXIS") else "Usage")
         return 0
@@ -92,7 +92,7 @@ def srun(arguments: list[str]) -> int:
 
 
 def _environment(export: str | None) -> dict[str, str]:
-    """All of srun's own, or with --export what it lists (and what an image and Slurm would set)."""
+    """Return the whole environment of srun, or with --export the listed variables and those of Slurm or the image."""
     if export is None:
         return dict(os.environ)
     named = (entry.partition("=") for entry in export.split(","))
@@ -101,7 +101,7 @@ def _environment(export: str | None) -> dict[str, str]:
 
 
 def _output(pattern: str | None, task: int) -> dict[str, IO[bytes] | int]:
-    """With --output both streams of a task go to its file; srun's own words do not."""
+    """Open the output: with --output both streams of a task go to the file, but messages of srun do not."""
     if pattern is None:
         return {}
     values = {"t": str(task), "j": os.environ.get("SLURM_JOB_ID", ""), "%": "%"}
@@ -127,12 +127,12 @@ def _await(tasks: dict[int, tuple[str, subprocess.Popen[bytes]]]) -> int:
 
 
 def _forward(step: str, number: int, frame: FrameType | None) -> None:
-    """A signal to srun goes to all processes of its step."""
+    """Forward a signal sent to srun to all processes of its step."""
     _signal_all(f"STAND_IN_STEP={step}", number)
 
 
 def _signal_all(variable: str, number: int) -> None:
-    """Signal every process that has inherited a variable of this stand-in, whoever is its parent now."""
+    """Signal every process that has inherited a variable of this program, whatever its parent is."""
     wanted = {variable.encode(), f"SLURM_STAND_IN={STATE}".encode()}
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -143,7 +143,7 @@ def _signal_all(variable: str, number: int) -> None:
 
 
 def scontrol(arguments: list[str]) -> int:
-    """`show hostnames LIST`, `--oneliner show node LIST`, `requeue ID`."""
+    """Answer `show hostnames LIST`, `--oneliner show node LIST` and `requeue ID`."""
     match [argument for argument in arguments if not argument.startswith("--")]:
         case ["show", "hostnames", names]:
             print("\n".join(names.split(",")))

@@ -1,4 +1,4 @@
-"""What `MegatronBackend` answers on two ranks, beside Hugging Face; run in forked ranks."""
+"""Compare `MegatronBackend` on two ranks with Hugging Face; run in forked ranks."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,14 +28,14 @@ TEMPERATURE = {"temperature": 0.7}
 
 
 def scored(backend: Any, inputs: ModelInputs) -> tuple[Tensor, Tensor] | None:
-    """What the backend hands on for one microbatch; None in a stage that has no scores."""
+    """Return the backend's result for one microbatch; None in a stage that has no scores."""
     given: list[tuple[Tensor, Tensor]] = []
     backend.run([inputs], lambda index, first, second: given.append((first, second)), backward=False)
     return given[0] if given else None
 
 
 def answers(hf: Any, values: dict[str, Any], packed: bool) -> dict[str, Any]:
-    """Differences from Hugging Face in everything that scores, and facts about weights and layers."""
+    """Return differences from Hugging Face in everything that scores, and facts about weights and layers."""
     backend = backend_of(hf, **values, generation=TEMPERATURE, init_reference_model=True)
     data, layout = mesh_parity.batch(0), InputLayout(packed)
     found: dict[str, Any] = {}
@@ -64,7 +64,7 @@ def answers(hf: Any, values: dict[str, Any], packed: bool) -> dict[str, Any]:
 
 
 def layer_error(backend: Any, hf: Any) -> float:
-    """Largest difference of the layers' outputs for one row, relative to the largest of them."""
+    """Return the largest difference of the layers' outputs for one row, relative to their largest value."""
     data = mesh_parity.batch(0).slice(0, 1)
     layers = backend.decoder_layers()
     with recorded_outputs(list(layers.values())) as outputs:
@@ -78,7 +78,7 @@ def layer_error(backend: Any, hf: Any) -> float:
 
 
 def reference_error(backend: Any, data: Any, layout: InputLayout) -> dict[str, bool]:
-    """Whether the first weights and then the current ones come back bit for bit, after an update."""
+    """Return whether the first weights and then the current ones come back bit for bit, after an update."""
     inputs = build_training_inputs(data, layout, CPU)
 
     def step(index: int, logprobs: Tensor, entropy: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def weights(backend: Any) -> dict[str, Tensor]:
 
 
 def reward_error(values: dict[str, Any], packed: bool) -> dict[str, float]:
-    """Scores of a reward model and its gradients, beside Hugging Face's sequence classifier."""
+    """Compare scores of a reward model and its gradients with Hugging Face's sequence classifier."""
     hf = hf_model("llama", scores=True, num_hidden_layers=4)
     backend = backend_of(hf, **values, reward_model_cfg={"enabled": True})
     data = mesh_parity.batch(0)
@@ -136,7 +136,7 @@ def reward_error(values: dict[str, Any], packed: bool) -> dict[str, float]:
 
 
 def load_of_experts(hf: Any, values: dict[str, Any], packed: bool) -> tuple[dict[str, float], dict[str, float]]:
-    """The backend's metrics of an update, and those of the choices that Hugging Face's routers make."""
+    """Return the backend's metrics of an update, and those of the choices that Hugging Face's routers make."""
     from nemo_rl.models.training.expert_load import load_metrics
 
     counts = [torch.zeros(4, dtype=torch.int64) for _ in hf.model.layers]
@@ -153,7 +153,7 @@ def load_of_experts(hf: Any, values: dict[str, Any], packed: bool) -> tuple[dict
 
 
 def skipped_update(hf: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """An update whose loss is infinite on one rank, and a sound one after it."""
+    """Run an update whose loss is infinite on one rank, and a valid one after it."""
     backend = backend_of(hf, **values)
     data = mesh_parity.batch(0)
     inputs = build_training_inputs(data, InputLayout(False), CPU)
@@ -177,7 +177,7 @@ def skipped_update(hf: Any, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def nothing_scored(hf: Any) -> float:
-    """The gradient norm of a mesh on which one rank has a microbatch with nothing to score, and of one process."""
+    """Return the gradient norm of a mesh where one rank has nothing to score, and of one process."""
     trainer = mesh_parity.Trainer(hf, {})
     data = mesh_parity.batch(0)
     data["sample_mask"][:4] = 0.0  # all rows of the first rank
@@ -186,7 +186,7 @@ def nothing_scored(hf: Any) -> float:
 
 
 def norm_in_parts(values: dict[str, Any], bounds: list[int]) -> float:
-    """The gradient norm of one pass over the batch's rows, cut into microbatches at these bounds."""
+    """Return the gradient norm of one pass over the batch's rows, cut into microbatches at these bounds."""
     trainer = mesh_parity.Trainer(mesh_parity.model("llama"), values)
     trainer.bounds = bounds
     trainer.train(mesh_parity.batch(0), False)
@@ -194,7 +194,7 @@ def norm_in_parts(values: dict[str, Any], bounds: list[int]) -> float:
 
 
 def biases_after_an_update(rate: float) -> float:
-    """By how much the experts' biases move."""
+    """Return by how much the experts' biases move."""
     model = hf_model("deepseek_v3")
     trainer = mesh_parity.Trainer(model, {"moe_router_bias_update_rate": rate})
     named = [*trainer.backend.chunks[0].named_buffers()]
@@ -206,7 +206,7 @@ def biases_after_an_update(rate: float) -> float:
 
 
 def auxiliary_norm(values: dict[str, Any]) -> float:
-    """The gradient norm of one pass with Megatron Core's auxiliary loss, over microbatches of four rows."""
+    """Return the gradient norm of one pass with Megatron Core's auxiliary loss, over microbatches of four rows."""
     chosen = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0, **values}
     trainer = mesh_parity.Trainer(mesh_parity.model("moe"), chosen)
     trainer.bounds = [4 * number for number in range(mesh_parity.ROWS // trainer.layout.data_parallel_size // 4 + 1)]

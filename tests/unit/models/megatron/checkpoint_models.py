@@ -1,4 +1,4 @@
-"""A small model in training by the Megatron backend, that saves and loads, and how two states of it compare."""
+"""A small model in training by the Megatron backend that saves and loads, and a comparison of two states."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ _RATES = {"lr_decay_style": "cosine", "lr_decay_iters": 20, "lr_warmup_iters": 2
 
 @dataclass(frozen=True)
 class Mesh:
-    """How ranks divide a model; the rest of them is data parallel. `options` are further keys of the optimizer."""
+    """How ranks divide a model; the remaining ranks are data parallel. `options` are further keys of the optimizer."""
 
     kind: str = "llama"
     tp: int = 1
@@ -38,11 +38,11 @@ class Mesh:
     options: dict[str, Any] = field(default_factory=dict)
 
     def model(self, seed: int = 1) -> Any:
-        """Hugging Face's, in float32."""
+        """Make the Hugging Face model in float32."""
         return hf_model(self.kind, seed, scores=self.scores, num_hidden_layers=self.num_layers)
 
     def policy(self) -> dict[str, Any]:
-        """What `rank_backend.policy_of` takes."""
+        """Return the section that `rank_backend.policy_of` makes."""
         sizes = {name: getattr(self, name) for name in ("tp", "pp", "vpp", "ep", "etp", "sp", "precision")}
         optimizer = {
             "optimizer": self.optimizer,
@@ -54,7 +54,7 @@ class Mesh:
 
 
 class Run:
-    """A model in training on this rank; megatron's groups are made for it anew.
+    """A model in training on this rank; its groups of Megatron Core are made again.
 
     Attributes:
         backend: the rank's.
@@ -65,7 +65,7 @@ class Run:
         self._layout = ParallelLayout.of(policy_of(**mesh.policy()), dist.get_world_size())
 
     def update(self, step: int) -> float:
-        """One optimizer update; the loss of the batch, on all ranks."""
+        """Run one optimizer update; return the loss of the batch, on all ranks."""
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
         with get_cuda_rng_tracker().fork():
@@ -90,13 +90,13 @@ class Run:
         return total.item()
 
     def optimizers(self) -> list[Any]:
-        """Torch's, one for each part of Megatron Core's."""
+        """Return the optimizers of torch, one for each part of Megatron Core's."""
         from nemo_rl.models.megatron.checkpoints.optimizer_state import members
 
         return [member.optimizer for member in members(self.backend.optimizer)]
 
     def state(self) -> dict[str, Any]:
-        """Copies of every bit that counts on this rank."""
+        """Return copies of all state on this rank."""
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
         found: dict[str, Any] = {"schedule": self.backend.scheduler.state_dict(), "rng": torch.get_rng_state()}
@@ -133,7 +133,7 @@ def paths_in(folder: Path) -> CheckpointPaths:
 
 
 def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Names under which two states of `Run.state` differ in any bit."""
+    """Return the names under which two states of `Run.state` differ in any bit."""
 
     def same(name: str) -> bool:
         a, b = one[name], other[name]

@@ -1,4 +1,4 @@
-"""What tests of the Megatron backend share; helpers of the folder above can be imported here."""
+"""Fixtures of the tests of the Megatron backend; helpers of the folder above can be imported here."""
 
 import sys
 from collections.abc import Iterator

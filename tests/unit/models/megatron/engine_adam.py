@@ -1,4 +1,4 @@
-"""A stand-in on CPUs for Transformer Engine's FusedAdam: the states, names, dtypes and assertions that it documents.
+"""Imitate Transformer Engine's FusedAdam on CPUs: the states, names, dtypes and assertions that it documents.
 
 Source: the docstrings and assertions of `transformer_engine.pytorch.optimizers.FusedAdam`, release 2. With
 `store_param_remainders` each float32 weight is a bfloat16 weight and an int16: `(bits << 16) + remainder` are its bits.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """AdamW whose state this class holds itself: `exp_avg`, `exp_avg_sq` and `master_param`."""
+    """AdamW that holds its own state: `exp_avg`, `exp_avg_sq` and `master_param`."""
 
     def __init__(
         self,
@@ -47,13 +47,13 @@ class FusedAdam(torch.optim.Optimizer):
         return self.store_param_remainders and name == "master_param" and parameter.dtype is torch.bfloat16
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
-        """The state as it is held: int16 where it is remainders."""
+        """Return the state as it is stored: int16 for remainders."""
         state = self.state[param][state_name]
         assert state.dtype is (torch.int16 if self._has_remainders(param, state_name) else torch.float32)
         return state
 
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """Copy a state in; asserts its dtype."""
+        """Copy a state in; assert its dtype."""
         remainders = self._has_remainders(param, state_name)
         assert unscaled_state.dtype is (torch.int16 if remainders else torch.float32)
         if state_name not in self.state[param]:
@@ -61,7 +61,7 @@ class FusedAdam(torch.optim.Optimizer):
         self.state[param][state_name].copy_(unscaled_state)
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool) -> None:
-        """Moments of zero, and the float32 weight that the weight is now."""
+        """Set moments of zero, and the float32 weight equal to the weight."""
         for name in ("exp_avg", "exp_avg_sq"):
             self.state[param][name] = torch.zeros_like(param, dtype=torch.float32)
         if self.master_weights and store_param_remainders:
@@ -70,7 +70,7 @@ class FusedAdam(torch.optim.Optimizer):
             self.state[param]["master_param"] = param.detach().float().clone()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, of what `get_unscaled_state` answers."""
+        """Return the state dict of torch, with the values of `get_unscaled_state`."""
         found = super().state_dict()
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, state in found["state"].items():
@@ -78,7 +78,7 @@ class FusedAdam(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but each state in its own dtype."""
+        """Load like torch, but each state in its own dtype."""
         super().load_state_dict(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, state in state_dict["state"].items():
@@ -89,7 +89,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> None:
-        """One update of float32 weights, whose rounded values become the parameters."""
+        """Update the float32 weights; their rounded values become the parameters."""
         assert closure is None
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
@@ -120,13 +120,13 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def joined(rounded: Tensor, remainders: Tensor) -> Tensor:
-    """Float32 weights from bfloat16 weights and int16 remainders."""
+    """Return float32 weights from bfloat16 weights and int16 remainders."""
     bits = (rounded.view(torch.int16).to(torch.int32) << 16) + remainders.to(torch.int32)
     return bits.view(torch.float32)
 
 
 def divided(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse: the nearest bfloat16 weights (halves away from zero) and int16 remainders."""
+    """Return the nearest bfloat16 weights (halves away from zero) and int16 remainders: the inverse of `joined`."""
     bits = weights.view(torch.int32)
     remainders = bits.to(torch.int16)  # the lower 16 bits, with a sign
     high = ((bits - remainders.to(torch.int32)) >> 16).to(torch.int16)
@@ -135,7 +135,7 @@ def divided(weights: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def engine_adam() -> Iterator[None]:
-    """Megatron Core and this library as on a GPU with Transformer Engine, as far as optimizers go."""
+    """Set up Megatron Core and this library as on a GPU with Transformer Engine, as far as optimizers go."""
     import megatron.core.optimizer as core
     from megatron.core.optimizer import distrib_optimizer, optimizer_config
 

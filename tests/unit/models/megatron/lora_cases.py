@@ -1,4 +1,4 @@
-"""Adapters on tiny models: what PEFT and torch train on the Hugging Face model, and the same by `MegatronBackend`."""
+"""Train adapters on tiny models by PEFT and torch on the Hugging Face model, and by `MegatronBackend`."""
 
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -34,7 +34,7 @@ _SHARING = (("k_proj", "q_proj"), ("v_proj", "q_proj"), ("up_proj", "gate_proj")
 
 @dataclass
 class Trained:
-    """What PEFT gives: values by `<layer>.lora_A` and `<layer>.lora_B` of the hub, in float64."""
+    """Values that PEFT gives, by `<layer>.lora_A` and `<layer>.lora_B` of the hub, in float64."""
 
     first: dict[str, Tensor]
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -51,7 +51,7 @@ def model(kind: str) -> Any:
 
 
 class _LowRank(torch.nn.Module):
-    """A weight with what an adapter adds to it, by the formula."""
+    """A weight plus what an adapter adds to it, by the formula."""
 
     def __init__(self, outputs: int, inputs: int) -> None:
         super().__init__()
@@ -63,8 +63,8 @@ class _LowRank(torch.nn.Module):
 
 
 def _with_adapters(kind: str, hf: Any) -> tuple[Any, dict[str, Any]]:
-    """The model with adapters, and what holds A and B by layer: PEFT's, or by the formula beside fused experts, whose
-    layers PEFT takes for those of all MLPs of that name.
+    """Return the model with adapters, and the holders of A and B by layer: PEFT's modules, or the formula with fused
+    experts, whose layers PEFT takes for those of all MLPs of that name.
     """
     import peft
 
@@ -83,12 +83,12 @@ def _with_adapters(kind: str, hf: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _holder(layer: Any, part: str) -> tuple[Any, str]:
-    """The module that has a parameter, and its name there."""
+    """Return the module that has a parameter, and its name there."""
     return (layer, part) if isinstance(layer, _LowRank) else (layer.own[part], "weight")
 
 
 def train_reference(kind: str) -> Trained:
-    """Three steps of AdamW on adapters that share A where Megatron Core has one layer of several."""
+    """Run three steps of AdamW on adapters that share A where Megatron Core merges several layers into one."""
     adapted, layers = _with_adapters(kind, model(kind).double())
     made = torch.Generator().manual_seed(5)
     for layer in layers.values():
@@ -152,7 +152,7 @@ class Policy:
         self.hf_config = self.backend.hf_config
 
     def whole(self, values: dict[str, Tensor], part: str) -> dict[str, Any]:
-        """A or B in Megatron Core's layout, by the name of the layer's weight in the whole model."""
+        """Return A or B in Megatron Core's layout, by the name of the layer's weight in the whole model."""
         hub = {
             name.replace(part, "weight"): value.float() for name, value in values.items() if name.endswith(f".{part}")
         }
@@ -160,7 +160,7 @@ class Policy:
         return _shared_a(hub) if part == "lora_A" else global_tensors(self.hf_config, empty | hub)
 
     def shares(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What this rank holds of some values, by `<layer>.lora_A` and `<layer>.lora_B`."""
+        """Return this rank's part of some values, by `<layer>.lora_A` and `<layer>.lora_B`."""
         from nemo_rl.models.megatron.lora.modules import adapted_modules
 
         wholes = {part: self.whole(values, part) for part in _PARAMETERS}
@@ -191,7 +191,7 @@ class Policy:
         return max((difference(found[name], wanted[name]) for name in wanted), default=0.0)
 
     def accumulate(self, step: int, packed: bool = False) -> None:
-        """One training pass over this rank's rows, in four microbatches."""
+        """Run one training pass over this rank's rows, in four microbatches."""
         data = parity.batch(step)
         share = parity.ROWS // self.layout.data_parallel_size
         first = self.layout.data_parallel_rank(dist.get_rank()) * share
@@ -221,7 +221,7 @@ class Policy:
         return {name: t.clone() for name, t in self.backend._weights().items() if ".lora_" not in name}
 
     def scores(self) -> Tensor | None:
-        """Log-probs of a batch; None in a stage that has none."""
+        """Return the log-probs of a batch; None in a stage that has none."""
         given: list[Tensor] = []
         inputs = build_training_inputs(parity.batch(7), InputLayout(True), CPU)
         self.backend.run([inputs], lambda index, first, second: given.append(first.clone()), backward=False)
@@ -233,7 +233,7 @@ def paths_in(folder: Path) -> CheckpointPaths:
 
 
 def _shared_a(hub: dict[str, Tensor]) -> dict[str, Any]:
-    """A of Megatron Core's layers, which of several of the hub's is that of the first."""
+    """Return A of Megatron Core's layers; a layer made of several of the hub's has the A of the first."""
     owners = {
         "self_attn.q_proj": "self_attention.linear_qkv",
         "self_attn.o_proj": "self_attention.linear_proj",
@@ -257,13 +257,13 @@ def _shared_a(hub: dict[str, Tensor]) -> dict[str, Any]:
 def run_case(
     kind: str, folder: Path, values: dict[str, Any], trained: Trained, saved: Path | None = None
 ) -> dict[str, float]:
-    """Largest differences of one mesh from PEFT on this rank; leaves a checkpoint."""
+    """Return the largest differences of one mesh from PEFT on this rank; leave a checkpoint."""
     policy = Policy(kind, folder, values)
     policy.fill(trained.first)
     base, before = policy.base(), policy.scores()
     policy.accumulate(0)
     found = {"norms": 0.0}
-    if not policy.backend.chunks[0].ddp_config.use_distributed_optimizer:  # there each rank sums a part only
+    if not policy.backend.chunks[0].ddp_config.use_distributed_optimizer:  # each rank there sums only a part
         found["gradients"] = policy.difference(policy.gradients(), trained.gradients)
     norms = [policy.backend.clip_and_step()[0], *(policy.update(step) for step in range(1, STEPS))]
     found["norms"] = max(abs(norm / wanted - 1) for norm, wanted in zip(norms, trained.norms, strict=True))
@@ -285,7 +285,7 @@ def run_case(
 
 
 def _fused(kind: str, exported: dict[str, Tensor]) -> int:
-    """Tensors of experts, which transformers keeps under other names."""
+    """Return tensors of experts, which transformers keeps under other names."""
     return sum(".mlp.experts." in name for name in exported)
 
 

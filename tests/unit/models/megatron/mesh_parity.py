@@ -1,4 +1,4 @@
-"""One optimizer run of a small model by Hugging Face and torch, and the same one by this backend's parts."""
+"""Run one optimization of a small model by Hugging Face and torch, and the same one by this backend's parts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass
 class Reference:
-    """What Hugging Face and torch give: models before and after all steps, and gradients of the first."""
+    """Results of Hugging Face and torch: models before and after all steps, and gradients of the first step."""
 
     before: Any
     after: Any
@@ -38,7 +38,7 @@ class Reference:
 
 
 def model(kind: str) -> Any:
-    """Of four layers: one of `MODELS`, or of the families that `small_models` knows."""
+    """Make a model of four layers: one of `MODELS`, or of the families that `small_models` knows."""
     name, fields = MODELS.get(kind, (kind, {}))
     made = hf_model(name, num_hidden_layers=4, **fields)
     made.set_experts_implementation("eager")
@@ -52,7 +52,7 @@ def batch(step: int) -> BatchedDataDict[Any]:
 
 
 def loss_of(logprobs: Tensor, entropy: Tensor, rows: BatchedDataDict[Any], count: float) -> Tensor:
-    """`[b, T - 1]` scores of rows to their part of the loss."""
+    """Return the part of the loss for rows with scores `[b, T - 1]`."""
     mask = rows["token_mask"][:, 1:] * rows["sample_mask"][:, None]
     return (-(logprobs * rows["advantages"][:, 1:]) - 0.1 * entropy).mul(mask).sum() / count
 
@@ -62,10 +62,10 @@ def count_of(data: BatchedDataDict[Any]) -> float:
 
 
 def reference(kind: str, dtype: torch.dtype = torch.float64) -> Reference:
-    """Four steps in float64."""
+    """Run four steps in float64."""
     hf = model(kind).to(dtype)
     kept = Reference(before=model(kind), after=hf)
-    named = {name: p.dim() == 1 or name.endswith("_bias") for name, p in hf.named_parameters()}  # stacks of experts'
+    named = {name: p.dim() == 1 or name.endswith("_bias") for name, p in hf.named_parameters()}  # stacked experts'
     vectors, matrices = ([p for name, p in hf.named_parameters() if named[name] is kind] for kind in (True, False))
     groups = [{"params": vectors, "weight_decay": 0.0}, {"params": matrices}]
     adam = torch.optim.AdamW(groups, lr=LR, weight_decay=DECAY, eps=EPS)
@@ -85,7 +85,7 @@ def reference(kind: str, dtype: torch.dtype = torch.float64) -> Reference:
 
 
 def rounding(kind: str, expected: Reference) -> dict[str, float]:
-    """Largest relative differences of Hugging Face's own model in float32, without a mesh; see `run_case`."""
+    """Return the largest relative differences of Hugging Face's own float32 model, without a mesh; see `run_case`."""
     found = reference(kind, torch.float32)
     after = dict(expected.after.state_dict())
     pairs = {
@@ -99,7 +99,7 @@ def rounding(kind: str, expected: Reference) -> dict[str, float]:
 
 
 def _scores(hf: Any, data: BatchedDataDict[Any]) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies `[b, T - 1]`, one row at a time and unpadded; 0 on padding."""
+    """Return log-probabilities and entropies `[b, T - 1]`, one unpadded row at a time; 0 on padding."""
     shape = (len(data["input_ids"]), data["input_ids"].shape[1] - 1)
     rows = []
     for row, length in enumerate(data["input_lengths"].tolist()):
@@ -129,7 +129,7 @@ class Trainer:
         self.bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
 
     def train(self, data: BatchedDataDict[Any], packed: bool) -> tuple[float, list[Tensor]]:
-        """One training pass: the loss of all ranks, and log-probs `[b, T - 1]` of this rank's microbatches."""
+        """Run one training pass; return the loss of all ranks, and log-probs `[b, T - 1]` of its own microbatches."""
         places = [slice(self.first + a, self.first + b) for a, b in pairwise(self.bounds)]
         rows = [data.slice(place.start, place.stop) for place in places]
         inputs = [build_training_inputs(part, InputLayout(packed), CPU) for part in rows]
@@ -149,7 +149,7 @@ class Trainer:
         return total.item(), scored
 
     def logprob_error(self, data: BatchedDataDict[Any], scored: list[Tensor], expected: Tensor) -> float:
-        """Largest difference of log-probs that count, relative to the largest; 0 where this stage has none."""
+        """Return the largest difference of unmasked log-probs, relative to the largest; 0 if this stage has none."""
         if not scored:
             return 0.0
         mine = slice(self.first, self.first + self.bounds[-1])
@@ -158,7 +158,7 @@ class Trainer:
 
 
 def run_case(kind: str, packed: bool, values: dict[str, Any], expected: Reference) -> dict[str, float]:
-    """Largest relative differences of one mesh from the reference, on this rank; see `difference` for tensors."""
+    """Return the largest relative differences of one mesh from the reference, on this rank; see `difference`."""
     trainer = Trainer(expected.before, values)
     backend, found = trainer.backend, {"loss": 0.0, "norm": 0.0}
     gradients = global_tensors(expected.before.config, dict(expected.gradients))
@@ -167,7 +167,7 @@ def run_case(kind: str, packed: bool, values: dict[str, Any], expected: Referenc
         found["loss"] = max(found["loss"], abs(loss / expected.losses[step] - 1))
         if step == 0:
             found["logprobs"] = trainer.logprob_error(batch(step), scored, expected.logprobs)
-            if not backend.chunks[0].ddp_config.use_distributed_optimizer:  # there each rank sums a part only
+            if not backend.chunks[0].ddp_config.use_distributed_optimizer:  # each rank there sums only a part
                 found["gradients"], _ = largest_gradient_difference(backend.chunks, gradients)
         backend.update_metrics()
         norm, stepped = backend.clip_and_step()

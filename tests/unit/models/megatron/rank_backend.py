@@ -1,4 +1,4 @@
-"""The Megatron backend of one rank, and the sections that it is made from."""
+"""Build the Megatron backend of one rank, and the config sections that it needs."""
 
 import tempfile
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ _FLAT = {"enabled": True, "freeze_moe_router": False, "moe_router_dtype": "fp64"
 
 
 def policy_of(model_name: str = "m", precision: str = "float32", **megatron: Any) -> PolicyConfig:
-    """The section `policy` for a small run on CPUs.
+    """Make the section `policy` for a small run on CPUs.
 
     Args:
         model_name: folder of the model.
@@ -63,12 +63,12 @@ def policy_of(model_name: str = "m", precision: str = "float32", **megatron: Any
 
 
 def section_of(**megatron: Any) -> MegatronConfig:
-    """`policy.megatron_cfg`, see `policy_of`."""
+    """Return `policy.megatron_cfg`; see `policy_of`."""
     return policy_of(**megatron).megatron_cfg
 
 
 def start_groups(**megatron: Any) -> MegatronConfig:
-    """Start Megatron Core's parallel state where it has other sizes; the section that has them."""
+    """Start Megatron Core's parallel state if its sizes differ; return the section that has them."""
     from nemo_rl.models.megatron.parallel import start_model_parallel, stop_model_parallel
 
     policy = policy_of(**megatron)
@@ -83,7 +83,7 @@ def start_groups(**megatron: Any) -> MegatronConfig:
 
 @contextmanager
 def without_groups() -> Iterator[None]:
-    """This one rank as a process that belongs to no group, for code that makes its own."""
+    """Make this one rank a process that belongs to no group, for code that makes its own."""
     from nemo_rl.models.megatron.parallel import stop_model_parallel
 
     stop_model_parallel()
@@ -96,7 +96,7 @@ def without_groups() -> Iterator[None]:
 
 @contextmanager
 def shared_files(model: Any) -> Iterator[Path]:
-    """A folder with the model's files, by rank 0: `save_pretrained` writes no weights on other ranks."""
+    """Make a folder with the model's files, written by rank 0: `save_pretrained` writes no weights on other ranks."""
     with ExitStack() as stack:
         folder = [stack.enter_context(saved(model)) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(folder)
@@ -106,7 +106,7 @@ def shared_files(model: Any) -> Iterator[Path]:
 
 
 def backend_of(model: Any, *, init_optimizer: bool = True, init_reference_model: bool = False, **policy: Any) -> Any:
-    """`MegatronBackend` with the files of a Hugging Face model; its groups are made anew."""
+    """Make `MegatronBackend` from the files of a Hugging Face model; its groups are made again."""
     from nemo_rl.models.megatron.backend import MegatronBackend
     from nemo_rl.models.megatron.parallel import stop_model_parallel
 

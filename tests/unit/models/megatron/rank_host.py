@@ -1,4 +1,4 @@
-"""Runs tests of Megatron Core in ranks: forks of one process that has imported it and is prepared for the CPU.
+"""Run tests of Megatron Core in ranks: forks of one process that has imported it and is prepared for the CPU.
 
 The import takes seconds, and what `cpu_shim` patches must not reach the process of the tests.
 """
@@ -32,7 +32,7 @@ class Host:
         there.close()
 
     def run(self, fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
-        """What `fn(rank, num_ranks, *args)` returns, by rank."""
+        """Return what `fn(rank, num_ranks, *args)` returns, by rank."""
         self._here.send((fn, num_ranks, args))
         worked, result = self._here.recv()
         assert worked, result
@@ -47,7 +47,7 @@ class Host:
 def _serve(pipe: Any, other_end: Any) -> None:
     from nemo_rl.models.megatron import cpu_shim
 
-    other_end.close()  # so that the end of the tests' process is seen here
+    other_end.close()  # so that the end of the test process is noticed here
     torch.set_num_threads(1)
     disable_progress_bar()
     cpu_shim.install()
@@ -67,5 +67,5 @@ def _asked(pipe: Any) -> Any:
 
 
 def limit_waits(seconds: float) -> None:
-    """Ranks that wait for each other in vain raise after this time, in groups that are made from now on too."""
+    """Make ranks that wait in vain raise after this time, also in groups that are made later."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)

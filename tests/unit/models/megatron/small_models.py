@@ -1,4 +1,4 @@
-"""Tiny Hugging Face models of every family, random in each value; what is special to a family is on and shows."""
+"""Tiny Hugging Face models of every family with random values; special features of each family are on."""
 
 import tempfile
 from collections.abc import Iterator
@@ -84,7 +84,7 @@ _HYBRID = ("gemma3_text", "gpt_oss")
 
 
 def hf_config(name: str, **values: Any) -> PretrainedConfig:
-    """The configuration of one of `MODELS`, with other values."""
+    """Return the configuration of one of `MODELS`, with other values."""
     model_type, own = MODELS[name]
     fields = _COMMON | own | values
     if name in _HYBRID:
@@ -96,7 +96,7 @@ def hf_config(name: str, **values: Any) -> PretrainedConfig:
 def hf_model(
     name: str, seed: int = 1, *, scores: bool = False, dtype: torch.dtype = torch.float32, **values: Any
 ) -> Any:
-    """A random model with eager attention; norms, biases, sinks and buffers are random as well.
+    """Make a random model with eager attention; norms, biases, sinks and buffers are random as well.
 
     Args:
         name: one of `MODELS`.
@@ -109,8 +109,8 @@ def hf_model(
     values |= {"num_labels": 1, "tie_word_embeddings": False} if scores else {}
     made = kind.from_config(hf_config(name, **values), dtype=dtype, attn_implementation="eager")
     gen = torch.Generator().manual_seed(seed)
-    # Gemma's norms multiply by 1 + weight. Around 2 they would make attention so sharp that rounding alone, of
-    # transformers' own float32 too, was beyond 1e-5.
+    # Gemma's norms multiply by 1 + weight. Around 2 they make attention so sharp that rounding alone,
+    # also in transformers' own float32, exceeds 1e-5.
     centre = 0.0 if made.config.model_type == "gemma3_text" else 1.0
     with torch.no_grad():
         for parameter in made.parameters():
@@ -125,7 +125,7 @@ def hf_model(
 
 @contextmanager
 def saved(model: Any) -> Iterator[Path]:
-    """A folder with the model's files, for as long as this lasts."""
+    """Save the model's files in a folder for the duration of the context."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         yield Path(folder)

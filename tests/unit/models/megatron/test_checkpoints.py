@@ -41,7 +41,7 @@ REWARD = Mesh(tp=2, sp=True, scores=True)
 
 
 def _resume(rank: int, num_ranks: int, mesh: Mesh, folder: Path) -> dict[str, Any]:
-    """Two updates, a checkpoint, two more; then these two again from the checkpoint."""
+    """Run two updates, save, run two more; then run these two again from the checkpoint."""
     run = Run(mesh)
     for step in range(2):
         run.update(step)
@@ -117,7 +117,7 @@ def _reshard(rank: int, num_ranks: int, mesh: Mesh, folder: Path, copy: Path) ->
         pytest.param((2, Mesh("qwen2", pp=2)), (2, Mesh("qwen2", tp=2)), id="pp2-tp2-tied"),
     ],
 )
-def test_another_mesh_reads_every_bit_and_goes_on_with_the_same_loss(host, tmp_path, before, after):
+def test_another_mesh_reads_every_bit_and_continues_with_the_same_loss(host, tmp_path, before, after):
     expected = host.run(_write, *before, tmp_path / "written")[0]
     found = host.run(_reshard, *after, tmp_path / "written", tmp_path / "copy")[0]
     assert found == pytest.approx(expected, abs=5e-3 if after[1].precision == BF16 else 2e-6)
@@ -145,7 +145,7 @@ def _shared_step(rank: int, num_ranks: int, folder: Path) -> list[int]:
     return [len(states), len({state["step"].data_ptr() for state in states})]
 
 
-def test_each_parameter_has_a_step_of_its_own_behind_a_load(host, tmp_path):
+def test_each_parameter_has_its_own_step_count_after_a_load(host, tmp_path):
     for num_parameters, num_tensors in host.run(_shared_step, 2, tmp_path):
         assert num_tensors == num_parameters > 1
 
@@ -161,7 +161,7 @@ def _before_updates(rank: int, num_ranks: int, folder: Path) -> list[str]:
     return differing(saved, run.state())
 
 
-def test_a_checkpoint_of_before_the_first_update_comes_back(host, tmp_path):
+def test_a_checkpoint_from_before_the_first_update_loads(host, tmp_path):
     assert host.run(_before_updates, 2, tmp_path) == [[], []]
 
 
@@ -177,7 +177,7 @@ def _weights_alone(rank: int, num_ranks: int, folder: Path) -> tuple[bool, int]:
     return masters == [], sum(len(state) for each in run.optimizers() for state in each.state.values())
 
 
-def test_weights_alone_reach_the_optimizers_float32_weights(host, tmp_path):
+def test_loading_only_weights_updates_the_float32_copies_of_the_optimizer(host, tmp_path):
     assert host.run(_weights_alone, 2, tmp_path) == [(True, 0), (True, 0)]
 
 
@@ -195,7 +195,7 @@ def _refuse(rank: int, num_ranks: int, folder: Path, format_name: str) -> str:
 
 
 @pytest.mark.parametrize("format_name", ["dp_reshardable", "fully_sharded_model_space"])
-def test_formats_that_go_wrong_are_refused_by_name(host, tmp_path, format_name):
+def test_broken_checkpoint_formats_are_refused_by_name(host, tmp_path, format_name):
     (message,) = host.run(_refuse, 1, tmp_path, format_name)
     assert f"format {format_name}:" in message
     assert "fully_reshardable" in message
@@ -218,7 +218,7 @@ def _staged(rank: int, num_ranks: int, mesh: Mesh, folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("mesh", [pytest.param(TP2, id="plain"), pytest.param(DP2, id="distributed")])
-def test_a_staged_checkpoint_is_of_its_moment_though_training_goes_on(host, tmp_path, mesh):
+def test_a_staged_checkpoint_ignores_later_updates(host, tmp_path, mesh):
     assert host.run(_staged, 2, mesh, tmp_path) == [True, True], "a process was spawned for the save"
     for kind in ("weights/iter_0000000", "optimizer/optim"):
         assert_same_tensors(tmp_path / "at_once" / "policy" / kind, tmp_path / "staged" / "policy" / kind)
@@ -250,7 +250,7 @@ def _no_space(self: Any, plan: Any, planner: Any) -> Any:
     raise OSError(28, "No space left on device")
 
 
-def test_a_full_disk_is_an_error_of_all_ranks_and_training_goes_on(host, tmp_path):
+def test_a_full_disk_raises_on_all_ranks_and_training_continues(host, tmp_path):
     for message, changed in host.run(_full_disk, 2, tmp_path):
         assert str(tmp_path / "full") in message
         assert "No space left on device" in message
@@ -264,18 +264,18 @@ PLANTS = {
     "generators": (1, "torch.save"),
     "trainer": (0, "torch.save"),
 }
-"""Each write of a checkpoint beside the tensors' own: the rank on which it fails, and what fails there."""
+"""Each write of a checkpoint except that of tensors: the rank on which it fails, and the function that fails."""
 
 
 def _planted(rank: int, num_ranks: int, folder: Path) -> dict[str, str]:
-    limit_waits(10.0)  # of ranks that nobody tells
+    limit_waits(10.0)  # of ranks that get no message about it
     run, found = Run(TP2), {}
     run.update(0)
     real = torch.save
     for name, (failing, target) in PLANTS.items():
 
         def fail(*args: Any, of_file: bool = target == "torch.save", **how: Any) -> Any:
-            if of_file and not isinstance(args[1], Path):  # torch's writer puts tensors into streams with it
+            if of_file and not isinstance(args[1], Path):  # torch's writer uses it to put tensors into streams
                 return real(*args, **how)
             raise OSError(28, "No space left on device")
 
@@ -285,7 +285,7 @@ def _planted(rank: int, num_ranks: int, folder: Path) -> dict[str, str]:
     return found
 
 
-def test_whichever_write_fails_all_ranks_raise_and_none_waits(host, tmp_path):
+def test_any_failed_write_raises_on_all_ranks_without_a_hang(host, tmp_path):
     for found in host.run(_planted, 2, tmp_path):
         assert {name: said for name, said in found.items() if "No space left on device" not in said} == {}
         assert found.keys() == PLANTS.keys()
@@ -311,7 +311,7 @@ def _unreadable(rank: int, num_ranks: int, folder: Path) -> list[str]:
     return found
 
 
-def test_a_damaged_or_foreign_checkpoint_is_an_error_of_all_ranks(host, tmp_path):
+def test_a_damaged_or_foreign_checkpoint_raises_on_all_ranks(host, tmp_path):
     for cut, lost, wider, deeper, nowhere in host.run(_unreadable, 2, tmp_path):
         assert str(tmp_path / "cut") in cut
         assert str(tmp_path / "lost") in lost
@@ -387,7 +387,7 @@ def _save_at_first(rank: int, num_ranks: int, mesh: Mesh, folder: Path) -> None:
         pytest.param(2, REWARD, id="reward"),
     ],
 )
-def test_an_export_is_the_model_of_the_hub_bit_for_bit(host, tmp_path, monkeypatch, num_ranks, mesh):
+def test_an_export_equals_the_hub_model_bit_for_bit(host, tmp_path, monkeypatch, num_ranks, mesh):
     host.run(_save_at_first, num_ranks, mesh, tmp_path / "step_1")
     weights = checkpoint_folder.find_weights(tmp_path / "step_1")
     checkpoint_folder.complete_checkpoint(weights, _tokenizer(), "bfloat16")
@@ -409,9 +409,9 @@ def test_an_export_is_the_model_of_the_hub_bit_for_bit(host, tmp_path, monkeypat
     loaded = kind.from_pretrained(tmp_path / "hf")
     assert loaded.dtype is dtype
     assert loaded.config.architectures == [type(mesh.model()).__name__]
-    if mesh.kind != "qwen2":  # whose tokenizer class keeps no vocabulary but its own
+    if mesh.kind != "qwen2":  # whose tokenizer class keeps only its own vocabulary
         check = checkpoint_folder.verify_export(weights, tmp_path / "hf")
-        # Equal weights, as compared above, at addresses that a processor's matrix products may round differently for.
+        # The weights are equal, as compared above, but a processor may round matrix products by address.
         assert check.max_difference < 1e-6
         assert check.num_values == 3 if mesh.scores else check.num_values > 10
     handed_on = kind.from_pretrained(weights / "model" / "consolidated")
@@ -428,7 +428,7 @@ def _rewards(rank: int, num_ranks: int, folder: Path) -> torch.Tensor:
     return backend_cases.scored(run.backend, rows)[0]
 
 
-def test_a_reward_models_export_scores_as_the_trained_model(host, tmp_path):
+def test_an_exported_reward_model_scores_like_the_trained_model(host, tmp_path):
     scores, _ = host.run(_rewards, 2, tmp_path / "step_1")
     weights = checkpoint_folder.find_weights(tmp_path / "step_1")
     _tokenizer().save_pretrained(weights)
@@ -459,7 +459,7 @@ def _load_refused(rank: int, num_ranks: int, folder: Path) -> str:
 
 
 def _plant_object(folder: Path, marker: Path) -> None:
-    """Let the one object between the tensors, which Megatron Core reads first, be code."""
+    """Replace the one object between the tensors, which Megatron Core reads first, by code."""
     described, content = folder / ".metadata", io.BytesIO()
     torch.save([_Bomb(marker)], content)
     (folder / "__0_0.distcp").write_bytes(content.getvalue())
@@ -507,7 +507,7 @@ def test_code_in_a_checkpoint_is_refused_by_exports(host, tmp_path, file):
     assert not marker.exists()
 
 
-def test_an_export_says_what_is_missing(host, tmp_path):
+def test_an_export_names_missing_parts(host, tmp_path):
     host.run(_save_at_first, 1, Mesh(), tmp_path / "step_1")
     weights = checkpoint_folder.find_weights(tmp_path / "step_1" / "policy")
     with pytest.raises(CheckpointError, match="has no tokenizer"):

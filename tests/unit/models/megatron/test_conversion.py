@@ -44,7 +44,7 @@ CASES = [
 
 
 def _same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> str:
-    """Names of tensors that differ by presence, dtype or any bit."""
+    """Return the names of tensors that differ by presence, dtype or any bit."""
     names = got.keys() | want.keys()
     both = got.keys() & want.keys()
     differ = {name for name in both if got[name].dtype != want[name].dtype or not torch.equal(got[name], want[name])}
@@ -52,7 +52,7 @@ def _same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> str:
 
 
 def _round_trips(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    """`{mesh/family: what differs}`, and what the other tests ask for."""
+    """Return `{mesh/family: differences}`, and the results that the other tests need."""
     results: dict[str, Any] = {}
     for mesh, family in CASES:
         results[f"{mesh}/{family}"] = _round_trip(folder / family, MESHES[mesh])
@@ -60,7 +60,7 @@ def _round_trips(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 
 
 def _chunks_of(config: Any, dtype: torch.dtype = torch.float32, **sizes: int) -> list[Any]:
-    """This rank's models with no value set, on groups made anew."""
+    """Return this rank's models without values, on new groups."""
     from nemo_rl.models.megatron.build import build_chunks
 
     section = start_groups(sp=sizes.get("tp", 1) > 1, **sizes)
@@ -90,7 +90,7 @@ def _with_heads_swapped(folder: Path) -> dict[str, Any]:
 
 
 def _two_query_heads_swapped(segments: Any) -> Any:
-    """A layout that puts heads 0 and 1 into each other's place, in both directions."""
+    """Return a layout that swaps heads 0 and 1, in both directions."""
 
     def swapped(self: Grouped, *args: int) -> Iterator[Segment]:
         first, *rest = segments(self, *args)
@@ -103,7 +103,7 @@ def _two_query_heads_swapped(segments: Any) -> Any:
 
 
 def _divided(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
-    """What only shows where a model is divided in every way."""
+    """Check what shows only if a model is divided in every way."""
     from nemo_rl.models.megatron.conversion.exporter import iterate_hf_weights
     from nemo_rl.models.megatron.conversion.importer import load_huggingface
 
@@ -122,7 +122,7 @@ def _divided(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def _stacks_as_in_memory(folder: Path, sizes: dict[str, int]) -> str:
-    """Files with transformers' names in memory, one tensor for all experts, fill the same parameters."""
+    """Check that files with transformers' names in memory, one tensor for all experts, fill the same parameters."""
     from nemo_rl.models.megatron.conversion.importer import load_huggingface
 
     config = AutoConfig.from_pretrained(folder / "qwen3_moe")
@@ -135,7 +135,7 @@ def _stacks_as_in_memory(folder: Path, sizes: dict[str, int]) -> str:
 
 
 def _refusal(folder: Path, sizes: dict[str, int]) -> str:
-    """A model that lacks a dense layer's weights, which its second stage does not know, is refused on every rank."""
+    """Check that every rank refuses a model without a dense layer's weights, which its second stage does not need."""
     from nemo_rl.models.megatron.conversion.importer import load_huggingface
 
     config = AutoConfig.from_pretrained(folder / "qwen3_moe")
@@ -148,7 +148,7 @@ def _refusal(folder: Path, sizes: dict[str, int]) -> str:
 
 @pytest.fixture(scope="module")
 def results(host, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Of each rank."""
+    """Return the results of each rank."""
     folder = tmp_path_factory.mktemp("models")
     for family in FAMILIES:
         hf_model(family, num_hidden_layers=4).save_pretrained(folder / family)
@@ -164,7 +164,7 @@ def test_a_round_trip_gives_every_tensor_back_bit_for_bit_on_every_rank(results,
     assert [rank[f"{mesh}/{family}"] for rank in results] == [""] * RANKS
 
 
-def test_the_comparison_of_logits_sees_two_swapped_heads_that_a_round_trip_does_not(results) -> None:
+def test_comparing_logits_finds_two_swapped_heads_that_a_round_trip_misses(results) -> None:
     assert results[0]["swapped/round trip"] == ""
     assert results[0]["swapped/logits"] > 1e-3
 
@@ -173,7 +173,7 @@ def test_bfloat16_stays_bfloat16(results) -> None:
     assert [rank["bfloat16"] for rank in results] == [""] * RANKS
 
 
-def test_weights_are_sent_in_the_receivers_format_but_for_correction_biases(results) -> None:
+def test_weights_except_correction_biases_are_sent_in_the_dtype_of_the_receiver(results) -> None:
     assert [rank["sent in bfloat16"] for rank in results] == [""] * RANKS
 
 

@@ -1,4 +1,4 @@
-"""No rank holds more than its part of the model and a few tensors while weights come and go."""
+"""No rank holds more than its part of the model and a few tensors while weights are loaded and sent."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def _peaks(rank: int, world_size: int, folder: str, warm_up: str) -> dict[str, float]:
-    """MiB above what the process held before, and in all; a tiny model goes first, for what is made once."""
+    """Return MiB above the earlier memory, and in all; a tiny model goes first, for one-time allocations."""
     return_freed_memory()
     section = start_groups(tp=world_size)
     _convert(Path(warm_up), section)
@@ -43,7 +43,7 @@ def _peaks(rank: int, world_size: int, folder: str, warm_up: str) -> dict[str, f
 
 
 def _import(folder: Path) -> float:
-    """MiB that a checkpoint on disk takes to be written, above what the process held before."""
+    """Return MiB that writing a checkpoint takes, above the earlier memory."""
     from nemo_rl.models.megatron.checkpoints.folder_import import import_huggingface
 
     with without_groups(), measured(anonymous_mib()) as peak:
@@ -69,10 +69,10 @@ def _convert(folder: Path, section: MegatronConfig) -> dict[str, float]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("sizes", [SMALL, pytest.param(LARGE, marks=pytest.mark.long)], ids=["100_mb", "1_gb"])
-def test_a_conversion_holds_a_ranks_part_and_few_tensors(sizes, num_ranks, tmp_path) -> None:
+def test_a_conversion_holds_one_shard_and_few_tensors(sizes, num_ranks, tmp_path) -> None:
     model, _ = write_random_llama(tmp_path / "model", **sizes, **HEADS)
     write_random_llama(tmp_path / "tiny", **{**sizes, "hidden_size": 64, "num_hidden_layers": 2}, **HEADS)
-    # A process of their own to fork from: this one's heap holds free memory that would hide what they ask for.
+    # Fork from a separate process: this one's heap holds free memory that would hide allocations.
     command = [sys.executable, __file__, str(num_ranks), str(tmp_path / "model"), str(tmp_path / "tiny")]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()

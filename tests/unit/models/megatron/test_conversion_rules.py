@@ -1,4 +1,4 @@
-"""Names, rules and files of the conversion to Megatron Core; needs no megatron."""
+"""Names, rules and files of the conversion to Megatron Core; megatron is not needed."""
 
 import inspect
 import json
@@ -30,7 +30,7 @@ MODULES = [layer_rules, layouts, names, parts, rules, sources_module]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders with random models, by family."""
+    """Save folders with random models, by family."""
     folder = tmp_path_factory.mktemp("models")
     for family in FAMILIES:
         hf_model(family).save_pretrained(folder / family)
@@ -38,7 +38,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _with(folder: Path, target: Path, *, without: tuple[str, ...] = (), **added: torch.Tensor) -> Path:
-    """A copy of a model's tensors with some added and some taken away."""
+    """Copy a model's tensors with some added and some removed."""
     tensors = load_file(folder / "model.safetensors") | added
     target.mkdir()
     save_file({name: tensor for name, tensor in tensors.items() if name not in without}, target / "model.safetensors")
@@ -50,12 +50,12 @@ def _sources(config: PretrainedConfig, folder: Path, **options: Any) -> dict[str
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
-def test_rules_need_no_megatron(module) -> None:
+def test_rules_do_not_import_megatron(module) -> None:
     assert not re.search(r"^\s*(from|import) megatron", inspect.getsource(module), re.MULTILINE)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_hub_names_are_those_that_hugging_face_saves(saved, family) -> None:
+def test_hub_names_are_those_that_hugging_face_saves(saved, family) -> None:
     config = hf_config(family)
     assert set(rules_for(config).hub_names()) == set(load_file(saved / family / "model.safetensors"))
     assert len(_sources(config, saved / family)) == len(rules_for(config).by_parameter)
@@ -68,21 +68,21 @@ def test_biases_follow_the_configuration() -> None:
     assert biases == attention | {f"mlp.{name}_proj.bias" for name in ("gate", "up", "down")}
 
 
-def test_latent_attention_without_a_query_bottleneck() -> None:
+def test_latent_attention_may_lack_a_query_bottleneck() -> None:
     by_parameter = rules_for(hf_config("deepseek_v3", q_lora_rank=None)).by_parameter
     rule = by_parameter["decoder.layers.0.self_attention.linear_q_proj.weight"]
     assert [part.name for part in rule.parts] == ["model.layers.0.self_attn.q_proj.weight"]
     assert not [name for name in by_parameter if "q_down" in name or "q_layernorm" in name]
 
 
-def test_an_unknown_family_is_answered_with_the_known_ones() -> None:
+def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="'gpt2' cannot be converted.*deepseek_v3, gemma3_text, gpt_oss, llama"):
         rules_for(GPT2Config())
 
 
 @pytest.mark.parametrize("layout", [Stacked(), Stacked(2), Grouped(1, 3), Grouped(4, 3)], ids=str)
 @pytest.mark.parametrize("num_shards", [1, 2, 4, 8])
-def test_the_shards_hold_every_row_of_every_part_once(layout: Layout, num_shards: int) -> None:
+def test_shards_hold_every_row_of_every_part_once(layout: Layout, num_shards: int) -> None:
     num_rows = 2 * 144 if isinstance(layout, Grouped) else 48
     seen: Counter[tuple[int, int]] = Counter()
     for shard in range(num_shards):
@@ -92,7 +92,7 @@ def test_the_shards_hold_every_row_of_every_part_once(layout: Layout, num_shards
     assert seen == Counter((part, row) for part, rows in enumerate(layout.part_rows(num_rows)) for row in range(rows))
 
 
-def test_grouped_heads_lie_as_megatron_core_lays_them() -> None:
+def test_grouped_heads_have_the_layout_of_megatron_core() -> None:
     """By hand: 2 key heads of 1 row, 2 query heads for each: q0 q1 k0 v0 | q2 q3 k1 v1."""
     segments = list(Grouped(2, 1).segments(8, 0, 1))
     rows = [("qkv"[one.part], row) for one in segments for row in range(one.start, one.stop)]
@@ -110,7 +110,7 @@ def test_grouped_heads_lie_as_megatron_core_lays_them() -> None:
     ],
     ids=str,
 )
-def test_a_part_is_read_from_where_it_is_written(part: Part) -> None:
+def test_a_part_is_read_from_where_it_was_written(part: Part) -> None:
     values = torch.arange(24.0).reshape(6, 4)
     whole = torch.zeros(part.tensor_shape(values.shape, 3))
     part.of(whole).copy_(values)
@@ -152,7 +152,7 @@ def test_a_part_is_read_from_where_it_is_written(part: Part) -> None:
         ("embedding.word_embeddings.weight", "embedding.word_embeddings.weight"),
     ],
 )
-def test_names_of_transformer_engine_and_of_a_rank_become_those_of_the_whole_model(name, known) -> None:
+def test_names_of_transformer_engine_and_of_ranks_map_to_the_whole_model(name, known) -> None:
     assert global_name(name, layers=[3, 7], first_expert=8) == known
 
 
@@ -163,7 +163,7 @@ def test_missing_and_unknown_tensors_are_named(saved, tmp_path) -> None:
         _sources(hf_config("qwen3_moe"), folder)
 
 
-def test_heads_for_further_tokens_are_left_out_aloud(saved, tmp_path, caplog) -> None:
+def test_multi_token_prediction_heads_are_skipped_with_a_warning(saved, tmp_path, caplog) -> None:
     extra = {f"model.layers.4.{name}": torch.zeros(1) for name in ("eh_proj.weight", "enorm.weight")}
     folder = _with(saved / "deepseek_v3", tmp_path / "model", **extra)
     with caplog.at_level(logging.WARNING):
@@ -172,7 +172,7 @@ def test_heads_for_further_tokens_are_left_out_aloud(saved, tmp_path, caplog) ->
     assert "model.layers.4.eh_proj.weight" in caplog.text
 
 
-def test_what_old_files_derive_from_the_configuration_is_passed_over(saved, tmp_path) -> None:
+def test_derived_tensors_of_old_files_are_skipped(saved, tmp_path) -> None:
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
     assert _sources(hf_config("llama"), _with(saved / "llama", tmp_path / "model", **extra))
 
@@ -185,7 +185,7 @@ def test_a_tied_head_in_the_files_has_to_be_the_embedding(saved, tmp_path) -> No
         _sources(config, _with(saved / "qwen2", tmp_path / "other", **{"lm_head.weight": embedding + 1}))
 
 
-def test_a_scalar_head_is_read_where_there_is_one(saved, tmp_path) -> None:
+def test_a_scalar_head_is_read_if_present(saved, tmp_path) -> None:
     config, score = hf_config("llama"), {"score.weight": torch.ones(1, 64)}
     assert "output_layer.weight" not in _sources(config, saved / "llama", has_scalar_head=True)
     folder = _with(saved / "llama", tmp_path / "model", without=("lm_head.weight",), **score)
@@ -194,7 +194,7 @@ def test_a_scalar_head_is_read_where_there_is_one(saved, tmp_path) -> None:
     assert rules_for(config, has_scalar_head=True).hub_names()[-1] == "score.weight"
 
 
-def test_files_are_those_of_the_index(saved, tmp_path) -> None:
+def test_only_files_of_the_index_are_read(saved, tmp_path) -> None:
     folder = _with(saved / "llama", tmp_path / "model")
     (folder / "model.safetensors").rename(folder / "model-1.safetensors")
     save_file({"other": torch.zeros(1)}, folder / "consolidated.safetensors")
@@ -208,8 +208,8 @@ def test_files_are_those_of_the_index(saved, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_whole_parameters_give_the_hub_tensors(saved, family) -> None:
-    """Parameters are put together row by row as the rules say, then taken apart again."""
+def test_whole_parameters_convert_to_the_hub_tensors(saved, family) -> None:
+    """Parameters are joined row by row as the rules say, then split again."""
     config, stored = hf_config(family), load_file(saved / family / "model.safetensors")
     rules = rules_for(config)
 

@@ -1,4 +1,4 @@
-"""`convert_megatron_to_hf.py` takes NeMo RL's arguments; the backend that wrote the checkpoint does the work."""
+"""`convert_megatron_to_hf.py` accepts NeMo RL's arguments; the backend that wrote the checkpoint does the work."""
 
 import importlib
 import logging
@@ -15,7 +15,7 @@ CONVERTERS = Path(__file__).resolve().parents[4] / "examples/converters"
 
 @pytest.fixture
 def exported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-    """Arguments of the calls of `TrainingBackend.export`."""
+    """Record the arguments of the calls of `TrainingBackend.export`."""
     calls: list[Any] = []
     backend = SimpleNamespace(
         find_weights=lambda path: path / "policy/weights", export=lambda *args: calls.append(args)
@@ -36,7 +36,7 @@ def test_the_checkpoint_is_exported_with_its_own_tokenizer(exported, tmp_path) -
     assert exported == [(tmp_path / "policy/weights", tmp_path / "hf", "trained", None)]
 
 
-def test_a_named_model_gives_the_tokenizer_and_loose_loading_is_answered(exported, tmp_path, caplog) -> None:
+def test_a_named_model_gives_the_tokenizer_and_no_strict_gives_a_notice(exported, tmp_path, caplog) -> None:
     given = ["--megatron-ckpt-path", tmp_path, "--hf-ckpt-path", tmp_path / "hf", "--hf-model-name", "named"]
     with caplog.at_level(logging.WARNING):
         assert _run(*given, "--no-strict", "--dtype", "bfloat16") == 0

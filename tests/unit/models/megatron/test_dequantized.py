@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits are read as transformers dequantises them, whole and in parts."""
+"""Weights in 8 and 4 bits are read as transformers dequantizes them, whole and in parts."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def generator() -> torch.Generator:
 
 
 @pytest.mark.parametrize("box", BOXES, ids=str)
-def test_float8_with_factors_of_blocks(box, generator, tmp_path) -> None:
+def test_float8_with_block_scales_is_dequantized(box, generator, tmp_path) -> None:
     values = torch.randn(200, 300, generator=generator).to(torch.float8_e4m3fn)
     factors = torch.rand(2, 3, generator=generator)
     save_file({"w.weight": values, "w.weight_scale_inv": factors}, tmp_path / "model.safetensors")
@@ -42,7 +42,7 @@ def test_float8_with_factors_of_blocks(box, generator, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("box", STACKED_BOXES, ids=str)
-def test_experts_in_mxfp4(box, generator, tmp_path) -> None:
+def test_experts_in_mxfp4_are_dequantized(box, generator, tmp_path) -> None:
     blocks = torch.randint(0, 256, (2, 10, 3, 16), generator=generator, dtype=torch.uint8)
     exponents = torch.randint(120, 134, (2, 10, 3), generator=generator, dtype=torch.uint8)
     save_file({"w_blocks": blocks, "w_scales": exponents}, tmp_path / "model.safetensors")

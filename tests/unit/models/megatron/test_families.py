@@ -33,7 +33,7 @@ VARIANTS = ("llama3_rope", "qwen3_moe_sparse", "deepseek_v3_yarn")
 
 
 def _is_quick(mesh: str, name: str, packed: bool) -> bool:
-    """Each family is packed or padded on a mesh, and the other one on the next; variants only on one rank."""
+    """Return whether the case runs by default: packed or padded alternate over meshes; variants only on one rank."""
     if name in VARIANTS:
         return mesh == "single" and not packed
     return packed == bool((list(MESHES).index(mesh) + list(MODELS).index(name)) % 2)
@@ -52,13 +52,13 @@ def _compare_all(rank: int, world_size: int, cases: list[tuple[str, str, bool]])
 
 @pytest.fixture(scope="module")
 def differences(host) -> list[Differences]:
-    """By rank."""
+    """Return the differences by rank."""
     return host.run(_compare_all, 2, QUICK)
 
 
 @needs_megatron
 @pytest.mark.parametrize(("mesh", "name", "packed"), QUICK, ids=lambda value: str(value))
-def test_logits_and_gradients_are_those_of_hugging_face(differences, mesh, name, packed):
+def test_logits_and_gradients_equal_hugging_face(differences, mesh, name, packed):
     for of_rank in differences:
         logits, gradients, worst = of_rank[mesh, name, packed]
         assert logits < TOLERANCE
@@ -67,7 +67,7 @@ def test_logits_and_gradients_are_those_of_hugging_face(differences, mesh, name,
 
 @needs_megatron
 @pytest.mark.long
-def test_further_layouts_answer_as_hugging_face_too(host):
+def test_further_layouts_equal_hugging_face_too(host):
     for of_rank in host.run(_compare_all, 2, FURTHER):
         assert {case: found for case, found in of_rank.items() if not max(found[:2]) < TOLERANCE} == {}
 
@@ -104,7 +104,7 @@ def test_what_megatron_core_cannot_express_is_refused_by_name(name, values, mess
     assert message in str(raised.value)
 
 
-def test_one_group_needs_no_ratio():
+def test_a_single_expert_group_sets_no_router_groups():
     """Moonlight and Kimi have one group, which is always chosen."""
     config = hf_config("deepseek_v3", n_group=1, topk_group=1, num_experts_per_tok=3)
     assert "moe_router_num_groups" not in family_of(config).transformer_fields(config)
@@ -123,8 +123,8 @@ def test_every_family_has_a_converter():
     assert set(MODEL_TYPES) == set(layer_rules.FAMILIES)
 
 
-def test_families_import_no_megatron():
-    """The controller asks them before start."""
+def test_families_do_not_import_megatron():
+    """The controller imports them before the start."""
     files = list(Path(families.__file__).parent.glob("*.py"))
     texts = [file.read_text() for file in files]
     assert len(files) > 5 and not [text for text in texts if re.search(r"^\s*(from|import) megatron", text, re.M)]

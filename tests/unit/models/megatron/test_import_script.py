@@ -1,4 +1,4 @@
-"""`import_hf_to_megatron.py`: every bit of a hub's model, and back by `convert_megatron_to_hf.py`, or onto a mesh."""
+"""`import_hf_to_megatron.py` keeps every bit of a hub model, back by `convert_megatron_to_hf.py` or onto a mesh."""
 
 import importlib
 import json
@@ -114,7 +114,7 @@ def found(host: Any, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [*MODELS, "reward", "rounded"])
-def test_a_model_comes_back_bit_for_bit(found: dict[str, Any], name: str) -> None:
+def test_an_imported_model_exports_bit_for_bit(found: dict[str, Any], name: str) -> None:
     assert found[name] == []
 
 
@@ -128,7 +128,7 @@ def test_a_mesh_starts_from_the_imported_weights(host: Any, found: dict[str, Any
         assert rank == {name: [] for name in MESHES}
 
 
-def test_the_folder_says_which_files_it_has(found: dict[str, Any], folder: Path) -> None:
+def test_the_folder_records_its_source_files(found: dict[str, Any], folder: Path) -> None:
     described = json.loads((folder / "megatron/llama/manifest.json").read_text())["files"]
     assert {"config.yaml", "policy/weights/config.json", "policy/weights/iter_0000000/.metadata"} <= described.keys()
     assert not dist.is_initialized()

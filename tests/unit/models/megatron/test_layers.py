@@ -1,4 +1,4 @@
-"""Layers and building: what upstream gets wrong, what each option builds, and what is refused.
+"""Layers and building: errors of upstream, what each option builds, and what is refused.
 
 Importing megatron takes longer than all checks together, so that one pair of ranks runs them; each is a test here.
 """
@@ -32,7 +32,7 @@ def chunks_of(
     seed: int = 0,
     **options: Any,
 ):
-    """This rank's models without values, on groups made anew."""
+    """Return this rank's models without values, on new groups."""
     from nemo_rl.models.megatron.build import build_chunks
 
     section = start_groups(**options)
@@ -56,7 +56,7 @@ def refusal(name: str, **options: Any) -> str:
 
 
 def check_divided_down_projections_give_wrong_gradients() -> None:
-    """The reason for `PortableLatentAttention`: upstream's layer in its place is caught by the comparison."""
+    """Check the reason for `PortableLatentAttention`: the comparison finds upstream's layer wrong."""
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
     from nemo_rl.models.megatron import layers
@@ -80,7 +80,7 @@ def check_divided_down_projections_give_wrong_gradients() -> None:
 
 
 def check_latent_attention_without_sequence_parallelism_is_wrong() -> None:
-    """The reason for a refusal, on layers without experts, which Megatron Core would take."""
+    """Check the reason for a refusal, on layers without experts, which Megatron Core would accept."""
     from nemo_rl.models.megatron import build as build_file
 
     dense = {"first_k_dense_replace": 3}
@@ -99,7 +99,7 @@ def check_biases_of_experts_are_summed_once() -> None:
 
 
 def check_divided_experts_with_biases_are_refused() -> None:
-    """By Megatron Core: each rank would add the whole bias."""
+    """Check that Megatron Core refuses them: each rank would add the whole bias."""
     assert "only supported when ETP==1" in refusal("gpt_oss", etp=2, **TP2_SP)
 
 
@@ -111,7 +111,7 @@ def check_recomputation_changes_nothing() -> None:
 
 
 def check_tensor_and_context_parallel_experts() -> None:
-    """Both ranks divide the tokens, and the experts."""
+    """Check experts where ranks divide both tokens and experts."""
     for name in ("qwen3_moe", "deepseek_v3", "gpt_oss"):
         assert max(compare(name, packed=True, cp=2, ep=2)[:2]) < 1e-5
 
@@ -137,7 +137,7 @@ def check_virtual_stages_are_one_model_each() -> None:
 
 
 def check_windows_are_those_of_global_layers() -> None:
-    """A stage's first layer is not the model's first."""
+    """Check windows by global layer number: a stage's first layer is not the model's first."""
     rank = torch.distributed.get_rank()
     (chunk,) = chunks_of("gpt_oss", pp=2, num_layers_in_first_pipeline_stage=1)
     windows = [layer.self_attention.core_attention._window for layer in chunk.decoder.layers]
@@ -174,7 +174,7 @@ def check_norms_round_as_transformers() -> None:
 
 
 def check_a_few_queries_see_all_cached_keys() -> None:
-    """As in generation: queries are the last tokens of the keys."""
+    """Check queries that are the last tokens of the keys, as in generation."""
     core = chunks_of("gpt_oss")[0].decoder.layers[0].self_attention.core_attention
     core.softmax_offset.data.normal_()
     query, key, value = (torch.randn(9, 2, heads, 32) for heads in (4, 2, 2))
@@ -237,7 +237,7 @@ def check_random_weights_follow_the_seed() -> None:
 
 
 def check_checkpoints_know_what_is_divided() -> None:
-    """Names and shapes of a sharded checkpoint are those of the whole model, on any mesh."""
+    """Check that names and shapes of a sharded checkpoint are those of the whole model, on any mesh."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     for name in ("gemma3_text", "gpt_oss", "deepseek_v3"):
@@ -270,12 +270,12 @@ def _run_all(rank: int, world_size: int) -> dict[str, str | None]:
 
 @pytest.fixture(scope="module")
 def failures(host) -> list[dict[str, str | None]]:
-    """By rank: what went wrong in each check, or None."""
+    """Return the failure of each check by rank, or None."""
     return host.run(_run_all, 2)
 
 
 @needs_megatron
 @pytest.mark.parametrize("name", CHECKS)
-def test_layers_and_building(failures, name):
+def test_each_layer_and_builder_case_passes(failures, name):
     for of_rank in failures:
         assert of_rank[name] is None, of_rank[name]

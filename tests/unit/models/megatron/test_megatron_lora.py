@@ -32,7 +32,7 @@ MESHES: dict[str, tuple[str, dict[str, Any]]] = {
     "cp": ("llama", {"cp": 2}),
     "dp overlap": ("qwen2", DISTRIBUTED),
     "latent tp sp": ("deepseek_v3", SP),
-    "norm behind tp sp": ("gemma3_text", SP),
+    "norm after tp sp": ("gemma3_text", SP),
     "recomputed tp sp": ("llama", {**SP, "activation_checkpointing": True}),
 }
 KINDS = ("llama", "qwen2", "gemma3_text", "deepseek_v3")
@@ -43,7 +43,7 @@ def references(rank: int, world: int) -> dict[str, Any]:
 
 
 def in_peft(rank: int, world: int, folder: Path) -> dict[str, Tensor]:
-    """Logits of the saved adapters, loaded by PEFT."""
+    """Return the logits of the saved adapters, loaded by PEFT."""
     return {kind: logits_in_peft(folder / kind, folder / f"saved {kind}" / "policy/weights/adapter") for kind in KINDS}
 
 
@@ -65,7 +65,7 @@ def on_two_ranks(rank: int, world: int, folder: Path, trained: dict[str, Any]) -
 
 
 def initial(folder: Path, values: dict[str, Any]) -> dict[str, Tensor]:
-    """First values, whole, under the hub's names."""
+    """Return the initial values, whole, under the hub's names."""
     from nemo_rl.models.megatron.conversion.rules import rules_for
     from nemo_rl.models.megatron.lora.files import _hub_adapters
 
@@ -75,7 +75,7 @@ def initial(folder: Path, values: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def unsummed(folder: Path, trained: Any) -> dict[str, float]:
-    """How far gradients are off where one way of summing them is taken away."""
+    """Return the errors of gradients if one kind of sum is left out."""
     from nemo_rl.models.megatron.lora import modules as lora
 
     found = {}
@@ -96,7 +96,7 @@ def unsummed(folder: Path, trained: Any) -> dict[str, float]:
 
 
 def resumed(folder: Path) -> dict[str, Any]:
-    """Two updates, a checkpoint, one more; the last one again from the checkpoint, and from it on another mesh."""
+    """Run two updates, save, run one more; run the last one again from the checkpoint, also on another mesh."""
     values = {**SP, **DISTRIBUTED}
     policy = Policy("llama", folder / "llama", values)
     for step in range(2):
@@ -119,14 +119,14 @@ def resumed(folder: Path) -> dict[str, Any]:
 
 
 def some_stages(folder: Path, pattern: str) -> list[float]:
-    """Norms of two updates where only one stage has adapters."""
+    """Return the norms of two updates where only one stage has adapters."""
     policy = Policy("llama", folder / "llama", {**PP, "peft": {"target_modules": [pattern]}})
     norms = [policy.update(step) for step in range(2)]
     return norms
 
 
 def dropout(folder: Path, values: dict[str, Any], position: str) -> dict[str, Any]:
-    """Adapters after updates with dropout, those that every rank has whole, and whether scores know of it."""
+    """Return adapters after updates with dropout, those whole on every rank, and whether scores use dropout."""
     policy = Policy("llama", folder / "llama", {**values, "peft": {"dropout": 0.3, "dropout_position": position}})
     for step in range(2):
         policy.update(step)
@@ -137,7 +137,7 @@ def dropout(folder: Path, values: dict[str, Any], position: str) -> dict[str, An
 
 
 def half_precision(folder: Path) -> dict[str, Any]:
-    """Adapters in float32 on a bfloat16 base: what resumes, and what is said when nothing leaves."""
+    """Train float32 adapters on a bfloat16 base; return what resumes, and messages if no rank sends weights."""
     values = {"peft": {"lora_dtype": "float32"}, **DISTRIBUTED}
     policy = Policy("llama", folder / "llama", values, precision="bfloat16")
     dtypes = {str(tensor.dtype) for tensor in policy.parameters().values()}
@@ -211,17 +211,17 @@ def found(host: Any, folder: Path, trained: dict[str, Any]) -> dict[str, Any]:
 
 
 def _exact(differences: dict[str, float]) -> dict[str, float]:
-    """What is further off than float32's rounding."""
+    """Return the values further off than float32's rounding."""
     return {name: value for name, value in differences.items() if not value < 1e-5}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_trains_as_peft_does(found: dict[str, Any], kind: str) -> None:
+def test_one_rank_trains_like_peft(found: dict[str, Any], kind: str) -> None:
     assert "gradients" in found["one"][kind] and _exact(found["one"][kind]) == {}
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_every_mesh_trains_as_peft_does(found: dict[str, Any], mesh: str) -> None:
+def test_every_mesh_trains_like_peft(found: dict[str, Any], mesh: str) -> None:
     for rank in found["two"]:
         assert _exact(rank[mesh]) == {}
 
@@ -241,13 +241,15 @@ def test_first_values_do_not_depend_on_the_mesh(found: dict[str, Any], mesh: str
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_saved_adapter_is_the_trained_model_in_peft(found: Any, trained: Any, kind: str) -> None:
+def test_peft_computes_the_trained_model_from_the_saved_adapter(found: Any, trained: Any, kind: str) -> None:
     wanted = trained[kind].logits
     assert (found["peft"][kind] - wanted).abs().max() / wanted.abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_export_without_a_model_is_merged(found: Any, folder: Path, trained: Any, tmp_path: Path, kind: str) -> None:
+def test_an_export_without_a_base_model_is_merged(
+    found: Any, folder: Path, trained: Any, tmp_path: Path, kind: str
+) -> None:
     from safetensors.torch import load_file
 
     checkpoint_folder._export(folder / f"saved {kind}" / "policy/weights", tmp_path / "out", None)
@@ -268,7 +270,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(found: dict[str, Any], folder
         assert [name for name in ours.names if not torch.equal(ours.read([name]), theirs.read([name]))] == []
 
 
-def test_a_checkpoint_holds_state_of_adapters_alone(found: dict[str, Any], folder: Path) -> None:
+def test_a_checkpoint_holds_the_state_of_adapters_only(found: dict[str, Any], folder: Path) -> None:
     names = SavedTensors(folder / "resumed/policy/optimizer/optim").names
     assert names and all(".lora_" in name for name in names)
 
@@ -278,17 +280,17 @@ def test_stages_without_adapters_take_part(found: dict[str, Any]) -> None:
         assert first == last and min(first) > 0
 
 
-def test_dropout_is_the_same_where_ranks_hold_the_same(found: dict[str, Any]) -> None:
+def test_ranks_that_hold_the_same_activations_draw_the_same_dropout(found: dict[str, Any]) -> None:
     for ours, theirs in zip(*(rank["dropout"] for rank in found["two"]), strict=True):
         assert ours["scores agree"] and len(ours["whole"]) == 4 * 4
         assert [name for name, tensor in ours["whole"].items() if not torch.equal(tensor, theirs["whole"][name])] == []
 
 
-def test_adapters_have_a_number_format_of_their_own(found: dict[str, Any]) -> None:
+def test_adapters_have_their_own_dtype(found: dict[str, Any]) -> None:
     assert found["one"]["half"]["dtypes"] == {"torch.float32"} and found["one"]["half"]["differ"] == []
 
 
-def test_adapters_that_cannot_work_are_refused(found: dict[str, Any]) -> None:
+def test_unsupported_adapters_are_refused(found: dict[str, Any]) -> None:
     said = found["one"]["refusals"]
     assert "adapters received no gradient" in said["unmoved"] and "linear_q_down_proj" in said["unmoved"]
     assert "target_modules: '*.local_experts.*.linear_fc1' matches no layer" in said["experts"]

@@ -68,7 +68,7 @@ def differences(host: Host, references: dict[str, mesh_parity.Reference]) -> dic
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_mesh_trains_as_hugging_face(differences: dict[str, dict[str, float]], name: str) -> None:
+def test_each_mesh_trains_like_hugging_face(differences: dict[str, dict[str, float]], name: str) -> None:
     found = differences[name]
     assert found.keys() >= {"loss", "norm", "logprobs", "weights"}
     assert ("gradients" in found) == ("optimizer" not in CASES[name][3])

@@ -1,4 +1,4 @@
-"""What a rank of Megatron Core answers beside its training: scores, layers, reference weights, metrics, schedules."""
+"""Everything except training on a rank of Megatron Core: scores, layers, reference weights, metrics, schedules."""
 
 import math
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 def waits_for_a_stage(rank: int, folder: str) -> str:
-    """What the second stage says about a first one that never starts."""
+    """Return the error of a second stage whose first stage never starts."""
     dist.barrier()
     dist.destroy_process_group()
     store = dist.FileStore(f"{folder}/store", 2)
@@ -100,7 +100,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 def rates(**values: Any) -> list[tuple[float, float]]:
-    """Rate and weight decay of a matrix and a vector over eight steps."""
+    """Return rate and weight decay of a matrix and a vector over eight steps."""
     from nemo_rl.models.megatron.optimizer import build_scheduler, learning_rate
 
     groups = [{"default_config": True, "wd_mult": 1.0}, {"wd_mult": 0.0}]
@@ -135,7 +135,7 @@ def found(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
 
 
 @pytest.mark.parametrize("mesh", ["answers sp", "answers cp", "answers pp"])
-def test_scores_layers_and_reference_are_those_of_hugging_face(found: dict[str, Any], mesh: str) -> None:
+def test_scores_layers_and_reference_equal_hugging_face(found: dict[str, Any], mesh: str) -> None:
     ranks = [rank[mesh] for rank in found["two"]]
     assert "top logits" in ranks[1] and "temperature" in ranks[1]
     for answers in ranks:
@@ -144,7 +144,7 @@ def test_scores_layers_and_reference_are_those_of_hugging_face(found: dict[str, 
 
 
 @pytest.mark.parametrize("mesh", ["reward sp", "reward cp"])
-def test_a_scalar_head_scores_and_trains_as_hugging_faces(found: dict[str, Any], mesh: str) -> None:
+def test_a_scalar_head_scores_and_trains_like_hugging_face(found: dict[str, Any], mesh: str) -> None:
     for rank in found["two"]:
         assert rank[mesh]["scores"] < 1e-5 and rank[mesh]["gradients"] < 1e-5
 
@@ -169,7 +169,7 @@ def test_an_auxiliary_loss_does_not_depend_on_the_mesh(found: dict[str, Any], me
     assert found["two"][0][mesh] == pytest.approx(found["one"]["auxiliary"], rel=1e-5)
 
 
-def test_interleaved_stages_take_fewer_microbatches_than_there_are_stages(found: dict[str, Any]) -> None:
+def test_interleaved_stages_accept_fewer_microbatches_than_stages(found: dict[str, Any]) -> None:
     assert found["two"][0]["few"] == pytest.approx(found["one"]["few"], rel=1e-5)
 
 
@@ -177,17 +177,17 @@ def test_a_rank_with_nothing_to_score_takes_part(found: dict[str, Any]) -> None:
     assert found["two"][0]["nothing"] == pytest.approx(found["one"]["nothing"], rel=1e-5)
 
 
-def test_a_stage_does_not_wait_for_ever(found: dict[str, Any]) -> None:
+def test_a_stage_does_not_wait_forever(found: dict[str, Any]) -> None:
     assert found["two"][0]["deadline"] == "absent"
     assert "imed out" in found["two"][1]["deadline"]
 
 
-def test_biases_of_experts_move_only_when_asked(found: dict[str, Any]) -> None:
+def test_expert_biases_are_updated_only_if_configured(found: dict[str, Any]) -> None:
     assert found["one"]["bias kept"] == 0.0
     assert found["one"]["bias moved"] == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_rates_and_decays_follow_their_formulas(found: dict[str, Any]) -> None:
+def test_learning_rates_and_decays_follow_their_formulas(found: dict[str, Any]) -> None:
     top, low, first = 1e-3, 2e-4, 1e-4
     warm = [first, (first + top) / 2, top]
     formulas: dict[str, Callable[[int], float]] = {
@@ -203,10 +203,10 @@ def test_rates_and_decays_follow_their_formulas(found: dict[str, Any]) -> None:
         assert list(decays) == pytest.approx(rising if name == "rising decay" else [0.1] * 8), name
 
 
-def test_a_schedule_that_contradicts_itself_is_refused(found: dict[str, Any]) -> None:
+def test_a_contradictory_schedule_is_refused(found: dict[str, Any]) -> None:
     missing, contradicting = found["one"]["contradiction"]
     assert "set lr_decay_iters" in missing and "lr_warmup_iters < lr_decay_iters" in contradicting
 
 
-def test_the_process_of_the_tests_is_not_patched(found: dict[str, Any]) -> None:
+def test_the_test_process_is_not_patched(found: dict[str, Any]) -> None:
     assert torch.cuda.Stream.__name__ == "Stream" and torch.cuda.current_device.__module__ == "torch.cuda"

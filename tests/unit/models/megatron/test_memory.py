@@ -1,4 +1,4 @@
-"""Predicted memory of Megatron Core's ranks: what each axis divides, and (long) what training takes."""
+"""Predicted memory of Megatron Core's ranks: what each axis divides, and (marked long) what training takes."""
 
 from typing import Any
 
@@ -64,8 +64,8 @@ def activations(plan: MemoryPlan) -> float:
     return plan.moments["head backward"]["activations"]
 
 
-def test_what_stays_of_one_rank() -> None:
-    """bfloat16 weights and gradients, and in float32 a weight and two moments; a copy of the weights on the host."""
+def test_resident_memory_of_one_rank_equals_the_arithmetic() -> None:
+    """bfloat16 weights and gradients; in float32 a weight and two moments; a copy of the weights on the host."""
     total = parameters_of(model_config())
     one = plan_of()
     assert one.stays == {"weights": 2 * total, "gradients": 2 * total, "optimizer state": 12 * total}
@@ -79,7 +79,7 @@ def test_what_stays_of_one_rank() -> None:
     assert plan_of(on_cpu=True).stays["reference weights and their place"] == 4 * total
 
 
-def test_axes_divide_what_they_divide() -> None:
+def test_each_mesh_axis_divides_its_part_of_the_memory() -> None:
     one, total = plan_of(), parameters_of(model_config())
     spread = plan_of(dp_shard=2, cp=2)
     assert spread.stays["weights"] == one.stays["weights"] and spread.stays["optimizer state"] == 12 * total / 4
@@ -92,13 +92,13 @@ def test_axes_divide_what_they_divide() -> None:
     assert activations(plan_of(activation_checkpointing=True)) < activations(one) / 3
     selective = plan_of(activation_checkpointing=True, recompute_granularity="selective")
     assert activations(selective) == activations(one) and "as if it were off" in selective.missing
-    assert activations(plan_of(on_cpu=True)) > activations(one)  # plain code keeps what fused kernels do not
+    assert activations(plan_of(on_cpu=True)) > activations(one)  # unfused code keeps what fused kernels do not
 
 
 INTERLEAVED = {"virtual_pipeline_model_parallel_size": 2}
 
 
-def test_experts_have_ranks_of_their_own() -> None:
+def test_experts_are_divided_over_their_own_ranks() -> None:
     model = model_config("qwen3_moe")
     experts = 4 * 8 * 3 * 64 * 32
     others = parameters_of(model) - experts
@@ -112,8 +112,8 @@ def test_experts_have_ranks_of_their_own() -> None:
     assert tensor.stays["optimizer state"] == 6 * (experts / 2 + tensor.stays["weights"] / 2 - experts / 2)
 
 
-def test_adapters_alone_are_trained() -> None:
-    """Their elements are inputs plus outputs of a layer's linears, as Hugging Face has them, by their rank."""
+def test_lora_counts_gradients_of_adapters_only() -> None:
+    """Elements are inputs plus outputs of a layer's linears, as in Hugging Face, times their rank."""
     total = parameters_of(model_config())
     attention, feed_forward = (64 + 64) + 2 * (64 + 32) + (64 + 64), 3 * (64 + 96)
     adapters = 4 * (attention + feed_forward) * 16
@@ -134,7 +134,7 @@ def test_adapters_of_a_model_that_is_too_large_to_train_fit_one_gpu() -> None:
     assert 2 * 8.03e9 < adapted.certain < adapted.peak < gpu / 2
 
 
-def test_stages() -> None:
+def test_stages_divide_the_layers_as_configured() -> None:
     def stages(total: int, count: int, **ends: int) -> list[range]:
         return stage_layers(total, count, MegatronConfig.build(**ends))
 
@@ -146,7 +146,7 @@ def test_stages() -> None:
     assert plan_of(tied, pp=2).certain > plan_of(tied).certain / 2  # both stages have the embedding
 
 
-def test_a_run_is_told_its_memory(tmp_path) -> None:
+def test_a_run_logs_its_predicted_memory(tmp_path) -> None:
     model_config().save_pretrained(tmp_path)
     policy = PolicyConfig.build(
         model_name=str(tmp_path),

@@ -1,4 +1,4 @@
-"""Unusual configurations of every family and unusual options: right, or refused by the controller; nothing else."""
+"""Unusual configurations of every family and unusual options are computed correctly or refused by the controller."""
 
 from typing import Any
 
@@ -100,7 +100,7 @@ def _odd() -> list[tuple[str, dict[str, Any]]]:
 
 
 def _made(name: str, values: dict[str, Any]) -> PretrainedConfig | None:
-    """The configuration; None where transformers refuses it by itself."""
+    """Return the configuration; None if transformers itself refuses it."""
     try:
         return hf_config(name, **values)
     except Exception as error:
@@ -124,7 +124,7 @@ def _outcomes(rank: int, num_ranks: int, cases: list[tuple[str, dict[str, Any]]]
 
 
 @needs_megatron
-def test_an_odd_model_is_right_or_refused_by_the_controller(host) -> None:
+def test_an_unusual_model_is_correct_or_refused_by_the_controller(host) -> None:
     accepted, refused = [], 0
     for name, values in _odd():
         config = _made(name, values)
@@ -142,7 +142,7 @@ def test_an_odd_model_is_right_or_refused_by_the_controller(host) -> None:
 @pytest.mark.parametrize(
     "rotary", [_DYNAMIC, _LONG, _PLAIN | {"partial_rotary_factor": 0.5}], ids=["ntk", "long", "part"]
 )
-def test_the_backend_refuses_rotaries_before_anything_starts(rotary, tmp_path) -> None:
+def test_the_backend_refuses_rotary_settings_before_any_rank_starts(rotary, tmp_path) -> None:
     hf_config("llama", rope_parameters=rotary).save_pretrained(tmp_path)
     policy = policy_of(str(tmp_path))
     with pytest.raises(ConfigError, match="rope_parameters"):
@@ -194,7 +194,7 @@ def _built(rank: int, num_ranks: int, cases: list[tuple[str, dict[str, Any]]]) -
 
 
 @needs_megatron
-def test_options_that_the_controller_accepts_build_in_the_ranks(host, monkeypatch) -> None:
+def test_options_that_the_controller_accepts_build_on_the_ranks(host, monkeypatch) -> None:
     for variable in model_check._KERNEL_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     accepted, refused = [], set()
@@ -234,10 +234,10 @@ def _real_fields(rank: int, num_ranks: int) -> dict[str, set[str]]:
 
 
 @needs_megatron
-def test_fields_read_from_the_source_are_those_of_the_classes(host) -> None:
+def test_fields_parsed_from_the_source_equal_those_of_the_classes(host) -> None:
     (found,) = host.run(_real_fields, 1)
     assert {kind: set(model_check._fields_of(kind)) for kind in found} == found
 
 
-def test_fields_are_not_judged_where_megatron_core_is_not_installed() -> None:
+def test_fields_are_not_checked_without_megatron_core() -> None:
     assert list(check_overrides("policy.megatron_cfg", {"anything": 1}, (), "TransformerConfig")) == []

@@ -1,4 +1,4 @@
-"""Optimizers of GPUs, on CPUs: a stand-in for Transformer Engine's Adam, and Megatron Core's for two devices.
+"""Optimizers of GPUs, on CPUs: an imitation of Transformer Engine's Adam, and Megatron Core's for two devices.
 
 What is shown: a checkpoint restores every bit, other optimizers read it, and one with wrong values is refused.
 """
@@ -28,7 +28,7 @@ DP2 = Mesh(distributed=True, precision="bfloat16")
 MASTERS = "optimizer.state.fp32_param."
 
 
-def test_a_float32_weight_is_a_bfloat16_weight_and_a_remainder() -> None:
+def test_a_float32_weight_splits_into_bfloat16_and_a_remainder() -> None:
     bits = torch.randint(-(2**31), 2**31, (100_000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     ties = torch.tensor([1.0, -3.0]).view(torch.int32) + 0x8000
     weights = torch.cat([bits, ties]).view(torch.float32)
@@ -107,7 +107,7 @@ def _plain() -> Iterator[None]:
 
 
 def _masters(run: Run) -> dict[str, Tensor]:
-    """Float32 weights of this rank, whichever optimizer holds them."""
+    """Return the float32 weights of this rank, whichever optimizer holds them."""
     found = {}
     for number, optimizer in enumerate(run.optimizers()):
         for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
@@ -171,7 +171,7 @@ HALF_ON_HOST = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5
 
 
 def _offloaded(seed: int = 1, *, overlaps: bool = False) -> Run:
-    """A run whose optimizer updates half of the weights on the host; `move_optimizer_state` does something."""
+    """Make a run whose optimizer updates half of the weights on the host; `move_optimizer_state` has an effect."""
     run = Run(replace(DP2, options=HALF_ON_HOST | {"overlap_cpu_optimizer_d2h_h2d": overlaps}), seed)
     run.backend._takes_turns = True
     return run
@@ -183,7 +183,7 @@ def _update(run: Run, step: int) -> float:
 
 
 def _states(run: Run) -> dict[str, Tensor]:
-    """States of all optimizers that update, and the weights."""
+    """Return the states of all optimizers that update, and the weights."""
     (inner,) = run.optimizers()
     found = {f"weight {name}": weight for name, weight in run.backend.chunks[0].named_parameters()}
     for number, each in enumerate(inner.sub_optimizers):
@@ -195,7 +195,7 @@ def _states(run: Run) -> dict[str, Tensor]:
 
 
 def _misplaced(run: Run, *, at_rest: bool) -> list[str]:
-    """States that are not where their optimizer needs them, or that two optimizers do not share."""
+    """Return states that are not where their optimizer needs them, or that two optimizers do not share."""
     (inner,), wrong = run.optimizers(), []
     for each in inner.sub_optimizers:
         of_host = each is not inner.gpu_optimizer
@@ -225,7 +225,7 @@ def _in_turns(rank: int, num_ranks: int, overlaps: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_what_the_host_updates_stays_there_while_engines_have_the_gpu(host, overlaps) -> None:
+def test_host_optimizer_state_stays_while_engines_use_the_gpu(host, overlaps) -> None:
     for found in host.run(_in_turns, 2, overlaps):
         assert found["kinds"] == {True, False}, "both devices update something"
         assert found["misplaced"] == []
@@ -239,7 +239,7 @@ def _resume_offloaded(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]
         for step in range(3):
             _update(run, step)
         run.backend.move_optimizer_state(to_host=True)
-        run.save(folder)  # at rest, as after a validation
+        run.save(folder)  # offloaded, as after a validation
         run.backend.move_optimizer_state(to_host=False)
         saved, losses = _states(run), [_update(run, step) for step in (3, 4)]
         again = _offloaded(seed=5)

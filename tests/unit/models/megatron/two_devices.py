@@ -1,4 +1,4 @@
-"""A stand-in on CPUs for a GPU and its host: which tensors lie on the host is kept in a mark, values are real.
+"""Imitate a GPU and its host on CPUs: a mark says which tensors are on the host; values are real.
 
 Tensors are the GPU's unless they come from `.cpu()`, `.to("cpu")`, host memory or a tensor of the host.
 """
@@ -18,7 +18,7 @@ _FOLLOWS = {torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.float, torch.z
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether a tensor lies on the host."""
+    """Return whether a tensor is on the host."""
     return getattr(tensor, "on_host", False)
 
 
@@ -62,7 +62,7 @@ def _copy(tensor: Tensor, device: Any = None) -> Tensor:
 
 @contextmanager
 def two_devices() -> Iterator[None]:
-    """This process as on a GPU without Transformer Engine, as far as an optimizer and the moves of its state go."""
+    """Make this process act as on a GPU without Transformer Engine, for an optimizer and the moves of its state."""
     from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
     from nemo_rl.models.megatron import optimizer

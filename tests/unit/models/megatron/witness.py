@@ -1,4 +1,4 @@
-"""A model's tensors in Megatron Core's names and a rank's share of them, written apart from the library's conversion.
+"""A model's tensors in Megatron Core's names and a rank's share of them, independent of the library's conversion.
 
 Imports megatron inside functions only: the pytest process stays free of it, and of the patches of a CPU run.
 """
@@ -31,7 +31,7 @@ class Sequences:
         self._rank = parallel_state.get_context_parallel_rank()
 
     def lay_out(self, sequences: Sequence[Tensor]) -> Tensor:
-        """`[b, t, ...]` of this rank: rows padded with zeros on the right, or one packed row."""
+        """Return `[b, t, ...]` of this rank: rows padded with zeros on the right, or one packed row."""
         if self.packed:
             return torch.cat([self._own(sequence) for sequence in sequences])[None]
         padded = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
@@ -42,7 +42,7 @@ class Sequences:
         return torch.cat([chunks[self._rank], chunks[-1 - self._rank]])
 
     def arguments(self) -> dict[str, Any]:
-        """Of GPTModel's forward."""
+        """Return the arguments of GPTModel's forward."""
         from megatron.core.packed_seq_params import PackedSeqParams
 
         ids = self.lay_out(self.ids)
@@ -55,7 +55,7 @@ class Sequences:
 
 
 def reference(model: PreTrainedModel, sequences: Sequences) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Logits of each sequence by itself, and the gradient of their product with the cotangents, in global names."""
+    """Return each sequence's logits alone, and the gradient of their product with the cotangents, by global name."""
     model.zero_grad()
     logits = [model(ids[None]).logits[0] for ids in sequences.ids]
     sum((one * cotangent).sum() for one, cotangent in zip(logits, sequences.cotangents, strict=True)).backward()
@@ -67,7 +67,7 @@ _HEADS = ("score.weight", "lm_head.weight", "model.embed_tokens.weight")
 
 
 def global_tensors(config: Any, tensors: dict[str, Tensor | None]) -> dict[str, Any]:
-    """Tensors of a Hugging Face model in global names; the two halves of a gated layer as a pair."""
+    """Return tensors of a Hugging Face model in global names; the two halves of a gated layer as a pair."""
     tensors = {key: torch.zeros(0) if value is None else value for key, value in tensors.items()}
     out: dict[str, Any] = {
         "embedding.word_embeddings.weight": tensors["model.embed_tokens.weight"],
@@ -146,7 +146,7 @@ def _experts(own: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def own_tensors(model: Any, tensors: dict[str, Any]) -> dict[str, Tensor]:
-    """This rank's share of global tensors, by the names that a bare GPTModel saves."""
+    """Return this rank's share of global tensors, by the names that a bare GPTModel saves."""
     from megatron.core import parallel_state
 
     first_expert = parallel_state.get_expert_model_parallel_rank() * (model.config.num_moe_experts or 0)
@@ -177,13 +177,13 @@ def _share(parameter: Tensor, whole: Any, *, expert: bool) -> Tensor:
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:
-    """Largest difference, relative to the largest value."""
+    """Return the largest difference, relative to the largest value."""
     assert found.shape == wanted.shape, (found.shape, wanted.shape)
     return ((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-3)).item()
 
 
 def chunks_of(model: PreTrainedModel, **megatron: Any) -> list[Any]:
-    """The bare GPTModels of this rank, on groups made anew, with the weights that the importer reads from files."""
+    """Make the bare GPTModels of this rank on new groups, with the weights that the importer reads from files."""
     from nemo_rl.models.megatron.build import build_chunks
     from nemo_rl.models.megatron.conversion.importer import load_huggingface
 
@@ -229,7 +229,7 @@ def compare(
 
 
 def largest_gradient_difference(chunks: Sequence[Any], wanted: dict[str, Any]) -> tuple[float, str]:
-    """Between this rank's summed gradients and those of the whole model in global names, and whose."""
+    """Return the largest difference of summed gradients from those of the whole model, and its global name."""
     differences = {}
     for chunk in chunks:
         model = getattr(chunk, "module", chunk)
@@ -241,7 +241,7 @@ def largest_gradient_difference(chunks: Sequence[Any], wanted: dict[str, Any]) -
 
 @torch.no_grad()
 def largest_difference(chunks: Sequence[Any], hf: PreTrainedModel) -> float:
-    """Between this rank's weights and a Hugging Face model's, relative as in `difference`; in the model's precision."""
+    """Return the largest relative difference of weights from a Hugging Face model's, in the model's precision."""
     whole, found = global_tensors(hf.config, dict(hf.state_dict())), []
     for chunk in chunks:
         model = getattr(chunk, "module", chunk)
