@@ -46,7 +46,7 @@ below applies. Parts of `teacher` that have no table here are those of `policy`.
 _LATER = """## Accepted only while switched off
 
 These keys of NeMo RL belong to features that do not exist here yet. `null`, `false`, `0`, an empty value,
-`enabled: false` beside anything, and the values of the last column are accepted; anything else is refused.
+`enabled: false` with any other keys, and the values of the last column are accepted; anything else is refused.
 
 | key | feature | accepted too |
 |---|---|---|
