@@ -25,7 +25,7 @@ _HEAD = """# Configuration reference
 Every key of `examples/run_grpo.py`, made from the schema in `nemo_rl/config/` by
 `python tools/generate_config_reference.py`.
 
-- A default `${.key}` follows the key beside it, `${..key}` a key one section up, `${a.b}` the key with that
+- A default `${.key}` follows the key next to it, `${..key}` a key one section up, `${a.b}` the key with that
   full name. The arithmetic `${mul:a,b}`, `${div:a,b}`, `${add:a,b}` and `${max:a,b}` may be used in files.
 - `required` means that the key has no default.
 - A file inherits from others with `defaults: other.yaml` or a list of files, relative to the file that
@@ -40,13 +40,13 @@ Every key of `examples/run_grpo.py`, made from the schema in `nemo_rl/config/` b
 _OTHERS = """# Other algorithms
 
 SFT, DPO, reward-model training and distillation have the sections `policy`, `data`, `checkpointing`, `logger` and
-`cluster` of above, distillation also `env`, and the ones below; where a section occurs twice, the table here is the one
-that holds. Parts of `teacher` that have no table here are those of `policy`.
+`cluster` that are described above, distillation also `env`, and the ones below. If a section occurs twice, the table
+below applies. Parts of `teacher` that have no table here are those of `policy`.
 """
 _LATER = """## Accepted only while switched off
 
 These keys of NeMo RL belong to features that do not exist here yet. `null`, `false`, `0`, an empty value,
-`enabled: false` beside anything, and the values of the last column are accepted; anything else is refused.
+`enabled: false` with any other keys, and the values of the last column are accepted; anything else is refused.
 
 | key | feature | accepted too |
 |---|---|---|

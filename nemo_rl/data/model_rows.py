@@ -71,7 +71,7 @@ class RowInput:
 
 @dataclass(frozen=True, eq=False)
 class RowInputs:
-    """What a model reads of one row next to its token ids. Copies share the tensors: do not write into them.
+    """Model inputs of one row besides its token ids. Copies share the tensors: do not write into them.
 
     Attributes:
         inputs: inputs such as pixel values, by the name of the forward's argument.

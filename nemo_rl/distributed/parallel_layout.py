@@ -84,7 +84,7 @@ class ParallelLayout:
 
     @property
     def result_ranks(self) -> list[int]:
-        """For each data-parallel rank, in order, the rank whose loss, metrics and scores count.
+        """The rank whose loss, metrics and scores count, for each data-parallel rank in order.
 
         The last pipeline stage has them. Tensor-parallel ranks hold equal copies. So do context-parallel ranks: a
         backend joins the results for their tokens into scores of whole rows before it returns them.

@@ -128,7 +128,7 @@ class RayWorkerGroup:
 
     @property
     def worker_metadata(self) -> list[dict[str, Any]]:
-        """For each worker: name, global_rank, local_rank, node_idx, bundle_idx, pid, node_ip."""
+        """Facts about each worker: name, global_rank, local_rank, node_idx, bundle_idx, pid, node_ip."""
         described = []
         for rank, (seat, place) in enumerate(zip(self._seats, self._places, strict=True)):
             where = seat.identity

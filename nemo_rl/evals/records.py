@@ -79,7 +79,7 @@ class AnswerRecord:
 
     @property
     def is_correct(self) -> bool:
-        """Whether the answer is right; an answer that could not be graded is not."""
+        """True if the answer is right; False also if it could not be graded."""
         return self.reward is not None and self.reward >= 1.0
 
 

@@ -49,12 +49,12 @@ class BackgroundTask[T]:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has finished, failed or been cancelled."""
+        """True if it has finished, failed or been cancelled."""
         return self._future.done()
 
     @property
     def failure(self) -> BaseException | None:
-        """What it raised; None if it runs, has finished or was cancelled."""
+        """The exception that it raised; None if it runs, has finished or was cancelled."""
         return self._future.exception() if self.is_done and not self._future.cancelled() else None
 
     def wait(self, timeout_s: float) -> None:

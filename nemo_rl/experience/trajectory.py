@@ -19,7 +19,7 @@ _OF_THE_EPISODE = ("extra_env_info", "episode", "chat", "served_by")
 
 
 class Outcome(StrEnum):
-    """How a rollout ended."""
+    """The way a rollout ended."""
 
     FINISHED = "finished"
     TRUNCATED = "truncated"
@@ -139,7 +139,7 @@ class Trajectory:
 
     @property
     def has_reward(self) -> bool:
-        """Whether the sample may enter baselines and the loss."""
+        """True if the sample may enter baselines and the loss."""
         return self.reward is not None and self.loss_multiplier > 0
 
     @property

@@ -21,7 +21,7 @@ WHO_ACCEPTS = (
 
 @dataclass(frozen=True)
 class AcceptedRows:
-    """Which rows something that reads rows accepts. Token ids with positions 0 to n - 1 are always accepted.
+    """Rows that a backend or an engine accepts. Token ids with positions 0 to n - 1 are always accepted.
 
     Attributes:
         reader: what reads the rows, for messages: the key that chose it, or a class.

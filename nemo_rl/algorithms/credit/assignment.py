@@ -28,7 +28,7 @@ class CreditAssignment:
 
     @property
     def needs_logprobs(self) -> bool:
-        """Whether the estimator reads `prev_logprobs` and `reference_policy_logprobs`."""
+        """True if the estimator reads `prev_logprobs` and `reference_policy_logprobs`."""
         return self._estimator.needs_logprobs
 
     name = "advantage_calculation"

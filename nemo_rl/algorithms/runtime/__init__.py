@@ -1,1 +1,1 @@
-"""What every run has, whatever it trains: command line, checks, folders, workers, steps, checkpoints, the end."""
+"""Parts of every run: the loop, steps, checkpoints, and the checks of a resumed run."""

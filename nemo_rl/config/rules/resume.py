@@ -112,7 +112,7 @@ class ChangedKey:
 
     @property
     def is_applied(self) -> bool:
-        """Whether a resumed run takes the new value over without being asked to."""
+        """True if a resumed run uses the new value without `checkpointing.allow_changed`."""
         names = {self.key, f"policy.{self.key.partition('.')[2]}"} if self.of_model else {self.key}
         patterns = [pattern for group in APPLIED.values() for pattern in group]
         patterns += [f"{pattern}.*" for pattern in patterns]

@@ -88,7 +88,7 @@ class MasterConfig(Section):
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the policy's initial weights are kept, for reference log-probabilities."""
+        """True if the policy's initial weights are kept for reference log-probabilities."""
         return False
 
     @property
@@ -153,7 +153,7 @@ class GRPOMasterConfig(RolloutMasterConfig):
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the loss or the reward has a penalty for the distance from the initial policy."""
+        """True if the loss or the reward has a penalty for the distance from the initial policy."""
         return self.loss_fn.reference_policy_kl_penalty != 0
 
     @property

@@ -132,7 +132,7 @@ class DPOMasterConfig(SupervisedMasterConfig):
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the loss compares with the initial policy; SimPO and ORPO do not."""
+        """True if the loss compares with the initial policy; SimPO and ORPO do not."""
         return self.dpo.preference_loss not in ("simpo", "orpo")
 
     def findings(self) -> Findings:

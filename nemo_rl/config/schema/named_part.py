@@ -44,7 +44,7 @@ class RMLossConfig(NamedPartConfig):
 
 
 class RolloutSourceConfig(NamedPartConfig):
-    """Where the groups of answers of a step come from."""
+    """The source of a step's groups of answers."""
 
     name: Annotated[str, PartName(("fresh", "dynamic_sampling"))] = Field(
         default="fresh",

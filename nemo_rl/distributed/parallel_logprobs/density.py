@@ -45,7 +45,7 @@ class SamplingDensity:
 
     @property
     def filters(self) -> bool:
-        """Whether some tokens are excluded from the density."""
+        """True if some tokens are excluded from the density."""
         return self.top_k is not None or self.top_p < 1.0
 
     def unfiltered(self) -> "SamplingDensity":

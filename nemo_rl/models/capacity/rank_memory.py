@@ -64,7 +64,7 @@ class RankMemory(ABC):
 
     @property
     def has_head(self) -> bool:
-        """Whether the rank's stage is the last one."""
+        """True if the rank's stage is the last one."""
         return self.stage == self.layout.pp - 1
 
     @property

@@ -93,7 +93,7 @@ class OwnDevicesConfig(Section):
 
 
 class PlacementConfig(Section):
-    """Whether a model shares the devices of another model."""
+    """Devices of a model: its own, or those of another model."""
 
     enabled: bool = Field(default=True, description="The two models take turns on the same devices.")
     with_model: str = Field(default="policy", description="Name of the model whose devices it shares.")
@@ -223,7 +223,7 @@ class PolicyConfig(Section):
 
     @property
     def placement(self) -> PlacementConfig:
-        """Where the model runs: on the policy's devices unless its section says otherwise."""
+        """The model's devices: those of the policy, unless its section names others."""
         return PlacementConfig()
 
     @property
