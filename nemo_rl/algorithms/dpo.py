@@ -5,17 +5,13 @@ model. Invariant: row 2i is the chosen answer of pair i
 and row 2i + 1 the rejected one, from the data to the loss.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms import kto
-from nemo_rl.algorithms.runtime.run import Run, Stage, StepBatch
+from nemo_rl.algorithms.runtime.run import Stage, StepBatch
 from nemo_rl.algorithms.runtime.run import train as dpo_train
 from nemo_rl.algorithms.setup.user_parts import NOTHING, HandedIn
-from nemo_rl.algorithms.supervised.start import SupervisedRecipe, collate_pairs, from_section, start_run
+from nemo_rl.algorithms.supervised.start import Setup, SupervisedRecipe, collate_pairs, from_section
 from nemo_rl.config import DPOConfig, DPOMasterConfig
 from nemo_rl.data.datasets.setup import setup_preference_data
 from nemo_rl.losses.loss_function import LossFunction
@@ -48,21 +44,6 @@ class ReferenceLogprobs:
         return {}
 
 
-def setup(
-    master_config: DPOMasterConfig | Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    train_dataset: Any = None,
-    val_dataset: Any = None,
-    *,
-    loss_fn: LossFunction | None = None,
-    started_at: float = 0.0,
-) -> Run:
-    """Build a DPO run and start its workers; arguments and errors as in `grpo.setup`."""
-    handed_in = HandedIn(tokenizer, train_dataset, val_dataset, loss_fn=loss_fn)
-    config = handed_in.checked(master_config, DPOMasterConfig)
-    return start_run(config, recipe(config, handed_in), started_at)
-
-
 def recipe(config: DPOMasterConfig, handed_in: HandedIn = NOTHING) -> SupervisedRecipe:
     """Build the recipe of DPO, or of KTO; start nothing. Arguments and errors as in `sft.recipe`."""
     set_seed(config.dpo.seed)
@@ -85,3 +66,7 @@ def recipe(config: DPOMasterConfig, handed_in: HandedIn = NOTHING) -> Supervised
         keeps_reference=needs_reference,
         stages=stages,
     )
+
+
+setup = Setup(DPOMasterConfig, recipe)
+"""Build a DPO run and start its workers; arguments and errors as in `grpo.setup`."""

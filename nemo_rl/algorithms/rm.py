@@ -4,23 +4,20 @@ Invariant: `sigmoid(chosen - rejected)` is the probability that the chosen answe
 right as often as this probability says.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.runtime.run import Run
 from nemo_rl.algorithms.runtime.run import train as rm_train
 from nemo_rl.algorithms.setup.user_parts import NOTHING, HandedIn
-from nemo_rl.algorithms.supervised.start import SupervisedRecipe, collate_pairs, start_run, validation_rows
+from nemo_rl.algorithms.supervised.start import Setup, SupervisedRecipe, collate_pairs, validation_rows
 from nemo_rl.config import RMConfig, RMMasterConfig
 from nemo_rl.data.datasets.setup import setup_preference_data
 from nemo_rl.data.tokenizer import ensure_distinct_pad_token
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.losses.loss_function import LossFunction
 from nemo_rl.losses.pair_losses import CentredMargin
 from nemo_rl.losses.preference import PreferenceLossFn
 from nemo_rl.utils.seed import set_seed
@@ -30,21 +27,6 @@ __all__ = ["MasterConfig", "RMConfig", "RMValidator", "calibration_error", "reci
 MasterConfig = RMMasterConfig
 
 CALIBRATION_BINS = 10
-
-
-def setup(
-    master_config: RMMasterConfig | Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    train_dataset: Any = None,
-    val_dataset: Any = None,
-    *,
-    loss_fn: LossFunction | None = None,
-    started_at: float = 0.0,
-) -> Run:
-    """Build a reward-model run and start its workers; arguments and errors as in `grpo.setup`."""
-    handed_in = HandedIn(tokenizer, train_dataset, val_dataset, loss_fn=loss_fn)
-    config = handed_in.checked(master_config, RMMasterConfig)
-    return start_run(config, recipe(config, handed_in), started_at)
 
 
 def recipe(config: RMMasterConfig, handed_in: HandedIn = NOTHING) -> SupervisedRecipe:
@@ -64,6 +46,10 @@ def recipe(config: RMMasterConfig, handed_in: HandedIn = NOTHING) -> SupervisedR
         rows_per_sample=2,
         validator=lambda policy, batches: RMValidator(batches, policy, configured, validation_rows(config, 2)),
     )
+
+
+setup = Setup(RMMasterConfig, recipe)
+"""Build a reward-model run and start its workers; arguments and errors as in `grpo.setup`."""
 
 
 class Scorer(Protocol):

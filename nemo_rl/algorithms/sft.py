@@ -3,15 +3,9 @@
 Invariant: only tokens of assistant turns count in the loss, each once.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
-
-from nemo_rl.algorithms.runtime.run import Run
 from nemo_rl.algorithms.runtime.run import train as sft_train
 from nemo_rl.algorithms.setup.user_parts import NOTHING, HandedIn
-from nemo_rl.algorithms.supervised.start import SupervisedRecipe, collate_by, start_run
+from nemo_rl.algorithms.supervised.start import Setup, SupervisedRecipe, collate_by
 from nemo_rl.config import SFTConfig, SFTMasterConfig
 from nemo_rl.data.collate_fn import sft_collate_fn
 from nemo_rl.data.datasets.setup import setup_sft_data
@@ -22,21 +16,6 @@ from nemo_rl.utils.seed import set_seed
 __all__ = ["MasterConfig", "SFTConfig", "recipe", "setup", "sft_train"]
 
 MasterConfig = SFTMasterConfig
-
-
-def setup(
-    master_config: SFTMasterConfig | Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    train_dataset: Any = None,
-    val_dataset: Any = None,
-    *,
-    loss_fn: LossFunction | None = None,
-    started_at: float = 0.0,
-) -> Run:
-    """Build an SFT run and start its workers; arguments and errors as in `grpo.setup`."""
-    handed_in = HandedIn(tokenizer, train_dataset, val_dataset, loss_fn=loss_fn)
-    config = handed_in.checked(master_config, SFTMasterConfig)
-    return start_run(config, recipe(config, handed_in), started_at)
 
 
 def recipe(config: SFTMasterConfig, handed_in: HandedIn = NOTHING) -> SupervisedRecipe:
@@ -57,3 +36,7 @@ def recipe(config: SFTMasterConfig, handed_in: HandedIn = NOTHING) -> Supervised
         loss_fn=loss_fn,
         validated_names=names if loss_fn is configured else names[:1],
     )
+
+
+setup = Setup(SFTMasterConfig, recipe)
+"""Build an SFT run and start its workers; arguments and errors as in `grpo.setup`."""

@@ -27,6 +27,7 @@ from nemo_rl.config.runs.devices import check_device, count_gpus
 from nemo_rl.config.runs.distillation import DistillationMasterConfig
 from nemo_rl.config.runs.eval import EvalMasterConfig
 from nemo_rl.config.runs.rollouts import GRPOMasterConfig, MasterConfig, RolloutMasterConfig
+from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.config.runs.supervised import (
     DPOMasterConfig,
     RMMasterConfig,
@@ -96,6 +97,7 @@ __all__ = [
     "DistillationMasterConfig",
     "NamedPartConfig",
     "RolloutMasterConfig",
+    "RunConfig",
     "RolloutSourceConfig",
     "RolloutTrainingConfig",
     "TeacherConfig",

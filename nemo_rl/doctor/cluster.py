@@ -7,7 +7,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nemo_rl.config import EvalMasterConfig, MasterConfig
+from nemo_rl.config import RunConfig
 from nemo_rl.distributed.cluster.address import START_ONE, unreachable
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.doctor.checks import Finding, Status, ok
@@ -32,7 +32,7 @@ def check_cluster(address: str) -> Finding:
     return ok(f"RAY_ADDRESS={address}: {len(nodes)} nodes, {gpus:g} GPUs", numbers={"nodes": len(nodes), "gpus": gpus})
 
 
-def check_size(config: MasterConfig | EvalMasterConfig) -> Finding:
+def check_size(config: RunConfig) -> Finding:
     """Compare the nodes of the joined cluster with `cluster.num_nodes` and `cluster.gpus_per_node`."""
     cluster = config.cluster
     wanted = cluster.gpus_per_node if cluster.uses_gpu else 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from nemo_rl.config import EvalMasterConfig, MasterConfig, load_config, report_findings
+from nemo_rl.config import RunConfig, load_config, report_findings
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
 from nemo_rl.doctor.checks import Check, Finding, Status, ok
 from nemo_rl.doctor.nodes import NODE_CHECKS, NODES, NODES_DEADLINE_S
@@ -40,7 +40,7 @@ def examine(arguments: argparse.Namespace) -> list[Finding]:
     return findings
 
 
-def _configuration(arguments: argparse.Namespace) -> tuple[MasterConfig | EvalMasterConfig | None, list[Finding]]:
+def _configuration(arguments: argparse.Namespace) -> tuple[RunConfig | None, list[Finding]]:
     """Load the configuration and check it.
 
     The configuration is None if none is given or keys are wrong. Files that it names may be missing.
@@ -48,7 +48,7 @@ def _configuration(arguments: argparse.Namespace) -> tuple[MasterConfig | EvalMa
     file: Path | None = arguments.config
     if file is None:
         return None, []
-    accepted: list[MasterConfig | EvalMasterConfig] = []
+    accepted: list[RunConfig] = []
 
     def look() -> str:
         algorithm = arguments.algorithm or algorithm_of(file)
@@ -83,7 +83,7 @@ def _on_all_nodes(request: NodeRequest, tell: Callable[[str], object]) -> list[F
     return [*perform([Check(NODES, look, NODES_DEADLINE_S + _GRACE_S)], request, tell=tell), *of_nodes]
 
 
-def _run_request(config: MasterConfig | EvalMasterConfig, machines: Sequence[Finding], dummy_step: bool) -> RunRequest:
+def _run_request(config: RunConfig, machines: Sequence[Finding], dummy_step: bool) -> RunRequest:
     return RunRequest(
         config,
         joins_cluster=cluster_address() is not None,

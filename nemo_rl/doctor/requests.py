@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nemo_rl.config import ClusterConfig, EvalMasterConfig, MasterConfig, PolicyConfig
+from nemo_rl.config import ClusterConfig, PolicyConfig, RunConfig
 
 
 @dataclass(frozen=True)
@@ -50,28 +50,28 @@ class RunRequest:
         dummy_step: whether to start the policy's workers for one step.
     """
 
-    config: MasterConfig | EvalMasterConfig
+    config: RunConfig
     joins_cluster: bool = False
     gpu_bytes: float | None = None
     host_bytes: float | None = None
     dummy_step: bool = False
 
 
-def models_of(config: MasterConfig) -> list[PolicyConfig]:
+def models_of(config: RunConfig) -> list[PolicyConfig]:
     """The sections of the models of a run."""
-    return [role.section for role in config.models.values()]
+    return [section for _, _, section in config.model_keys()]
 
 
-def node_request(config: MasterConfig | EvalMasterConfig | None, *, starts_ray: bool) -> NodeRequest:
+def node_request(config: RunConfig | None, *, starts_ray: bool) -> NodeRequest:
     """Return a configuration's requirements of each machine; without one, those of any run."""
     if config is None:
         return NodeRequest(starts_ray=starts_ray)
     cluster = config.cluster
-    models = [config.policy] if isinstance(config, EvalMasterConfig) else models_of(config)
+    models = models_of(config)
     generation = config.policy.generation
     return NodeRequest(
         uses_gpu=cluster.uses_gpu,
-        ranks=1 if isinstance(config, EvalMasterConfig) else cluster.policy_ranks_per_node,
+        ranks=cluster.policy_ranks_per_node if config.models else 1,
         ports=(cluster.master_port_range_low, cluster.master_port_range_high),
         port_count=len(models) + (generation is not None),
         starts_ray=starts_ray,

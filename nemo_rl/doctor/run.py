@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from nemo_rl.config import EvalMasterConfig, MasterConfig, RolloutMasterConfig, check_device, count_gpus
+from nemo_rl.config import MasterConfig, check_device, count_gpus
 from nemo_rl.config.rules.trackers import check_trackers
 from nemo_rl.doctor import dummy_step
 from nemo_rl.doctor.algorithms import recipe_of, roles_of
@@ -45,8 +45,7 @@ def check_model(request: RunRequest) -> Finding:
     def look() -> str:
         check_reachable_models(request.config)
         config = request.config
-        models = [config.policy] if isinstance(config, EvalMasterConfig) else models_of(config)
-        return ", ".join(dict.fromkeys(model.model_name for model in models))
+        return ", ".join(dict.fromkeys(model.model_name for model in models_of(config)))
 
     return as_the_run_says(look, "Correct the name; without a network fill the hub's cache (HF_HOME) or use a folder.")
 
@@ -58,7 +57,7 @@ def check_mesh(request: RunRequest) -> Finding:
 
     def look() -> str:
         config = request.config
-        if isinstance(config, MasterConfig):
+        if config.models:
             check_backends(config.models, config.cluster)
         check_engine_model(config.policy, config.cluster)
         return "the model fits its ranks and engines"
@@ -71,14 +70,14 @@ def check_data(request: RunRequest) -> Finding:
     config = request.config
 
     def look() -> str:
-        if isinstance(config, EvalMasterConfig):
-            from nemo_rl.data.tokenizer import get_tokenizer
-            from nemo_rl.evals.datasets import load_eval_dataset
+        if isinstance(config, MasterConfig):
+            data = recipe_of(config).data
+            return f"{len(data.train)} rows to train, {len(data.validation or ())} to validate"
+        from nemo_rl.data.tokenizer import get_tokenizer
+        from nemo_rl.evals.datasets import load_eval_dataset
 
-            get_tokenizer(config.policy.tokenizer)
-            return f"{len(load_eval_dataset(config.data).raw.dataset)} problems"
-        data = recipe_of(config).data
-        return f"{len(data.train)} rows to train, {len(data.validation or ())} to validate"
+        get_tokenizer(config.policy.tokenizer)
+        return f"{len(load_eval_dataset(config['data']).raw.dataset)} problems"
 
     return as_the_run_says(look, "Correct data.* or policy.tokenizer.*; see the guide of the algorithm.")
 
@@ -88,12 +87,12 @@ def check_rewards(request: RunRequest) -> Finding:
     from nemo_rl.algorithms.setup.preflight import check_environments
 
     config = request.config
-    if not isinstance(config, RolloutMasterConfig | EvalMasterConfig):
+    if not config.samples:
         return skipped("nothing is sampled")
 
     def look() -> str:
         check_environments(config)
-        return ", ".join(sorted(config.env)) or "none"
+        return ", ".join(sorted(config["env"])) or "none"
 
     return as_the_run_says(look)
 
@@ -101,7 +100,7 @@ def check_rewards(request: RunRequest) -> Finding:
 def check_logging(request: RunRequest) -> Finding:
     """Check that the trackers are available and the log folder can be written."""
     config = request.config
-    if isinstance(config, EvalMasterConfig):
+    if not isinstance(config, MasterConfig):
         return skipped(_EVALUATION)
 
     def look() -> str:
@@ -119,7 +118,7 @@ def check_memory(request: RunRequest) -> Finding:
     from nemo_rl.algorithms.setup.memory_check import compare_memory, memory_plans
 
     config = request.config
-    if isinstance(config, EvalMasterConfig):
+    if not isinstance(config, MasterConfig):
         return skipped(_EVALUATION)
     per_node = config.cluster.policy_ranks_per_node
     host = request.host_bytes and request.host_bytes / per_node
@@ -182,7 +181,7 @@ def check_checkpoints(request: RunRequest) -> Finding:
     from nemo_rl.models.training.backends import training_backend
 
     config = request.config
-    if isinstance(config, EvalMasterConfig) or not config.checkpointing.enabled:
+    if not isinstance(config, MasterConfig) or not config.checkpointing.enabled:
         return skipped("no checkpoints are written")
 
     def look() -> str:
@@ -220,7 +219,7 @@ def check_dummy_step(request: RunRequest) -> Finding:
     if not request.dummy_step:
         return skipped("needs --dummy-step, because it starts the workers")
     config = request.config
-    if isinstance(config, EvalMasterConfig):
+    if not isinstance(config, MasterConfig):
         return skipped(_EVALUATION)
     return as_the_run_says(
         partial(dummy_step.make_step, config), "The run's own steps would fail too; see docs/guides/troubleshooting.md."

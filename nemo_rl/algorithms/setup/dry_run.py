@@ -22,11 +22,11 @@ from nemo_rl.algorithms.setup.preflight import check_models
 from nemo_rl.config import (
     ClusterConfig,
     EngineConfig,
-    EvalMasterConfig,
     MasterConfig,
     PolicyConfig,
     Role,
     RolloutMasterConfig,
+    RunConfig,
     SupervisedMasterConfig,
     Topology,
     divide_cluster,
@@ -58,7 +58,7 @@ class Description:
     checkpoint: int | None
 
 
-def dry_run(config: MasterConfig | EvalMasterConfig) -> int:
+def dry_run(config: RunConfig) -> int:
     """Print the description of a run.
 
     Args:
@@ -75,7 +75,7 @@ def dry_run(config: MasterConfig | EvalMasterConfig) -> int:
     return NOT_FITTING if description.forecast.shortfalls else 0
 
 
-def describe(config: MasterConfig | EvalMasterConfig) -> Description:
+def describe(config: RunConfig) -> Description:
     """Return what `dry_run` prints, and the numbers in it; arguments and errors as there."""
     local = with_local_configs(config)
     check_models(local)
@@ -94,20 +94,19 @@ def describe(config: MasterConfig | EvalMasterConfig) -> Description:
     return Description("\n\n".join(texts) + "\n", forecast, sum(sizes.values()) if sizes else None)
 
 
-def layout_lines(config: MasterConfig | EvalMasterConfig, device: float) -> Iterator[str]:
+def layout_lines(config: RunConfig, device: float) -> Iterator[str]:
     """Yield the lines about nodes, ranks, axes and engines."""
     cluster, policy = config.cluster, config.policy
     size = f"{device / 2**30:.3g} GiB"
     devices = f"{_count(cluster.gpus_per_node, 'GPU')} of {size}" if cluster.uses_gpu else f"CPUs, {size} for a rank"
     yield _line("cluster", f"{_count(cluster.num_nodes, 'node')} x {devices}")
-    models = config.models if isinstance(config, MasterConfig) else {"policy": Role(policy, trains=False)}
+    models = config.models
     parts = divide_cluster(cluster, models)
-    topology = plan_topology(parts["policy"], policy)
-    if isinstance(config, MasterConfig):
-        for name in (*(name for name in models if name != "policy"), "policy"):
-            yield _line(name, _model_line(name, models, parts[name]))
+    topology = plan_topology(parts.get("policy", cluster), policy)
+    for name in sorted(models, key=lambda name: name == "policy"):
+        yield _line(name, _model_line(name, models, parts[name]))
     if policy.generation is not None:
-        alone = isinstance(config, EvalMasterConfig) or not policy.generation.colocated.enabled
+        alone = not models or not policy.generation.colocated.enabled
         where = "" if alone else ", on the policy's devices in turns"
         yield _line("generation", f"{_engines_line(policy.generation.engine, topology)}{where}")
 

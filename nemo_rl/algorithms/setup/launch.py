@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from nemo_rl.algorithms.setup.preflight import check_host, check_models
-from nemo_rl.config import EvalMasterConfig, MasterConfig, load_config
+from nemo_rl.config import RunConfig, load_config
 from nemo_rl.host.stop_signals import leave_at_once
 from nemo_rl.optimizations.fork_server import start_fork_server
 from nemo_rl.optimizations.switch import is_on
@@ -26,7 +26,7 @@ TROUBLESHOOTING = "docs/guides/troubleshooting.md"
 """Page that is named below the error that ends a run; messages about a user's mistake already say what to do."""
 
 
-def launch[ConfigT: MasterConfig | EvalMasterConfig](
+def launch[ConfigT: RunConfig](
     description: str,
     default_config: Path,
     schema: type[ConfigT],
@@ -84,7 +84,7 @@ def look_in_the_current_folder() -> None:
         sys.path.append(folder)
 
 
-def _engine_libraries(config: MasterConfig | EvalMasterConfig) -> Sequence[str]:
+def _engine_libraries(config: RunConfig) -> Sequence[str]:
     generation = config.policy.generation
     if generation is None or generation.backend != "vllm":
         return ()
@@ -93,7 +93,7 @@ def _engine_libraries(config: MasterConfig | EvalMasterConfig) -> Sequence[str]:
     return LIBRARIES
 
 
-def _dry_run(config: MasterConfig | EvalMasterConfig) -> int:
+def _dry_run(config: RunConfig) -> int:
     # Imported here so that a refused configuration does not wait for torch.
     from nemo_rl.algorithms.setup.dry_run import dry_run
 

@@ -17,12 +17,11 @@ from transformers import PretrainedConfig
 from nemo_rl.algorithms.setup.memory_check import memory_of_a_rank, ways_to_less
 from nemo_rl.config import (
     ClusterConfig,
-    EvalMasterConfig,
     GRPOMasterConfig,
-    MasterConfig,
     PolicyConfig,
     Role,
     RolloutMasterConfig,
+    RunConfig,
     model_ranks,
     sharing,
 )
@@ -67,7 +66,7 @@ class MemoryForecast:
     shortfalls: Sequence[str]
 
 
-def forecast_memory(config: MasterConfig | EvalMasterConfig, device: float) -> MemoryForecast:
+def forecast_memory(config: RunConfig, device: float) -> MemoryForecast:
     """Predict the memory of a run.
 
     Args:
@@ -85,14 +84,12 @@ def forecast_memory(config: MasterConfig | EvalMasterConfig, device: float) -> M
     return MemoryForecast(groups, tokens, [*filter(None, problems), *_cache_too_small(config.policy, tokens)])
 
 
-def _too_large(config: MasterConfig | EvalMasterConfig, group: str, plan: MemoryPlan, device: float) -> str | None:
+def _too_large(config: RunConfig, group: str, plan: MemoryPlan, device: float) -> str | None:
     usable = device * (USABLE_SHARE if config.cluster.uses_gpu else 1.0)
     if plan.peak <= usable:
         return None
     engines = plan.peak_moment in ("generation", "weight sync")
-    name = "policy"
-    if isinstance(config, MasterConfig):
-        name = next((model for model in config.models if _is_phase_of(model, plan.peak_moment)), name)
+    name = next((model for model in config.models if _is_phase_of(model, plan.peak_moment)), "policy")
     way_out = _LESS_ENGINE if engines else ways_to_less(name, getattr(config, name))
     return (
         f"{group} needs {_gib(plan.peak)} GiB of each device in the phase {plan.peak_moment!r}, "
@@ -116,7 +113,7 @@ _LESS_ENGINE = (
 )
 
 
-def rows_per_prompt(config: MasterConfig) -> int:
+def rows_per_prompt(config: RunConfig) -> int:
     """Return how many sequences of a batch begin with the same prompt."""
     return config.algorithm.num_generations_per_prompt if isinstance(config, RolloutMasterConfig) else 1
 
@@ -127,9 +124,9 @@ class _Forecast:
     policy: PolicyConfig
     device: float
 
-    def groups(self, config: MasterConfig | EvalMasterConfig) -> dict[str, MemoryPlan]:
+    def groups(self, config: RunConfig) -> dict[str, MemoryPlan]:
         """Return the plan of each group of devices."""
-        if isinstance(config, EvalMasterConfig):
+        if not config.models:
             return {"generation": MemoryPlan({}, {"generation": self.engine()}, {})}
         ranks = model_ranks(self.cluster, config.models)
         plans = {
@@ -146,7 +143,7 @@ class _Forecast:
             groups |= self.with_engines(group, plan) if owner == "policy" else {group: plan}
         return groups
 
-    def second_model(self, name: str, role: Role, num_ranks: int, config: MasterConfig) -> MemoryPlan:
+    def second_model(self, name: str, role: Role, num_ranks: int, config: RunConfig) -> MemoryPlan:
         """Predict a model next to the policy: one phase, named after it."""
         plan = self._predict(
             role.section,
@@ -166,7 +163,7 @@ class _Forecast:
             return {}
         return _of_model(name, {kind: size for kind, size in _state(plan).items() if kind == "weights"})
 
-    def policy_phases(self, num_ranks: int, config: MasterConfig) -> MemoryPlan:
+    def policy_phases(self, num_ranks: int, config: RunConfig) -> MemoryPlan:
         """Predict the policy alone, by phase."""
         on_gpu, keeps_reference = self.cluster.uses_gpu, config.keeps_reference
         answers = rows_per_prompt(config)

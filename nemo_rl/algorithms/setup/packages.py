@@ -15,11 +15,9 @@ from pathlib import Path
 
 from nemo_rl.config import (
     ClusterConfig,
-    EvalMasterConfig,
-    MasterConfig,
     MegatronConfig,
     PolicyConfig,
-    RolloutMasterConfig,
+    RunConfig,
     VenvConfig,
 )
 from nemo_rl.models.megatron.release import FUSED_GRADIENTS, MISSING_FUSED_GRADIENTS, missing_megatron_core
@@ -50,7 +48,7 @@ class Need:
     missing: str | None
 
 
-def check_packages(config: MasterConfig | EvalMasterConfig) -> None:
+def check_packages(config: RunConfig) -> None:
     """Check that the packages of the engines and of the training backends are installed.
 
     Raises:
@@ -59,11 +57,11 @@ def check_packages(config: MasterConfig | EvalMasterConfig) -> None:
     cluster, generation = config.cluster, config.policy.generation
     needs: list[Need] = []
     advice = ""
-    if isinstance(config, RolloutMasterConfig | EvalMasterConfig) and generation is not None:
-        key = f"{'' if isinstance(config, EvalMasterConfig) else 'policy.'}generation.backend"
+    if config.samples and generation is not None:
+        key = f"{config.generation_key}.backend"
         needs += _of_engines(generation.backend, key, uses_gpu=cluster.uses_gpu)
         advice = f"\nThe engine of {key}=hf needs no further package, and is much slower."
-    for name, role in config.models.items() if isinstance(config, MasterConfig) else ():
+    for name, role in config.models.items():
         needs += _of_training(role.section, cluster, name)
     _refuse(needs, cluster, advice if any(need.kind == "generation" for need in _lacking(needs, cluster)) else "")
 

@@ -4,16 +4,15 @@ The checks run after the keys are accepted, the cheapest first. Checks that need
 in `recipe` of each algorithm. Invariant: nothing is imported here that a run does not need.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from nemo_rl.algorithms.setup.packages import check_packages
 from nemo_rl.config import (
     ClusterConfig,
-    EvalMasterConfig,
     MasterConfig,
-    PolicyConfig,
     Role,
     RolloutMasterConfig,
+    RunConfig,
     check_device,
     check_second_models,
     count_gpus,
@@ -28,7 +27,7 @@ from nemo_rl.utils.logger import make_log_dir
 from nemo_rl.utils.named_parts import check_own_keys
 
 
-def check_host(config: MasterConfig | EvalMasterConfig) -> None:
+def check_host(config: RunConfig) -> None:
     """Refuse a configuration that cannot run here; import nothing large.
 
     Raises:
@@ -46,15 +45,15 @@ def check_host(config: MasterConfig | EvalMasterConfig) -> None:
     check_reachable_models(config)
 
 
-def check_models(config: MasterConfig | EvalMasterConfig) -> None:
+def check_models(config: RunConfig) -> None:
     """Refuse a configuration that no machine can run; look at models and environments only.
 
     Raises:
         ConfigError: an optimizer, a schedule or an environment cannot be imported, or a model does not fit its mesh.
     """
-    if isinstance(config, RolloutMasterConfig | EvalMasterConfig):
+    if config.samples:
         check_environments(config)
-    if isinstance(config, MasterConfig):
+    if config.models:
         check_backends(config.models, config.cluster)
 
 
@@ -85,12 +84,12 @@ def check_added_models(config: MasterConfig, models: Mapping[str, Role]) -> None
         check_backends(models, config.cluster)
 
 
-def check_reachable_models(config: MasterConfig | EvalMasterConfig) -> None:
+def check_reachable_models(config: RunConfig) -> None:
     """Check that models and tokenizers are folders or can be loaded from the hub or its cache."""
     from nemo_rl.models.huggingface.reachable import TOKENIZER_FILE, check_reachable
 
     seen = set()
-    for model_key, tokenizer_key, model in _models(config):
+    for model_key, tokenizer_key, model in config.model_keys():
         if model.model_name not in seen:
             check_reachable(model_key, model.model_name)
         seen.add(model.model_name)
@@ -99,25 +98,12 @@ def check_reachable_models(config: MasterConfig | EvalMasterConfig) -> None:
         seen.add(model.tokenizer.name)
 
 
-def _models(config: MasterConfig | EvalMasterConfig) -> Iterator[tuple[str, str, PolicyConfig]]:
-    """Yield the key of each model, the key of its tokenizer, and its section."""
-    if isinstance(config, EvalMasterConfig):
-        yield "generation.model_name", "tokenizer.name", config.policy
-        return
-    for name, role in config.models.items():
-        yield f"{name}.model_name", f"{name}.tokenizer.name", role.section
-
-
-def check_environments(config: RolloutMasterConfig | EvalMasterConfig) -> None:
+def check_environments(config: RunConfig) -> None:
     """Import the environments that the data names."""
     from nemo_rl.environments.loading import load_env_class
     from nemo_rl.environments.registry import env_class_path
 
-    if isinstance(config, EvalMasterConfig):
-        names = {config.data.env_name}
-    else:
-        names = {str(entry.env_name) for entry in (*config.data.train_entries, *config.data.validation_entries)}
-    for name in sorted(names):
+    for name in sorted({str(name) for _, name in config.env_entries()}):
         env_class, _ = load_env_class(env_class_path(name))
         if isinstance(config, RolloutMasterConfig):
             check_own_keys(env_class, f"env.{name}", config.env.get(name) or {})

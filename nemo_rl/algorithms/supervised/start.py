@@ -1,7 +1,7 @@
 """Starts a run from the recipe of a supervised algorithm: data, policy, validation, session.
 
-`sft`, `dpo`, `kto` and `rm` build a `SupervisedRecipe` with their differences. Order as in `rollout.start`: all checks
-first, then Ray and the policy's ranks, then the parts that connect them.
+`sft`, `dpo`, `kto` and `rm` build a `SupervisedRecipe` with their differences; `Setup` is their common `setup`. Order
+as in `rollout.start`: all checks first, then Ray and the policy's ranks, then the parts that connect them.
 """
 
 import logging
@@ -20,6 +20,7 @@ from nemo_rl.algorithms.setup.memory_check import tell_memory
 from nemo_rl.algorithms.setup.placement import place_roles
 from nemo_rl.algorithms.setup.roles import reserve, start_role, start_together
 from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
+from nemo_rl.algorithms.setup.user_parts import HandedIn
 from nemo_rl.algorithms.supervised.batches import WrittenBatches
 from nemo_rl.algorithms.supervised.validation import LossValidator, SeparateValidations, Validate
 from nemo_rl.config import DPOConfig, Role, SupervisedMasterConfig
@@ -70,6 +71,34 @@ class SupervisedRecipe:
     stages: Callable[[Policy], list[Stage]] = no_stages
     validator: Callable[[Policy, ValidationBatches], Validate] | None = None
     validated_names: tuple[tuple[str, str], ...] | None = None
+
+
+@dataclass(frozen=True)
+class Setup[Config: SupervisedMasterConfig]:
+    """The function `setup` of a supervised algorithm.
+
+    Attributes:
+        schema: the master config class of the algorithm.
+        recipe: configuration and user-supplied parts -> the recipe.
+    """
+
+    schema: type[Config]
+    recipe: Callable[[Config, HandedIn], SupervisedRecipe]
+
+    def __call__(
+        self,
+        master_config: Config | Mapping[str, Any],
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        *,
+        loss_fn: LossFunction | None = None,
+        started_at: float = 0.0,
+    ) -> Run:
+        """Build a run of the algorithm and start its workers; arguments and errors as in `grpo.setup`."""
+        handed_in = HandedIn(tokenizer, train_dataset, val_dataset, loss_fn=loss_fn)
+        config = handed_in.checked(master_config, self.schema)
+        return start_run(config, self.recipe(config, handed_in), started_at)
 
 
 def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_at: float = 0.0) -> Run:

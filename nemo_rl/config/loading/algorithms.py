@@ -6,11 +6,12 @@ from pathlib import Path
 from nemo_rl.config.loading.inheritance import load_config_with_inheritance
 from nemo_rl.config.runs.distillation import DistillationMasterConfig
 from nemo_rl.config.runs.eval import EvalMasterConfig
-from nemo_rl.config.runs.rollouts import GRPOMasterConfig, MasterConfig
+from nemo_rl.config.runs.rollouts import GRPOMasterConfig
+from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.config.runs.supervised import DPOMasterConfig, RMMasterConfig, SFTMasterConfig
 from nemo_rl.utils.errors import ConfigError
 
-ALGORITHMS: Mapping[str, type[MasterConfig] | type[EvalMasterConfig]] = {
+ALGORITHMS: Mapping[str, type[RunConfig]] = {
     "grpo": GRPOMasterConfig,
     "sft": SFTMasterConfig,
     "dpo": DPOMasterConfig,

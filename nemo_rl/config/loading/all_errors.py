@@ -17,9 +17,7 @@ from nemo_rl.config.loading.algorithms import ALGORITHMS
 from nemo_rl.config.loading.inheritance import Layer, read_layers
 from nemo_rl.config.loading.load import layers_of, merged, validated
 from nemo_rl.config.loading.unknown_keys import unknown_keys
-from nemo_rl.config.rules.data import named_entries
-from nemo_rl.config.runs.eval import EvalMasterConfig
-from nemo_rl.config.runs.rollouts import MasterConfig, RolloutMasterConfig
+from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -44,7 +42,7 @@ def obstacles(path: str | Path, algorithm: str, overrides: Sequence[str] = ()) -
     return found + [*_unbuilt_environments(config), *config.findings()]
 
 
-def _known(schema: type[MasterConfig] | type[EvalMasterConfig], layer: Layer, found: list[str]) -> Layer:
+def _known(schema: type[RunConfig], layer: Layer, found: list[str]) -> Layer:
     """Return a file without its unknown keys; add a message for each of them to `found`."""
     content: Any = OmegaConf.to_container(layer.content)
     for path, sentence in list(unknown_keys(schema, content)):
@@ -53,13 +51,8 @@ def _known(schema: type[MasterConfig] | type[EvalMasterConfig], layer: Layer, fo
     return Layer(layer.path, OmegaConf.create(content))
 
 
-def _unbuilt_environments(config: MasterConfig | EvalMasterConfig) -> Iterator[str]:
+def _unbuilt_environments(config: RunConfig) -> Iterator[str]:
     """Yield data entries whose environment exists in NeMo RL but not here; a run checks its own registry instead."""
-    entries: list[tuple[str, str | None]] = []
-    if isinstance(config, EvalMasterConfig):
-        entries = [("data", config.data.env_name)]
-    elif isinstance(config, RolloutMasterConfig):
-        entries = [(name, entry.env_name) for name, entry in named_entries(config.data)]
-    for name, environment in entries:
+    for name, environment in config.env_entries():
         if environment in NOT_BUILT_ENVIRONMENTS:
             yield f"{name}.env_name={environment}: {NOT_BUILT}, unless the name is registered for one of your own."

@@ -30,8 +30,8 @@ from nemo_rl.config.loading.overrides import apply_to_schema, parse_override
 from nemo_rl.config.loading.sources import Sources, dotted_path
 from nemo_rl.config.loading.unknown_keys import refuse_unknown_keys
 from nemo_rl.config.loading.validation_errors import problem_lines, short, without_followers
-from nemo_rl.config.runs.eval import EvalMasterConfig
-from nemo_rl.config.runs.rollouts import GRPOMasterConfig, MasterConfig
+from nemo_rl.config.runs.rollouts import GRPOMasterConfig
+from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -92,12 +92,10 @@ def _loaded[Config: Section](
     except RecursionError:
         files = ", ".join(str(layer.path) for layer in layers)
         raise ConfigError(f"mappings or lists are nested too deeply, in one of {files} or an override.") from None
-    if isinstance(config, MasterConfig):
+    if isinstance(config, RunConfig):
         make_paths_absolute(config)
-    elif isinstance(config, EvalMasterConfig):
-        _make_absolute(config.path_keys())
-    if check and isinstance(config, MasterConfig | EvalMasterConfig):
-        config.check()
+        if check:
+            config.check()
     _tell_idle(schema, values, sources)
     return config
 
@@ -136,23 +134,9 @@ def save_resolved(config: BaseModel, path: str | Path) -> None:
     target.write_text(text, encoding="utf-8")
 
 
-def make_paths_absolute(config: MasterConfig) -> None:
+def make_paths_absolute(config: RunConfig) -> None:
     """Replace relative paths of existing inputs by absolute ones, so that workers find them too."""
-    data = config.data
-    paths: list[tuple[Section, str]] = []
-    for model in (role.section for role in config.models.values()):
-        paths += [(model, "model_name"), (model.tokenizer, "name")]
-        template = model.tokenizer.chat_template
-        if template is not None and template.endswith(".jinja"):
-            paths.append((model.tokenizer, "chat_template"))
-    for entry in (data.default, *data.train_entries, *data.validation_entries):
-        paths += [(entry, key) for key in ("data_path", "prompt_file", "system_prompt_file")]
-    _make_absolute(paths)
-
-
-def _make_absolute(paths: list[tuple[Section, str]]) -> None:
-    """Make the paths at these keys of sections absolute, if they exist."""
-    for section, key in paths:
+    for section, key in config.path_keys():
         value = getattr(section, key)
         found = None if value is None else find_path(value)
         if found is not None:

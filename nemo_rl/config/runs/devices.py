@@ -10,15 +10,14 @@ import subprocess
 from pathlib import Path
 
 from nemo_rl.config.rules.topology import plan_topology
-from nemo_rl.config.runs.eval import EvalMasterConfig
-from nemo_rl.config.runs.rollouts import MasterConfig
+from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.utils.cluster_address import cluster_address
 from nemo_rl.utils.errors import ConfigError
 
 _DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
-def check_device(config: MasterConfig | EvalMasterConfig, gpu_count: int) -> None:
+def check_device(config: RunConfig, gpu_count: int) -> None:
     """Refuse a configuration that needs GPUs this machine does not have.
 
     Args:

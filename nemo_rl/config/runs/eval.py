@@ -1,5 +1,6 @@
 """The master configuration of an evaluation."""
 
+from collections.abc import Iterator
 from functools import cached_property
 from itertools import chain
 from typing import Any, ClassVar
@@ -7,10 +8,11 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from nemo_rl.config.base.section import Section
-from nemo_rl.config.rules.broken_rules import Findings, report_findings
+from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.engines import check_engines
 from nemo_rl.config.rules.evaluation import check_eval_data, check_eval_files, check_sampling, is_local_dataset
 from nemo_rl.config.rules.venvs import check_venvs
+from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.config.schema.algorithms.evaluation import (
     EvalConfig,
     EvalDataConfig,
@@ -22,14 +24,12 @@ from nemo_rl.config.schema.env import EnvironmentMap
 from nemo_rl.config.schema.model.policy import PolicyConfig
 
 
-class EvalMasterConfig(Section):
-    """Configuration of `examples/run_eval.py`.
-
-    Attributes:
-        cpu_config: example that runs on a CPU; errors about missing GPUs name it.
-    """
+class EvalMasterConfig(RunConfig):
+    """Configuration of `examples/run_eval.py`."""
 
     cpu_config: ClassVar[str] = "examples/configs/evals/eval_cpu.yaml"
+    samples: ClassVar[bool] = True
+    generation_key: ClassVar[str] = "generation"
 
     generation: EvalGenerationConfig = Field(
         default_factory=EvalGenerationConfig, description="The model and how it samples."
@@ -52,8 +52,16 @@ class EvalMasterConfig(Section):
             generation=sampling,
         )
 
+    def model_keys(self) -> Iterator[tuple[str, str, PolicyConfig]]:
+        """See `RunConfig.model_keys`."""
+        yield "generation.model_name", "tokenizer.name", self.policy
+
+    def env_entries(self) -> Iterator[tuple[str, str | None]]:
+        """See `RunConfig.env_entries`."""
+        yield "data", self.data.env_name
+
     def path_keys(self) -> list[tuple[Section, str]]:
-        """Return the sections and their keys that may name files or folders to read."""
+        """See `RunConfig.path_keys`."""
         paths: list[tuple[Section, str]] = [(self.generation, "model_name"), (self.tokenizer, "name")]
         paths += [(self.data, key) for key in ("data_path", "prompt_file", "system_prompt_file")]
         if is_local_dataset(self.data.dataset_name or ""):
@@ -62,7 +70,7 @@ class EvalMasterConfig(Section):
         return paths + ([(self.tokenizer, "chat_template")] if template.endswith(".jinja") else [])
 
     def findings(self) -> Findings:
-        """See `MasterConfig.findings`."""
+        """See `RunConfig.findings`."""
         ranks, key = self.cluster.policy_ranks_per_node, "gpus_per_node" if self.cluster.uses_gpu else "ranks_per_node"
         return chain(
             check_engines("generation", self.generation, ranks, f"cluster.{key}"),
@@ -72,12 +80,8 @@ class EvalMasterConfig(Section):
         )
 
     def missing_files(self) -> Findings:
-        """See `MasterConfig.missing_files`."""
+        """See `RunConfig.missing_files`."""
         return check_eval_files(
             (next(name for name, value in self.items() if value is section), section, key)
             for section, key in self.path_keys()
         )
-
-    def check(self) -> None:
-        """See `MasterConfig.check`."""
-        report_findings(chain(self.findings(), self.missing_files()))

@@ -1,10 +1,10 @@
-"""The base of all master configurations, and that of GRPO.
+"""The base of the master configurations of training, and that of GRPO.
 
 `load_config(..., schema=...)` takes a master configuration. Types check single keys; `check` checks keys against each
 other, before Ray starts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ from pydantic import Field
 
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.rules.broken_rules import Findings, report_findings
-from nemo_rl.config.rules.data import check_data, check_data_files, check_model_files
+from nemo_rl.config.rules.data import check_data, check_data_files, check_model_files, named_entries
 from nemo_rl.config.rules.loss import check_loss
 from nemo_rl.config.rules.named_parts import check_named_parts
 from nemo_rl.config.rules.roles import Role, trained
@@ -28,6 +28,7 @@ from nemo_rl.config.rules.training import (
     check_validation,
 )
 from nemo_rl.config.rules.venvs import check_venvs
+from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
 from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
 from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
@@ -40,12 +41,8 @@ from nemo_rl.config.schema.model.policy import PolicyConfig
 from nemo_rl.config.schema.named_part import NamedPartConfig
 
 
-class MasterConfig(Section):
-    """Base of the configurations of all algorithms: the sections that every run has.
-
-    Attributes:
-        cpu_config: example that runs on a CPU; errors about missing GPUs name it.
-    """
+class MasterConfig(RunConfig):
+    """Base of the configurations of all algorithms that train: the sections that each of them has."""
 
     cpu_config: ClassVar[str] = "examples/configs/grpo_math_cpu.yaml"
 
@@ -87,11 +84,6 @@ class MasterConfig(Section):
         return ["policy", *(["generation"] if self.policy.generation is not None else ())]
 
     @property
-    def keeps_reference(self) -> bool:
-        """True if the policy's initial weights are kept for reference log-probabilities."""
-        return False
-
-    @property
     def saving(self) -> CheckpointingConfig:
         """The section `checkpointing`, with `is_async` set where the backend of a trained model requests it."""
         sections = [role.section for role in trained(self.models).values()]
@@ -101,29 +93,40 @@ class MasterConfig(Section):
         )
         return self.checkpointing.model_copy(update={"is_async": True}) if asks else self.checkpointing
 
+    def path_keys(self) -> list[tuple[Section, str]]:
+        """See `RunConfig.path_keys`."""
+        data = self.data
+        paths: list[tuple[Section, str]] = []
+        for model in (role.section for role in self.models.values()):
+            paths += [(model, "model_name"), (model.tokenizer, "name")]
+            template = model.tokenizer.chat_template
+            if template is not None and template.endswith(".jinja"):
+                paths.append((model.tokenizer, "chat_template"))
+        for entry in (data.default, *data.train_entries, *data.validation_entries):
+            paths += [(entry, key) for key in ("data_path", "prompt_file", "system_prompt_file")]
+        return paths
+
     def findings(self) -> Findings:
-        """Yield what is wrong with keys that are right by themselves; a subclass adds the rules of its algorithm."""
+        """See `RunConfig.findings`."""
         return chain(check_named_parts(self.named_parts), check_second_models(self.models, self.cluster))
 
     def missing_files(self) -> Findings:
-        """Yield what is wrong with the files and folders that keys name, if these can only be local."""
+        """See `RunConfig.missing_files`."""
         for name, section in self.items():
             if isinstance(section, PolicyConfig):
                 yield from check_model_files(name, section)
         yield from check_data_files(self.data)
 
     def check(self) -> None:
-        """Check keys against each other, and that the files that they name exist.
-
-        Raises:
-            ConfigError: a key contradicts another one or names a missing file; the message lists all findings.
-        """
+        """See `RunConfig.check`."""
         venvs = check_venvs(self.cluster, self.worker_kinds)
         report_findings(chain(self.findings(), venvs, self.missing_files()))
 
 
 class RolloutMasterConfig(MasterConfig):
     """Base of the configurations whose policy samples the answers that it is trained on."""
+
+    samples: ClassVar[bool] = True
 
     env: EnvironmentMap = Field(
         default_factory=dict, description="Environments by name; data entries choose by env_name."
@@ -133,6 +136,10 @@ class RolloutMasterConfig(MasterConfig):
     def worker_kinds(self) -> list[str]:
         """See `MasterConfig.worker_kinds`."""
         return [*super().worker_kinds, *self.env]
+
+    def env_entries(self) -> Iterator[tuple[str, str | None]]:
+        """See `RunConfig.env_entries`."""
+        return ((name, entry.env_name) for name, entry in named_entries(self.data))
 
     @property
     def algorithm(self) -> RolloutTrainingConfig:

@@ -5,13 +5,12 @@ compares the resulting number of parameters with the published number. Invariant
 train a model; a run reads the model's own configuration.
 """
 
-from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
-from nemo_rl.config import EvalMasterConfig, MasterConfig, PolicyConfig
+from nemo_rl.config import PolicyConfig, RunConfig
 from nemo_rl.utils.errors import ConfigError
 
 FOLDER = Path(__file__).parent
@@ -22,20 +21,16 @@ def known_models() -> list[str]:
     return sorted(file.parent.relative_to(FOLDER).as_posix() for file in FOLDER.glob("*/*/config.json"))
 
 
-def with_local_configs[ConfigT: MasterConfig | EvalMasterConfig](config: ConfigT) -> ConfigT:
+def with_local_configs[ConfigT: RunConfig](config: ConfigT) -> ConfigT:
     """Copy a configuration and point its models to local configurations; for size estimates only.
 
     Raises:
         ConfigError: a model is neither a folder, nor in the hub's cache, nor in this folder.
     """
     local = deepcopy(config)
-    for model in _models(local):
+    for _, _, model in local.model_keys():
         _make_local(model)
     return local
-
-
-def _models(config: MasterConfig | EvalMasterConfig) -> Sequence[PolicyConfig]:
-    return [role.section for role in config.models.values()] if isinstance(config, MasterConfig) else [config.policy]
 
 
 def _make_local(model: PolicyConfig) -> None:

@@ -1,0 +1,71 @@
+"""The base of all master configurations, of training and of evaluation."""
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, ClassVar
+
+from nemo_rl.config.base.section import Section
+from nemo_rl.config.rules.broken_rules import Findings, report_findings
+from nemo_rl.config.rules.roles import Role
+from nemo_rl.config.schema.cluster import ClusterConfig
+from nemo_rl.config.schema.model.policy import PolicyConfig
+
+
+class RunConfig(Section):
+    """Base of all master configurations.
+
+    Attributes:
+        cpu_config: example that runs on a CPU; errors about missing GPUs name it.
+        samples: whether engines sample answers, which environments reward.
+        generation_key: dotted key of the section of the engines.
+    """
+
+    cpu_config: ClassVar[str]
+    samples: ClassVar[bool] = False
+    generation_key: ClassVar[str] = "policy.generation"
+
+    if TYPE_CHECKING:  # pydantic would move a field of the base before the sections of the algorithm
+        cluster: ClusterConfig
+
+        @property
+        def policy(self) -> PolicyConfig:
+            """The model that is trained or evaluated."""
+
+    @property
+    def models(self) -> dict[str, Role]:
+        """The models that have ranks, by name; none if only engines hold a model."""
+        return {}
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the policy's initial weights are kept, for reference log-probabilities."""
+        return False
+
+    def model_keys(self) -> Iterator[tuple[str, str, PolicyConfig]]:
+        """Yield the key of each model's name, the key of its tokenizer's name, and its section."""
+        for name, role in self.models.items():
+            yield f"{name}.model_name", f"{name}.tokenizer.name", role.section
+
+    def env_entries(self) -> Iterator[tuple[str, str | None]]:
+        """Yield the key of each data entry whose answers are rewarded, and the name of its environment."""
+        yield from ()
+
+    def path_keys(self) -> list[tuple[Section, str]]:
+        """Return the sections and their keys that may name files or folders to read."""
+        raise NotImplementedError
+
+    def findings(self) -> Findings:
+        """Yield what is wrong with keys that are right by themselves; a subclass adds the rules of its algorithm."""
+        raise NotImplementedError
+
+    def missing_files(self) -> Findings:
+        """Yield what is wrong with the files and folders that keys name, if these can only be local."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Check keys against each other, and that the files that they name exist.
+
+        Raises:
+            ConfigError: a key contradicts another one or names a missing file; the message lists all findings.
+        """
+        report_findings(chain(self.findings(), self.missing_files()))
