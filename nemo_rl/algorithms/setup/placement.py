@@ -1,6 +1,6 @@
 """Give each worker group of a run its bundles of the Ray cluster.
 
-Invariant: sizes and placement follow from `cluster` and the sections of the models alone (`config.rules.topology`).
+Invariant: sizes and placement follow from `cluster` and the sections of the models alone (`config.rules.placement.topology`).
 """
 
 from collections.abc import Mapping, Sequence

@@ -10,7 +10,7 @@ from nemo_rl.config.rules.broken_rules import Findings, nearest_multiples
 from nemo_rl.config.rules.engines import check_engines
 from nemo_rl.config.rules.megatron import check_offloading
 from nemo_rl.config.rules.model import check_backend, check_budgets, check_trainable
-from nemo_rl.config.rules.topology import data_parallel_ranks, plan_topology
+from nemo_rl.config.rules.placement.topology import data_parallel_ranks, plan_topology
 from nemo_rl.config.schema.algorithms.grpo import GRPOConfig, RewardScalingConfig, RewardShapingConfig
 from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
 from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig

@@ -15,9 +15,9 @@ from nemo_rl.config.rules.broken_rules import Findings, report_findings
 from nemo_rl.config.rules.data import check_data, check_data_files, check_model_files, named_entries
 from nemo_rl.config.rules.loss import check_loss
 from nemo_rl.config.rules.named_parts import check_named_parts
-from nemo_rl.config.rules.roles import Role, trained
-from nemo_rl.config.rules.second_models import check_placements, check_second_models
-from nemo_rl.config.rules.topology import divide_cluster
+from nemo_rl.config.rules.placement.roles import Role, trained
+from nemo_rl.config.rules.placement.second_models import check_placements, check_second_models
+from nemo_rl.config.rules.placement.topology import divide_cluster
 from nemo_rl.config.rules.training import (
     check_advantages,
     check_batches,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.rules.broken_rules import Findings, report_findings
-from nemo_rl.config.rules.roles import Role
+from nemo_rl.config.rules.placement.roles import Role
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
 

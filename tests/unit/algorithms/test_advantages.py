@@ -19,6 +19,8 @@ from nemo_rl.algorithms.credit.group_statistics import (
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
 from nemo_rl.utils.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.fast
+
 PROMPTS = torch.tensor([[1, 2], [3, 4], [1, 2], [1, 2], [3, 4], [9, 9]])
 REWARDS = torch.tensor([1.0, 0.5, 0.0, 4.0, 0.25, 7.0])
 MASK = torch.tensor([[0.0, 1, 1, 0], [0, 1, 0, 0], [0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0], [0, 1, 1, 1]])

@@ -13,6 +13,8 @@ from nemo_rl.algorithms.rollout.training_batch import build_training_batch
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
 from nemo_rl.experience.trajectory import Outcome, Trajectory
 
+pytestmark = pytest.mark.fast
+
 REWARDS = [{"right": 1.0, "points": 80.0}, {"right": 0.0, "points": 20.0}, {"right": 0.0, "points": 65.0}]
 SCALING = {"enabled": True, "source_min": 0.0, "source_max": 50.0, "target_min": -1.0, "target_max": 1.0}
 

@@ -1,5 +1,6 @@
 """Validation of reward models: how many rows a pass of a rank has."""
 
+import pytest
 import torch
 
 from nemo_rl.algorithms.rm import RMValidator
@@ -8,6 +9,8 @@ from nemo_rl.config import RMMasterConfig, load_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.pair_losses import CentredMargin
 from nemo_rl.losses.preference import PreferenceLossFn
+
+pytestmark = pytest.mark.fast
 
 
 class LengthScorer:

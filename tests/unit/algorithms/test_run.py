@@ -31,6 +31,8 @@ from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.errors import ConfigError, DataError, WorkerDiedError
 from nemo_rl.utils.logger import Logger
 
+pytestmark = pytest.mark.fast
+
 
 class Recorder:
     """A party on shared devices, a stage and a model, which write down what happens."""

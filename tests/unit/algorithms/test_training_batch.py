@@ -21,6 +21,8 @@ from nemo_rl.experience.trajectory import Outcome, Trajectory
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.utils.errors import NothingToLearnError
 
+pytestmark = pytest.mark.fast
+
 
 def make_trajectory(
     group: int, reward: float | None, response: int = 2, outcome: Outcome = Outcome.FINISHED

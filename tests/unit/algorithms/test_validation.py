@@ -12,6 +12,8 @@ from nemo_rl.data.datasets.setup import setup_response_data
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.experience.trajectory import Outcome, Rollouts, Trajectory
 
+pytestmark = pytest.mark.fast
+
 CONFIG = Path(__file__).parents[3] / "examples/configs/grpo_math_cpu.yaml"
 
 

@@ -17,6 +17,8 @@ from nemo_rl.utils.config import (
 )
 from nemo_rl.utils.errors import ConfigError
 
+pytestmark = pytest.mark.fast
+
 
 def plain(config: object, resolve: bool = True) -> object:
     return OmegaConf.to_container(config, resolve=resolve)  # type: ignore[arg-type]

@@ -5,6 +5,8 @@ import pytest
 from nemo_rl.config import DPOMasterConfig, load_config
 from nemo_rl.utils.errors import ConfigError
 
+pytestmark = pytest.mark.fast
+
 KTO = "dpo.preference_loss=kto"
 REFUSED: list[tuple[list[str], str]] = [
     (["policy.precision=float16"], "policy.precision=float16 loses gradients"),

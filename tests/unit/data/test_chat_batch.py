@@ -7,6 +7,8 @@ from tiny_models import make_char_tokenizer
 import nemo_rl
 from nemo_rl.utils.errors import DataError
 
+pytestmark = pytest.mark.fast
+
 TURNS = [
     {"role": "user", "content": "1+1="},
     {"role": "assistant", "content": "2"},

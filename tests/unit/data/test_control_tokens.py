@@ -20,6 +20,8 @@ from nemo_rl.data.processors import prompt_entry, sft_processor
 from nemo_rl.data.tokenizer import PASSTHROUGH_TEMPLATE
 from nemo_rl.utils.errors import DataError
 
+pytestmark = pytest.mark.fast
+
 TEMPLATE = (
     "{% for m in messages %}{{ '<s>' + m['role'] + ': ' + m['content'] | trim + '</s>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<s>assistant: ' }}{% endif %}"

@@ -17,6 +17,8 @@ from nemo_rl.data.datasets.response_datasets import (
 from nemo_rl.data.datasets.rows.readers import read_file
 from nemo_rl.utils.errors import DataError
 
+pytestmark = pytest.mark.fast
+
 
 def load(path, **keys):
     keys = {"input_key": "q", "output_key": "a"} | keys

@@ -15,6 +15,8 @@ from nemo_rl.data.llm_message_utils import (
 )
 from nemo_rl.utils.errors import DataError
 
+pytestmark = pytest.mark.fast
+
 
 def turn(role, *ids, **more):
     return {"role": role, "content": role[0], "token_ids": torch.tensor(ids), **more}

@@ -20,6 +20,8 @@ from nemo_rl.data.packing import (
 from nemo_rl.data.packing.families import divide_families
 from nemo_rl.utils.errors import DataError
 
+pytestmark = pytest.mark.fast
+
 CAPACITY = 64
 lengths_of = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=60)
 algorithms = st.sampled_from(list(PackingAlgorithm))

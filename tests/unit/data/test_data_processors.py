@@ -13,6 +13,8 @@ from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.utils.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.fast
+
 USER = [{"role": "user", "content": "1+1="}]
 
 

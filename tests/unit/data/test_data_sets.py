@@ -16,6 +16,8 @@ from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.processors import math_data_processor, math_hf_data_processor
 from nemo_rl.utils.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.fast
+
 
 def operands(rows):
     return [tuple(map(int, row["problem"][:-1].split("+"))) for row in rows]

@@ -16,6 +16,8 @@ from nemo_rl.data.messages.turn_spans import closing_token
 from nemo_rl.data.processors import sft_processor
 from nemo_rl.utils.errors import DataError
 
+pytestmark = pytest.mark.fast
+
 LLAMA3 = (
     "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n'"
     " + m['content'] | trim + '<|eot_id|>' }}{% endfor %}"

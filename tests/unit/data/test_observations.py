@@ -9,6 +9,8 @@ from nemo_rl.data.processors import prompt_entry
 from nemo_rl.data.tokenizer import PASSTHROUGH_TEMPLATE
 from nemo_rl.utils.errors import DataError
 
+pytestmark = pytest.mark.fast
+
 LLAMA3 = (
     "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n'"
     " + m['content'] | trim + '<|eot_id|>' }}{% endfor %}"

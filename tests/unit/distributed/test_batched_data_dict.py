@@ -13,6 +13,8 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDic
 from nemo_rl.distributed.tensor_transport import COPY_BELOW_BYTES
 from nemo_rl.utils.errors import DataError
 
+pytestmark = pytest.mark.fast
+
 
 def numbered(rows: int) -> BatchedDataDict:
     return BatchedDataDict(

@@ -12,6 +12,8 @@ from nemo_rl.environments.metrics import calculate_pass_rate_per_prompt
 from nemo_rl.environments.utils import ENV_REGISTRY, create_env, env_class_path, register_env
 from nemo_rl.utils.errors import ConfigError
 
+pytestmark = pytest.mark.fast
+
 
 def say(text):
     return [{"role": "user", "content": "guess"}, {"role": "assistant", "content": text}]

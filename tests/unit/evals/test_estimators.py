@@ -8,6 +8,8 @@ import pytest
 
 from nemo_rl.evals.estimators import consensus_at_k, pass_at_k
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 7])
 def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer(n: int) -> None:

@@ -9,6 +9,8 @@ from eval_helpers import ROOT
 from nemo_rl.config import EvalMasterConfig, load_config
 from nemo_rl.config.loading.dotlist import dotlist_to_overrides
 
+pytestmark = pytest.mark.fast
+
 GUIDE = (ROOT / "docs/guides/eval.md").read_text(encoding="utf-8")
 COMMANDS = [
     shlex.split(line)

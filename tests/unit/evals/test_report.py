@@ -8,6 +8,8 @@ from eval_helpers import eval_config
 from nemo_rl.evals.records import AnswerRecord
 from nemo_rl.evals.report import format_report, make_report
 
+pytestmark = pytest.mark.fast
+
 
 def _records(rewards: list[list[float | None]], answers: list[list[str | None]]) -> list[AnswerRecord]:
     return [

@@ -14,6 +14,8 @@ from nemo_rl.data.datasets.arithmetic.problems import is_validation
 from nemo_rl.data.datasets.preference_datasets import load_preference_dataset
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
 
+pytestmark = pytest.mark.fast
+
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 

@@ -27,6 +27,8 @@ from nemo_rl.experience.trajectory_log import TrajectoryLog
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.utils.errors import DeadlineExceededError, GenerationError
 
+pytestmark = pytest.mark.fast
+
 SAMPLING = SamplingParams(max_new_tokens=8, stop_token_ids=(0,))
 KEY = RolloutKey(run_seed=1, phase="train", step=3)
 QWEN3 = Path(__file__).resolve().parents[2] / "assets/tokenizers/qwen3"

@@ -11,6 +11,8 @@ from nemo_rl.experience import event_loop
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.utils.errors import DeadlineExceededError
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.fixture
 def loop() -> EventLoopThread:

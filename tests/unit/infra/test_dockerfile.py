@@ -8,6 +8,8 @@ from pathlib import PurePosixPath
 import pytest
 from manifests import ROOT
 
+pytestmark = pytest.mark.fast
+
 DOCKERFILE = ROOT / "docker/Dockerfile"
 VARIANTS = ("gpu", "cpu")
 

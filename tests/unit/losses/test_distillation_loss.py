@@ -20,6 +20,8 @@ from nemo_rl.losses.invariance import check_invariance
 from nemo_rl.losses.loss_function import LossInputType, LossType
 from nemo_rl.utils.errors import ConfigError
 
+pytestmark = pytest.mark.fast
+
 B, T, V, D = 6, 5, 11, 7
 ALL_KINDS = [(kind, zero) for kind in ("forward", "reverse", "mixed") for zero in (False, True)]
 

@@ -12,6 +12,8 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.feedback import KTOLossConfig, KTOLossFn
 from nemo_rl.losses.invariance import check_invariance
 
+pytestmark = pytest.mark.fast
+
 B, T, BETA, BASELINE = 6, 7, 0.3, 0.4
 DESIRABLE = [1, 0, 1, 1, 0, 0]
 COUNTS = [1, 1, 1, 0, 1, 1]

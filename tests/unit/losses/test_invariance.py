@@ -7,6 +7,8 @@ from loss_batches import random_batch
 from nemo_rl.losses.invariance import check_invariance
 from nemo_rl.losses.loss_function import LossInputType, LossType
 
+pytestmark = pytest.mark.fast
+
 
 class Written:
     """A user's loss made of one function of (logprobs, mask, data, seqs, toks)."""

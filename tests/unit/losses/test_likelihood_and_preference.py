@@ -11,6 +11,8 @@ from nemo_rl.losses.likelihood import NLLLossFn
 from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn, PreferenceLossFn
 from nemo_rl.utils.errors import DataError
 
+pytestmark = pytest.mark.fast
+
 P, T = 4, 6
 BETA = 0.3
 

@@ -11,6 +11,8 @@ from nemo_rl.losses.pair_losses import VARIANTS, CentredMargin
 from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn, PreferenceLossFn
 from nemo_rl.utils.errors import ConfigError
 
+pytestmark = pytest.mark.fast
+
 P, T, BETA, EPSILON, GAMMA = 3, 7, 0.3, 0.15, 0.4
 
 

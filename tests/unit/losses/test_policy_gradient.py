@@ -17,6 +17,8 @@ from nemo_rl.losses.loss_function import LossType
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.utils.errors import ConfigError
 
+pytestmark = pytest.mark.fast
+
 B, T = 6, 7
 SAME = (
     {"ppo", "kl_unclamped"},

@@ -14,6 +14,8 @@ from nemo_rl.losses.loss_function import extreme_of
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.models.policy.metrics import join_updates, mean_weight
 
+pytestmark = pytest.mark.fast
+
 GSPO = {"sequence_level_importance_ratios": True, "token_level_loss": False}
 CORRECTED = {"use_importance_sampling_correction": True}
 ICEPOP = CORRECTED | {

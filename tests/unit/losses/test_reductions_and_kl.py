@@ -21,6 +21,8 @@ from nemo_rl.losses.reductions import (
 )
 from nemo_rl.utils.errors import ConfigError
 
+pytestmark = pytest.mark.fast
+
 VALUES = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]], dtype=torch.float64)
 MASK = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]], dtype=torch.float64)
 

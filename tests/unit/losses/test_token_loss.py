@@ -14,6 +14,8 @@ from nemo_rl.losses.loss_function import LossInputType, LossType
 from nemo_rl.losses.token_loss import TokenLoss, token_loss
 from nemo_rl.models.policy.portable_loss import make_portable
 
+pytestmark = pytest.mark.fast
+
 
 def weighted_batch() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     logprobs, data = random_batch(6, 7, masked_rows=[1])

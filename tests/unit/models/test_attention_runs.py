@@ -9,6 +9,8 @@ import torch.nn.functional as F
 
 from nemo_rl.models.attention import AttentionPlan, Piece, Scoring, attend
 
+pytestmark = pytest.mark.fast
+
 LENGTHS = [9, 9, 9, 7, 7, 33, 1, 1, 9]
 
 

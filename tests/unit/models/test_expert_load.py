@@ -5,6 +5,8 @@ import torch
 
 from nemo_rl.models.training.expert_load import load_metrics
 
+pytestmark = pytest.mark.fast
+
 
 def test_each_layer_is_reported_only_by_its_position() -> None:
     counts = [torch.tensor([3, 1]), torch.tensor([0, 0]), torch.tensor([4, 0])]

@@ -13,6 +13,8 @@ from nemo_rl.models.attention.kernels import attend
 from nemo_rl.models.attention.plan import AttentionPlan, Piece, Scoring, plan_of_row
 from nemo_rl.models.dtensor.attention import varlen_attention
 
+pytestmark = pytest.mark.fast
+
 BOUNDS = torch.tensor([0, 5, 7, 16], dtype=torch.int32)
 LATE_CHUNK = [Piece(0, 2, 0, 2), Piece(2, 4, 4, 6), Piece(4, 9, 4, 15)]
 """A context-parallel rank's plan: the last two pieces are chunks of one sequence, whose keys overlap."""

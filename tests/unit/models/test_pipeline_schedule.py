@@ -6,6 +6,8 @@ import pytest
 
 from nemo_rl.models.dtensor.pipeline.schedule import Exchange, Pass, Program, num_warmup, programs
 
+pytestmark = pytest.mark.fast
+
 SHAPES = list(product((2, 3, 4, 7), (1, 2, 3), (1, 2, 3, 4, 5, 8, 13)))
 
 

@@ -18,6 +18,8 @@ from nemo_rl.files.safe_load import load_plain
 from nemo_rl.models.megatron.checkpoints.saved_tensors import SavedTensors
 from nemo_rl.utils.errors import CheckpointError
 
+pytestmark = pytest.mark.fast
+
 STATE = {"weights": {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor([1.5], dtype=torch.bfloat16)}, "step": 7}
 
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 from tiny_models import TinyShape, make_tiny_model
 
+pytestmark = pytest.mark.fast
+
 BENCHMARKS = Path(__file__).resolve().parents[3] / "tools/benchmarks"
 
 

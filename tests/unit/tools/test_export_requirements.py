@@ -10,6 +10,8 @@ from tool_loading import load_tool
 
 from nemo_rl.config import REPOSITORY_ROOT
 
+pytestmark = pytest.mark.fast
+
 PROJECT = REPOSITORY_ROOT / "pyproject.toml"
 HASH = "--hash=sha256:" + 64 * "0"
 

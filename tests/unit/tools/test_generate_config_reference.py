@@ -5,6 +5,8 @@ from types import ModuleType
 import pytest
 from tool_loading import load_tool
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.fixture(scope="module")
 def generator() -> ModuleType:

@@ -7,6 +7,8 @@ from types import ModuleType
 import pytest
 from tool_loading import load_tool
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.fixture(scope="module")
 def golden_runs() -> ModuleType:

@@ -6,6 +6,8 @@ import pytest
 
 from nemo_rl.host import cores as machine_cores
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.mark.parametrize(
     ("limit", "want"),

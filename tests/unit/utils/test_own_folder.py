@@ -12,6 +12,8 @@ from nemo_rl.files.private_folder import is_shared, require_own
 from nemo_rl.utils.errors import ConfigError, VenvError
 from nemo_rl.utils.venvs import create_local_venv, venv_folder
 
+pytestmark = pytest.mark.fast
+
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to other users")
 ADVICE = "Set SOMETHING."

@@ -8,6 +8,8 @@ import torch
 
 from nemo_rl.utils.seed import derive_seed, set_seed
 
+pytestmark = pytest.mark.fast
+
 
 def test_a_derived_seed_never_changes():
     """A changed hash would change every resumed run; Python's own string hash differs in each process."""

@@ -9,6 +9,8 @@ import pytest
 from nemo_rl.host.time_limit import time_limit
 from nemo_rl.utils.errors import DeadlineExceededError
 
+pytestmark = pytest.mark.fast
+
 
 def loop(seconds: float) -> None:
     end = time.monotonic() + seconds

@@ -6,6 +6,8 @@ from nemo_rl.utils import timer as timer_module
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.timer import TimeoutChecker, Timer, convert_to_seconds
 
+pytestmark = pytest.mark.fast
+
 
 class Clock:
     def __init__(self):

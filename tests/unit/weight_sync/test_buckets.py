@@ -7,6 +7,8 @@ from hypothesis import given, settings
 
 from nemo_rl.weight_sync.buckets import ALIGNMENT_BYTES, aligned, group_by_size, pack, plan_slots, unpack
 
+pytestmark = pytest.mark.fast
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 SHAPES = st.one_of(
     st.just(()),

@@ -13,6 +13,8 @@ from nemo_rl.weight_sync.endpoints import WeightReceiver, WeightSender
 from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import check_receipts
 
+pytestmark = pytest.mark.fast
+
 SPEC = TransportSpec("cuda_ipc", run_id="test", device="cpu", bucket_size_bytes=1024)
 DEVICE = 6
 

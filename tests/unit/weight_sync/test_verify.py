@@ -13,6 +13,8 @@ from nemo_rl.weight_sync import verify
 from nemo_rl.weight_sync.buckets import Bucket, TensorSlot, pack, plan_slots
 from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts, fingerprint, fingerprints, mismatched_names
 
+pytestmark = pytest.mark.fast
+
 
 def whole(flat: torch.Tensor) -> TensorSlot:
     return TensorSlot("w", "uint8", (flat.numel(),), 0, flat.numel())

@@ -25,6 +25,8 @@ from nemo_rl.models.megatron.conversion.rules import hub_tensors, rules_for
 from nemo_rl.models.megatron.conversion.sources import sources
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
+pytestmark = pytest.mark.fast
+
 MODULES = [layer_rules, layouts, names, parts, rules, sources_module]
 
 

@@ -10,6 +10,8 @@ import pytest
 
 import nemo_rl.models.training.backends
 
+pytestmark = pytest.mark.fast
+
 CONVERTERS = Path(__file__).resolve().parents[4] / "examples/converters"
 
 

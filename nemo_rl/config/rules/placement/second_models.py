@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.model import check_backend, check_budgets, check_trainable
-from nemo_rl.config.rules.roles import Role
-from nemo_rl.config.rules.topology import divide_cluster, model_ranks, parallel_sizes
+from nemo_rl.config.rules.placement.roles import Role
+from nemo_rl.config.rules.placement.topology import divide_cluster, model_ranks, parallel_sizes
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.utils.errors import ConfigError
 

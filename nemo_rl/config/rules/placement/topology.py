@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from nemo_rl.config.rules.engines import ranks_of_engine
-from nemo_rl.config.rules.roles import Role
+from nemo_rl.config.rules.placement.roles import Role
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.model.parallel import BackendSection
 from nemo_rl.config.schema.model.policy import OwnDevicesConfig, PolicyConfig
