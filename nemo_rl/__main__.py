@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         command.add_arguments(below)
         below.set_defaults(run=command.main)
-    # Overrides may stand between and behind options, which argparse's own positionals may not.
+    # Overrides may stand between and after options, which argparse's own positionals may not.
     known, more = parser.parse_known_args(arguments)
     unknown = [text for text in more if text.startswith("-")]
     if unknown or (more and not hasattr(known, "overrides")):

@@ -11,7 +11,7 @@ import argparse
 import sys
 
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
-from nemo_rl.config.loading.all_errors import obstacles
+from nemo_rl.config.loading.all_errors import collect_errors
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -28,7 +28,7 @@ def main() -> int:
             continue
         try:
             algorithm = arguments.algorithm or algorithm_of(file)
-            found = obstacles(file, algorithm, overrides)
+            found = collect_errors(file, algorithm, overrides)
         except ConfigError as error:
             algorithm, found = "?", [str(error)]
         print(f"{file} ({algorithm}): {'does not load' if found else 'loads'}")

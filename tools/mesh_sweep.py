@@ -60,14 +60,14 @@ class Cell:
     Attributes:
         model_type: name of the type.
         mesh: key of `MESHES`.
-        verdict: `right`, `refused`, or a fault: `wrong`, `crashed`, `refused late`.
+        result: `right`, `refused`, or a fault: `wrong`, `crashed`, `refused late`.
         told: the difference, or the message.
         check_s: seconds of the check.
     """
 
     model_type: str
     mesh: str
-    verdict: str
+    result: str
     told: str
     check_s: float
 
@@ -79,7 +79,7 @@ def sweep(model_type: str, meshes: list[str], *, packed: bool = False, judged: b
         model_type: name of the type.
         meshes: keys of `MESHES`.
         packed: pack rows instead of padding them.
-        judged: run accepted meshes; otherwise their verdict is `accepted`.
+        judged: run accepted meshes; otherwise their result is `accepted`.
 
     Raises:
         ValueError: no small model of the type can be built.
@@ -100,8 +100,8 @@ def sweep(model_type: str, meshes: list[str], *, packed: bool = False, judged: b
                 yield Cell(model_type, mesh, "crashed", repr(error), time.monotonic() - began)
                 continue
             check_s = time.monotonic() - began
-            verdict = judge.verdict(asked, ranks, packed) if judged else ("accepted", "")
-            yield Cell(model_type, mesh, *verdict, check_s)
+            result = judge.result(asked, ranks, packed) if judged else ("accepted", "")
+            yield Cell(model_type, mesh, *result, check_s)
 
 
 class _Judge:
@@ -111,8 +111,8 @@ class _Judge:
         self._name = name
         self._reference: Numbers | None = None
 
-    def verdict(self, asked: dict[str, Any], ranks: int, packed: bool) -> tuple[str, str]:
-        """Run the mesh; return the verdict and its explanation."""
+    def result(self, asked: dict[str, Any], ranks: int, packed: bool) -> tuple[str, str]:
+        """Run the mesh; return the result and its explanation."""
         told = []
         for dtype in (torch.float32, torch.float64):
             try:
@@ -156,8 +156,8 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ["XDG_CACHE_HOME"] = cache
         for model_type in chosen:
             for cell in _cells(model_type, given):
-                counts[cell.verdict] += 1
-                print(f"{cell.model_type:24} {cell.mesh:8} {cell.verdict:10} {cell.check_s:4.1f}s {cell.told[:400]}")
+                counts[cell.result] += 1
+                print(f"{cell.model_type:24} {cell.mesh:8} {cell.result:10} {cell.check_s:4.1f}s {cell.told[:400]}")
                 sys.stdout.flush()
                 if given.out:
                     with given.out.open("a", encoding="utf-8") as file:

@@ -138,10 +138,10 @@ def report(run: Run, folder: Path, reference: Path) -> bool:
     samples = run.algorithm not in ("sft", "dpo", "rm")
     holds = first <= LIMIT and (samples or worst <= LIMIT)
     shown = learned(ours, ALGORITHMS[run.algorithm])
-    beside = learned(theirs, ALGORITHMS[run.algorithm])
+    one_rank = learned(theirs, ALGORITHMS[run.algorithm])
     sys.stdout.write(
         f"{run.name:24} loss: first step {first:.1e}, all {len(far)} steps {worst:.1e}; "
-        f"{ALGORITHMS[run.algorithm]} {shown} (one rank {beside}) {'' if holds else 'DIFFERS'}\n"
+        f"{ALGORITHMS[run.algorithm]} {shown} (one rank {one_rank}) {'' if holds else 'DIFFERS'}\n"
     )
     sys.stdout.flush()
     return holds

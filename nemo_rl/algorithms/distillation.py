@@ -15,7 +15,7 @@ from nemo_rl.algorithms.rollout.source import source_wrapper
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.run import train as distillation_train
-from nemo_rl.algorithms.setup.user_parts import NOTHING, HandedIn
+from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.algorithms.teacher import TeacherScores, check_teacher_fits, check_vocab_equality
 from nemo_rl.config import DistillationConfig, DistillationMasterConfig
 from nemo_rl.data.datasets.setup import setup_response_data
@@ -40,19 +40,19 @@ def setup(
     started_at: float = 0.0,
 ) -> Run:
     """Build a distillation run and start its workers; arguments and errors as in `grpo.setup`."""
-    handed_in = HandedIn(tokenizer, train_dataset, val_dataset, environments or {}, loss_fn)
-    config = handed_in.checked(master_config, DistillationMasterConfig)
-    return start_run(config, recipe(config, handed_in), started_at)
+    user_parts = UserParts(tokenizer, train_dataset, val_dataset, environments or {}, loss_fn)
+    config = user_parts.checked(master_config, DistillationMasterConfig)
+    return start_run(config, recipe(config, user_parts), started_at)
 
 
-def recipe(config: DistillationMasterConfig, handed_in: HandedIn = NOTHING) -> RolloutRecipe:
+def recipe(config: DistillationMasterConfig, user_parts: UserParts = NOTHING) -> RolloutRecipe:
     """Build the recipe of distillation, with the parts that the program passes; start nothing.
 
     Raises:
         ConfigError, DataError: the configuration, the data or the teacher cannot be used.
     """
     set_seed(config.distillation.seed)
-    tokenizer = handed_in.tokenizer_of(config.policy)
+    tokenizer = user_parts.tokenizer_of(config.policy)
     vocab_size = check_teacher_fits(config, tokenizer)
     generation = config.policy.generation
     assert generation is not None, "the configuration was checked"
@@ -63,11 +63,11 @@ def recipe(config: DistillationMasterConfig, handed_in: HandedIn = NOTHING) -> R
 
     return RolloutRecipe(
         tokenizer=tokenizer,
-        data=handed_in.data(config, lambda: setup_response_data(tokenizer, config.data, config.env), sampled=True),
-        loss_fn=handed_in.loss(DistillationLossFn(config.loss_fn), config.loss_fn),
+        data=user_parts.data(config, lambda: setup_response_data(tokenizer, config.data, config.env), sampled=True),
+        loss_fn=user_parts.loss(DistillationLossFn(config.loss_fn), config.loss_fn),
         roles=config.models,
         stages=stages,
         source=source_wrapper(config.distillation.rollout_source, "distillation.rollout_source"),
         needs_reward=False,
-        environments=handed_in.running_environments,
+        environments=user_parts.running_environments,
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from nemo_rl.algorithms import kto
 from nemo_rl.algorithms.runtime.run import Stage, StepBatch
 from nemo_rl.algorithms.runtime.run import train as dpo_train
-from nemo_rl.algorithms.setup.user_parts import NOTHING, HandedIn
+from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.algorithms.supervised.start import Setup, SupervisedRecipe, collate_pairs, from_section
 from nemo_rl.config import DPOConfig, DPOMasterConfig
 from nemo_rl.data.datasets.setup import setup_preference_data
@@ -44,14 +44,14 @@ class ReferenceLogprobs:
         return {}
 
 
-def recipe(config: DPOMasterConfig, handed_in: HandedIn = NOTHING) -> SupervisedRecipe:
+def recipe(config: DPOMasterConfig, user_parts: UserParts = NOTHING) -> SupervisedRecipe:
     """Build the recipe of DPO, or of KTO; start nothing. Arguments and errors as in `sft.recipe`."""
     set_seed(config.dpo.seed)
-    tokenizer = handed_in.tokenizer_of(config.policy)
+    tokenizer = user_parts.tokenizer_of(config.policy)
     if config.dpo.preference_loss == "kto":
-        return kto.recipe(config, tokenizer, handed_in)
+        return kto.recipe(config, tokenizer, user_parts)
     configured = DPOLossFn(from_section(DPOLossConfig, config.dpo))
-    loss_fn: LossFunction = handed_in.loss(configured, config.loss_fn, rows_per_sample=2)
+    loss_fn: LossFunction = user_parts.loss(configured, config.loss_fn, rows_per_sample=2)
     needs_reference = getattr(loss_fn, "needs_reference", configured.needs_reference)
 
     def stages(policy: Policy) -> list[Stage]:
@@ -59,7 +59,7 @@ def recipe(config: DPOMasterConfig, handed_in: HandedIn = NOTHING) -> Supervised
 
     return SupervisedRecipe(
         tokenizer=tokenizer,
-        data=handed_in.data(config, lambda: setup_preference_data(tokenizer, config.data)),
+        data=user_parts.data(config, lambda: setup_preference_data(tokenizer, config.data)),
         collate=collate_pairs(config, tokenizer),
         loss_fn=loss_fn,
         rows_per_sample=2,

@@ -20,7 +20,7 @@ from nemo_rl.algorithms.rollout.source import DynamicSampling, FreshRollouts, Ro
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.run import train as grpo_train
-from nemo_rl.algorithms.setup.user_parts import NOTHING, HandedIn
+from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.compat.public_names import public_names
 from nemo_rl.config import GRPOConfig, GRPOMasterConfig, Role
 from nemo_rl.data.datasets.setup import setup_response_data
@@ -75,12 +75,12 @@ def setup(
             before Ray starts.
         ResourceInsufficientError: the cluster has fewer resources than requested.
     """
-    handed_in = HandedIn(tokenizer, dataset, val_dataset, environments or {}, loss_fn)
-    config = handed_in.checked(master_config, GRPOMasterConfig)
-    return start_run(config, recipe(config, handed_in), started_at)
+    user_parts = UserParts(tokenizer, dataset, val_dataset, environments or {}, loss_fn)
+    config = user_parts.checked(master_config, GRPOMasterConfig)
+    return start_run(config, recipe(config, user_parts), started_at)
 
 
-def recipe(config: GRPOMasterConfig, handed_in: HandedIn = NOTHING) -> RolloutRecipe:
+def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> RolloutRecipe:
     """Build the GRPO recipe from the configuration and user-supplied parts; start nothing.
 
     Raises:
@@ -88,8 +88,8 @@ def recipe(config: GRPOMasterConfig, handed_in: HandedIn = NOTHING) -> RolloutRe
     """
     grpo = config.grpo
     set_seed(grpo.seed)
-    tokenizer = handed_in.tokenizer_of(config.policy)
-    loss_fn: LossFunction = handed_in.loss(ClippedPGLossFn(config.loss_fn), config.loss_fn)
+    tokenizer = user_parts.tokenizer_of(config.policy)
+    loss_fn: LossFunction = user_parts.loss(ClippedPGLossFn(config.loss_fn), config.loss_fn)
     credit = CreditAssignment(make_advantage_estimator(grpo, config.loss_fn), grpo)
     needs_prev, needs_reference = forward_passes(config, loss_fn, credit)
 
@@ -108,13 +108,13 @@ def recipe(config: GRPOMasterConfig, handed_in: HandedIn = NOTHING) -> RolloutRe
 
     return RolloutRecipe(
         tokenizer=tokenizer,
-        data=handed_in.data(config, lambda: setup_response_data(tokenizer, config.data, config.env), sampled=True),
+        data=user_parts.data(config, lambda: setup_response_data(tokenizer, config.data, config.env), sampled=True),
         loss_fn=loss_fn,
         roles=config.models | {"policy": Role(config.policy, keeps_reference=needs_reference)},
         stages=stages,
         source=source,
         prompt_factor=grpo.batch_multiplier if grpo.use_dynamic_sampling else 1.0,
-        environments=handed_in.running_environments,
+        environments=user_parts.running_environments,
     )
 
 

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.runtime.run import Stage, StepBatch
-from nemo_rl.algorithms.setup.user_parts import NOTHING, HandedIn
+from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.algorithms.supervised.start import SupervisedRecipe, collate_by, from_section
 from nemo_rl.config import DPOMasterConfig
 from nemo_rl.data.collate_fn import feedback_collate_fn
@@ -31,7 +31,7 @@ type Batch = BatchedDataDict[Any]
 
 
 def recipe(
-    config: DPOMasterConfig, tokenizer: PreTrainedTokenizerBase, handed_in: HandedIn = NOTHING
+    config: DPOMasterConfig, tokenizer: PreTrainedTokenizerBase, user_parts: UserParts = NOTHING
 ) -> SupervisedRecipe:
     """Build the recipe of KTO, with the parts that the program passes; start nothing."""
 
@@ -40,9 +40,9 @@ def recipe(
 
     return SupervisedRecipe(
         tokenizer=tokenizer,
-        data=handed_in.data(config, lambda: setup_feedback_data(tokenizer, config.data)),
+        data=user_parts.data(config, lambda: setup_feedback_data(tokenizer, config.data)),
         collate=collate_by(feedback_collate_fn, config, tokenizer),
-        loss_fn=handed_in.loss(KTOLossFn(from_section(KTOLossConfig, config.dpo)), config.loss_fn),
+        loss_fn=user_parts.loss(KTOLossFn(from_section(KTOLossConfig, config.dpo)), config.loss_fn),
         keeps_reference=True,
         stages=stages,
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl.algorithms.runtime.run import train as rm_train
-from nemo_rl.algorithms.setup.user_parts import NOTHING, HandedIn
+from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.algorithms.supervised.start import Setup, SupervisedRecipe, collate_pairs, validation_rows
 from nemo_rl.config import RMConfig, RMMasterConfig
 from nemo_rl.data.datasets.setup import setup_preference_data
@@ -29,10 +29,10 @@ MasterConfig = RMMasterConfig
 CALIBRATION_BINS = 10
 
 
-def recipe(config: RMMasterConfig, handed_in: HandedIn = NOTHING) -> SupervisedRecipe:
+def recipe(config: RMMasterConfig, user_parts: UserParts = NOTHING) -> SupervisedRecipe:
     """Build the recipe of a reward model; start nothing. Arguments and errors as in `sft.recipe`."""
     set_seed(config.rm.seed)
-    tokenizer = handed_in.tokenizer_of(config.policy)
+    tokenizer = user_parts.tokenizer_of(config.policy)
     ensure_distinct_pad_token(tokenizer)
     # A program that loads the model finds the end of a padded sequence by this token.
     overrides = {"pad_token_id": tokenizer.pad_token_id} | (config.policy.hf_config_overrides or {})
@@ -40,9 +40,9 @@ def recipe(config: RMMasterConfig, handed_in: HandedIn = NOTHING) -> SupervisedR
     configured = PreferenceLossFn(CentredMargin(config.rm.margin, config.rm.center_rewards_coefficient))
     return SupervisedRecipe(
         tokenizer=tokenizer,
-        data=handed_in.data(config, lambda: setup_preference_data(tokenizer, config.data)),
+        data=user_parts.data(config, lambda: setup_preference_data(tokenizer, config.data)),
         collate=collate_pairs(config, tokenizer),
-        loss_fn=handed_in.loss(configured, config.loss_fn, rows_per_sample=2),
+        loss_fn=user_parts.loss(configured, config.loss_fn, rows_per_sample=2),
         rows_per_sample=2,
         validator=lambda policy, batches: RMValidator(batches, policy, configured, validation_rows(config, 2)),
     )

@@ -4,7 +4,7 @@ Invariant: only tokens of assistant turns count in the loss, each once.
 """
 
 from nemo_rl.algorithms.runtime.run import train as sft_train
-from nemo_rl.algorithms.setup.user_parts import NOTHING, HandedIn
+from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.algorithms.supervised.start import Setup, SupervisedRecipe, collate_by
 from nemo_rl.config import SFTConfig, SFTMasterConfig
 from nemo_rl.data.collate_fn import sft_collate_fn
@@ -18,20 +18,20 @@ __all__ = ["MasterConfig", "SFTConfig", "recipe", "setup", "sft_train"]
 MasterConfig = SFTMasterConfig
 
 
-def recipe(config: SFTMasterConfig, handed_in: HandedIn = NOTHING) -> SupervisedRecipe:
+def recipe(config: SFTMasterConfig, user_parts: UserParts = NOTHING) -> SupervisedRecipe:
     """Build the recipe of SFT, with the parts that the program passes; start nothing.
 
     Raises:
         ConfigError, DataError: the configuration or the data cannot be used.
     """
     set_seed(config.sft.seed)
-    tokenizer = handed_in.tokenizer_of(config.policy)
+    tokenizer = user_parts.tokenizer_of(config.policy)
     names = (("loss", "val_loss"), ("num_valid_samples", "num_valid_samples"))
     configured = NLLLossFn()
-    loss_fn: LossFunction = handed_in.loss(configured, config.loss_fn)
+    loss_fn: LossFunction = user_parts.loss(configured, config.loss_fn)
     return SupervisedRecipe(
         tokenizer=tokenizer,
-        data=handed_in.data(config, lambda: setup_sft_data(tokenizer, config.data)),
+        data=user_parts.data(config, lambda: setup_sft_data(tokenizer, config.data)),
         collate=collate_by(sft_collate_fn, config, tokenizer, only_unmask_final=config.sft.only_unmask_final),
         loss_fn=loss_fn,
         validated_names=names if loss_fn is configured else names[:1],

@@ -37,7 +37,7 @@ from nemo_rl.distributed.workers.calls import (
     workers_at_zero,
 )
 from nemo_rl.distributed.workers.logs import activity_of, end_processes, stacks_of, wait_until_gone
-from nemo_rl.distributed.workers.results import PendingCall, WorkerSeat, explain_failure, gather
+from nemo_rl.distributed.workers.results import PendingCall, WorkerSlot, explain_failure, gather
 from nemo_rl.utils.errors import NodeLostError, RayDiedError, WorkerDiedError
 
 __all__ = ["MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup"]
@@ -70,7 +70,7 @@ class RayWorkerGroup:
         env_vars: further environment, set before the process imports anything.
         setup_timeout_s: seconds for processes and worker objects to be ready.
         call_timeout_s: seconds a call may take unless `get_all_worker_results` gets another limit.
-        crew_size: number of consecutive workers that depend on each other, such as the ranks of one engine. If one
+        ranks_per_unit: number of consecutive workers that depend on each other, such as the ranks of one engine. If one
             dies, workers outside its block continue. None: all workers depend on each other; if one dies the others are
             killed, because they would wait for it.
 
@@ -93,7 +93,7 @@ class RayWorkerGroup:
         *,
         setup_timeout_s: float = 900.0,
         call_timeout_s: float = 3600.0,
-        crew_size: int | None = None,
+        ranks_per_unit: int | None = None,
     ) -> None:
         self.cluster = cluster
         self.name_prefix = name_prefix or remote_worker_builder.class_name
@@ -102,39 +102,39 @@ class RayWorkerGroup:
         self._call_timeout_s = call_timeout_s
         self._places = plan_places(cluster.bundle_counts, workers_per_node, bundle_indices_list)
         world_size = len(self._places)
-        self._may_restart = crew_size is not None
-        self._crew_size = crew_size or world_size
+        self._may_restart = ranks_per_unit is not None
+        self._ranks_per_unit = ranks_per_unit or world_size
         self.sharding_annotations = sharding_annotations or NamedSharding.from_axis_sizes({"data_parallel": world_size})
         if sorted(self.sharding_annotations.layout.ravel()) != list(range(world_size)):
             raise ValueError(
                 f"sharding_annotations must arrange the workers 0..{world_size - 1}, got {self.sharding_annotations!r}."
             )
-        self._seats: list[WorkerSeat] = []
+        self._slots: list[WorkerSlot] = []
         self._cause_of_death: str | None = None
         if not self._may_restart:
             _irreplaceable.add(self)
         try:
             for rank in range(world_size):
-                self._seats.append(self._create_seat(rank))
-            self._settle(self._seats, list(range(world_size)), setup_timeout_s)
+                self._slots.append(self._create_slot(rank))
+            self._settle(self._slots, list(range(world_size)), setup_timeout_s)
         except BaseException:
-            self._kill(self._seats)
+            self._kill(self._slots)
             raise
 
     @property
     def workers(self) -> list[Any]:
         """Ray actor handles in rank order."""
-        return [seat.handle for seat in self._seats]
+        return [slot.handle for slot in self._slots]
 
     @property
     def worker_metadata(self) -> list[dict[str, Any]]:
         """Facts about each worker: name, global_rank, local_rank, node_idx, bundle_idx, pid, node_ip."""
         described = []
-        for rank, (seat, place) in enumerate(zip(self._seats, self._places, strict=True)):
-            where = seat.identity
+        for rank, (slot, place) in enumerate(zip(self._slots, self._places, strict=True)):
+            where = slot.identity
             described.append(
                 {
-                    "name": seat.name,
+                    "name": slot.name,
                     "global_rank": rank,
                     "local_rank": place.local_rank,
                     "node_idx": place.node_idx,
@@ -302,23 +302,23 @@ class RayWorkerGroup:
         """
         calls = self.pending_calls(future_bundle)
         with self._one_dies_all_die():
-            answers = gather(calls, self._seats, self._call_timeout_s if timeout_s is None else timeout_s, phase)
+            answers = gather(calls, self._slots, self._call_timeout_s if timeout_s is None else timeout_s, phase)
         wanted = future_bundle.return_from_workers
         if wanted is None:
             return answers
-        by_worker = {call.seat.rank: answer for call, answer in zip(calls, answers, strict=True)}
+        by_worker = {call.slot.rank: answer for call, answer in zip(calls, answers, strict=True)}
         return [by_worker[idx] for idx in wanted]
 
-    def seat(self, worker_idx: int) -> WorkerSeat:
+    def slot(self, worker_idx: int) -> WorkerSlot:
         """Return the name and place of a worker, for waits and errors."""
-        return self._seats[worker_idx]
+        return self._slots[worker_idx]
 
     def pending_calls(self, future_bundle: MultiWorkerFuture) -> list[PendingCall]:
         """Return a bundle's calls with their workers, so that the caller can wait for several groups together."""
         called = future_bundle.called_workers
         if called is None:
             called = list(range(len(future_bundle.futures)))
-        return [PendingCall(ref, self._seats[idx]) for idx, ref in zip(called, future_bundle.futures, strict=True)]
+        return [PendingCall(ref, self._slots[idx]) for idx, ref in zip(called, future_bundle.futures, strict=True)]
 
     def get_worker_result(
         self, ref: ray.ObjectRef, worker_idx: int, timeout_s: float | None = None, phase: str = "call"
@@ -328,29 +328,29 @@ class RayWorkerGroup:
 
     def explain_failure(self, error: RayError, worker_idx: int, phase: str) -> Exception:
         """Convert an error from a worker's awaited reference into the error to show."""
-        return explain_failure(error, self._seats[worker_idx], phase)
+        return explain_failure(error, self._slots[worker_idx], phase)
 
     def activity(self, worker_idxs: Sequence[int]) -> list[tuple[str, float]]:
         """Return the state and CPU seconds of some workers' processes; see `worker_logs.activity_of`."""
-        known = [seat.identity for seat in (self._seats[idx] for idx in worker_idxs) if seat.identity]
+        known = [slot.identity for slot in (self._slots[idx] for idx in worker_idxs) if slot.identity]
         return activity_of(known)
 
     def stacks(self, worker_idxs: Sequence[int]) -> str:
         """Return the stacks of all threads of some workers, if they react."""
-        return stacks_of([seat.identity for seat in (self._seats[idx] for idx in worker_idxs) if seat.identity])
+        return stacks_of([slot.identity for slot in (self._slots[idx] for idx in worker_idxs) if slot.identity])
 
     def meeting_point(self) -> tuple[str, int]:
         """Return the address of rank 0 and a port that its process holds for one `process_group.open_store`."""
-        return self.get_worker_result(self._hold_port(self._seats[0]), 0, phase="choosing a port")
+        return self.get_worker_result(self._hold_port(self._slots[0]), 0, phase="choosing a port")
 
-    def _hold_port(self, seat: WorkerSeat) -> ray.ObjectRef:
-        return seat.handle.hold_port.remote(*self.cluster.port_range)
+    def _hold_port(self, slot: WorkerSlot) -> ray.ObjectRef:
+        return slot.handle.hold_port.remote(*self.cluster.port_range)
 
     def restart_workers(self, worker_idxs: Sequence[int], timeout_s: float = 900.0) -> None:
-        """Replace the processes and worker objects of whole blocks of `crew_size` workers, all at the same time.
+        """Replace the processes and worker objects of whole blocks of `ranks_per_unit` workers, all at the same time.
 
-        Only for groups with a `crew_size`. The old processes are killed if they still run; the new ones are killed if
-        one of them fails to start.
+        Only for groups with a `ranks_per_unit`. The old processes are killed if they still run; the new ones are
+        killed if one of them fails to start.
 
         Raises:
             DeadlineExceededError, WorkerDiedError, Exception: as in the constructor.
@@ -364,24 +364,24 @@ class RayWorkerGroup:
         self._refuse_when_dead()
         _refuse_when_others_are_lost()
         self.cluster.await_places({self._places[idx].node_idx for idx in worker_idxs})
-        end, seats = time.monotonic() + timeout_s, self._seats
-        self._kill([seats[idx] for idx in worker_idxs])
+        end, slots = time.monotonic() + timeout_s, self._slots
+        self._kill([slots[idx] for idx in worker_idxs])
         try:
             for idx in worker_idxs:
-                seats[idx] = self._create_seat_again(idx, end)
+                slots[idx] = self._create_slot_again(idx, end)
             self._refuse_when_dead()
-            self._settle(seats, worker_idxs, end - time.monotonic())
+            self._settle(slots, worker_idxs, end - time.monotonic())
         except BaseException:
-            self._kill([seats[idx] for idx in worker_idxs])
+            self._kill([slots[idx] for idx in worker_idxs])
             self._refuse_when_dead()
             raise
 
-    def _create_seat_again(self, rank: int, end: float) -> WorkerSeat:
-        """Call `_create_seat` until Ray has freed the dead actor's name, which takes a moment."""
+    def _create_slot_again(self, rank: int, end: float) -> WorkerSlot:
+        """Call `_create_slot` until Ray has freed the dead actor's name, which takes a moment."""
         while True:
             self._refuse_when_dead()
             try:
-                return self._create_seat(rank)
+                return self._create_slot(rank)
             except ValueError:
                 if time.monotonic() > end:
                     raise
@@ -399,17 +399,17 @@ class RayWorkerGroup:
             Whether the method succeeded everywhere and no process on this node is left.
         """
         clean = True
-        if cleanup_method and not force and self._seats and self._cause_of_death is None:
+        if cleanup_method and not force and self._slots and self._cause_of_death is None:
             try:
                 future = self.run_all_workers_single_data(cleanup_method)
                 self.get_all_worker_results(future, timeout, "cleanup")
             except Exception as error:  # boundary: the processes must end even if cleanup fails
                 logger.warning("%s: %s failed: %s", self.name_prefix, cleanup_method, error)
                 clean = False
-        seats, self._seats = self._seats, []
-        return self._kill(seats) and clean
+        slots, self._slots = self._slots, []
+        return self._kill(slots) and clean
 
-    def _create_seat(self, rank: int) -> WorkerSeat:
+    def _create_slot(self, rank: int) -> WorkerSlot:
         place = self._places[rank]
         environment = {
             **self._env_vars,
@@ -418,7 +418,7 @@ class RayWorkerGroup:
             "WORLD_SIZE": str(len(self._places)),
             "NODE_RANK": str(place.node_idx),
         }
-        return self._builder.create_seat(
+        return self._builder.create_slot(
             f"{self.name_prefix}-{place.node_idx}-{place.local_rank}",
             rank,
             self.cluster.get_placement_groups()[place.node_idx],
@@ -427,27 +427,27 @@ class RayWorkerGroup:
             **self.cluster.resources_per_worker(),
         )
 
-    def _settle(self, seats: list[WorkerSeat], indices: Sequence[int], timeout_s: float) -> None:
+    def _settle(self, slots: list[WorkerSlot], indices: Sequence[int], timeout_s: float) -> None:
         """Wait until the processes have reported their identity and built their worker objects."""
         end = time.monotonic() + timeout_s
-        new = [seats[idx] for idx in indices]
+        new = [slots[idx] for idx in indices]
         reports = [PendingCall(s.handle.report_identity.remote(), s) for s in new]
         meeting_points: dict[int, ray.ObjectRef] = {}
-        if self._crew_size > 1 or not self._may_restart:
-            firsts = {idx // self._crew_size * self._crew_size for idx in indices}
-            meeting_points = {first: self._hold_port(seats[first]) for first in firsts}
+        if self._ranks_per_unit > 1 or not self._may_restart:
+            firsts = {idx // self._ranks_per_unit * self._ranks_per_unit for idx in indices}
+            meeting_points = {first: self._hold_port(slots[first]) for first in firsts}
         builds = [
-            self._builder.build_in(seats[idx], meeting_points.get(idx // self._crew_size * self._crew_size))
+            self._builder.build_in(slots[idx], meeting_points.get(idx // self._ranks_per_unit * self._ranks_per_unit))
             for idx in indices
         ]
         phase = f"{self.name_prefix} setup"
         for idx, who in zip(indices, gather(reports, new, timeout_s, phase), strict=True):
-            seats[idx] = replace(seats[idx], identity=who)
-        calls = [PendingCall(ref, seats[idx]) for idx, ref in zip(indices, builds, strict=True)]
-        gather(calls, [call.seat for call in calls], max(end - time.monotonic(), 0.0), phase)
+            slots[idx] = replace(slots[idx], identity=who)
+        calls = [PendingCall(ref, slots[idx]) for idx, ref in zip(indices, builds, strict=True)]
+        gather(calls, [call.slot for call in calls], max(end - time.monotonic(), 0.0), phase)
 
     def _call(self, idx: int, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ray.ObjectRef:
-        call = self._seats[idx].handle.call.options(name=f"{self.name_prefix}.{method_name}")
+        call = self._slots[idx].handle.call.options(name=f"{self.name_prefix}.{method_name}")
         return call.remote(method_name, *args, **kwargs)
 
     @contextmanager
@@ -457,21 +457,21 @@ class RayWorkerGroup:
         except (WorkerDiedError, RayDiedError) as error:
             if not self._may_restart:
                 self._cause_of_death = str(error).partition("\n")[0]
-                self._kill(self._seats)
+                self._kill(self._slots)
             raise
 
     def _refuse_when_dead(self) -> None:
         if self._cause_of_death is not None:
             raise WorkerDiedError(f"Group {self.name_prefix!r} has ended: {self._cause_of_death}")
-        if not self._seats:
+        if not self._slots:
             raise WorkerDiedError(f"Group {self.name_prefix!r} has been shut down.")
 
-    def _kill(self, seats: Sequence[WorkerSeat]) -> bool:
+    def _kill(self, slots: Sequence[WorkerSlot]) -> bool:
         if not ray.is_initialized():
             return True
-        for seat in seats:
-            ray.kill(seat.handle, no_restart=True)
-        known = [seat.identity for seat in seats if seat.identity]
+        for slot in slots:
+            ray.kill(slot.handle, no_restart=True)
+        known = [slot.identity for slot in slots if slot.identity]
         left = wait_until_gone(known, timeout_s=_KILL_S)
         if left:
             end_processes(left)
@@ -482,8 +482,8 @@ class RayWorkerGroup:
 
 
 def _refuse_when_others_are_lost() -> None:
-    seats = [seat for group in list(_irreplaceable) for seat in group._seats]
-    losses = describe_losses(seat.identity for seat in seats if seat.identity)
+    slots = [slot for group in list(_irreplaceable) for slot in group._slots]
+    losses = describe_losses(slot.identity for slot in slots if slot.identity)
     if losses:
         raise NodeLostError(losses)
 

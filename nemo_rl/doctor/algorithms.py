@@ -23,10 +23,10 @@ def recipe_of(config: MasterConfig, *, with_data: bool = True) -> "RolloutRecipe
     Raises:
         ConfigError, DataError: the configuration or the data cannot be used.
     """
-    from nemo_rl.algorithms.setup.user_parts import NOTHING, HandedIn
+    from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 
     @dataclass(frozen=True)
-    class WithoutData(HandedIn):
+    class WithoutData(UserParts):
         def data(self, config: MasterConfig, load: Callable[[], Any], *, sampled: bool = False) -> Any:
             return None
 

@@ -1,4 +1,4 @@
-"""Find the environment class behind a dotted path, decorated with `@ray.remote` or not.
+"""Find the environment class that a dotted path names, decorated with `@ray.remote` or not.
 
 This runs in the driver, to fail early, and again in the environment's process. Invariant: the result is always a plain
 class; of a Ray decorator only the resources are kept, while the library sets restarts and concurrency.

@@ -14,7 +14,7 @@ from torch import Tensor
 from nemo_rl.config.schema.env import MathEnvironmentConfig
 from nemo_rl.data.messages.content import content_text
 from nemo_rl.environments.grading.boxed import grade_plain_number
-from nemo_rl.environments.grading.grade import Grade, Reward, Verdict
+from nemo_rl.environments.grading.grade import Grade, Reward, VerifierResult
 from nemo_rl.environments.grading.pool import GradingPool
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.metrics import calculate_pass_rate_per_prompt
@@ -69,7 +69,7 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
         metadata: list[MathEnvironmentMetadata],
         return_extracted_answer: bool = False,
     ) -> EnvironmentReturn[MathEnvironmentMetadata]:
-        """Grade B conversations; blocks until each has a verdict or an error.
+        """Grade B conversations; blocks until each has a verified or an error.
 
         Args:
             message_log_batch: B conversations; the assistant's messages are joined and graded.
@@ -78,19 +78,19 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
         """
         responses = [_assistant_text(log) for log in message_log_batch]
         grades = self._grade(responses, [str(item["ground_truth"]) for item in metadata])
-        verdicts = [grade.verdict for grade in grades]
+        results = [grade.verified for grade in grades]
         answers = None
         if return_extracted_answer:
-            answers = [verdict.extracted_answer if verdict else None for verdict in verdicts]
+            answers = [verified.extracted_answer if verified else None for verified in results]
             metadata = [
                 {"ground_truth": item["ground_truth"], "extracted_answer": answer}
                 for item, answer in zip(metadata, answers, strict=True)
             ]
         return EnvironmentReturn(
-            observations=[_observation(verdict) for verdict in verdicts],
+            observations=[_observation(verified) for verified in results],
             metadata=metadata,
             next_stop_strings=[None] * len(grades),
-            rewards=self._rewards(verdicts),
+            rewards=self._rewards(results),
             terminateds=torch.ones(len(grades), dtype=torch.bool),
             answers=answers,
             errors=[grade.error for grade in grades],
@@ -135,14 +135,14 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
     def _grade_here(self, response: str, truth: str) -> Grade | None:
         if self._pool.verifier != "hf_math_verify":
             return None
-        verdict = grade_plain_number(response, truth)
-        return Grade(verdict=verdict) if verdict else None
+        verified = grade_plain_number(response, truth)
+        return Grade(verified=verified) if verified else None
 
-    def _rewards(self, verdicts: list[Verdict | None]) -> Tensor | dict[str, Tensor]:
-        """Stack rewards; a row without a verdict gets 0, which its error overrides."""
+    def _rewards(self, results: list[VerifierResult | None]) -> Tensor | dict[str, Tensor]:
+        """Stack rewards; a row without a verified gets 0, which its error overrides."""
         if self.reward_names is None:
-            return torch.tensor([_component(verdict, None) for verdict in verdicts])
-        return {name: torch.tensor([_component(verdict, name) for verdict in verdicts]) for name in self.reward_names}
+            return torch.tensor([_component(verified, None) for verified in results])
+        return {name: torch.tensor([_component(verified, name) for verified in results]) for name in self.reward_names}
 
 
 class MathMultiRewardEnvironment(MathEnvironment):
@@ -163,17 +163,17 @@ def _assistant_text(message_log: "LLMMessageLogType") -> str:
     return "".join(content_text(message["content"]) for message in message_log if message["role"] == "assistant")
 
 
-def _component(verdict: Verdict | None, name: str | None) -> float:
-    if verdict is None:
+def _component(verified: VerifierResult | None, name: str | None) -> float:
+    if verified is None:
         return 0.0
-    reward = verdict.reward
+    reward = verified.reward
     return float(reward[name] if isinstance(reward, dict) and name is not None else reward)  # type: ignore[arg-type]
 
 
-def _observation(verdict: Verdict | None) -> dict[str, str]:
+def _observation(verified: VerifierResult | None) -> dict[str, str]:
     word = "not graded"
-    if verdict is not None:
-        word = "correct" if _is_correct(verdict.reward) else "incorrect"
+    if verified is not None:
+        word = "correct" if _is_correct(verified.reward) else "incorrect"
     return {"role": "environment", "content": f"Environment: {word}"}
 
 

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from nemo_rl.algorithms import distillation, dpo, grpo, rm, sft
 from nemo_rl.algorithms.grpo import MasterConfig
 from nemo_rl.algorithms.rollout import start as rollout_start
-from nemo_rl.algorithms.setup.user_parts import HandedIn
+from nemo_rl.algorithms.setup.user_parts import UserParts
 from nemo_rl.algorithms.utils import get_tokenizer, set_seed
 from nemo_rl.compat.public_names import ELSEWHERE, NOT_BUILT
 from nemo_rl.config import (
@@ -31,7 +31,7 @@ from nemo_rl.config import (
 )
 from nemo_rl.config import load_config as load_checked
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
-from nemo_rl.config.loading.all_errors import obstacles
+from nemo_rl.config.loading.all_errors import collect_errors
 from nemo_rl.data.datasets import AllTaskProcessedDataset, load_response_dataset
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.utils import setup_preference_data, setup_response_data
@@ -153,7 +153,7 @@ PEERS_FILES = {
 def test_a_config_file_under_nemo_rls_name_loads(name: str) -> None:
     path = ROOT / f"examples/configs/{name}.yaml"
     config = load_checked(path, schema=ALGORITHMS[PEERS_FILES[name]])
-    assert algorithm_of(path) == PEERS_FILES[name] and obstacles(path, PEERS_FILES[name]) == []
+    assert algorithm_of(path) == PEERS_FILES[name] and collect_errors(path, PEERS_FILES[name]) == []
     prompt = config.data.train_entries[0].prompt_file
     assert prompt is None or "Is 7 odd?" in Path(prompt).read_text().format("Is 7 odd?")
 
@@ -283,11 +283,11 @@ def test_setup_preference_data_returns_train_and_validation(tokenizer: Any, tmp_
     train, val = setup_preference_data(tokenizer, data)
     assert len(train) == 4
     assert {name: len(part) for name, part in val.items()} == {"held": 4, "default": 4}
-    handed_in = HandedIn(tokenizer, train, val)
-    config = handed_in.checked(
+    user_parts = UserParts(tokenizer, train, val)
+    config = user_parts.checked(
         load_checked(ROOT / "examples/configs/dpo_cpu.yaml", schema=DPOMasterConfig), DPOMasterConfig
     )
-    made = dpo.recipe(config, handed_in).data
+    made = dpo.recipe(config, user_parts).data
     assert made.validation is val["default"]
     assert made.named_validation == {"held": val["held"]}
 
@@ -410,9 +410,9 @@ def own_rows(tokenizer: Any, task: str = "own") -> AllTaskProcessedDataset:
 
 def test_grpo_setup_accepts_tokenizer_data_environments_and_loss(tokenizer: Any) -> None:
     rows, loss = own_rows(tokenizer), OwnLoss()
-    handed_in = HandedIn(tokenizer, rows, rows, {"own": Own}, loss)
-    config = handed_in.checked(plain_config(), MasterConfig)
-    made = grpo.recipe(config, handed_in)
+    user_parts = UserParts(tokenizer, rows, rows, {"own": Own}, loss)
+    config = user_parts.checked(plain_config(), MasterConfig)
+    made = grpo.recipe(config, user_parts)
     assert made.tokenizer is tokenizer
     assert made.loss_fn is loss
     assert dict(made.environments) == {"own": Own}
@@ -434,17 +434,17 @@ def test_a_config_needs_no_data_entries_if_rows_are_passed(tokenizer: Any) -> No
     plain = plain_config()
     plain["data"] = {"num_workers": 0}
     with pytest.raises(ConfigError, match="data.train is empty"):
-        HandedIn().checked(plain, MasterConfig)
-    assert HandedIn(dataset=own_rows(tokenizer)).checked(plain, MasterConfig).data.num_workers == 0
+        UserParts().checked(plain, MasterConfig)
+    assert UserParts(dataset=own_rows(tokenizer)).checked(plain, MasterConfig).data.num_workers == 0
 
 
 def test_a_dict_is_checked_as_a_file_is() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'grpo.max_num_steps'"):
-        HandedIn().checked(plain_config("+grpo.max_num_step=3"), MasterConfig)
+        UserParts().checked(plain_config("+grpo.max_num_step=3"), MasterConfig)
     with pytest.raises(ConfigError, match="train_global_batch_size"):
-        HandedIn().checked(plain_config("policy.train_global_batch_size=63"), MasterConfig)
+        UserParts().checked(plain_config("policy.train_global_batch_size=63"), MasterConfig)
     with pytest.raises(ConfigError, match="takes a GRPOMasterConfig"):
-        HandedIn().checked(load_checked(ROOT / "examples/configs/sft_cpu.yaml", schema=SFTMasterConfig), MasterConfig)  # type: ignore[arg-type]
+        UserParts().checked(load_checked(ROOT / "examples/configs/sft_cpu.yaml", schema=SFTMasterConfig), MasterConfig)  # type: ignore[arg-type]
 
 
 def test_wrong_parts_are_refused_before_ray_starts(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,8 +477,8 @@ def test_the_other_setups_accept_parts_too(
 ) -> None:
     loss = OwnLoss()
     plain = load_config(ROOT / "examples/configs" / file)
-    handed_in = HandedIn(tokenizer, own_rows(tokenizer), None, {}, loss)
-    made = algorithm.recipe(handed_in.checked(plain, schema), handed_in)
+    user_parts = UserParts(tokenizer, own_rows(tokenizer), None, {}, loss)
+    made = algorithm.recipe(user_parts.checked(plain, schema), user_parts)
     assert made.tokenizer is tokenizer
     assert made.loss_fn is loss
     assert loss.rows_per_unit == rows_per_unit  # type: ignore[attr-defined]

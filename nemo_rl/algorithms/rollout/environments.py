@@ -11,13 +11,13 @@ from nemo_rl.environments.user_environments import environment_of, start_environ
 from nemo_rl.utils.errors import ConfigError
 
 
-def check_environments(config: RolloutMasterConfig, tasks: Collection[str], handed_in: Mapping[str, Any]) -> None:
+def check_environments(config: RolloutMasterConfig, tasks: Collection[str], user_parts: Mapping[str, Any]) -> None:
     """Check the environments of a run; start nothing.
 
     Args:
         config: the run's configuration; `env` has a section for each environment.
         tasks: task names in the data.
-        handed_in: user-supplied environments by task name, see `environments.user_environments.environment_of`.
+        user_parts: user-supplied environments by task name, see `environments.user_environments.environment_of`.
 
     Raises:
         ConfigError: a task has no environment, or what was supplied is no environment.
@@ -29,29 +29,29 @@ def check_environments(config: RolloutMasterConfig, tasks: Collection[str], hand
                 f"the data has rows of the task {task!r}, which no environment rewards; there are: {known}. Hand one "
                 f"in as environments={{{task!r}: ...}}, or write a section env.{task}."
             )
-    for name in {*tasks, *handed_in}:
-        environment_of(name, _given(name, handed_in))
+    for name in {*tasks, *user_parts}:
+        environment_of(name, _given(name, user_parts))
 
 
 def start_environments(
-    config: RolloutMasterConfig, tasks: Collection[str], handed_in: Mapping[str, Any], resources: ExitStack
+    config: RolloutMasterConfig, tasks: Collection[str], user_parts: Mapping[str, Any], resources: ExitStack
 ) -> dict[str, EnvironmentClient]:
     """Start the environments that do not run yet, in the background.
 
     Args:
         config: the run's configuration.
         tasks: task names in the data.
-        handed_in: user-supplied environments by task name.
+        user_parts: user-supplied environments by task name.
         resources: environments that are started here are registered on it. Those that ran before are not, and continue
             after the run.
     """
     return {
         name: start_environment(
-            environment_of(name, _given(name, handed_in)), config.env[name], config.cluster, resources
+            environment_of(name, _given(name, user_parts)), config.env[name], config.cluster, resources
         )
-        for name in dict.fromkeys([*tasks, *handed_in])
+        for name in dict.fromkeys([*tasks, *user_parts])
     }
 
 
-def _given(name: str, handed_in: Mapping[str, Any]) -> Any:
-    return handed_in[name] if name in handed_in else env_class_path(name)
+def _given(name: str, user_parts: Mapping[str, Any]) -> Any:
+    return user_parts[name] if name in user_parts else env_class_path(name)

@@ -124,7 +124,7 @@ class Refitter:
         self._synced: tuple[int, int] | None = None
         self.last_sync: dict[str, float] = {}
         self.before_update: Callable[[], None] = lambda: None
-        generation.bring_up = self.sync
+        generation.load_weights = self.sync
 
     @property
     def weight_version(self) -> int:
@@ -213,5 +213,5 @@ class Refitter:
         return workers.pending_calls(workers.run_all_workers_single_data(method, *args))
 
     def _wait(self, calls: list[PendingCall], part: str) -> list[Any]:
-        workers = [call.seat for call in calls]
+        workers = [call.slot for call in calls]
         return gather(calls, workers, self._timeout_s, f"weight sync, {part} ({self._spec.name})")

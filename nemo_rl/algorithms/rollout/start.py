@@ -230,7 +230,7 @@ def _connect(
 
 
 def shared_engines(config: RolloutMasterConfig, engines: EngineGroup) -> Engines | None:
-    """The engines as a party to shared memory; None where they have their own devices."""
+    """The engines as a user to shared memory; None where they have their own devices."""
     generation = config.policy.generation
     assert generation is not None, "engine_settings checks this"
     return Engines(engines, config.cluster.timeouts.weight_sync_s) if generation.colocated.enabled else None

@@ -87,9 +87,9 @@ def refit_policy_generation(
     if _refit_buffer_size_gb:
         config.generation.weight_sync.bucket_size_mb = max(1, int(_refit_buffer_size_gb * 1024))
     cluster = cluster_config(policy.worker_group.cluster)
-    of_run = engines.bring_up
+    of_run = engines.load_weights
     refitter = make_refitter(config, cluster, policy, engines, MemorySharing())
-    engines.bring_up = of_run or engines.bring_up
+    engines.load_weights = of_run or engines.load_weights
     with timer.time("refit") if timer else nullcontext():
         refitter.sync()
     return refitter.last_sync

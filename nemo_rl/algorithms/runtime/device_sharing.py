@@ -12,7 +12,7 @@ from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.training.backends import training_backend
 
 
-class Party(Protocol):
+class DeviceUser(Protocol):
     """A model or the engines, with state on shared devices; calling a method twice has no further effect."""
 
     def rest(self) -> None:
@@ -81,7 +81,7 @@ class FrozenModel:
         self.policy.onload_weights()
 
 
-def groups_of_models(roles: Mapping[str, Role], models: Mapping[str, Policy]) -> dict[str, dict[str, Party]]:
+def groups_of_models(roles: Mapping[str, Role], models: Mapping[str, Policy]) -> dict[str, dict[str, DeviceUser]]:
     """Return the models on each group of devices, by the name of the model that owns the devices.
 
     Args:
@@ -89,13 +89,13 @@ def groups_of_models(roles: Mapping[str, Role], models: Mapping[str, Policy]) ->
         models: their ranks.
     """
 
-    def party(name: str) -> Party:
+    def user(name: str) -> DeviceUser:
         if not roles[name].trains:
             return FrozenModel(models[name])
         keeps_weights = name == "policy" or not training_backend(roles[name].section).offloads_trained_weights
         return TrainedModel(models[name]) if keeps_weights else SecondTrainedModel(models[name])
 
-    return {owner: {name: party(name) for name in names} for owner, names in sharing(roles).items()}
+    return {owner: {name: user(name) for name in names} for owner, names in sharing(roles).items()}
 
 
 class MemorySharing:
@@ -106,12 +106,12 @@ class MemorySharing:
             group; on a CPU there is no group, because its memory holds all models.
     """
 
-    def __init__(self, *groups: Mapping[str, Party]):
+    def __init__(self, *groups: Mapping[str, DeviceUser]):
         self._groups = groups
         self._working: list[set[str]] = [set() for _ in groups]
 
     def is_shared(self, name: str) -> bool:
-        """Return whether a party shares its devices."""
+        """Return whether a user shares its devices."""
         return any(name in group for group in self._groups)
 
     def hand_to(self, names: Collection[str]) -> None:
@@ -120,20 +120,20 @@ class MemorySharing:
         Args:
             names: models and engines that are about to work; devices that none of them uses stay as they are.
         """
-        for number, parties in enumerate(self._groups):
-            working = parties.keys() & set(names)
+        for number, users in enumerate(self._groups):
+            working = users.keys() & set(names)
             if not working or working == self._working[number]:
                 continue
-            for name, party in parties.items():
+            for name, user in users.items():
                 if name not in working:
-                    party.rest()
+                    user.rest()
             for name in working:
-                parties[name].wake()
+                users[name].wake()
             self._working[number] = working
 
 
 def share_memory(
-    cluster: ClusterConfig, roles: Mapping[str, Role], models: Mapping[str, Policy], engines: Party | None = None
+    cluster: ClusterConfig, roles: Mapping[str, Role], models: Mapping[str, Policy], engines: DeviceUser | None = None
 ) -> MemorySharing:
     """Let models and engines that share GPUs take turns.
 

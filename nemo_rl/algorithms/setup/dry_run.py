@@ -88,7 +88,7 @@ def describe(config: RunConfig) -> Description:
         "One training step": step_lines(config) if isinstance(config, MasterConfig) else (),
         "Memory": memory_lines(config.policy, forecast),
         "Checkpoint": checkpoint_lines(config, sizes) if isinstance(config, MasterConfig) and sizes else (),
-        "Verdict": verdict_lines(config.cluster, device, forecast),
+        "Verdict": result_lines(config.cluster, device, forecast),
     }
     texts = ["\n".join([title, *lines]) for title, found in parts.items() if (lines := list(found))]
     return Description("\n\n".join(texts) + "\n", forecast, sum(sizes.values()) if sizes else None)
@@ -211,7 +211,7 @@ def checkpoint_lines(config: MasterConfig, sizes: Mapping[str, int]) -> Iterator
     yield f"  {readable_bytes(one)} each, {readable_bytes(most * one)} for the {most} on the disk at once"
 
 
-def verdict_lines(cluster: ClusterConfig, device: float, forecast: MemoryForecast) -> Iterator[str]:
+def result_lines(cluster: ClusterConfig, device: float, forecast: MemoryForecast) -> Iterator[str]:
     """Yield whether the run fits, and the memory that the devices are assumed to have."""
     against = f"{device / 2**30:.3g} GiB of each process"
     if cluster.uses_gpu:

@@ -1,6 +1,6 @@
 """Give each worker group of a run its bundles of the Ray cluster.
 
-Invariant: sizes and placement follow from `cluster` and the sections of the models alone (`config.rules.placement.topology`).
+Invariant: sizes and placement follow from `cluster` and the sections of the models alone (`rules.placement.topology`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,8 @@ def place_roles(cluster: ClusterConfig, models: Mapping[str, Role]) -> dict[str,
         part = parts[owner]
         places[owner] = _reserve(part, owner, part.num_nodes, part.policy_ranks_per_node, len(groups[owner]))
     apart = list(places.values()) if parts["policy"].num_nodes < cluster.num_nodes else []
-    guests = len(groups["policy"]) - 1
-    places["policy"], generation = make_clusters(parts["policy"], models["policy"].section, guests, apart)
+    num_sharing = len(groups["policy"]) - 1
+    places["policy"], generation = make_clusters(parts["policy"], models["policy"].section, num_sharing, apart)
     places |= {name: places[owner] for owner, names in groups.items() for name in names}
     return {**places, "generation": generation}
 
@@ -31,7 +31,7 @@ def place_roles(cluster: ClusterConfig, models: Mapping[str, Role]) -> dict[str,
 def make_clusters(
     cluster: ClusterConfig,
     policy: PolicyConfig,
-    guests: int = 0,
+    num_sharing: int = 0,
     apart_from: Sequence[RayVirtualCluster] = (),
 ) -> tuple[RayVirtualCluster, RayVirtualCluster]:
     """Return the bundles for policy and for generation; the same object if they are colocated or nothing is sampled.
@@ -39,18 +39,18 @@ def make_clusters(
     Args:
         cluster: the machines.
         policy: says where generation runs.
-        guests: further worker groups that will share the policy's bundles.
+        num_sharing: further worker groups that will share the policy's bundles.
         apart_from: clusters whose machines policy and generation must not use.
     """
     topology = plan_topology(cluster, policy)
     nodes, per_node = topology.policy_nodes, topology.policy_ranks_per_node
     if policy.generation is None:
-        alone = _reserve(cluster, "policy", nodes, per_node, 1 + guests, apart_from)
+        alone = _reserve(cluster, "policy", nodes, per_node, 1 + num_sharing, apart_from)
         return alone, alone
     if policy.generation.colocated.enabled:
-        shared = _reserve(cluster, "policy_and_generation", nodes, per_node, 2 + guests, apart_from)
+        shared = _reserve(cluster, "policy_and_generation", nodes, per_node, 2 + num_sharing, apart_from)
         return shared, shared
-    trains = _reserve(cluster, "policy", nodes, per_node, 1 + guests, apart_from)
+    trains = _reserve(cluster, "policy", nodes, per_node, 1 + num_sharing, apart_from)
     if topology.generation_nodes + nodes <= cluster.num_nodes:
         apart_from = [*apart_from, trains]
     engines, per_node = topology.generation_nodes, topology.generation_ranks_per_node

@@ -24,7 +24,7 @@ from nemo_rl.utils.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class HandedIn:
+class UserParts:
     """User-supplied parts of a run; None (or no entry) takes the configured part.
 
     Attributes:
@@ -65,7 +65,7 @@ class HandedIn:
             raise ConfigError(f"setup takes a {schema.__name__} or a dict of its keys, got {type(given).__name__}.")
         config = given.model_copy()
         if self.dataset is not None:
-            config.data = config.data.handed_in()
+            config.data = config.data.with_user_data()
         if self.environments and isinstance(config, RolloutMasterConfig):
             sections = {name: section for name, section in self.environments.items() if _is_section(section)}
             config["env"] = dict.fromkeys(self.environments, {}) | config.env | sections
@@ -125,7 +125,7 @@ class HandedIn:
         return own
 
 
-NOTHING = HandedIn()
+NOTHING = UserParts()
 
 
 def _is_section(given: Any) -> bool:

@@ -20,7 +20,7 @@ from nemo_rl.algorithms.setup.memory_check import tell_memory
 from nemo_rl.algorithms.setup.placement import place_roles
 from nemo_rl.algorithms.setup.roles import reserve, start_role, start_together
 from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
-from nemo_rl.algorithms.setup.user_parts import HandedIn
+from nemo_rl.algorithms.setup.user_parts import UserParts
 from nemo_rl.algorithms.supervised.batches import WrittenBatches
 from nemo_rl.algorithms.supervised.validation import LossValidator, SeparateValidations, Validate
 from nemo_rl.config import DPOConfig, Role, SupervisedMasterConfig
@@ -83,7 +83,7 @@ class Setup[Config: SupervisedMasterConfig]:
     """
 
     schema: type[Config]
-    recipe: Callable[[Config, HandedIn], SupervisedRecipe]
+    recipe: Callable[[Config, UserParts], SupervisedRecipe]
 
     def __call__(
         self,
@@ -96,9 +96,9 @@ class Setup[Config: SupervisedMasterConfig]:
         started_at: float = 0.0,
     ) -> Run:
         """Build a run of the algorithm and start its workers; arguments and errors as in `grpo.setup`."""
-        handed_in = HandedIn(tokenizer, train_dataset, val_dataset, loss_fn=loss_fn)
-        config = handed_in.checked(master_config, self.schema)
-        return start_run(config, self.recipe(config, handed_in), started_at)
+        user_parts = UserParts(tokenizer, train_dataset, val_dataset, loss_fn=loss_fn)
+        config = user_parts.checked(master_config, self.schema)
+        return start_run(config, self.recipe(config, user_parts), started_at)
 
 
 def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_at: float = 0.0) -> Run:

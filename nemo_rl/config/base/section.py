@@ -75,7 +75,7 @@ class Section(BaseModel):
     place: ClassVar[str] = ""
     inherits: ClassVar[str] = ""
 
-    _beside: Section | None = PrivateAttr(default=None)
+    _other_section: Section | None = PrivateAttr(default=None)
     """Sibling section whose keys may be read and written here too (`written_in`)."""
 
     @classmethod
@@ -127,18 +127,22 @@ class Section(BaseModel):
     def _introduce(self) -> None:
         """Give each section below a reference to the sibling whose keys it accepts too."""
         for other, own in self.written_in.items():
-            getattr(self, other)._beside = getattr(self, own)
+            getattr(self, other)._other_section = getattr(self, own)
 
     def __getattr__(self, name: str) -> Any:
         """Return a key of the sibling section."""
-        if not name.startswith("_") and self._beside is not None and name in type(self._beside).model_fields:
-            return getattr(self._beside, name)
+        if (
+            not name.startswith("_")
+            and self._other_section is not None
+            and name in type(self._other_section).model_fields
+        ):
+            return getattr(self._other_section, name)
         return super().__getattr__(name)  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a key of this section or of the sibling section."""
-        if name[0] != "_" and name not in type(self).model_fields and self._beside is not None:
-            setattr(self._beside, name, value)
+        if name[0] != "_" and name not in type(self).model_fields and self._other_section is not None:
+            setattr(self._other_section, name, value)
         else:
             super().__setattr__(name, value)
 
@@ -161,8 +165,8 @@ class Section(BaseModel):
         Raises:
             ConfigError: a key is unknown, or a value of a wrong type or out of range.
         """
-        if self._beside is not None and key not in type(self).model_fields:
-            self._beside[key] = value
+        if self._other_section is not None and key not in type(self).model_fields:
+            self._other_section[key] = value
             return
         field = type(self).model_fields.get(key)
         whole = isinstance(value, Section) and field is not None
@@ -195,8 +199,8 @@ class Section(BaseModel):
         return self._values().get(key, default)
 
     def _values(self) -> dict[str, Any]:
-        beside = {} if self._beside is None else vars(self._beside)
-        return {**beside, **{name: vars(self)[name] for name in type(self).model_fields}}
+        other = {} if self._other_section is None else vars(self._other_section)
+        return {**other, **{name: vars(self)[name] for name in type(self).model_fields}}
 
 
 def fill_defaults(section: type[Section], tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -21,7 +21,7 @@ from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.utils.errors import ConfigError
 
 
-def obstacles(path: str | Path, algorithm: str, overrides: Sequence[str] = ()) -> list[str]:
+def collect_errors(path: str | Path, algorithm: str, overrides: Sequence[str] = ()) -> list[str]:
     """Return the errors of a configuration, key by key; an empty list if it loads.
 
     Rules between keys are checked only after every single key is right.

@@ -34,12 +34,12 @@ NEED_PATH = (
 
 def check_data(data: DataConfig, environments: Mapping[str, Any]) -> Findings:
     """Check that each data entry names a known data set and a configured environment."""
-    if not data.train_entries and not data.is_handed_in:
+    if not data.train_entries and not data.has_user_data:
         yield (
             "data.train is empty. Name a data set, for example data.train.dataset_name=arithmetic, or a "
             "file with data.train.data_path."
         )
-    if not data.is_handed_in:
+    if not data.has_user_data:
         yield from check_unused(environments, {entry.env_name for _, entry in named_entries(data)})
     for name, entry in named_entries(data):
         yield from check_dataset(name, entry, RESPONSE_DATASET_NAMES)

@@ -46,7 +46,7 @@ def check_datasets(data: DataConfig, known: Sequence[str]) -> Findings:
         data: the section.
         known: built-in names that fit the algorithm.
     """
-    if not data.train_entries and not data.is_handed_in:
+    if not data.train_entries and not data.has_user_data:
         yield f"data.train is empty. Name a data set, for example data.train.dataset_name={known[0]}, or a file."
     for name, entry in named_entries(data):
         yield from check_dataset(name, entry, known)

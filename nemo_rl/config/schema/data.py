@@ -202,17 +202,17 @@ class DataConfig(Section):
     control_tokens_in_rows: InRows = Field(default="report", description=IN_ROWS)
     control_tokens_from_tools: FromTools = Field(default="as_text", description=FROM_TOOLS)
 
-    _handed_in: bool = PrivateAttr(default=False)
+    _has_user_data: bool = PrivateAttr(default=False)
 
     @property
-    def is_handed_in(self) -> bool:
+    def has_user_data(self) -> bool:
         """Return True if a program passes the data, so that no entry names any."""
-        return self._handed_in
+        return self._has_user_data
 
-    def handed_in(self) -> "DataConfig":
+    def with_user_data(self) -> "DataConfig":
         """Return this section for data that a program passes in place of `train` and `validation`."""
         own = self.model_copy(update={"train": None, "validation": None})
-        own._handed_in = True
+        own._has_user_data = True
         return own
 
     @property

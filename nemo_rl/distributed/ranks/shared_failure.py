@@ -1,6 +1,6 @@
 """Turn an error of one rank into an error of all ranks, so that no rank waits for one that has stopped.
 
-Invariant: after `failing_together` either every rank continues, or every rank has raised the same CheckpointError.
+Invariant: after `raise_on_all_ranks` either every rank continues, or every rank has raised the same CheckpointError.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from nemo_rl.utils.errors import CheckpointError
 
 
 @contextmanager
-def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Wait for all ranks; if any of them failed to write or read, raise on all of them.
 
     Args:

@@ -1,7 +1,7 @@
 """Create one worker of a group: its placement, and the recipe for its process.
 
-`worker_groups` plans placements and creates a `WorkerSeat` in each; `worker_process` then runs there. Invariant: this
-file never waits for a worker; a `WorkerSeat` is returned before its process has started.
+`worker_groups` plans placements and creates a `WorkerSlot` in each; `worker_process` then runs there. Invariant: this
+file never waits for a worker; a `WorkerSlot` is returned before its process has started.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from nemo_rl.config import VenvConfig
 from nemo_rl.distributed.ray_actor_environment_registry import make_actor_runtime_env
 from nemo_rl.distributed.workers.process import AsyncWorkerHost, WorkerHost
-from nemo_rl.distributed.workers.results import WorkerSeat
+from nemo_rl.distributed.workers.results import WorkerSlot
 from nemo_rl.optimizations.fork_server import needs_own_start, server_socket
 
 # These are read when a process starts, so the worker cannot set them. Ray starts a new process if any is given.
@@ -67,7 +67,7 @@ class RayWorkerBuilder:
         """Name of the class without its module."""
         return self.ray_actor_class_fqn.rpartition(".")[2]
 
-    def create_seat(
+    def create_slot(
         self,
         name: str,
         rank: int,
@@ -75,7 +75,7 @@ class RayWorkerBuilder:
         bundle_index: int,
         environment: Mapping[str, str],
         **options: Any,
-    ) -> WorkerSeat:
+    ) -> WorkerSlot:
         """Request the worker's process in a bundle from Ray; return before it runs.
 
         Args:
@@ -110,11 +110,11 @@ class RayWorkerBuilder:
             )
             .remote(name, rank, dict(environment))
         )
-        return WorkerSeat(name, rank, handle, is_async=self.max_concurrency is not None)
+        return WorkerSlot(name, rank, handle, is_async=self.max_concurrency is not None)
 
-    def build_in(self, seat: WorkerSeat, meeting_point: ray.ObjectRef | None) -> ray.ObjectRef:
+    def build_in(self, slot: WorkerSlot, meeting_point: ray.ObjectRef | None) -> ray.ObjectRef:
         """Start constructing the worker object in a process; `meeting_point` is awaited there."""
-        return seat.handle.build.remote(self.ray_actor_class_fqn, self.args, self.kwargs, meeting_point)
+        return slot.handle.build.remote(self.ray_actor_class_fqn, self.args, self.kwargs, meeting_point)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ ROOT_CAUSE_GRACE_S = 2.0
 
 
 @dataclass(frozen=True)
-class WorkerSeat:
+class WorkerSlot:
     """A worker as its group knows it; the identity is set once its process runs."""
 
     name: str
@@ -46,16 +46,16 @@ class PendingCall:
     """A call without an answer yet, and the worker that was called."""
 
     ref: Any
-    seat: WorkerSeat
+    slot: WorkerSlot
 
 
-def gather(calls: Sequence[PendingCall], crew: Sequence[WorkerSeat], timeout_s: float, phase: str) -> list[Any]:
+def gather(calls: Sequence[PendingCall], workers: Sequence[WorkerSlot], timeout_s: float, phase: str) -> list[Any]:
     """Wait for all answers.
 
     Args:
         calls: calls to wait for.
-        crew: all workers of the group. If the deadline passes their stacks are shown; if a call fails their nodes are
-            checked.
+        workers: all workers of the group. If the deadline passes their stacks are shown; if a call fails their nodes
+            are checked.
         timeout_s: seconds from now.
         phase: name of the wait for errors.
 
@@ -77,13 +77,13 @@ def gather(calls: Sequence[PendingCall], crew: Sequence[WorkerSeat], timeout_s: 
     while waiting:
         failures = _take_ready(waiting, answers, end, progress.look)
         if failures is None:
-            raise _deadline_error(list(waiting.values()), calls, crew, timeout_s, phase)
+            raise _deadline_error(list(waiting.values()), calls, workers, timeout_s, phase)
         if failures:
-            raise _root_cause(failures, waiting, crew, phase)
+            raise _root_cause(failures, waiting, workers, phase)
     return [answers[call.ref] for call in calls]
 
 
-def explain_failure(error: RayError, seat: WorkerSeat, phase: str) -> Exception:
+def explain_failure(error: RayError, slot: WorkerSlot, phase: str) -> Exception:
     """Convert Ray's error for a worker's call into the error to show.
 
     Returns:
@@ -94,14 +94,14 @@ def explain_failure(error: RayError, seat: WorkerSeat, phase: str) -> Exception:
         own = error.cause if isinstance(error.cause, Exception) else error
         if own is not error:
             own.__cause__ = error
-        own.add_note(f"Raised in worker {seat} during {phase!r}.")
+        own.add_note(f"Raised in worker {slot} during {phase!r}.")
         return own
-    losses = describe_losses([seat.identity] if seat.identity else [])
+    losses = describe_losses([slot.identity] if slot.identity else [])
     if losses:
         return NodeLostError(f"{losses}\nSeen during {phase!r}.")
-    logs = tail_of_logs(seat.identity) if seat.identity else "Its process never reported itself."
+    logs = tail_of_logs(slot.identity) if slot.identity else "Its process never reported itself."
     reason = " ".join(str(error).split())
-    return WorkerDiedError(f"Worker {seat} died during {phase!r}.\n{logs}\nRay says: {reason}")
+    return WorkerDiedError(f"Worker {slot} died during {phase!r}.\n{logs}\nRay says: {reason}")
 
 
 def _take_ready(
@@ -140,7 +140,7 @@ def _take_ready(
 def _root_cause(
     failures: list[tuple[PendingCall, RayError]],
     waiting: dict[Any, PendingCall],
-    crew: Sequence[WorkerSeat],
+    workers: Sequence[WorkerSlot],
     phase: str,
 ) -> Exception:
     end = time.monotonic() + ROOT_CAUSE_GRACE_S
@@ -150,45 +150,45 @@ def _root_cause(
             break
         failures = failures + more
     deaths_first = sorted(failures, key=lambda failure: isinstance(failure[1], RayTaskError))
-    losses = describe_losses([seat.identity for seat in crew if seat.identity])
+    losses = describe_losses([slot.identity for slot in workers if slot.identity])
     if losses:
         shown: Exception = NodeLostError(f"{losses}\nSeen during {phase!r}.")
         others = deaths_first
     else:
         (call, error), *others = deaths_first
-        shown = explain_failure(error, call.seat, phase)
+        shown = explain_failure(error, call.slot, phase)
     for other_call, other_error in others:
         last_line = str(other_error).strip().splitlines()[-1]
-        shown.add_note(f"Worker {other_call.seat} failed too: {last_line}")
+        shown.add_note(f"Worker {other_call.slot} failed too: {last_line}")
     return shown
 
 
 def _deadline_error(
     late: Sequence[PendingCall],
     calls: Sequence[PendingCall],
-    crew: Sequence[WorkerSeat],
+    workers: Sequence[WorkerSlot],
     timeout_s: float,
     phase: str,
 ) -> DeadlineExceededError:
-    names = ", ".join(str(call.seat) for call in late)
+    names = ", ".join(str(call.slot) for call in late)
     parts = [
         f"{phase!r} did not finish within {timeout_s:g} s: no answer from {len(late)} of {len(calls)} workers: {names}."
     ]
-    known = [seat.identity for seat in crew if seat.identity]
+    known = [slot.identity for slot in workers if slot.identity]
     if known:
         parts.append(stacks_of(known))
-    if len(known) < len(crew):
+    if len(known) < len(workers):
         parts.append(
-            f"Processes not started: {len(crew) - len(known)} of {len(crew)}. Free in the cluster: "
+            f"Processes not started: {len(workers) - len(known)} of {len(workers)}. Free in the cluster: "
             f"{ray.available_resources()}."
         )
-    parts.extend(_waiting_coroutines([call.seat for call in late]))
+    parts.extend(_waiting_coroutines([call.slot for call in late]))
     return DeadlineExceededError("\n".join(parts))
 
 
-def _waiting_coroutines(seats: Sequence[WorkerSeat]) -> list[str]:
+def _waiting_coroutines(slots: Sequence[WorkerSlot]) -> list[str]:
     """Describe where coroutines of asynchronous workers wait, for workers whose event loop still answers."""
-    asked = {seat.handle.describe_coroutines.remote(): seat for seat in seats if seat.is_async}
+    asked = {slot.handle.describe_coroutines.remote(): slot for slot in slots if slot.is_async}
     if not asked:
         return []
     ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=5.0)

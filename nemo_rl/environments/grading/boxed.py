@@ -1,13 +1,13 @@
 r"""Find `\boxed{...}` in a model's answer, and grade plain numbers without a computer algebra system.
 
 `math_environment` grades an answer in its own process if `grade_plain_number` can. Invariant: where it returns a
-verdict, math-verify returns the same.
+verified, math-verify returns the same.
 """
 
 import re
 from decimal import Decimal
 
-from nemo_rl.environments.grading.grade import Verdict
+from nemo_rl.environments.grading.grade import VerifierResult
 
 _BOXED = re.compile(r"\\boxed\s*\{")
 _PLAIN_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]{0,14})(?:\.[0-9]{1,6})?")
@@ -30,7 +30,7 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def grade_plain_number(response: str, ground_truth: str) -> Verdict | None:
+def grade_plain_number(response: str, ground_truth: str) -> VerifierResult | None:
     r"""Grade by exact comparison where truth and the only boxed answer are plain numbers.
 
     A plain number has at most 15 digits before the point and 6 after it, no separators, units or
@@ -39,7 +39,7 @@ def grade_plain_number(response: str, ground_truth: str) -> Verdict | None:
     the final answer), is left to math-verify.
 
     Returns:
-        The verdict, or None if this answer needs the full verifier.
+        The verified, or None if this answer needs the full verifier.
     """
     truth = ground_truth.strip()
     if _PLAIN_NUMBER.fullmatch(truth) is None or response.count("\\boxed") != 1:
@@ -49,4 +49,4 @@ def grade_plain_number(response: str, ground_truth: str) -> Verdict | None:
         return None
     if _RIVAL_ANCHOR.search(response):
         return None
-    return Verdict(float(Decimal(answer) == Decimal(truth)), answer)
+    return VerifierResult(float(Decimal(answer) == Decimal(truth)), answer)

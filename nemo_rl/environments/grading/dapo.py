@@ -8,7 +8,7 @@ normalisation makes them so.
 import re
 
 from nemo_rl.environments.grading.boxed import last_boxed
-from nemo_rl.environments.grading.grade import Verdict
+from nemo_rl.environments.grading.grade import VerifierResult
 
 _ANSWER_LINE = re.compile(r"answer\**\s*:\**[ \t]*([^\n]+)", re.IGNORECASE)
 _WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|overline)\s*\{([^{}]*)\}")
@@ -39,7 +39,7 @@ _DELETED = (
 )
 
 
-def verify_final_answer(response: str, ground_truth: str) -> Verdict:
+def verify_final_answer(response: str, ground_truth: str) -> VerifierResult:
     """Compare the final answer of a response with the ground truth as normalised text.
 
     Returns:
@@ -47,8 +47,8 @@ def verify_final_answer(response: str, ground_truth: str) -> Verdict:
     """
     answer = final_answer(response)
     if answer is None:
-        return Verdict(0.0, None)
-    return Verdict(float(normalize_answer(answer) == normalize_answer(ground_truth)), answer)
+        return VerifierResult(0.0, None)
+    return VerifierResult(float(normalize_answer(answer) == normalize_answer(ground_truth)), answer)
 
 
 def final_answer(response: str) -> str | None:

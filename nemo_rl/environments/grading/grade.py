@@ -15,7 +15,7 @@ Reward = float | dict[str, float]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerifierResult:
     """A verifier's judgement of one answer.
 
     Attributes:
@@ -29,19 +29,19 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Grade:
-    """The outcome of grading: exactly one of `verdict` and `error` is set.
+    """The outcome of grading: exactly one of `verified` and `error` is set.
 
     Attributes:
-        verdict: The judgement, if there is one.
+        verified: The judgement, if there is one.
         error: Reason why there is none: the verifier raised, exceeded its deadline or died.
     """
 
-    verdict: Verdict | None = None
+    verified: VerifierResult | None = None
     error: str | None = None
 
 
-Verifier = Callable[[str, str], Verdict]
-"""`verify(response, ground_truth) -> Verdict`; raises when it cannot judge."""
+Verifier = Callable[[str, str], VerifierResult]
+"""`verify(response, ground_truth) -> VerifierResult`; raises when it cannot judge."""
 
 _HERE = "nemo_rl.environments.grading"
 
@@ -64,5 +64,7 @@ def load_verifier(name: str) -> Verifier:
     Raises:
         ConfigError: The name is neither registered nor the dotted path of a function.
     """
-    known = f"Known: {', '.join(sorted(VERIFIERS))}, or the dotted path of a function (response, truth) -> Verdict."
+    known = (
+        f"Known: {', '.join(sorted(VERIFIERS))}, or the dotted path of a function (response, truth) -> VerifierResult."
+    )
     return cast(Verifier, import_dotted(VERIFIERS.get(name, name), ConfigError, f"verifier {name!r}", known))

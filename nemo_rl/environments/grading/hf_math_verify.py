@@ -12,7 +12,7 @@ from itertools import product
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from nemo_rl.environments.grading.boxed import last_boxed
-from nemo_rl.environments.grading.grade import Verdict
+from nemo_rl.environments.grading.grade import VerifierResult
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -25,7 +25,7 @@ _THINK_THEN_ANSWER = re.compile(
 )
 
 
-def verify_math(response: str, ground_truth: str) -> Verdict:
+def verify_math(response: str, ground_truth: str) -> VerifierResult:
     """Judge whether the response's final answer equals the ground truth mathematically.
 
     Args:
@@ -44,7 +44,7 @@ def verify_math(response: str, ground_truth: str) -> Verdict:
         raise ValueError(f"math-verify finds no expression in the ground truth {ground_truth!r}")
     answers = parse(response, _ANSWER_TARGETS, parsing_timeout=None, raise_on_error=True)
     text = next((answer for answer in answers if isinstance(answer, str)), None)
-    return Verdict(float(_any_equal(truths, answers)), text)
+    return VerifierResult(float(_any_equal(truths, answers)), text)
 
 
 def _any_equal(truths: list, answers: list) -> bool:
@@ -61,7 +61,7 @@ def _any_equal(truths: list, answers: list) -> bool:
     return False
 
 
-def verify_math_components(response: str, ground_truth: str) -> Verdict:
+def verify_math_components(response: str, ground_truth: str) -> VerifierResult:
     """Judge correctness, an integer answer and the format as separate reward components.
 
     The final answer is searched in the last `<answer>...</answer>` block, or in the whole
@@ -74,13 +74,13 @@ def verify_math_components(response: str, ground_truth: str) -> Verdict:
     """
     blocks = _ANSWER_BLOCK.findall(response)
     stated = blocks[-1] if blocks else response
-    verdict = verify_math(stated, ground_truth)
-    answer = last_boxed(stated) or verdict.extracted_answer or ""
-    return Verdict(
+    verified = verify_math(stated, ground_truth)
+    answer = last_boxed(stated) or verified.extracted_answer or ""
+    return VerifierResult(
         {
-            "reward/correctness": float(verdict.reward),  # type: ignore[arg-type]
+            "reward/correctness": float(verified.reward),  # type: ignore[arg-type]
             "reward/integer": float(_INTEGER.fullmatch(answer.strip(" $")) is not None),
             "reward/format": float(_THINK_THEN_ANSWER.fullmatch(response) is not None),
         },
-        verdict.extracted_answer,
+        verified.extracted_answer,
     )

@@ -6,7 +6,7 @@ an answer word is wrong, not an error.
 
 import re
 
-from nemo_rl.environments.grading.grade import Verdict
+from nemo_rl.environments.grading.grade import VerifierResult
 
 _BEFORE_LETTER = r"(?:\\boxed\{|[*($（\s])*"
 _ENGLISH = re.compile(rf"answer\**\s*:{_BEFORE_LETTER}([A-Z])(?![A-Za-z])", re.IGNORECASE)
@@ -48,23 +48,23 @@ _MULTILINGUAL = re.compile(
 )
 
 
-def verify_english(response: str, ground_truth: str) -> Verdict:
+def verify_english(response: str, ground_truth: str) -> VerifierResult:
     """Compare the letter of the last `Answer: X` with the ground truth letter."""
     return _compare(_ENGLISH, response, ground_truth)
 
 
-def verify_multilingual(response: str, ground_truth: str) -> Verdict:
+def verify_multilingual(response: str, ground_truth: str) -> VerifierResult:
     """Compare the letter after the last answer word of any known language."""
     return _compare(_MULTILINGUAL, response, ground_truth)
 
 
-def _compare(pattern: re.Pattern[str], response: str, ground_truth: str) -> Verdict:
+def _compare(pattern: re.Pattern[str], response: str, ground_truth: str) -> VerifierResult:
     """Reward 1.0 if the last letter found equals the ground truth's."""
     letters = pattern.findall(response)
     if not letters:
-        return Verdict(0.0, None)
+        return VerifierResult(0.0, None)
     answer = _latin(letters[-1])
-    return Verdict(float(answer == _latin(ground_truth)), answer)
+    return VerifierResult(float(answer == _latin(ground_truth)), answer)
 
 
 def _latin(letter: str) -> str:

@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_rl.environments.grading.grade import Grade, Verdict
+from nemo_rl.environments.grading.grade import Grade, VerifierResult
 from nemo_rl.environments.grading.process import GradingProcess
 from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError
 
@@ -197,4 +197,4 @@ def _as_grade(reply: dict[str, Any], verifier: str) -> Grade:
     """Read a reply of `worker_main`."""
     if "error" in reply:
         return Grade(error=f"verifier {verifier} raised {reply['error']}")
-    return Grade(verdict=Verdict(reply["reward"], reply["extracted_answer"]))
+    return Grade(verified=VerifierResult(reply["reward"], reply["extracted_answer"]))

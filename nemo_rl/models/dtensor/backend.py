@@ -121,7 +121,7 @@ class DTensorBackend(PolicyBackend):
         if not (init_optimizer or init_reference_model) and _stores_compute_precision(device):
             hold_in(self.model, torch_dtype(config.precision))
         shard(self.model, meshes, ShardingSpec.of(config, device))
-        materialize(self.model, self.model.hf, built.unread, device, cpu_offload=config.dtensor_cfg.cpu_offload)
+        materialize(self.model, self.model.hf, built.lazy_weights, device, cpu_offload=config.dtensor_cfg.cpu_offload)
         method = config.dtensor_cfg.context_parallel_method
         self._context = ContextParallel(meshes.cp, method) if layout.cp > 1 else None
         self._stage = stage_of(self.model.hf)

@@ -13,15 +13,15 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_logprobs import LogitTransform
 from nemo_rl.models.dtensor.attention import attention_to_load, can_share_prompts, choose_attention
 from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs, build_causal_lm
-from nemo_rl.models.dtensor.decide_on_rank0 import found_by_one_rank
+from nemo_rl.models.dtensor.decide_on_rank0 import decide_on_rank0
 from nemo_rl.models.dtensor.lora.modules import apply_lora
 from nemo_rl.models.dtensor.pipeline.stages import try_division
 from nemo_rl.models.dtensor.reward_model import RewardModel, require_scoring_head
 from nemo_rl.models.huggingface.head import find_transform
 from nemo_rl.models.huggingface.layers import hidden_states
-from nemo_rl.models.huggingface.lazy_weights import Unread, weights_left_in_files
+from nemo_rl.models.huggingface.lazy_weights import LazyWeights, weights_left_in_files
 from nemo_rl.models.huggingface.load import load_causal_lm, load_scoring_model
-from nemo_rl.models.huggingface.probe_model import small_twin
+from nemo_rl.models.huggingface.probe_model import small_probe_model
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
 
 
@@ -46,12 +46,12 @@ class Built:
 
     Attributes:
         model: the wrapped model; parameters that are in the files are on the meta device.
-        unread: the files with the weights.
+        lazy_weights: the files with the weights.
         shares_prompts: see `Found`.
     """
 
     model: CausalLMWithLogprobs | RewardModel
-    unread: Unread
+    lazy_weights: LazyWeights
     shares_prompts: bool
 
 
@@ -66,7 +66,7 @@ def build_model(config: PolicyConfig, seed: int) -> Built:
         ConfigError: the architecture does not support the settings.
     """
     load = load_scoring_model if config.reward_model_cfg.enabled else load_causal_lm
-    with weights_left_in_files() as unread:
+    with weights_left_in_files() as lazy_weights:
         hf = load(
             config.model_name,
             config_overrides=config.hf_config_overrides,
@@ -74,8 +74,8 @@ def build_model(config: PolicyConfig, seed: int) -> Built:
         )
     context = longest_sequence(config)
     fix_rotary_frequencies(hf, context)
-    found = found_by_one_rank(partial(_try_probe_model, hf, context, config))
-    return Built(adapted(hf, config, found, seed), unread, found.shares_prompts)
+    found = decide_on_rank0(partial(_try_probe_model, hf, context, config))
+    return Built(adapted(hf, config, found, seed), lazy_weights, found.shares_prompts)
 
 
 def longest_sequence(config: PolicyConfig) -> int:
@@ -108,7 +108,7 @@ def adapted(hf: PreTrainedModel, config: PolicyConfig, found: Found, seed: int) 
 
 
 def _try_probe_model(hf: PreTrainedModel, context: int, config: PolicyConfig) -> Found:
-    return try_out(small_twin(hf), context, config)
+    return try_out(small_probe_model(hf), context, config)
 
 
 def try_out(probe_model: PreTrainedModel, context: int, config: PolicyConfig) -> Found:

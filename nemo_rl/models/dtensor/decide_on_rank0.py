@@ -8,7 +8,7 @@ import torch.distributed as dist
 from nemo_rl.utils.errors import ConfigError
 
 
-def found_by_one_rank[AnswerT](find_out: Callable[[], AnswerT]) -> AnswerT:
+def decide_on_rank0[AnswerT](find_out: Callable[[], AnswerT]) -> AnswerT:
     """Call a function on rank 0 and broadcast its result; collective.
 
     Raises:

@@ -7,7 +7,7 @@ Map (all of this runs on the rollout event loop, see `experience.event_loop`, un
     _watch task per call ─► a failed call fails the engine's requests
     _collect task per engine ─► collect of its workers (long poll) ─► resolves the futures of generate()
     engine is silent (hangs) ─► it is killed, then treated as dead
-    engine dies ─► _revive: new actors, current weights (`bring_up`), unfinished requests submitted again
+    engine dies ─► _revive: new actors, current weights (`load_weights`), unfinished requests submitted again
     a revival fails ─► the group has ended: waiting and later requests raise the reason
     the training thread finds a dead engine (`with_replacements`) ─► revive_dead, then the call again
 
@@ -108,7 +108,7 @@ class _Member:
 
 
 class EngineGroup(GenerationInterface):
-    """Engines behind one `generate`; for one event loop at a time.
+    """Engines that share one `generate`; for one event loop at a time.
 
     Args:
         workers: the group of all `GenerationWorker`s.
@@ -121,7 +121,7 @@ class EngineGroup(GenerationInterface):
     Attributes:
         workers: the worker group; `algorithms.rollout.refit` moves weights through it.
         num_restarts: number of engines replaced so far.
-        bring_up: loads the current weights into new engines; set by `algorithms.rollout.refit`.
+        load_weights: loads the current weights into new engines; set by `algorithms.rollout.refit`.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class EngineGroup(GenerationInterface):
         self.workers = workers
         self.weight_version = 0
         self.num_restarts = 0
-        self.bring_up: Callable[[], None] | None = None
+        self.load_weights: Callable[[], None] | None = None
         self._setup_timeout_s = setup_timeout_s
         self._turn_timeout_s = turn_timeout_s or setup_timeout_s
         self._max_restarts = max_restarts
@@ -341,7 +341,7 @@ class EngineGroup(GenerationInterface):
         )
         states = ", ".join(_STATES.get(state, state) for state, _ in self.workers.activity(member.ranks))
         reason = (
-            f"Worker {self.workers.seat(silence.rank)} has given no sign of life for {silence.seconds:.0f} s "
+            f"Worker {self.workers.slot(silence.rank)} has given no sign of life for {silence.seconds:.0f} s "
             f"(cluster.timeouts.engine_silence_s={self._silence_s:g}), its process is {states}; "
             f"{open_ones or 'no request is open'}."
         )
@@ -354,8 +354,8 @@ class EngineGroup(GenerationInterface):
             self._refuse_at_the_end()
             if member.num_starts == called:
                 self._replace(member, cause())
-                if self.bring_up is not None:
-                    self.bring_up()
+                if self.load_weights is not None:
+                    self.load_weights()
         logger.warning("Generation engine %d is back at version %d.", member.index, self.weight_version)
 
     @contextmanager
@@ -445,7 +445,7 @@ class EngineGroup(GenerationInterface):
         lines = []
         for member in self._members:
             if member.unfinished:
-                names = ", ".join(str(self.workers.seat(rank)) for rank in member.ranks)
+                names = ", ".join(str(self.workers.slot(rank)) for rank in member.ranks)
                 state = " (being replaced)" if member.is_down else f"\n{self.workers.stacks(member.ranks)}"
                 lines.append(
                     f"Generation engine {member.index} has {len(member.unfinished)} requests open: {names}{state}"

@@ -175,7 +175,7 @@ def make_engines(settings: EngineSettings, where: RayVirtualCluster, cluster: Cl
         env_vars=engine_kind(settings.backend).environment(settings.device) | settings.env_vars,
         setup_timeout_s=timeouts.setup_s,
         call_timeout_s=timeouts.weight_sync_s,
-        crew_size=settings.num_workers,
+        ranks_per_unit=settings.num_workers,
     )
     return EngineGroup(
         workers,

@@ -309,7 +309,7 @@ def verify_right_padding(
     lengths = data["input_lengths"]
     for row, (ids, length) in enumerate(zip(data["input_ids"], lengths.tolist(), strict=True)):
         if bool((ids[length:] != pad_value).any()):
-            message = f"Row {row} has tokens other than {pad_value} behind its length {length}."
+            message = f"Row {row} has tokens other than {pad_value} after its length {length}."
             if raise_error:
                 raise ValueError(message)
             return False, message

@@ -29,7 +29,7 @@ _METHOD = "_load_pretrained_model"
 
 
 @dataclass
-class Unread:
+class LazyWeights:
     """Files whose weights were not read.
 
     Attributes:
@@ -40,7 +40,7 @@ class Unread:
 
 
 @contextmanager
-def weights_left_in_files() -> Iterator[Unread]:
+def weights_left_in_files() -> Iterator[LazyWeights]:
     """Run a block in which `from_pretrained` makes one model without reading its safetensors files.
 
     Models in other formats (`pytorch_model.bin`, quantised ones) are read as usual, and a warning is logged.
@@ -48,7 +48,7 @@ def weights_left_in_files() -> Iterator[Unread]:
     Raises:
         CheckpointError: a file is damaged, or holds a tensor whose shape is not the model's.
     """
-    unread = Unread()
+    lazy_weights = LazyWeights()
     read: Any = getattr(PreTrainedModel, _METHOD)
 
     def leave(
@@ -62,12 +62,12 @@ def weights_left_in_files() -> Iterator[Unread]:
                 load_config.pretrained_model_name_or_path,
             )
             return read(model, state_dict, checkpoint_files, load_config, *rest)
-        unread.files = [Path(file) for file in files]
-        return _match(model, TensorFiles(unread.files), load_config), None
+        lazy_weights.files = [Path(file) for file in files]
+        return _match(model, TensorFiles(lazy_weights.files), load_config), None
 
     setattr(PreTrainedModel, _METHOD, staticmethod(leave))
     try:
-        yield unread
+        yield lazy_weights
     finally:
         setattr(PreTrainedModel, _METHOD, staticmethod(read))
 

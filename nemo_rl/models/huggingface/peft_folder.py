@@ -10,7 +10,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from nemo_rl.config.schema.model.parallel import AdapterConfig
-from nemo_rl.distributed.ranks.shared_failure import failing_together
+from nemo_rl.distributed.ranks.shared_failure import raise_on_all_ranks
 from nemo_rl.utils.errors import CheckpointError
 
 ADAPTER_FOLDER = "adapter"
@@ -81,7 +81,7 @@ def write_adapter(
         described: result of `peft_config`.
         group: process group of all ranks; None is the default one.
     """
-    with failing_together(group):
+    with raise_on_all_ranks(group):
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / WEIGHTS_FILE).write_bytes(save(dict(tensors), metadata={"format": "pt"}))

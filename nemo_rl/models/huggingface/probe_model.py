@@ -42,7 +42,7 @@ _NOT_A_KIND = ("layer_idx", "layer_index", "layer_id", "layer_number", "training
 """Attributes of modules that differ between layers of the same kind."""
 
 
-def small_twin(hf: PreTrainedModel) -> PreTrainedModel:
+def small_probe_model(hf: PreTrainedModel) -> PreTrainedModel:
     """Build the probe model, in float32 on the CPU and in eval mode.
 
     The weights are the same in every call, and the state of the random generators is not changed.

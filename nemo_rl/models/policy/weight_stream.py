@@ -60,7 +60,7 @@ class PolicyWeightStream:
         return [
             PendingCall(
                 self._workers.run_single_worker_single_data("send_weight_bucket", 0, bucket),
-                self._workers.seat(0),
+                self._workers.slot(0),
             )
         ]
 

@@ -38,7 +38,7 @@ def assign(**grpo):
 
 
 def test_gdpo_scales_each_component():
-    """Points of 80 and 65 are both cut to 50, hence equal, before anything is compared."""
+    """Points of 80 and 65 are both cut to 50, so they are equal, before anything is compared."""
     advantages, _ = assign(adv_estimator={"name": "gdpo", "normalize_rewards": False}, reward_scaling=SCALING)
     right, points = [-1 + 2 / 50, -1.0, -1.0], [1.0, -1 + 40 / 50, 1.0]
     summed = [r - statistics.fmean(right) + p - statistics.fmean(points) for r, p in zip(right, points, strict=True)]

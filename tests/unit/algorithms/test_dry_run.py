@@ -109,7 +109,7 @@ def test_a_wrong_configuration_is_refused_as_in_a_run(capsys: pytest.CaptureFixt
         "policy.train_global_batch_size=500": "train_global_batch_size=500",
         "policy.dtensor_cfg.tensor_parallel_size=3": "8 ranks are no multiple of 3",
         "policy.generation.engine.tensor_parallel_size=16": "do not divide the 8 generation ranks",
-        "policy.model_name=nobody/knows-this": "is not here",
+        "policy.model_name=no-such-user/knows-this": "is not here",
     }.items():
         assert launch("", file, GRPOMasterConfig, run_not, ["--dry-run", override]) == 2
         assert message in capsys.readouterr().err
@@ -125,7 +125,7 @@ def test_an_engine_without_room_for_an_answer_is_refused() -> None:
 
 
 def test_memory_by_hand() -> None:
-    """Weights, state and cache of models whose arithmetic is written beside the recipes."""
+    """Weights, state and cache of models whose arithmetic is written next to the recipes."""
     moe = recipe_of("grpo-qwen3-30ba3b-2n8g-megatron").forecast
     training = moe.groups["policy + generation"].moments["training"]
     experts = 48 * 128 * 3 * 2048 * 768
@@ -229,8 +229,10 @@ def test_a_model_that_is_here_is_asked_itself() -> None:
     known = load_config(CONFIGS / "sft.yaml", schema=SFTMasterConfig)
     assert with_local_configs(known).policy.model_name == str(FOLDER / "meta-llama/Llama-3.2-1B")
     assert known.policy.model_name == "meta-llama/Llama-3.2-1B"
-    with pytest.raises(ConfigError, match="nobody/knows-this.*Qwen/Qwen3-32B"):
-        with_local_configs(load_config(CONFIGS / "sft.yaml", ["policy.model_name=nobody/knows-this"], SFTMasterConfig))
+    with pytest.raises(ConfigError, match="no-such-user/knows-this.*Qwen/Qwen3-32B"):
+        with_local_configs(
+            load_config(CONFIGS / "sft.yaml", ["policy.model_name=no-such-user/knows-this"], SFTMasterConfig)
+        )
 
 
 @pytest.mark.parametrize(

@@ -173,8 +173,8 @@ def test_weights_that_cannot_be_offloaded_stay_on_the_device(monkeypatch: pytest
         for phase in ("training", "judge's scores", "generation", "weight sync")
     )
     models: Any = dict.fromkeys(("policy", "critic", "judge"))
-    parties = groups_of_models(three(*GPUS).models, models)["policy"]
-    assert [type(party).__name__ for party in parties.values()] == ["TrainedModel", "TrainedModel", "FrozenModel"]
+    users = groups_of_models(three(*GPUS).models, models)["policy"]
+    assert [type(user).__name__ for user in users.values()] == ["TrainedModel", "TrainedModel", "FrozenModel"]
 
 
 def test_a_disk_without_room_for_all_models_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_what_is_wrong_before_any_file_is_read(tmp_path, monkeypatch, capsys):
 
 
 def test_a_class_in_the_folder_the_run_was_started_from(tmp_path, monkeypatch, capsys):
-    """As with `python /elsewhere/run_grpo.py`: Python itself looks beside the script only."""
+    """As with `python /elsewhere/run_grpo.py`: Python itself looks next to the script only."""
     Path("own_environment_here.py").write_text(OWN_ENVIRONMENT)
     path = [entry for entry in sys.path if entry not in ("", str(tmp_path))]
     monkeypatch.setattr("sys.path", path)
@@ -101,7 +101,7 @@ def test_a_hub_that_does_not_answer(monkeypatch):
         with pytest.raises(
             ConfigError, match=f"and the hub at {endpoint} (gave no answer in 0.3 s|could not be reached)"
         ):
-            check_reachable("policy.model_name", "nobody/nothing")
+            check_reachable("policy.model_name", "no-such-user/nothing")
         assert time.monotonic() - started < 5
 
 
@@ -124,9 +124,9 @@ def test_models_in_the_cache_of_the_hub_need_no_network(tmp_path, monkeypatch):
     (folder / "snapshots" / commit / "config.json").write_text("{}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    check_reachable("policy.model_name", "nobody/something")
+    check_reachable("policy.model_name", "no-such-user/something")
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
-        check_reachable("policy.model_name", "nobody/else")
+        check_reachable("policy.model_name", "no-such-user/else")
 
 
 @pytest.mark.parametrize(

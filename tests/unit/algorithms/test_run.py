@@ -35,7 +35,7 @@ pytestmark = pytest.mark.fast
 
 
 class Recorder:
-    """A party on shared devices, a stage and a model, which write down what happens."""
+    """A user on shared devices, a stage and a model, which write down what happens."""
 
     def __init__(self, events: list[str], name: str, roles: tuple[str, ...] = ()):
         self.events, self.name, self.roles = events, name, roles
@@ -153,14 +153,14 @@ def make_run(
         validate=None,
         run_config=config,
     )
-    parties = {name: Recorder(events, name) for name in ("generation", "teacher", "policy")}
+    users = {name: Recorder(events, name) for name in ("generation", "teacher", "policy")}
     return Run(
         session=Session(parts, None if latest is None else Path(latest), started_at=0.0),
         source=batches,
         stages=[Recorder(events, "scores", roles=("teacher",)), Recorder(events, "credit")],
         roles={"policy": policy},  # type: ignore[dict-item]
         loss_fn=None,  # type: ignore[arg-type]
-        memory=MemorySharing(parties),
+        memory=MemorySharing(users),
         resources=ExitStack(),
     )
 

@@ -155,7 +155,7 @@ def test_parameters_are_counted_from_headers(tmp_path):
     model = ROOT / "examples/assets/tiny-chat"
     want = sum(tensor.numel() for file in model.glob("*.safetensors") for tensor in load_file(file).values())
     assert count_parameters(str(model)) == want
-    assert count_parameters("nobody/has-this-model") is None
+    assert count_parameters("no-such-user/has-this-model") is None
     (tmp_path / "model.safetensors").write_bytes(b"short")
     assert count_parameters(str(tmp_path)) is None
 

@@ -136,7 +136,7 @@ class Engines:
         self.num_restarts = 0
         self.weight_version = 0
         self.is_held = False
-        self.bring_up: Any = None
+        self.load_weights: Any = None
 
     @contextmanager
     def exclusively(self) -> Iterator[None]:

@@ -45,7 +45,7 @@ class ModelPolicy:
 
 
 class Engines:
-    """Engines behind the calls of a worker group."""
+    """Engines that answer the calls of a worker group."""
 
     def __init__(self, *engines: HfEngine):
         self.engines = engines

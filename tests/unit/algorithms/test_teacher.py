@@ -51,7 +51,7 @@ def test_another_vocabulary_is_refused_before_ray_starts(other_words, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("keys", "parties"),
+    ("keys", "users"),
     [
         ((), {"generation": "Engines", "policy": "TrainedModel", "teacher": "FrozenModel"}),
         (("teacher.colocated.enabled=false",), {"generation": "Engines", "policy": "TrainedModel"}),
@@ -60,7 +60,7 @@ def test_another_vocabulary_is_refused_before_ray_starts(other_words, tmp_path, 
         (("cluster.device=cpu",), {}),
     ],
 )
-def test_those_who_share_gpus_with_the_policy_take_turns(keys, parties) -> None:
+def test_those_who_share_gpus_with_the_policy_take_turns(keys, users) -> None:
     gpus = ("cluster.device=cuda", "cluster.gpus_per_node=8", "policy.precision=bfloat16")
     apart = [key.replace("enabled=false", f"resources.gpus_per_node={4 // len(keys)}") for key in keys]
     config = config_with(*gpus, *keys, *(key for key in apart if "colocated" in key))
@@ -68,8 +68,8 @@ def test_those_who_share_gpus_with_the_policy_take_turns(keys, parties) -> None:
     models: dict = dict.fromkeys(roles)
     engines = shared_engines(config, engines=None)  # type: ignore[arg-type]
     groups = share_memory(config.cluster, roles, models, engines)._groups
-    found = [{name: type(party).__name__ for name, party in group.items()} for group in groups]
-    assert found == [parties] * bool(parties)
+    found = [{name: type(user).__name__ for name, user in group.items()} for group in groups]
+    assert found == [users] * bool(users)
 
 
 def test_a_head_with_rows_beyond_the_vocabulary_is_cut(tmp_path) -> None:

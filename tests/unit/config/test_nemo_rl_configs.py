@@ -18,7 +18,7 @@ from nemo_rl.config import REPOSITORY_ROOT, ClusterConfig, PolicyConfig, Section
 from nemo_rl.config.base.availability import Later
 from nemo_rl.config.base.structure import Slot
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
-from nemo_rl.config.loading.all_errors import obstacles
+from nemo_rl.config.loading.all_errors import collect_errors
 from nemo_rl.config.rules.training import check_generation
 from nemo_rl.utils.errors import ConfigError
 
@@ -225,7 +225,7 @@ def test_all_keys_of_nemo_rl_load_at_its_defaults(algorithm: str) -> None:
 
 @pytest.mark.parametrize("algorithm", ACCEPTED)
 def test_nemo_rl_keys_load_with_their_meaning(tmp_path: Path, algorithm: str) -> None:
-    assert obstacles(written(tmp_path, algorithm, *ACCEPTED[algorithm]), algorithm) == []
+    assert collect_errors(written(tmp_path, algorithm, *ACCEPTED[algorithm]), algorithm) == []
 
 
 @pytest.mark.parametrize("kind", MEGATRON_FILES)
@@ -303,14 +303,14 @@ def test_keys_without_effect_load_with_a_notice(
 
 @pytest.mark.parametrize("algorithm", NOT_BUILT)
 def test_unsupported_keys_are_refused_by_name(tmp_path: Path, algorithm: str) -> None:
-    found = obstacles(written(tmp_path, algorithm, *NOT_BUILT[algorithm]), algorithm)
+    found = collect_errors(written(tmp_path, algorithm, *NOT_BUILT[algorithm]), algorithm)
     assert {text.split("=")[0] for text in found} == {key.split("=")[0] for key in NOT_BUILT[algorithm]}
     assert len(found) == len(NOT_BUILT[algorithm]) and all("not built yet: " in text for text in found)
 
 
 def test_unsupported_data_and_environments_are_refused(tmp_path: Path) -> None:
     changes = ("data.train={dataset_name: refcoco}", "data.default.env_name=nemo_gym", "env={nemo_gym: {}, math: {}}")
-    found = obstacles(written(tmp_path, "grpo", *changes), "grpo")
+    found = collect_errors(written(tmp_path, "grpo", *changes), "grpo")
     assert len(found) == 2 and all("not built yet" in text for text in found)
     assert {text.split("=")[0] for text in found} == {"data.train.env_name", "data.train.dataset_name"}
 
@@ -362,7 +362,7 @@ def test_neutral_values_of_unsupported_keys_load(tmp_path: Path, algorithm: str)
     assert len(keys) > 10
     values = {key: neutral[0] if neutral else value for (key, neutral), value in zip(keys.items(), cycle(NEUTRAL))}
     marked = {key: {"_override_": True, **value} if isinstance(value, dict) else value for key, value in values.items()}
-    assert obstacles(written_tree(tmp_path, algorithm, marked), algorithm) == []
+    assert collect_errors(written_tree(tmp_path, algorithm, marked), algorithm) == []
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -370,7 +370,7 @@ def test_other_values_of_unsupported_keys_are_refused_together(tmp_path: Path, a
     keys = later_keys(algorithm)
     kinds = dict(zip(keys, cycle(SWITCHED_ON), strict=False))
     values = {key: SWITCHED_ON[int if keys[key] else kind] for key, kind in kinds.items()}
-    found = obstacles(written_tree(tmp_path, algorithm, values), algorithm)
+    found = collect_errors(written_tree(tmp_path, algorithm, values), algorithm)
     refused = {text.split("=")[0]: text for text in found}
     assert set(refused) == set(keys) and len(found) == len(keys)
     for key, text in refused.items():
@@ -403,7 +403,7 @@ def test_errors_of_every_stage_are_reported_together(tmp_path: Path) -> None:
         "policy.train_micro_batch_size=none",
         "grpo.batch_multiplier=1.3",
     )
-    found = obstacles(path, "grpo")
+    found = collect_errors(path, "grpo")
     assert [text.split("=")[0].split(": ")[-1].split("'")[0] for text in found] == [
         "unknown key ",
         "policy.quant_cfg",
@@ -413,16 +413,16 @@ def test_errors_of_every_stage_are_reported_together(tmp_path: Path) -> None:
     ]
     assert "Did you mean 'grpo.num_prompts_per_step'?" in found[0]
     uneven = ["grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.3"]
-    rules = obstacles(written(tmp_path, "grpo", *uneven), "grpo")
-    assert rules == obstacles(SHAPES / "grpo.yaml", "grpo", uneven)
+    rules = collect_errors(written(tmp_path, "grpo", *uneven), "grpo")
+    assert rules == collect_errors(SHAPES / "grpo.yaml", "grpo", uneven)
     assert len(rules) == 1 and "is not a whole number" in rules[0]
 
 
 def test_old_names_next_to_new_ones_are_refused(tmp_path: Path) -> None:
     """A null sets nothing; a prompt file would have been used, so it is refused."""
-    (found,) = obstacles(written(tmp_path, "grpo", "data.prompt_file=a.txt"), "grpo")
+    (found,) = collect_errors(written(tmp_path, "grpo", "data.prompt_file=a.txt"), "grpo")
     assert "data.prompt_file='a.txt'" in found and "write data.default.prompt_file" in found
-    (found,) = obstacles(written(tmp_path, "grpo", "data.dataset_name=DAPOMath17K", "data.train=null"), "grpo")
+    (found,) = collect_errors(written(tmp_path, "grpo", "data.dataset_name=DAPOMath17K", "data.train=null"), "grpo")
     assert "write data.train.dataset_name" in found
 
 
@@ -493,9 +493,9 @@ def test_a_value_left_open_is_requested(tmp_path: Path) -> None:
     path.write_text(
         "sft: {val_period: 0, val_at_start: false}\npolicy: {model_name: '???'}\ndata: {train: {dataset_name: squad}}"
     )
-    (found,) = obstacles(path, "sft")
+    (found,) = collect_errors(path, "sft")
     assert found.startswith("policy.model_name has no value")
-    assert obstacles(path, "sft", ["policy.model_name=Qwen/Qwen3-4B"]) == []
+    assert collect_errors(path, "sft", ["policy.model_name=Qwen/Qwen3-4B"]) == []
 
 
 def test_ppo_is_refused_as_not_implemented(tmp_path: Path) -> None:
@@ -503,7 +503,7 @@ def test_ppo_is_refused_as_not_implemented(tmp_path: Path) -> None:
     parts = {"ppo": {"ppo_epochs": 4}, "value": {"model_name": "m"}, "value_loss_fn": {"scale": 0.4}}
     path.write_text(yaml.safe_dump({"defaults": str(SHAPES / "common.yaml"), **parts}))
     assert algorithm_of(path) == "grpo"
-    found = obstacles(path, "grpo")
+    found = collect_errors(path, "grpo")
     assert [text.split("=")[0] for text in found] == ["ppo", "value", "value_loss_fn"]
     with pytest.raises(ConfigError, match="not built yet: PPO with a value model"):
         load_config(path)

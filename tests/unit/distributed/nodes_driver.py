@@ -86,9 +86,11 @@ def checks(places: RayVirtualCluster) -> dict[str, str]:
     return found
 
 
-def group(cluster: RayVirtualCluster, name: str, crew_size: int | None) -> RayWorkerGroup:
+def group(cluster: RayVirtualCluster, name: str, ranks_per_unit: int | None) -> RayWorkerGroup:
     builder = RayWorkerBuilder("sample_workers.Plain")
-    return RayWorkerGroup(cluster, builder, name_prefix=name, env_vars=ENV, setup_timeout_s=90, crew_size=crew_size)
+    return RayWorkerGroup(
+        cluster, builder, name_prefix=name, env_vars=ENV, setup_timeout_s=90, ranks_per_unit=ranks_per_unit
+    )
 
 
 def loss(policy: RayWorkerGroup, engines: RayWorkerGroup, large: RayVirtualCluster) -> dict[str, Any]:

@@ -220,7 +220,7 @@ def test_coroutines_run_concurrently_and_a_stuck_one_is_shown(make_group):
 
 
 def test_independent_workers_survive_a_death_and_can_be_replaced_until_the_group_ends(make_group):
-    group = make_group("engine", builder=RayWorkerBuilder("sample_workers.Slow", 1.0), crew_size=1)
+    group = make_group("engine", builder=RayWorkerBuilder("sample_workers.Slow", 1.0), ranks_per_unit=1)
     first, second = (m["pid"] for m in group.worker_metadata)
     ref = group.run_single_worker_single_data("die_on", 1, 1)
     with pytest.raises(WorkerDiedError, match="engine-0-1"):

@@ -23,7 +23,7 @@ def pool():
 
 def test_outcomes_keep_the_order_and_only_bad_answers_carry_errors(pool):
     grades = pool.grade([("4", "4"), ("sleep 60", "4"), ("5", "4"), ("raise why", "4"), ("exit 3", "4"), ("4", "4")])
-    rewards = [grade.verdict.reward if grade.verdict else None for grade in grades]
+    rewards = [grade.verified.reward if grade.verified else None for grade in grades]
     assert rewards == [1.0, None, 0.0, None, None, 1.0]
     assert "longer than 0.5 s" in grades[1].error
     assert "KeyError: 'why'" in grades[3].error
@@ -34,24 +34,24 @@ def test_an_answer_stuck_inside_one_c_call_is_killed_on_time(pool):
     pool.grade([("4", "4")])
     started = time.monotonic()
     (grade,) = pool.grade([("spin", "1")])
-    assert grade.verdict is None and "longer than" in grade.error
+    assert grade.verified is None and "longer than" in grade.error
     assert time.monotonic() - started < 2.0
-    assert pool.grade([("4", "4")])[0].verdict.reward == 1.0
+    assert pool.grade([("4", "4")])[0].verified.reward == 1.0
 
 
 def test_an_answer_whose_process_was_killed_is_tried_again(pool):
-    first = int(pool.grade([("pid", "")])[0].verdict.extracted_answer)
+    first = int(pool.grade([("pid", "")])[0].verified.extracted_answer)
     killer = threading.Timer(0.1, os.kill, (first, signal.SIGKILL))
     killer.start()
     (grade,) = pool.grade([("sleep 0.4", "sleep 0.4")])
-    assert grade.verdict.reward == 1.0
-    second = int(pool.grade([("pid", "")])[0].verdict.extracted_answer)
+    assert grade.verified.reward == 1.0
+    second = int(pool.grade([("pid", "")])[0].verified.extracted_answer)
     assert second != first
 
 
 def test_a_process_killed_while_idle_affects_no_answer(pool):
-    os.kill(int(pool.grade([("pid", "")])[0].verdict.extracted_answer), signal.SIGKILL)
-    assert [grade.verdict.reward for grade in pool.grade([("4", "4")] * 3)] == [1.0, 1.0, 1.0]
+    os.kill(int(pool.grade([("pid", "")])[0].verified.extracted_answer), signal.SIGKILL)
+    assert [grade.verified.reward for grade in pool.grade([("4", "4")] * 3)] == [1.0, 1.0, 1.0]
 
 
 def test_an_answer_that_kills_every_process_lets_the_others_go_first():
@@ -69,20 +69,20 @@ def test_an_answer_that_kills_every_process_lets_the_others_go_first():
     finally:
         pool.close()
     assert sorted(response for response, _ in done[:2]) == ["4", "5"] and done[2][0] == "exit 3"
-    assert [grade.verdict.reward if grade.verdict else None for _, grade in done] == [1.0, 1.0, None]
+    assert [grade.verified.reward if grade.verified else None for _, grade in done] == [1.0, 1.0, None]
 
 
 @pytest.mark.parametrize("response", ["print 1", "read"])
 def test_verifier_input_and_output_do_not_touch_the_pipes(pool, response):
     grades = pool.grade([(response, response), ("4", "4")])
-    assert [grade.verdict.reward for grade in grades] == [1.0, 1.0]
+    assert [grade.verified.reward for grade in grades] == [1.0, 1.0]
 
 
 def test_too_much_memory_and_unserialisable_rewards_are_errors(pool):
     grades = pool.grade([("allocate", "1"), ("nonsense", "1"), ("4", "4")])
     assert "MemoryError" in grades[0].error
     assert "TypeError" in grades[1].error
-    assert grades[2].verdict.reward == 1.0
+    assert grades[2].verified.reward == 1.0
 
 
 def test_workers_start_lazily_and_grow_only_with_a_backlog():
@@ -116,7 +116,7 @@ def test_close_kills_the_processes_and_ends_waits():
     time.sleep(0.2)
     pool.close()
     waiter.join(timeout=5.0)
-    assert not waiter.is_alive() and grades[0].verdict is None
+    assert not waiter.is_alive() and grades[0].verified is None
     assert wait_until_gone(pids) == []
     with pytest.raises(WorkerDiedError, match="closed"):
         pool.grade([("4", "4")])
@@ -125,7 +125,7 @@ def test_close_kills_the_processes_and_ends_waits():
 def test_a_grading_process_needs_neither_torch_nor_ray():
     pool = GradingPool("verifiers_for_tests.modules", num_workers=1, timeout_s=5.0)
     try:
-        assert pool.grade([("", "")])[0].verdict.extracted_answer == ""
+        assert pool.grade([("", "")])[0].verified.extracted_answer == ""
     finally:
         pool.close()
 

@@ -74,10 +74,10 @@ def test_plain_numbers_are_graded_as_math_verify_grades_them():
         near = [truth, truth + ".0", truth.removeprefix("-"), truth[:-1] + draw.choice("0123456789")]
         for answer in [*near, number()]:
             response = draw.choice(TEMPLATES) % answer
-            verdict = grade_plain_number(response, truth)
-            if verdict is not None:
+            verified = grade_plain_number(response, truth)
+            if verified is not None:
                 decided += 1
-                assert verdict.reward == verify_math(response, truth).reward, (response, truth)
+                assert verified.reward == verify_math(response, truth).reward, (response, truth)
     assert decided > 1000
 
 
@@ -174,8 +174,8 @@ def test_dapo_answers_are_normalized(answer, normal):
     ],
 )
 def test_english_multiple_choice_answers_are_extracted(response, letter):
-    verdict = verify_english(response, letter or "B")
-    assert (verdict.reward, verdict.extracted_answer) == (float(letter is not None), letter)
+    verified = verify_english(response, letter or "B")
+    assert (verified.reward, verified.extracted_answer) == (float(letter is not None), letter)
 
 
 @pytest.mark.parametrize(
@@ -193,8 +193,8 @@ def test_english_multiple_choice_answers_are_extracted(response, letter):
     ],
 )
 def test_multilingual_multiple_choice_answers_are_extracted(response, letter):
-    verdict = verify_multilingual(response, letter or "B")
-    assert (verdict.reward, verdict.extracted_answer) == (float(letter is not None), letter)
+    verified = verify_multilingual(response, letter or "B")
+    assert (verified.reward, verified.extracted_answer) == (float(letter is not None), letter)
 
 
 def test_an_unknown_verifier_is_refused_with_the_list():

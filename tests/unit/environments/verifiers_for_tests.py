@@ -4,10 +4,10 @@ import math
 import os
 import time
 
-from nemo_rl.environments.grading.grade import Verdict
+from nemo_rl.environments.grading.grade import VerifierResult
 
 
-def obedient(response: str, ground_truth: str) -> Verdict:
+def obedient(response: str, ground_truth: str) -> VerifierResult:
     command, _, argument = response.partition(" ")
     if command == "sleep":
         time.sleep(float(argument))
@@ -20,18 +20,18 @@ def obedient(response: str, ground_truth: str) -> Verdict:
     elif command == "read":
         assert input is not None and os.read(0, 1) == b""
     elif command == "pid":
-        return Verdict(1.0, str(os.getpid()))
+        return VerifierResult(1.0, str(os.getpid()))
     elif command == "exit":
         os._exit(int(argument))
     elif command == "allocate":
         bytearray(10 * 2**30)
     elif command == "nonsense":
-        return Verdict(object())  # type: ignore[arg-type]
-    return Verdict(float(response == ground_truth), response)
+        return VerifierResult(object())  # type: ignore[arg-type]
+    return VerifierResult(float(response == ground_truth), response)
 
 
-def modules(response: str, ground_truth: str) -> Verdict:
+def modules(response: str, ground_truth: str) -> VerifierResult:
     """Return the heavy modules that this process has imported."""
     import sys
 
-    return Verdict(1.0, ",".join(name for name in ("torch", "ray", "numpy") if name in sys.modules))
+    return VerifierResult(1.0, ",".join(name for name in ("torch", "ray", "numpy") if name in sys.modules))

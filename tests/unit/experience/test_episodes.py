@@ -154,7 +154,7 @@ class OneThingAtATime(ScriptedEnvironment):
 
 
 def test_a_sample_does_not_wait_for_its_episode_to_be_closed(loop: EventLoopThread) -> None:
-    """The closing of a comes behind the step of b, which here ends only when a has been handed over."""
+    """The closing of a comes after the step of b, which here ends only when a has been handed over."""
     environment = OneThingAtATime()
     runner = make_runner(loop, ScriptedEngine(lambda r: [0]), environment, timeout_s=10.0)
     groups = iter(runner.stream(prompts("a", "b"), 1, SAMPLING, KEY))

@@ -146,7 +146,7 @@ class FakeGroup:
     def stacks(self, indices: list[int]) -> str:
         return f"stacks of {indices}"
 
-    def seat(self, index: int) -> str:
+    def slot(self, index: int) -> str:
         return f"engine-{index} (pid 17)"
 
     def shutdown(self, force: bool) -> None:
@@ -331,8 +331,8 @@ async def test_a_failed_submission_raises_instead_of_waiting():
 
 async def test_a_dead_engine_is_replaced_and_its_requests_are_resubmitted():
     group, fake = make_group(2)
-    brought_up = []
-    group.bring_up = lambda: brought_up.append(len(fake.restarted))
+    loaded = []
+    group.load_weights = lambda: loaded.append(len(fake.restarted))
     tasks = start(group, [1, 2, 3, 4])
     await settle()
     done_before = next(iter(fake.workers[0].held))
@@ -342,7 +342,7 @@ async def test_a_dead_engine_is_replaced_and_its_requests_are_resubmitted():
     fake.workers[1].answer(*fake.workers[1].held)
     results = await asyncio.wait_for(asyncio.gather(*tasks), 5)
     assert [result.token_ids for result in results] == [[1001], [1002], [1003], [1004]]
-    assert (fake.restarted, brought_up, group.num_restarts) == ([[0]], [1], 1)
+    assert (fake.restarted, loaded, group.num_restarts) == ([[0]], [1], 1)
     assert [len(call) for call in fake.workers[0].submissions] == [1], "only what was unfinished"
 
 
@@ -361,7 +361,7 @@ def moves_weights(group: EngineGroup, fake: FakeGroup, took_part: list[int]) -> 
 async def test_engines_that_die_together_are_each_replaced_once():
     group, fake = make_group(3, max_restarts=3)
     syncs: list[int] = []
-    group.bring_up = lambda: moves_weights(group, fake, syncs)
+    group.load_weights = lambda: moves_weights(group, fake, syncs)
     tasks = start(group, [1, 2, 3, 4, 5, 6])
     await settle()
     for worker in list(fake.workers):
@@ -374,7 +374,7 @@ async def test_engines_that_die_together_are_each_replaced_once():
 async def test_the_training_thread_and_a_revival_do_not_replace_the_same_engine():
     group, fake = make_group(2)
     syncs: list[int] = []
-    group.bring_up = lambda: moves_weights(group, fake, syncs)
+    group.load_weights = lambda: moves_weights(group, fake, syncs)
     (task,) = start(group, [1])
     await settle()
     fake.restart_gate.clear()
@@ -576,7 +576,7 @@ async def test_a_failed_revival_fails_all_present_and_later_callers(problem):
     def no_weights() -> None:
         raise DeadlineExceededError("the policy is busy")
 
-    group.bring_up = no_weights
+    group.load_weights = no_weights
     tasks = start(group, [1, 2, 3])
     await settle()
     fake.workers[0].die()

@@ -32,7 +32,7 @@ def _own_cache(tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize(("model_type", "mesh", "expected"), SOME)
 def test_each_model_and_mesh_is_correct_or_refused(model_type, mesh, expected) -> None:
     (cell,) = sweep(model_type, [mesh])
-    assert cell.verdict == expected, cell
+    assert cell.result == expected, cell
 
 
 @pytest.mark.long
@@ -43,4 +43,4 @@ def test_every_model_type_is_correct_or_refused_on_every_mesh(model_type) -> Non
         cells = list(sweep(model_type, list(MESHES)))
     except ValueError as error:
         pytest.skip(f"no small model of this type: {error}")
-    assert not [cell for cell in cells if cell.verdict not in GOOD]
+    assert not [cell for cell in cells if cell.result not in GOOD]

@@ -84,7 +84,7 @@ def synced_weights(policy: Policy) -> dict[str, torch.Tensor]:
     spec = TransportSpec("shared_memory", "table-test")
     receiver, got = WeightReceiver(spec, 0, "engine 0"), {}
     for call in stream.begin_weight_stream(spec):
-        policy.worker_group.get_worker_result(call.ref, call.seat.rank)
+        policy.worker_group.get_worker_result(call.ref, call.slot.rank)
     receiver.begin(policy.weight_version)
     with receiver.received(stream.next_weight_bucket()) as tensors:
         got.update({name: tensor.clone() for name, tensor in tensors})

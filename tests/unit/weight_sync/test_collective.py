@@ -88,7 +88,7 @@ def sync(trainer: Child, engines: list[Child], version: int, corrupt: bool = Fal
 
 
 @pytest.fixture
-def parties():
+def ends():
     spec = make_spec()
     engines = [Child(ReceivingEngine, spec, index) for index in range(NUM_ENGINES)]
     with Child(SendingTrainer, spec) as trainer, engines[0], engines[1]:
@@ -100,8 +100,8 @@ def parties():
         yield trainer, engines
 
 
-def test_all_engines_get_the_same_weights_again_and_again(parties):
-    trainer, engines = parties
+def test_all_engines_get_the_same_weights_again_and_again(ends):
+    trainer, engines = ends
     for version in (1, 2, 3):
         buckets = sync(trainer, engines, version)
         assert len(buckets) > 1
@@ -110,16 +110,16 @@ def test_all_engines_get_the_same_weights_again_and_again(parties):
             assert equal_to_sent(engine.call("weights"), weights(version))
 
 
-def test_corruption_during_a_transfer_is_noticed_by_every_engine(parties):
-    trainer, engines = parties
+def test_corruption_during_a_transfer_is_noticed_by_every_engine(ends):
+    trainer, engines = ends
     buckets = sync(trainer, engines, 1, corrupt=True)
     expected = [bucket.slots[0].name for bucket in buckets]
     assert [engine.call("finish").mismatched for engine in engines] == [expected] * NUM_ENGINES
 
 
-def test_a_dead_rank_ends_the_wait_of_all_ranks(parties):
+def test_a_dead_rank_ends_the_wait_of_all_ranks(ends):
     """The second engine waits for the trainer alone, which never reaches it."""
-    trainer, engines = parties
+    trainer, engines = ends
     trainer.call("begin", 1)
     for engine in engines:
         engine.call("begin", 1)
@@ -137,9 +137,9 @@ def test_a_dead_rank_ends_the_wait_of_all_ranks(parties):
         trainer.call("push", bucket)
 
 
-def test_a_new_rendezvous_replaces_a_dead_engine(parties):
+def test_a_new_rendezvous_replaces_a_dead_engine(ends):
     """The controller recovers so: a new epoch, a new port, and a new sender."""
-    trainer, engines = parties
+    trainer, engines = ends
     engines[1].process.kill()
     engines[1].process.join()
     trainer.call("close")
@@ -180,8 +180,8 @@ def test_the_nccl_group_of_a_sync_does_not_abort_its_process(monkeypatch, before
     assert os.environ.get(variable) == before
 
 
-def test_close_may_be_called_twice(parties):
-    trainer, engines = parties
+def test_close_may_be_called_twice(ends):
+    trainer, engines = ends
     for each in (trainer, *engines):
         each.call("close")
     for engine in engines:

@@ -39,5 +39,5 @@ def trained(models: Mapping[str, Role]) -> dict[str, Role]:
 def sharing(models: Mapping[str, Role]) -> dict[str, list[str]]:
     """The models on each group of devices, by the name of the model that owns the devices; the owner is first."""
     owners = [name for name, role in models.items() if role.shares_with in (None, name)]
-    guests = {name: role.shares_with for name, role in models.items() if name not in owners}
-    return {owner: [owner, *(name for name, host in guests.items() if host == owner)] for owner in owners}
+    members = {name: role.shares_with for name, role in models.items() if name not in owners}
+    return {owner: [owner, *(name for name, host in members.items() if host == owner)] for owner in owners}

@@ -1,4 +1,4 @@
-"""Load this rank's part of the weights into a model that was made without them (`huggingface.unread`).
+"""Load this rank's part of the weights into a model that was made without them (`huggingface.lazy_weights`).
 
 Runs after sharding: a rank's part is allocated on its final device, then read from the files, tensor by tensor. So no
 rank ever holds more of the model than its part and one tensor, or one group of tensors that are converted together.
@@ -12,20 +12,20 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.models.dtensor.checkpoints.model_files import read_weights
-from nemo_rl.models.huggingface.lazy_weights import Unread
+from nemo_rl.models.huggingface.lazy_weights import LazyWeights
 from nemo_rl.models.huggingface.tensor_files import TensorFiles
 from nemo_rl.utils.errors import CheckpointError
 
 
 def materialize(
-    model: nn.Module, hf: PreTrainedModel, unread: Unread, device: torch.device, *, cpu_offload: bool
+    model: nn.Module, hf: PreTrainedModel, lazy_weights: LazyWeights, device: torch.device, *, cpu_offload: bool
 ) -> None:
     """Allocate and read this rank's part of the weights, in place.
 
     Args:
         model: the wrapped model, sharded by any DTensor placements or not.
         hf: the Hugging Face model in it.
-        unread: the files with the model's weights.
+        lazy_weights: the files with the model's weights.
         device: device on which the rank computes.
         cpu_offload: keep parameters in host memory instead.
 
@@ -34,7 +34,7 @@ def materialize(
     """
     empty = {name for name, tensor in (*hf.named_parameters(), *hf.named_buffers()) if tensor.is_meta}
     _allocate(model, device, torch.device("cpu") if cpu_offload else device)
-    lacking = empty - read_weights(hf, TensorFiles(unread.files))
+    lacking = empty - read_weights(hf, TensorFiles(lazy_weights.files))
     if lacking:
         raise CheckpointError(f"{type(hf).__name__} has weights that were not read: {', '.join(sorted(lacking)[:5])}.")
 

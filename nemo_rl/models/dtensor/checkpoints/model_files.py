@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.distributed.ranks.placements import held_here
-from nemo_rl.distributed.ranks.shared_failure import failing_together
+from nemo_rl.distributed.ranks.shared_failure import raise_on_all_ranks
 from nemo_rl.models.dtensor.checkpoints.weight_files import (
     Part,
     Piece,
@@ -83,7 +83,7 @@ def _write_weights(
 ) -> None:
     rank, num_ranks, sharded = dist.get_rank(), dist.get_world_size(), folder / "sharded"
     mine: list[Piece] = []
-    with failing_together(group):
+    with raise_on_all_ranks(group):
         mine = write_parts(sharded / f"rank_{rank:05d}", parts)
     gathered: list[list[Piece]] = [[] for _ in range(num_ranks)]
     dist.all_gather_object(gathered, mine, group=group)
@@ -91,10 +91,10 @@ def _write_weights(
     for piece in chain.from_iterable(gathered):
         pieces.setdefault(piece.name, []).append(piece)
     file_of = file_names({name: found[0].num_bytes for name, found in pieces.items()}, MAX_FILE_BYTES)
-    with failing_together(group):
+    with raise_on_all_ranks(group):
         for file in sorted(set(file_of.values()))[rank::num_ranks]:
             join_pieces(folder / file, {name: found for name, found in pieces.items() if file_of[name] == file})
-    with failing_together(group):
+    with raise_on_all_ranks(group):
         if rank == 0:
             shutil.rmtree(sharded)
             write_index(folder, file_of, sum(found[0].num_bytes for found in pieces.values()))

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.modeling_utils import PreTrainedModel
 
-from nemo_rl.distributed.ranks.shared_failure import failing_together, reasons_of, require_readable
+from nemo_rl.distributed.ranks.shared_failure import raise_on_all_ranks, reasons_of, require_readable
 from nemo_rl.files.safe_checkpoint import METADATA_FILE, only_plain_values, read_metadata
 from nemo_rl.files.safe_load import load_plain
 from nemo_rl.models.dtensor.optimizer import OptimizerSettings, groups_now, hyperparameters_now
@@ -72,9 +72,9 @@ def _write_training_state(
     group: dist.ProcessGroup | None = None,
 ) -> None:
     if state is not None:
-        with failing_together(group):
+        with raise_on_all_ranks(group):
             dcp.save({"optim": {"state": state}}, checkpoint_id=str(path / "optim"), process_group=group)
-    with failing_together(group):
+    with raise_on_all_ranks(group):
         rng_file = _rng_file(path)
         rng_file.parent.mkdir(parents=True, exist_ok=True)
         torch.save(rng, rng_file)
@@ -143,7 +143,7 @@ def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path, groups:
     del now["param_groups"][1:]  # a checkpoint may have another number of groups, but always a first one
     now["state"] = _known_states(hf, now["state"], with_copies=True)
     state: dict[str, Any] = {"optim": now if groups is None else {"state": now["state"]}}
-    with failing_together():
+    with raise_on_all_ranks():
         read_metadata(path / METADATA_FILE)
     try:
         with only_plain_values():

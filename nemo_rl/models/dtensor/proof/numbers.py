@@ -28,7 +28,7 @@ from nemo_rl.models.dtensor.build import Built, Found, adapted
 from nemo_rl.models.dtensor.optimizer import clip_gradients
 from nemo_rl.models.dtensor.pipeline.stages import stage_of
 from nemo_rl.models.dtensor.pipeline.weights import copied_parameters, sum_shared_gradients
-from nemo_rl.models.huggingface.lazy_weights import Unread
+from nemo_rl.models.huggingface.lazy_weights import LazyWeights
 from nemo_rl.models.training.inputs import InputLayout, ModelInputs, build_score_inputs, build_training_inputs
 
 _CPU = torch.device("cpu")
@@ -177,7 +177,7 @@ def _scores_of_row(task: Task, hf: PreTrainedModel, rows: BatchedDataDict[Any], 
 
 def on_mesh(task: Task, reference: Reference) -> RankNumbers:
     """Compute the numbers of this rank; collective, in a process group of the size of the mesh."""
-    built = Built(task.model(), Unread(), task.found.shares_prompts)
+    built = Built(task.model(), LazyWeights(), task.found.shares_prompts)
     options: dict[str, Any] = {"init_optimizer": False, "init_reference_model": False}
     backend = DTensorBackend(task.policy, _CPU, task.layout, build=lambda *_: built, **options)
     dp_rank = task.layout.data_parallel_rank(dist.get_rank())

@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig
 
-from nemo_rl.distributed.ranks.shared_failure import failing_together
+from nemo_rl.distributed.ranks.shared_failure import raise_on_all_ranks
 from nemo_rl.files.safe_load import load_plain
 from nemo_rl.models.megatron.build import unwrap
 from nemo_rl.models.megatron.checkpoints import optimizer_state, torch_dist
@@ -168,7 +168,7 @@ def _prepared(
 def _of_all_ranks(optimizer: Any) -> tuple[bool, float | None]:
     """Return whether any rank has optimizer state, and the step; a rank may hold no trained parameter."""
     found: list[Any] = [None] * dist.get_world_size()
-    with failing_together():
+    with raise_on_all_ranks():
         mine = (optimizer_state.has_state(optimizer), optimizer_state.common_step(optimizer))
     dist.all_gather_object(found, mine)
     return any(has_state for has_state, _ in found), next((step for _, step in found if step is not None), None)
@@ -177,7 +177,7 @@ def _of_all_ranks(optimizer: Any) -> tuple[bool, float | None]:
 def _write_configs(
     folder: Path, configs: Sequence[PretrainedConfig | GenerationConfig], group: dist.ProcessGroup | None = None
 ) -> None:
-    with failing_together(group):
+    with raise_on_all_ranks(group):
         if dist.get_rank() == 0:
             for config in configs:
                 config.save_pretrained(folder)
@@ -186,7 +186,7 @@ def _write_configs(
 def _write_trainer(
     folder: Path, trainer: dict[str, Any], generators: dict[str, Any], group: dist.ProcessGroup | None = None
 ) -> None:
-    with failing_together(group):
+    with raise_on_all_ranks(group):
         file = _rng_file(folder)
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.save(generators, file)
@@ -195,7 +195,7 @@ def _write_trainer(
 
 
 def _load_training_state(folder: Path, chunks: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
-    with failing_together():
+    with raise_on_all_ranks():
         if not (folder / _TRAINER).exists():
             raise CheckpointError(f"{folder} holds no {_TRAINER}: not an optimizer checkpoint of this backend.")
         trainer = load_plain(folder / _TRAINER)
@@ -205,7 +205,7 @@ def _load_training_state(folder: Path, chunks: Sequence[Any], optimizer: Any, sc
     if trainer["has_state"] and trainer["optimizer"] == name:
         wanted = optimizer_state.state_to_load(optimizer, model_state(chunks))
         loaded = torch_dist.read(folder / _MOMENTS, wanted)
-        with failing_together():
+        with raise_on_all_ranks():
             _check_masters(folder, chunks, optimizer, loaded)
         optimizer_state.put_back(optimizer, loaded, trainer["step"], trainer["loss_scale"])
     else:

@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch import Tensor
 
-from nemo_rl.distributed.ranks.shared_failure import failing_together, reasons_of, require_readable
+from nemo_rl.distributed.ranks.shared_failure import raise_on_all_ranks, reasons_of, require_readable
 from nemo_rl.files.safe_checkpoint import METADATA_FILE, only_plain_values, read_metadata
 from nemo_rl.files.safe_load import load_plain
 from nemo_rl.models.training.checkpoint_writes import Keep, Write, as_it_is
@@ -108,10 +108,10 @@ def prepare(folder: Path, state: Sharded, keep: Keep = as_it_is, late: Keep = as
     Returns:
         A function that writes it; raises a CheckpointError on all ranks if one of them cannot write its files.
     """
-    with failing_together():
+    with raise_on_all_ranks():
         folder.mkdir(parents=True, exist_ok=True)
     prepared = _Prepared(keep)
-    with failing_together(), _named(folder, "cannot be prepared"):
+    with raise_on_all_ranks(), _named(folder, "cannot be prepared"):
         dist_checkpointing.save(
             state, str(folder), prepared, async_sharded_save=True, content_metadata=dict(CONTENT), async_strategy=None
         )
@@ -130,7 +130,7 @@ def _write(
             planner=_Planner(late),
             process_group=group,
         )
-    with failing_together(group):
+    with raise_on_all_ranks(group):
         if dist.get_rank() == 0:
             save_config(CheckpointingConfig("torch_dist"), str(folder))
 
@@ -148,9 +148,9 @@ def read(folder: Path, state: Sharded) -> dict[str, Any]:
     Raises:
         CheckpointError: the folder is damaged, in another format, or of another model.
     """
-    with failing_together(), _named(folder, "cannot be read"), only_plain_values():
+    with raise_on_all_ranks(), _named(folder, "cannot be read"), only_plain_values():
         _check_format(folder)
-    with failing_together(), _named(folder, "does not fit, or is damaged"), only_plain_values():
+    with raise_on_all_ranks(), _named(folder, "does not fit, or is damaged"), only_plain_values():
         loaded, lacked, unknown = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RETURN_ALL)
         for names, problem in ((unknown, "it lacks"), (lacked, "this model has no")):
             found = sorted(name for name in names if not name.endswith(_EXTRA_STATE))

@@ -20,7 +20,7 @@ from nemo_rl.models.dtensor.checkpoints.model_files import weights_by_name
 from nemo_rl.models.dtensor.checkpoints.weight_files import local_box
 from nemo_rl.models.huggingface.lazy_weights import weights_left_in_files
 from nemo_rl.models.huggingface.load import load_causal_lm, load_scoring_model
-from nemo_rl.models.huggingface.probe_model import small_twin
+from nemo_rl.models.huggingface.probe_model import small_probe_model
 from nemo_rl.models.huggingface.tensor_files import TensorFiles
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
@@ -54,9 +54,9 @@ def test_every_architecture_equals_from_pretrained(model_type, tmp_path) -> None
 @pytest.mark.parametrize("model_type", ["llama", "mixtral", "deepseek_v3"])
 def test_no_weight_is_read_while_the_model_is_built(model_type, tmp_path) -> None:
     random_model(model_type).save_pretrained(tmp_path)
-    with weights_left_in_files() as unread:
+    with weights_left_in_files() as lazy_weights:
         hf = load_causal_lm(str(tmp_path))
-    assert unread.files == [tmp_path / "model.safetensors"]
+    assert lazy_weights.files == [tmp_path / "model.safetensors"]
     assert all(weight.is_meta for weight in weights_by_name(hf).values())
     assert not any(buffer.is_meta for name, buffer in hf.named_buffers() if "rotary" in name)
     assert not any(weight.is_meta for weight in load_causal_lm(str(tmp_path)).parameters()), "outside of the block"
@@ -199,12 +199,14 @@ def test_a_probe_model_is_small_and_has_every_kind_of_layer() -> None:
             "deepseek_v3", hidden_size=1024, num_hidden_layers=8, vocab_size=50_000, intermediate_size=4096
         )
     before = torch.get_rng_state()
-    twin = small_twin(large)
+    probe_model = small_probe_model(large)
     assert torch.equal(torch.get_rng_state(), before)
-    assert [type(layer.mlp).__name__ for layer in twin.model.layers] == ["DeepseekV3MLP", "DeepseekV3MoE"]
-    assert sum(p.numel() for p in twin.parameters()) < 0.1 * sum(p.numel() for p in large.parameters())
-    assert torch.isfinite(_logits(twin)).all()
-    assert all(torch.equal(a, b) for a, b in zip(twin.parameters(), small_twin(large).parameters(), strict=True))
+    assert [type(layer.mlp).__name__ for layer in probe_model.model.layers] == ["DeepseekV3MLP", "DeepseekV3MoE"]
+    assert sum(p.numel() for p in probe_model.parameters()) < 0.1 * sum(p.numel() for p in large.parameters())
+    assert torch.isfinite(_logits(probe_model)).all()
+    assert all(
+        torch.equal(a, b) for a, b in zip(probe_model.parameters(), small_probe_model(large).parameters(), strict=True)
+    )
 
 
 def test_an_encoder_is_refused_by_name() -> None:
@@ -212,7 +214,7 @@ def test_an_encoder_is_refused_by_name() -> None:
         "bert", vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
     )
     with pytest.raises(ConfigError, match="BertForSequenceClassification has no list of decoder layers: BertEmbedd"):
-        small_twin(AutoModelForSequenceClassification.from_config(config))
+        small_probe_model(AutoModelForSequenceClassification.from_config(config))
 
 
 def random_model_on_meta(model_type: str, **overrides):

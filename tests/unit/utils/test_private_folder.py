@@ -14,7 +14,7 @@ from nemo_rl.utils.venvs import create_local_venv, venv_folder
 
 pytestmark = pytest.mark.fast
 
-NOBODY = 65534
+UNUSED_ID = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to other users")
 ADVICE = "Set SOMETHING."
 
@@ -60,7 +60,7 @@ def test_a_folder_that_others_may_write_to_is_refused(shared, bits):
 @needs_root
 def test_a_folder_of_another_user_is_refused(shared):
     (shared / "a").mkdir(mode=0o700)
-    os.chown(shared / "a", NOBODY, NOBODY)
+    os.chown(shared / "a", UNUSED_ID, UNUSED_ID)
     with pytest.raises(ConfigError, match="belongs to another user .uid 65534"):
         require_own(shared / "a", ADVICE)
 
@@ -87,7 +87,7 @@ def test_a_world_writable_parent_without_sticky_bit_is_refused(shared):
 def test_a_parent_of_another_user_is_refused_also_through_a_link(shared, monkeypatch, tmp_path):
     monkeypatch.setattr(own_folder, "_USER_MAP", tmp_path / "none")  # as outside of user namespaces
     (shared / "theirs").mkdir(mode=0o755)
-    os.chown(shared / "theirs", NOBODY, NOBODY)
+    os.chown(shared / "theirs", UNUSED_ID, UNUSED_ID)
     (shared / "link").symlink_to(shared / "theirs")
     for place in ("theirs", "link"):
         with pytest.raises(ConfigError, match=f"{shared}/theirs belongs to another user .uid 65534.*may replace"):
@@ -99,7 +99,7 @@ def test_in_a_user_namespace_the_hosts_root_is_trusted(shared, monkeypatch, tmp_
     (tmp_path / "map").write_text("         0       1000          1\n")
     monkeypatch.setattr(own_folder, "_USER_MAP", tmp_path / "map")
     (shared / "above").mkdir(mode=0o755)
-    os.chown(shared / "above", NOBODY, NOBODY)
+    os.chown(shared / "above", UNUSED_ID, UNUSED_ID)
     assert require_own(shared / "above" / "a", ADVICE).exists()
 
 
@@ -122,7 +122,7 @@ def test_a_planted_interpreter_is_not_used(local_venvs):
     (planted / "bin" / "python").write_text("#!/bin/sh\ntouch /planted\n")
     (planted / "venv.json").write_text("{}")
     for path in (local_venvs, planted, planted / "bin", planted / "bin" / "python", planted / "venv.json"):
-        os.chown(path, NOBODY, NOBODY)
+        os.chown(path, UNUSED_ID, UNUSED_ID)
     with pytest.raises(VenvError, match=f"{local_venvs} belongs to another user.*NEMO_RL_VENV_DIR"):
         create_local_venv(VenvConfig.build(packages=["six"]), "policy")
 
