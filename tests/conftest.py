@@ -3,7 +3,9 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -21,3 +23,19 @@ def own_signal_handlers() -> Iterator[None]:
             if signal.getsignal(number) is signal.SIG_IGN:
                 signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
         yield
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m fast`, import only modules that are marked: importing all of them takes longer than their tests."""
+    if config.getoption("markexpr") != "fast" or not collection_path.name.startswith("test_"):
+        return None
+    return True if "pytest.mark.fast" not in collection_path.read_text(encoding="utf-8") else None
+
+
+@pytest.fixture(autouse=True)
+def no_ray_in_fast_tests(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a fast test after which Ray runs in this process."""
+    yield
+    ray = sys.modules.get("ray")
+    if request.node.get_closest_marker("fast") is not None and ray is not None:
+        assert not ray.is_initialized(), "a test that is marked fast started Ray"
