@@ -41,6 +41,11 @@ from nemo_rl.config.schema.model.policy import PolicyConfig
 from nemo_rl.config.schema.named_part import NamedPartConfig
 
 
+def _saves_in_background(policy: PolicyConfig) -> bool:
+    """Return whether Megatron Core trains the model and its section requests saves in the background."""
+    return policy.backend_section is policy.megatron_cfg and policy.megatron_cfg.checkpoint.async_save
+
+
 class MasterConfig(RunConfig):
     """Base of the configurations of all algorithms that train: the sections that each of them has."""
 
@@ -86,11 +91,7 @@ class MasterConfig(RunConfig):
     @property
     def saving(self) -> CheckpointingConfig:
         """The section `checkpointing`, with `is_async` set where the backend of a trained model requests it."""
-        sections = [role.section for role in trained(self.models).values()]
-        asks = any(
-            section.backend_section is section.megatron_cfg and section.megatron_cfg.checkpoint.async_save
-            for section in sections
-        )
+        asks = any(_saves_in_background(role.section) for role in trained(self.models).values())
         return self.checkpointing.model_copy(update={"is_async": True}) if asks else self.checkpointing
 
     def path_keys(self) -> list[tuple[Section, str]]:

@@ -54,7 +54,7 @@ def start_workers(monkeypatch: pytest.MonkeyPatch, parts: Parts, overrides: list
     config = load_config(CONFIG, overrides, schema=GRPOMasterConfig)
     for name in ("make_engines", "start_role"):
         monkeypatch.setattr(start, name, getattr(parts, name))
-    monkeypatch.setattr(start, "init_ray", lambda _: None)
+    monkeypatch.setattr(start, "init_ray", lambda _, **options: None)
     monkeypatch.setattr(start, "reserve", lambda *_: None)
     recipe: Any = SimpleNamespace(
         data=SimpleNamespace(task_env={}),

@@ -64,14 +64,22 @@ def _worker(name: str, takes_turns: bool, *, frozen: bool = False, **values) -> 
     return PolicyWorker(backend, config), config
 
 
-def _places(tensors) -> list[int]:
+def _storages(tensors) -> list[torch.UntypedStorage]:
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return [tensor.untyped_storage().data_ptr() for tensor in local if tensor.dim() > 0]
+    return [tensor.untyped_storage() for tensor in local if tensor.dim() > 0]
+
+
+def _places(tensors) -> list[int]:
+    return [storage.data_ptr() for storage in _storages(tensors)]
+
+
+def _optimizer_tensors(worker: PolicyWorker) -> list[Tensor]:
+    states = worker.backend.optimizer.state.values()
+    return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
 
 def _optimizer_places(worker: PolicyWorker) -> list[int]:
-    states = worker.backend.optimizer.state.values()
-    return _places(value for state in states for value in state.values() if isinstance(value, Tensor))
+    return _places(_optimizer_tensors(worker))
 
 
 def _train_in_turns(rank: int, world_size: int, name: str, folder: str) -> None:
@@ -115,10 +123,12 @@ def _second_model_in_turns(rank: int, world_size: int, name: str, precision: str
     )
     for seed in (1, 2, 3):
         memory.hand_to(("critic",))
-        on_device = {*_places(critic.backend.model.parameters()), *_optimizer_places(critic)}
         _update(critic, config, seed, rank, world_size)
         _update(alone, config, seed, rank, world_size)
         _assert_equal(_state(critic), _state(alone))
+        # Held, so that no later tensor can get the same address.
+        held = _storages(critic.backend.model.parameters()) + _storages(_optimizer_tensors(critic))
+        on_device = {storage.data_ptr() for storage in held}
         memory.hand_to(("policy",))
         assert not on_device & {*_places(critic.backend.model.parameters()), *_optimizer_places(critic)}
     memory.hand_to(("critic",))
