@@ -117,7 +117,7 @@ def test_folders_and_names(tmp_path):
 
 def test_models_in_the_cache_of_the_hub_need_no_network(tmp_path, monkeypatch):
     commit = "0" * 40
-    folder = tmp_path / "models--nobody--something"
+    folder = tmp_path / "models--no-such-user--something"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs/main").write_text(commit)
     (folder / "snapshots" / commit).mkdir(parents=True)
