@@ -34,8 +34,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(autouse=True)
 def no_ray_in_fast_tests(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a fast test after which Ray runs in this process."""
+    """Fail a fast test that starts Ray in this process."""
+    ran_before = _ray_runs()
     yield
+    if request.node.get_closest_marker("fast") is not None and not ran_before:
+        assert not _ray_runs(), "a test that is marked fast started Ray"
+
+
+def _ray_runs() -> bool:
     ray = sys.modules.get("ray")
-    if request.node.get_closest_marker("fast") is not None and ray is not None:
-        assert not ray.is_initialized(), "a test that is marked fast started Ray"
+    return ray is not None and ray.is_initialized()

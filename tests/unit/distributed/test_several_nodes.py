@@ -53,7 +53,7 @@ def test_entries_are_on_nodes_in_the_order_of_their_addresses(found: dict[str, A
 @pytest.mark.ray
 def test_missing_resources_are_reported_with_numbers(found: dict[str, Any]) -> None:
     assert found["three"] == (
-        "ResourceInsufficientError: Cluster 'three' asks for [1, 1, 1] bundles per node (STRICT_SPREAD), each with 1 "
+        "ResourceInsufficientError: Cluster 'three' requests [1, 1, 1] bundles per node (STRICT_SPREAD), each with 1 "
         "CPUs. The nodes have: 127.0.0.2: 16 CPUs, 2 GPUs; 127.0.0.3: 16 CPUs, 2 GPUs. 1 node of that size missing."
     )
 
