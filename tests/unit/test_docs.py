@@ -287,7 +287,8 @@ def test_the_shown_backend_and_engine_run_together(tmp_path):
         (block,) = [block for block in blocks(ADDING, "python") if f"class {name}" in block]
         (tmp_path / "my_project" / f"{module}.py").write_text(block)
     shown = [yaml.safe_load(block).get("policy", {}) for block in blocks(ADDING, "yaml")]
-    backend, engine = (next(each for each in shown if key in each) for key in ("training_backend", "generation"))
+    backend = next(each for each in shown if "TableTraining" in str(each.get("training_backend")))
+    engine = next(each for each in shown if "BigramEngine" in str(each.get("generation")))
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/assets/tiny-chat")
     backend["training_backend"]["kwargs"]["vocab_size"] = len(tokenizer)
     config = {
