@@ -149,7 +149,7 @@ def test_a_dead_environment_is_replaced_and_a_dead_policy_rank_ends_the_run(
     )
     run.wait_for("step 2/500")
     run.kill("ray::EnvironmentActor")
-    run.wait_for("environment 'math' is gone")
+    run.wait_for("The actor of environment 'math' ended")
     run.wait_for("step 6/500")
     run.processes()
     pid = run.kill("ray::PolicyRank")

@@ -145,7 +145,7 @@ def test_an_actor_killed_mid_step_is_replaced_and_its_samples_are_resubmitted(ma
         results = asyncio.run(main())
     assert [result.reward for result in results] == [1.0, 1.0]
     assert client.num_restarts == 1 and pid_of(client) != first
-    assert "environment 'game' is gone" in caplog.text and f"pid: {first}" in caplog.text
+    assert "The actor of environment 'game' ended" in caplog.text and f"pid: {first}" in caplog.text
 
 
 def test_samples_that_kill_every_actor_are_isolated_and_the_others_graded(make):
