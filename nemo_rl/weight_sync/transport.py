@@ -48,7 +48,7 @@ class SenderTransport(Protocol):
     """Transport half in a trainer rank."""
 
     needs_send: bool
-    """Whether `send` must run while receivers receive."""
+    """True if `send` must run while receivers receive."""
 
     def buffer(self, num_bytes: int, index: int) -> torch.Tensor:
         """Return a uint8 buffer of at least `num_bytes` for bucket `index`; bucket `index + 2` reuses it."""

@@ -38,7 +38,7 @@ class RunConfig(Section):
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the policy's initial weights are kept, for reference log-probabilities."""
+        """True if the policy's initial weights are kept for reference log-probabilities."""
         return False
 
     def model_keys(self) -> Iterator[tuple[str, str, PolicyConfig]]:

@@ -42,7 +42,7 @@ class TrainingBackend(ABC):
     config_class: ClassVar[type | None] = None
     """Dataclass or pydantic model that `training_backend.kwargs` have to fit; None checks nothing."""
     offloads_trained_weights: ClassVar[bool] = False
-    """Whether `PolicyBackend.move_weights` also moves the weights of a model with an optimizer."""
+    """True if `PolicyBackend.move_weights` also moves the weights of a model with an optimizer."""
 
     @abstractmethod
     def check(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
