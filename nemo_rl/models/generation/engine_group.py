@@ -48,7 +48,7 @@ _REVIVAL_END_S = 10.0
 
 _STATES = {"T": "stopped (SIGSTOP)", "t": "stopped by a debugger", "S": "asleep", "R": "running", "D": "in the kernel"}
 _MORE_FOR_PREFIX = 8
-"""Largest number of open requests that an engine chosen for its prefix cache may have more than the least busy engine."""
+"""Open requests that an engine chosen for its prefix cache may have more than the least busy engine."""
 _BUSY_FACTOR = 4
 """Factor by which an engine may be silent for longer while its process computes."""
 _BUSY_SHARE = 0.1
