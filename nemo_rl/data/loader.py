@@ -130,10 +130,10 @@ class PromptLoader(StatefulDataLoader):
         return self._order.num_rows
 
     def prepare(self, rows: Sequence[int]) -> Any:
-        """Make a batch of chosen rows of the data set, in this process; the position stays where it is."""
+        """Make a batch of rows that were drawn and counted before, in this process; the position stays where it is."""
         assert self.collate_fn is not None
         batch = self.collate_fn([self.dataset[row] for row in rows])
-        self._note_weightless(batch)
+        batch.pop("fault", None)
         return batch
 
     def state_dict(self) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
         metadata: list[MathEnvironmentMetadata],
         return_extracted_answer: bool = False,
     ) -> EnvironmentReturn[MathEnvironmentMetadata]:
-        """Grade B conversations; blocks until each has a verified or an error.
+        """Grade B conversations; blocks until each has a result or an error.
 
         Args:
             message_log_batch: B conversations; the assistant's messages are joined and graded.
@@ -139,7 +139,7 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
         return Grade(verified=verified) if verified else None
 
     def _rewards(self, results: list[VerifierResult | None]) -> Tensor | dict[str, Tensor]:
-        """Stack rewards; a row without a verified gets 0, which its error overrides."""
+        """Stack rewards; a row without a result gets 0, which its error overrides."""
         if self.reward_names is None:
             return torch.tensor([_component(verified, None) for verified in results])
         return {name: torch.tensor([_component(verified, name) for verified in results]) for name in self.reward_names}

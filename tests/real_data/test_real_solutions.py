@@ -29,7 +29,7 @@ def test_math_solutions_get_the_same_rewards_as_from_math_verify(shared_data):
     differing = [
         (pair[1], grade.error, want)
         for pair, grade, want in zip(pairs, grades, expected, strict=True)
-        if grade.verdict is None or grade.verdict.reward != want
+        if grade.verified is None or grade.verified.reward != want
     ]
     assert differing == []
     assert sum(expected[:80]) >= 76  # the data set's own solutions

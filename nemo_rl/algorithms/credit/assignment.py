@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from nemo_rl.algorithms.credit.advantages import AdvantageEstimator, AdvantageExtras
 from nemo_rl.algorithms.credit.reward_shaping import scale_rewards, shape_rewards
@@ -54,12 +55,16 @@ class CreditAssignment:
         weight_B = batch["sample_mask"]
         mask_BT = batch["token_mask"] * weight_B[:, None]
         rewards_B = self._training_rewards(trajectories)
+        turn_rewards = [torch.tensor(t.turn_rewards, dtype=torch.float32) for t in trajectories]
+        turn_spans = [torch.tensor(t.turn_spans, dtype=torch.int64).reshape(-1, 2) for t in trajectories]
         extras: AdvantageExtras = {
             "group_ids": torch.tensor([t.group_index for t in trajectories]),
             "valid_mask": torch.tensor([float(t.reward is not None) for t in trajectories]),
             "reward_components": self._components(trajectories),
-            "turn_rewards": _padded([t.turn_rewards for t in trajectories], torch.float32),
-            "turn_spans": _turn_spans(trajectories),
+            "turn_rewards": _stacked([torch.tensor(t.turn_rewards, dtype=torch.float32) for t in trajectories]),
+            "turn_spans": _stacked(
+                [torch.tensor(t.turn_spans, dtype=torch.int64).reshape(-1, 2) for t in trajectories]
+            ),
         }
         if self.needs_logprobs:
             extras["logprobs_policy"] = batch["prev_logprobs"]
@@ -84,19 +89,6 @@ class CreditAssignment:
         names = sorted({name for t in trajectories for name in t.reward_components})
         rewards = {name: torch.tensor([t.reward_components.get(name, 0.0) for t in trajectories]) for name in names}
         return {name: scale_rewards(values_B, self._config.reward_scaling) for name, values_B in rewards.items()}
-
-
-def _turn_spans(trajectories: Sequence[Trajectory]) -> Tensor:
-    """Return the first token and the end of each response turn, `[B, N, 2]` int64."""
-    spans = [t.turn_spans for t in trajectories]
-    ends = [_padded([[span[side] for span in row] for row in spans], torch.int64) for side in (0, 1)]
-    return torch.stack(ends, dim=-1)
-
-
-def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
-    """Stack rows of different lengths as `[B, N]`, with zeros after their ends."""
-    width = max(map(len, rows), default=0)
-    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=dtype).reshape(len(rows), width)
 
 
 def _spread(name: str, values: Tensor) -> dict[str, float]:

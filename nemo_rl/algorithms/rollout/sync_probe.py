@@ -71,9 +71,11 @@ class SyncProbe:
             WeightSyncError: the engines compute other log-probabilities than the policy.
         """
         num_restarts = self._generation.num_restarts
+        if self._max_error is None or self._num_restarts == num_restarts:
+            return
         if stale_BT is not None:
             batch = BatchedDataDict({**batch, "token_mask": batch["token_mask"] * ~stale_BT})
-        if self._max_error is None or self._num_restarts == num_restarts or not batch["token_mask"].any():
+        if not batch["token_mask"].any():
             return
         errors_BT = self._errors(batch)
         error = float(errors_BT.sum() / batch["token_mask"].sum())

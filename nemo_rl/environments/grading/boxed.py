@@ -1,7 +1,7 @@
 r"""Find `\boxed{...}` in a model's answer, and grade plain numbers without a computer algebra system.
 
 `math_environment` grades an answer in its own process if `grade_plain_number` can. Invariant: where it returns a
-verified, math-verify returns the same.
+result, math-verify returns the same.
 """
 
 import re
@@ -39,7 +39,7 @@ def grade_plain_number(response: str, ground_truth: str) -> VerifierResult | Non
     the final answer), is left to math-verify.
 
     Returns:
-        The verified, or None if this answer needs the full verifier.
+        The result, or None if this answer needs the full verifier.
     """
     truth = ground_truth.strip()
     if _PLAIN_NUMBER.fullmatch(truth) is None or response.count("\\boxed") != 1:

@@ -2,7 +2,7 @@
 
 `process.GradingProcess` starts it as `python -m nemo_rl.environments.grading.worker_main`. It has no deadline; the
 process that waits for it kills it. Invariant: it ends when its parent ends, for whatever reason, and every request gets
-one line back, a verified or an error.
+one line back, a result or an error.
 
     request   {"response": str, "ground_truth": str}
     reply     {"reward": float | {name: float}, "extracted_answer": str | null} | {"error": str}
@@ -40,7 +40,7 @@ def main(verifier_name: str, parent_pid: int, memory_limit_mb: int) -> int:
 
 
 def _judge(verifier: Verifier, request: dict[str, str]) -> str:
-    """Run the verifier and return its verified as JSON, or the error that it raised."""
+    """Run the verifier and return its result as JSON, or the error that it raised."""
     try:
         verified = verifier(request["response"], request["ground_truth"])
         return json.dumps({"reward": verified.reward, "extracted_answer": verified.extracted_answer})

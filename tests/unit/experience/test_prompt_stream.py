@@ -196,3 +196,32 @@ def test_outstanding_rows_that_changed_data_lacks_are_left_out(tmp_path: Path) -
     fresh = make_stream(num_rows=4, batch_size=2, accept_changes=True)
     fresh.load_state_dict(stream.state_dict())
     assert all(position.row < 4 for position in drained(fresh))
+
+
+class RowsWithOneFault(Rows):
+    """Row 0 cannot be used."""
+
+    def place(self, row: int) -> tuple[str, int]:
+        return "rows.jsonl", row + 1
+
+    @staticmethod
+    def collate(rows: list[int]) -> BatchedDataDict[Any]:
+        faults = ["broken" if row == 0 else None for row in rows]
+        weights = torch.tensor([float(fault is None) for fault in faults])
+        return BatchedDataDict({"idx": rows, "loss_multiplier": weights, "fault": faults})
+
+
+def test_a_row_that_is_handed_out_again_counts_once_as_unusable() -> None:
+    def make() -> PromptStream:
+        rows, collate = RowsWithOneFault(12), RowsWithOneFault.collate
+        loader = build_loader(rows, 4, shuffle=False, seed=5, collate_fn=collate)  # type: ignore[arg-type]
+        return PromptStream(loader, max_epochs=2)
+
+    stream = make()
+    first = stream.next_batch()
+    stream.acknowledge(first.positions[3:])
+    fresh = make()
+    fresh.load_state_dict(stream.state_dict())
+    found = drained(fresh)
+    assert sorted(position.row for position in found if position.epoch == 0) == [0, 1, 2, *range(4, 12)]
+    assert fresh._loader.num_unusable == 1, "in epoch 1; the process that drew it in epoch 0 has counted it there"
