@@ -11,7 +11,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.rollout.source import source_wrapper
+from nemo_rl.algorithms.rollout.ahead import with_overlap
+from nemo_rl.algorithms.rollout.source import FreshRollouts, RolloutSource, source_wrapper
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.run import train as distillation_train
@@ -57,6 +58,12 @@ def recipe(config: DistillationMasterConfig, user_parts: UserParts = NOTHING) ->
     generation = config.policy.generation
     assert generation is not None, "the configuration was checked"
 
+    algorithm = config.distillation
+    wrap_source = source_wrapper(algorithm.rollout_source, "distillation.rollout_source")
+
+    def source(fresh: FreshRollouts) -> RolloutSource:
+        return wrap_source(with_overlap(fresh, algorithm.num_prompts_per_step, algorithm))
+
     def stages(roles: Mapping[str, Policy]) -> list[Stage]:
         k = config.distillation.topk_logits_k
         return [TeacherScores(roles["teacher"], k, vocab_size, temperature=generation.temperature)]
@@ -67,7 +74,7 @@ def recipe(config: DistillationMasterConfig, user_parts: UserParts = NOTHING) ->
         loss_fn=user_parts.loss(DistillationLossFn(config.loss_fn), config.loss_fn),
         roles=config.models,
         stages=stages,
-        source=source_wrapper(config.distillation.rollout_source, "distillation.rollout_source"),
+        source=source,
         needs_reward=False,
         environments=user_parts.running_environments,
     )

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
 from nemo_rl.algorithms.credit.assignment import CreditAssignment
 from nemo_rl.algorithms.credit.reward_shaping import scale_rewards
+from nemo_rl.algorithms.rollout.ahead import with_overlap
 from nemo_rl.algorithms.rollout.scoring import PolicyScoring
 from nemo_rl.algorithms.rollout.source import DynamicSampling, FreshRollouts, RolloutSource, source_wrapper
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
@@ -93,6 +94,7 @@ def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> Rollout
     credit = CreditAssignment(make_advantage_estimator(grpo, config.loss_fn), grpo)
     needs_prev, needs_reference = forward_passes(config, loss_fn, credit)
 
+    prompt_factor = grpo.batch_multiplier if grpo.use_dynamic_sampling else 1.0
     wrap_source = source_wrapper(grpo.rollout_source, "grpo.rollout_source")
 
     def stages(roles: Mapping[str, Policy]) -> list[Stage]:
@@ -100,10 +102,13 @@ def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> Rollout
         return [PolicyScoring(roles["policy"], needs_prev, needs_reference, threshold, corrects), credit]
 
     def source(fresh: FreshRollouts) -> RolloutSource:
-        rollouts: RolloutSource = fresh
+        drawn = int(grpo.num_prompts_per_step * prompt_factor)
+        rollouts = with_overlap(fresh, drawn, grpo)
         if grpo.use_dynamic_sampling:
             scale = partial(scale_rewards, config=grpo.reward_scaling)
-            rollouts = DynamicSampling(fresh, grpo.num_prompts_per_step, grpo.dynamic_sampling_max_gen_batches, scale)
+            rollouts = DynamicSampling(
+                rollouts, grpo.num_prompts_per_step, grpo.dynamic_sampling_max_gen_batches, scale
+            )
         return wrap_source(rollouts)
 
     return RolloutRecipe(
@@ -113,7 +118,7 @@ def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> Rollout
         roles=config.models | {"policy": Role(config.policy, keeps_reference=needs_reference)},
         stages=stages,
         source=source,
-        prompt_factor=grpo.batch_multiplier if grpo.use_dynamic_sampling else 1.0,
+        prompt_factor=prompt_factor,
         environments=user_parts.running_environments,
     )
 

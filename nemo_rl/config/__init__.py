@@ -48,6 +48,7 @@ from nemo_rl.config.schema.algorithms.grpo import (
     RewardShapingConfig,
 )
 from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
+from nemo_rl.config.schema.algorithms.overlap import OverlapConfig
 from nemo_rl.config.schema.algorithms.rm import RMConfig
 from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
 from nemo_rl.config.schema.algorithms.sft import SFTConfig
@@ -128,6 +129,7 @@ __all__ = [
     "MegatronConfig",
     "MlflowConfig",
     "OptimizerConfig",
+    "OverlapConfig",
     "OverridesError",
     "PlacementConfig",
     "PolicyConfig",

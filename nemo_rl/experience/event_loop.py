@@ -19,7 +19,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -40,22 +40,23 @@ class BackgroundTask[T]:
 
     Attributes:
         name: for errors and logs.
+        future: its end.
     """
 
     def __init__(self, owner: "EventLoopThread", future: "concurrent.futures.Future[T]", name: str):
         self.name = name
         self._owner = owner
-        self._future = future
+        self.future = future
 
     @property
     def is_done(self) -> bool:
         """True if it has finished, failed or been cancelled."""
-        return self._future.done()
+        return self.future.done()
 
     @property
     def failure(self) -> BaseException | None:
         """The exception that it raised; None if it runs, has finished or was cancelled."""
-        return self._future.exception() if self.is_done and not self._future.cancelled() else None
+        return self.future.exception() if self.is_done and not self.future.cancelled() else None
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the end, whether the coroutine finishes, fails or is cancelled.
@@ -83,7 +84,7 @@ class BackgroundTask[T]:
         self._owner.note_as_seen(self)
         if self.failure is not None:
             self.failure.add_note(f"Raised by {self.name}.")
-        return self._future.result()
+        return self.future.result()
 
     def _wait(self, timeout_s: float, check: Callable[[], None]) -> None:
         end = time.monotonic() + timeout_s
@@ -92,7 +93,7 @@ class BackgroundTask[T]:
             left = end - time.monotonic()
             if left <= 0:
                 raise DeadlineExceededError(f"{self.name} did not finish within {timeout_s:g} s.")
-            concurrent.futures.wait([self._future], timeout=min(left, LIVENESS_PERIOD_S))
+            concurrent.futures.wait([self.future], timeout=min(left, LIVENESS_PERIOD_S))
             check()
             progress.look()
         check()
@@ -100,7 +101,25 @@ class BackgroundTask[T]:
     def cancel(self) -> None:
         """Ask the coroutine to end; returns before it has ended."""
         self._owner.note_as_seen(self)
-        self._future.cancel()
+        self.future.cancel()
+
+
+def wait_for_any(tasks: Iterable[BackgroundTask[Any]], timeout_s: float) -> bool:
+    """Wait until one of some tasks has ended; return False if none has after `timeout_s`.
+
+    Raises:
+        RayDiedError: the local Ray ended.
+    """
+    end = time.monotonic() + timeout_s
+    futures = [task.future for task in tasks]
+    while not any(future.done() for future in futures):
+        left = end - time.monotonic()
+        if left <= 0:
+            return False
+        waiting = concurrent.futures.FIRST_COMPLETED
+        concurrent.futures.wait(futures, timeout=min(left, LIVENESS_PERIOD_S), return_when=waiting)
+        check_local_ray()
+    return True
 
 
 class EventLoopThread:

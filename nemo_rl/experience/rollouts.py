@@ -148,11 +148,24 @@ class RolloutRunner:
             ConfigError: the prompt names an environment that does not run.
         """
         self._check_environments([prompts["task_name"][row]])
-        task = self._loop.start(
+        return self.start(
             self.play_group(prompts, row, num_generations, sampling, key),
             f"the sampling of prompt {key.first_group + row} of {key.phase} step {key.step}",
         )
-        self._started = {task, *(other for other in self._started if not other.is_done)}
+
+    def start(
+        self, group: Coroutine[Any, Any, Rollouts], name: str, *, through_updates: bool = False
+    ) -> BackgroundTask[Rollouts]:
+        """Play a group in the background and return immediately.
+
+        Args:
+            group: a coroutine that ends with `play_group`.
+            name: for errors and logs.
+            through_updates: the group continues while the engines get new weights; `wait_for_groups` leaves it out.
+        """
+        task = self._loop.start(group, name)
+        if not through_updates:
+            self._started = {task, *(other for other in self._started if not other.is_done)}
         return task
 
     @property
@@ -161,7 +174,9 @@ class RolloutRunner:
         return self._limits.timeout_s + CLOSING_S + 2 * CLEAN_UP_S
 
     def wait_for_groups(self) -> None:
-        """Wait until no started group is being played; failures of groups stay with their tasks.
+        """Wait until no started group is being played, except those that continue through updates of the weights.
+
+        Failures of groups stay with their tasks.
 
         Raises:
             DeadlineExceededError: a group has not ended after `group_limit_s`.

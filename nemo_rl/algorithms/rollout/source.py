@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nemo_rl.config import RolloutSourceConfig
 from nemo_rl.data.prompt_stream import DataExhausted, PromptBatch, PromptPosition, PromptStream
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.event_loop import BackgroundTask
 from nemo_rl.experience.metrics import mean_metrics
 from nemo_rl.experience.rollouts import RolloutKey, RolloutRunner
@@ -222,6 +223,10 @@ class FreshRollouts:
             for row in range(batch.rows.size)
         ]
         return StartedGroups(self.runner, batch, key, tasks)
+
+    async def play(self, prompts: BatchedDataDict[Any], row: int, key: RolloutKey) -> Rollouts:
+        """Sample the group of one prompt; arguments and errors as `RolloutRunner.play_group`."""
+        return await self.runner.play_group(prompts, row, self.num_generations, self.sampling, key)
 
     def _next_batch(self, step: int) -> tuple[PromptBatch, RolloutKey]:
         batch = self.prompts.next_batch()

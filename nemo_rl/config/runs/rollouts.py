@@ -6,15 +6,16 @@ other, before Ray starts.
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import ClassVar
+from typing import ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.rules.broken_rules import Findings, report_findings
 from nemo_rl.config.rules.data import check_data, check_data_files, check_model_files, named_entries
 from nemo_rl.config.rules.loss import check_loss
 from nemo_rl.config.rules.named_parts import check_named_parts
+from nemo_rl.config.rules.overlap import check_one_overlap, check_overlap
 from nemo_rl.config.rules.placement.roles import Role, trained
 from nemo_rl.config.rules.placement.second_models import check_placements, check_second_models
 from nemo_rl.config.rules.placement.topology import divide_cluster
@@ -31,6 +32,7 @@ from nemo_rl.config.rules.venvs import check_venvs
 from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
 from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
+from nemo_rl.config.schema.algorithms.overlap import AsyncRLConfig
 from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
@@ -52,7 +54,6 @@ class MasterConfig(RunConfig):
     cpu_config: ClassVar[str] = "examples/configs/grpo_math_cpu.yaml"
 
     later: ClassVar[dict[str, str]] = {
-        "async_rl": "asynchronous training",
         "data_plane": "a separate data plane",
         "on_policy_distillation": "multi-teacher on-policy distillation",
         "reward_penalties": "reward penalties",
@@ -153,6 +154,15 @@ class GRPOMasterConfig(RolloutMasterConfig):
 
     grpo: GRPOConfig = Field(default_factory=GRPOConfig, description="The algorithm.")
     loss_fn: ClippedPGLossConfig = Field(default_factory=ClippedPGLossConfig, description="The policy-gradient loss.")
+    async_rl: AsyncRLConfig | None = Field(
+        default=None, description="NeMo RL's newer section for overlap; fills in grpo.overlap unless it is null."
+    )
+
+    @model_validator(mode="after")
+    def _take_async_rl(self) -> Self:
+        if self.async_rl is not None:
+            self.grpo.overlap = self.async_rl.overlap
+        return self
 
     @property
     def algorithm(self) -> GRPOConfig:
@@ -181,6 +191,8 @@ class GRPOMasterConfig(RolloutMasterConfig):
             check_batches("grpo", self.grpo, self.policy, self.policy_cluster),
             check_lengths(self.policy, self.data),
             check_grpo(self.grpo),
+            check_overlap("grpo", self.grpo, self.policy, self.cluster),
+            check_one_overlap(self.grpo, self.async_rl),
             check_advantages(self.grpo, self.loss_fn),
             check_early_stop("grpo", self.grpo),
             check_loss(self.grpo, self.policy, self.loss_fn),

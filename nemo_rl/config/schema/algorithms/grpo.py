@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from nemo_rl.config.base.part_names import PartName
 from nemo_rl.config.base.section import Section, derived
+from nemo_rl.config.schema.algorithms.overlap import AsyncGRPOConfig
 from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
 from nemo_rl.config.schema.named_part import NamedPartConfig
 
@@ -105,7 +106,6 @@ class GRPOConfig(RolloutTrainingConfig):
     """Group relative policy optimisation: steps, groups, validation and processing of rewards."""
 
     later: ClassVar[dict[str, str]] = {
-        "async_grpo": "asynchronous training",
         "invalid_tool_call_advantage": "an advantage for invalid tool calls",
         "malformed_thinking_advantage": "an advantage for malformed thinking tags",
     }
@@ -178,8 +178,14 @@ class GRPOConfig(RolloutTrainingConfig):
         "loss_fn.reference_policy_kl_penalty=0, in which case it is not needed.",
     )
 
+    async_grpo: AsyncGRPOConfig = Field(
+        default_factory=AsyncGRPOConfig, description="NeMo RL's section for overlap; fills in overlap where enabled."
+    )
+
     @model_validator(mode="after")
     def _take_named_source(self) -> Self:
         if self.rollout_source.name == "dynamic_sampling":
             self.use_dynamic_sampling = True
+        if self.async_grpo.enabled:
+            self.overlap = self.async_grpo.overlap
         return self

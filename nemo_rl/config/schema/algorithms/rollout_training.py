@@ -6,6 +6,7 @@ They cover steps, prompts and validation; keys of the loss are in the algorithm'
 from pydantic import Field, PositiveInt
 
 from nemo_rl.config.base.section import Section, Seed
+from nemo_rl.config.schema.algorithms.overlap import OverlapConfig
 from nemo_rl.config.schema.named_part import RolloutSourceConfig
 
 
@@ -59,6 +60,7 @@ class RolloutTrainingConfig(Section):
     stop_at_validation_threshold: float | None = Field(
         default=None, description="Value of stop_at_validation_metric at which the run ends."
     )
+    overlap: OverlapConfig = Field(default_factory=OverlapConfig, description="Whether sampling and training overlap.")
     rollout_source: RolloutSourceConfig = Field(
         default_factory=RolloutSourceConfig, description="Where the groups of answers of a step come from."
     )

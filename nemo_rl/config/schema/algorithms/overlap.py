@@ -1,0 +1,132 @@
+"""Keys that let sampling and training overlap: this library's `overlap`, and NeMo RL's `async_grpo` and `async_rl`.
+
+NeMo RL's two sections say the same in other words. `AsyncGRPOConfig.overlap` and `AsyncRLConfig.overlap` translate
+them.
+"""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from nemo_rl.config.base.section import Section
+
+_KV_CACHE = "engines always compute the keys and values of running requests again after an update of their weights"
+
+
+class OverlapConfig(Section):
+    """Whether answers for later steps are sampled while the policy trains."""
+
+    mode: Literal["none", "ahead"] = Field(
+        default="none",
+        description="none: sampling and training take turns; ahead: the engines sample for later steps while the "
+        "policy trains.",
+    )
+    max_age_steps: PositiveInt = Field(
+        default=1,
+        description="ahead: most training steps between the weights that begin a group of answers and the step that "
+        "trains on it. A prompt is started only if this holds for its group; no group is dropped.",
+    )
+    order: Literal["in_order", "ready_first", "weight_fifo", "freshest_first"] = Field(
+        default="in_order",
+        description="ahead: the groups that a step trains on. in_order: the oldest, even if it has to wait for them. "
+        "The others take finished groups first and wait only for those that would become too old: ready_first the "
+        "oldest of them, weight_fifo those of the oldest weights, freshest_first the newest.",
+    )
+    in_flight_weight_updates: bool = Field(
+        default=False,
+        description="ahead: running answers continue with new weights; false: each update of the engines waits until "
+        "all started groups are finished. false with order=in_order repeats a run bit for bit.",
+    )
+    max_inflight_prompts: PositiveInt | None = Field(
+        default=None, description="ahead: most prompts that are sampled at the same time; null: no limit."
+    )
+    max_buffered_groups: PositiveInt | None = Field(
+        default=None,
+        description="ahead: most groups that are started but not trained on; null: as many as max_age_steps allows.",
+    )
+    max_generation_failures: NonNegativeInt = Field(
+        default=0,
+        description="ahead: failures of groups in a row after which the run ends; until then a failed group is "
+        "sampled again.",
+    )
+
+
+class AsyncGRPOConfig(Section):
+    """NeMo RL's section for overlap; the same as `overlap` with `mode=ahead` and `order=in_order`."""
+
+    idle: ClassVar[dict[str, str]] = {"recompute_kv_cache_after_weight_updates": _KV_CACHE}
+
+    enabled: bool = Field(default=False, description="Sample for later steps while the policy trains.")
+    max_trajectory_age_steps: PositiveInt = Field(default=1, description="As overlap.max_age_steps.")
+    max_generation_failures: NonNegativeInt = Field(default=0, description="As overlap.max_generation_failures.")
+    in_flight_weight_updates: bool = Field(default=False, description="As overlap.in_flight_weight_updates.")
+    recompute_kv_cache_after_weight_updates: bool = Field(
+        default=False, description="Has no effect: engines always compute keys and values again."
+    )
+
+    @property
+    def overlap(self) -> OverlapConfig:
+        """The section `overlap` with the same meaning."""
+        return OverlapConfig(
+            mode="ahead",
+            max_age_steps=self.max_trajectory_age_steps,
+            in_flight_weight_updates=self.in_flight_weight_updates,
+            max_generation_failures=self.max_generation_failures,
+        )
+
+
+class AsyncRLSamplerConfig(Section):
+    """The order in which `async_rl` trains on groups."""
+
+    name: Literal["in_order", "ready_first", "windowed", "weight_fifo"] = Field(
+        default="in_order",
+        description="As overlap.order; windowed is ready_first, or freshest_first with sample_freshest_first.",
+    )
+    max_lookahead_versions: PositiveInt = Field(default=1, description="in_order: as overlap.max_age_steps.")
+    max_staleness_versions: PositiveInt = Field(default=1, description="The others: as overlap.max_age_steps.")
+    sample_freshest_first: bool = Field(default=False, description="windowed: prefer the newest finished groups.")
+
+
+class AsyncRLConfig(Section):
+    """NeMo RL's newer section for overlap; running answers always continue with new weights."""
+
+    later: ClassVar[dict[str, str]] = {
+        "generation_router": "a router in front of the engines",
+        "rollout_failure": "limits for failures of rollouts by their kind",
+    }
+    idle: ClassVar[dict[str, str]] = {
+        "recompute_kv_cache_after_weight_updates": _KV_CACHE,
+        "min_groups_for_streaming_train": "an update begins when all groups of its step are finished",
+    }
+    ignored: ClassVar[dict[str, str]] = {
+        "diagnostics": "the metrics of overlap are always logged",
+        "generation_fleet_health": "engines that die or hang are always replaced (cluster.max_actor_restarts)",
+        "stall_watchdog": "every wait has a deadline (cluster.timeouts)",
+    }
+
+    sampler: AsyncRLSamplerConfig = Field(
+        default_factory=AsyncRLSamplerConfig, description="The groups that a step trains on."
+    )
+    max_inflight_prompts: PositiveInt = Field(default=32, description="As overlap.max_inflight_prompts.")
+    max_buffered_rollouts: PositiveInt = Field(default=64, description="As overlap.max_buffered_groups.")
+    min_groups_for_streaming_train: PositiveInt = Field(default=32, description="Has no effect.")
+    recompute_kv_cache_after_weight_updates: bool = Field(
+        default=False, description="Has no effect: engines always compute keys and values again."
+    )
+
+    @property
+    def overlap(self) -> OverlapConfig:
+        """The section `overlap` with the same meaning."""
+        sampler = self.sampler
+        windowed: Literal["freshest_first", "ready_first"] = (
+            "freshest_first" if sampler.sample_freshest_first else "ready_first"
+        )
+        in_order = sampler.name == "in_order"
+        return OverlapConfig(
+            mode="ahead",
+            max_age_steps=sampler.max_lookahead_versions if in_order else sampler.max_staleness_versions,
+            order=windowed if sampler.name == "windowed" else sampler.name,
+            in_flight_weight_updates=True,
+            max_inflight_prompts=self.max_inflight_prompts,
+            max_buffered_groups=self.max_buffered_rollouts,
+        )
