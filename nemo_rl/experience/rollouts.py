@@ -28,6 +28,7 @@ from nemo_rl.data.messages.content import TextRules
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.closings import CLOSING_S, Closings
 from nemo_rl.experience.event_loop import CLEAN_UP_S, BackgroundTask, EventLoopThread
+from nemo_rl.experience.idle_shares import BusySeconds
 from nemo_rl.experience.metrics import mean_metrics
 from nemo_rl.experience.post_processing import post_process
 from nemo_rl.experience.samples import EnvironmentPort, RolloutKey, RolloutLimits, SamplePlayer
@@ -184,6 +185,10 @@ class RolloutRunner:
         for task in self._started:
             task.wait(self.group_limit_s)
         self._started.clear()
+
+    def busy_seconds(self) -> BusySeconds:
+        """Return the time during which engines and environments have worked."""
+        return BusySeconds(self._generation.busy_seconds(), self._samples.environments_busy.seconds)
 
     def post_process(self, groups: Sequence[Rollouts]) -> dict[str, float]:
         """Post-process groups that were played alone, by the environments that look at whole collections.

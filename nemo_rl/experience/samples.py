@@ -34,6 +34,7 @@ from nemo_rl.models.generation.interfaces import (
 from nemo_rl.models.generation.texts import sampled_text
 from nemo_rl.utils.errors import DataError
 from nemo_rl.utils.seed import derive_seed
+from nemo_rl.utils.timer import BusyClock
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,9 @@ class SamplePlayer:
         tokenizer: decodes responses that come without a text, and encodes observations.
         limits: bounds.
         text_rules: which texts have their control tokens encoded as ordinary text; None: `TextRules()`.
+
+    Attributes:
+        environments_busy: measures the time during which an environment opens an episode or takes a turn.
     """
 
     def __init__(
@@ -119,6 +123,7 @@ class SamplePlayer:
         self._observations = ObservationRenderer(tokenizer, self._text_rules)
         self._has_reported = False
         self._limits = limits
+        self.environments_busy = BusyClock()
 
     async def play(
         self,
@@ -135,7 +140,8 @@ class SamplePlayer:
         _remember(sample, sample.extra_env_info)
         try:
             started = time.perf_counter()
-            start = await environment.open_episode(sample.extra_env_info)
+            with self.environments_busy.work():
+                start = await environment.open_episode(sample.extra_env_info)
             sample.environment_s += time.perf_counter() - started
             _remember(sample, start.metadata)
             if self._begin(sample, start):
@@ -245,7 +251,8 @@ class SamplePlayer:
     async def _ask_environment(self, sample: Trajectory) -> StepResult:
         started = time.perf_counter()
         environment = self._environments[sample.task_name]
-        step = await environment.step(sample.turns, sample.extra_env_info)
+        with self.environments_busy.work():
+            step = await environment.step(sample.turns, sample.extra_env_info)
         sample.environment_s += time.perf_counter() - started
         return step
 

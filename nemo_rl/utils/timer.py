@@ -108,6 +108,33 @@ class Timer:
             self._running.pop(label, None)
 
 
+class BusyClock:
+    """Measures the time during which at least one of several overlapping pieces of work runs; for one thread."""
+
+    def __init__(self) -> None:
+        self._num_running = 0
+        self._since = 0.0
+        self._before = 0.0
+
+    @contextmanager
+    def work(self) -> Generator[None]:
+        """Count a block as work."""
+        if self._num_running == 0:
+            self._since = time.perf_counter()
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            if self._num_running == 0:
+                self._before += time.perf_counter() - self._since
+
+    @property
+    def seconds(self) -> float:
+        """Seconds with work until now."""
+        return self._before + (time.perf_counter() - self._since if self._num_running else 0.0)
+
+
 def convert_to_seconds(time_string: str) -> int:
     """Convert "DD:HH:MM:SS" to seconds.
 

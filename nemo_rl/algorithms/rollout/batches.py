@@ -15,6 +15,7 @@ from nemo_rl.algorithms.rollout.sync_probe import SyncProbe
 from nemo_rl.algorithms.runtime.run import Phase, StepBatch
 from nemo_rl.data.prompt_stream import PromptStream
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.idle_shares import IdleShares
 from nemo_rl.experience.metrics import rollout_metrics
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.experience.trajectory_log import TrajectoryLog
@@ -30,6 +31,7 @@ class RolloutBatches:
         probe: checks that the engines sample from the policy.
         trajectory_log: writes conversations and rewards.
         layout: `training_batch.build_training_batch`, with all arguments but the trajectories bound.
+        idle: measures how long trainer, engines and environments have nothing to do.
 
     Attributes:
         rollouts: as passed; may be replaced before the first step.
@@ -43,6 +45,7 @@ class RolloutBatches:
         probe: SyncProbe,
         trajectory_log: TrajectoryLog,
         layout: Callable[[Sequence[Trajectory]], BatchedDataDict[Any]],
+        idle: IdleShares,
     ):
         self.rollouts = rollouts
         self._prompts = prompts
@@ -50,6 +53,7 @@ class RolloutBatches:
         self._probe = probe
         self._trajectory_log = trajectory_log
         self._layout = layout
+        self._idle = idle
 
     def next_batch(self, step: int, phase: Phase) -> StepBatch:
         """See `BatchSource.next_batch`.
@@ -57,9 +61,9 @@ class RolloutBatches:
         Raises:
             ValueError: the source gave a group that is older than it states.
         """
-        with phase("weight_sync"):
+        with phase("weight_sync"), self._idle.trainer_waits():
             self._refitter.ensure_fresh()
-        with phase("generation"):
+        with phase("generation"), self._idle.trainer_waits():
             given = sorted(self.rollouts.next_groups(step), key=lambda group: group.order)
         self._refitter.before_training()
         groups = [group for group in given if group.trains]
@@ -79,7 +83,7 @@ class RolloutBatches:
             trajectories,
             num_prompts=len(groups),
             metrics=rollout_metrics(trajectories) | ages | self.rollouts.metrics,
-            metrics_under={"refit": self._refitter.last_sync},
+            metrics_under={"refit": self._refitter.last_sync, "idle": self._idle.since_last_call()},
             prompts=[group.prompt for group in given if group.prompt is not None],
             stale_BT=stale_BT,
         )

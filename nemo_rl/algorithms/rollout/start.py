@@ -47,6 +47,7 @@ from nemo_rl.data.prompt_stream import PromptStream, training_stream
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.environments.client import EnvironmentClient
 from nemo_rl.experience.event_loop import EventLoopThread
+from nemo_rl.experience.idle_shares import IdleShares
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutRunner
 from nemo_rl.experience.trajectory_log import TrajectoryLog
 from nemo_rl.losses.loss_function import AnyLossFunction
@@ -206,6 +207,7 @@ def _connect(
             mask_truncated=algorithm.overlong_filtering,
             needs_reward=recipe.needs_reward,
         ),
+        IdleShares(runner.busy_seconds),
     )
     parts = SessionParts(
         cadence=_cadence(config),

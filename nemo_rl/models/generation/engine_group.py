@@ -39,6 +39,7 @@ from nemo_rl.models.generation.interfaces import (
     engine_of,
 )
 from nemo_rl.utils.errors import DeadlineExceededError, GenerationError, ResourceInsufficientError, WorkerDiedError
+from nemo_rl.utils.timer import BusyClock
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class _Member:
 
     `ranks` are its workers in the group; the first one receives requests. `num_starts` counts the engines started for
     this member; it shows whether a dead engine was replaced already. `polls` are the running calls of `collect` by
-    rank, each with the `num_starts` of the called engine.
+    rank, each with the `num_starts` of the called engine. `busy` measures the time with pending requests.
     """
 
     index: int
@@ -99,6 +100,7 @@ class _Member:
     given_up: list[str] = field(default_factory=list)
     polls: dict[int, tuple[int, Any]] = field(default_factory=dict)
     collector: asyncio.Task[None] | None = None
+    busy: BusyClock = field(default_factory=BusyClock)
 
     def forget_requests(self) -> None:
         """Drop all pending requests, for which no caller waits, and abort those that were sent."""
@@ -174,7 +176,8 @@ class EngineGroup(GenerationInterface):
         member.outbox.append((request_id, request))
         self._flush_soon()
         try:
-            result = await pending.future
+            with member.busy.work():
+                result = await pending.future
         except asyncio.CancelledError:
             self._give_up(member, request_id)
             raise
@@ -439,6 +442,10 @@ class EngineGroup(GenerationInterface):
                 pending.future.set_exception(failure)
         member.unfinished.clear()
         member.outbox, member.given_up = [], []
+
+    def busy_seconds(self) -> list[float]:
+        """See `GenerationInterface.busy_seconds`."""
+        return [member.busy.seconds for member in self._members]
 
     def describe_open(self) -> str:
         """See `GenerationInterface.describe_open`: with the stacks of their workers."""

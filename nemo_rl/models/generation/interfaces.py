@@ -262,6 +262,10 @@ class GenerationInterface(ABC):
             WorkerDiedError: engines died more often than allowed.
         """
 
+    def busy_seconds(self) -> list[float]:
+        """Return for each engine the seconds with an open request since its start; empty if the group cannot tell."""
+        return []
+
     def describe_open(self) -> str:
         """Describe the engines with open requests, for an error; empty if there are none or the group cannot tell."""
         return ""

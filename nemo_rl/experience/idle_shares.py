@@ -1,0 +1,61 @@
+"""Measure which share of the time the trainer, the engines and the environments have nothing to do."""
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class BusySeconds:
+    """Time with work, since the start of the run.
+
+    Attributes:
+        engines: for each engine, seconds with an open request.
+        environments: seconds in which an environment opened an episode or took a turn.
+    """
+
+    engines: list[float]
+    environments: float
+
+
+@dataclass
+class IdleShares:
+    """Shares of idle time from step to step.
+
+    Attributes:
+        busy: returns the time with work until now.
+    """
+
+    busy: Callable[[], BusySeconds]
+    _waited_s: float = field(default=0.0, init=False)
+    _last: tuple[float, BusySeconds] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._last = (time.perf_counter(), self.busy())
+
+    @contextmanager
+    def trainer_waits(self) -> Generator[None]:
+        """Count a block as idle time of the trainer."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited_s += time.perf_counter() - started
+
+    def since_last_call(self) -> dict[str, float]:
+        """Return the shares of the time since the last call, from 0 (always busy) to 1, to be logged under `idle/`.
+
+        `trainer` is the share that it waited for weights to be sent and for groups; `engines` is the mean over the
+        engines of the share without an open request; `environments` the share without an open episode step.
+        """
+        now, busy = time.perf_counter(), self.busy()
+        since, before = self._last
+        seconds = max(now - since, 1e-9)
+        shares = {"trainer": self._waited_s / seconds}
+        if busy.engines:
+            worked = [after - start for after, start in zip(busy.engines, before.engines, strict=True)]
+            shares["engines"] = 1.0 - sum(worked) / (seconds * len(worked))
+        shares["environments"] = 1.0 - (busy.environments - before.environments) / seconds
+        self._last, self._waited_s = (now, busy), 0.0
+        return {name: min(max(share, 0.0), 1.0) for name, share in shares.items()}
