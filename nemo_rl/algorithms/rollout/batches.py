@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nemo_rl.algorithms.rollout.refit import Refitter
-from nemo_rl.algorithms.rollout.source import RolloutSource
+from nemo_rl.algorithms.rollout.source import Group, RolloutSource
 from nemo_rl.algorithms.rollout.staleness import age_metrics, check_staleness, stale_tokens
 from nemo_rl.algorithms.rollout.sync_probe import SyncProbe
 from nemo_rl.algorithms.runtime.run import Phase, StepBatch
@@ -77,12 +77,12 @@ class RolloutBatches:
         check_staleness(trajectories, version, max_staleness)
         stale_BT = stale_tokens(trajectories, version)
         self._probe.check(tensors, stale_BT)
-        ages = age_metrics(trajectories, version) if max_staleness else {}
+        overlap = age_metrics(trajectories, version) | _discarded(given) if max_staleness else {}
         return StepBatch(
             tensors,
             trajectories,
             num_prompts=len(groups),
-            metrics=rollout_metrics(trajectories) | ages | self.rollouts.metrics,
+            metrics=rollout_metrics(trajectories) | overlap | self.rollouts.metrics,
             metrics_under={"refit": self._refitter.last_sync, "idle": self._idle.since_last_call()},
             prompts=[group.prompt for group in given if group.prompt is not None],
             stale_BT=stale_BT,
@@ -92,3 +92,9 @@ class RolloutBatches:
         """See `BatchSource.trained`."""
         self._trajectory_log.write_training(step, batch.trajectories, batch.tensors)
         self._prompts.acknowledge(batch.prompts)
+
+
+def _discarded(groups: Sequence[Group]) -> dict[str, float]:
+    """Count the sampled tokens that no update uses."""
+    tokens = sum(t.response_length for group in groups if not group.trains for t in group.trajectories)
+    return {"num_discarded_tokens": float(tokens)}

@@ -23,6 +23,7 @@ from nemo_rl.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.data.loader import build_loader
 from nemo_rl.data.prompt_stream import DataExhausted, PromptPosition, PromptStream
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.idle_shares import BusySeconds, IdleShares
 from nemo_rl.experience.rollouts import Collection
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.files.safe_load import load_plain
@@ -32,6 +33,8 @@ from nemo_rl.utils.errors import ConfigError, DataError, WorkerDiedError
 from nemo_rl.utils.logger import Logger
 
 pytestmark = pytest.mark.fast
+
+IDLE = IdleShares(lambda: BusySeconds([], 0.0))
 
 
 class Recorder:
@@ -141,7 +144,7 @@ def make_run(
         weight_version=0,
     )
     quiet = SimpleNamespace(check=lambda batch, stale_BT: None, write_training=lambda *_: None)
-    batches = RolloutBatches(source(prompts), prompts, refitter, quiet, quiet, layout)  # type: ignore[arg-type]
+    batches = RolloutBatches(source(prompts), prompts, refitter, quiet, quiet, layout, IDLE)  # type: ignore[arg-type]
     policy = Recorder(events, "policy")
     parts = SessionParts(
         cadence=Cadence(steps, save_period=1),
@@ -267,7 +270,7 @@ def test_prompts_of_groups_that_are_left_out_are_done_with_the_step() -> None:
 
     refitter = SimpleNamespace(ensure_fresh=lambda: None, before_training=lambda: None, last_sync={}, weight_version=0)
     quiet = SimpleNamespace(check=lambda *_: None, write_training=lambda *_: None)
-    source = RolloutBatches(HalfOfThem(prompts), prompts, refitter, quiet, quiet, layout)  # type: ignore[arg-type]
+    source = RolloutBatches(HalfOfThem(prompts), prompts, refitter, quiet, quiet, layout, IDLE)  # type: ignore[arg-type]
     batch = source.next_batch(1, lambda name: nullcontext())
     assert (batch.tensors["idx"], batch.num_prompts, len(batch.prompts)) == ([2], 1, 2)
     assert prompts.state_dict()["loader"]["num_batches_done"] == 0
@@ -288,7 +291,7 @@ def test_a_group_that_is_older_than_its_source_states_is_refused() -> None:
     prompts = make_prompts()
     refitter = SimpleNamespace(ensure_fresh=lambda: None, before_training=lambda: None, last_sync={}, weight_version=6)
     quiet = SimpleNamespace(check=lambda *_: None)
-    source = RolloutBatches(Old(prompts), prompts, refitter, quiet, quiet, layout)  # type: ignore[arg-type]
+    source = RolloutBatches(Old(prompts), prompts, refitter, quiet, quiet, layout, IDLE)  # type: ignore[arg-type]
     batch = source.next_batch(1, lambda name: nullcontext())
     assert batch.stale_BT is not None and batch.stale_BT.tolist() == [[True]]
     assert (batch.metrics["avg_trajectory_age"], batch.metrics["max_trajectory_age"]) == (2.0, 2.0)
@@ -308,7 +311,7 @@ def test_groups_are_trained_on_in_their_order_whenever_they_finish() -> None:
 
     refitter = SimpleNamespace(ensure_fresh=lambda: None, before_training=lambda: None, last_sync={}, weight_version=0)
     quiet = SimpleNamespace(check=lambda *_: None)
-    source = RolloutBatches(Late(), make_prompts(), refitter, quiet, quiet, layout)  # type: ignore[arg-type]
+    source = RolloutBatches(Late(), make_prompts(), refitter, quiet, quiet, layout, IDLE)  # type: ignore[arg-type]
     batch = source.next_batch(1, lambda name: nullcontext())
     assert batch.tensors["idx"] == [2, 4, 10]
     assert [t.group_index for t in batch.trajectories] == [0, 1, 2]
