@@ -167,8 +167,7 @@ class AheadRollouts:
     def next_groups(self, step: int) -> Iterator[Group]:
         """See `RolloutSource.next_groups`.
 
-        Sets `metrics` to those of the environments, and to `buffer_size`, the number of finished groups that wait, and
-        `num_inflight_groups`, the number of groups that are being sampled.
+        Sets `metrics` to those of the environments and `buffer_size`, the groups that were started for later steps.
         """
         age, count = self.overlap.max_age_steps, self.groups_per_step
         steps_left = self.num_steps - step
@@ -176,11 +175,7 @@ class AheadRollouts:
         taken = self._take(step)
         self._start(step, min(age, steps_left) * count)
         rollouts = [group.finished(self.fresh.runner.group_limit_s) for group in taken]
-        finished = sum(group.is_finished for group in self._open)
-        self.metrics = self.fresh.runner.post_process(rollouts) | {
-            "buffer_size": float(finished),
-            "num_inflight_groups": float(len(self._open) - finished),
-        }
+        self.metrics = self.fresh.runner.post_process(rollouts) | {"buffer_size": float(len(self._open))}
         for group, samples in zip(taken, rollouts, strict=True):
             yield Group((0, group.number), samples.trajectories, group.position)
 
