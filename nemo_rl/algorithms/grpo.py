@@ -23,16 +23,18 @@ from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.run import train as grpo_train
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.compat.public_names import public_names
-from nemo_rl.config import GRPOConfig, GRPOMasterConfig, Role
+from nemo_rl.config import AsyncGRPOConfig, GRPOConfig, GRPOMasterConfig, Role
 from nemo_rl.data.datasets.setup import setup_response_data
 from nemo_rl.losses.loss_function import LossFunction
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.seed import set_seed
 
-__all__ = ["GRPOConfig", "MasterConfig", "grpo_train", "recipe", "setup"]
+__all__ = ["AsyncGRPOConfig", "GRPOConfig", "MasterConfig", "async_grpo_train", "grpo_train", "recipe", "setup"]
 
 MasterConfig = GRPOMasterConfig
+async_grpo_train = grpo_train
+"""NeMo RL's name; `grpo.overlap` decides whether sampling and training overlap."""
 __getattr__ = public_names(
     __name__,
     {

@@ -19,7 +19,6 @@ _VISION = "multimodal data (VLM)"
 
 NOT_BUILT: dict[str, tuple[str, tuple[str, ...]]] = {
     "nemo_rl.algorithms.async_utils": ("async GRPO", ()),
-    "nemo_rl.algorithms.grpo": ("async GRPO", ("async_grpo_train", "AsyncGRPOConfig")),
     "nemo_rl.algorithms.grpo_sync": ("the data plane", ()),
     "nemo_rl.algorithms.ppo": ("PPO", ()),
     "nemo_rl.algorithms.single_controller": _SINGLE_CONTROLLER,

@@ -48,7 +48,7 @@ from nemo_rl.config.schema.algorithms.grpo import (
     RewardShapingConfig,
 )
 from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
-from nemo_rl.config.schema.algorithms.overlap import OverlapConfig
+from nemo_rl.config.schema.algorithms.overlap import AsyncGRPOConfig, AsyncRLConfig, OverlapConfig
 from nemo_rl.config.schema.algorithms.rm import RMConfig
 from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
 from nemo_rl.config.schema.algorithms.sft import SFTConfig
@@ -105,6 +105,8 @@ __all__ = [
     "REPOSITORY_ROOT",
     "RESPONSE_DATASET_NAMES",
     "AdvantageEstimatorConfig",
+    "AsyncGRPOConfig",
+    "AsyncRLConfig",
     "CheckpointingConfig",
     "ClippedPGLossConfig",
     "ClusterConfig",

@@ -40,7 +40,7 @@ def check_overlap(
 
 def check_one_overlap(grpo: GRPOConfig, async_rl: AsyncRLConfig | None) -> Findings:
     """Only one of NeMo RL's two sections describes the overlap."""
-    if async_rl is not None and grpo.async_grpo.enabled:
+    if async_rl is not None and grpo.async_grpo is not None and grpo.async_grpo.enabled:
         yield (
             "async_rl and grpo.async_grpo.enabled=true both describe how sampling and training overlap. Keep one: "
             "async_rl=null, or grpo.async_grpo.enabled=false."

@@ -89,7 +89,6 @@ def test_flat_data_keys_are_refused_with_their_new_path(write_yaml, key: str, pl
         "policy.megatron_cfg.moe_token_dispatcher_type=flex",
         "policy.megatron_cfg.scheduler.lr_decay_style=WSD",
         "policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp=true",
-        "grpo.async_grpo.enabled=true",
         "policy.generation.vllm_cfg.use_deep_gemm=true",
         "policy.generation.vllm_cfg.precision=fp8",
         "policy.generation.backend=sglang",

@@ -178,7 +178,7 @@ class GRPOConfig(RolloutTrainingConfig):
         "loss_fn.reference_policy_kl_penalty=0, in which case it is not needed.",
     )
 
-    async_grpo: AsyncGRPOConfig = Field(
+    async_grpo: AsyncGRPOConfig | None = Field(
         default_factory=AsyncGRPOConfig, description="NeMo RL's section for overlap; fills in overlap where enabled."
     )
 
@@ -186,6 +186,6 @@ class GRPOConfig(RolloutTrainingConfig):
     def _take_named_source(self) -> Self:
         if self.rollout_source.name == "dynamic_sampling":
             self.use_dynamic_sampling = True
-        if self.async_grpo.enabled:
+        if self.async_grpo is not None and self.async_grpo.enabled:
             self.overlap = self.async_grpo.overlap
         return self

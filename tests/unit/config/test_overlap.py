@@ -1,0 +1,94 @@
+"""The section `overlap`, NeMo RL's two sections for it, and the rules on them."""
+
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.config import ConfigError, GRPOMasterConfig, OverlapConfig, load_config
+
+CPU = Path(__file__).resolve().parents[3] / "examples/configs/grpo_math_cpu.yaml"
+
+
+def overlap_of(*overrides: str) -> OverlapConfig:
+    config = load_config(CPU, list(overrides))
+    assert isinstance(config, GRPOMasterConfig)
+    return config.grpo.overlap
+
+
+def test_nothing_overlaps_unless_asked() -> None:
+    assert overlap_of().mode == "none"
+    assert overlap_of("grpo.async_grpo=null").mode == "none"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ("grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=8"),
+            {"max_age_steps": 8, "order": "in_order", "in_flight_weight_updates": False},
+        ),
+        (
+            (
+                "grpo.async_grpo.enabled=true",
+                "grpo.async_grpo.in_flight_weight_updates=true",
+                "grpo.async_grpo.max_generation_failures=3",
+                "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true",
+            ),
+            {"max_age_steps": 1, "in_flight_weight_updates": True, "max_generation_failures": 3},
+        ),
+        (
+            ("+async_rl={sampler: {name: in_order, max_lookahead_versions: 2}}",),
+            {
+                "max_age_steps": 2,
+                "order": "in_order",
+                "in_flight_weight_updates": True,
+                "max_inflight_prompts": 32,
+                "max_buffered_groups": 64,
+            },
+        ),
+        (
+            ("+async_rl={sampler: {name: windowed, max_staleness_versions: 4, sample_freshest_first: true}}",),
+            {"max_age_steps": 4, "order": "freshest_first"},
+        ),
+        (("+async_rl={sampler: {name: windowed}}",), {"order": "ready_first"}),
+        (("+async_rl={sampler: {name: weight_fifo}, max_inflight_prompts: 9}",), {"max_inflight_prompts": 9}),
+    ],
+)
+def test_sections_of_nemo_rl_fill_in_the_overlap(overrides: tuple[str, ...], expected: dict[str, object]) -> None:
+    overlap = overlap_of(*overrides)
+    assert overlap.mode == "ahead"
+    assert {name: overlap[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("grpo.async_grpo.enabled=true", "+async_rl={}"), "Keep one"),
+        (("+async_rl={max_buffered_rollouts: 7}",), r"=7 .* less than the 8 groups"),
+        (
+            (
+                "grpo.overlap={mode: ahead, max_buffered_groups: 15}",
+                "grpo.use_dynamic_sampling=true",
+                "grpo.batch_multiplier=2",
+            ),
+            r"=15 .* less than the 16 groups",
+        ),
+        (("grpo.overlap.mode=ahead", "grpo.overlap.max_age_steps=0"), "max_age_steps"),
+        (("grpo.overlap.order=newest",), "in_order"),
+        (("+async_rl={rollout_failure: {max_skipped_prompts: 3}}",), "not built yet"),
+    ],
+)
+def test_an_overlap_that_cannot_work_is_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        overlap_of(*overrides)
+
+
+def test_engines_that_share_gpus_with_the_policy_cannot_sample_while_it_trains() -> None:
+    from nemo_rl.config.rules.overlap import check_overlap
+
+    config = load_config(CPU, ["grpo.overlap.mode=ahead"])
+    assert list(check_overlap("grpo", config.grpo, config.policy, config.cluster)) == []
+    config.cluster.device = "cuda"
+    config.cluster.gpus_per_node = 8
+    (problem,) = check_overlap("grpo", config.grpo, config.policy, config.cluster)
+    assert "policy.generation.colocated.enabled=false" in problem
