@@ -1,6 +1,7 @@
 """Measure GRPO here and in TRL, one after the other, on the same model, prompts and sampling.
 
     uv run python tools/benchmarks/grpo_vs_trl.py [--workloads uniform skewed] [--sizes 1m 3m 25m] [--repeats 3]
+        [--overlap none ahead]
 
 It makes TRL's environment under `.bench/` (kept for later runs), runs both sides as child processes on the same
 processors, and prints Markdown tables. `side_by_side` measures. Invariant: both sides get the same inputs; README.md
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from side_by_side import BENCH, WARM_UP_STEPS, Run, Step, prepare, ratio, run_side, show, trl_python
@@ -23,6 +25,15 @@ from workloads import SIZES, WORKLOADS, find_model, prompts_of
 
 logger = logging.getLogger("grpo_vs_trl")
 
+OVERLAPS = {
+    "none": [],
+    "ahead": [
+        "grpo.overlap.mode=ahead",
+        "grpo.overlap.order=ready_first",
+        "grpo.overlap.in_flight_weight_updates=true",
+    ],
+}
+"""Overrides of a run, by the value of `--overlap`."""
 SAMPLES_PER_STEP = 64
 GOAL_REWARD = 0.9
 
@@ -111,9 +122,10 @@ def own_command(workload: str, size: str, folder: Path, arguments: argparse.Name
     return command, folder / "logs" / "exp_001" / "metrics.jsonl"
 
 
-def run_own(workload: str, size: str, folder: Path, arguments: argparse.Namespace) -> GRPORun:
-    """Run this library."""
+def run_own(overlap: str, workload: str, size: str, folder: Path, arguments: argparse.Namespace) -> GRPORun:
+    """Run this library with a value of `OVERLAPS`."""
     command, metrics = own_command(workload, size, folder, arguments)
+    command += OVERLAPS[overlap]
     return run_side(command, metrics, read_own, folder / "own.log", arguments.threads)
 
 
@@ -125,9 +137,6 @@ def run_trl(workload: str, size: str, folder: Path, arguments: argparse.Namespac
     command += ["--max-new-tokens", str(WORKLOADS[workload].max_new_tokens), "--generation", arguments.trl_generation]
     command += ["--steps", str(arguments.steps), "--threads", str(arguments.threads), "--seed", str(arguments.seed)]
     return run_side(command, metrics, read_trl, folder / "trl.log", arguments.threads)
-
-
-SIDES = {"nemo_rl": run_own, "TRL": run_trl}
 
 
 def write_prompts(workload: str) -> Path:
@@ -204,6 +213,13 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--workloads", nargs="+", default=["uniform"], choices=list(WORKLOADS))
     parser.add_argument("--sizes", nargs="+", default=["1m"], choices=list(SIZES), help="parameters of the model")
+    parser.add_argument(
+        "--overlap",
+        nargs="+",
+        default=["none"],
+        choices=list(OVERLAPS),
+        help="grpo.overlap.mode of this library's runs",
+    )
     parser.add_argument("--steps", type=int, default=60, help="GRPO steps of each run")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each side, alternating")
     parser.add_argument("--threads", type=int, default=2, help="processors and OpenMP threads of each side")
@@ -221,18 +237,23 @@ def main() -> None:
     if arguments.steps <= WARM_UP_STEPS:
         raise SystemExit(f"--steps: {arguments.steps} leaves nothing after {WARM_UP_STEPS} steps of warm-up.")
     prepare()
+    sides: dict[str, Callable[..., GRPORun]] = {
+        f"nemo_rl, {name}": partial(run_own, name) for name in arguments.overlap
+    }
+    sides["TRL"] = run_trl
     for workload in arguments.workloads:
         for size in arguments.sizes:
-            runs: dict[str, list[GRPORun]] = {side: [] for side in SIDES}
+            runs: dict[str, list[GRPORun]] = {side: [] for side in sides}
             for number in range(arguments.repeats):
-                for side in list(SIDES)[:: -1 if number % 2 else 1]:
-                    folder = BENCH / "runs" / f"{workload}-{size}-{side}-{int(time.time())}"
+                for side in list(sides)[:: -1 if number % 2 else 1]:
+                    folder = BENCH / "runs" / f"{workload}-{size}-{side.replace(', ', '-')}-{int(time.time())}"
                     folder.mkdir(parents=True)
                     logger.info("%s, load average %.1f %.1f %.1f ...", folder.name, *os.getloadavg())
-                    runs[side].append(SIDES[side](workload, size, folder, arguments))
+                    runs[side].append(sides[side](workload, size, folder, arguments))
                     seconds = statistics.median(runs[side][-1].step_seconds)
                     logger.info("%s: %s s a step", folder.name, show(seconds))
-            print(table(f"{workload}, {size}", *runs.values()) + "\n", flush=True)
+            for side in list(sides)[:-1]:
+                print(table(f"{workload}, {size}, {side}", runs[side], runs["TRL"]) + "\n", flush=True)
 
 
 if __name__ == "__main__":
