@@ -10,6 +10,7 @@ together. Linux only.
 import argparse
 import json
 import logging
+import os
 import statistics
 import sys
 import time
@@ -74,6 +75,8 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     arguments = parse_arguments()
     sys.path.insert(0, str(Path(__file__).parent))
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # the environment's actor imports from here
     BENCH.mkdir(exist_ok=True)
     (BENCH / ".gitignore").write_text("*\n")
     print("| mean wait, s | none, steps/min | ahead, steps/min | ratio |\n|---:|---:|---:|---:|")
