@@ -61,10 +61,8 @@ class CreditAssignment:
             "group_ids": torch.tensor([t.group_index for t in trajectories]),
             "valid_mask": torch.tensor([float(t.reward is not None) for t in trajectories]),
             "reward_components": self._components(trajectories),
-            "turn_rewards": _stacked([torch.tensor(t.turn_rewards, dtype=torch.float32) for t in trajectories]),
-            "turn_spans": _stacked(
-                [torch.tensor(t.turn_spans, dtype=torch.int64).reshape(-1, 2) for t in trajectories]
-            ),
+            "turn_rewards": pad_sequence(turn_rewards, batch_first=True),
+            "turn_spans": pad_sequence(turn_spans, batch_first=True),
         }
         if self.needs_logprobs:
             extras["logprobs_policy"] = batch["prev_logprobs"]
