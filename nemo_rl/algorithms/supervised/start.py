@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.algorithms.runtime.device_sharing import saved_models, share_memory
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
-from nemo_rl.algorithms.setup.memory_check import tell_memory
-from nemo_rl.algorithms.setup.placement import place_roles
+from nemo_rl.algorithms.setup.memory_check import log_memory
+from nemo_rl.algorithms.setup.placement import place_models
 from nemo_rl.algorithms.setup.roles import reserve, start_role, start_together
 from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
 from nemo_rl.algorithms.setup.user_parts import UserParts
@@ -113,7 +113,7 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
         backends = Logger(config.logger, folders.log_dir, steps)
         resources.callback(backends.close)
         backends.log_hyperparams(config.model_dump())
-        tell_memory(config.cluster, roles)
+        log_memory(config.cluster, roles)
         models = _start_models(config, recipe.tokenizer, roles, folders, resources)
         memory = share_memory(config.cluster, roles, models)
         parts = SessionParts(
@@ -146,7 +146,7 @@ def _start_models(
 ) -> dict[str, Policy]:
     """Start Ray and the ranks of all models; blocks until they are ready."""
     init_ray(str(folders.log_dir), optimizations=config.cluster.optimizations)
-    places, seed = place_roles(config.cluster, roles), config.algorithm.seed
+    places, seed = place_models(config.cluster, roles), config.algorithm.seed
     reserve(places.values(), config, roles, resources)
     starts = {
         name: partial(start_role, name, role, places[name], config.cluster, tokenizer, seed, folders.resume_path)
