@@ -1,7 +1,7 @@
 """Makes a training batch from conversations in a notebook, in one call.
 
-`messages.conversations` renders and tokenises, `collate_fn` joins; a run's data sets are processed in the same way. Invariant: the
-tokens that count are those that SFT would train on.
+`messages.conversations` renders and tokenises, `collate_fn` joins; a run's data sets are processed in the same way.
+Invariant: the tokens that count are those that SFT would train on.
 """
 
 from collections.abc import Iterable
