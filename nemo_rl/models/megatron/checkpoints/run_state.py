@@ -29,8 +29,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from nemo_rl.distributed.ranks.shared_failure import raise_on_all_ranks
 from nemo_rl.files.safe_load import load_plain
 from nemo_rl.models.megatron.build import unwrap
-from nemo_rl.models.megatron.checkpoints import optimizer_state, torch_dist
-from nemo_rl.models.megatron.checkpoints.folder import ITERATION
+from nemo_rl.models.megatron.checkpoints import ITERATION, optimizer_state, torch_dist
 from nemo_rl.models.megatron.checkpoints.torch_dist import CONTENT, Sharded
 from nemo_rl.models.training.checkpoint_writes import Keep, Write, as_it_is
 from nemo_rl.models.training.interfaces import CheckpointPaths
