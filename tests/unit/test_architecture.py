@@ -248,12 +248,13 @@ RANK_READERS = {
     "distributed/ranks/collectives.py": "each rank's place in the group of a collective",
     "models/dtensor/checkpoints/model_files.py": "one rank writes for all",
     "models/dtensor/proof/numbers.py": "asks the layout what a rank of a proof is there for",
-    "models/dtensor/checkpoints/training_state.py": "one rank writes for all, and each its random numbers",
+    "models/dtensor/checkpoints/training_state.py": "one rank writes for all",
     "models/dtensor/decide_on_rank0.py": "one rank finds out for all",
     "models/dtensor/checkpoints/weight_files.py": "ranks that hold the same take turns",
     "models/huggingface/peft_folder.py": "one rank writes for all",
-    "models/megatron/checkpoints/run_state.py": "one rank writes for all, and each its random numbers",
+    "models/megatron/checkpoints/run_state.py": "one rank writes for all",
     "models/megatron/checkpoints/torch_dist.py": "one rank writes for all",
+    "models/training/random_state.py": "each rank has its own random numbers",
     "models/policy/workers/rank.py": "asks the layout what this rank is there for",
 }
 

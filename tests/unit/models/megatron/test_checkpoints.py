@@ -391,7 +391,7 @@ def test_an_export_equals_the_hub_model_bit_for_bit(host, tmp_path, monkeypatch,
     host.run(_save_at_first, num_ranks, mesh, tmp_path / "step_1")
     weights = MegatronTraining().find_weights(tmp_path / "step_1")
     MegatronTraining().complete_checkpoint(weights, _tokenizer(), "bfloat16")
-    monkeypatch.setattr(checkpoint_folder, "MAX_FILE_BYTES", 20_000)
+    monkeypatch.setattr("nemo_rl.models.megatron.checkpoints.folder.MAX_FILE_BYTES", 20_000)
     MegatronTraining().export(weights, tmp_path / "hf")
     files = sorted((tmp_path / "hf").glob("*.safetensors"))
     found = {name: value for file in files for name, value in load_file(file).items()}
