@@ -1,32 +1,47 @@
 """Build runs of group relative policy optimisation (arXiv 2402.03300), and re-export NeMo RL's names.
 
-One step: fresh weights to the engines, rollouts, log-probabilities, advantages, update (`runtime.run.train`). Every
-variant (DAPO, GSPO, Dr.GRPO, RLOO, REINFORCE++, CISPO ...) is a value chosen here: a rollout source, an advantage
-estimator, a loss. Invariant: what can be refused before Ray starts is refused before; below this file no code sees a
-raw configuration dict.
+One step: fresh weights to the engines, rollouts, log-probabilities, advantages, update (`runtime.run.train`). The two
+stages between rollouts and update are here: `PolicyScoring` and `CreditAssignment`. Every variant (DAPO, GSPO,
+Dr.GRPO, RLOO, REINFORCE++, CISPO ...) is a value chosen here: a rollout source, an advantage estimator, a loss.
+
+Invariant: what can be refused before Ray starts is refused before; below this file no code sees a raw configuration
+dict. A forward pass is skipped only when its result cannot change the update. Samples without a reward enter no
+statistic; samples with one do, even if the loss leaves them out; and the reward on the trajectory stays as the
+environment gave it, for metrics.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
-from nemo_rl.algorithms.credit.assignment import CreditAssignment
-from nemo_rl.algorithms.credit.reward_shaping import scale_rewards
+from nemo_rl.algorithms.credit.advantages import AdvantageEstimator, AdvantageExtras, make_advantage_estimator
+from nemo_rl.algorithms.credit.reward_shaping import scale_rewards, shape_rewards
 from nemo_rl.algorithms.rollout.ahead import with_overlap
-from nemo_rl.algorithms.rollout.scoring import PolicyScoring
 from nemo_rl.algorithms.rollout.source import DynamicSampling, FreshRollouts, RolloutSource, source_wrapper
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
-from nemo_rl.algorithms.runtime.run import Run, Stage
+from nemo_rl.algorithms.rollout.training_batch import (
+    mask_mismatched_sequences,
+    masked_metrics,
+    num_counted_samples,
+)
+from nemo_rl.algorithms.runtime.run import Run, Stage, StepBatch
 from nemo_rl.algorithms.runtime.run import train as grpo_train
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.compat.public_names import public_names
 from nemo_rl.config import AsyncGRPOConfig, GRPOConfig, GRPOMasterConfig, Role
 from nemo_rl.data.datasets.setup import setup_response_data
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.trajectory import Outcome, Trajectory, is_right
 from nemo_rl.losses.loss_function import LossFunction
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
+from nemo_rl.losses.reductions import masked_mean
+from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.seed import set_seed
 
@@ -125,6 +140,138 @@ def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> Rollout
     )
 
 
+@dataclass(frozen=True)
+class PolicyScoring:
+    """The stage that adds log-probabilities; a `runtime.run.Stage`.
+
+    `forward_passes` decides once which of the two forward passes a run needs. With one optimizer update per batch the
+    update's own forward pass sees the same weights as a separate one would, so `prev_logprobs` are left out and the
+    loss takes its current ones, detached: same numbers, a third less work.
+
+    Attributes:
+        policy: the model that scores.
+        needs_prev: whether `prev_logprobs` are computed separately from the update.
+        needs_reference: whether `reference_policy_logprobs` are computed.
+        max_sequence_error: mask samples whose training/generation ratio exceeds this; None for never.
+        corrects_staleness: whether the loss itself accounts for stale tokens; see `apply`.
+    """
+
+    policy: PolicyInterface
+    needs_prev: bool
+    needs_reference: bool
+    max_sequence_error: float | None = None
+    corrects_staleness: bool = False
+
+    name = "policy_and_reference_logprobs"
+    roles = ("policy",)
+
+    def apply(self, batch: StepBatch) -> dict[str, float]:
+        """Write `prev_logprobs` and `reference_policy_logprobs` `[B, T]` if the run needs them.
+
+        Without `prev_logprobs` the loss measures the mismatch of each sequence. It then needs the number of sequences
+        that count, which is written as `num_counted_samples`.
+
+        The ratio of a loss is between the current policy and the one that sampled. For a token of the current weights
+        this is the policy before the update. For a stale token it is an older policy, whose weights no longer exist, so
+        the engine's log-probability (`generation_logprobs`) is used. With `corrects_staleness` all tokens have the
+        policy before the update, because the importance weights of the loss are relative to it.
+
+        Returns:
+            Metrics of the mismatch of sequences, and of the mask that follows from it.
+        """
+        tensors = batch.tensors
+        stale_BT = None if self.corrects_staleness else batch.stale_BT
+        if self.needs_prev or stale_BT is not None:
+            tensors["prev_logprobs"] = self._prev_logprobs(tensors, stale_BT)
+        if self.needs_reference:
+            scored = self.policy.get_reference_policy_logprobs(tensors)
+            tensors["reference_policy_logprobs"] = scored["reference_logprobs"]
+        if "prev_logprobs" not in tensors:
+            count = float(num_counted_samples(tensors))
+            tensors["num_counted_samples"] = torch.full_like(tensors["sample_mask"], count)
+            return masked_metrics()
+        rewards = [trajectory.reward for trajectory in batch.trajectories]
+        return mask_mismatched_sequences(tensors, rewards, self.max_sequence_error)
+
+    def _prev_logprobs(self, tensors: BatchedDataDict[Any], stale_BT: Tensor | None) -> Tensor:
+        """Compute the log-probabilities `[B, T]` that the ratio is relative to; see `apply`."""
+        if stale_BT is None:
+            return self.policy.get_logprobs(tensors)["logprobs"]
+        sampled_BT = tensors["generation_logprobs"]
+        if not ((tensors["token_mask"] > 0) & ~stale_BT).any():
+            return sampled_BT.clone()
+        return torch.where(stale_BT, sampled_BT, self.policy.get_logprobs(tensors)["logprobs"])
+
+
+class CreditAssignment:
+    """The stage that writes advantages into a batch: scaling, shaping, group statistics, whitening."""
+
+    def __init__(self, estimator: AdvantageEstimator, config: GRPOConfig):
+        self._estimator = estimator
+        self._config = config
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """True if the estimator reads `prev_logprobs` and `reference_policy_logprobs`."""
+        return self._estimator.needs_logprobs
+
+    name = "advantage_calculation"
+    roles: tuple[str, ...] = ()
+
+    def apply(self, batch: StepBatch) -> dict[str, float]:
+        """Call `assign` as a stage of a run (`runtime.run.Stage`)."""
+        return self.assign(batch.tensors, batch.trajectories)
+
+    def assign(self, batch: BatchedDataDict[Any], trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Write `advantages [B, T]` and `positive_examples [B]` into the batch.
+
+        A sample that the loss leaves out (`sample_mask` 0) still enters baselines and deviations, because its reward
+        shows how hard the prompt is; its own advantage is 0. Whitening over tokens uses the tokens that count.
+
+        Args:
+            batch: a training batch whose rows are the trajectories, in order.
+            trajectories: B rollouts.
+
+        Returns:
+            Metrics: shaped reward and spread of the advantages.
+        """
+        weight_B = batch["sample_mask"]
+        mask_BT = batch["token_mask"] * weight_B[:, None]
+        rewards_B = self._training_rewards(trajectories)
+        turn_rewards = [torch.tensor(t.turn_rewards, dtype=torch.float32) for t in trajectories]
+        turn_spans = [torch.tensor(t.turn_spans, dtype=torch.int64).reshape(-1, 2) for t in trajectories]
+        extras: AdvantageExtras = {
+            "group_ids": torch.tensor([t.group_index for t in trajectories]),
+            "valid_mask": torch.tensor([float(t.reward is not None) for t in trajectories]),
+            "reward_components": self._components(trajectories),
+            "turn_rewards": pad_sequence(turn_rewards, batch_first=True),
+            "turn_spans": pad_sequence(turn_spans, batch_first=True),
+        }
+        if self.needs_logprobs:
+            extras["logprobs_policy"] = batch["prev_logprobs"]
+            extras["logprobs_reference"] = batch["reference_policy_logprobs"]
+        advantages = self._estimator.compute_advantage(None, rewards_B, mask_BT, **extras)
+        batch["advantages"] = advantages.float()
+        batch["positive_examples"] = torch.tensor([float(is_right(t.reward)) for t in trajectories])
+        return {
+            "filtered_reward": float(masked_mean(rewards_B, weight_B)),
+            **_spread("advantages", advantages[mask_BT > 0]),
+        }
+
+    def _training_rewards(self, trajectories: Sequence[Trajectory]) -> Tensor:
+        rewards_B = torch.tensor([t.reward or 0.0 for t in trajectories])
+        lengths_B = torch.tensor([t.response_length for t in trajectories])
+        truncated_B = torch.tensor([t.outcome == Outcome.TRUNCATED for t in trajectories])
+        rewards_B = scale_rewards(rewards_B, self._config.reward_scaling)
+        return shape_rewards(rewards_B, lengths_B, truncated_B, self._config.reward_shaping)
+
+    def _components(self, trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+        """Return the scaled reward components by name, each `[B]`; shaping applies to the total reward only."""
+        names = sorted({name for t in trajectories for name in t.reward_components})
+        rewards = {name: torch.tensor([t.reward_components.get(name, 0.0) for t in trajectories]) for name in names}
+        return {name: scale_rewards(values_B, self._config.reward_scaling) for name, values_B in rewards.items()}
+
+
 def corrects_staleness(config: GRPOMasterConfig) -> bool:
     """Return whether the loss handles stale tokens with `prev_logprobs` of the current policy.
 
@@ -134,7 +281,7 @@ def corrects_staleness(config: GRPOMasterConfig) -> bool:
 
 
 def forward_passes(config: GRPOMasterConfig, loss_fn: LossFunction, credit: CreditAssignment) -> tuple[bool, bool]:
-    """Return whether a run needs `prev_logprobs` and reference log-probabilities; see `rollout.scoring`.
+    """Return whether a run needs `prev_logprobs` and reference log-probabilities; see `PolicyScoring`.
 
     This holds for batches of the policy's current weights; `PolicyScoring` adds `prev_logprobs` to batches with stale
     tokens. A loss of another kind than the configured one always gets `prev_logprobs`, and reference log-probabilities
@@ -150,3 +297,13 @@ def forward_passes(config: GRPOMasterConfig, loss_fn: LossFunction, credit: Cred
     if own:
         needs_reference = needs_reference or ClippedPGLossFn(config.loss_fn).needs_reference
     return needs_prev or credit.needs_logprobs, needs_reference or credit.needs_logprobs
+
+
+def _spread(name: str, values: Tensor) -> dict[str, float]:
+    if values.numel() == 0:
+        return {f"{name}/mean": 0.0, f"{name}/max": 0.0, f"{name}/min": 0.0}
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }

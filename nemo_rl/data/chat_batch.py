@@ -1,7 +1,7 @@
 """Makes a training batch from conversations in a notebook, in one call.
 
-`processors` renders and tokenises, `collate_fn` joins; a run's data sets are processed in the same way. Invariant: the
-tokens that count are those that SFT would train on.
+`messages.conversations` renders and tokenises, `collate_fn` joins; a run's data sets are processed in the same way.
+Invariant: the tokens that count are those that SFT would train on.
 """
 
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_rl.data.collate_fn import sft_collate_fn
 from nemo_rl.data.interfaces import Message, TaskDataSpec, TokenizerType
-from nemo_rl.data.processors import sft_processor
+from nemo_rl.data.messages.conversations import sft_processor
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.errors import DataError
 

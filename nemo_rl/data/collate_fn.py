@@ -1,6 +1,8 @@
-"""Joins data into batches, for the data loader.
+"""Joins data into batches for the data loader, and marks the tokens that count in the loss.
 
-Invariant: row i of every value belongs to datum i.
+Invariant: row i of every value belongs to datum i; its token ids are those of its messages, joined in order.
+
+Legend: B conversations, T tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,10 +10,13 @@ from typing import Any
 
 import torch
 
-from nemo_rl.data.interfaces import DatumSpec, FeedbackDatumSpec, PreferenceDatumSpec, TokenizerType
-from nemo_rl.data.llm_message_utils import (
-    add_loss_mask_to_message_log,
-    batched_message_log_to_flat_message,
+from nemo_rl.data.interfaces import (
+    DatumSpec,
+    FeedbackDatumSpec,
+    FlatMessagesType,
+    LLMMessageLogType,
+    PreferenceDatumSpec,
+    TokenizerType,
 )
 from nemo_rl.data.model_rows import ROW_INPUTS, row_inputs_of
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -153,3 +158,116 @@ def _with_faults(batch: BatchedDataDict[Any], data: Sequence[Mapping[str, Any]])
     if any("fault" in datum for datum in data):
         batch["fault"] = [datum.get("fault") for datum in data]
     return batch
+
+
+def add_loss_mask_to_message_log(
+    batch_message_log: Sequence[LLMMessageLogType],
+    roles_to_train_on: Sequence[str] = ("assistant",),
+    only_unmask_final: bool = False,
+) -> None:
+    """Set `token_loss_mask` on every message, in place.
+
+    The mask is 1-D int64, as long as `token_ids`: ones for the roles to train on, else zeros.
+
+    Args:
+        batch_message_log: The logs to mark.
+        roles_to_train_on: Roles whose tokens count in the loss.
+        only_unmask_final: Only the last message of a log counts, for any role.
+    """
+    for message_log in batch_message_log:
+        for position, message in enumerate(message_log):
+            final = position == len(message_log) - 1
+            counts = final if only_unmask_final else message["role"] in roles_to_train_on
+            message["token_loss_mask"] = torch.full_like(message["token_ids"], int(counts))
+
+
+def batched_message_log_to_flat_message(
+    message_log_batch: Sequence[LLMMessageLogType],
+    pad_value_dict: Mapping[str, int | float] | None = None,
+    make_sequence_length_divisible_by: int = 1,
+) -> tuple[BatchedDataDict[Any], torch.Tensor]:
+    """Flatten and right-pad a batch of logs.
+
+    Args:
+        message_log_batch: B logs.
+        pad_value_dict: Padding value of each tensor key; 0 where not given.
+        make_sequence_length_divisible_by: Round the padded length T up to a multiple of this.
+
+    Returns:
+        A batch whose tensor keys are [B, T] and whose other keys are lists of B lists (`role`,
+        `content`), and the unpadded lengths [B] int64.
+
+    Raises:
+        DataError: The batch is empty, or a tensor key is absent from some of the logs.
+    """
+    if not message_log_batch:
+        raise DataError("a batch of message logs needs at least one log, got none.")
+    rows = [message_log_to_flat_messages(message_log) for message_log in message_log_batch]
+    lengths = torch.tensor([len(row["token_ids"]) for row in rows], dtype=torch.int64)
+    step = make_sequence_length_divisible_by
+    width = -(-int(lengths.max()) // step) * step
+    pad_values = pad_value_dict or {}
+    batch: BatchedDataDict[Any] = BatchedDataDict()
+    for key in dict.fromkeys(key for row in rows for key in row):
+        column = [row.get(key) for row in rows]
+        if any(isinstance(value, torch.Tensor) for value in column):
+            batch[key] = _pad_column(key, column, width, pad_values.get(key, 0))
+        else:
+            batch[key] = column
+    return batch, lengths
+
+
+def _pad_column(key: str, column: list[Any], width: int, pad_value: int | float) -> torch.Tensor:
+    missing = [row for row, value in enumerate(column) if not isinstance(value, torch.Tensor)]
+    if missing:
+        raise DataError(
+            f"{len(missing)} of {len(column)} message logs have no tensor {key!r} "
+            f"(first: log {missing[0]}), which the others have."
+        )
+    width = max(width, *(len(value) for value in column))
+    padded = column[0].new_full((len(column), width, *column[0].shape[1:]), pad_value)
+    for row, value in enumerate(column):
+        padded[row, : len(value)] = value
+    return padded
+
+
+def message_log_to_flat_messages(message_log: LLMMessageLogType) -> FlatMessagesType:
+    """Join the values of all messages, key by key.
+
+    Tensors are concatenated along axis 0; everything else is listed, one entry a message. A
+    per-token tensor (as long as its message's `token_ids`) that some messages lack, such as the
+    `generation_logprobs` of a user turn, counts as zeros there.
+
+    Raises:
+        DataError: A tensor key is absent from a message and is not per token.
+    """
+    keys = dict.fromkeys(key for message in message_log for key in message)
+    flat: FlatMessagesType = {}
+    for key in keys:
+        values = [message.get(key) for message in message_log]
+        if any(isinstance(value, torch.Tensor) for value in values):
+            flat[key] = torch.cat(_with_zeros(key, message_log))
+        else:
+            flat[key] = values  # type: ignore[assignment]
+    return flat
+
+
+def _with_zeros(key: str, message_log: LLMMessageLogType) -> list[torch.Tensor]:
+    present = next(m[key] for m in message_log if isinstance(m.get(key), torch.Tensor))
+    per_token = present.dim() == 1 and all(
+        len(m[key]) == len(m["token_ids"])
+        for m in message_log
+        if isinstance(m.get(key), torch.Tensor) and "token_ids" in m
+    )
+    tensors = []
+    for position, message in enumerate(message_log):
+        value = message.get(key)
+        if not isinstance(value, torch.Tensor):
+            if not per_token or "token_ids" not in message:
+                raise DataError(
+                    f"message {position} (role {message.get('role')!r}) has no tensor {key!r}, "
+                    "which other messages of the log have; add it, or drop it everywhere."
+                )
+            value = torch.zeros(len(message["token_ids"]), dtype=present.dtype)
+        tensors.append(value)
+    return tensors

@@ -1,4 +1,4 @@
-"""Processors turn one row of a data set into a datum with token ids.
+"""Processors turn one row of a data set into a datum with token ids: here prompts, in `conversations` whole chats.
 
 A processor is chosen by name (`data.train.processor`) and called for each row when it is needed. Invariant: a prompt's
 token ids are those of the rendered chat, made once; a prompt that is too long becomes a short stub with
@@ -8,29 +8,39 @@ token ids are those of the rendered chat, made once; a prompt that is too long b
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 from nemo_rl.data.interfaces import (
     Chat,
     DatumSpec,
-    FeedbackDatumSpec,
-    LLMMessageLogType,
     Message,
-    PreferenceDatumSpec,
     TaskDataProcessFnCallable,
     TaskDataSpec,
     TokenizerType,
 )
-from nemo_rl.data.llm_message_utils import get_formatted_message_log, with_task_prompts
 from nemo_rl.data.messages.content import TextRules, content_text
 from nemo_rl.data.messages.control_tokens import control_tokens_of
+from nemo_rl.data.messages.conversations import (
+    feedback_processor,
+    finished_datum,
+    preference_preprocessor,
+    sft_processor,
+    with_task_prompts,
+)
 from nemo_rl.data.messages.rendering import encode_text, render_chat
 from nemo_rl.data.messages.tools import tools_of
-from nemo_rl.data.model_rows import ROW_INPUTS
 from nemo_rl.utils.errors import DataError
 
-STUB_TOKENS = 4
-"""Most tokens, and characters of text, kept of each message of a prompt that is too long."""
+__all__ = [
+    "PROCESSOR_REGISTRY",
+    "feedback_processor",
+    "get_processor",
+    "math_data_processor",
+    "math_hf_data_processor",
+    "multichoice_qa_processor",
+    "preference_preprocessor",
+    "prompt_entry",
+    "register_processor",
+    "sft_processor",
+]
 
 
 def math_hf_data_processor(
@@ -94,78 +104,6 @@ def multichoice_qa_processor(
     return _prompt_datum([{"role": "user", "content": text}], info, datum_dict, how)
 
 
-def sft_processor(
-    datum_dict: dict[str, Any],
-    task_data_spec: TaskDataSpec,
-    tokenizer: TokenizerType,
-    max_seq_length: int | None,
-    idx: int,
-    add_bos: bool = True,
-    add_eos: bool = True,
-    add_generation_prompt: bool = False,
-) -> DatumSpec:
-    """Return the whole conversation of a row's `messages`, one entry a message, for training on it."""
-    message_log = get_formatted_message_log(
-        datum_dict["messages"],
-        tokenizer,
-        task_data_spec,
-        add_bos_token=add_bos,
-        add_eos_token=add_eos,
-        add_generation_prompt=add_generation_prompt,
-        tools=datum_dict.get("tools"),
-        longest=max_seq_length,
-    )
-    return _finish(message_log, None, datum_dict.get("task_name"), max_seq_length, idx)
-
-
-def preference_preprocessor(
-    datum_dict: dict[str, Any],
-    task_data_spec: TaskDataSpec,
-    tokenizer: TokenizerType,
-    max_seq_length: int | None,
-    idx: int,
-    add_bos: bool = True,
-    add_eos: bool = True,
-    add_generation_prompt: bool = True,
-) -> PreferenceDatumSpec:
-    """Return the two conversations of a row's `pair`: context and best, context and worst completion."""
-    pair = datum_dict.get("pair", datum_dict)
-    ranked = sorted(pair["completions"], key=lambda completion: completion["rank"])
-    how = (task_data_spec, tokenizer, max_seq_length, idx, add_bos, add_eos, add_generation_prompt)
-    data = [
-        sft_processor({"messages": [*pair["context"], *completion["completion"]]}, *how)
-        for completion in (ranked[0], ranked[-1])
-    ]
-    datum = PreferenceDatumSpec(
-        message_log_chosen=data[0]["message_log"],
-        message_log_rejected=data[1]["message_log"],
-        length_chosen=data[0]["length"],
-        length_rejected=data[1]["length"],
-        loss_multiplier=min(part["loss_multiplier"] for part in data),
-        idx=idx,
-    )
-    if "margin" in pair:
-        datum["margin"] = pair["margin"]
-    return datum
-
-
-def feedback_processor(
-    datum_dict: dict[str, Any],
-    task_data_spec: TaskDataSpec,
-    tokenizer: TokenizerType,
-    max_seq_length: int | None,
-    idx: int,
-    add_bos: bool = True,
-    add_eos: bool = True,
-    add_generation_prompt: bool = True,
-) -> FeedbackDatumSpec:
-    """Return the conversation of a row's `feedback`, context and completion, and whether it is desirable."""
-    feedback = datum_dict["feedback"]
-    how = (task_data_spec, tokenizer, max_seq_length, idx, add_bos, add_eos, add_generation_prompt)
-    datum = sft_processor({"messages": [*feedback["context"], *feedback["completion"]]}, *how)
-    return FeedbackDatumSpec(**datum, desirable=feedback["desirable"])
-
-
 PROCESSOR_REGISTRY: dict[str, TaskDataProcessFnCallable] = {
     "default": math_hf_data_processor,
     "math_hf_data_processor": math_hf_data_processor,
@@ -216,7 +154,7 @@ def _prompt_datum(prompt: list[Message], info: dict[str, Any], row: dict[str, An
     if chat["tools"] is not None:
         info["tools"] = chat["tools"]
     entry = prompt_entry(chat, how.tokenizer, how.max_seq_length, how.spec.rules)
-    datum = _finish([entry], info, row.get("task_name"), how.max_seq_length, how.idx)
+    datum = finished_datum([entry], info, row.get("task_name"), how.max_seq_length, how.idx)
     if datum["loss_multiplier"]:
         datum["chat"] = chat
     return datum
@@ -237,51 +175,6 @@ def prompt_entry(
     messages, tools = control.quoted_chat(chat["messages"], rules), control.quoted_tools(chat["tools"], rules)
     text = render_chat(messages, tokenizer, add_generation_prompt=True, tools=tools)
     return {"role": "user", "content": control.shown(text), "token_ids": encode_text(text, tokenizer, longest)}
-
-
-def _finish(
-    message_log: LLMMessageLogType,
-    info: dict[str, Any] | None,
-    task_name: str | None,
-    max_seq_length: int | None,
-    idx: int,
-) -> DatumSpec:
-    datum = DatumSpec(
-        message_log=message_log,
-        length=sum(len(message["token_ids"]) for message in message_log),
-        extra_env_info=info,
-        loss_multiplier=1.0,
-        idx=idx,
-    )
-    if task_name is not None:
-        datum["task_name"] = task_name
-    if max_seq_length is not None and datum["length"] > max_seq_length:
-        cut_to_stub(datum, max_seq_length)
-    return datum
-
-
-def cut_to_stub(datum: Any, max_seq_length: int | None) -> None:
-    """Keep a few tokens of each message and set the weight in the loss to 0, in place.
-
-    Args:
-        datum: a datum of any processor, with logs under `message_log`, or `message_log_chosen` and `_rejected`.
-        max_seq_length: longest prompt in tokens; None means no limit.
-    """
-    for side in ("", "_chosen", "_rejected"):
-        message_log: LLMMessageLogType = datum.get(f"message_log{side}", ())
-        if not message_log:
-            continue
-        room = STUB_TOKENS if max_seq_length is None else max_seq_length // len(message_log)
-        keep = max(1, min(STUB_TOKENS, room))
-        for message in message_log:
-            for key, value in message.items():
-                if isinstance(value, torch.Tensor):
-                    message[key] = value[:keep].clone()
-            message["content"] = content_text(message["content"])[:keep]
-        datum[f"length{side}"] = sum(len(message["token_ids"]) for message in message_log)
-        if (inputs := datum.get(f"{ROW_INPUTS}{side}")) is not None:
-            datum[f"{ROW_INPUTS}{side}"] = inputs.without_items()
-    datum["loss_multiplier"] = 0.0
 
 
 def _take(datum_dict: dict[str, Any], processor: str, *keys: str) -> list[Any]:

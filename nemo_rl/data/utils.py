@@ -5,8 +5,8 @@ from typing import Any
 
 from nemo_rl.config import DataConfig, RolloutMasterConfig, SupervisedDataConfig
 from nemo_rl.data.datasets import setup
-from nemo_rl.data.datasets.given import UNNAMED
 from nemo_rl.data.datasets.processed_dataset import MixedDataset
+from nemo_rl.data.datasets.user_data import UNNAMED
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.utils.errors import NotBuiltError
 

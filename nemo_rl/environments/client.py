@@ -1,6 +1,7 @@
 """Call an environment from rollouts: in batches, with deadlines, and with a new actor when the old one dies.
 
-The client runs in the driver, on the event loop of the rollouts; the environment runs in the Ray actor of `actor`.
+`EnvironmentClient` runs in the driver, on the event loop of the rollouts; `EnvironmentActor` hosts the environment, a
+plain object, in a Ray actor that `supervision` keeps running.
 Invariant: every call ends, with a result or with an error of its sample; the run stops only if the environment cannot
 be kept running.
 
@@ -21,28 +22,42 @@ be kept running.
 """
 
 import asyncio
+import copy
+import inspect
 import logging
+import os
+import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+import torch
+from ray import cloudpickle
+from ray.exceptions import RayActorError, RayTaskError
 
-from nemo_rl.environments.actor import launch_environment_actor, traits_of
-from nemo_rl.environments.interfaces import EnvironmentInterface, EpisodeStart, StepResult
-from nemo_rl.environments.loading import EnvironmentClass
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.interfaces import EnvironmentInterface, EpisodeStart, StepResult, split_return
+from nemo_rl.environments.loading import (
+    EnvironmentClass,
+    extend_path,
+    launch_environment_actor,
+    load_env_class,
+    traits_of,
+)
+from nemo_rl.environments.supervision import SupervisedActor, answer_of, death_in_short
 from nemo_rl.utils.errors import WorkerDiedError
 
 if TYPE_CHECKING:
     from nemo_rl.data.interfaces import LLMMessageLogType
-    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 logger = logging.getLogger(__name__)
 
 _DEATHS_BEFORE_SPLIT = 2
 _DEATHS_BEFORE_BLAME = 3
+_MAX_ERROR_CHARS = 2000
 
 
 @dataclass(frozen=True)
@@ -64,15 +79,6 @@ class _Waiting:
 
     call: _Call
     future: "asyncio.Future[StepResult]"
-
-
-@dataclass(eq=False)
-class _Incarnation:
-    """One actor process of the environment."""
-
-    handle: ActorHandle
-    ready: "ray.ObjectRef[int]"
-    ended_by_us: bool = False
 
 
 class EnvironmentClient:
@@ -106,22 +112,21 @@ class EnvironmentClient:
         runtime_env: Mapping[str, Any] | None = None,
     ) -> None:
         self.name = name
-        self.num_restarts = 0
         self.num_calls = 0
-        self._env_class = env_class
-        self._runtime_env = runtime_env or {}
-        self._traits = traits_of(env_class, self._runtime_env, start_timeout_s)
-        self._cfg = cfg
+        runtime_env = runtime_env or {}
+        self._traits = traits_of(env_class, runtime_env, start_timeout_s)
         self._step_timeout_s = step_timeout_s
-        self._start_timeout_s = start_timeout_s
-        self._max_restarts = max_restarts
-        self._restarts_in_a_row = 0
-        self._failure: WorkerDiedError | None = None
+        start = partial(launch_environment_actor, EnvironmentActor, env_class, cfg, self._traits, runtime_env)
+        self._actor = SupervisedActor(name, start, start_timeout_s=start_timeout_s, max_restarts=max_restarts)
         self._turns = asyncio.Semaphore()
         self._queue: list[_Waiting] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._incarnation: _Incarnation | None = self._launch()
+
+    @property
+    def num_restarts(self) -> int:
+        """How often the actor was replaced."""
+        return self._actor.num_restarts
 
     @property
     def post_processes_groups(self) -> bool:
@@ -171,7 +176,7 @@ class EnvironmentClient:
 
     async def close_episode(self, metadata: Any) -> None:
         """Close the episode of one sample; errors are logged."""
-        if "close_episode" not in self._traits.hooks or self._failure is not None:
+        if "close_episode" not in self._traits.hooks or self._actor.failure is not None:
             return
         self._running_loop()
         try:
@@ -182,8 +187,8 @@ class EnvironmentClient:
             logger.warning("Environment %r could not close an episode: %s", self.name, error)
 
     async def global_post_process_and_metrics(
-        self, batch: "BatchedDataDict[Any]"
-    ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
+        self, batch: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
         """Let the environment correct the rewards of a finished batch and compute metrics.
 
         Returns:
@@ -219,15 +224,7 @@ class EnvironmentClient:
         Args:
             timeout_s: Limit for the environment's own `shutdown`, after which the actor is killed.
         """
-        incarnation, self._incarnation = self._incarnation, None
-        self._failure = WorkerDiedError(f"environment {self.name!r} was shut down")
-        if incarnation is None:
-            return
-        try:
-            ray.get(incarnation.handle.shutdown.remote(), timeout=timeout_s)
-        except (GetTimeoutError, RayActorError, RayTaskError) as error:
-            logger.warning("Environment %r did not shut down by itself: %s", self.name, error)
-        ray.kill(incarnation.handle)
+        self._actor.shutdown(timeout_s)
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         """Return the event loop of the caller; a new loop starts with an empty queue."""
@@ -286,87 +283,22 @@ class EnvironmentClient:
             RayActorError: The actor died; it is replaced.
         """
         async with self._turns:
-            incarnation = self._living()
+            incarnation = self._actor.running()
             try:
-                await self._until_ready(incarnation)
+                await self._actor.until_ready(incarnation)
                 self.num_calls += 1
                 call: ray.ObjectRef[Any] = getattr(incarnation.handle, method).remote(*arguments)
-                outcome = await _answer(call, self._step_timeout_s)
+                outcome = await answer_of(call, self._step_timeout_s)
             except TimeoutError:
-                self._end_hung(incarnation)
+                self._actor.end_hung(incarnation, f"no answer in {self._step_timeout_s:g} s")
                 raise
             except RayActorError as error:
                 if incarnation.ended_by_us:
                     return None
-                self._replace(incarnation, _death_in_short(error))
+                self._actor.replace(incarnation, death_in_short(error))
                 raise
-        self._restarts_in_a_row = 0
+        self._actor.note_answer()
         return outcome
-
-    async def _until_ready(self, incarnation: _Incarnation) -> None:
-        """Wait until the environment is constructed.
-
-        Raises:
-            WorkerDiedError: Its constructor raised, or took longer than `start_timeout_s`.
-            RayActorError: The process died while it started.
-        """
-        try:
-            await _answer(incarnation.ready, self._start_timeout_s)
-        except TimeoutError as error:
-            reason = f"did not start in {self._start_timeout_s:g} s"
-            raise self._fail(reason) from error
-        except RayActorError as error:
-            if error.actor_init_failed:
-                raise self._fail(f"could not be constructed: {error}") from error
-            raise
-
-    def _launch(self) -> _Incarnation:
-        handle = launch_environment_actor(self._env_class, self._cfg, self._traits, self._runtime_env)
-        return _Incarnation(handle, handle.ready.remote())
-
-    def _living(self) -> _Incarnation:
-        """Return the running actor; start one if there is none."""
-        if self._failure is not None:
-            raise self._failure
-        if self._incarnation is None:
-            self._incarnation = self._launch()
-        return self._incarnation
-
-    def _end_hung(self, incarnation: _Incarnation) -> None:
-        """Kill an actor that missed a deadline; its other batches are sent again."""
-        incarnation.ended_by_us = True
-        self._replace(incarnation, f"no answer in {self._step_timeout_s:g} s")
-
-    def _replace(self, incarnation: _Incarnation, reason: str) -> None:
-        """Kill an actor, once, and count it against the limit of restarts."""
-        if self._incarnation is not incarnation:
-            return
-        ray.kill(incarnation.handle)
-        self._incarnation = None
-        self.num_restarts += 1
-        self._restarts_in_a_row += 1
-        if self._restarts_in_a_row > self._max_restarts:
-            self._fail(
-                f"died once more after {self._max_restarts} restarts without an answer in between "
-                f"(cluster.max_actor_restarts); last: {reason}"
-            )
-            return
-        logger.warning(
-            "The actor of environment %r ended (%s); starting it again (%d of at most %d in a row)",
-            self.name,
-            reason,
-            self._restarts_in_a_row,
-            self._max_restarts,
-        )
-
-    def _fail(self, reason: str) -> WorkerDiedError:
-        """Stop the client permanently."""
-        if self._failure is None:
-            self._failure = WorkerDiedError(f"environment {self.name!r} {reason}")
-        if self._incarnation is not None:
-            ray.kill(self._incarnation.handle)
-            self._incarnation = None
-        return self._failure
 
     def _report_errors(self, results: list[StepResult]) -> None:
         errors = [result.error for result in results if result.error is not None]
@@ -380,12 +312,114 @@ class EnvironmentClient:
             )
 
 
-async def _answer(call: "ray.ObjectRef[Any]", timeout_s: float) -> Any:
-    """Await a Ray call with a deadline; raises TimeoutError or what the call raised."""
-    return await asyncio.wait_for(asyncio.wrap_future(call.future()), timeout_s)
+class EnvironmentActor:
+    """The host of one environment object, in its Ray actor; it catches what the user's code raises.
+
+    `step` returns one `StepResult` for each sample unless the process dies; an error becomes part of the result of its
+    sample. Calls run on the actor's main thread one after another, or on `max_concurrent_steps` threads if the
+    environment allows more than one; coroutines run on one private event loop.
+    """
+
+    def __init__(
+        self, env_class: "str | EnvironmentClass | bytes", cfg: dict[str, Any], import_path: Sequence[str] = ()
+    ) -> None:
+        extend_path(import_path)
+        if isinstance(env_class, str):
+            env_class, _ = load_env_class(env_class)
+        made = cloudpickle.loads(env_class) if isinstance(env_class, bytes) else env_class(cfg)  # type: ignore[call-arg]
+        self._env: EnvironmentInterface[Any] = made
+        self._step_options = {"return_extracted_answer": True} if made.gives_answers else {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_lock = threading.Lock()
+
+    def ready(self) -> int:
+        """Return the actor's process id, once the environment is constructed."""
+        return os.getpid()
+
+    def step(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
+        """Step B samples; if the batch raises, step each sample alone to find those that fail."""
+        if len(metadata) == 1:
+            return [self._step_one(message_logs[0], metadata[0])]
+        untouched = copy.deepcopy((message_logs, metadata))
+        try:
+            return self._step_batch(message_logs, metadata)
+        except (Exception, SystemExit) as error:  # boundary: the environment is user code
+            logger.warning(
+                "%s raised for a batch of %d; stepping each sample alone: %s",
+                type(self._env).__name__,
+                len(metadata),
+                _describe(error),
+            )
+        return [self._step_one(log, item) for log, item in zip(*untouched, strict=True)]
+
+    def open_episode(self, metadata: list[Any]) -> list[EpisodeStart[Any]]:
+        """Open episodes one after another; an episode that raises gets an error."""
+        return [self._open_one(item) for item in metadata]
+
+    def close_episode(self, metadata: list[Any]) -> list[str | None]:
+        """Close episodes one after another; return the error of each, or None."""
+        return [self._close_one(item) for item in metadata]
+
+    def global_post_process_and_metrics(
+        self, batch: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
+        """Pass the batch to the environment, with tensors that it may write; return its `rewards` and metrics.
+
+        Rewards that are no tensor, or metrics that are no mapping, raise an error here.
+        """
+        own = copy.copy(batch)
+        own.update({name: value.clone() for name, value in batch.items() if isinstance(value, torch.Tensor)})
+        returned, metrics = self._finished(self._env.global_post_process_and_metrics(own))
+        return BatchedDataDict(rewards=torch.as_tensor(returned["rewards"])), dict(metrics)
+
+    def shutdown(self) -> None:
+        """Let the environment release what it holds."""
+        self._env.shutdown()
+
+    def _step_one(self, message_log: Any, metadata: Any) -> StepResult:
+        try:
+            return self._step_batch([message_log], [copy.deepcopy(metadata)])[0]
+        except (Exception, SystemExit) as error:  # boundary: the environment is user code
+            return StepResult.failed(_describe(error), metadata)
+
+    def _step_batch(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
+        outcome = self._finished(self._env.step(message_logs, metadata, **self._step_options))
+        return split_return(outcome, len(metadata), type(self._env).__name__)
+
+    def _open_one(self, metadata: Any) -> EpisodeStart[Any]:
+        try:
+            start = self._finished(self._env.open_episode(copy.deepcopy(metadata)))
+            if not isinstance(start, EpisodeStart):
+                raise TypeError(f"open_episode returned {type(start).__name__}, not an EpisodeStart")
+            return start
+        except (Exception, SystemExit) as error:  # boundary: the environment is user code
+            return EpisodeStart(metadata, error=_describe(error))
+
+    def _close_one(self, metadata: Any) -> str | None:
+        close: Any = self._env.close_episode  # may be a coroutine function
+        try:
+            self._finished(close(metadata))
+        except (Exception, SystemExit) as error:  # boundary: the environment is user code
+            return _describe(error)
+        return None
+
+    def _finished(self, outcome: Any) -> Any:
+        """Return what a method returned; await it if it is a coroutine."""
+        if inspect.iscoroutine(outcome):
+            return asyncio.run_coroutine_threadsafe(outcome, self._event_loop()).result()
+        return outcome
+
+    def _event_loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop of all coroutines, which runs in its own thread."""
+        with self._loop_lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, daemon=True).start()
+            return self._loop
 
 
-def _death_in_short(error: RayActorError) -> str:
-    """Return the lines of Ray's report that name what died: the first, and the process and node."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    return ", ".join(lines[:1] + [line for line in lines if line.startswith(("pid:", "ip:"))])
+def _describe(error: BaseException) -> str:
+    """Describe an error by its type, its text and the innermost line of code that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"[:_MAX_ERROR_CHARS]

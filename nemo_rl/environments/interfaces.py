@@ -1,11 +1,12 @@
 """The interface of environments, and what they return.
 
-A user implements `EnvironmentInterface`; `actor` hosts it and turns its `EnvironmentReturn` into one `StepResult` for
-each sample, which rollouts get from `client`. Invariant: a sample whose reward could not be computed has the reason in
-`errors`; a number is always a real reward.
+A user implements `EnvironmentInterface`; the actor that hosts it turns its `EnvironmentReturn` into one `StepResult`
+for each sample, which rollouts get from `client`. Invariant: a sample whose reward could not be computed has the reason
+in `errors`; a number is always a real reward.
 """
 
 import abc
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -166,3 +167,36 @@ class StepResult:
         """Make the result of a sample whose reward could not be computed."""
         observation = {"role": "environment", "content": "Environment: not graded"}
         return cls(observation, metadata, reward=None, terminated=True, error=error)
+
+
+def split_return(outcome: EnvironmentReturn[Any], num_samples: int, name: str) -> list[StepResult]:
+    """Turn what an environment returned for a batch into one result for each sample.
+
+    Raises:
+        ValueError: A field does not have one item for each sample.
+    """
+    components = outcome.rewards if isinstance(outcome.rewards, dict) else {"": outcome.rewards}
+    columns: dict[str, Any] = outcome._asdict() | {f"rewards {k}": v for k, v in components.items()}
+    for field, column in columns.items():
+        if column is not None and field != "rewards" and len(column) != num_samples:
+            raise ValueError(f"{name}.step returned {len(column)} {field} for {num_samples} samples")
+    rewards = {key: [float(value) for value in column] for key, column in components.items()}
+    return [_one_result(outcome, row, rewards) for row in range(num_samples)]
+
+
+def _one_result(outcome: EnvironmentReturn[Any], row: int, rewards: dict[str, list[float]]) -> StepResult:
+    metadata = outcome.metadata[row]
+    error = outcome.errors[row] if outcome.errors is not None else None
+    values = {name: column[row] for name, column in rewards.items()}
+    if error is None and not all(math.isfinite(value) for value in values.values()):
+        error = f"the environment returned a reward that is not finite: {list(values.values())}"
+    if error is not None:
+        return StepResult.failed(error, metadata)
+    return StepResult(
+        observation=outcome.observations[row],
+        metadata=metadata,
+        reward=values if isinstance(outcome.rewards, dict) else values[""],
+        terminated=bool(outcome.terminateds[row]),
+        next_stop_strings=outcome.next_stop_strings[row],
+        answer=outcome.answers[row] if outcome.answers is not None else None,
+    )

@@ -1,14 +1,23 @@
-"""Find the environment class that a dotted path names, decorated with `@ray.remote` or not.
+"""Find the environment class that a dotted path names, decorated with `@ray.remote` or not, and start its actor.
 
-This runs in the driver, to fail early, and again in the environment's process. Invariant: the result is always a plain
-class; of a Ray decorator only the resources are kept, while the library sets restarts and concurrency.
+A class is found in the driver, to fail early, and again in the environment's process. Invariant: the result is always a
+plain class; of a Ray decorator only the resources are kept, while the library sets restarts and concurrency.
 """
 
+import inspect
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ray.actor import ActorClass
+import ray
+from ray import cloudpickle
+from ray.actor import ActorClass, ActorHandle
+from ray.exceptions import GetTimeoutError, RayError
 
 from nemo_rl.environments.interfaces import EnvironmentInterface
+from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
 from nemo_rl.utils.named_parts import Registry
 
 EnvironmentClass = type[EnvironmentInterface[Any]]
@@ -21,6 +30,8 @@ ENVIRONMENTS: Registry[Any] = Registry(
 """Environments by dotted path; `environments.registry` adds the built-in names."""
 
 _KEPT_OPTIONS = ("num_cpus", "num_gpus", "memory", "resources", "runtime_env")
+_COROUTINE_STEPS = 64
+"""Calls of `step` in flight if it is a coroutine function and the class states no number."""
 
 
 def load_env_class(path: str) -> tuple[EnvironmentClass, dict[str, Any]]:
@@ -65,3 +76,125 @@ def class_path(env_class: EnvironmentClass) -> str | None:
     if env_class.__module__ == "__main__" or "<locals>" in env_class.__qualname__:
         return None
     return f"{env_class.__module__}.{env_class.__qualname__}"
+
+
+@dataclass(frozen=True)
+class EnvironmentTraits:
+    """Facts about an environment's class that the driver needs.
+
+    Attributes:
+        concurrency: calls that its actor runs at the same time.
+        hooks: optional methods that the class overrides.
+        options: Ray options of the class's decorator.
+        post_processes_groups: as `EnvironmentInterface.post_processes_groups`.
+    """
+
+    concurrency: int
+    hooks: frozenset[str]
+    options: Mapping[str, Any]
+    post_processes_groups: bool = False
+
+
+def traits_of(
+    env_class: "str | EnvironmentClass | EnvironmentInterface[Any]",
+    runtime_env: Mapping[str, Any],
+    timeout_s: float = 300.0,
+) -> EnvironmentTraits:
+    """Return the traits of a class; a class named by its path is imported by the Python of its actor.
+
+    Args:
+        env_class: As in `launch_environment_actor`.
+        runtime_env: As in `launch_environment_actor`.
+        timeout_s: Limit for starting that Python and importing the class.
+
+    Raises:
+        ConfigError: There is no such class, or that Python cannot import it.
+        DeadlineExceededError: It took longer than `timeout_s`.
+    """
+    if not isinstance(env_class, str):
+        return _traits(plain_env_class(env_class))
+    if not runtime_env:
+        return _traits(load_env_class(env_class))
+    ask: Any = ray.remote(num_cpus=0, max_retries=0, runtime_env=dict(runtime_env))(_traits_there)
+    try:
+        return ray.get(ask.remote(env_class, import_path(runtime_env)), timeout=timeout_s)
+    except GetTimeoutError as error:
+        place = f"environment class {env_class!r}: the Python {runtime_env.get('py_executable')}"
+        raise DeadlineExceededError(f"{place} did not start in {timeout_s:g} s.") from error
+    except RayError as error:
+        cause = getattr(error, "cause", None)
+        raise ConfigError(str(cause if isinstance(cause, ConfigError) else error)) from error
+
+
+def _traits_there(path: str, folders: Sequence[str]) -> EnvironmentTraits:
+    extend_path(folders)
+    return _traits(load_env_class(path))
+
+
+def _traits(loaded: tuple[EnvironmentClass, dict[str, Any]]) -> EnvironmentTraits:
+    plain_class, options = loaded
+    return EnvironmentTraits(
+        step_concurrency(plain_class), own_hooks(plain_class), options, plain_class.post_processes_groups
+    )
+
+
+def launch_environment_actor(
+    host: type,
+    env_class: "str | EnvironmentClass | EnvironmentInterface[Any]",
+    cfg: dict[str, Any],
+    traits: EnvironmentTraits,
+    runtime_env: Mapping[str, Any],
+) -> ActorHandle:
+    """Start an actor that hosts the environment; return before it is ready.
+
+    The actor also searches the import path of this process, after its own. With another Python it leaves out the
+    packages of this process's Python.
+
+    Args:
+        host: The class of the actor, `client.EnvironmentActor`.
+        env_class: A class (plain or `@ray.remote`), or its dotted path, which is then imported
+            again inside the actor; or an environment object, which is copied into the actor.
+        cfg: Argument of the class's constructor.
+        traits: Traits of the class.
+        runtime_env: Ray's runtime environment, merged over that of the class's decorator.
+    """
+    hosted: Any = env_class
+    if is_environment(env_class):
+        hosted = cloudpickle.dumps(env_class)  # unpickled in the actor, where its class can be imported
+    elif not isinstance(env_class, str):
+        plain_class, _ = plain_env_class(env_class)
+        hosted = class_path(plain_class) or plain_class
+    options = {"num_cpus": 0, **traits.options, "max_concurrency": traits.concurrency, "max_restarts": 0}
+    merged = {**traits.options.get("runtime_env", {}), **runtime_env}
+    if merged:
+        options["runtime_env"] = merged
+    remote_class: Any = ray.remote(host)
+    return remote_class.options(**options).remote(hosted, cfg, import_path(merged))
+
+
+def import_path(runtime_env: Mapping[str, Any]) -> list[str]:
+    """Return the folders that the actor searches for modules after its own."""
+    own: tuple[str, ...] = ()
+    if "py_executable" in runtime_env:
+        own = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
+        own += (f"{sys.base_prefix}/lib/python{sys.version_info.major}{sys.version_info.minor}.zip",)
+    return [entry for entry in sys.path if entry and not f"{entry}/".startswith(tuple(f"{place}/" for place in own))]
+
+
+def extend_path(folders: Sequence[str]) -> None:
+    """Search folders for modules after those that this process searches already."""
+    sys.path.extend(entry for entry in folders if entry not in sys.path)
+
+
+def step_concurrency(plain_class: EnvironmentClass) -> int:
+    """Return how many calls the actor of a class runs at the same time."""
+    concurrency = plain_class.max_concurrent_steps
+    if inspect.iscoroutinefunction(plain_class.step) and concurrency == 1:
+        return _COROUTINE_STEPS
+    return concurrency
+
+
+def own_hooks(plain_class: EnvironmentClass) -> frozenset[str]:
+    """Return the names of the optional methods that a class overrides."""
+    optional = ("open_episode", "close_episode", "global_post_process_and_metrics")
+    return frozenset(name for name in optional if getattr(plain_class, name) is not getattr(EnvironmentInterface, name))

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Asker:
+class Sampler:
     """Samples and grades answers of the model.
 
     Attributes:
@@ -89,7 +89,7 @@ def setup(
     Args:
         master_config: the configuration: an object, or a dict with a file's content, which is checked like a file.
         tokenizer: tokenizer of the model.
-        dataset: the prompts; see `data.datasets.given.given_data`.
+        dataset: the prompts; see `data.datasets.user_data.given_data`.
 
     Raises:
         ConfigError, DataError: the configuration or the data cannot be used.
@@ -142,8 +142,9 @@ def run_env_eval(
     store = RecordStore(config, len(prompts))
     try:
         if store.num_prompts_done < len(prompts):
-            with _started(config, vllm_generation.tokenizer, environment) as asker, deferred_signals(config) as signals:
-                ask_all(config, prompts, store, asker, signals)
+            started = _started(config, vllm_generation.tokenizer, environment)
+            with started as sampler, deferred_signals(config) as signals:
+                ask_all(config, prompts, store, sampler, signals)
         report = make_report(config, store.records)
         path = store.write_results(asdict(report))
     finally:
@@ -157,7 +158,7 @@ def ask_all(
     config: EvalMasterConfig,
     prompts: Prompts,
     store: RecordStore,
-    asker: Asker,
+    sampler: Sampler,
     signals: DeferredSignals | None = None,
 ) -> None:
     """Sample answers to the prompts that have none yet, batch by batch.
@@ -166,7 +167,7 @@ def ask_all(
         config: the configuration.
         prompts: all prompts.
         store: the answers so far; new ones are added to it.
-        asker: samples and grades.
+        sampler: samples and grades.
         signals: a received signal ends the loop after a batch; None: no signals.
 
     Raises:
@@ -180,7 +181,7 @@ def ask_all(
         stop = min(start + size, total) if size > 0 else total
         batch = prompts.batch(start, stop)
         key = RolloutKey(wanted.seed, "evaluation", step=0, first_group=start)
-        rollouts = asker.runner.collect(batch, wanted.num_tests_per_prompt, asker.sampling, key)
+        rollouts = sampler.runner.collect(batch, wanted.num_tests_per_prompt, sampler.sampling, key)
         topics = [prompts.topic(index) for index in range(start, stop)]
         store.append([_record(t, start, batch, topics) for t in rollouts.trajectories])
         num_right = sum(record.is_correct for record in store.records)
@@ -250,7 +251,7 @@ def deferred_signals(config: EvalMasterConfig) -> Iterator[DeferredSignals]:
 @contextmanager
 def _started(
     config: EvalMasterConfig, tokenizer: PreTrainedTokenizerBase, environment: EnvironmentClient | Start
-) -> Iterator[Asker]:
+) -> Iterator[Sampler]:
     """Run engines and environment during the block; end everything that was started here afterwards."""
     cluster = config.cluster
     settings = engine_settings(config.policy, cluster, config.eval.seed, load_weights=True)
@@ -273,7 +274,7 @@ def _started(
         )
         rules = text_rules(config.data)
         runner = RolloutRunner(engines, {name: running}, tokenizer, limits, loop, rules, cluster.optimizations)
-        yield Asker(runner, sampling_params(config.policy, tokenizer.eos_token_id, validation=False))
+        yield Sampler(runner, sampling_params(config.policy, tokenizer.eos_token_id, validation=False))
 
 
 def _bundles(cluster: ClusterConfig) -> RayVirtualCluster:

@@ -14,10 +14,10 @@ import numpy as np
 from nemo_rl.config.schema.algorithms.evaluation import EvalDataConfig
 from nemo_rl.data.bad_rows import report_bad_rows
 from nemo_rl.data.collate_fn import rl_collate_fn
-from nemo_rl.data.datasets.given import checked_rows
 from nemo_rl.data.datasets.processed_dataset import AllTaskProcessedDataset, MixedDataset
 from nemo_rl.data.datasets.raw_dataset import FormattedRow, RowView
 from nemo_rl.data.datasets.rows.control_tokens import check_control_tokens
+from nemo_rl.data.datasets.user_data import checked_rows
 from nemo_rl.data.interfaces import DatumSpec, TokenizerType
 from nemo_rl.data.messages.control_tokens import control_tokens_of
 from nemo_rl.data.processors import get_processor
@@ -44,7 +44,7 @@ class GivenPrompts:
     """Prompts of a user-supplied data set.
 
     Args:
-        dataset: see `data.datasets.given.given_data`; rows without `task_name` are graded by `data.env_name`.
+        dataset: see `data.datasets.user_data.given_data`; rows without `task_name` are graded by `data.env_name`.
         config: the `data` section.
 
     Raises:

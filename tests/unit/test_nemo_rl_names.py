@@ -426,7 +426,7 @@ def test_grpo_setup_accepts_tokenizer_data_environments_and_loss(tokenizer: Any)
 
 def made_credit(config: MasterConfig) -> Any:
     from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
-    from nemo_rl.algorithms.credit.assignment import CreditAssignment
+    from nemo_rl.algorithms.grpo import CreditAssignment
 
     return CreditAssignment(make_advantage_estimator(config.grpo, config.loss_fn), config.grpo)
 

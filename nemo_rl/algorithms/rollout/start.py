@@ -34,8 +34,8 @@ from nemo_rl.algorithms.rollout.validation import Validator
 from nemo_rl.algorithms.runtime.device_sharing import saved_models, share_memory
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
-from nemo_rl.algorithms.setup.memory_check import tell_memory
-from nemo_rl.algorithms.setup.placement import place_roles
+from nemo_rl.algorithms.setup.memory_check import log_memory
+from nemo_rl.algorithms.setup.placement import place_models
 from nemo_rl.algorithms.setup.preflight import check_added_models
 from nemo_rl.algorithms.setup.roles import reserve, start_role, start_together
 from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
@@ -128,7 +128,7 @@ def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: fl
         backends = Logger(config.logger, folders.log_dir, config.algorithm.max_num_steps)
         resources.callback(backends.close)
         backends.log_hyperparams(config.model_dump())
-        tell_memory(config.cluster, recipe.roles)
+        log_memory(config.cluster, recipe.roles)
         workers = _start_workers(config, recipe, folders, resources)
         return _connect(config, recipe, folders, backends, workers, prompts, started_at, resources)
 
@@ -140,7 +140,7 @@ def _start_workers(
     cluster, seed = config.cluster, config.algorithm.seed
     init_ray(str(folders.log_dir), optimizations=cluster.optimizations)
     environments = start_environments(config, recipe.data.task_env.values(), recipe.environments, resources)
-    places = place_roles(cluster, recipe.roles)
+    places = place_models(cluster, recipe.roles)
     reserve(places.values(), config, recipe.roles, resources)
     settings = engine_settings(config.policy, cluster, seed, load_weights=False)
     engines = {"generation": partial(make_engines, settings, places["generation"], cluster)}

@@ -150,7 +150,7 @@ def share_memory(
 
 
 @dataclass(frozen=True)
-class SavedInTurn:
+class SavedOnDevice:
     """A model next to the policy that gets its devices back before it is saved; a `saving.BackgroundSavable`.
 
     Attributes:
@@ -179,7 +179,7 @@ class SavedInTurn:
 
 def saved_models(
     roles: Mapping[str, Role], models: Mapping[str, Policy], memory: MemorySharing
-) -> dict[str, Policy | SavedInTurn]:
+) -> dict[str, Policy | SavedOnDevice]:
     """Return the models that a checkpoint holds, by name.
 
     Args:
@@ -188,5 +188,5 @@ def saved_models(
         memory: gives a model its devices before it is saved.
     """
     return {
-        name: models[name] if name == "policy" else SavedInTurn(name, models[name], memory) for name in trained(roles)
+        name: models[name] if name == "policy" else SavedOnDevice(name, models[name], memory) for name in trained(roles)
     }

@@ -26,7 +26,7 @@ _WAYS_OUT = (
 type _Predicted = tuple[str, PolicyConfig, int, MemoryPlan | None]
 
 
-def tell_memory(cluster: ClusterConfig, roles: Mapping[str, Role]) -> None:
+def log_memory(cluster: ClusterConfig, roles: Mapping[str, Role]) -> None:
     """Log the predicted memory of each model's ranks; warn if it is more than the ranks have.
 
     Args:
@@ -44,7 +44,7 @@ def tell_memory(cluster: ClusterConfig, roles: Mapping[str, Role]) -> None:
 
 
 def memory_plans(cluster: ClusterConfig, roles: Mapping[str, Role]) -> Iterator[_Predicted]:
-    """Yield name, section, ranks and prediction of each model, the policy first; arguments as for `tell_memory`."""
+    """Yield name, section, ranks and prediction of each model, the policy first; arguments as for `log_memory`."""
     for name, num_ranks in sorted(model_ranks(cluster, roles).items(), key=lambda item: item[0] != "policy"):
         role = roles[name]
         yield (

@@ -9,7 +9,7 @@ from nemo_rl.config import ClusterConfig, PolicyConfig, Role, divide_cluster, pl
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 
 
-def place_roles(cluster: ClusterConfig, models: Mapping[str, Role]) -> dict[str, RayVirtualCluster]:
+def place_models(cluster: ClusterConfig, models: Mapping[str, Role]) -> dict[str, RayVirtualCluster]:
     """Give bundles to every model and to "generation"; models that share devices get the same object.
 
     Args:

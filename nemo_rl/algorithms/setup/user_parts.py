@@ -16,8 +16,8 @@ from nemo_rl.algorithms.setup.row_check import check_rows
 from nemo_rl.config import MasterConfig, NamedPartConfig, PolicyConfig, config_of
 from nemo_rl.config.loading.load import make_paths_absolute
 from nemo_rl.config.runs.rollouts import RolloutMasterConfig
-from nemo_rl.data.datasets.given import given_data
 from nemo_rl.data.datasets.setup import RunData
+from nemo_rl.data.datasets.user_data import given_data
 from nemo_rl.data.tokenizer import ensure_pad_token, get_tokenizer
 from nemo_rl.losses.loss_function import LOSSES
 from nemo_rl.utils.errors import ConfigError
@@ -29,7 +29,7 @@ class UserParts:
 
     Attributes:
         tokenizer: tokenizer of all models and of the data.
-        dataset: training rows, see `data.datasets.given.given_data`.
+        dataset: training rows, see `data.datasets.user_data.given_data`.
         val_dataset: validation rows; without `dataset` they are used with the configured training rows.
         environments: environments by task name, see `environments.user_environments.environment_of`; a mapping is a
             section of `env`.

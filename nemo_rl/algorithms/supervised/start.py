@@ -1,4 +1,4 @@
-"""Starts a run from the recipe of a supervised algorithm: data, policy, validation, session.
+"""Starts a run from the recipe of a supervised algorithm: data, policy, validation, session; draws its batches.
 
 `sft`, `dpo`, `kto` and `rm` build a `SupervisedRecipe` with their differences; `Setup` is their common `setup`. Order
 as in `rollout.start`: all checks first, then Ray and the policy's ranks, then the parts that connect them.
@@ -14,21 +14,20 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.runtime.device_sharing import saved_models, share_memory
-from nemo_rl.algorithms.runtime.run import Run, Stage
+from nemo_rl.algorithms.runtime.run import Phase, Run, Stage, StepBatch
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
-from nemo_rl.algorithms.setup.memory_check import tell_memory
-from nemo_rl.algorithms.setup.placement import place_roles
+from nemo_rl.algorithms.setup.memory_check import log_memory
+from nemo_rl.algorithms.setup.placement import place_models
 from nemo_rl.algorithms.setup.roles import reserve, start_role, start_together
 from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
 from nemo_rl.algorithms.setup.user_parts import UserParts
-from nemo_rl.algorithms.supervised.batches import WrittenBatches
 from nemo_rl.algorithms.supervised.validation import LossValidator, SeparateValidations, Validate
 from nemo_rl.config import DPOConfig, Role, SupervisedMasterConfig
 from nemo_rl.data.collate_fn import preference_collate_fn
 from nemo_rl.data.datasets.processed_dataset import MixedDataset
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.loader import build_loader
-from nemo_rl.data.prompt_stream import training_stream
+from nemo_rl.data.prompt_stream import PromptStream, training_stream
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.losses.loss_function import LossFunction
@@ -101,6 +100,34 @@ class Setup[Config: SupervisedMasterConfig]:
         return start_run(config, self.recipe(config, user_parts), started_at)
 
 
+class WrittenBatches:
+    """Draws batches of written rows, each one optimizer update; a `runtime.run.BatchSource`.
+
+    Args:
+        rows: batches, epoch after epoch.
+        rows_per_sample: rows of a batch that one sample takes; 2 for pairs.
+    """
+
+    def __init__(self, rows: PromptStream, rows_per_sample: int):
+        self._rows = rows
+        self._rows_per_sample = rows_per_sample
+
+    def next_batch(self, step: int, phase: Phase) -> StepBatch:
+        """See `BatchSource.next_batch`."""
+        with phase("data_processing"):
+            batch = self._rows.next_batch()
+        tensors = batch.rows
+        num_samples = tensors.size // self._rows_per_sample
+        metrics = {"total_num_tokens": float(tensors["input_lengths"].sum()), "num_samples": float(num_samples)}
+        return StepBatch(
+            tensors, num_prompts=num_samples, metrics=metrics, rows_per_update=tensors.size, prompts=batch.positions
+        )
+
+    def trained(self, step: int, batch: StepBatch) -> None:
+        """See `BatchSource.trained`."""
+        self._rows.acknowledge(batch.prompts)
+
+
 def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_at: float = 0.0) -> Run:
     """Start Ray and the policy's ranks, and connect them; arguments and errors as in `rollout.start.start_run`."""
     rows = training_stream(config, recipe.data.train, config.policy.train_global_batch_size, recipe.collate)
@@ -113,7 +140,7 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
         backends = Logger(config.logger, folders.log_dir, steps)
         resources.callback(backends.close)
         backends.log_hyperparams(config.model_dump())
-        tell_memory(config.cluster, roles)
+        log_memory(config.cluster, roles)
         models = _start_models(config, recipe.tokenizer, roles, folders, resources)
         memory = share_memory(config.cluster, roles, models)
         parts = SessionParts(
@@ -146,7 +173,7 @@ def _start_models(
 ) -> dict[str, Policy]:
     """Start Ray and the ranks of all models; blocks until they are ready."""
     init_ray(str(folders.log_dir), optimizations=config.cluster.optimizations)
-    places, seed = place_roles(config.cluster, roles), config.algorithm.seed
+    places, seed = place_models(config.cluster, roles), config.algorithm.seed
     reserve(places.values(), config, roles, resources)
     starts = {
         name: partial(start_role, name, role, places[name], config.cluster, tokenizer, seed, folders.resume_path)

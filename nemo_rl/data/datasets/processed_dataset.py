@@ -21,7 +21,7 @@ from nemo_rl.data.interfaces import (
     TaskDataSpec,
     TokenizerType,
 )
-from nemo_rl.data.processors import cut_to_stub
+from nemo_rl.data.messages.conversations import cut_to_stub
 from nemo_rl.host.time_limit import time_limit
 from nemo_rl.utils.errors import DataError, DeadlineExceededError
 

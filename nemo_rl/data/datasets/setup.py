@@ -26,7 +26,8 @@ from nemo_rl.data.datasets.rows.control_tokens import check_control_tokens
 from nemo_rl.data.interfaces import TaskDataSpec, TokenizerType
 from nemo_rl.data.messages.content import text_rules
 from nemo_rl.data.messages.control_tokens import control_tokens_of
-from nemo_rl.data.processors import feedback_processor, get_processor, preference_preprocessor, sft_processor
+from nemo_rl.data.messages.conversations import feedback_processor, preference_preprocessor, sft_processor
+from nemo_rl.data.processors import get_processor
 from nemo_rl.utils.errors import DataError
 
 logger = logging.getLogger(__name__)

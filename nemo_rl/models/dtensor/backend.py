@@ -13,26 +13,23 @@ plan order, ranks reduce in gloo's fixed ring order, and no kernel used here has
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.rules.broken_rules import report_findings
 from nemo_rl.config.rules.model import check_trainable
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.ranks.placements import held_here, whole
-from nemo_rl.host.device import device_for, free_cache
+from nemo_rl.host.device import free_cache
 from nemo_rl.models.accepted_rows import require_parameters
 from nemo_rl.models.dtensor.attention import VARLEN_ATTENTION
 from nemo_rl.models.dtensor.build import Built, build_model
-from nemo_rl.models.dtensor.causal_lm import CausalLMWithLogprobs
 from nemo_rl.models.dtensor.checkpoints import model_files as checkpoint_io
 from nemo_rl.models.dtensor.checkpoints import training_state
 from nemo_rl.models.dtensor.checkpoints.materialize import materialize
@@ -41,8 +38,9 @@ from nemo_rl.models.dtensor.experts.balance import ExpertBalance, watch_experts
 from nemo_rl.models.dtensor.lora import files as adapter_io
 from nemo_rl.models.dtensor.lora.modules import (
     SECTION,
+    LoraLinear,
+    adapted_modules,
     adapted_weights,
-    adapters_off,
     check_adapters_moved,
     merged_by_name,
 )
@@ -62,23 +60,23 @@ from nemo_rl.models.dtensor.pipeline.weights import (
     sum_shared_gradients,
     without_copies,
 )
-from nemo_rl.models.dtensor.reward_model import RewardModel
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
 from nemo_rl.models.huggingface.layers import body, decoder_layers
 from nemo_rl.models.huggingface.load import torch_dtype
-from nemo_rl.models.training.checkpoint_writes import Keep, Write, as_it_is
+from nemo_rl.models.training.checkpoint_writes import Keep, Write
 from nemo_rl.models.training.finite import not_finite
 from nemo_rl.models.training.host_memory import HostMemory, move_state, move_weights
 from nemo_rl.models.training.inputs import ModelInputs, with_positions
-from nemo_rl.models.training.interfaces import CheckpointPaths, ForwardStep, PolicyBackend
+from nemo_rl.models.training.interfaces import CheckpointPaths, ForwardStep
 from nemo_rl.models.training.low_rank import require_on_some_rank
 from nemo_rl.models.training.sampling import sampling_density
-from nemo_rl.utils.errors import CheckpointError, ConfigError
+from nemo_rl.models.training.torch_backend import TorchBackend
+from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 
-class DTensorBackend(PolicyBackend):
+class DTensorBackend(TorchBackend):
     """See the module docstring and `PolicyBackend`.
 
     Args:
@@ -131,11 +129,8 @@ class DTensorBackend(PolicyBackend):
         self._takes_turns = on_gpu and not config.dtensor_cfg.cpu_offload
         self._weights_rest = False
         self._resting, self._replaced, self._staged, initial = (HostMemory(pinned=on_gpu) for _ in range(4))
-        self._writers: dist.ProcessGroup | None = None
         copies_initial = init_reference_model and not self._lora.enabled
-        self._reference = _local_copies(self.model, initial) if copies_initial else None
-        self.optimizer: Optimizer | None = None
-        self.scheduler: LRScheduler | None = None
+        self._reference = self.copied_weights(initial) if copies_initial else None
         self._settings = optimizer_settings(config)
         if init_optimizer:
             assert config.optimizer is not None, "checked above"
@@ -243,25 +238,23 @@ class DTensorBackend(PolicyBackend):
         """Learning rate of the first parameter group; 0 without an optimizer."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None else 0.0
 
-    @contextmanager
-    def reference_weights(self) -> Iterator[None]:
-        """See `PolicyBackend.reference_weights`.
+    def adapters(self) -> Iterable[LoraLinear]:
+        """See `TorchBackend.adapters`."""
+        return adapted_modules(self.model.hf).values()
 
-        Raises:
-            ConfigError: the policy was made with `init_reference_model=False`.
-        """
-        if not self._has_reference:
-            raise ConfigError("Reference log-probabilities need Policy(init_reference_model=True).")
-        if self._reference is None:
-            with adapters_off(self.model.hf):
-                yield
-            return
-        current = _local_copies(self.model, self._replaced)
-        _copy_into(self.model, self._reference)
-        try:
-            yield
-        finally:
-            _copy_into(self.model, current)
+    @torch.no_grad()
+    def copied_weights(self, memory: HostMemory) -> dict[str, Tensor]:
+        """See `TorchBackend.copied_weights`."""
+        reshard(self.model)
+        weights = checkpoint_io.weights_by_name(self.model.hf)
+        return {name: memory.store(name, held_here(tensor)) for name, tensor in weights.items()}
+
+    @torch.no_grad()
+    def put_weights(self, copies: dict[str, Tensor]) -> None:
+        """See `TorchBackend.put_weights`."""
+        reshard(self.model)
+        for name, tensor in checkpoint_io.weights_by_name(self.model.hf).items():
+            held_here(tensor).copy_(copies[name], non_blocking=True)
 
     def decoder_layers(self) -> dict[str, nn.Module]:
         """See `PolicyBackend.decoder_layers`."""
@@ -318,26 +311,12 @@ class DTensorBackend(PolicyBackend):
             self._weights_rest = to_host
         free_cache(self.device)
 
-    def save(self, paths: CheckpointPaths) -> None:
-        """See `PolicyBackend.save`."""
-        for write in self._prepared(paths, as_it_is):
-            write(None)
+    def staged(self, name: str, tensor: Tensor) -> Tensor:
+        """See `TorchBackend.staged`; the next save reuses the memory."""
+        return self._staged.store(name, tensor)
 
-    def stage_save(self, paths: CheckpointPaths) -> Callable[[], None]:
-        """See `PolicyBackend.stage_save`; the copies are in host memory that the next save reuses."""
-        if self._writers is None:
-            self._writers = dist.new_group(backend="gloo")
-        writes, group = list(self._prepared(paths, self._staged.store)), self._writers
-        device_for(uses_gpu=self.device.type != "cpu").synchronize()
-
-        def write_all() -> None:
-            for write in writes:
-                write(group)
-
-        return write_all
-
-    def _prepared(self, paths: CheckpointPaths, keep: Keep) -> Iterator[Write]:
-        """Yield the writes of a checkpoint's parts; each part is prepared when the iterator reaches it."""
+    def prepared(self, paths: CheckpointPaths, keep: Keep) -> Iterator[Write]:
+        """See `TorchBackend.prepared`."""
         if self._lora.enabled:
             merged = merged_by_name(self.model.hf, self.device)
             yield checkpoint_io.prepare_weights(self.model.hf, paths.weights, merged, keep)
@@ -346,8 +325,6 @@ class DTensorBackend(PolicyBackend):
             yield checkpoint_io.prepare_weights(self.model.hf, paths.weights, keep=keep)
         if paths.optimizer is None:
             return
-        if self.optimizer is None or self.scheduler is None:
-            raise CheckpointError("This policy has no optimizer to save; leave optimizer_path out.")
         yield training_state.prepare_training_state(
             self.model.hf, self.optimizer, self.scheduler, self._settings, paths.optimizer, keep
         )
@@ -369,18 +346,3 @@ class DTensorBackend(PolicyBackend):
 def _stores_compute_precision(device: torch.device) -> bool:
     """Return whether to hold a frozen model in its compute precision: on GPUs; on CPUs it stays as it was loaded."""
     return device.type != "cpu"
-
-
-@torch.no_grad()
-def _local_copies(model: CausalLMWithLogprobs | RewardModel, memory: HostMemory) -> dict[str, Tensor]:
-    """Copy this rank's part of every weight to host memory."""
-    reshard(model)
-    weights = checkpoint_io.weights_by_name(model.hf)
-    return {name: memory.store(name, held_here(tensor)) for name, tensor in weights.items()}
-
-
-@torch.no_grad()
-def _copy_into(model: CausalLMWithLogprobs | RewardModel, copies: dict[str, Tensor]) -> None:
-    reshard(model)
-    for name, tensor in checkpoint_io.weights_by_name(model.hf).items():
-        held_here(tensor).copy_(copies[name], non_blocking=True)

@@ -2,11 +2,9 @@
 
 Checkpoints already hold safetensors under Hugging Face names (`checkpoints.model_files`), so an export copies them
 (`huggingface.folders`), adds the tokenizer and optionally changes the dtype. Works for any head. See `adapter_export`
-for adapters without merged weights. Invariant: `verify_export` compares the folder as `transformers` reads it with the
-checkpoint as training reads it.
+for adapters without merged weights.
 """
 
-import logging
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,42 +12,28 @@ from typing import TYPE_CHECKING
 import torch
 
 from nemo_rl.config import CheckpointingConfig, PolicyConfig, report_findings
-from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.files.manifest import find_damage
 from nemo_rl.models.accepted_rows import AcceptedRows
-from nemo_rl.models.huggingface.folders import (
-    CONSOLIDATED_FOLDER,
-    MODEL_FOLDER,
-    TENSOR_FILES,
-    TOKENIZER_FILES,
-    copy_model_folder,
-    require_empty,
-)
+from nemo_rl.models.huggingface.folders import MODEL_FOLDER, TENSOR_FILES, copy_model_folder
 from nemo_rl.models.huggingface.sizes import count_parameters
-from nemo_rl.models.training.backends import TrainingBackend
-from nemo_rl.utils.errors import CheckpointError, ConfigError
+from nemo_rl.models.training.model_folders import FolderBackend
 
 if TYPE_CHECKING:  # see `models.training.backends`
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from nemo_rl.models.capacity.rank_memory import RankMemory
-    from nemo_rl.models.huggingface.comparison import ExportCheck
-
-logger = logging.getLogger(__name__)
 
 
-class DTensorTraining(TrainingBackend):
+class DTensorTraining(FolderBackend):
     """FSDP2 over a Hugging Face model; `model/` in the weights folder loads with `from_pretrained`."""
 
+    section = "dtensor_cfg"
+    tensor_folder, tensor_files = MODEL_FOLDER, TENSOR_FILES
     rank_class = "nemo_rl.models.dtensor.backend.DTensorBackend"
     offloads_trained_weights = True
 
     def check(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
         """Check optimizer, schedule and mesh, and prove the mesh on a small model; see `TrainingBackend.check`."""
-        try:
-            layout = ParallelLayout.of(policy, num_ranks)
-        except ConfigError as error:
-            raise ConfigError(f"{section}.dtensor_cfg: {error}") from error
+        layout = self.layout_of(policy, num_ranks, section)
         if section == "policy":
             self._check_optimizer(policy)
         from nemo_rl.models.dtensor.mesh_check import check_mesh, needs_proof
@@ -85,15 +69,6 @@ class DTensorTraining(TrainingBackend):
             optimizer = build_optimizer([torch.nn.Parameter(torch.zeros(1, 1))], policy.optimizer)
             build_scheduler(optimizer, policy.scheduler)
 
-    def complete_checkpoint(self, weights: Path, tokenizer: "PreTrainedTokenizerBase", precision: str | None) -> None:
-        """Write the tokenizer into `model/`, and optionally a copy in `precision` into `model/consolidated/`."""
-        from nemo_rl.models.huggingface.load import torch_dtype
-
-        model = weights / MODEL_FOLDER
-        tokenizer.save_pretrained(str(model))
-        if precision is not None:
-            copy_model_folder(model, model / CONSOLIDATED_FOLDER, torch_dtype(precision))
-
     def checkpoint_bytes(self, policy: PolicyConfig, checkpointing: CheckpointingConfig) -> int | None:
         """Return a lower bound: float32 weights (twice while parts are joined), Adam's moments, consolidated model."""
         parameters = count_parameters(policy.model_name)
@@ -106,73 +81,19 @@ class DTensorTraining(TrainingBackend):
         to_hand_on = weights if policy.precision == "float32" else weights // 2
         return max(2 * weights, weights + moments + (to_hand_on if checkpointing.save_consolidated else 0))
 
-    def find_weights(self, path: Path) -> Path:
-        """Return the folder that holds `model/`.
+    def described_folder(self, weights: Path) -> Path:
+        """See `FolderBackend.described_folder`."""
+        return weights / MODEL_FOLDER
 
-        Args:
-            path: a step folder, its `policy`, `policy/weights` or `policy/weights/model`.
+    def write_model(self, weights: Path, target: Path, dtype: torch.dtype | None) -> None:
+        """See `FolderBackend.write_model`."""
+        copy_model_folder(weights / MODEL_FOLDER, target, dtype)
 
-        Raises:
-            CheckpointError: none of these holds weights.
-        """
-        given = path.expanduser()
-        for folder in (given, given / "weights", given / "policy" / "weights", given.parent):
-            if any((folder / MODEL_FOLDER).glob(TENSOR_FILES)) and (
-                folder != given.parent or given.name == MODEL_FOLDER
-            ):
-                return folder
-        raise CheckpointError(
-            f"{str(given)!r} is no policy checkpoint: neither it nor its policy/weights has a folder {MODEL_FOLDER} "
-            f"with {TENSOR_FILES} files. Give a step folder, for example results/grpo/step_10, or its policy/weights."
-        )
-
-    def export(self, weights: Path, target: Path, tokenizer_name: str | None = None, dtype: str | None = None) -> None:
-        """See `TrainingBackend.export`.
-
-        Raises:
-            CheckpointError: the target already holds files, there is no tokenizer, or a file of the weights is damaged.
-            ConfigError: the dtype is unknown.
-        """
-        from transformers import AutoTokenizer
-
-        from nemo_rl.models.huggingface.load import torch_dtype
-
-        source = weights / MODEL_FOLDER
-        require_empty(target)
-        tokenizer_files = [source / name for name in TOKENIZER_FILES if (source / name).exists()]
-        if not tokenizer_files and tokenizer_name is None:
-            raise CheckpointError(
-                f"{source} has no tokenizer. Name one: policy.tokenizer.name in the file of --config."
-            )
-        damage = find_damage(weights.absolute().parents[1], "policy/weights/")
-        if damage:
-            raise CheckpointError(f"{weights} is damaged: {'; '.join(damage)}. Export another checkpoint.")
-        copy_model_folder(source, target, None if dtype is None else torch_dtype(dtype))
-        if not tokenizer_files:
-            AutoTokenizer.from_pretrained(tokenizer_name).save_pretrained(target)
-        logger.info("Exported %s to %s.", source, target)
-
-    def verify_export(self, weights: Path, target: Path) -> "ExportCheck":
-        """See `TrainingBackend.verify_export`; compares in float32 on the CPU.
-
-        The reader of training loads the checkpoint into a model with random weights, and `from_pretrained` loads the
-        exported folder. The two readers share only the rules for names and shapes.
-
-        Raises:
-            CheckpointError: the weights do not fit the model.
-        """
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-
+    def read_into(self, model: "PreTrainedModel", weights: Path) -> None:
+        """See `FolderBackend.read_into`; the reader of training."""
         from nemo_rl.models.dtensor.checkpoints.model_files import load_weights
-        from nemo_rl.models.huggingface.comparison import SCORING_SUFFIX, compare_models
 
-        config = AutoConfig.from_pretrained(weights / MODEL_FOLDER)
-        scores = any(name.endswith(SCORING_SUFFIX) for name in config.architectures or ())
-        kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-        trained = kind.from_config(config, dtype=torch.float32).eval()
-        load_weights(trained, weights)
-        exported = kind.from_pretrained(target, dtype=torch.float32).eval()
-        return compare_models(trained, exported, AutoTokenizer.from_pretrained(target))
+        load_weights(model, weights)
 
 
 def _require_plan(policy: PolicyConfig, model: "PretrainedConfig") -> None:

@@ -8,7 +8,7 @@ and exact, but slow. Invariant: a row's response depends on its own tokens, inpu
 from abc import abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from nemo_rl.models.generation.interfaces import EngineSettings, FinishReason, G
 from nemo_rl.models.generation.sampling import bad_word_ids, banned_tokens, draw
 from nemo_rl.models.generation.stepped import Finished, SteppedEngine
 from nemo_rl.models.generation.texts import sampled_text
+from nemo_rl.models.training.finite import not_finite
 from nemo_rl.utils.errors import GenerationError
 
 
@@ -52,13 +53,15 @@ class FurtherInputs(NamedTuple):
 
 
 class BatchedEngine(SteppedEngine):
-    """A `SteppedEngine` made of a model and its cache.
+    """A `SteppedEngine` made of a model, which a subclass puts into `_model`, and its cache.
 
     Args:
         settings: context limit and tokenizer.
         vocab_size: number of token ids that prompts may hold.
         cache_tokens: most tokens of all rows together in the cache; None: any number.
     """
+
+    _model: Any
 
     def __init__(self, settings: EngineSettings, vocab_size: int, cache_tokens: int | None = None) -> None:
         super().__init__()
@@ -177,6 +180,10 @@ class BatchedEngine(SteppedEngine):
             for row in rows
             if row.finish_reason is not None
         ]
+
+    def weights_not_finite(self) -> list[str]:
+        """See `SteppedEngine.weights_not_finite`."""
+        return not_finite(dict(self._model.named_parameters()))
 
     def decode(self, token_ids: list[int]) -> str:
         """See `SteppedEngine.decode`."""

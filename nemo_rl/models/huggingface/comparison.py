@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
 VERIFY_TEXTS = (
@@ -16,7 +16,7 @@ VERIFY_TEXTS = (
     "Once upon a time there was a small engine that",
     "def square(number):\n    return",
 )
-SCORING_SUFFIX = "ForSequenceClassification"
+_SCORING_SUFFIX = "ForSequenceClassification"
 """Suffix of the names of model classes that score sequences."""
 VERIFY_TOLERANCE = 1e-5
 """Largest difference of a log-probability between an export in float32 and the trained model."""
@@ -44,11 +44,16 @@ class ExportCheck:
         return dtype in ("bfloat16", "float16") or self.max_difference <= self.tolerance
 
 
+def is_classifier(config: PretrainedConfig) -> bool:
+    """Return whether a configuration is that of a sequence classifier, such as a reward model."""
+    return any(name.endswith(_SCORING_SUFFIX) for name in config.architectures or ())
+
+
 def compare_models(
     trained: PreTrainedModel, exported: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> ExportCheck:
     """Compare log-probabilities of the tokens of `VERIFY_TEXTS`, or scores of the texts for sequence classifiers."""
-    answer = _score if type(trained).__name__.endswith(SCORING_SUFFIX) else _token_logprobs
+    answer = _score if type(trained).__name__.endswith(_SCORING_SUFFIX) else _token_logprobs
     ids = [torch.tensor([tokenizer(text)["input_ids"]]) for text in VERIFY_TEXTS]
     differences = torch.cat([(answer(trained, row) - answer(exported, row)).abs() for row in ids])
     return ExportCheck(differences.max().item(), differences.numel())

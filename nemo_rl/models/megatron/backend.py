@@ -9,13 +9,11 @@ reference is the frozen base, and exported weights are merged (`lora`).
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
@@ -28,16 +26,17 @@ from nemo_rl.models.huggingface.tensor_files import model_folder
 from nemo_rl.models.megatron.inputs import rank_inputs, row_order
 from nemo_rl.models.megatron.parallel import division_of, start_model_parallel
 from nemo_rl.models.megatron.release import require_megatron_core
-from nemo_rl.models.training.checkpoint_writes import Keep, Write, as_it_is
+from nemo_rl.models.training.checkpoint_writes import Keep, Write
 from nemo_rl.models.training.host_memory import HostMemory, move_weights
 from nemo_rl.models.training.inputs import ModelInputs
-from nemo_rl.models.training.interfaces import CheckpointPaths, ForwardStep, PolicyBackend
+from nemo_rl.models.training.interfaces import CheckpointPaths, ForwardStep
 from nemo_rl.models.training.low_rank import require_on_some_rank
 from nemo_rl.models.training.sampling import sampling_density
-from nemo_rl.utils.errors import CheckpointError, ConfigError
+from nemo_rl.models.training.torch_backend import TorchBackend
+from nemo_rl.utils.errors import ConfigError
 
 
-class MegatronBackend(PolicyBackend):
+class MegatronBackend(TorchBackend):
     """See the module docstring and `PolicyBackend`.
 
     Args:
@@ -83,12 +82,9 @@ class MegatronBackend(PolicyBackend):
         self._takes_turns, self._weights_rest, self._state_rests = on_gpu, False, False
         self._resting = defaultdict[int, HostMemory](partial(HostMemory, pinned=on_gpu))
         self._replaced, initial = (HostMemory(pinned=on_gpu) for _ in range(2))
-        self._writers: dist.ProcessGroup | None = None
         self._has_reference = init_reference_model
         copies_initial = init_reference_model and not self._peft.enabled
-        self._reference = self._copies(initial) if copies_initial else None
-        self.optimizer: Any = None
-        self.scheduler: Any = None
+        self._reference = self.copied_weights(initial) if copies_initial else None
         if init_optimizer:
             self.chunks = list(optim.with_gradients(self.chunks, section))
             self.optimizer = optim.build_optimizer(self.chunks, section, precision=precision)
@@ -146,25 +142,21 @@ class MegatronBackend(PolicyBackend):
         """See `PolicyBackend.learning_rate`; 0 without an optimizer."""
         return self._optim.learning_rate(self.optimizer) if self.optimizer is not None else 0.0
 
-    @contextmanager
-    def reference_weights(self) -> Iterator[None]:
-        """See `PolicyBackend.reference_weights`.
+    def adapters(self) -> Iterable[Any]:
+        """See `TorchBackend.adapters`."""
+        return [module.adapter for module in self._lora.adapted_modules(self.chunks).values()]
 
-        Raises:
-            ConfigError: the policy was made with `init_reference_model=False`.
-        """
-        if not self._has_reference:
-            raise ConfigError("Reference log-probabilities need Policy(init_reference_model=True).")
-        if self._reference is None:
-            with self._lora.adapters_off(self.chunks):
-                yield
-            return
-        current = self._copies(self._replaced)
-        self._put(self._reference)
-        try:
-            yield
-        finally:
-            self._put(current)
+    @torch.no_grad()
+    def copied_weights(self, memory: HostMemory) -> dict[str, Tensor]:
+        """See `TorchBackend.copied_weights`."""
+        self._optim.complete_weights(self.chunks)
+        return {name: memory.store(name, tensor) for name, tensor in self._weights().items()}
+
+    @torch.no_grad()
+    def put_weights(self, copies: dict[str, Tensor]) -> None:
+        """See `TorchBackend.put_weights`."""
+        for name, tensor in self._weights().items():
+            tensor.copy_(copies[name], non_blocking=True)
 
     def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `PolicyBackend.iterate_weights`.
@@ -187,43 +179,20 @@ class MegatronBackend(PolicyBackend):
         if self._peft.enabled and not self._adapters_unproven:
             require_on_some_rank(merged.differ, self.device, self._lora.SECTION)
 
-    def save(self, paths: CheckpointPaths) -> None:
-        """See `PolicyBackend.save`."""
-        from nemo_rl.models.megatron.checkpoints.run_state import save
+    def staged(self, name: str, tensor: Tensor) -> Tensor:
+        """See `TorchBackend.staged`."""
+        return tensor.detach().to("cpu", copy=True)
 
-        self._ready_to_save(paths)
-        save(paths, self.chunks, self.optimizer, self.scheduler, hf_config=self.hf_config)
-        for write in self._adapter_writes(paths, as_it_is):
-            write(None)
-
-    def stage_save(self, paths: CheckpointPaths) -> Callable[[], None]:
-        """See `PolicyBackend.stage_save`."""
-        from nemo_rl.models.megatron.checkpoints.run_state import on_host, stage_save
-
-        self._ready_to_save(paths)
-        if self._writers is None:
-            self._writers = dist.new_group(backend="gloo")
-        group, adapter = self._writers, self._adapter_writes(paths, on_host)
-        write_model = stage_save(
-            paths, self.chunks, self.optimizer, self.scheduler, hf_config=self.hf_config, group=group
-        )
-
-        def write_all() -> None:
-            write_model()
-            for write in adapter:
-                write(group)
-
-        return write_all
-
-    def _adapter_writes(self, paths: CheckpointPaths, keep: Keep) -> list[Write]:
-        """Return the writes of the adapters for other libraries; empty without adapters."""
-        if not self._adapted:
-            return []
+    def prepared(self, paths: CheckpointPaths, keep: Keep) -> Iterator[Write]:
+        """See `TorchBackend.prepared`; with adapters also their files for other libraries."""
+        from nemo_rl.models.megatron.checkpoints.run_state import prepared
         from nemo_rl.models.megatron.lora.files import save_adapter
 
-        return [
-            save_adapter(self.chunks, self.hf_config, self._peft, self._model_name, self._adapted, paths.weights, keep)
-        ]
+        self._optim.complete_weights(self.chunks)
+        yield from prepared(paths, self.chunks, self.optimizer, self.scheduler, self.hf_config, keep)
+        if self._adapted:
+            model, adapted = self._model_name, self._adapted
+            yield save_adapter(self.chunks, self.hf_config, self._peft, model, adapted, paths.weights, keep)
 
     def load(self, paths: CheckpointPaths) -> None:
         """See `PolicyBackend.load`."""
@@ -233,11 +202,6 @@ class MegatronBackend(PolicyBackend):
         check_adapter(paths.weights, self._peft)
         self._optim.complete_weights(self.chunks)
         load(paths, self.chunks, self.optimizer, self.scheduler)
-
-    def _ready_to_save(self, paths: CheckpointPaths) -> None:
-        if paths.optimizer is not None and self.optimizer is None:
-            raise CheckpointError("This policy has no optimizer to save; leave optimizer_path out.")
-        self._optim.complete_weights(self.chunks)
 
     def decoder_layers(self) -> dict[str, nn.Module]:
         """See `PolicyBackend.decoder_layers`.
@@ -295,17 +259,6 @@ class MegatronBackend(PolicyBackend):
             for number, chunk in enumerate(self.chunks)
             for name, tensor in [*unwrap(chunk).named_parameters(), *unwrap(chunk).named_buffers()]
         }
-
-    @torch.no_grad()
-    def _copies(self, memory: HostMemory) -> dict[str, Tensor]:
-        """Copy the weights to host memory."""
-        self._optim.complete_weights(self.chunks)
-        return {name: memory.store(name, tensor) for name, tensor in self._weights().items()}
-
-    @torch.no_grad()
-    def _put(self, copies: dict[str, Tensor]) -> None:
-        for name, tensor in self._weights().items():
-            tensor.copy_(copies[name], non_blocking=True)
 
 
 def _model_config(config: PolicyConfig) -> PretrainedConfig:

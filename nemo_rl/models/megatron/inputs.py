@@ -10,7 +10,7 @@ Legend: `T` tokens of a row, `t` those of this rank, `N` tokens of a packed row,
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -117,14 +117,8 @@ def rank_inputs(inputs: ModelInputs, division: Division) -> RankInputs:
 
 def without_scores(inputs: RankInputs) -> RankInputs:
     """Return the same tokens without scored ones."""
-    return RankInputs(
-        arguments=inputs.arguments,
-        positions_k=inputs.positions_k[:0],
-        targets_k=inputs.targets_k[:0],
-        places_k=inputs.places_k[:0],
-        num_scores=0,
-        real_tokens=inputs.real_tokens,
-    )
+    none = {name: getattr(inputs, name)[:0] for name in ("positions_k", "targets_k", "places_k")}
+    return replace(inputs, **none, num_scores=0, unfiltered=False, top_k=None)
 
 
 def row_order(num_tokens: int, division: Division) -> Tensor:

@@ -15,14 +15,14 @@ from nemo_rl.config.rules.megatron import check_adapters_of_experts
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.accepted_rows import AcceptedRows
 from nemo_rl.models.capacity.memory import microbatch_tokens
-from nemo_rl.models.training.backends import TrainingBackend
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.models.megatron.checkpoints import ITERATION
+from nemo_rl.models.training.model_folders import FolderBackend
 
 if TYPE_CHECKING:  # see `models.training.backends`
-    from transformers import PreTrainedTokenizerBase
+    import torch
+    from transformers import PreTrainedModel
 
     from nemo_rl.models.capacity.rank_memory import RankMemory
-    from nemo_rl.models.huggingface.comparison import ExportCheck
 
 
 logger = logging.getLogger(__name__)
@@ -52,17 +52,17 @@ def _warn_of_rounded_sums(policy: PolicyConfig, layout: ParallelLayout) -> None:
         )
 
 
-class MegatronTraining(TrainingBackend):
+class MegatronTraining(FolderBackend):
     """Megatron Core's models, schedules and distributed optimizer; checkpoints by its `dist_checkpointing`."""
 
+    section = "megatron_cfg"
+    kind = " of Megatron Core"
+    tensor_folder, tensor_files = ITERATION, ".metadata"
     rank_class = "nemo_rl.models.megatron.backend.MegatronBackend"
 
     def check(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
         """Check the mesh, the model's configuration and the options; see `TrainingBackend.check`."""
-        try:
-            layout = ParallelLayout.of(policy, num_ranks)
-        except ConfigError as error:
-            raise ConfigError(f"{section}.megatron_cfg: {error}") from error
+        layout = self.layout_of(policy, num_ranks, section)
         from nemo_rl.models.huggingface.load import load_model_config
         from nemo_rl.models.megatron.mesh_check import check_mesh
         from nemo_rl.models.megatron.model_check import check_expressible, check_options
@@ -97,32 +97,24 @@ class MegatronTraining(TrainingBackend):
         divided = section.tensor_model_parallel_size > 1 or section.context_parallel_size > 1
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if divided else {}
 
-    def complete_checkpoint(self, weights: Path, tokenizer: "PreTrainedTokenizerBase", precision: str | None) -> None:
-        """See `TrainingBackend.complete_checkpoint`."""
-        from nemo_rl.models.megatron.checkpoints.folder import complete_checkpoint
-
-        complete_checkpoint(weights, tokenizer, precision)
-
     def checkpoint_bytes(self, policy: PolicyConfig, checkpointing: CheckpointingConfig) -> int | None:
         """See `TrainingBackend.checkpoint_bytes`."""
         from nemo_rl.models.megatron.checkpoints.folder import checkpoint_bytes
 
         return checkpoint_bytes(policy, checkpointing)
 
-    def find_weights(self, path: Path) -> Path:
-        """See `TrainingBackend.find_weights`."""
-        from nemo_rl.models.megatron.checkpoints.folder import find_weights
+    def described_folder(self, weights: Path) -> Path:
+        """See `FolderBackend.described_folder`."""
+        return weights
 
-        return find_weights(path)
+    def write_model(self, weights: Path, target: Path, dtype: "torch.dtype | None") -> None:
+        """See `FolderBackend.write_model`."""
+        from nemo_rl.models.megatron.checkpoints.folder import write_model
 
-    def export(self, weights: Path, target: Path, tokenizer_name: str | None = None, dtype: str | None = None) -> None:
-        """See `TrainingBackend.export`."""
-        from nemo_rl.models.megatron.checkpoints.folder import export
+        write_model(weights, target, dtype)
 
-        export(weights, target, tokenizer_name, dtype)
+    def read_into(self, model: "PreTrainedModel", weights: Path) -> None:
+        """See `FolderBackend.read_into`."""
+        from nemo_rl.models.megatron.checkpoints.folder import read_into
 
-    def verify_export(self, weights: Path, target: Path) -> "ExportCheck":
-        """See `TrainingBackend.verify_export`."""
-        from nemo_rl.models.megatron.checkpoints.folder import verify_export
-
-        return verify_export(weights, target)
+        read_into(model, weights)

@@ -107,15 +107,9 @@ def build_model_inputs(
     num_rows, width = input_ids.shape
     wanted = wanted & (torch.arange(1, width)[None, :] < rows["input_lengths"][:, None])
     row_K, column_K = wanted.nonzero(as_tuple=True)
-    model_inputs, places, real = _lay_out(rows, layout)
-    return ModelInputs(
-        model_inputs=_on(device, model_inputs),
-        positions_K=to_device(places(row_K, column_K), device),
-        targets_K=to_device(input_ids[row_K, column_K + 1], device),
-        places_K=to_device(row_K * (width - 1) + column_K, device),
-        shape=(num_rows, width - 1),
-        real_tokens=to_device(real, device),
-    )
+    targets_K = input_ids[row_K, column_K + 1]
+    places_K = row_K * (width - 1) + column_K
+    return _scored_at(row_K, column_K, targets_K, places_K, (num_rows, width - 1), rows, layout, device)
 
 
 def build_training_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: torch.device) -> ModelInputs:
@@ -147,17 +141,10 @@ def build_score_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: 
         layout: padded or packed.
         device: where the model runs.
     """
-    input_ids, last_B = rows["input_ids"], rows["input_lengths"] - 1
-    model_inputs, places, real = _lay_out(rows, layout)
+    last_B = rows["input_lengths"] - 1
     row_B = torch.arange(len(last_B))
-    return ModelInputs(
-        model_inputs=_on(device, model_inputs),
-        positions_K=to_device(places(row_B, last_B), device),
-        targets_K=to_device(input_ids[row_B, last_B], device),
-        places_K=to_device(row_B, device),
-        shape=(len(last_B), 1),
-        real_tokens=to_device(real, device),
-    )
+    targets_B = rows["input_ids"][row_B, last_B]
+    return _scored_at(row_B, last_B, targets_B, row_B, (len(last_B), 1), rows, layout, device)
 
 
 def build_topk_inputs(rows: BatchedDataDict[Any], top: TopK, layout: InputLayout, device: torch.device) -> ModelInputs:
@@ -175,14 +162,29 @@ def build_topk_inputs(rows: BatchedDataDict[Any], top: TopK, layout: InputLayout
     input_ids, lengths = rows["input_ids"], rows["input_lengths"]
     num_rows, width = input_ids.shape
     row_K, column_K = (torch.arange(width)[None, :] < lengths[:, None]).nonzero(as_tuple=True)
+    targets_K, places_K = input_ids[row_K, column_K], row_K * width + column_K
+    inputs = _scored_at(row_K, column_K, targets_K, places_K, (num_rows, width), rows, layout, device)
+    return replace(inputs, top_k=top)
+
+
+def _scored_at(
+    row_K: Tensor,
+    column_K: Tensor,
+    targets_K: Tensor,
+    places_K: Tensor,
+    shape: tuple[int, int],
+    rows: BatchedDataDict[Any],
+    layout: InputLayout,
+    device: torch.device,
+) -> ModelInputs:
+    """Lay out rows whose tokens at the given rows and columns are scored; see `ModelInputs`."""
     model_inputs, places, real = _lay_out(rows, layout)
     return ModelInputs(
         model_inputs=_on(device, model_inputs),
         positions_K=to_device(places(row_K, column_K), device),
-        targets_K=to_device(input_ids[row_K, column_K], device),
-        places_K=to_device(row_K * width + column_K, device),
-        shape=(num_rows, width),
-        top_k=top,
+        targets_K=to_device(targets_K, device),
+        places_K=to_device(places_K, device),
+        shape=shape,
         real_tokens=to_device(real, device),
     )
 

@@ -6,7 +6,9 @@ engines. Invariant: results depend on the names of the whole model and the run's
 
 import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,6 +82,23 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """Compute `W + scaling B A` in the dtype of W `[out, in]`, in at least float32; return a new tensor."""
     exact = torch.promote_types(weight.dtype, torch.float32)
     return torch.addmm(weight.to(exact), b.to(exact), a.to(exact), alpha=scaling).to(weight.dtype)
+
+
+@contextmanager
+def adapters_off(adapters: Iterable[Any]) -> Iterator[None]:
+    """Run a block with the base model only.
+
+    Args:
+        adapters: all adapters, each with `active`.
+    """
+    switched = list(adapters)
+    for adapter in switched:
+        adapter.active = False
+    try:
+        yield
+    finally:
+        for adapter in switched:
+            adapter.active = True
 
 
 def require_moved(changed: Mapping[str, int], section: str) -> None:

@@ -1,10 +1,12 @@
-"""Save and restore the state of this process's random-number generators."""
+"""Save and restore the state of this process's random-number generators, in one file for each rank."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 
 def rng_state() -> dict[str, Any]:
@@ -21,6 +23,11 @@ def rng_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "accelerator": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     }
+
+
+def rng_file(folder: Path) -> Path:
+    """Return the file in an optimizer folder that holds this rank's state."""
+    return folder / "rng" / f"rank_{dist.get_rank():05d}.pt"
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:

@@ -29,8 +29,8 @@ from nemo_rl.compat.public_names import public_names
 from nemo_rl.config import REPOSITORY_ROOT, VenvConfig
 from nemo_rl.files.private_folder import is_shared, require_own
 from nemo_rl.utils.errors import ConfigError, DeadlineExceededError, VenvError
+from nemo_rl.utils.venvs.build import Uv, build_venv, check_interpreter, update_lock
 from nemo_rl.utils.venvs.ingredients import digest, ingredients_of, with_absolute_paths
-from nemo_rl.utils.venvs.making import Uv, build, check_interpreter, update_lock
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ def _make(final: Path, name: str, wanted: VenvConfig, found: Mapping[str, str], 
         shutil.rmtree(left, ignore_errors=True)  # its uv may still write; the next call removes the rest
     making = final.parent / f"{mine}{os.getpid()}"
     try:
-        build(making, wanted, uv)
+        build_venv(making, wanted, uv)
         (making / _STAMP).write_text(json.dumps(found, indent=1))
         if final.exists():
             final.rename(making / "replaced")

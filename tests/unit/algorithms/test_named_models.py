@@ -8,12 +8,12 @@ import pytest
 import yaml
 from pydantic import Field
 
-from nemo_rl.algorithms.runtime.device_sharing import MemorySharing, SavedInTurn, groups_of_models, saved_models
+from nemo_rl.algorithms.runtime.device_sharing import MemorySharing, SavedOnDevice, groups_of_models, saved_models
 from nemo_rl.algorithms.runtime.resume_check import check_resume
 from nemo_rl.algorithms.setup import checkpoint_size, placement
 from nemo_rl.algorithms.setup.checkpoint_size import check_space, checkpoint_bytes
 from nemo_rl.algorithms.setup.dry_run import describe
-from nemo_rl.algorithms.setup.placement import place_roles
+from nemo_rl.algorithms.setup.placement import place_models
 from nemo_rl.algorithms.setup.preflight import check_added_models
 from nemo_rl.config import (
     REPOSITORY_ROOT,
@@ -131,12 +131,12 @@ def test_models_that_share_devices_get_the_same_bundles(monkeypatch: pytest.Monk
         "judge.colocated.with_model=critic",
     )
     shared = "policy_and_generation"
-    places = place_roles(config.cluster, config.models)
+    places = place_models(config.cluster, config.models)
     assert places == {"policy": shared, "critic": "critic", "judge": "critic", "generation": shared}
     assert made == [("critic", 1, 4, 2), (shared, 1, 4, 2)]
     made.clear()
     together = three(*GPUS)
-    assert set(place_roles(together.cluster, together.models).values()) == {shared}
+    assert set(place_models(together.cluster, together.models).values()) == {shared}
     assert made == [(shared, 1, 8, 4)]
 
 
@@ -259,6 +259,6 @@ def test_a_second_model_has_its_devices_while_it_is_saved() -> None:
     memory: Any = SimpleNamespace(hand_to=lambda names: events.append(f"devices to {', '.join(names)}"))
     model: Any = SimpleNamespace(save_checkpoint=lambda *paths, **options: events.append(f"save {paths} {options}"))
     saved = saved_models(three().models, {"policy": model, "critic": model, "judge": model}, memory)
-    assert saved["policy"] is model and isinstance(saved["critic"], SavedInTurn) and "judge" not in saved
+    assert saved["policy"] is model and isinstance(saved["critic"], SavedOnDevice) and "judge" not in saved
     saved["critic"].save_checkpoint("weights", None, "tokenizer", False, background=True)
     assert events == ["devices to critic", "save ('weights', None, 'tokenizer', False) {'background': True}"]

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.algorithms.grpo import corrects_staleness
+from nemo_rl.algorithms.grpo import PolicyScoring, corrects_staleness
 from nemo_rl.algorithms.rollout.refit import Refitter
-from nemo_rl.algorithms.rollout.scoring import PolicyScoring
 from nemo_rl.algorithms.rollout.source import DynamicSampling, Group, SampledGroups
 from nemo_rl.algorithms.rollout.staleness import StoredVersion, age_metrics, check_staleness, stale_tokens
 from nemo_rl.algorithms.rollout.sync_probe import SyncProbe

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
-from nemo_rl.algorithms.credit.assignment import CreditAssignment
 from nemo_rl.algorithms.credit.reward_shaping import scale_rewards
-from nemo_rl.algorithms.rollout.scoring import PolicyScoring
+from nemo_rl.algorithms.grpo import CreditAssignment, PolicyScoring
 from nemo_rl.algorithms.rollout.source import DynamicSampling, Group
 from nemo_rl.algorithms.rollout.training_batch import build_training_batch, mask_mismatched_sequences
 from nemo_rl.algorithms.runtime.run import StepBatch

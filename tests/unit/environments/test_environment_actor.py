@@ -5,7 +5,7 @@ import torch
 from environments_for_tests import Decorated, GuessTheNumber, Slow, Wrong
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.actor import EnvironmentActor
+from nemo_rl.environments.client import EnvironmentActor
 from nemo_rl.environments.interfaces import EnvironmentReturn
 from nemo_rl.environments.loading import load_env_class, plain_env_class
 from nemo_rl.environments.metrics import calculate_pass_rate_per_prompt

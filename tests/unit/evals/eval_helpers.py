@@ -9,7 +9,7 @@ from nemo_rl.config.runs.eval import EvalMasterConfig
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EpisodeStart, StepResult
-from nemo_rl.evals.evaluator import Asker
+from nemo_rl.evals.evaluator import Sampler
 from nemo_rl.evals.prompts import EvalPrompts
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutRunner
@@ -84,9 +84,9 @@ def make_prompts(config: EvalMasterConfig) -> EvalPrompts:
     return EvalPrompts(config.data, get_tokenizer(config.tokenizer))
 
 
-def make_asker(config: EvalMasterConfig, loop: EventLoopThread) -> tuple[Asker, InProcessEngine]:
+def make_sampler(config: EvalMasterConfig, loop: EventLoopThread) -> tuple[Sampler, InProcessEngine]:
     tokenizer = get_tokenizer(config.tokenizer)
     engine = InProcessEngine(config)
     limits = RolloutLimits(config.generation.engine.max_model_len, 1, 60.0)
     runner = RolloutRunner(engine, {"math": BoxedNumbers()}, tokenizer, limits, loop)
-    return Asker(runner, sampling_params(config.policy, tokenizer.eos_token_id, validation=False)), engine
+    return Sampler(runner, sampling_params(config.policy, tokenizer.eos_token_id, validation=False)), engine

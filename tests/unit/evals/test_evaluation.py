@@ -6,11 +6,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from eval_helpers import StoppingRunner, eval_config, make_asker, make_prompts
+from eval_helpers import StoppingRunner, eval_config, make_prompts, make_sampler
 
 from nemo_rl.config.runs.eval import EvalMasterConfig
 from nemo_rl.evals import evaluator
-from nemo_rl.evals.evaluator import Asker, ask_all, evaluate
+from nemo_rl.evals.evaluator import Sampler, ask_all, evaluate
 from nemo_rl.evals.records import AnswerRecord, RecordStore
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.utils.errors import CheckpointError, ConfigError, RunInterruptedError
@@ -28,12 +28,12 @@ def loop():
 def _ask(config: EvalMasterConfig, loop: EventLoopThread, stop_at: int | None = None) -> list[AnswerRecord]:
     """Return all answers, or those stored before the runner fails in collection `stop_at`."""
     prompts = make_prompts(config)
-    asker, _ = make_asker(config, loop)
+    sampler, _ = make_sampler(config, loop)
     if stop_at is not None:
-        asker = Asker(StoppingRunner(asker.runner, stop_at), asker.sampling)
+        sampler = Sampler(StoppingRunner(sampler.runner, stop_at), sampler.sampling)
     store = RecordStore(config, len(prompts))
     try:
-        ask_all(config, prompts, store, asker)
+        ask_all(config, prompts, store, sampler)
     except KeyboardInterrupt:
         assert stop_at is not None
     finally:
@@ -136,12 +136,12 @@ def test_prompts_that_are_too_long_are_not_sampled_and_count_as_wrong(loop) -> N
 def test_a_signal_ends_an_evaluation_after_its_batch(loop, tmp_path) -> None:
     config = eval_config(*SMALL, f"eval.save_path={tmp_path}", "generation.num_prompts_per_step=2")
     prompts = make_prompts(config)
-    asker, _ = make_asker(config, loop)
+    sampler, _ = make_sampler(config, loop)
     store = RecordStore(config, len(prompts))
     with evaluator.deferred_signals(config) as signals:
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(RunInterruptedError, match="SIGTERM was received. The answers to 2 of 7 prompts") as error:
-            ask_all(config, prompts, store, asker, signals)
+            ask_all(config, prompts, store, sampler, signals)
     store.close()
     assert error.value.exit_status == 75
     assert len((tmp_path / "evaluation_data.jsonl").read_text().splitlines()) == 4

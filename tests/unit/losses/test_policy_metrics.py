@@ -164,7 +164,7 @@ def test_sequence_errors_skip_samples_without_a_counted_token():
         num_counted_samples=torch.full((4,), 2.0, dtype=torch.float64),
     )
     _, with_prev = run(logprobs, data)
-    assert not any("seq_mult_prob_error" in name for name in with_prev)  # `rollout.scoring` reports it
+    assert not any("seq_mult_prob_error" in name for name in with_prev)  # `PolicyScoring` reports it
     del data["prev_logprobs"]
     _, metrics = run(logprobs, data)
     first, second = (math.exp(0.5) + 1) / 2, math.exp(0.2)

@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM
 
 from nemo_rl.config import LoraConfig
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.lora.modules import LoraLinear, adapted_modules, adapters_off, apply_lora, select_modules
+from nemo_rl.models.dtensor.lora.modules import LoraLinear, adapted_modules, apply_lora, select_modules
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.training.low_rank import adapters_off
 from nemo_rl.utils.errors import CheckpointError, ConfigError, WeightSyncError
 
 CPU = torch.device("cpu")
@@ -421,7 +422,7 @@ def test_checkpoints_of_another_kind_or_base_are_refused(tmp_path) -> None:
 def test_adapters_are_switched_on_again_after_an_error() -> None:
     hf = tiny_model("qwen2")
     apply_lora(hf, LoraConfig.build(**LORA), 0)
-    with pytest.raises(RuntimeError, match="inside"), adapters_off(hf):
+    with pytest.raises(RuntimeError, match="inside"), adapters_off(adapted_modules(hf).values()):
         assert not any(layer.active for layer in adapted_modules(hf).values())
         raise RuntimeError("inside")
     assert all(layer.active for layer in adapted_modules(hf).values())

@@ -11,7 +11,7 @@ from policy_helpers import WeightedNLL, policy_config, random_batch, run_ranks, 
 from transformers import AutoConfig, PretrainedConfig
 
 from nemo_rl.algorithms.setup import memory_check
-from nemo_rl.algorithms.setup.memory_check import tell_memory
+from nemo_rl.algorithms.setup.memory_check import log_memory
 from nemo_rl.config import REPOSITORY_ROOT, ClusterConfig, PolicyConfig, Role
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.capacity.memory import MemoryPlan, Work, keys_per_token
@@ -184,7 +184,7 @@ def told(caplog: pytest.LogCaptureFixture, policy: PolicyConfig, trains: bool = 
     caplog.clear()
     with caplog.at_level(logging.INFO):
         cluster = ClusterConfig.build(device="cpu", ranks_per_node=2)
-        tell_memory(cluster, {"policy": Role(policy, trains, keeps_reference=trains)})
+        log_memory(cluster, {"policy": Role(policy, trains, keeps_reference=trains)})
     return caplog.text
 
 

@@ -16,7 +16,7 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.pipeline import stages
 from nemo_rl.models.dtensor.proof import known, mesh_proof, prove_mesh
-from nemo_rl.models.dtensor.proof.children import Trouble, answers
+from nemo_rl.models.dtensor.proof.children import Failure, answers
 from nemo_rl.models.dtensor.proof.small import SmallMesh, small_model, small_policy
 from nemo_rl.models.dtensor.tensor_parallel import apply as tensor_parallel
 from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
@@ -58,7 +58,7 @@ def test_a_proven_mesh_is_remembered(cache, monkeypatch) -> None:
     prove("llama", TP2)
     (proof,) = (cache / "nemo_rl" / "proven_meshes").iterdir()
     assert proof.stat().st_size == 0
-    monkeypatch.setattr(mesh_proof, "answers", lambda *args, **kwargs: Trouble("it was asked again"))
+    monkeypatch.setattr(mesh_proof, "answers", lambda *args, **kwargs: Failure("it was asked again"))
     prove("llama", TP2)
     prove("llama", {"tensor_parallel_size": 4})  # an equal small mesh
     for changed in ({"mesh": TP2 | {"sequence_parallel": True}}, {"mesh": TP2, "fields": {"hidden_size": 32}}):
@@ -235,7 +235,7 @@ def test_no_process_remains_after_a_proof(tmp_path) -> None:
         return nested(index)
 
     found = answers(second_late, 2, 60, own_group=True)
-    assert found == Trouble("KeyError: 'the second one ends the first'", raised=True)
+    assert found == Failure("KeyError: 'the second one ends the first'", raised=True)
     end = time.monotonic() + 10
     while _alive(pids) and time.monotonic() < end:
         time.sleep(0.05)

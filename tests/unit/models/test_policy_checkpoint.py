@@ -456,7 +456,7 @@ def _write_where_rank_1_cannot(rank: int, world_size: int, name: str, step: str)
     worker, config = _worker(name)
     _update(worker, config, 1, rank, world_size)
     if rank == 1:
-        training_state._rng_file = lambda path: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        training_state.rng_file = lambda path: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     worker.save_checkpoint(f"{step}/weights", f"{step}/optimizer", background=True)
     _update(worker, config, 2, rank, world_size)
     with pytest.raises(CheckpointError) as failure:

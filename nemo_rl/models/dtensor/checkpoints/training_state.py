@@ -34,7 +34,7 @@ from nemo_rl.models.dtensor.optimizer import OptimizerSettings, groups_now, hype
 from nemo_rl.models.dtensor.pipeline.stages import stage_of
 from nemo_rl.models.dtensor.pipeline.weights import names_here
 from nemo_rl.models.training.checkpoint_writes import Keep, Write, as_it_is
-from nemo_rl.models.training.random_state import restore_rng_state, rng_state
+from nemo_rl.models.training.random_state import restore_rng_state, rng_file, rng_state
 from nemo_rl.utils.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -75,9 +75,9 @@ def _write_training_state(
         with raise_on_all_ranks(group):
             dcp.save({"optim": {"state": state}}, checkpoint_id=str(path / "optim"), process_group=group)
     with raise_on_all_ranks(group):
-        rng_file = _rng_file(path)
-        rng_file.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(rng, rng_file)
+        file = rng_file(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(rng, file)
         if dist.get_rank() == 0:
             torch.save(trainer, path / "trainer.pt")
 
@@ -122,10 +122,10 @@ def load_training_state(
     else:
         for group, values in zip(optimizer.param_groups, new_values, strict=True):
             group.update(values)
-    if _rng_file(path).exists():
-        restore_rng_state(load_plain(_rng_file(path)))
+    if rng_file(path).exists():
+        restore_rng_state(load_plain(rng_file(path)))
     else:
-        logger.warning("%s is missing: this rank keeps its own random-number state.", _rng_file(path))
+        logger.warning("%s is missing: this rank keeps its own random-number state.", rng_file(path))
 
 
 def _load_moments(hf: PreTrainedModel, optimizer: Optimizer, path: Path, groups: list[dict[str, Any]] | None) -> None:
@@ -177,7 +177,3 @@ def _known_states(hf: PreTrainedModel, states: Mapping[str, Any], *, with_copies
 def _hyperparameters(group: Any) -> dict[str, Any]:
     """Return the entries of a parameter group except the names of this rank's parameters."""
     return {name: value for name, value in group.items() if name != "params"}
-
-
-def _rng_file(path: Path) -> Path:
-    return path / "rng" / f"rank_{dist.get_rank():05d}.pt"

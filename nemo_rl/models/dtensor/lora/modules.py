@@ -11,7 +11,6 @@ FSDP2 and tensor parallelism divide an adapted layer's weight `[out, in]` and it
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -143,19 +142,6 @@ def adapted_modules(hf: nn.Module) -> dict[str, LoraLinear]:
 def adapted_weights(hf: nn.Module) -> dict[str, Tensor]:
     """Return the frozen weights of adapted layers, by the names under which they are exported."""
     return {f"{name}.weight": module.weight.detach() for name, module in adapted_modules(hf).items()}
-
-
-@contextmanager
-def adapters_off(hf: nn.Module) -> Iterator[None]:
-    """Run a block with the base model only."""
-    modules = adapted_modules(hf).values()
-    for module in modules:
-        module.active = False
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.active = True
 
 
 def merged_by_name(hf: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:

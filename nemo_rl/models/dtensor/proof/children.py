@@ -32,7 +32,7 @@ _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
-class Trouble:
+class Failure:
     """Reason why a call gave no answer.
 
     Attributes:
@@ -80,10 +80,10 @@ class _Child:
 
 def answers[AnswerT](
     work: Callable[[int], AnswerT], number: int, timeout_s: float, *, own_group: bool = False
-) -> list[AnswerT] | Trouble:
+) -> list[AnswerT] | Failure:
     """Call `work(0)` to `work(number - 1)`, each in its own process, and return their answers.
 
-    If one call fails, the other processes are killed, because they may wait for it; then its `Trouble` is returned.
+    If one call fails, the other processes are killed, because they may wait for it; then its `Failure` is returned.
 
     Args:
         work: function whose result can be pickled.
@@ -119,7 +119,7 @@ def _collect(children: Sequence[_Child], end: float, timeout_s: float) -> Any:
                 continue
             del waiting[pipe]
             answer = _answer_of(child)
-            if isinstance(answer, Trouble):
+            if isinstance(answer, Failure):
                 return answer
             answered[child.pid] = answer
     return [answered[child.pid] for child in children]
@@ -130,8 +130,8 @@ def _answer_of(child: _Child) -> Any:
     if child.received:
         return pickle.loads(bytes(child.received))  # written by a copy of this program
     if os.WIFSIGNALED(status):
-        return Trouble(f"its process was ended by {signal.Signals(os.WTERMSIG(status)).name}", raised=True)
-    return Trouble(f"its process ended with status {os.waitstatus_to_exitcode(status)}", raised=True)
+        return Failure(f"its process was ended by {signal.Signals(os.WTERMSIG(status)).name}", raised=True)
+    return Failure(f"its process ended with status {os.waitstatus_to_exitcode(status)}", raised=True)
 
 
 def _fork(work: Callable[[], Any], others: Sequence[_Child], own_group: bool) -> _Child:
@@ -177,10 +177,10 @@ def _answer(work: Callable[[], Any]) -> Any:
     try:
         return work()
     except ConfigError as error:
-        return Trouble(str(error), refused=True)
+        return Failure(str(error), refused=True)
     except BaseException as error:  # boundary: any exception of an architecture's code is the answer
         said = str(error).strip().splitlines()
-        return Trouble(f"{type(error).__name__}: {said[0] if said else ''}", raised=True)
+        return Failure(f"{type(error).__name__}: {said[0] if said else ''}", raised=True)
 
 
 def _send(pipe: int, answer: Any) -> None:

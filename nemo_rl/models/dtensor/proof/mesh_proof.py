@@ -27,7 +27,7 @@ from transformers import PretrainedConfig
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.dtensor.mesh_check import needs_proof
-from nemo_rl.models.dtensor.proof.children import Trouble, answers
+from nemo_rl.models.dtensor.proof.children import Failure, answers
 from nemo_rl.models.dtensor.proof.known import digest, is_proven, remember
 from nemo_rl.models.dtensor.proof.small import SmallMesh, small_model, small_policy
 from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
@@ -65,11 +65,11 @@ def prove_mesh(policy: PolicyConfig, layout: ParallelLayout, model: PretrainedCo
     logger.info(
         "Proving %s on a small model of %s (a few seconds, once per mesh and model).", question.name, model.model_type
     )
-    trouble = question.trouble()
-    if trouble is None:
+    failure = question.failure()
+    if failure is None:
         remember(number)
         return
-    message = question.refusal(trouble)
+    message = question.refusal(failure)
     raise ConfigError(message if message.startswith(f"{section}.") else f"{section}.dtensor_cfg: {message}")
 
 
@@ -86,26 +86,26 @@ class _Question:
         """The mesh, as configuration keys."""
         return " x ".join(_keys(self.policy)) or "one rank"
 
-    def trouble(self) -> Trouble | None:
+    def failure(self) -> Failure | None:
         """Return why the mesh is not correct; None if it is correct."""
         try:
             found = answers(lambda _: _prove(self), 1, TIMEOUT_S, own_group=True)
         except DeadlineExceededError:
-            return Trouble(f"it gave no answer within {TIMEOUT_S:g} s")
-        return found if isinstance(found, Trouble) else found[0]
+            return Failure(f"it gave no answer within {TIMEOUT_S:g} s")
+        return found if isinstance(found, Failure) else found[0]
 
-    def refusal(self, trouble: Trouble) -> str:
+    def refusal(self, failure: Failure) -> str:
         """Return the error message for the user."""
-        if trouble.refused:
-            return trouble.what if "Set " in trouble.what else f"{trouble.what} Set {_alone(self.policy)}."
+        if failure.refused:
+            return failure.what if "Set " in failure.what else f"{failure.what} Set {_alone(self.policy)}."
         return (
             f"{self.name} is not right for {self.model.model_type}: on a small model of this architecture, compared "
-            f"with one process, {trouble.what}. {self._way_out()}"
+            f"with one process, {failure.what}. {self._way_out()}"
         )
 
     def _way_out(self) -> str:
         """Return the advice: the keys whose removal, one at a time, leaves a mesh that is proven correct."""
-        fine = [keys for keys, question in self._simpler() if question is None or question.trouble() is None]
+        fine = [keys for keys, question in self._simpler() if question is None or question.failure() is None]
         return f"Set {' or '.join(fine) or _alone(self.policy)}."
 
     def _simpler(self) -> Iterator[tuple[str, "_Question | None"]]:
@@ -146,7 +146,7 @@ def _alone(policy: PolicyConfig) -> str:
     return " and ".join(f"{policy.dtensor_cfg.size_keys[axis]}=1" for axis in axes)
 
 
-def _prove(question: _Question) -> Trouble | None:
+def _prove(question: _Question) -> Failure | None:
     """Compare one process with the ranks; runs in the prover process.
 
     Computes in float64, which shows small errors, or in float32 if the architecture fails in float64. Models with
@@ -162,30 +162,30 @@ def _prove(question: _Question) -> Trouble | None:
     found = try_out(small, longest_sequence(question.policy), policy)
     single, double = (Task(model, policy, question.mesh.layout, found) for model in (small, deepcopy(small).double()))
     with in_float64():
-        trouble = _difference(double, TOLERANCES[torch.float64])
-    if trouble.raised if trouble is not None else bool(find_experts(small)):
-        trouble = _difference(single, TOLERANCES[torch.float32])
-    return trouble
+        failure = _difference(double, TOLERANCES[torch.float64])
+    if failure.raised if failure is not None else bool(find_experts(small)):
+        failure = _difference(single, TOLERANCES[torch.float32])
+    return failure
 
 
-def _difference(task: Any, tolerance: float) -> Trouble | None:
+def _difference(task: Any, tolerance: float) -> Failure | None:
     """Return the difference between the ranks and one process; None if they agree."""
     from nemo_rl.models.dtensor.proof.numbers import RankNumbers, one_process
 
     try:
         reference = one_process(task)
     except ConfigError as error:
-        return Trouble(str(error), refused=True)
+        return Failure(str(error), refused=True)
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-        return Trouble(f"one process gave {type(error).__name__}: {str(error).splitlines()[0]}", raised=True)
+        return Failure(f"one process gave {type(error).__name__}: {str(error).splitlines()[0]}", raised=True)
     with tempfile.TemporaryDirectory(prefix="nrl-proof-") as folder:
         work = partial(_on_rank, task, reference, Path(folder) / "store")
         try:
             found = answers(work, task.layout.num_ranks, _RANKS_S)
         except DeadlineExceededError:
-            return Trouble(f"its ranks gave no answer within {_RANKS_S:g} s")
-    if isinstance(found, Trouble):
-        return found if found.refused else Trouble(f"a rank gave {found.what}", raised=True)
+            return Failure(f"its ranks gave no answer within {_RANKS_S:g} s")
+    if isinstance(found, Failure):
+        return found if found.refused else Failure(f"a rank gave {found.what}", raised=True)
     ranks: list[RankNumbers] = found
     return _largest(reference, ranks, tolerance)
 
@@ -200,7 +200,7 @@ def _on_rank(task: Any, reference: Any, store: Path, rank: int) -> Any:
     return on_mesh(task, reference)
 
 
-def _largest(reference: Any, ranks: list[Any], tolerance: float) -> Trouble | None:
+def _largest(reference: Any, ranks: list[Any], tolerance: float) -> Failure | None:
     """Choose the difference to report: of loss, scores, gradients or norm, the first one and the largest one."""
     loss, norm = sum(rank.loss for rank in ranks), ranks[0].norm
     gradients = {name: error for rank in ranks for name, error in rank.gradients.items()}
@@ -221,4 +221,4 @@ def _largest(reference: Any, ranks: list[Any], tolerance: float) -> Trouble | No
         return None
     first, worst = next(iter(wrong)), max(wrong, key=lambda name: wrong[name])
     told = [first] if first == worst else [first, worst]
-    return Trouble(" and ".join(f"{name} differs by {wrong[name]:.1e} of its size" for name in told))
+    return Failure(" and ".join(f"{name} differs by {wrong[name]:.1e} of its size" for name in told))

@@ -13,7 +13,7 @@ from nemo_rl.models.generation.interfaces import EngineSettings, GenerationReque
 from nemo_rl.models.huggingface.checkpoint_names import converts, in_memory
 from nemo_rl.models.huggingface.layers import body, decoder_layers, recorded_outputs
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
-from nemo_rl.models.training.finite import ANOTHER_COPY, not_finite, require_finite
+from nemo_rl.models.training.finite import ANOTHER_COPY, require_finite
 from nemo_rl.utils.errors import ConfigError, GenerationError
 
 
@@ -90,10 +90,6 @@ class HfEngine(BatchedEngine):
         )
         logits_bV: torch.Tensor = output.logits[:, -1]
         return logits_bV
-
-    def weights_not_finite(self) -> list[str]:
-        """See `SteppedEngine.weights_not_finite`."""
-        return not_finite(dict(self._model.named_parameters()))
 
     def forget(self) -> None:
         """See `BatchedEngine.forget`."""

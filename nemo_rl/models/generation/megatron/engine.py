@@ -22,7 +22,7 @@ from nemo_rl.models.huggingface.layers import recorded_outputs
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
 from nemo_rl.models.huggingface.tensor_files import model_folder
 from nemo_rl.models.megatron.parallel import start_model_parallel
-from nemo_rl.models.training.finite import ANOTHER_COPY, not_finite, require_finite
+from nemo_rl.models.training.finite import ANOTHER_COPY, require_finite
 
 _ON_ONE_RANK: dict[str, Any] = {
     "tensor_model_parallel_size": 1,
@@ -59,7 +59,7 @@ class MegatronEngine(BatchedEngine):
         if settings.load_weights:
             load_huggingface(chunks, hf_config, model_folder(settings.model_name))
             require_finite(dict(chunks[0].named_parameters()), f"the model {settings.model_name}", ANOTHER_COPY)
-        self._model: Any = chunks[0].eval()
+        self._model = chunks[0].eval()
         self._receiver = HubReceiver(chunks, hf_config)
         room = _cache_bytes(settings, self._device) // _token_bytes(self._model)
         super().__init__(settings, hf_config.vocab_size, room)
@@ -87,10 +87,6 @@ class MegatronEngine(BatchedEngine):
         logits_bV: Tensor = self._call(ids_bt, plan, before, inference_context=self._cache, output_processor=_last)
         self._cache.sequence_len_offset += new
         return logits_bV
-
-    def weights_not_finite(self) -> list[str]:
-        """See `SteppedEngine.weights_not_finite`."""
-        return not_finite(dict(self._model.named_parameters()))
 
     def _call(self, ids_bt: Tensor, plan: AttentionPlan | None, first: int = 0, **arguments: Any) -> Any:
         positions = torch.arange(first, first + ids_bt.shape[1]).expand(ids_bt.shape)

@@ -5,7 +5,6 @@ configuration and tokenizer, and with LoRA also `adapter`. Invariant: an export 
 once, with its adapter merged, and is written one tensor at a time, from front to back.
 """
 
-import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,53 +14,18 @@ import torch
 from torch import Tensor
 
 from nemo_rl.config import CheckpointingConfig, PolicyConfig
-from nemo_rl.files.manifest import find_damage
-from nemo_rl.files.safe_checkpoint import METADATA_FILE
-from nemo_rl.models.huggingface.folders import CONSOLIDATED_FOLDER, MODEL_FOLDER, TOKENIZER_FILES, require_empty
 from nemo_rl.models.huggingface.peft_folder import ADAPTER_FOLDER, adapter_scaling
 from nemo_rl.models.huggingface.sizes import count_parameters
 from nemo_rl.models.huggingface.tensor_files import MAX_FILE_BYTES, write_model_files
+from nemo_rl.models.megatron.checkpoints import ITERATION
 from nemo_rl.models.megatron.checkpoints.saved_tensors import SavedTensors, by_parameter
 from nemo_rl.models.training.low_rank import ADAPTER_PARAMETERS, merged
 from nemo_rl.utils.errors import CheckpointError
 
 if TYPE_CHECKING:  # see `models.training.backends`
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel
 
-    from nemo_rl.models.huggingface.comparison import ExportCheck
-
-logger = logging.getLogger(__name__)
-
-ITERATION = "iter_0000000"
-"""Subfolder of a weights folder that holds the tensors."""
 _FLOAT32_BYTES, _HALF_BYTES = 4, 2
-
-
-def find_weights(path: Path) -> Path:
-    """Return the weights folder, which holds `iter_0000000`.
-
-    Args:
-        path: a step folder, its `policy`, `policy/weights` or `policy/weights/iter_0000000`.
-
-    Raises:
-        CheckpointError: none of these holds weights.
-    """
-    given = path.expanduser()
-    for folder in (given, given / "weights", given / "policy" / "weights", given.parent):
-        if (folder / ITERATION / METADATA_FILE).exists() and (folder != given.parent or given.name == ITERATION):
-            return folder
-    raise CheckpointError(
-        f"{str(given)!r} is no policy checkpoint of Megatron Core: neither it nor its policy/weights has a folder "
-        f"{ITERATION} with {METADATA_FILE}. Give a step folder, for example results/grpo/step_10, or its "
-        "policy/weights."
-    )
-
-
-def complete_checkpoint(weights: Path, tokenizer: "PreTrainedTokenizerBase", precision: str | None) -> None:
-    """Write the tokenizer into the weights folder, and optionally a copy in `precision` into `model/consolidated`."""
-    tokenizer.save_pretrained(str(weights))
-    if precision is not None:
-        _export(weights, weights / MODEL_FOLDER / CONSOLIDATED_FOLDER, precision)
 
 
 def checkpoint_bytes(policy: PolicyConfig, checkpointing: CheckpointingConfig) -> int | None:
@@ -78,85 +42,37 @@ def checkpoint_bytes(policy: PolicyConfig, checkpointing: CheckpointingConfig) -
     return weights * (1 + checkpointing.save_consolidated) + (state if checkpointing.save_optimizer else 0)
 
 
-def export(weights: Path, target: Path, tokenizer_name: str | None = None, dtype: str | None = None) -> None:
-    """Write a folder that `from_pretrained` and engines load; see `TrainingBackend.export`.
+def read_into(model: "PreTrainedModel", weights: Path) -> None:
+    """Read a checkpoint into a model of transformers, by the rules for names in memory; see `FolderBackend.read_into`.
 
-    Raises:
-        CheckpointError: the target already holds files, there is no tokenizer, a file of the weights is damaged, or
-            the weights do not fit the configuration in their folder.
-        ConfigError: the dtype is unknown.
+    The rules between Megatron Core and the hub are those of the export.
     """
-    from transformers import AutoTokenizer
-
-    require_empty(target)
-    if tokenizer_name is None and not _beside(weights, TOKENIZER_FILES):
-        raise CheckpointError(f"{weights} has no tokenizer. Name one: policy.tokenizer.name in the file of --config.")
-    damage = find_damage(weights.absolute().parents[1], "policy/weights/")
-    if damage:
-        raise CheckpointError(f"{weights} is damaged: {'; '.join(damage)}. Export another checkpoint.")
-    _export(weights, target, dtype)
-    if not _beside(weights, TOKENIZER_FILES):
-        AutoTokenizer.from_pretrained(tokenizer_name).save_pretrained(target)
-    logger.info("Exported %s to %s.", weights, target)
-
-
-def verify_export(weights: Path, target: Path) -> "ExportCheck":
-    """Compare the outputs of an exported model with those of the checkpoint, in float32 on the CPU.
-
-    The checkpoint is loaded into a model with random weights by transformers' rules for names in memory, the exported
-    folder by `from_pretrained`. Both use the same rules between Megatron Core and the hub.
-
-    Raises:
-        CheckpointError: the weights do not fit the model.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-
     from nemo_rl.models.huggingface.checkpoint_names import in_memory
-    from nemo_rl.models.huggingface.comparison import compare_models
 
-    config = AutoConfig.from_pretrained(weights)
-    kind: Any = AutoModelForSequenceClassification if has_scalar_head(config) else AutoModelForCausalLM
-    trained = kind.from_config(config, dtype=torch.float32).eval()
+    config = model.config
     hub = {name: tensor for name, tensor, _ in hub_tensors_of(weights, config)}
-    own = trained.state_dict()
+    own = model.state_dict()
     missing = set(own) - {name for name in own if name.endswith("lm_head.weight") and config.tie_word_embeddings}
-    for name, value in in_memory(trained, hub, hub.__getitem__):
+    for name, value in in_memory(model, hub, hub.__getitem__):
         own[name].copy_(value)
         missing.discard(name)
     if missing:
-        raise CheckpointError(f"{weights} does not fit {type(trained).__name__}: it lacks {sorted(missing)[:5]}.")
-    exported = kind.from_pretrained(target, dtype=torch.float32).eval()
-    return compare_models(trained, exported, AutoTokenizer.from_pretrained(target))
+        raise CheckpointError(f"{weights} does not fit {type(model).__name__}: it lacks {sorted(missing)[:5]}.")
 
 
-def _export(weights: Path, target: Path, dtype: str | None) -> None:
+def write_model(weights: Path, target: Path, dtype: torch.dtype | None) -> None:
+    """Write a folder that `from_pretrained` loads, one tensor at a time; see `FolderBackend.write_model`."""
     from transformers import AutoConfig
 
-    from nemo_rl.models.huggingface.load import torch_dtype
-
     config = AutoConfig.from_pretrained(weights)
-    wanted = None if dtype is None else torch_dtype(dtype)
-    likes = {name: _as(like, wanted, kept) for name, like, kept in hub_tensors_of(weights, config, meta=True)}
+    likes = {name: _as(like, dtype, kept) for name, like, kept in hub_tensors_of(weights, config, meta=True)}
     target.mkdir(parents=True, exist_ok=True)
-    values = ((name, _as(value, wanted, kept)) for name, value, kept in hub_tensors_of(weights, config))
+    values = ((name, _as(value, dtype, kept)) for name, value, kept in hub_tensors_of(weights, config))
     write_model_files(target, likes, values, MAX_FILE_BYTES)
-    for file in _beside(weights):
+    for file in sorted(file for file in weights.iterdir() if file.is_file()):
         shutil.copyfile(file, target / file.name)
-    config.dtype = wanted or next(like.dtype for like in likes.values() if like.is_floating_point())
+    config.dtype = dtype or next(like.dtype for like in likes.values() if like.is_floating_point())
     config.save_pretrained(target)
-
-
-def has_scalar_head(config: "PretrainedConfig") -> bool:
-    """Return whether a configuration is that of a reward model."""
-    from nemo_rl.models.huggingface.comparison import SCORING_SUFFIX
-
-    return any(name.endswith(SCORING_SUFFIX) for name in config.architectures or ())
-
-
-def _beside(weights: Path, names: tuple[str, ...] | None = None) -> list[Path]:
-    """List the files in the weights folder, optionally only those with the given names."""
-    files = sorted(file for file in weights.iterdir() if file.is_file())
-    return [file for file in files if names is None or file.name in names]
 
 
 def _as(tensor: Tensor, dtype: torch.dtype | None, kept: bool) -> Tensor:
@@ -179,9 +95,10 @@ def hub_tensors_of(
     Raises:
         CheckpointError: the folder is damaged, or its tensors do not fit the configuration.
     """
+    from nemo_rl.models.huggingface.comparison import is_classifier
     from nemo_rl.models.megatron.conversion.rules import hub_tensors, rules_for
 
-    rules = rules_for(config, has_scalar_head=has_scalar_head(config))
+    rules = rules_for(config, has_scalar_head=is_classifier(config))
     saved = SavedTensors(weights / ITERATION)
     kept = by_parameter(saved.names)
     adapters = {name: kept.pop(name) for name in list(kept) if name.endswith(ADAPTER_PARAMETERS)}

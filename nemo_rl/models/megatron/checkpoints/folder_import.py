@@ -25,10 +25,12 @@ from transformers import PretrainedConfig
 from nemo_rl.config import MegatronConfig, PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.files.manifest import write_manifest
+from nemo_rl.models.huggingface.comparison import is_classifier
 from nemo_rl.models.huggingface.folders import TOKENIZER_FILES, require_empty
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
 from nemo_rl.models.huggingface.tensor_files import model_folder, weight_files
-from nemo_rl.models.megatron.checkpoints.folder import ITERATION, has_scalar_head, hub_tensors_of
+from nemo_rl.models.megatron.checkpoints import ITERATION
+from nemo_rl.models.megatron.checkpoints.folder import hub_tensors_of
 from nemo_rl.models.megatron.checkpoints.saved_tensors import by_parameter
 from nemo_rl.models.megatron.conversion.dequantized import DequantizedFiles
 from nemo_rl.models.megatron.conversion.parts import Part
@@ -65,7 +67,7 @@ def import_huggingface(model_name: str, target: Path, dtype: str | None = None) 
     config, folder = load_model_config(model_name), model_folder(model_name)
     described = {"model_name": model_name} | _SECTIONS
     policy = PolicyConfig.build(**described, generation=None)
-    rules = rules_for(config, has_scalar_head=has_scalar_head(config))
+    rules = rules_for(config, has_scalar_head=is_classifier(config))
     files = DequantizedFiles(weight_files(folder), config)
     values, weights = _Values(rules, files, sources(rules, files, folder)), target / "policy" / "weights"
     with _one_rank(policy.megatron_cfg, ParallelLayout.of(policy, 1)):
@@ -144,7 +146,7 @@ def _state(config: PretrainedConfig, section: MegatronConfig, precision: torch.d
     from nemo_rl.models.megatron.scoring import give_scalar_head
 
     chunks = build_chunks(config, section, precision=precision, device=_CPU)
-    if has_scalar_head(config):
+    if is_classifier(config):
         give_scalar_head(chunks, std=0.0)
     return model_state(chunks)
 

@@ -19,6 +19,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from nemo_rl.models.megatron.checkpoints.torch_dist import CONTENT, Sharded
+from nemo_rl.models.megatron.optimizer import parts_of
 from nemo_rl.utils.errors import CheckpointError
 
 _MASTER, _DISTRIBUTED_MASTER = "optimizer.state.fp32_param.", "optimizer.state.param."
@@ -30,20 +31,14 @@ _TORCH_STATES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
 """States that torch's optimizers keep per parameter (AdamW is a subclass of Adam); others make their own states."""
 
 
-def members(optimizer: Any) -> list[Any]:
-    """Return the optimizers of a chain that have parameters on this rank; the optimizer itself if it is no chain."""
-    chain = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [member for member in chain if not getattr(member, "is_stub_optimizer", False)]
-
-
 def is_distributed(optimizer: Any) -> bool:
     """Return whether data-parallel ranks divide the state; then `state_to_save` returns copies."""
-    return any(isinstance(member, DistributedOptimizer) for member in members(optimizer))
+    return any(isinstance(member, DistributedOptimizer) for member in parts_of(optimizer))
 
 
 def has_state(optimizer: Any) -> bool:
     """Return whether there is optimizer state to save: after an update or a load, and always for SGD."""
-    inner = [each for member in members(optimizer) for each in _inner(member)]
+    inner = [each for member in parts_of(optimizer) for each in _inner(member)]
     return any(any(each.state.values()) or isinstance(each, torch.optim.SGD) for each in inner)
 
 
@@ -54,7 +49,7 @@ def common_step(optimizer: Any) -> float | None:
         CheckpointError: parameters have different numbers of updates, which a checkpoint cannot hold.
     """
     found: set[float] = set()
-    for inner in (each for member in members(optimizer) for each in _inner(member)):
+    for inner in (each for member in parts_of(optimizer) for each in _inner(member)):
         found |= {float(state["step"]) for state in inner.state.values() if "step" in state}
         found |= {float(group["step"]) for group in inner.param_groups if group.get("step")}
     if len(found) > 1:
@@ -64,7 +59,7 @@ def common_step(optimizer: Any) -> float | None:
 
 def loss_scale(optimizer: Any) -> dict[str, Any] | None:
     """Return the state of the loss scale of float16; None for other dtypes."""
-    scalers = [getattr(member, "grad_scaler", None) for member in members(optimizer)]
+    scalers = [getattr(member, "grad_scaler", None) for member in parts_of(optimizer)]
     return next((scaler.state_dict() for scaler in scalers if scaler), None)
 
 
@@ -80,7 +75,7 @@ def state_to_save(optimizer: Any, model: Sharded) -> Sharded:
 
 def state_to_load(optimizer: Any, model: Sharded) -> Sharded:
     """Return the optimizer state into which this rank reads a checkpoint; makes missing states."""
-    for member in members(optimizer):
+    for member in parts_of(optimizer):
         _make_states(member)
     return _of_members(optimizer, model, loading=True)
 
@@ -92,7 +87,7 @@ def weights_and_masters(optimizer: Any, loaded: dict[str, Any]) -> Iterator[tupl
         optimizer: the optimizer given to `state_to_load`.
         loaded: state that was read for `state_to_load`.
     """
-    for index, member in enumerate(members(optimizer)):
+    for index, member in enumerate(parts_of(optimizer)):
         state = loaded.get(f"optimizer{index}", {})
         if isinstance(member, DistributedOptimizer):
             found = zip(_parameters(member), (state[number] for number in range(len(state))), strict=False)
@@ -111,7 +106,7 @@ def put_back(optimizer: Any, loaded: dict[str, Any], step: float | None, scale: 
         step: result of `common_step`.
         scale: result of `loss_scale`.
     """
-    for index, member in enumerate(members(optimizer)):
+    for index, member in enumerate(parts_of(optimizer)):
         state = loaded.get(f"optimizer{index}", {})
         if isinstance(member, DistributedOptimizer):
             _put_back_distributed(member, state)
@@ -126,7 +121,7 @@ def put_back(optimizer: Any, loaded: dict[str, Any], step: float | None, scale: 
 
 def forget(optimizer: Any) -> None:
     """Drop all moments and steps, and take over the model's current weights."""
-    for member in members(optimizer):
+    for member in parts_of(optimizer):
         for inner in (member.optimizer, *_inner(member)):
             inner.state.clear()
             for group in inner.param_groups:
@@ -141,7 +136,7 @@ def _inner(member: Any) -> list[torch.optim.Optimizer]:
 
 
 def _of_members(optimizer: Any, model: Sharded, *, loading: bool) -> Sharded:
-    found = {f"optimizer{index}": _tensors(each, model, loading) for index, each in enumerate(members(optimizer))}
+    found = {f"optimizer{index}": _tensors(each, model, loading) for index, each in enumerate(parts_of(optimizer))}
     return {name: state for name, state in found.items() if state}
 
 

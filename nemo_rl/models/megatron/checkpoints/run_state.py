@@ -3,7 +3,7 @@
 Layout (W = weights folder, O = optimizer folder), written by all ranks together:
 
     W/iter_0000000/                torch_dist: one undivided tensor for each parameter of the whole model
-    W/config.json, generation_config.json   configuration of the Hugging Face model
+    W/config.json                  configuration of the Hugging Face model
     O/optim/                       torch_dist: moments and float32 weights under parameter names
     O/trainer.pt                   number of updates, position of the schedule, loss scale
     O/rng/rank_<r>.pt              random-number generators of each rank
@@ -14,7 +14,7 @@ If one rank cannot write or read, all ranks raise. The caller makes writing atom
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,17 +24,16 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from nemo_rl.distributed.ranks.shared_failure import raise_on_all_ranks
 from nemo_rl.files.safe_load import load_plain
 from nemo_rl.models.megatron.build import unwrap
-from nemo_rl.models.megatron.checkpoints import optimizer_state, torch_dist
-from nemo_rl.models.megatron.checkpoints.folder import ITERATION
+from nemo_rl.models.megatron.checkpoints import ITERATION, optimizer_state, torch_dist
 from nemo_rl.models.megatron.checkpoints.torch_dist import CONTENT, Sharded
 from nemo_rl.models.training.checkpoint_writes import Keep, Write, as_it_is
 from nemo_rl.models.training.interfaces import CheckpointPaths
-from nemo_rl.models.training.random_state import restore_rng_state, rng_state
+from nemo_rl.models.training.random_state import restore_rng_state, rng_file, rng_state
 from nemo_rl.utils.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -45,80 +44,14 @@ _CHECKED_VALUES = 1 << 16
 _REMAINDERS = float(1 << 15)
 
 
-def on_host(name: str, tensor: Tensor) -> Tensor:
-    """Copy a tensor to host memory."""
-    return tensor.detach().to("cpu", copy=True)
-
-
-def save(
-    paths: CheckpointPaths,
-    chunks: Sequence[Any],
-    optimizer: Any,
-    scheduler: Any,
-    *,
-    hf_config: PretrainedConfig,
-    generation_config: GenerationConfig | None = None,
-) -> None:
-    """Write a checkpoint; collective.
-
-    Args:
-        paths: folders to write; without an optimizer folder only the weights are written.
-        chunks: the rank's virtual stages, wrapped or not; their weights are complete (no gathering is outstanding).
-        optimizer: Megatron Core's optimizer, or None.
-        scheduler: its `OptimizerParamScheduler`, or None.
-        hf_config: Hugging Face configuration of the model.
-        generation_config: generation configuration of the model, written next to its configuration.
-
-    Raises:
-        CheckpointError: raised on all ranks if one of them cannot write.
-    """
-    for write in _prepared(paths, chunks, optimizer, scheduler, (hf_config, generation_config), as_it_is):
-        write(None)
-
-
-def stage_save(
-    paths: CheckpointPaths,
-    chunks: Sequence[Any],
-    optimizer: Any,
-    scheduler: Any,
-    *,
-    hf_config: PretrainedConfig,
-    generation_config: GenerationConfig | None = None,
-    group: dist.ProcessGroup,
-    keep: Keep = on_host,
-) -> Callable[[], None]:
-    """Copy the state that `save` writes, to write it later; collective.
-
-    Args:
-        paths: see `save`.
-        chunks: see `save`.
-        optimizer: see `save`.
-        scheduler: see `save`.
-        hf_config: see `save`.
-        generation_config: see `save`.
-        group: gloo group of all ranks that only the writers use.
-        keep: makes the copies; if it does not wait for them, the caller must synchronise the device.
-
-    Returns:
-        A function that writes the copies; all ranks must call it, from any thread, while training continues.
-    """
-    writes = list(_prepared(paths, chunks, optimizer, scheduler, (hf_config, generation_config), keep))
-
-    def write_all() -> None:
-        for write in writes:
-            write(group)
-
-    return write_all
-
-
 def load(paths: CheckpointPaths, chunks: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
-    """Restore the state that `save` wrote; collective.
+    """Restore the state that the writes of `prepared` wrote; collective.
 
     Args:
         paths: a checkpoint of any mesh; without an optimizer folder the optimizer starts from the weights.
-        chunks: see `save`.
-        optimizer: see `save`.
-        scheduler: see `save`.
+        chunks: see `prepared`.
+        optimizer: see `prepared`.
+        scheduler: see `prepared`.
 
     Raises:
         CheckpointError: raised on all ranks if the checkpoint is damaged, incomplete, or of another model.
@@ -135,21 +68,31 @@ def load(paths: CheckpointPaths, chunks: Sequence[Any], optimizer: Any, schedule
     _load_training_state(paths.optimizer, chunks, optimizer, scheduler)
 
 
-def _prepared(
+def prepared(
     paths: CheckpointPaths,
     chunks: Sequence[Any],
     optimizer: Any,
     scheduler: Any,
-    configs: Sequence[PretrainedConfig | GenerationConfig | None],
-    keep: Keep,
+    hf_config: PretrainedConfig,
+    keep: Keep = as_it_is,
 ) -> Iterator[Write]:
-    """Yield the writes of a checkpoint's parts; each part is prepared when the iterator reaches it."""
+    """Yield the writes of a checkpoint's parts; each part is prepared when the iterator reaches it; collective.
+
+    Args:
+        paths: folders to write; without an optimizer folder only the weights are written.
+        chunks: the rank's virtual stages, wrapped or not; their weights are complete (no gathering is outstanding).
+        optimizer: Megatron Core's optimizer, or None.
+        scheduler: its `OptimizerParamScheduler`, or None.
+        hf_config: Hugging Face configuration of the model.
+        keep: applied to every tensor that will be written.
+
+    Yields:
+        Functions that raise a CheckpointError on all ranks if one of them cannot write.
+    """
     yield torch_dist.prepare(paths.weights / ITERATION, model_state(chunks), keep)
-    yield partial(_write_configs, paths.weights, [config for config in configs if config is not None])
+    yield partial(_write_config, paths.weights, hf_config)
     if paths.optimizer is None:
         return
-    if optimizer is None or scheduler is None:
-        raise CheckpointError("This policy has no optimizer to save; leave optimizer_path out.")
     has_state, step = _of_all_ranks(optimizer)
     trainer = {
         "optimizer": optimizer.config.optimizer,
@@ -174,20 +117,17 @@ def _of_all_ranks(optimizer: Any) -> tuple[bool, float | None]:
     return any(has_state for has_state, _ in found), next((step for _, step in found if step is not None), None)
 
 
-def _write_configs(
-    folder: Path, configs: Sequence[PretrainedConfig | GenerationConfig], group: dist.ProcessGroup | None = None
-) -> None:
+def _write_config(folder: Path, config: PretrainedConfig, group: dist.ProcessGroup | None = None) -> None:
     with raise_on_all_ranks(group):
         if dist.get_rank() == 0:
-            for config in configs:
-                config.save_pretrained(folder)
+            config.save_pretrained(folder)
 
 
 def _write_trainer(
     folder: Path, trainer: dict[str, Any], generators: dict[str, Any], group: dist.ProcessGroup | None = None
 ) -> None:
     with raise_on_all_ranks(group):
-        file = _rng_file(folder)
+        file = rng_file(folder)
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.save(generators, file)
         if dist.get_rank() == 0:
@@ -275,7 +215,7 @@ def _generators() -> dict[str, Any]:
 
 def _restore_generators(folder: Path) -> None:
     """Restore the random generators if the mesh is the saved one; on other meshes the ranks hold other parts."""
-    file = _rng_file(folder)
+    file = rng_file(folder)
     saved = load_plain(file) if file.exists() else None
     if saved is None or saved["mesh"] != _mesh():
         logger.warning("%s is missing or of another mesh: this rank keeps its own random-number state.", file)
@@ -289,7 +229,3 @@ def _restore_generators(folder: Path) -> None:
         elif name in states:
             states[name].set_state(state)
     tracker.set_states(states)
-
-
-def _rng_file(folder: Path) -> Path:
-    return folder / "rng" / f"rank_{dist.get_rank():05d}.pt"

@@ -16,8 +16,7 @@ weights.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -223,19 +222,6 @@ def adapted_modules(chunks: Sequence[nn.Module]) -> dict[str, Any]:
     """Return this rank's adapted layers by their names in the whole model; empty without LoRA."""
     modules = (module for chunk in chunks for module in unwrap(chunk).modules())
     return {module.adapter.name: module for module in modules if isinstance(getattr(module, "adapter", None), Adapter)}
-
-
-@contextmanager
-def adapters_off(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Run a block with the base model only."""
-    adapters = [module.adapter for module in adapted_modules(chunks).values()]
-    for adapter in adapters:
-        adapter.active = False
-    try:
-        yield
-    finally:
-        for adapter in adapters:
-            adapter.active = True
 
 
 def check_adapters_moved(chunks: Sequence[nn.Module]) -> None:

@@ -91,9 +91,9 @@ class Run:
 
     def optimizers(self) -> list[Any]:
         """Return the optimizers of torch, one for each part of Megatron Core's."""
-        from nemo_rl.models.megatron.checkpoints.optimizer_state import members
+        from nemo_rl.models.megatron.optimizer import parts_of
 
-        return [member.optimizer for member in members(self.backend.optimizer)]
+        return [member.optimizer for member in parts_of(self.backend.optimizer)]
 
     def state(self) -> dict[str, Any]:
         """Return copies of all state on this rank."""

@@ -26,8 +26,8 @@ from small_models import hf_config, saved
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from nemo_rl.models.megatron.checkpoints import folder as checkpoint_folder
 from nemo_rl.models.megatron.checkpoints.saved_tensors import SavedTensors
+from nemo_rl.models.megatron.training_backend import MegatronTraining
 from nemo_rl.models.training.inputs import InputLayout, build_score_inputs
 from nemo_rl.models.training.interfaces import CheckpointPaths
 from nemo_rl.utils.checkpoint import CheckpointManager
@@ -389,10 +389,10 @@ def _save_at_first(rank: int, num_ranks: int, mesh: Mesh, folder: Path) -> None:
 )
 def test_an_export_equals_the_hub_model_bit_for_bit(host, tmp_path, monkeypatch, num_ranks, mesh):
     host.run(_save_at_first, num_ranks, mesh, tmp_path / "step_1")
-    weights = checkpoint_folder.find_weights(tmp_path / "step_1")
-    checkpoint_folder.complete_checkpoint(weights, _tokenizer(), "bfloat16")
-    monkeypatch.setattr(checkpoint_folder, "MAX_FILE_BYTES", 20_000)
-    checkpoint_folder.export(weights, tmp_path / "hf")
+    weights = MegatronTraining().find_weights(tmp_path / "step_1")
+    MegatronTraining().complete_checkpoint(weights, _tokenizer(), "bfloat16")
+    monkeypatch.setattr("nemo_rl.models.megatron.checkpoints.folder.MAX_FILE_BYTES", 20_000)
+    MegatronTraining().export(weights, tmp_path / "hf")
     files = sorted((tmp_path / "hf").glob("*.safetensors"))
     found = {name: value for file in files for name, value in load_file(file).items()}
     with saved(mesh.model()) as folder:
@@ -410,7 +410,7 @@ def test_an_export_equals_the_hub_model_bit_for_bit(host, tmp_path, monkeypatch,
     assert loaded.dtype is dtype
     assert loaded.config.architectures == [type(mesh.model()).__name__]
     if mesh.kind != "qwen2":  # whose tokenizer class keeps only its own vocabulary
-        check = checkpoint_folder.verify_export(weights, tmp_path / "hf")
+        check = MegatronTraining().verify_export(weights, tmp_path / "hf")
         # The weights are equal, as compared above, but a processor may round matrix products by address.
         assert check.max_difference < 1e-6
         assert check.num_values == 3 if mesh.scores else check.num_values > 10
@@ -430,9 +430,9 @@ def _rewards(rank: int, num_ranks: int, folder: Path) -> torch.Tensor:
 
 def test_an_exported_reward_model_scores_like_the_trained_model(host, tmp_path):
     scores, _ = host.run(_rewards, 2, tmp_path / "step_1")
-    weights = checkpoint_folder.find_weights(tmp_path / "step_1")
+    weights = MegatronTraining().find_weights(tmp_path / "step_1")
     _tokenizer().save_pretrained(weights)
-    checkpoint_folder.export(weights, tmp_path / "hf")
+    MegatronTraining().export(weights, tmp_path / "hf")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", num_labels=1).eval()
     data = mesh_parity.batch(0)
     with torch.no_grad():
@@ -496,29 +496,29 @@ def test_code_in_a_checkpoint_is_refused_by_name(host, tmp_path, file):
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
 def test_code_in_a_checkpoint_is_refused_by_exports(host, tmp_path, file):
     host.run(_save_at_first, 1, Mesh(), tmp_path / "step_1")
-    weights, marker = checkpoint_folder.find_weights(tmp_path / "step_1"), tmp_path / "executed"
+    weights, marker = MegatronTraining().find_weights(tmp_path / "step_1"), tmp_path / "executed"
     _tokenizer().save_pretrained(weights)
     if file == ".metadata":
         (weights / "iter_0000000" / file).write_bytes(pickle.dumps(_Bomb(marker)))
     else:
         _plant_object(weights / "iter_0000000", marker)
     with pytest.raises(CheckpointError, match=f"iter_0000000/{file} is refused: it names posix.system"):
-        checkpoint_folder.export(weights, tmp_path / "hf")
+        MegatronTraining().export(weights, tmp_path / "hf")
     assert not marker.exists()
 
 
 def test_an_export_names_missing_parts(host, tmp_path):
     host.run(_save_at_first, 1, Mesh(), tmp_path / "step_1")
-    weights = checkpoint_folder.find_weights(tmp_path / "step_1" / "policy")
+    weights = MegatronTraining().find_weights(tmp_path / "step_1" / "policy")
     with pytest.raises(CheckpointError, match="has no tokenizer"):
-        checkpoint_folder.export(weights, tmp_path / "hf")
+        MegatronTraining().export(weights, tmp_path / "hf")
     _tokenizer().save_pretrained(weights)
     hf_config("qwen2", num_hidden_layers=2).save_pretrained(weights)
     with pytest.raises(CheckpointError, match="is no qwen2 of its config.json: it lacks .*linear_qkv.bias"):
-        checkpoint_folder.export(weights, tmp_path / "hf")
+        MegatronTraining().export(weights, tmp_path / "hf")
     with pytest.raises(CheckpointError, match="is no policy checkpoint of Megatron Core"):
-        checkpoint_folder.find_weights(tmp_path)
+        MegatronTraining().find_weights(tmp_path)
     os.truncate(weights / "iter_0000000" / "__0_0.distcp", 2000)
     hf_config("llama", num_hidden_layers=2).save_pretrained(weights)
     with pytest.raises(CheckpointError, match="iter_0000000 (cannot be read|is damaged)"):
-        checkpoint_folder.export(weights, tmp_path / "hf2")
+        MegatronTraining().export(weights, tmp_path / "hf2")

@@ -252,7 +252,7 @@ def test_an_export_without_a_base_model_is_merged(
 ) -> None:
     from safetensors.torch import load_file
 
-    checkpoint_folder._export(folder / f"saved {kind}" / "policy/weights", tmp_path / "out", None)
+    checkpoint_folder.write_model(folder / f"saved {kind}" / "policy/weights", tmp_path / "out", None)
     exported = {name: t for file in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(file).items()}
     merged = {name: tensor for name, tensor in trained[kind].merged.items() if name in exported}
     assert len(merged) > 20

@@ -89,7 +89,7 @@ class Uv:
         return output
 
 
-def build(folder: Path, wanted: VenvConfig, uv: Uv) -> None:
+def build_venv(folder: Path, wanted: VenvConfig, uv: Uv) -> None:
     """Make an environment in a new folder that may be moved afterwards; a failure leaves the folder as it is.
 
     Raises:

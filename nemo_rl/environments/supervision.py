@@ -1,0 +1,156 @@
+"""Keep the actor of an environment running: start it, replace it after a hang or a death, and give up in the end.
+
+`client` requests the running actor for each call, and reports hangs, deaths and answers. Invariant: at most one actor
+runs at a time; after too many deaths in a row, or a start that failed, every later request raises the same error.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from nemo_rl.utils.errors import WorkerDiedError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Incarnation:
+    """One actor process of the environment."""
+
+    handle: ActorHandle
+    ready: "ray.ObjectRef[int]"
+    ended_by_us: bool = False
+
+
+class SupervisedActor:
+    """The actor of one environment; it is started by the constructor, in the background.
+
+    Args:
+        name: For logs and errors.
+        start: Starts an actor; returns before it is ready.
+        start_timeout_s: Deadline of the actor's start.
+        max_restarts: How often in a row the actor may be replaced without an answer in between.
+
+    Attributes:
+        num_restarts: How often it was replaced.
+        incarnation: The running actor; None if the next call starts one.
+        failure: Why no further call is possible; None as long as calls are.
+    """
+
+    def __init__(
+        self, name: str, start: Callable[[], ActorHandle], *, start_timeout_s: float, max_restarts: int
+    ) -> None:
+        self.num_restarts = 0
+        self.failure: WorkerDiedError | None = None
+        self._name = name
+        self._start = start
+        self._start_timeout_s = start_timeout_s
+        self._max_restarts = max_restarts
+        self._restarts_in_a_row = 0
+        self.incarnation: Incarnation | None = self._launch()
+
+    def running(self) -> Incarnation:
+        """Return the running actor; start one if there is none.
+
+        Raises:
+            WorkerDiedError: The environment cannot be kept running, or was shut down.
+        """
+        if self.failure is not None:
+            raise self.failure
+        if self.incarnation is None:
+            self.incarnation = self._launch()
+        return self.incarnation
+
+    async def until_ready(self, incarnation: Incarnation) -> None:
+        """Wait until the environment is constructed.
+
+        Raises:
+            WorkerDiedError: Its constructor raised, or took longer than `start_timeout_s`.
+            RayActorError: The process died while it started.
+        """
+        try:
+            await answer_of(incarnation.ready, self._start_timeout_s)
+        except TimeoutError as error:
+            reason = f"did not start in {self._start_timeout_s:g} s"
+            raise self._fail(reason) from error
+        except RayActorError as error:
+            if error.actor_init_failed:
+                raise self._fail(f"could not be constructed: {error}") from error
+            raise
+
+    def note_answer(self) -> None:
+        """Note that the actor answered: the count of restarts in a row begins again."""
+        self._restarts_in_a_row = 0
+
+    def end_hung(self, incarnation: Incarnation, reason: str) -> None:
+        """Kill an actor that missed a deadline; its other batches are sent again."""
+        incarnation.ended_by_us = True
+        self.replace(incarnation, reason)
+
+    def replace(self, incarnation: Incarnation, reason: str) -> None:
+        """Kill an actor, once, and count it against the limit of restarts."""
+        if self.incarnation is not incarnation:
+            return
+        ray.kill(incarnation.handle)
+        self.incarnation = None
+        self.num_restarts += 1
+        self._restarts_in_a_row += 1
+        if self._restarts_in_a_row > self._max_restarts:
+            self._fail(
+                f"died once more after {self._max_restarts} restarts without an answer in between "
+                f"(cluster.max_actor_restarts); last: {reason}"
+            )
+            return
+        logger.warning(
+            "The actor of environment %r ended (%s); starting it again (%d of at most %d in a row)",
+            self._name,
+            reason,
+            self._restarts_in_a_row,
+            self._max_restarts,
+        )
+
+    def shutdown(self, timeout_s: float) -> None:
+        """Stop the actor and what it started; later calls raise. A second call does nothing.
+
+        Args:
+            timeout_s: Limit for the environment's own `shutdown`, after which the actor is killed.
+        """
+        incarnation, self.incarnation = self.incarnation, None
+        self.failure = WorkerDiedError(f"environment {self._name!r} was shut down")
+        if incarnation is None:
+            return
+        try:
+            ray.get(incarnation.handle.shutdown.remote(), timeout=timeout_s)
+        except (GetTimeoutError, RayActorError, RayTaskError) as error:
+            logger.warning("Environment %r did not shut down by itself: %s", self._name, error)
+        ray.kill(incarnation.handle)
+
+    def _launch(self) -> Incarnation:
+        handle = self._start()
+        return Incarnation(handle, handle.ready.remote())
+
+    def _fail(self, reason: str) -> WorkerDiedError:
+        """Stop permanently."""
+        if self.failure is None:
+            self.failure = WorkerDiedError(f"environment {self._name!r} {reason}")
+        if self.incarnation is not None:
+            ray.kill(self.incarnation.handle)
+            self.incarnation = None
+        return self.failure
+
+
+async def answer_of(call: "ray.ObjectRef[Any]", timeout_s: float) -> Any:
+    """Await a Ray call with a deadline; raises TimeoutError or what the call raised."""
+    return await asyncio.wait_for(asyncio.wrap_future(call.future()), timeout_s)
+
+
+def death_in_short(error: RayActorError) -> str:
+    """Return the lines of Ray's report that name what died: the first, and the process and node."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return ", ".join(lines[:1] + [line for line in lines if line.startswith(("pid:", "ip:"))])
