@@ -98,3 +98,20 @@ def test_other_features_work_with_answers_that_were_sampled_ahead(
     assert run.finish() == 0, run.log()[-3000:]
     metrics = of_training(read_metrics(run.log_dir))
     assert metrics["train", 4, "max_trajectory_age"] == 1.0
+
+
+def test_streaming_equals_sampling_and_training_in_turns(start_example: StartExample) -> None:
+    short = ("grpo.max_num_steps=10", "grpo.val_period=0", "grpo.val_at_start=false", "checkpointing.enabled=false")
+    two_ranks = ("cluster.ranks_per_node=2",)
+    runs = {}
+    for name, overrides in {"none": (), "stream": ("grpo.overlap.mode=stream",)}.items():
+        run = start_example("run_grpo.py", CONFIG, *overrides, *short, *two_ranks, logs=name)
+        assert run.finish() == 0, run.log()[-3000:]
+        runs[name] = of_training(read_metrics(run.log_dir))
+    assert runs["none"].keys() == runs["stream"].keys()
+    far = {
+        key: (value, runs["stream"][key])
+        for key, value in runs["none"].items()
+        if runs["stream"][key] != pytest.approx(value, rel=1e-4, abs=1e-6)
+    }
+    assert not far

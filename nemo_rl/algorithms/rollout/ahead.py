@@ -285,6 +285,6 @@ class _Failures:
 
 def with_overlap(fresh: FreshRollouts, groups_per_step: int, algorithm: RolloutTrainingConfig) -> RolloutSource:
     """Return the source of the section `overlap`: the given one, or one that samples ahead."""
-    if algorithm.overlap.mode == "none":
+    if algorithm.overlap.mode != "ahead":
         return fresh
     return AheadRollouts(fresh, groups_per_step, algorithm.overlap, algorithm.max_num_steps)

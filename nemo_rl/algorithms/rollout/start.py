@@ -28,6 +28,7 @@ from nemo_rl.algorithms.rollout.environments import check_environments, start_en
 from nemo_rl.algorithms.rollout.refit import Engines, Refitter
 from nemo_rl.algorithms.rollout.source import FreshRollouts, RolloutSource
 from nemo_rl.algorithms.rollout.staleness import StoredVersion
+from nemo_rl.algorithms.rollout.streamed import streamed_rollouts
 from nemo_rl.algorithms.rollout.sync_setup import make_probe, make_refitter
 from nemo_rl.algorithms.rollout.training_batch import build_training_batch
 from nemo_rl.algorithms.rollout.validation import Validator
@@ -195,19 +196,23 @@ def _connect(
         algorithm.num_generations_per_prompt,
         algorithm.seed,
     )
+    layout = partial(
+        build_training_batch,
+        pad_token_id=recipe.tokenizer.pad_token_id,
+        mask_truncated=algorithm.overlong_filtering,
+        needs_reward=recipe.needs_reward,
+    )
+    idle = IdleShares(runner.busy_seconds)
+    groups, stages = recipe.source(rollouts), recipe.stages(workers.models)
+    streamed = streamed_rollouts(algorithm, groups, policy, recipe.loss_fn, stages, layout, idle)
     source = RolloutBatches(
-        recipe.source(rollouts),
+        streamed or groups,
         prompts,
         refitter,
         make_probe(config.policy, cluster, policy, workers.engines, refitter),
         trajectory_log,
-        partial(
-            build_training_batch,
-            pad_token_id=recipe.tokenizer.pad_token_id,
-            mask_truncated=algorithm.overlong_filtering,
-            needs_reward=recipe.needs_reward,
-        ),
-        IdleShares(runner.busy_seconds),
+        layout,
+        idle,
     )
     parts = SessionParts(
         cadence=_cadence(config),
@@ -222,12 +227,13 @@ def _connect(
     return Run(
         session=Session(parts, folders.resume_path, started_at),
         source=source,
-        stages=recipe.stages(workers.models),
+        stages=stages,
         roles=workers.models,
         loss_fn=recipe.loss_fn,
         memory=memory,
         resources=resources.pop_all(),
         generation=workers.engines,
+        trainer=streamed,
     )
 
 

@@ -21,7 +21,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.losses.loss_function import AnyLossFunction
 from nemo_rl.models.generation.interfaces import GenerationInterface
-from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.models.policy.interfaces import PolicyInterface, TrainResult
 
 type Phase = Callable[[str], AbstractContextManager[None]]
 """Function that times a part of the step, such as `Session.phase`."""
@@ -86,6 +86,13 @@ class Stage(Protocol):
         """Write into `batch.tensors`; return metrics of the step."""
 
 
+class Trainer(Protocol):
+    """Makes the update of a step; the policy, or an object that has computed a part of it before."""
+
+    def train(self, data: BatchedDataDict[Any], loss_fn: AnyLossFunction, *, gbs: int | None = None) -> TrainResult:
+        """Make one optimizer update per global batch of `gbs` rows."""
+
+
 @dataclass
 class Run:
     """All parts of one run, built by `setup` of its algorithm; a context manager that closes the run.
@@ -99,6 +106,7 @@ class Run:
         memory: decides which models have the devices, where several share them.
         resources: ends everything that was started, latest first.
         generation: the engines; None if nothing is sampled.
+        trainer: makes the updates; None: the policy.
     """
 
     session: Session
@@ -109,6 +117,7 @@ class Run:
     memory: MemorySharing
     resources: ExitStack
     generation: GenerationInterface | None = None
+    trainer: Trainer | None = None
 
     @property
     def policy(self) -> PolicyInterface:
@@ -140,7 +149,7 @@ def train(run: Run) -> None:
     Args:
         run: the parts of the run.
     """
-    session = run.session
+    session, trainer = run.session, run.trainer or run.policy
     with session:
         for step in session.steps():
             batch = run.source.next_batch(step, session.phase)
@@ -150,7 +159,7 @@ def train(run: Run) -> None:
                     session.record(stage.apply(batch))
             run.memory.hand_to(("policy",))
             with session.phase("policy_training"):
-                result = run.policy.train(batch.tensors, run.loss_fn, gbs=batch.rows_per_update)
+                result = trainer.train(batch.tensors, run.loss_fn, gbs=batch.rows_per_update)
             session.record(result["metrics"], batch.metrics)
             for prefix, metrics in batch.metrics_under.items():
                 session.record_under(prefix, metrics)

@@ -1,7 +1,9 @@
 """Rules on sampling and training at the same time."""
 
+from nemo_rl.config.base.part_names import is_own_class
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
+from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
 from nemo_rl.config.schema.algorithms.overlap import AsyncRLConfig
 from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
@@ -22,6 +24,8 @@ def check_overlap(
     overlap = algorithm.overlap
     if overlap.mode == "none":
         return
+    if overlap.mode == "stream" and not isinstance(algorithm, GRPOConfig):
+        yield f"{section}.overlap.mode=stream works with GRPO only. Use none or ahead."
     if cluster.uses_gpu and policy.generation is not None and policy.generation.colocated.enabled:
         yield (
             f"{section}.overlap.mode={overlap.mode} samples while the policy trains, but with "
@@ -36,6 +40,30 @@ def check_overlap(
             f"{section}.overlap.max_buffered_groups={overlap.max_buffered_groups} (async_rl.max_buffered_rollouts) is "
             f"less than the {needed} groups that are sampled for a step, so no step could begin. Use {needed} or more."
         )
+
+
+def check_stream(grpo: GRPOConfig, policy: PolicyConfig, loss: ClippedPGLossConfig) -> Findings:
+    """Check that gradients can be computed group by group: nothing that is computed for one depends on the others."""
+    if grpo.overlap.mode != "stream":
+        return
+    samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+    estimator = grpo.adv_estimator
+    reasons = {
+        f"policy.train_global_batch_size={policy.train_global_batch_size} makes several updates of the {samples} "
+        "answers of a step": policy.train_global_batch_size != samples,
+        f"grpo.adv_estimator.name={estimator.name} uses the rewards of the whole step": estimator.name
+        not in ("grpo", "dr_grpo", "rloo"),
+        "grpo.adv_estimator.std_level=batch uses the rewards of the whole step": estimator.std_level == "batch",
+        "grpo.seq_logprob_error_threshold needs a separate forward pass": grpo.seq_logprob_error_threshold is not None,
+        f"loss_fn.reference_policy_kl_penalty={loss.reference_policy_kl_penalty:g} needs a separate forward pass": (
+            loss.reference_policy_kl_penalty != 0
+        ),
+        f"loss_fn.name={loss.name} needs a separate forward pass": is_own_class(loss.name),
+        "Megatron Core cannot add up gradients over several calls yet": policy.backend_section is policy.megatron_cfg,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            yield f"grpo.overlap.mode=stream trains on groups as they finish, but {reason}. Use none or ahead."
 
 
 def check_one_overlap(grpo: GRPOConfig, async_rl: AsyncRLConfig | None) -> Findings:

@@ -15,7 +15,7 @@ from nemo_rl.config.rules.broken_rules import Findings, report_findings
 from nemo_rl.config.rules.data import check_data, check_data_files, check_model_files, named_entries
 from nemo_rl.config.rules.loss import check_loss
 from nemo_rl.config.rules.named_parts import check_named_parts
-from nemo_rl.config.rules.overlap import check_one_overlap, check_overlap
+from nemo_rl.config.rules.overlap import check_one_overlap, check_overlap, check_stream
 from nemo_rl.config.rules.placement.roles import Role, trained
 from nemo_rl.config.rules.placement.second_models import check_placements, check_second_models
 from nemo_rl.config.rules.placement.topology import divide_cluster
@@ -192,6 +192,7 @@ class GRPOMasterConfig(RolloutMasterConfig):
             check_lengths(self.policy, self.data),
             check_grpo(self.grpo),
             check_overlap("grpo", self.grpo, self.policy, self.cluster),
+            check_stream(self.grpo, self.policy, self.loss_fn),
             check_one_overlap(self.grpo, self.async_rl),
             check_advantages(self.grpo, self.loss_fn),
             check_early_stop("grpo", self.grpo),

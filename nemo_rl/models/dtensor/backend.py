@@ -220,6 +220,21 @@ class DTensorBackend(TorchBackend):
         self.model.zero_grad(set_to_none=True)
         return norm, finite
 
+    @property
+    def accumulates(self) -> bool:
+        """True unless the balance of experts is computed over the whole update."""
+        return self._balance is None
+
+    def scale_gradients(self, factor: float) -> None:
+        """See `PolicyBackend.scale_gradients`."""
+        for weight in self.model.parameters():
+            if weight.grad is not None:
+                weight.grad.mul_(factor)
+
+    def drop_gradients(self) -> None:
+        """See `PolicyBackend.drop_gradients`."""
+        self.model.zero_grad(set_to_none=True)
+
     def weights_here(self) -> dict[str, Tensor]:
         """See `PolicyBackend.weights_here`."""
         reshard(self.model)

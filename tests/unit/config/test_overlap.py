@@ -75,6 +75,10 @@ def test_sections_of_nemo_rl_fill_in_the_overlap(overrides: tuple[str, ...], exp
         ),
         (("grpo.overlap.mode=ahead", "grpo.overlap.max_age_steps=0"), "max_age_steps"),
         (("grpo.overlap.order=newest",), "in_order"),
+        (("grpo.overlap.mode=stream", "policy.train_global_batch_size=32"), "several updates of the 64 answers"),
+        (("grpo.overlap.mode=stream", "grpo.adv_estimator.name=reinforce_plus_plus"), "rewards of the whole step"),
+        (("grpo.overlap.mode=stream", "grpo.adv_estimator.std_level=batch"), "rewards of the whole step"),
+        (("grpo.overlap.mode=stream", "loss_fn.reference_policy_kl_penalty=0.1"), "separate forward pass"),
         (("+async_rl={rollout_failure: {max_skipped_prompts: 3}}",), "not built yet"),
     ],
 )

@@ -16,10 +16,14 @@ _KV_CACHE = "engines always compute the keys and values of running requests agai
 class OverlapConfig(Section):
     """Whether answers for later steps are sampled while the policy trains."""
 
-    mode: Literal["none", "ahead"] = Field(
+    mode: Literal["none", "stream", "ahead"] = Field(
         default="none",
-        description="none: sampling and training take turns; ahead: the engines sample for later steps while the "
-        "policy trains.",
+        description="none: sampling and training take turns; stream: gradients of finished groups are computed while "
+        "the rest of the step is sampled; ahead: the engines sample for later steps while the policy trains.",
+    )
+    groups_per_part: PositiveInt | None = Field(
+        default=None,
+        description="stream: groups whose gradients are computed together; null: a fourth of num_prompts_per_step.",
     )
     max_age_steps: PositiveInt = Field(
         default=1,
