@@ -1,43 +1,47 @@
 """Positions in the data: what is stored is exactly what was not trained on, in whatever order it was."""
 
+import os
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from nemo_rl.data.loader import build_loader
+from nemo_rl.data.loader import PromptLoader, build_loader
 from nemo_rl.data.prompt_stream import DataExhausted, PromptPosition, PromptStream
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.files.safe_load import load_plain
+from nemo_rl.utils.errors import DataError
 
 
 class Rows:
-    """A data set whose rows are their numbers."""
+    """A data set whose rows are their numbers, and which counts how often each is prepared in this process."""
 
     def __init__(self, size: int):
         self.size = size
+        self.prepared: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, row: int) -> int:
+        self.prepared[row] += 1
         return row
 
 
-def make_stream(
-    num_rows: int = 12, batch_size: int = 3, max_epochs: int = 2, seed: int = 5, **options: Any
-) -> PromptStream:
-    loader = build_loader(
-        Rows(num_rows),  # type: ignore[arg-type]
-        batch_size,
-        shuffle=True,
-        seed=seed,
-        collate_fn=lambda rows: BatchedDataDict({"idx": rows}),
-        **options,
-    )
-    return PromptStream(loader, max_epochs)
+def collate(rows: list[int]) -> BatchedDataDict[Any]:
+    return BatchedDataDict({"idx": rows, "process": os.getpid()})
+
+
+def make_loader(rows: Rows, batch_size: int = 3, **options: Any) -> PromptLoader:
+    options = {"shuffle": True, "seed": 5, "collate_fn": collate} | options
+    return build_loader(rows, batch_size, **options)  # type: ignore[arg-type]
+
+
+def make_stream(num_rows: int = 12, batch_size: int = 3, max_epochs: int = 2, **options: Any) -> PromptStream:
+    return PromptStream(make_loader(Rows(num_rows), batch_size, **options), max_epochs)
 
 
 def drained(stream: PromptStream) -> list[PromptPosition]:
@@ -129,6 +133,34 @@ def test_prompts_that_were_not_trained_on_come_first_and_batches_stay_full(tmp_p
     assert fresh.state_dict()["outstanding"] == [list(second[2])]
 
 
+@pytest.mark.parametrize("num_left", [1, 2, 3, 4, 7])
+def test_prompts_after_a_resume_are_prepared_once(num_left: int) -> None:
+    stream = make_stream(num_rows=14)
+    drawn = [position for _ in range(3) for position in stream.next_batch().positions]
+    stream.acknowledge(drawn[num_left:])
+    stream.acknowledge(stream.next_batch().positions)
+    rows = Rows(14)
+    fresh = PromptStream(make_loader(rows), max_epochs=2)
+    fresh.load_state_dict(stream.state_dict())
+    found = drained(fresh)
+    assert found[:num_left] == drawn[:num_left]
+    assert rows.prepared == Counter(position.row for position in found)
+    assert [position.epoch for position in found] == [0] * num_left + [1] * 12, "two of 14 rows fill no batch"
+
+
+def test_workers_prepare_all_but_one_batch_of_a_pass_after_a_resume() -> None:
+    stream = make_stream()
+    stream.acknowledge(stream.next_batch().positions[1:])
+    fresh = make_stream(max_epochs=4, num_workers=1)
+    fresh.load_state_dict(stream.state_dict())
+    batches = [fresh.next_batch() for _ in range(15)]
+    assert sorted(position.row for batch in batches for position in batch.positions if position.epoch == 1) == [
+        *range(12)
+    ]
+    here = [batch.rows["process"] == os.getpid() for batch in batches]
+    assert here == [True, False, False, *[True, False, False, False] * 3]
+
+
 def test_a_prompt_is_acknowledged_once() -> None:
     stream = make_stream()
     first = stream.next_batch().positions
@@ -189,6 +221,54 @@ def test_a_prompt_is_claimed_once_and_only_if_it_is_to_come() -> None:
             fresh.claim([wrong])
 
 
+def test_a_prompt_of_a_pass_that_the_run_no_longer_has_cannot_be_claimed() -> None:
+    fresh = make_stream(max_epochs=1)
+    with pytest.raises(DataExhausted, match="row 3 of epoch 1 was claimed, but the training data ends after 1 pass"):
+        fresh.claim([PromptPosition(1, 3)])
+
+
+def store_with_groups_ahead(folder: Path, shuffle: bool) -> list[PromptPosition]:
+    """Store the position after three batches that were trained on, and groups of the fourth; return their prompts."""
+    stream = make_stream(shuffle=shuffle)
+    kept = Kept(stream)
+    for _ in range(3):
+        stream.acknowledge(stream.next_batch().positions)
+    kept.prompts = stream.next_batch().positions
+    torch.save(stream.state_dict(), folder / "position.pt")
+    return kept.prompts
+
+
+def load_into_changed_data(folder: Path, **options: Any) -> tuple[PromptStream, Kept]:
+    fresh = make_stream(accept_changes=True, **options)
+    kept = Kept(fresh)
+    fresh.load_state_dict(load_plain(folder / "position.pt"))
+    return fresh, kept
+
+
+def test_groups_fit_data_to_which_rows_were_added_at_the_end(tmp_path: Path) -> None:
+    prompts = store_with_groups_ahead(tmp_path, shuffle=False)
+    fresh, kept = load_into_changed_data(tmp_path, num_rows=20, shuffle=False, max_epochs=1)
+    assert kept.prompts == prompts == [PromptPosition(0, row) for row in (9, 10, 11)]
+    assert [position.row for position in drained(fresh)] == [12, 13, 14, 15, 16, 17]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_rows": 5, "shuffle": False}, "num_rows was 12 and is 5"),
+        ({"num_rows": 13}, "num_rows was 12 and is 13"),
+        ({"seed": 9}, "seed was 5 and is 9"),
+    ],
+)
+def test_groups_whose_prompts_changed_data_does_not_give_again_are_refused(
+    change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    store_with_groups_ahead(tmp_path, change.get("shuffle", True))
+    message = rf"responses to row \d+ of epoch 0, which .* because the data changed .{said}.* Resume with"
+    with pytest.raises(DataError, match=message):
+        load_into_changed_data(tmp_path, **change)
+
+
 def test_outstanding_rows_that_changed_data_lacks_are_left_out(tmp_path: Path) -> None:
     stream = make_stream()
     positions = stream.next_batch().positions
@@ -211,17 +291,20 @@ class RowsWithOneFault(Rows):
         return BatchedDataDict({"idx": rows, "loss_multiplier": weights, "fault": faults})
 
 
-def test_a_row_that_is_handed_out_again_counts_once_as_unusable() -> None:
-    def make() -> PromptStream:
-        rows, collate = RowsWithOneFault(12), RowsWithOneFault.collate
-        loader = build_loader(rows, 4, shuffle=False, seed=5, collate_fn=collate)  # type: ignore[arg-type]
-        return PromptStream(loader, max_epochs=2)
+@pytest.mark.parametrize(("num_acknowledged", "num_reported"), [(1, 1), (2, 1), (0, 2)])
+def test_a_row_that_is_handed_out_again_counts_once_as_unusable(num_acknowledged: int, num_reported: int) -> None:
+    """The process that stored a prompt as not trained on has counted it; one that loads it counts the other prompts."""
 
-    stream = make()
+    def make() -> tuple[PromptLoader, PromptStream]:
+        loader = make_loader(RowsWithOneFault(12), 4, shuffle=False, collate_fn=RowsWithOneFault.collate)
+        return loader, PromptStream(loader, max_epochs=2)
+
+    _, stream = make()
     first = stream.next_batch()
-    stream.acknowledge(first.positions[3:])
-    fresh = make()
+    stream.acknowledge(first.positions[4 - num_acknowledged :])
+    loader, fresh = make()
     fresh.load_state_dict(stream.state_dict())
     found = drained(fresh)
-    assert sorted(position.row for position in found if position.epoch == 0) == [0, 1, 2, *range(4, 12)]
-    assert fresh._loader.num_unusable == 1, "in epoch 1; the process that drew it in epoch 0 has counted it there"
+    left = range(4 - num_acknowledged)
+    assert sorted(position.row for position in found if position.epoch == 0) == [*left, *range(4, 12)]
+    assert loader.num_unusable == num_reported
