@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from policy_helpers import (
-    WeightedNLL,
     hf_logprobs,
     policy_config,
     process_group,
@@ -21,8 +20,8 @@ from policy_helpers import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import SequentialLR
+from trained_states import assert_equal_states, update, whole_state
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.config import OptimizerConfig, PolicyConfig
@@ -31,7 +30,6 @@ from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.checkpoints import model_files as checkpoint_io
 from nemo_rl.models.dtensor.checkpoints import training_state
 from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, hyperparameters_now
-from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker
 from nemo_rl.models.training.interfaces import CheckpointPaths
 from nemo_rl.utils.errors import CheckpointError, ConfigError
@@ -42,30 +40,6 @@ SCHEDULE = [
     {"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {"factor": 1.0, "total_iters": 100}},
     {"milestones": [2]},
 ]
-
-
-def _update(worker: PolicyWorker, config, seed: int, rank: int = 0, world_size: int = 1):
-    data = random_batch(rows=6, seed=seed)
-    batch = shard_batch(data, world_size, training_strategy(config))
-    return worker.train(batch.data[rank], batch.sizes[rank], WeightedNLL(), count_valid(data))
-
-
-def _state(worker: PolicyWorker) -> dict:
-    """Return all weights, optimizer state, learning rate and generator states as full tensors."""
-    state = {f"weight.{key}": tensor.clone() for key, tensor in worker.iterate_weights()}
-    named = dict(worker.backend.model.hf.named_parameters())
-    for key, parameter in named.items():
-        for field, value in worker.backend.optimizer.state[parameter].items():
-            full = value.full_tensor() if isinstance(value, DTensor) else value
-            state[f"optim.{field}.{key}"] = full.detach().clone()
-    state["lr"] = torch.tensor(worker.backend.learning_rate(), dtype=torch.float64)
-    return state
-
-
-def _assert_equal(a: dict, b: dict) -> None:
-    assert a.keys() == b.keys()
-    for key in a:
-        assert torch.equal(a[key], b[key]), key
 
 
 PRECISION: dict[str, str] = {}
@@ -80,22 +54,22 @@ def _save(rank: int, world_size: int, name: str, step: str) -> tuple[dict, dict]
     """Train twice, save, train twice more; return the state at the save and at the end."""
     worker, config = _worker(name)
     for seed in (1, 2):
-        _update(worker, config, seed, rank, world_size)
+        update(worker, config, seed, rank, world_size)
     worker.save_checkpoint(f"{step}/weights", f"{step}/optimizer")
-    saved = _state(worker)
+    saved = whole_state(worker)
     for seed in (3, 4):
-        _update(worker, config, seed, rank, world_size)
-    return saved, _state(worker)
+        update(worker, config, seed, rank, world_size)
+    return saved, whole_state(worker)
 
 
 def _resume(rank: int, world_size: int, name: str, step: str) -> tuple[dict, dict, torch.Tensor]:
     worker, config = _worker(name)
     worker.load_checkpoint(f"{step}/weights", f"{step}/optimizer")
-    loaded = _state(worker)
+    loaded = whole_state(worker)
     reference = worker.get_reference_policy_logprobs(random_batch(rows=2), [2])
     for seed in (3, 4):
-        _update(worker, config, seed, rank, world_size)
-    return loaded, _state(worker), reference
+        update(worker, config, seed, rank, world_size)
+    return loaded, whole_state(worker), reference
 
 
 @pytest.mark.parametrize("tie", [False, True])
@@ -110,8 +84,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(world_size, tie, 
         want = hf_logprobs(original, random_batch(rows=2))
     for (saved, end), (loaded, end_again, reference) in zip(straight, resumed, strict=True):
         assert any(key.startswith("optim.exp_avg_sq") for key in saved)
-        _assert_equal(saved, loaded)
-        _assert_equal(end, end_again)
+        assert_equal_states(saved, loaded)
+        assert_equal_states(end, end_again)
         # The reference is the model the run started from, not the checkpoint.
         torch.testing.assert_close(reference.double(), want, rtol=0, atol=2e-4)
 
@@ -122,7 +96,7 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(tmp_path) -> None:
     saved, _ = run_ranks(_save, 2, name, step)[0]
     for world_size in (1, 3):
         for loaded, _, _ in run_ranks(_resume, world_size, name, step):
-            _assert_equal(saved, loaded)
+            assert_equal_states(saved, loaded)
 
 
 @pytest.mark.parametrize(("arch", "tie"), [("qwen2", True), ("qwen3", False), ("gemma3", True)])
@@ -161,11 +135,11 @@ def test_a_checkpoint_from_before_the_first_update_has_a_fresh_optimizer(tmp_pat
     with process_group():
         worker, config = _worker(name)
         worker.save_checkpoint(str(tmp_path / "w"), str(tmp_path / "o"))
-        _update(worker, config, 1)
+        update(worker, config, 1)
         again, _ = _worker(name)
         again.load_checkpoint(str(tmp_path / "w"), str(tmp_path / "o"))
-        _update(again, config, 1)
-        _assert_equal(_state(worker), _state(again))
+        update(again, config, 1)
+        assert_equal_states(whole_state(worker), whole_state(again))
 
 
 def test_random_number_states_are_restored(tmp_path) -> None:
@@ -214,24 +188,24 @@ def test_new_settings_apply_from_the_resumed_step(tmp_path, scheduler) -> None:
     with process_group():
         worker, config = _worker(name)
         for seed in (1, 2, 3):
-            _update(worker, config, seed)
+            update(worker, config, seed)
         worker.save_checkpoint(str(tmp_path / "w"), str(tmp_path / "o"))
-        saved = _state(worker)
+        saved = whole_state(worker)
 
         config = policy_config(name, scheduler=scheduler, optimizer=new)
         resumed = PolicyWorker(DTensorBackend(config, CPU), config)
         resumed.load_checkpoint(str(tmp_path / "w"), str(tmp_path / "o"))
-        loaded = _state(resumed)
+        loaded = whole_state(resumed)
         want = _rates(scheduler, base=1e-5, steps=6)
         rates = []
         for seed in (4, 5, 6):
             rates.append(resumed.backend.learning_rate())
-            _update(resumed, config, seed)
+            update(resumed, config, seed)
     assert rates == want[3:6]
     group = resumed.backend.optimizer.param_groups[0]
     assert (group["weight_decay"], list(group["betas"])) == (0.3, [0.8, 0.99])
     moments = {key: tensor for key, tensor in saved.items() if key != "lr"}
-    _assert_equal(moments, {key: loaded[key] for key in moments})
+    assert_equal_states(moments, {key: loaded[key] for key in moments})
 
 
 def _rates(scheduler, base: float, steps: int) -> list[float]:
@@ -263,7 +237,7 @@ def test_another_optimizer_starts_without_moments(tmp_path, caplog) -> None:
     name = save_tiny_model(tmp_path / "m")
     with process_group():
         worker, config = _worker(name)
-        _update(worker, config, 1)
+        update(worker, config, 1)
         worker.save_checkpoint(str(tmp_path / "w"), str(tmp_path / "o"))
         sgd = {"name": "torch.optim.SGD", "kwargs": {"lr": 0.5}}
         config = policy_config(name, scheduler=SCHEDULE, optimizer=sgd)
@@ -279,7 +253,7 @@ def test_a_damaged_training_state_is_named(tmp_path, file) -> None:
     name = save_tiny_model(tmp_path / "m")
     with process_group():
         worker, config = _worker(name)
-        _update(worker, config, 1)
+        update(worker, config, 1)
         worker.save_checkpoint(str(tmp_path / "w"), str(tmp_path / "o"))
         damaged = tmp_path / "o" / file
         damaged.write_bytes(damaged.read_bytes()[:50])
@@ -302,7 +276,7 @@ def test_code_in_a_training_state_is_refused_by_name(tmp_path, file) -> None:
     name, marker = save_tiny_model(tmp_path / "m"), tmp_path / "executed"
     with process_group():
         worker, config = _worker(name)
-        _update(worker, config, 1)
+        update(worker, config, 1)
         worker.save_checkpoint(str(tmp_path / "w"), str(tmp_path / "o"))
         planted = tmp_path / "o" / file
         if file == "optim/.metadata":
@@ -331,13 +305,13 @@ def _plant_everywhere(data: Path, marker: Path) -> None:
 def _fail_on_one_rank(rank: int, world_size: int, name: str, step: str) -> str:
     """Save where the last rank cannot write; then run a training step, which needs all ranks."""
     worker, config = _worker(name)
-    _update(worker, config, 1, rank, world_size)
+    update(worker, config, 1, rank, world_size)
     if rank == world_size - 1:
         (Path(step) / f"rng/rank_{rank:05d}.pt").mkdir(parents=True)  # a folder in place of a file
     torch.distributed.barrier()
     with pytest.raises(CheckpointError) as failure:
         worker.save_checkpoint(f"{step}_weights", step)
-    _update(worker, config, 2, rank, world_size)
+    update(worker, config, 2, rank, world_size)
     return str(failure.value)
 
 
@@ -384,16 +358,16 @@ def test_a_fused_optimizer_resumes_from_an_unfused_one(tmp_path, monkeypatch) ->
     step = str(tmp_path / "step")
     with process_group():
         plain, config = _worker(name)
-        _update(plain, config, 1)
+        update(plain, config, 1)
         plain.save_checkpoint(f"{step}/weights", f"{step}/optimizer")
         monkeypatch.setattr(optimizer, "_on_gpu", lambda parameters: True)
         fused, _ = _worker(name)
         fused.load_checkpoint(f"{step}/weights", f"{step}/optimizer")
         assert [group["fused"] for group in fused.backend.optimizer.param_groups] == [True]
-        _assert_equal(_state(plain), _state(fused))
+        assert_equal_states(whole_state(plain), whole_state(fused))
         for worker in (plain, fused):
-            _update(worker, config, 2)
-        left, right = _state(plain), _state(fused)
+            update(worker, config, 2)
+        left, right = whole_state(plain), whole_state(fused)
         for key, value in left.items():
             torch.testing.assert_close(right[key], value, rtol=1e-4, atol=1e-6)
 
@@ -421,8 +395,8 @@ def _save_in_background(rank: int, world_size: int, name: str, step: str) -> tup
     worker, config = _worker(name)
     states = []
     for seed in (1, 2):
-        _update(worker, config, seed, rank, world_size)
-        states.append(_state(worker))
+        update(worker, config, seed, rank, world_size)
+        states.append(whole_state(worker))
         staged = []
         stage = worker.backend.stage_save
 
@@ -435,7 +409,7 @@ def _save_in_background(rank: int, world_size: int, name: str, step: str) -> tup
         worker.save_checkpoint(f"{step}_{seed}/weights", f"{step}_{seed}/optimizer", background=True)
         worker.backend.stage_save = stage
         assert not worker.checkpoint_is_written()
-        _update(worker, config, seed + 10, rank, world_size)
+        update(worker, config, seed + 10, rank, world_size)
         staged[0].set()
         worker.finish_checkpoint()
         assert worker.checkpoint_is_written()
@@ -449,16 +423,16 @@ def test_a_background_checkpoint_holds_the_state_at_its_request(world_size, prec
     saved = run_ranks(_save_in_background, world_size, name, step)
     for number, seed in enumerate((1, 2)):
         for loaded, _, _ in run_ranks(_resume, world_size, name, f"{step}_{seed}"):
-            _assert_equal(loaded, saved[0][number])
+            assert_equal_states(loaded, saved[0][number])
 
 
 def _write_where_rank_1_cannot(rank: int, world_size: int, name: str, step: str) -> str:
     worker, config = _worker(name)
-    _update(worker, config, 1, rank, world_size)
+    update(worker, config, 1, rank, world_size)
     if rank == 1:
         training_state._rng_file = lambda path: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     worker.save_checkpoint(f"{step}/weights", f"{step}/optimizer", background=True)
-    _update(worker, config, 2, rank, world_size)
+    update(worker, config, 2, rank, world_size)
     with pytest.raises(CheckpointError) as failure:
         worker.finish_checkpoint()
     worker.finish_checkpoint()  # warns once

@@ -28,7 +28,7 @@ from nemo_rl.models.policy.batching import count_valid, shard_batch, training_st
 from nemo_rl.models.policy.workers.base import PolicyWorker
 from nemo_rl.utils.errors import CheckpointError
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[5]
 LORA = {"enabled": True, "dim": 4, "alpha": 8}
 VOCAB = len(make_char_tokenizer())
 

@@ -8,9 +8,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from policy_helpers import policy_config, process_group, run_ranks, save_tiny_model, tiny_model
 from safetensors.torch import load_file
-from test_policy_checkpoint import _assert_equal, _save, _state, _update, _worker
+from test_policy_checkpoint import _save, _worker
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from trained_states import assert_equal_states, update, whole_state
 from transformers import PreTrainedModel
 
 from nemo_rl.models.dtensor.checkpoints import model_files as checkpoint_io
@@ -25,7 +26,7 @@ from nemo_rl.utils.errors import CheckpointError
 def _load(rank: int, world_size: int, name: str, step: str) -> dict:
     worker, _ = _worker(name)
     worker.load_checkpoint(f"{step}/weights", f"{step}/optimizer")
-    return _state(worker)
+    return whole_state(worker)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
@@ -34,7 +35,7 @@ def test_a_resharded_state_equals_the_saved_one(before, after, tmp_path) -> None
     saved, _ = run_ranks(_save, before, name, step)[0]
     assert any(key.startswith("optim.exp_avg_sq") for key in saved)
     for loaded in run_ranks(_load, after, name, step):
-        _assert_equal(saved, loaded)
+        assert_equal_states(saved, loaded)
 
 
 def test_checkpoints_with_hyperparameters_next_to_the_states_still_load(tmp_path) -> None:
@@ -42,7 +43,7 @@ def test_checkpoints_with_hyperparameters_next_to_the_states_still_load(tmp_path
     paths = CheckpointPaths(tmp_path / "w", tmp_path / "o")
     with process_group():
         worker, config = _worker(name)
-        _update(worker, config, 1)
+        update(worker, config, 1)
         worker.backend.save(paths)
         state = get_optimizer_state_dict(worker.backend.model.hf, worker.backend.optimizer)
         dcp.save({"optim": state}, checkpoint_id=str(tmp_path / "o/optim"))
@@ -51,7 +52,7 @@ def test_checkpoints_with_hyperparameters_next_to_the_states_still_load(tmp_path
         torch.save(trainer, tmp_path / "o/trainer.pt")
         again, _ = _worker(name)
         again.backend.load(paths)
-        _assert_equal(_state(worker), _state(again))
+        assert_equal_states(whole_state(worker), whole_state(again))
 
 
 CONFIG = policy_config("m")
@@ -105,9 +106,9 @@ def test_ranks_may_hold_different_parameters(tmp_path) -> None:
     assert all(torch.equal(files[name], saved[name]) for name in files)
     moments = {name: value for name, value in saved.items() if name not in files}
     with process_group():
-        _assert_equal(_load_stage(0, 1, str(tmp_path), None), moments)
+        assert_equal_states(_load_stage(0, 1, str(tmp_path), None), moments)
         mine = _load_stage(0, 1, str(tmp_path), 1)
-    _assert_equal(mine, {name: last[name] for name in mine})
+    assert_equal_states(mine, {name: last[name] for name in mine})
 
 
 def test_missing_or_short_pieces_are_noticed(tmp_path) -> None:
@@ -135,7 +136,7 @@ def test_pieces_of_any_shape_and_dtype_are_joined(tmp_path) -> None:
     for piece in write_parts(tmp_path / "rank", parts):
         pieces.setdefault(piece.name, []).append(piece)
     join_pieces(tmp_path / "out.safetensors", pieces)
-    _assert_equal(load_file(tmp_path / "out.safetensors"), whole)
+    assert_equal_states(load_file(tmp_path / "out.safetensors"), whole)
 
 
 def _fails_halfway(rank: int, world_size: int, name: str, folder: str) -> str:

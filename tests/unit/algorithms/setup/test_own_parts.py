@@ -9,7 +9,7 @@ from nemo_rl.config import load_config
 from nemo_rl.config.loading.algorithms import ALGORITHMS
 from nemo_rl.utils.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 HERE = __name__
 FILES = {"grpo": "grpo_math_cpu.yaml", "sft": "sft_cpu.yaml", "dpo": "dpo_cpu.yaml", "rm": "rm_cpu.yaml"}
 MODULES = {"grpo": grpo, "sft": sft, "dpo": dpo, "rm": rm, "distillation": distillation}

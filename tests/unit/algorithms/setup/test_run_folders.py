@@ -16,7 +16,7 @@ from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.huggingface.sizes import count_parameters
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 ROWS = 100
 
 

@@ -18,7 +18,7 @@ from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.training.interfaces import CheckpointPaths
 from nemo_rl.utils.errors import CheckpointError
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[5]
 TINY_CHAT = ROOT / "examples/assets/tiny-chat"
 BACKEND = DTensorTraining()
 

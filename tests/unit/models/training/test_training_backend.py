@@ -23,7 +23,7 @@ from nemo_rl.utils.errors import CheckpointError, ConfigError
 from nemo_rl.weight_sync.endpoints import WeightReceiver
 from nemo_rl.weight_sync.transport import TransportSpec
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 RATE = 0.5
 
 

@@ -5,19 +5,18 @@ from unittest import mock
 
 import pytest
 import torch
-from architectures import random_model
+from architectures import PACKS, random_model
 from policy_helpers import (
     ARCHITECTURES,
     VOCAB,
     WeightedNLL,
     hf_logprobs,
+    hf_logprobs_with_grad,
     policy_config,
     process_group,
     save_tiny_model,
     tiny_model,
 )
-from test_packing_architectures import PACKS
-from test_policy_layouts import hf_logprobs_with_grad
 
 from nemo_rl.data.packing import Family, find_families
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict

@@ -12,7 +12,6 @@ import torch
 from memory_helpers import anonymous_mib, measured, return_freed_memory, write_random_llama
 from policy_helpers import policy_config, run_ranks
 
-from nemo_rl.config import REPOSITORY_ROOT
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.training.interfaces import CheckpointPaths
 
@@ -65,8 +64,7 @@ def test_no_rank_holds_the_whole_model(sizes, tmp_path) -> None:
     write_random_llama(tmp_path / "tiny", **{**sizes, "hidden_size": 64, "num_hidden_layers": 2}, **HEADS)
     # Fork from a separate process: this one's heap holds free memory that would hide allocations.
     command = [sys.executable, __file__, str(tmp_path / "model"), str(tmp_path / "tiny"), str(tmp_path)]
-    modules = os.pathsep.join(map(str, (Path(__file__).parent, REPOSITORY_ROOT / "tools")))
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": modules}, capture_output=True)
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     ranks = json.loads(done.stdout.splitlines()[-1])
     peaks = {phase: max(rank[phase] for rank in ranks) for phase in PHASES}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from architectures import random_model
+from architectures import PACKS, REFUSED_AT_LOAD, REFUSED_BY_PROBE, WAY_OUT, random_model
 from policy_helpers import VOCAB
 from torch import Tensor
 from transformers import AttentionMaskInterface, PreTrainedModel
@@ -17,26 +17,6 @@ from nemo_rl.models.dtensor.attention import (
 from nemo_rl.models.huggingface.load import load_causal_lm
 from nemo_rl.models.training.inputs import packed_model_inputs
 from nemo_rl.utils.errors import ConfigError
-
-PACKS = (
-    *("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama", "mistral", "ministral", "mixtral", "phi", "phi3", "phimoe"),
-    *("deepseek_v3", "gemma3_text", "gpt_neox", "gpt2", "cohere2", "olmo2", "olmo3", "starcoder2", "exaone4"),
-    *("smollm3", "glm4", "granite", "gemma2", "gpt_oss"),
-)
-REFUSED_AT_LOAD = {
-    "falcon": "FalconForCausalLM computes its attention in its own code",
-    "gptj": "GPTJForCausalLM computes its attention in its own code",
-    "gpt_neo": "GPTNeoForCausalLM computes its attention in its own code",
-    "mpt": "MptForCausalLM computes its attention in its own code",
-    "bloom": "BloomForCausalLM computes its attention in its own code",
-}
-REFUSED_BY_PROBE = {
-    "llama4_text": "Llama4ForCausalLM uses chunked attention",
-    "doge": "DogeAttention asks its attention for a mask of its own",
-    "minimax": "MiniMaxForCausalLM: outputs for packed sequences differ .* padded",
-    "stablelm": "StableLmForCausalLM: outputs for packed sequences differ .* padded",
-}
-WAY_OUT = r"policy\.sequence_packing\.enabled=false"
 
 
 def _packing(model: PreTrainedModel) -> PreTrainedModel:

@@ -6,6 +6,7 @@ from policy_helpers import (
     ARCHITECTURES,
     WeightedNLL,
     hf_logprobs,
+    hf_logprobs_with_grad,
     policy_config,
     process_group,
     random_batch,
@@ -79,16 +80,6 @@ def _reference_gradients(model, data):
     loss = -(scores * mask * data["advantages"]).sum() / count_valid(data)[1]
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
-
-
-def hf_logprobs_with_grad(model, data):
-    rows = []
-    for row, length in enumerate(data["input_lengths"].tolist()):
-        ids = data["input_ids"][row : row + 1, :length]
-        logp = torch.log_softmax(model(input_ids=ids, use_cache=False).logits.double(), dim=-1)
-        scores = logp[0, :-1].gather(-1, ids[0, 1:, None]).squeeze(-1)
-        rows.append(torch.nn.functional.pad(scores, (1, data["input_ids"].shape[1] - length)))
-    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -6,10 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import _COMMON, SPECIAL, random_model
+from architectures import (
+    _COMMON,
+    PACKS,
+    REFUSED_AT_LOAD,
+    REFUSED_BY_PROBE,
+    SPECIAL,
+    WAY_OUT,
+    random_model,
+)
 from policy_helpers import policy_config, process_group, run_ranks, save_tiny_model, tiny_model
 from safetensors.torch import load_file, save_file
-from test_packing_architectures import PACKS, REFUSED_AT_LOAD, REFUSED_BY_PROBE, WAY_OUT
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification

@@ -12,7 +12,7 @@ import nemo_rl.models.training.backends
 
 pytestmark = pytest.mark.fast
 
-CONVERTERS = Path(__file__).resolve().parents[4] / "examples/converters"
+CONVERTERS = Path(__file__).resolve().parents[5] / "examples/converters"
 
 
 @pytest.fixture

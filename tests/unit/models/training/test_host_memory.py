@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from policy_helpers import policy_config, process_group, random_batch, run_ranks, save_tiny_model
-from test_policy_checkpoint import _assert_equal, _state, _update
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from trained_states import assert_equal_states, update, whole_state
 
 from nemo_rl.algorithms.runtime.device_sharing import FrozenModel, MemorySharing, SecondTrainedModel, TrainedModel
 from nemo_rl.host import device as device_module
@@ -88,13 +88,13 @@ def _train_in_turns(rank: int, world_size: int, name: str, folder: str) -> None:
     at_rest = []
     for seed in (1, 2, 3):
         worker.move_optimizer_state(to_host=False)
-        _update(worker, config, seed, rank, world_size)
-        _update(alone, config, seed, rank, world_size)
+        update(worker, config, seed, rank, world_size)
+        update(alone, config, seed, rank, world_size)
         assert not set(_optimizer_places(worker)) & {place for places in at_rest for place in places}
         for _ in range(2):  # the second call does nothing
             worker.move_optimizer_state(to_host=True)
             at_rest.append(_optimizer_places(worker))
-        _assert_equal(_state(worker), _state(alone))
+        assert_equal_states(whole_state(worker), whole_state(alone))
         batch = random_batch(rows=2)
         reference = worker.get_reference_policy_logprobs(batch, [2])
         assert torch.equal(reference, alone.get_reference_policy_logprobs(batch, [2]))
@@ -102,7 +102,7 @@ def _train_in_turns(rank: int, world_size: int, name: str, folder: str) -> None:
     worker.save_checkpoint(f"{folder}/weights", f"{folder}/optimizer")  # offloaded, as after a validation
     again, _ = _worker(name, takes_turns=True)
     again.load_checkpoint(f"{folder}/weights", f"{folder}/optimizer")
-    _assert_equal(_state(again), _state(alone))
+    assert_equal_states(whole_state(again), whole_state(alone))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -123,9 +123,9 @@ def _second_model_in_turns(rank: int, world_size: int, name: str, precision: str
     )
     for seed in (1, 2, 3):
         memory.hand_to(("critic",))
-        _update(critic, config, seed, rank, world_size)
-        _update(alone, config, seed, rank, world_size)
-        _assert_equal(_state(critic), _state(alone))
+        update(critic, config, seed, rank, world_size)
+        update(alone, config, seed, rank, world_size)
+        assert_equal_states(whole_state(critic), whole_state(alone))
         # Held, so that no later tensor can get the same address.
         held = _storages(critic.backend.model.parameters()) + _storages(_optimizer_tensors(critic))
         on_device = {storage.data_ptr() for storage in held}
@@ -135,7 +135,7 @@ def _second_model_in_turns(rank: int, world_size: int, name: str, precision: str
     critic.save_checkpoint(f"{folder}/weights", f"{folder}/optimizer")
     again, _ = _worker(name, takes_turns=True, precision=precision)
     again.load_checkpoint(f"{folder}/weights", f"{folder}/optimizer")
-    _assert_equal(_state(again), _state(alone))
+    assert_equal_states(whole_state(again), whole_state(alone))
     rests, wakes = ["critic optimizer rests", "critic weights rest"], ["critic weights wake", "critic optimizer wakes"]
     first = ["policy optimizer rests", *wakes]
     turn = [*rests, "policy optimizer wakes", *first]
@@ -152,7 +152,7 @@ def _reference_places(name: str) -> None:
     worker, config = _worker(name, takes_turns=False)
     batch = random_batch(rows=2)
     for seed in (1, 2):
-        _update(worker, config, seed)
+        update(worker, config, seed)
         with Allocations() as made, worker.backend.reference_weights():
             first_turn = seed == 1
         assert (made.num > 0) is first_turn, "host memory for the trained weights is taken once"
@@ -210,7 +210,7 @@ def _teacher_in_turns(rank: int, world_size: int, teacher_name: str, name: str, 
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         memory.hand_to(("policy",))
         at_rest.append(_places(teacher.backend.model.parameters()))
-        _update(policy, config, seed, rank, world_size)
+        update(policy, config, seed, rank, world_size)
     if even:  # FSDP2 pads an uneven shard in separate memory
         assert at_rest[0] == at_rest[1]
         assert set(at_rest[0]) <= set(_places(teacher.backend._resting._copies.values()))

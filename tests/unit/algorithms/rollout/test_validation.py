@@ -14,7 +14,7 @@ from nemo_rl.experience.trajectory import Outcome, Rollouts, Trajectory
 
 pytestmark = pytest.mark.fast
 
-CONFIG = Path(__file__).parents[3] / "examples/configs/grpo_math_cpu.yaml"
+CONFIG = Path(__file__).parents[4] / "examples/configs/grpo_math_cpu.yaml"
 
 
 class Runner:

@@ -21,7 +21,7 @@ from nemo_rl.models.training.interfaces import CheckpointPaths
 
 pytestmark = needs_megatron
 
-CONVERTERS = Path(__file__).resolve().parents[4] / "examples/converters"
+CONVERTERS = Path(__file__).resolve().parents[5] / "examples/converters"
 MESHES = {
     "llama": Mesh(tp=2, sp=True),
     "qwen2": Mesh("qwen2", pp=2),
