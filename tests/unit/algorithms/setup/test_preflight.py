@@ -102,7 +102,7 @@ def test_a_hub_that_does_not_answer(monkeypatch):
             ConfigError, match=f"and the hub at {endpoint} (gave no answer in 0.3 s|could not be reached)"
         ):
             check_reachable("policy.model_name", "no-such-user/nothing")
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20
 
 
 def test_folders_and_names(tmp_path):

@@ -396,7 +396,7 @@ async def test_a_wait_for_another_threads_replacement_has_a_deadline():
         started = time.monotonic()
         with pytest.raises(DeadlineExceededError, match="more than 0.1 s"):
             await asyncio.to_thread(group.with_replacements, lambda: None)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
 
 
 async def test_a_death_of_another_worker_is_raised_to_the_caller():

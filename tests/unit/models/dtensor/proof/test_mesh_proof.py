@@ -9,6 +9,7 @@ import pytest
 import torch
 from architectures import random_model
 from policy_helpers import policy_config
+from processes_for_tests import wait_until_gone
 from transformers import AutoConfig, PretrainedConfig
 
 from nemo_rl.config import PolicyConfig
@@ -208,10 +209,6 @@ def test_the_shrunk_model_has_every_kind_of_layer() -> None:
     assert mlps == ["DeepseekV3MLP", "DeepseekV3MoE"]
 
 
-def _alive(pids: Path) -> list[int]:
-    return [int(pid) for pid in pids.read_text().split() if Path(f"/proc/{pid}").exists()]
-
-
 def test_no_process_remains_after_a_proof(tmp_path) -> None:
     pids = tmp_path / "pids"
 
@@ -236,10 +233,7 @@ def test_no_process_remains_after_a_proof(tmp_path) -> None:
 
     found = answers(second_late, 2, 60, own_group=True)
     assert found == Trouble("KeyError: 'the second one ends the first'", raised=True)
-    end = time.monotonic() + 10
-    while _alive(pids) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not _alive(pids)
+    assert wait_until_gone([int(pid) for pid in pids.read_text().split()]) == []
 
 
 def test_answers_arrive_in_order_before_the_deadline() -> None:
