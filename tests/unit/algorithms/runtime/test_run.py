@@ -1,6 +1,6 @@
 """The one loop, with parts made for it: the order of things, who has the devices, and what a checkpoint remembers."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from run_parts import session_parts, start_session
 
 from nemo_rl.algorithms.rollout.batches import RolloutBatches
 from nemo_rl.algorithms.rollout.source import FreshRollouts, Group
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.algorithms.runtime.resume_check import DATA_POSITION_FILE
 from nemo_rl.algorithms.runtime.run import Run, StepBatch, train
-from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
+from nemo_rl.algorithms.runtime.session import Cadence
 from nemo_rl.algorithms.setup.launch import exit_status
 from nemo_rl.algorithms.setup.roles import start_together
 from nemo_rl.algorithms.setup.run_folders import RunFolders
-from nemo_rl.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.data.loader import build_loader
 from nemo_rl.data.prompt_stream import DataExhausted, PromptPosition, PromptStream
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -27,9 +27,7 @@ from nemo_rl.experience.rollouts import Collection
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.files.safe_load import load_plain
 from nemo_rl.models.generation.interfaces import VersionSpan
-from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.errors import ConfigError, DataError, WorkerDiedError
-from nemo_rl.utils.logger import Logger
 
 pytestmark = pytest.mark.fast
 
@@ -126,36 +124,31 @@ def layout(trajectories: Any) -> BatchedDataDict[Any]:
     return BatchedDataDict({"idx": [t.idx for t in trajectories]})
 
 
+def batches_of(
+    source: Any, prompts: PromptStream, weight_version: int = 0, ensure_fresh: Callable[[], None] = lambda: None
+) -> RolloutBatches:
+    """Batches of a source; the probe and the sample log do nothing."""
+    refitter: Any = SimpleNamespace(
+        ensure_fresh=ensure_fresh,
+        before_training=lambda: None,
+        last_sync={"sync_s": 0.1},
+        weight_version=weight_version,
+    )
+    quiet: Any = SimpleNamespace(check=lambda batch, stale_BT: None, write_training=lambda *_: None)
+    return RolloutBatches(source, prompts, refitter, quiet, quiet, layout)
+
+
 def make_run(
     folder: Path, steps: int, events: list[str], source: Any = SamplesAhead, prompts: PromptStream | None = None
 ) -> Run:
     """A run that continues from the newest checkpoint below `folder`."""
     prompts = prompts or make_prompts()
-    config = CheckpointingConfig.build(checkpoint_dir=str(folder / "checkpoints"), save_period=1)
-    checkpoints = CheckpointManager(config)
-    latest = checkpoints.get_latest_checkpoint_path()
-    refitter = SimpleNamespace(
-        ensure_fresh=lambda: events.append("sync"),
-        before_training=lambda: None,
-        last_sync={"sync_s": 0.1},
-        weight_version=0,
-    )
-    quiet = SimpleNamespace(check=lambda batch, stale_BT: None, write_training=lambda *_: None)
-    batches = RolloutBatches(source(prompts), prompts, refitter, quiet, quiet, layout)  # type: ignore[arg-type]
+    batches = batches_of(source(prompts), prompts, ensure_fresh=lambda: events.append("sync"))
     policy = Recorder(events, "policy")
-    parts = SessionParts(
-        cadence=Cadence(steps, save_period=1),
-        logger=Logger(LoggerConfig.build(log_dir=str(folder)), folder / "exp"),
-        checkpointing=config,
-        checkpoints=checkpoints,
-        models={"policy": policy},
-        source=prompts,
-        validate=None,
-        run_config=config,
-    )
+    parts = session_parts(folder, Cadence(steps, save_period=1), prompts, models={"policy": policy}, save_period=1)
     users = {name: Recorder(events, name) for name in ("generation", "teacher", "policy")}
     return Run(
-        session=Session(parts, None if latest is None else Path(latest), started_at=0.0),
+        session=start_session(parts),
         source=batches,
         stages=[Recorder(events, "scores", roles=("teacher",)), Recorder(events, "credit")],
         roles={"policy": policy},  # type: ignore[dict-item]
@@ -265,9 +258,7 @@ def test_prompts_of_groups_that_are_left_out_are_done_with_the_step() -> None:
             for index, batch in enumerate(batches):
                 yield Group((0, index), [trajectory(batch.rows["idx"][0])], batch.positions[0], trains=index == 1)
 
-    refitter = SimpleNamespace(ensure_fresh=lambda: None, before_training=lambda: None, last_sync={}, weight_version=0)
-    quiet = SimpleNamespace(check=lambda *_: None, write_training=lambda *_: None)
-    source = RolloutBatches(HalfOfThem(prompts), prompts, refitter, quiet, quiet, layout)  # type: ignore[arg-type]
+    source = batches_of(HalfOfThem(prompts), prompts)
     batch = source.next_batch(1, lambda name: nullcontext())
     assert (batch.tensors["idx"], batch.num_prompts, len(batch.prompts)) == ([2], 1, 2)
     assert prompts.state_dict()["loader"]["num_batches_done"] == 0
@@ -286,15 +277,12 @@ def test_a_group_that_is_older_than_its_source_states_is_refused() -> None:
             yield Group((0, 0), [sample])
 
     prompts = make_prompts()
-    refitter = SimpleNamespace(ensure_fresh=lambda: None, before_training=lambda: None, last_sync={}, weight_version=6)
-    quiet = SimpleNamespace(check=lambda *_: None)
-    source = RolloutBatches(Old(prompts), prompts, refitter, quiet, quiet, layout)  # type: ignore[arg-type]
+    source = batches_of(Old(prompts), prompts, weight_version=6)
     batch = source.next_batch(1, lambda name: nullcontext())
     assert batch.stale_BT is not None and batch.stale_BT.tolist() == [[True]]
     assert (batch.metrics["avg_trajectory_age"], batch.metrics["max_trajectory_age"]) == (2.0, 2.0)
-    refitter.weight_version = 7
     with pytest.raises(ValueError, match=r"sampled 3 weight versions ago; its max_staleness is 2"):
-        source.next_batch(2, lambda name: nullcontext())
+        batches_of(Old(prompts), prompts, weight_version=7).next_batch(2, lambda name: nullcontext())
 
 
 def test_groups_are_trained_on_in_their_order_whenever_they_finish() -> None:
@@ -306,9 +294,7 @@ def test_groups_are_trained_on_in_their_order_whenever_they_finish() -> None:
             for order in ((1, 0), (0, 4), (0, 2)):
                 yield Group(order, [trajectory(10 * order[0] + order[1])])
 
-    refitter = SimpleNamespace(ensure_fresh=lambda: None, before_training=lambda: None, last_sync={}, weight_version=0)
-    quiet = SimpleNamespace(check=lambda *_: None)
-    source = RolloutBatches(Late(), make_prompts(), refitter, quiet, quiet, layout)  # type: ignore[arg-type]
+    source = batches_of(Late(), make_prompts())
     batch = source.next_batch(1, lambda name: nullcontext())
     assert batch.tensors["idx"] == [2, 4, 10]
     assert [t.group_index for t in batch.trajectories] == [0, 1, 2]

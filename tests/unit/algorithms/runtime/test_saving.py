@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from test_session import Data, make_session, train
+from run_parts import Data, make_session, train
 
 from nemo_rl.algorithms.runtime.session import Cadence
 from nemo_rl.config import CheckpointingConfig
@@ -52,9 +52,8 @@ class Slow:
 
 def start(folder: Path, steps: int, model: Slow, save_period: int = 2):
     data = Data()
-    session, _ = make_session(folder, Cadence(steps, save_period=save_period), data, is_async=True)
-    session._parts.models["policy"] = model  # type: ignore[index]
-    return session, data
+    cadence = Cadence(steps, save_period=save_period)
+    return make_session(folder, cadence, data, models={"policy": model}, is_async=True), data
 
 
 def saved(folder: Path) -> dict[str, str]:
