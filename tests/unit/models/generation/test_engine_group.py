@@ -167,9 +167,11 @@ def request(token: int) -> GenerationRequest:
     return GenerationRequest([token], SamplingParams(), seed=token)
 
 
-def make_group(num_engines: int, max_restarts: int = 3, answers_at_once: bool = False) -> tuple[EngineGroup, FakeGroup]:
-    fake = FakeGroup(num_engines, answers_at_once)
-    return EngineGroup(fake, setup_timeout_s=5.0, max_restarts=max_restarts), fake  # type: ignore[arg-type]
+def make_group(
+    num_engines: int, max_restarts: int = 3, answers_at_once: bool = False, **options: float
+) -> tuple[EngineGroup, FakeGroup]:
+    fake: Any = FakeGroup(num_engines, answers_at_once)
+    return EngineGroup(fake, setup_timeout_s=5.0, max_restarts=max_restarts, **options), fake  # type: ignore[arg-type]
 
 
 def start(group: EngineGroup, tokens: list[int]) -> list[asyncio.Task[GenerationResult]]:
@@ -390,8 +392,7 @@ async def test_the_training_thread_and_a_revival_do_not_replace_the_same_engine(
 
 
 async def test_a_wait_for_another_threads_replacement_has_a_deadline():
-    group, _ = make_group(1)
-    group._turn_timeout_s = 0.1
+    group, _ = make_group(1, turn_timeout_s=0.1)
     with group.exclusively(), group.exclusively():
         started = time.monotonic()
         with pytest.raises(DeadlineExceededError, match="more than 0.1 s"):
