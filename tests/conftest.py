@@ -15,6 +15,12 @@ from nemo_rl.host.stop_signals import STOP_SIGNALS, handlers_kept
 os.register_at_fork(before=gc.disable, after_in_parent=gc.enable, after_in_child=lambda: (gc.freeze(), gc.enable()))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Run fast tests on one thread: their tensors are small, and workers of pytest-xdist share the cores."""
+    if config.getoption("markexpr") == "fast":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 @pytest.fixture(autouse=True)
 def own_signal_handlers() -> Iterator[None]:
     """Reset signals that `nohup` or a background job ignores, and handlers of other tests."""
