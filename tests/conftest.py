@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,16 @@ def own_signal_handlers() -> Iterator[None]:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With `-m fast`, import only modules that are marked: importing all of them takes longer than their tests."""
-    if config.getoption("markexpr") != "fast" or not collection_path.name.startswith("test_"):
+    if config.getoption("markexpr") != "fast":
         return None
-    return True if "pytest.mark.fast" not in collection_path.read_text(encoding="utf-8") else None
+    if collection_path.is_dir():
+        return None if any(map(_is_fast, collection_path.rglob("test_*.py"))) else True
+    return True if collection_path.name.startswith("test_") and not _is_fast(collection_path) else None
+
+
+@cache
+def _is_fast(module: Path) -> bool:
+    return "pytest.mark.fast" in module.read_text(encoding="utf-8")
 
 
 @pytest.fixture(autouse=True)
