@@ -8,40 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from numbered_prompts import Rows, make_loader, make_stream
 
-from nemo_rl.data.loader import PromptLoader, build_loader
+from nemo_rl.data.loader import PromptLoader
 from nemo_rl.data.prompt_stream import DataExhausted, PromptPosition, PromptStream
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.files.safe_load import load_plain
 from nemo_rl.utils.errors import DataError
 
-
-class Rows:
-    """A data set whose rows are their numbers, and which counts how often each is prepared in this process."""
-
-    def __init__(self, size: int):
-        self.size = size
-        self.prepared: Counter[int] = Counter()
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, row: int) -> int:
-        self.prepared[row] += 1
-        return row
-
-
-def collate(rows: list[int]) -> BatchedDataDict[Any]:
-    return BatchedDataDict({"idx": rows, "process": os.getpid()})
-
-
-def make_loader(rows: Rows, batch_size: int = 3, **options: Any) -> PromptLoader:
-    options = {"shuffle": True, "seed": 5, "collate_fn": collate} | options
-    return build_loader(rows, batch_size, **options)  # type: ignore[arg-type]
-
-
-def make_stream(num_rows: int = 12, batch_size: int = 3, max_epochs: int = 2, **options: Any) -> PromptStream:
-    return PromptStream(make_loader(Rows(num_rows), batch_size, **options), max_epochs)
+pytestmark = pytest.mark.fast
 
 
 def drained(stream: PromptStream) -> list[PromptPosition]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from numbered_prompts import make_stream
 
 from nemo_rl.algorithms.grpo import corrects_staleness
 from nemo_rl.algorithms.rollout.refit import Refitter
@@ -18,9 +19,7 @@ from nemo_rl.algorithms.rollout.training_batch import build_training_batch
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.config import load_config
-from nemo_rl.data.loader import build_loader
-from nemo_rl.data.prompt_stream import PromptPosition, PromptStream
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.data.prompt_stream import PromptPosition
 from nemo_rl.experience.trajectory import Outcome, Trajectory
 from nemo_rl.models.generation.interfaces import VersionSpan
 from nemo_rl.weight_sync.transport import TransportSpec
@@ -179,25 +178,12 @@ def test_a_version_means_the_same_weights_after_a_resume() -> None:
 
 
 def test_sampled_groups_travel_through_a_checkpoint(tmp_path: Any) -> None:
-    class Rows(list[int]):
-        pass
-
-    def stream() -> PromptStream:
-        loader = build_loader(
-            Rows(range(4)),  # type: ignore[arg-type]
-            2,
-            shuffle=False,
-            seed=0,
-            collate_fn=lambda rows: BatchedDataDict({"idx": rows}),
-        )
-        return PromptStream(loader, 1)
-
     sample = sampled((2, 3), (6, 4))
     sample.outcome, sample.reward_components, sample.episode = Outcome.TRUNCATED, {"right": 0.5}, object()
     groups = [Group((1, 0), [sample], PromptPosition(0, 1))]
     torch.save(SampledGroups(groups, {"math/accuracy": 0.25}).state_dict(), tmp_path / "groups.pt")
 
-    prompts = stream()
+    prompts = make_stream(4, 2, 1, shuffle=False)
     restored = SampledGroups.from_state(torch.load(tmp_path / "groups.pt", weights_only=True), prompts)
     (group,) = restored.groups
     (found,) = group.trajectories

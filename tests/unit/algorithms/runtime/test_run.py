@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from numbered_prompts import make_stream
 from run_parts import session_parts, start_session
 
 from nemo_rl.algorithms.rollout.batches import RolloutBatches
@@ -20,7 +21,6 @@ from nemo_rl.algorithms.runtime.session import Cadence
 from nemo_rl.algorithms.setup.launch import exit_status
 from nemo_rl.algorithms.setup.roles import start_together
 from nemo_rl.algorithms.setup.run_folders import RunFolders
-from nemo_rl.data.loader import build_loader
 from nemo_rl.data.prompt_stream import DataExhausted, PromptPosition, PromptStream
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.rollouts import Collection
@@ -58,26 +58,13 @@ class Recorder:
         Path(weights).mkdir(parents=True)
 
 
-class Rows:
-    """A data set of four rows."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, row: int) -> int:
-        return row
-
-
 def make_prompts(max_epochs: int = 2) -> PromptStream:
     """Epochs of four batches with one prompt each, `idx` 1 to 4."""
-    loader = build_loader(
-        Rows(),  # type: ignore[arg-type]
-        1,
-        shuffle=False,
-        seed=0,
-        collate_fn=lambda rows: BatchedDataDict({"idx": [row + 1 for row in rows]}),
-    )
-    return PromptStream(loader, max_epochs)
+
+    def collate(rows: list[int]) -> BatchedDataDict[Any]:
+        return BatchedDataDict({"idx": [row + 1 for row in rows]})
+
+    return make_stream(4, 1, max_epochs, shuffle=False, collate_fn=collate)
 
 
 def trajectory(idx: int) -> Trajectory:
