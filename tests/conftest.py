@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,12 @@ from nemo_rl.host.stop_signals import STOP_SIGNALS, handlers_kept
 
 # Finalizers of Ray objects from earlier tests wait for threads that a forked process does not have.
 os.register_at_fork(before=gc.disable, after_in_parent=gc.enable, after_in_child=lambda: (gc.freeze(), gc.enable()))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Run fast tests on one thread: their tensors are small, and workers of pytest-xdist share the cores."""
+    if config.getoption("markexpr") == "fast":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +34,16 @@ def own_signal_handlers() -> Iterator[None]:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With `-m fast`, import only modules that are marked: importing all of them takes longer than their tests."""
-    if config.getoption("markexpr") != "fast" or not collection_path.name.startswith("test_"):
+    if config.getoption("markexpr") != "fast":
         return None
-    return True if "pytest.mark.fast" not in collection_path.read_text(encoding="utf-8") else None
+    if collection_path.is_dir():
+        return None if any(map(_is_fast, collection_path.rglob("test_*.py"))) else True
+    return True if collection_path.name.startswith("test_") and not _is_fast(collection_path) else None
+
+
+@cache
+def _is_fast(module: Path) -> bool:
+    return "pytest.mark.fast" in module.read_text(encoding="utf-8")
 
 
 @pytest.fixture(autouse=True)

@@ -2,12 +2,14 @@
 
 Wraps torchdata's `StatefulDataLoader`. Invariant: the order of epoch e is a function of (seed, e) alone, so the state
 of the loader is an epoch and a number of batches, and a loader with a restored state continues with the next batch.
+After `take` has drawn other than whole batches, the state names the batch that the next row is in.
 """
 
 import gc
 import logging
+import math
 import os
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class EpochSampler(Sampler[int]):
-    """Row indices of one epoch, beginning at a position; `begin` sets epoch and position.
+    """Row indices of one epoch, from a position to an end; `begin` sets them.
 
     Args:
         num_rows: Rows of the data set.
@@ -35,21 +37,28 @@ class EpochSampler(Sampler[int]):
         self.num_rows = num_rows
         self.shuffle = shuffle
         self.seed = seed
-        self.begin(epoch=0, position=0)
+        self._known: tuple[int, list[int]] | None = None
+        self.begin(epoch=0, position=0, end=num_rows)
 
-    def begin(self, epoch: int, position: int) -> None:
-        """Make the next `iter()` yield the rows of `epoch`, beginning at `position`."""
+    def begin(self, epoch: int, position: int, end: int) -> None:
+        """Make the next `iter()` yield the rows of `epoch` from `position` to before `end`."""
         self._epoch = epoch
         self._position = position
+        self._end = end
 
     def __len__(self) -> int:
         return self.num_rows
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.order(self._epoch)[self._position :])
+        return iter(self.order(self._epoch)[self._position : self._end])
 
     def order(self, epoch: int) -> list[int]:
         """Return all rows of an epoch, in its order."""
+        if self._known is None or self._known[0] != epoch:
+            self._known = epoch, self._make_order(epoch)
+        return self._known[1]
+
+    def _make_order(self, epoch: int) -> list[int]:
         if not self.shuffle:
             return list(range(self.num_rows))
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "data_order", epoch))
@@ -74,6 +83,7 @@ class PromptLoader(StatefulDataLoader):
     Attributes:
         num_over_long: Number of too long prompts so far.
         num_unusable: Number of rows so far that could not be rendered or encoded.
+        epoch: Number of finished epochs.
         last_rows: Rows of the data set that are in the batch yielded last.
     """
 
@@ -87,59 +97,74 @@ class PromptLoader(StatefulDataLoader):
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, sampler=sampler, **kwargs)
-        self.num_over_long = 0
-        self.num_unusable = 0
+        self.epoch = self.num_over_long = self.num_unusable = 0
         self.last_rows: list[int] = []
         self._accept_changes = accept_changes
         self._max_bad_row_share = max_bad_row_share
         self._order = sampler
-        self._epoch = 0
-        self._num_batches_done = 0
+        self._num_rows_done = 0
         self._in_progress = False
+        self._counts_before = (0, 0)
+        """`num_over_long` and `num_unusable` before this epoch."""
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of the next epoch, or of the rest of a restored one."""
         if self._in_progress:
-            self._epoch, self._num_batches_done = self._epoch + 1, 0
+            self._begin_epoch(self.epoch + 1)
         self._in_progress = True
-        assert self.batch_size is not None
-        self._order.begin(self._epoch, self._num_batches_done * self.batch_size)
-        before, unusable_before = self.num_over_long, self.num_unusable
-        order = self._order.order(self._epoch)
+        self._order.begin(self.epoch, self._num_rows_done, self._epoch_end)
         for batch in super().__iter__():
-            start = self._num_batches_done * self.batch_size
-            self.last_rows = order[start : start + self.batch_size]
-            self._num_batches_done += 1
+            self.last_rows = self._next_rows(self._size)
+            self._num_rows_done += len(self.last_rows)
             self._note_weightless(batch)
-            self._check_share(self.num_unusable - unusable_before)
             yield batch
-        self._epoch, self._num_batches_done = self._epoch + 1, 0
         self._in_progress = False
-        if self.num_over_long > before:
-            logger.warning(
-                "%d rows of this epoch were longer than data.max_input_seq_length; they were "
-                "cut to a stub and did not train the model.",
-                self.num_over_long - before,
-            )
-        if self.num_unusable > unusable_before:
-            logger.warning("%d rows of this epoch could not be used.", self.num_unusable - unusable_before)
+        if self._num_rows_done == self._epoch_end:
+            self._finish_epoch()
 
     @property
     def num_rows(self) -> int:
         """Rows of an epoch, those that do not fill its last batch included."""
         return self._order.num_rows
 
-    def prepare(self, rows: Sequence[int]) -> Any:
-        """Make a batch of rows that were drawn and counted before, in this process; the position stays where it is."""
+    @property
+    def current_batch(self) -> list[int]:
+        """Rows of the batch, in the state's count of batches, that has the last drawn row of this epoch."""
+        end = self._num_batches_done * self._size
+        return self._order.order(self.epoch)[end - self._size : end]
+
+    def take(self, num_rows: int) -> list[int]:
+        """Draw the next rows without preparing them; the next `iter()` continues after them.
+
+        Args:
+            num_rows: Largest number of rows.
+
+        Returns:
+            Rows of this epoch only. If it has no more: an empty list, and the next call begins the next epoch.
+        """
+        rows = self._next_rows(num_rows)
+        self._num_rows_done += len(rows)
+        self._in_progress = False
+        if not rows:
+            self._finish_epoch()
+        return rows
+
+    def prepare(self, rows: Sequence[int], counted: Collection[int] = ()) -> Any:
+        """Make a batch of rows that were drawn by `take`, in this process; the position stays where it is.
+
+        Args:
+            rows: Of the data set.
+            counted: Those that an earlier process has reported, if they cannot be used.
+        """
         assert self.collate_fn is not None
         batch = self.collate_fn([self.dataset[row] for row in rows])
-        batch.pop("fault", None)
+        self._note_weightless(batch, counted)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, its finished batches, and the settings that give them a meaning."""
+        """Return the epoch, the batches that were begun in it, and the settings that give them a meaning."""
         return {
-            "epoch": self._epoch,
+            "epoch": self.epoch,
             "num_batches_done": self._num_batches_done,
             **self._conditions(),
         }
@@ -154,11 +179,11 @@ class PromptLoader(StatefulDataLoader):
             DataError: The state belongs to other data, another seed, batch size or `shuffle`.
         """
         changed = self.check_position(state_dict)
-        self._epoch = state_dict["epoch"]
-        self._num_batches_done = state_dict["num_batches_done"]
+        self._begin_epoch(state_dict["epoch"])
+        self._num_rows_done = min(state_dict["num_batches_done"] * state_dict["batch_size"], self._epoch_end)
         self._in_progress = False
         if changed:
-            self._move(state_dict, changed)
+            self._move(changed)
 
     def check_position(self, state_dict: dict[str, Any]) -> list[str]:
         """Return what has changed since a position was saved; errors as in `load_state_dict`."""
@@ -174,16 +199,52 @@ class PromptLoader(StatefulDataLoader):
             )
         return changed
 
-    def _move(self, state_dict: dict[str, Any], changed: list[str]) -> None:
-        """Move to the same number of rows in changed data."""
+    @property
+    def _size(self) -> int:
         assert self.batch_size is not None
-        rows_done = state_dict["num_batches_done"] * state_dict["batch_size"]
-        self._num_batches_done = min(rows_done // self.batch_size, len(self))
+        return self.batch_size
+
+    @property
+    def _epoch_end(self) -> int:
+        """Rows of an epoch that are used."""
+        return min(len(self) * self._size, self._order.num_rows)
+
+    @property
+    def _num_batches_done(self) -> int:
+        """Batches of this epoch that were begun."""
+        return math.ceil(self._num_rows_done / self._size)
+
+    def _next_rows(self, num_rows: int) -> list[int]:
+        """Return the next rows of this epoch, at most `num_rows`."""
+        start = self._num_rows_done
+        return self._order.order(self.epoch)[start : min(start + num_rows, self._epoch_end)]
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self.epoch, self._num_rows_done = epoch, 0
+        self._counts_before = self.num_over_long, self.num_unusable
+
+    def _finish_epoch(self) -> None:
+        """Report the rows of this epoch that did not train, and go to the start of the next one."""
+        over_long, unusable = self._counts_before
+        if self.num_over_long > over_long:
+            logger.warning(
+                "%d rows of this epoch were longer than data.max_input_seq_length; they were "
+                "cut to a stub and did not train the model.",
+                self.num_over_long - over_long,
+            )
+        if self.num_unusable > unusable:
+            logger.warning("%d rows of this epoch could not be used.", self.num_unusable - unusable)
+        self._begin_epoch(self.epoch + 1)
+
+    def _move(self, changed: list[str]) -> None:
+        """Round the position down to whole batches, in data that changed."""
+        if self._num_rows_done < self._epoch_end:
+            self._num_rows_done -= self._num_rows_done % self._size
         logger.warning(
             "Data changed (%s): epoch %d resumes after %d of its %d rows. %s",
             ", ".join(changed),
-            self._epoch + 1,
-            self._num_batches_done * self.batch_size,
+            self.epoch + 1,
+            self._num_rows_done,
             self._order.num_rows,
             "The rows have a new order, so the rest of this epoch repeats some rows and skips others; every later "
             "epoch has each row once."
@@ -200,14 +261,14 @@ class PromptLoader(StatefulDataLoader):
             "seed": order.seed,
         }
 
-    def _note_weightless(self, batch: Any) -> None:
+    def _note_weightless(self, batch: Any, counted: Collection[int] = ()) -> None:
         """Report the rows of a batch that do not train, and remove their faults from the batch."""
         if "loss_multiplier" not in batch:
             return
         multipliers = dict(zip(batch["idx"], batch["loss_multiplier"].tolist(), strict=True))
         faults = dict(zip(batch["idx"], batch.pop("fault", ()), strict=False))
         for idx, multiplier in multipliers.items():
-            if multiplier:
+            if multiplier or idx in counted:
                 continue
             fault = faults.get(idx)
             self.num_over_long += fault is None
@@ -216,9 +277,10 @@ class PromptLoader(StatefulDataLoader):
                 file, line = self.dataset.place(idx)
                 reason = fault or "longer than data.max_input_seq_length"
                 logger.warning("%s:%s: %s; kept with loss_multiplier 0.", file, line, reason)
+        self._check_share()
 
-    def _check_share(self, num_unusable: int) -> None:
-        num_rows = self._order.num_rows
+    def _check_share(self) -> None:
+        num_unusable, num_rows = self.num_unusable - self._counts_before[1], self.num_rows
         if num_unusable > self._max_bad_row_share * num_rows:
             raise DataError(
                 f"{num_unusable} of {num_rows} training rows could not be used, more than "

@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from nemo_rl.config import RolloutMasterConfig, SupervisedMasterConfig
@@ -18,6 +19,7 @@ from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.datasets.processed_dataset import MixedDataset
 from nemo_rl.data.loader import PromptLoader, build_loader
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
 
@@ -67,24 +69,29 @@ class PromptStream:
     Args:
         loader: one pass over it is an epoch.
         max_epochs: passes before the stream ends.
-
-    Attributes:
-        epoch: finished passes.
     """
 
     def __init__(self, loader: PromptLoader, max_epochs: int):
         self._loader = loader
         self._max_epochs = max_epochs
         self._iterator: Any = None
-        self.epoch = 0
         self._position = self._drawn_to()
         self._outstanding: dict[PromptPosition, None] = {}
         """Prompts before `_position` that were not acknowledged, in the order they were drawn."""
         self._untouched: deque[tuple[dict[str, Any], list[PromptPosition]]] = deque()
         """Batches drawn after `_position`, none of whose prompts was acknowledged, each with the position after it."""
-        self._again: list[PromptPosition] = []
-        """Prompts to return before the next batch of the loader."""
+        self._first: dict[PromptPosition, None] = {}
+        """Prompts to return before the next batch of the loader, in this order. They are not prepared yet."""
+        self._restored: frozenset[PromptPosition] = frozenset()
+        """Prompts that an earlier process has drawn, and whose faults it has reported."""
+        self._changes: list[str] = []
+        """What changed in the data since the loaded position was stored."""
         self._parts: dict[str, StoredPart] = {}
+
+    @property
+    def epoch(self) -> int:
+        """Finished passes."""
+        return self._loader.epoch
 
     @property
     def batches_per_epoch(self) -> int:
@@ -100,17 +107,21 @@ class PromptStream:
         Raises:
             DataExhausted: all epochs are over.
         """
-        if not self._again:
-            return self._draw()
-        assert self._loader.batch_size is not None
-        while len(self._again) < self._loader.batch_size:
-            try:
-                self._again += self._draw().positions
-            except DataExhausted:
-                break
-        taken = self._again[: self._loader.batch_size]
-        del self._again[: len(taken)]
-        return PromptBatch(self._loader.prepare([position.row for position in taken]), taken)
+        size = self._batch_size
+        while not self._first and self.epoch < self._max_epochs:
+            epoch = self.epoch
+            batch = self._full_batch()
+            if batch is not None:
+                return batch
+            if self.epoch == epoch:
+                self._take(size)
+        while len(self._first) < size and self.epoch < self._max_epochs:
+            self._take(size - len(self._first))
+        if not self._first:
+            raise DataExhausted(
+                f"the training data ended after {self.epoch} passes (max_num_epochs={self._max_epochs})"
+            )
+        return self._first_batch()
 
     def acknowledge(self, positions: Iterable[PromptPosition]) -> None:
         """Mark prompts as trained on or dropped: a resumed run does not return them again.
@@ -140,16 +151,16 @@ class PromptStream:
 
         Raises:
             ValueError: a prompt was acknowledged or claimed before.
+            DataError: the data changed, and a prompt is not among those to come.
             DataExhausted: the data has no such prompt.
         """
         for position in positions:
-            while position not in self._again:
-                if position in self._outstanding or self.epoch > position.epoch:
-                    raise ValueError(
-                        f"Row {position.row} of epoch {position.epoch} was acknowledged or claimed before."
-                    )
-                self._again += self._draw().positions
-            self._again.remove(position)
+            while position not in self._first:
+                is_over = position.epoch < self.epoch or self.epoch >= self._max_epochs
+                if is_over or position in self._outstanding:
+                    raise self._not_to_come(position)
+                self._take(self._batch_size)
+            del self._first[position]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: epoch, the loader's state, and the prompts before it that are not trained on.
@@ -174,34 +185,79 @@ class PromptStream:
         self._loader.check_position(state["loader"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a stored position; only before the first batch."""
-        self.epoch = state["epoch"]
+        """Go to a stored position; only before the first batch.
+
+        Raises:
+            DataError: the position, or a group that a part restores, belongs to other data.
+        """
+        self._changes = self._loader.check_position(state["loader"])
         self._loader.load_state_dict(state["loader"])
         self._iterator = None
         self._position = self._drawn_to()
         self._untouched.clear()
         stored = [PromptPosition(*position) for position in state.get("outstanding", ())]
         self._outstanding = dict.fromkeys(p for p in stored if p.row < self._loader.num_rows)
-        self._again = list(self._outstanding)
+        self._first = dict.fromkeys(self._outstanding)
+        self._restored = frozenset(self._outstanding)
         parts = state.get("parts", {})
         for name in self._parts.keys() & parts.keys():
             self._parts[name].load_state_dict(parts[name])
-        if self._again:
-            logger.info("%d prompts that were drawn but not trained on come first.", len(self._again))
+        if self._first:
+            logger.info("%d prompts that were drawn but not trained on come first.", len(self._first))
 
-    def _draw(self) -> PromptBatch:
-        """Take the next batch from the loader."""
-        while self.epoch < self._max_epochs:
-            if self._iterator is None:
-                self._iterator = iter(self._loader)
-            rows = next(self._iterator, None)
-            if rows is not None:
-                positions = [PromptPosition(self.epoch, row) for row in self._loader.last_rows]
-                self._untouched.append((self._drawn_to(), positions))
-                return PromptBatch(rows, positions)
+    @property
+    def _batch_size(self) -> int:
+        assert self._loader.batch_size is not None
+        return self._loader.batch_size
+
+    def _full_batch(self) -> PromptBatch | None:
+        """Return the loader's next batch; None if this pass has no full one."""
+        if self._iterator is None:
+            self._iterator = iter(self._loader)
+        rows = next(self._iterator, None)
+        if rows is None:
             self._iterator = None
-            self.epoch += 1
-        raise DataExhausted(f"the training data ended after {self.epoch} passes (max_num_epochs={self._max_epochs})")
+            return None
+        return PromptBatch(rows, self._note_drawn(self._loader.last_rows))
+
+    def _take(self, num_prompts: int) -> None:
+        """Draw prompts without preparing them, at most a batch; after the end of a pass, go to the next one."""
+        epoch = self.epoch
+        self._iterator = None
+        rows = self._loader.take(num_prompts)
+        if self.epoch == epoch:
+            self._first |= dict.fromkeys(self._note_drawn(rows))
+
+    def _first_batch(self) -> PromptBatch:
+        """Prepare the prompts that come first."""
+        taken = list(islice(self._first, self._batch_size))
+        for position in taken:
+            del self._first[position]
+        counted = {position.row for position in taken if position in self._restored}
+        return PromptBatch(self._loader.prepare([position.row for position in taken], counted), taken)
+
+    def _note_drawn(self, rows: list[int]) -> list[PromptPosition]:
+        """Return the positions of rows just drawn. If they begin another batch of the pass, note all of it as drawn."""
+        after = self._drawn_to()
+        if after != (self._untouched[-1][0] if self._untouched else self._position):
+            self._untouched.append((after, [PromptPosition(self.epoch, row) for row in self._loader.current_batch]))
+        return [PromptPosition(self.epoch, row) for row in rows]
+
+    def _not_to_come(self, position: PromptPosition) -> Exception:
+        """Return the error of a claim for a prompt that is not among those to come."""
+        if self._changes:
+            return DataError(
+                f"The checkpoint has sampled responses to row {position.row} of epoch {position.epoch}, which is not "
+                f"among the prompts to come, because the data changed ({', '.join(self._changes)}). Resume with the "
+                "same data and keys, or start a new run in another checkpoint_dir. Without data.shuffle, rows may be "
+                "added at the end."
+            )
+        if position in self._outstanding or position.epoch < self.epoch:
+            return ValueError(f"Row {position.row} of epoch {position.epoch} was acknowledged or claimed before.")
+        return DataExhausted(
+            f"row {position.row} of epoch {position.epoch} was claimed, but the training data ends after "
+            f"{self._max_epochs} passes (max_num_epochs)"
+        )
 
     def _move_after(self, position: PromptPosition) -> None:
         """Move the stored point after the batch of a prompt; all prompts before it become outstanding."""
@@ -215,6 +271,7 @@ class PromptStream:
             self._outstanding |= dict.fromkeys(drawn)
 
     def _drawn_to(self) -> dict[str, Any]:
+        """Return the position after all drawn prompts, in whole batches of a pass."""
         return {"epoch": self.epoch, "loader": self._loader.state_dict()}
 
 

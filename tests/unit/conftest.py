@@ -7,9 +7,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
-import ray
-
-from nemo_rl.distributed.virtual_cluster import init_ray
 
 RamDisk = Callable[[str], AbstractContextManager[Path]]
 
@@ -17,6 +14,10 @@ RamDisk = Callable[[str], AbstractContextManager[Path]]
 @pytest.fixture(scope="session")
 def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Start one Ray on this machine for all tests that need one; yield the folder with the link to its logs."""
+    import ray
+
+    from nemo_rl.distributed.virtual_cluster import init_ray
+
     joined = os.environ.pop("RAY_ADDRESS", None)
     log_dir = tmp_path_factory.mktemp("ray_logs")
     init_ray(str(log_dir), num_cpus=16)

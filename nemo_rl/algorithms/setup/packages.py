@@ -1,7 +1,7 @@
 """Check, before Ray starts, for the optional packages that a run's workers need.
 
-Only what this process can know is refused: workers of a joined cluster, and workers with their own Python
-(`cluster.venvs`, the registry of actors), may have other packages. No package is imported.
+Workers of a joined cluster, and workers with their own Python (`cluster.venvs`, the registry of actors), may have other
+packages than this process, so theirs are not checked. No package is imported.
 """
 
 import importlib.util

@@ -1,6 +1,6 @@
 """Keys of `logger`: destinations of a run's metrics and samples.
 
-Invariant: every tracker has an `<name>_enabled` switch and a section with its own keys.
+Invariant: every tracker has a `<name>_enabled` switch and a section with its own keys.
 """
 
 from typing import ClassVar

@@ -165,8 +165,8 @@ class GradingPool:
             job.num_deaths += isinstance(error, WorkerDiedError)
             if isinstance(error, WorkerDiedError) and job.num_deaths < _DEATHS_BEFORE_BLAME:
                 return None, False
-            tries = f", the {job.num_deaths}. over this answer" if job.num_deaths else ""
-            return Grade(error=f"{error}{tries} (verifier {self.verifier})"), False
+            deaths = f"; processes that died grading this answer: {job.num_deaths}" if job.num_deaths else ""
+            return Grade(error=f"{error} (verifier {self.verifier}{deaths})"), False
         return _as_grade(reply, self.verifier), True
 
     def _start_process(self) -> tuple[GradingProcess | None, str]:

@@ -16,8 +16,8 @@ from nemo_rl.models.dtensor.parallelize import KEPT_OPERATORS
 
 _MOMENTS = {"adam": 2, "adamw": 2, "nadam": 2, "radam": 2, "adamax": 2, "adagrad": 1, "adadelta": 2, "lion": 1}
 _LAYERS_GATHERED = 3
-"""Layers' worth of gathered parameters: the current layer, its flat copy, and the next layer. A pipeline stage instead
-gathers all of its layers once for all microbatches."""
+"""Gathered parameters in memory at once, in units of one layer: the current layer, its flat copy, and the next layer.
+A pipeline stage instead gathers all of its layers once for all microbatches."""
 
 
 class DTensorRank(RankMemory):

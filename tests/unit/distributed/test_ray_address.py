@@ -77,14 +77,14 @@ def test_a_server_other_than_ray_is_refused(scheme: str, answer: Callable[[socke
         trouble = unreachable(scheme + address)
     assert trouble is not None
     assert any(text in trouble for text in said.split("|")), trouble
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
 
 
 def test_a_name_that_is_not_resolved_in_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: time.sleep(30))
     started = time.monotonic()
     assert "no connection within 1.5 s" in (unreachable("head:6379") or "")
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:port", "nosuch.invalid:6379"])
@@ -129,7 +129,7 @@ def test_a_signal_ends_the_search_for_a_cluster(number: int, status: int, tmp_pa
         _, said = run.communicate(timeout=20)
     assert run.returncode == status, said
     assert "ended immediately" in said
-    assert time.monotonic() - sent < 2
+    assert time.monotonic() - sent < 8, "the run gives the server 20 s"
 
 
 def test_the_library_reads_ray_address_in_one_place() -> None:

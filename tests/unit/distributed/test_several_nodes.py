@@ -80,14 +80,14 @@ def test_nodes_are_compared_before_workers_start(found: dict[str, Any]) -> None:
 def test_the_loss_of_the_node_of_the_driver_is_named(found: dict[str, Any]) -> None:
     own = "RayDiedError: The node manager (raylet) of this machine, 127.0.0.2, in the joined cluster 127.0.0.2:"
     assert found["own"].startswith(own) and "the run's workers with it" in found["own"]
-    assert found["own_s"] < 15
+    assert found["own_s"] < 45, "the deadline of the wait is 60 s"
 
 
 @pytest.mark.ray
 def test_a_lost_node_is_named_by_whichever_call_fails_first(found: dict[str, Any]) -> None:
     assert found["policy"].startswith("NodeLostError: Node 127.0.0.3 (id ")
     assert "is lost: " in found["policy"] and "It ran policy-1-0 (rank 2)." in found["policy"]
-    assert found["policy_s"] < 15
+    assert found["policy_s"] < 45, "the deadline of the wait is 60 s"
     assert found["engine"].startswith("NodeLostError: Node 127.0.0.3")
     assert "It ran engine-1-0 (rank 1)." in found["engine"]
 

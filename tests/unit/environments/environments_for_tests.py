@@ -74,13 +74,16 @@ class Decorated(GuessTheNumber):
 
 
 class Slow(EnvironmentInterface[dict]):
-    """An environment with a coroutine step of half a second and reward components."""
+    """A coroutine environment with reward components; a step ends once as many have started as its metadata names."""
 
     def __init__(self, cfg):
-        pass
+        self.num_started = 0
 
     async def step(self, message_log_batch, metadata):
-        await asyncio.sleep(0.5)
+        self.num_started += 1
+        async with asyncio.timeout(30):
+            while self.num_started < metadata[0].get("wait_for", 1):
+                await asyncio.sleep(0.01)
         ones = torch.ones(len(metadata))
         return EnvironmentReturn(
             [{"role": "environment", "content": ""}] * len(metadata),

@@ -44,7 +44,7 @@ def test_tasks_are_cancelled_before_the_loop_ends(
     *ended, endless = leave_running.tasks  # type: ignore[attr-defined]
     started = time.monotonic()
     loop.close()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 20, "the tasks would run for minutes"
     assert all(task.cancelled() for task in ended)
     assert not endless.done()
     del endless, ended
@@ -139,7 +139,7 @@ def test_the_end_cancels_background_tasks_and_names_those_that_do_not_end(
     cancelled.cancel()
     started = time.monotonic()
     loop.close()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 20, "the tasks would run for minutes"
     assert sorted(closed) == ["sleeper", "sleeper", "stubborn"]
     assert [record.getMessage() for record in caplog.records] == [
         "Background tasks did not end within 0.5 s of the end: stubborn."

@@ -92,9 +92,7 @@ def test_a_collection_does_not_wait_for_the_episodes_of_groups_that_run_beside_i
     training = runner.start_group(prompts("train"), 0, 2, SAMPLING, KEY)
     while environment.num_steps < 2:
         time.sleep(0.01)
-    started = time.monotonic()
     assert len(runner.collect(prompts("validate"), 2, SAMPLING, KEY).trajectories) == 2
-    assert time.monotonic() - started < 5
     assert not training.is_done
     may_close.set()
     training.result(10)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from manifests import FOLDER
@@ -31,13 +32,19 @@ def pod(tmp_path, monkeypatch):
 
 
 def titled(title: str, seconds: float) -> subprocess.Popen:
-    return subprocess.Popen(["bash", "-c", f"exec -a '{title}' sleep {seconds}"])
+    """Start a process that sleeps under another name; wait until it has the name."""
+    process = subprocess.Popen(["bash", "-c", f"exec -a '{title}' sleep {seconds}"])
+    name = Path(f"/proc/{process.pid}/cmdline")
+    deadline = time.monotonic() + 20
+    while not name.read_bytes().startswith(title.encode()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return process
 
 
-def seconds_to_stop() -> float:
-    started = time.monotonic()
-    subprocess.run([FOLDER / "stop_run.sh"], check=True, timeout=20, capture_output=True)
-    return time.monotonic() - started
+def stop() -> None:
+    """Run the script that ends with the pod's processes; it would wait two minutes for the agents below."""
+    subprocess.run([FOLDER / "stop_run.sh"], check=True, timeout=60, capture_output=True)
 
 
 def test_the_driver_gets_one_signal_and_time_for_its_checkpoint(pod):
@@ -47,19 +54,19 @@ def test_the_driver_gets_one_signal_and_time_for_its_checkpoint(pod):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert (pod / "driver.pid").read_text().strip() == str(driver.pid)
-    stop = subprocess.Popen([FOLDER / "stop_run.sh"])
+    stopping = subprocess.Popen([FOLDER / "stop_run.sh"])
     # A zombie still accepts signals, so the test waits for the driver as Ray's supervisor does.
     assert driver.wait(timeout=20) == STATUS_OF_A_STOP
     assert (pod / "signals").read_text() == "TERM "
-    assert stop.wait(timeout=20) == 0
+    assert stopping.wait(timeout=20) == 0
 
 
 def test_a_pod_stays_until_its_actors_have_ended(pod):
-    agents = [titled("ray::DashboardAgent", 30), titled("ray::RuntimeEnvAgent", 30), titled("ray::IDLE", 30)]
+    agents = [titled("ray::DashboardAgent", 120), titled("ray::RuntimeEnvAgent", 120), titled("ray::IDLE", 120)]
     try:
-        assert seconds_to_stop() < 10
+        stop()
         actor = titled("ray::PolicyWorker.train", 2)
-        assert seconds_to_stop() > 0.5
+        stop()
         assert actor.poll() is not None
     finally:
         for agent in agents:
@@ -71,7 +78,7 @@ def test_a_driver_that_has_ended_is_not_waited_for(pod):
     ended = subprocess.Popen(["true"])
     ended.wait()
     (pod / "driver.pid").write_text(str(ended.pid))
-    assert seconds_to_stop() < 10
+    stop()
 
 
 def test_the_process_titles_are_those_of_ray():

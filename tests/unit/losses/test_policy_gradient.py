@@ -164,21 +164,29 @@ def clamp(x, low, high):
     return min(max(x, low), high)
 
 
-def reference_loss(lp, frozen, data, cfg):
-    """Compute the loss by loops over floats; return (loss, mean KL, share of tokens or sequences out of bounds)."""
-    den = denominators(data)
+def as_floats(data):
+    """Return the batch as lists, and its denominators: the loops below read single values, slowly from tensors."""
+    return {name: tensor.tolist() for name, tensor in data.items()} | denominators(data)
+
+
+def reference_loss(lp, frozen, data, cfg, rows=range(B)):
+    """Compute the loss of some rows by loops over floats.
+
+    Returns:
+        Loss, mean KL, share of tokens or sequences out of bounds.
+    """
     total = kl_total = oob_total = 0.0
-    for b in range(B):
+    for b in rows:
         if not data["sample_mask"][b]:
             continue
-        tokens = [t for t in range(T - 1) if data["token_mask"][b, t + 1]]
+        tokens = [t for t in range(T - 1) if data["token_mask"][b][t + 1]]
         if not tokens:
             continue
-        now = {t: float(lp[b][t]) for t in tokens}
-        stop = {t: float(frozen[b][t]) for t in tokens}
-        engine = {t: float(data["generation_logprobs"][b, t + 1]) for t in tokens}
+        now = {t: lp[b][t] for t in tokens}
+        stop = {t: frozen[b][t] for t in tokens}
+        engine = {t: data["generation_logprobs"][b][t + 1] for t in tokens}
         on_policy = cfg.force_on_policy_ratio or "prev_logprobs" not in data
-        prev = stop if on_policy else {t: float(data["prev_logprobs"][b, t + 1]) for t in tokens}
+        prev = stop if on_policy else {t: data["prev_logprobs"][b][t + 1] for t in tokens}
         n = len(tokens)
 
         seq_ratio = math.exp(sum(now[t] - prev[t] for t in tokens) / n)
@@ -190,13 +198,13 @@ def reference_loss(lp, frozen, data, cfg):
         surrogate = kl = num_out = 0.0
         sampled_by = engine if cfg.use_on_policy_kl_approximation else stop
         clamp_at = math.inf if cfg.kl_input_clamp_value is None else cfg.kl_input_clamp_value
-        distance = {t: float(data["reference_policy_logprobs"][b, t + 1]) - stop[t] for t in tokens}
+        distance = {t: data["reference_policy_logprobs"][b][t + 1] - stop[t] for t in tokens}
         moving = {t: stop[t] if abs(distance[t]) > clamp_at else now[t] for t in tokens}
         kl_weights = {t: math.exp(moving[t] - sampled_by[t]) for t in tokens}
         if cfg.sequence_level_kl_weight:
             kl_weights = dict.fromkeys(tokens, math.prod(kl_weights.values()) ** (1 / n))
         for t in tokens:
-            a = float(data["advantages"][b, t + 1])
+            a = data["advantages"][b][t + 1]
             by_sequence = cfg.sequence_level_importance_ratios and not cfg.force_on_policy_ratio
             r = seq_ratio if by_sequence else math.exp(now[t] - prev[t])
             lo, hi = 1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max
@@ -224,7 +232,7 @@ def reference_loss(lp, frozen, data, cfg):
             surrogate -= cfg.positive_example_nll_weight * bool(is_positive) * now[t]
 
             if cfg.reference_policy_kl_penalty and not cfg.use_kl_in_reward:
-                x = float(data["reference_policy_logprobs"][b, t + 1]) - now[t]
+                x = data["reference_policy_logprobs"][b][t + 1] - now[t]
                 if cfg.kl_input_clamp_value is not None:
                     x = clamp(x, -cfg.kl_input_clamp_value, cfg.kl_input_clamp_value)
                 kinds = {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - 1 - x}
@@ -232,12 +240,12 @@ def reference_loss(lp, frozen, data, cfg):
                 if cfg.kl_output_clamp_value is not None:
                     value = clamp(value, -cfg.kl_output_clamp_value, cfg.kl_output_clamp_value)
                 kl += value
-        denominator = den["global_valid_toks"] if cfg.token_level_loss else n * den["global_valid_seqs"]
+        denominator = data["global_valid_toks"] if cfg.token_level_loss else n * data["global_valid_seqs"]
         if cfg.constant_sample_length:
-            denominator = cfg.constant_sample_length * den["global_valid_seqs"]
+            denominator = cfg.constant_sample_length * data["global_valid_seqs"]
         scale = 1 / denominator
         by_sequence = cfg.truncated_importance_sampling_type == "seq-mask-tis"
-        oob_total += num_out / (n * den["global_valid_seqs"] if by_sequence else den["global_valid_toks"])
+        oob_total += num_out / (n * data["global_valid_seqs"] if by_sequence else data["global_valid_toks"])
         total += scale * surrogate
         kl_total += scale * kl
     loss = total + cfg.reference_policy_kl_penalty * kl_total
@@ -245,7 +253,7 @@ def reference_loss(lp, frozen, data, cfg):
 
 
 def reference_gradient(logprobs, data, cfg, step=1e-6):
-    """Return central differences of the reference loss."""
+    """Return central differences of the reference loss; a value changes the loss of its own row only."""
     frozen = logprobs.tolist()
     gradient = torch.zeros_like(logprobs)
     for b in range(B):
@@ -254,7 +262,7 @@ def reference_gradient(logprobs, data, cfg, step=1e-6):
             for sign in (1, -1):
                 moved = logprobs.tolist()
                 moved[b][t] += sign * step
-                values.append(reference_loss(moved, frozen, data, cfg)[0])
+                values.append(reference_loss(moved, frozen, data, cfg, [b])[0])
             gradient[b, t] = (values[0] - values[1]) / (2 * step)
     return gradient
 
@@ -269,12 +277,13 @@ def test_loss_and_gradient_equal_the_reference(name, with_prev):
     logprobs.requires_grad_(True)
     loss, metrics = call(cfg, logprobs, data)
     loss.backward()
-    expected, kl, oob = reference_loss(logprobs.tolist(), logprobs.tolist(), data, cfg)
+    floats = as_floats(data)
+    expected, kl, oob = reference_loss(logprobs.tolist(), logprobs.tolist(), floats, cfg)
     assert loss.item() == pytest.approx(expected, rel=1e-12)
     assert float(metrics["kl_penalty"]) == pytest.approx(kl, rel=1e-12)
     assert float(metrics["is_oob_ratio"]) == pytest.approx(oob, rel=1e-12)
     assert float(metrics["loss"]) == loss.item()
-    numeric = reference_gradient(logprobs.detach(), data, cfg)
+    numeric = reference_gradient(logprobs.detach(), floats, cfg)
     torch.testing.assert_close(logprobs.grad, numeric, rtol=1e-6, atol=1e-8)
 
 

@@ -49,6 +49,30 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 
+PACKS = (
+    *("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama", "mistral", "ministral", "mixtral", "phi", "phi3", "phimoe"),
+    *("deepseek_v3", "gemma3_text", "gpt_neox", "gpt2", "cohere2", "olmo2", "olmo3", "starcoder2", "exaone4"),
+    *("smollm3", "glm4", "granite", "gemma2", "gpt_oss"),
+)
+"""Architectures in which packed rows give the results of padded ones."""
+REFUSED_AT_LOAD = {
+    "falcon": "FalconForCausalLM computes its attention in its own code",
+    "gptj": "GPTJForCausalLM computes its attention in its own code",
+    "gpt_neo": "GPTNeoForCausalLM computes its attention in its own code",
+    "mpt": "MptForCausalLM computes its attention in its own code",
+    "bloom": "BloomForCausalLM computes its attention in its own code",
+}
+"""Architectures without a replaceable attention -> the error."""
+REFUSED_BY_PROBE = {
+    "llama4_text": "Llama4ForCausalLM uses chunked attention",
+    "doge": "DogeAttention asks its attention for a mask of its own",
+    "minimax": "MiniMaxForCausalLM: outputs for packed sequences differ .* padded",
+    "stablelm": "StableLmForCausalLM: outputs for packed sequences differ .* padded",
+}
+"""Architectures in which packed rows would differ from padded ones -> the error."""
+WAY_OUT = r"policy\.sequence_packing\.enabled=false"
+
+
 def random_model(model_type: str, **overrides: Any) -> PreTrainedModel:
     """Make a model in float32 and eval mode.
 

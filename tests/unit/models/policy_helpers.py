@@ -122,6 +122,17 @@ def hf_logprobs(model: PreTrainedModel, data: BatchedDataDict[Any]) -> torch.Ten
     return out
 
 
+def hf_logprobs_with_grad(model: PreTrainedModel, data: BatchedDataDict[Any]) -> torch.Tensor:
+    """Return the scores of `hf_logprobs` with their graph."""
+    rows = []
+    for row, length in enumerate(data["input_lengths"].tolist()):
+        ids = data["input_ids"][row : row + 1, :length]
+        logp = torch.log_softmax(model(input_ids=ids, use_cache=False).logits.double(), dim=-1)
+        scores = logp[0, :-1].gather(-1, ids[0, 1:, None]).squeeze(-1)
+        rows.append(torch.nn.functional.pad(scores, (1, data["input_ids"].shape[1] - length)))
+    return torch.stack(rows)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

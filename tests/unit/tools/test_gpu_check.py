@@ -57,8 +57,8 @@ def _rows(checks: list[Check], setting: Setting = SETTING, budget_s: float = 60.
 def test_each_check_ends_with_its_own_status() -> None:
     names = ["counts", "finds_a_problem", "counts", "raises", "counts", "hangs", "dies", "counts"]
     began = time.monotonic()
-    ended, rows = _rows([_check(name, 0.5 if name == "hangs" else 30.0) for name in names])
-    assert time.monotonic() - began < 20
+    ended, rows = _rows([_check(name, 0.5 if name == "hangs" else 120.0) for name in names], budget_s=300.0)
+    assert time.monotonic() - began < 60, "the one that hangs would take a minute"
     assert ended.machine == {"device": "none"}
     assert [(row.check, row.status) for row in rows] == [
         ("counts", "ok"),

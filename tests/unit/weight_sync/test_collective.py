@@ -132,7 +132,7 @@ def test_a_dead_rank_ends_the_wait_of_all_ranks(ends):
         trainer.call("push", bucket)
     with pytest.raises(RemoteFailure, match="WeightSyncError: The broadcast of weights failed"):
         engines[1].answer()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15, "the timeout of the group is 20 s"
     with pytest.raises(RemoteFailure, match="has left the group"):
         trainer.call("push", bucket)
 

@@ -1,13 +1,9 @@
-"""Fixtures of the tests of the Megatron backend; helpers of the folder above can be imported here."""
+"""Fixtures of the tests of the Megatron backend."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,152 @@
+"""What a machine lacks for a configuration: found before Ray starts."""
+
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from nemo_rl.algorithms import grpo, sft
+from nemo_rl.algorithms.rollout import start as rollout_start
+from nemo_rl.algorithms.setup.launch import launch
+from nemo_rl.algorithms.setup.preflight import check_models
+from nemo_rl.algorithms.supervised import start as supervised_start
+from nemo_rl.config import REPOSITORY_ROOT, GRPOMasterConfig, SFTMasterConfig, load_config
+from nemo_rl.environments.loading import load_env_class
+from nemo_rl.models.huggingface.reachable import TIMEOUT_VARIABLE, TOKENIZER_FILE, check_reachable
+from nemo_rl.utils.errors import ConfigError, DataError
+
+SFT = REPOSITORY_ROOT / "examples/configs/sft_cpu.yaml"
+GRPO = REPOSITORY_ROOT / "examples/configs/grpo_math_cpu.yaml"
+LINEAR = "torch.optim.lr_scheduler.LinearLR"
+
+OWN_ENVIRONMENT = """
+from nemo_rl.environments.interfaces import EnvironmentInterface
+
+class Mine(EnvironmentInterface):
+    def step(self, message_log_batch, metadata, return_extracted_answer=False): ...
+    def global_post_process_and_metrics(self, batch): ...
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("policy.optimizer.name=torch.optim.AdamX", "policy.optimizer.name='torch.optim.AdamX' cannot be imported"),
+        ("+policy.optimizer.kwargs.lrr=1", "policy.optimizer.kwargs do not fit torch.optim.AdamW: .*'lrr'"),
+        (
+            "policy.optimizer.kwargs.lr=-1",
+            "policy.optimizer.kwargs do not fit torch.optim.AdamW: Invalid learning rate",
+        ),
+        ("policy.scheduler={name: mine.Nope, kwargs: {}}", "policy.scheduler.name='mine.Nope' cannot be imported"),
+        (f"policy.scheduler={{name: {LINEAR}, kwargs: {{start: 1}}}}", f"kwargs do not fit {LINEAR}"),
+        (f"policy.scheduler={{name: {LINEAR}, kwargs: {{start_factor: 7}}}}", f"kwargs do not fit {LINEAR}"),
+    ],
+)
+def test_optimizer_and_schedule(override, message):
+    check_models(load_config(SFT, schema=SFTMasterConfig))
+    with pytest.raises(ConfigError, match=message):
+        check_models(load_config(SFT, [override], schema=SFTMasterConfig))
+
+
+def test_environments_that_the_data_asks_for():
+    with pytest.raises(ConfigError, match="unknown environment 'mathe'. Did you mean 'math'?"):
+        config = load_config(GRPO, ["+env.mathe={}", "data.default.env_name=mathe"], schema=GRPOMasterConfig)
+        check_models(config)
+    with pytest.raises(ConfigError, match="env.mathe is used by no data"):
+        load_config(GRPO, ["+env.mathe={}"], schema=GRPOMasterConfig)
+    check_models(load_config(GRPO, ["+env.code={}"], schema=GRPOMasterConfig))  # as an inherited file may have it
+
+
+def test_what_is_wrong_before_any_file_is_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("NRL_LOG_LEVEL", "bogus")
+    assert launch("", GRPO, GRPOMasterConfig, print, []) == 2
+    assert "ConfigError: NRL_LOG_LEVEL=BOGUS is not a log level; choose one of DEBUG" in capsys.readouterr().err
+    monkeypatch.delenv("NRL_LOG_LEVEL")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert launch("", GRPO, GRPOMasterConfig, print, []) == 2
+    assert "ConfigError: the current folder does not exist any more" in capsys.readouterr().err
+
+
+def test_a_class_in_the_folder_the_run_was_started_from(tmp_path, monkeypatch, capsys):
+    """As with `python /elsewhere/run_grpo.py`: Python itself looks next to the script only."""
+    Path("own_environment_here.py").write_text(OWN_ENVIRONMENT)
+    path = [entry for entry in sys.path if entry not in ("", str(tmp_path))]
+    monkeypatch.setattr("sys.path", path)
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        load_env_class("own_environment_here.Mine")
+    keys = ["+env={own_environment_here.Mine: {}}", "data.default.env_name=own_environment_here.Mine"]
+    ran = []
+    assert launch("", GRPO, GRPOMasterConfig, ran.append, keys) == 0, capsys.readouterr().err
+    assert len(ran) == 1 and sys.path[-1] == str(tmp_path)
+
+
+def test_a_hub_that_does_not_answer(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv(TIMEOUT_VARIABLE, "0.3")
+        started = time.monotonic()
+        with pytest.raises(
+            ConfigError, match=f"and the hub at {endpoint} (gave no answer in 0.3 s|could not be reached)"
+        ):
+            check_reachable("policy.model_name", "no-such-user/nothing")
+        assert time.monotonic() - started < 20
+
+
+def test_folders_and_names(tmp_path):
+    check_reachable("policy.model_name", str(REPOSITORY_ROOT / "examples/assets/tiny-chat"))
+    check_reachable("policy.tokenizer.name", str(tmp_path), TOKENIZER_FILE)
+    with pytest.raises(ConfigError, match=r"is a folder without config\.json"):
+        check_reachable("policy.model_name", str(tmp_path))
+    for name in ("a b", "-x", "a..b"):
+        with pytest.raises(ConfigError, match="neither an existing folder nor a hub id"):
+            check_reachable("policy.model_name", name)
+
+
+def test_models_in_the_cache_of_the_hub_need_no_network(tmp_path, monkeypatch):
+    commit = "0" * 40
+    folder = tmp_path / "models--no-such-user--something"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs/main").write_text(commit)
+    (folder / "snapshots" / commit).mkdir(parents=True)
+    (folder / "snapshots" / commit / "config.json").write_text("{}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    check_reachable("policy.model_name", "no-such-user/something")
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
+        check_reachable("policy.model_name", "no-such-user/else")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train.num_samples=4", "the data set has 4 rows, fewer than one batch"),
+        ("logger.wandb_enabled=true", "login"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("module", "setup", "path", "schema"),
+    [
+        (rollout_start, grpo.setup, GRPO, GRPOMasterConfig),
+        (supervised_start, sft.setup, SFT, SFTMasterConfig),
+    ],
+)
+def test_what_can_be_refused_is_refused_before_ray(monkeypatch, module, setup, path, schema, override, message):
+    monkeypatch.setattr(module, "init_ray", lambda *_: pytest.fail("Ray was started"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("NETRC", "absent")
+    with pytest.raises((ConfigError, DataError), match=message):
+        setup(load_config(path, [override], schema=schema))
