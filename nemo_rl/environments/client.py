@@ -13,7 +13,7 @@ be kept running.
     its turn            the actor has no more calls than it runs at the same time, so that a deadline does not
                         include the time of other calls
     no answer in time   the actor is killed, another is started and the samples are sent one by one; a sample
-                        that is too slow alone gets an error
+                        that is too slow alone gets an error; if SIGSTOP had stopped the actor, the batch is sent again
     actor died          another is started and the batch is sent again; after two deaths during a batch its
                         samples are sent one by one; after three deaths during a sample (two of them
                         in a batch) it gets an error, because it probably causes them
@@ -33,6 +33,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from nemo_rl.environments.actor import launch_environment_actor, traits_of
 from nemo_rl.environments.interfaces import EnvironmentInterface, EpisodeStart, StepResult
 from nemo_rl.environments.loading import EnvironmentClass
+from nemo_rl.host.processes import is_stopped
 from nemo_rl.utils.errors import WorkerDiedError
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class _Incarnation:
     handle: ActorHandle
     ready: "ray.ObjectRef[int]"
     ended_by_us: bool = False
+    pid: int | None = None
 
 
 class EnvironmentClient:
@@ -279,7 +281,10 @@ class EnvironmentClient:
                 return [batch[0].failed(f"environment {self.name!r} died {num_deaths} times over this sample")]
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the actor; return None if the actor was killed because another call timed out.
+        """Call a method of the actor; return None if another call timed out or SIGSTOP had stopped the actor.
+
+        The actor is replaced then. `pid` may belong to another machine; a stopped process with the same number here
+        costs one more attempt.
 
         Raises:
             TimeoutError: No answer in time; the actor is replaced.
@@ -293,7 +298,10 @@ class EnvironmentClient:
                 call: ray.ObjectRef[Any] = getattr(incarnation.handle, method).remote(*arguments)
                 outcome = await _answer(call, self._step_timeout_s)
             except TimeoutError:
+                was_stopped = incarnation.pid is not None and is_stopped(incarnation.pid)
                 self._end_hung(incarnation)
+                if was_stopped:
+                    return None
                 raise
             except RayActorError as error:
                 if incarnation.ended_by_us:
@@ -311,7 +319,7 @@ class EnvironmentClient:
             RayActorError: The process died while it started.
         """
         try:
-            await _answer(incarnation.ready, self._start_timeout_s)
+            incarnation.pid = await _answer(incarnation.ready, self._start_timeout_s)
         except TimeoutError as error:
             reason = f"did not start in {self._start_timeout_s:g} s"
             raise self._fail(reason) from error

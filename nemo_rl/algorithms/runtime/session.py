@@ -142,6 +142,7 @@ class Session:
     Attributes:
         state: the save state.
         timer: phases of the current step.
+        num_restarts: times that the run has replaced the ranks of its models.
     """
 
     def __init__(self, parts: SessionParts, resume_path: Path | None, started_at: float):
@@ -149,6 +150,7 @@ class Session:
         self._cadence = parts.cadence
         self.timer = parts.timer
         self.state = SaveState()
+        self.num_restarts = 0
         must_save_by = parts.checkpointing.checkpoint_must_save_by
         self._deadline = TimeoutChecker(must_save_by, fit_last_save_time=True) if must_save_by else None
         self._started_at = started_at
@@ -180,6 +182,16 @@ class Session:
         self._resumed_step = self.state.total_steps
         self._position = load_plain(path / DATA_POSITION_FILE)
         logger.info("Resuming from %s after step %d.", path, self.state.total_steps)
+
+    @property
+    def must_stop(self) -> bool:
+        """True if a signal was received, so that the run must end."""
+        return self._signals.received is not None
+
+    def take_over(self, earlier: "Session", num_restarts: int) -> None:
+        """Continue the time limit of the session that a restart replaces by this one."""
+        self._deadline = earlier._deadline
+        self.num_restarts = num_restarts
 
     def __enter__(self) -> Self:
         """Begin the run; move the source, also one that was set after `setup`, to the checkpoint's position."""
@@ -416,6 +428,8 @@ class Session:
             "tokens_per_sec": tokens / train_seconds,
             "samples_per_sec": self._metrics.get("num_samples", 0.0) / train_seconds,
         }
+        if self.num_restarts:
+            performance["num_run_restarts"] = float(self.num_restarts)
         backends = self._parts.logger
         backends.log_metrics(self._metrics, step, prefix="train")
         for prefix, metrics in self._extra.items():
