@@ -106,7 +106,7 @@ class Run:
         memory: decides which models have the devices, where several share them.
         resources: ends everything that was started, latest first.
         generation: the engines; None if nothing is sampled.
-        recover: called with the run and the failure that ended `train`. It raises the failure, or makes the run ready to
+        recover: called with the run and the failure that ended `train`; raises the failure, or makes the run ready to
             be trained again (`runtime.recovery`).
     """
 

@@ -194,26 +194,32 @@ def note_death(node: Node, what: str, obituary: str) -> None:
 
 
 def _await_end(node: Node, name: str, process: subprocess.Popen[bytes]) -> None:
-    _await_end_or_stop(process)
+    was_stopped = _await_stop(process)
+    if was_stopped:
+        process.kill()
+    process.wait()
     what = f"The {_ROLES[name]} of this run's Ray ({name}, pid {process.pid})"
-    note_death(node, what, _death_message(what, process.returncode, f"{node.get_logs_dir_path()}/{name}.out"))
+    status = None if was_stopped else process.returncode
+    note_death(node, what, _death_message(what, status, f"{node.get_logs_dir_path()}/{name}.out"))
 
 
-def _await_end_or_stop(process: subprocess.Popen[bytes]) -> None:
-    """Wait until a process has ended, or SIGSTOP has stopped it for `_STOPPED_LOOKS` looks in a row."""
-    if not hasattr(os, "pidfd_open"):
-        process.wait()
-        return
-    descriptor = os.pidfd_open(process.pid)
+def _await_stop(process: subprocess.Popen[bytes]) -> bool:
+    """Wait until a process has ended (False), or SIGSTOP has stopped it for `_STOPPED_LOOKS` looks in a row (True)."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except (AttributeError, ProcessLookupError):
+        return False  # another system than Linux, or it has ended
     try:
         ended = select.poll()
         ended.register(descriptor, select.POLLIN)
         num_stopped = 0
-        while not ended.poll(1000 * _LOOK_PERIOD_S) and num_stopped < _STOPPED_LOOKS:
+        while num_stopped < _STOPPED_LOOKS:
+            if ended.poll(1000 * _LOOK_PERIOD_S):
+                return False
             num_stopped = num_stopped + 1 if is_stopped(process.pid) else 0
     finally:
         os.close(descriptor)
-    process.poll()
+    return True
 
 
 def _expect_ends() -> None:
@@ -229,9 +235,9 @@ def local_ray_has_died() -> bool:
 def _death_message(what: str, status: int | None, log_path: str) -> str:
     if status is None:
         return (
-            f"{what} has been stopped (SIGSTOP) for {_LOOK_PERIOD_S * _STOPPED_LOOKS} s; the run cannot continue "
-            "without it, and all of its workers were ended. Start the run again; with checkpointing.enabled=true it "
-            "continues from its last checkpoint."
+            f"{what} was stopped (SIGSTOP) for {_LOOK_PERIOD_S * _STOPPED_LOOKS} s and was ended; the run cannot "
+            "continue without it, and all of its workers were ended. Start the run again; with "
+            "checkpointing.enabled=true it continues from its last checkpoint."
         )
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
     return (

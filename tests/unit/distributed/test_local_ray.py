@@ -1,14 +1,17 @@
 """The Ray of a run: what happens if it does not start, or loses one of its own processes."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from nemo_rl.distributed.cluster import local_ray
 from nemo_rl.distributed.workers.process import process_start_ticks
 
 pytestmark = pytest.mark.ray
@@ -70,6 +73,24 @@ def test_a_dead_ray_process_is_named_and_ends_the_run_in_order(victim: str, wait
     while (left := [pid for pid in pids if process_start_ticks(pid) is not None]) and time.monotonic() < end:
         time.sleep(0.1)
     assert left == []
+
+
+@pytest.mark.fast
+def test_a_stopped_daemon_counts_as_dead_only_if_it_stays_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_ray, "_LOOK_PERIOD_S", 0.2)
+    ended = subprocess.Popen([sys.executable, "-c", "pass"])
+    assert not local_ray._await_stop(ended)
+    daemon = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        os.kill(daemon.pid, signal.SIGSTOP)
+        threading.Timer(0.3, os.kill, (daemon.pid, signal.SIGCONT)).start()
+        threading.Timer(1.5, os.kill, (daemon.pid, signal.SIGSTOP)).start()
+        started = time.monotonic()
+        assert local_ray._await_stop(daemon)
+        assert time.monotonic() - started > 1.5, "a pause is not the end"
+    finally:
+        daemon.kill()
+        daemon.wait()
 
 
 @pytest.mark.long  # on a busy machine Ray's C++ may win the race of two threads
