@@ -110,6 +110,7 @@ class RayWorkerGroup:
             )
         self._slots: list[WorkerSlot] = []
         self._cause_of_death: str | None = None
+        self._awaits_restart = False
         if not self._may_restart:
             _irreplaceable.add(self)
         try:
@@ -361,18 +362,18 @@ class RayWorkerGroup:
             raise
 
     def find_loss(self, *, silence_is_loss: bool) -> str | None:
-        """Return in one line why workers that depend on each other have to be replaced; None if they need not be.
+        """Return in one line why `restart_all` is necessary; None if it is not.
 
-        If one of them is lost, all are killed; arguments and errors as `workers.ending.find_loss`.
+        If a worker is lost, all are killed, and their lost nodes do not keep other groups from being restarted.
+        Arguments and errors as `workers.ending.find_loss`.
         """
-        if self._cause_of_death is None:
-            loss = find_loss(self._slots, silence_is_loss=silence_is_loss)
-            if loss is not None:
-                self.end(loss)
+        if self._cause_of_death is None and (loss := find_loss(self._slots, silence_is_loss=silence_is_loss)):
+            self.end(loss)
+        self._awaits_restart = self._cause_of_death is not None
         return self._cause_of_death
 
     def end(self, cause: str) -> None:
-        """Kill all workers; calls raise the cause until `restart_all`."""
+        """Kill all workers; until `restart_all`, calls raise the cause."""
         self._cause_of_death = self._cause_of_death or cause
         kill_workers(self._slots)
 
@@ -380,15 +381,14 @@ class RayWorkerGroup:
         """Replace the processes and worker objects of all workers in their bundles, also after the group has ended.
 
         Raises:
-            DeadlineExceededError, WorkerDiedError, Exception: as in the constructor.
-            ResourceInsufficientError, ConfigError: a node was lost; as in `restart_workers`.
+            Exception: as in the constructor, and after the loss of a node as in `restart_workers`.
         """
         if not self._slots:
             self._refuse_when_dead()
         end, ranks = time.monotonic() + timeout_s, list(range(len(self._places)))
         self.end("it is being restarted")
         self.cluster.await_places({place.node_idx for place in self._places})
-        self._cause_of_death = None
+        self._cause_of_death, self._awaits_restart = None, False
         try:
             for rank in ranks:
                 self._slots[rank] = self._create_slot_again(rank, end)
@@ -488,7 +488,7 @@ class RayWorkerGroup:
 
 
 def _refuse_when_others_are_lost() -> None:
-    slots = [slot for group in list(_irreplaceable) if group._cause_of_death is None for slot in group._slots]
+    slots = [slot for group in list(_irreplaceable) if not group._awaits_restart for slot in group._slots]
     losses = describe_losses(slot.identity for slot in slots if slot.identity)
     if losses:
         raise NodeLostError(losses)

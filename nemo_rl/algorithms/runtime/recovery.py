@@ -20,7 +20,7 @@ from typing import Protocol
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.algorithms.runtime.run import BatchSource, Run
 from nemo_rl.algorithms.runtime.session import Session
-from nemo_rl.utils.errors import DeadlineExceededError, NemoRLError, RunRestartError
+from nemo_rl.utils.errors import DeadlineExceededError, NemoRLError, RayDiedError, RunRestartError
 from nemo_rl.utils.logger import Logger
 
 logger = logging.getLogger(__name__)
@@ -105,9 +105,9 @@ class Recovery:
         Raises:
             RunRestartError: the restarts are used up, the same step failed twice in the same way, or the program has
                 replaced a part of the run that cannot be built again.
-            Exception: the failure itself, if no rank is lost or the run must stop.
+            Exception: the failure itself, if no rank is lost, the run must stop or its Ray has ended.
         """
-        if not self.max_restarts or run.session.must_stop:
+        if not self.max_restarts or run.session.must_stop or isinstance(failure, RayDiedError):
             raise failure
         silence_is_loss = isinstance(failure, DeadlineExceededError)
         losses = {name: model.find_loss(silence_is_loss=silence_is_loss) for name, model in self.models.items()}

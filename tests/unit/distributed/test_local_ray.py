@@ -75,7 +75,6 @@ def test_a_dead_ray_process_is_named_and_ends_the_run_in_order(victim: str, wait
     assert left == []
 
 
-@pytest.mark.fast
 def test_a_stopped_daemon_counts_as_dead_only_if_it_stays_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_ray, "_LOOK_PERIOD_S", 0.2)
     ended = subprocess.Popen([sys.executable, "-c", "pass"])
