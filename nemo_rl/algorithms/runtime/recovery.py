@@ -20,7 +20,7 @@ from typing import Protocol
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.algorithms.runtime.run import BatchSource, Run
 from nemo_rl.algorithms.runtime.session import Session
-from nemo_rl.utils.errors import DeadlineExceededError, NemoRLError, RayDiedError, RunRestartError
+from nemo_rl.utils.errors import DeadlineExceededError, RayDiedError, RunRestartError
 from nemo_rl.utils.logger import Logger
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Cause:
 
     Attributes:
         step: the step that failed.
-        reason: type and first line of the failure.
+        reason: the failure in one line.
     """
 
     step: int
@@ -114,8 +114,8 @@ class Recovery:
         lost = {name: loss for name, loss in losses.items() if loss is not None}
         if not lost:
             raise failure
-        self._note(Cause(run.session.state.total_steps + 1, _reason(failure)), failure)
         logger.warning("%s", failure)
+        self._note(Cause(run.session.step, _reason(failure, lost)), failure)
         if run.source is not self.connection.source or self.connection.was_changed():
             raise RunRestartError(
                 f"The models {sorted(lost)} lost ranks, and the run cannot restart by itself, because its source was "
@@ -140,7 +140,7 @@ class Recovery:
         raise RunRestartError(f"{why}, so the run ends. The causes:\n{listed}") from failure
 
     def _restart(self, run: Run, lost: Mapping[str, str]) -> None:
-        failed, checkpoint = self.causes[-1], self.newest_checkpoint()
+        failed, last, checkpoint = self.causes[-1], run.session.state.total_steps, self.newest_checkpoint()
         logger.warning(
             "Restart %d of %d: the ranks of %s are replaced and continue from %s; engines and environments stay. %s",
             *(len(self.causes), self.max_restarts, ", ".join(lost), checkpoint or "the initial weights", failed),
@@ -155,15 +155,13 @@ class Recovery:
             self.connection.source,
             self.connection.memory,
         )
-        step = run.session.state.total_steps + 1
-        if step < failed.step:
-            logger.warning(
-                "Steps %d to %d are trained again; files and trackers keep their first metrics.", step, failed.step - 1
-            )
+        first = run.session.state.total_steps + 1
+        if first <= last:
+            logger.warning("Steps %d to %d are trained again; files and trackers log each once.", first, last)
 
 
-def _reason(failure: Exception) -> str:
-    name = type(failure).__name__
-    if not isinstance(failure, NemoRLError):
-        name = f"{type(failure).__module__}.{name}"
-    return f"{name}: {str(failure).partition(chr(10))[0]}"
+def _reason(failure: Exception, lost: Mapping[str, str]) -> str:
+    """Return type and first line of a failure, and the losses that it does not name itself."""
+    message = str(failure).partition("\n")[0]
+    others = [f"({name}: {loss})" for name, loss in lost.items() if loss != message]
+    return " ".join([f"{type(failure).__name__}: {message}", *others])

@@ -142,6 +142,7 @@ class Session:
     Attributes:
         state: the save state.
         timer: phases of the current step.
+        step: the running or last step; 0 before the first.
         num_restarts: times that the run has replaced the ranks of its models.
     """
 
@@ -150,6 +151,7 @@ class Session:
         self._cadence = parts.cadence
         self.timer = parts.timer
         self.state = SaveState()
+        self.step = 0
         self.num_restarts = 0
         must_save_by = parts.checkpointing.checkpoint_must_save_by
         self._deadline = TimeoutChecker(must_save_by, fit_last_save_time=True) if must_save_by else None
@@ -284,7 +286,8 @@ class Session:
             self.timer.reset()
             self._step_started = time.perf_counter()
             self._metrics, self._extra = {}, {}
-            yield self.state.total_steps + 1
+            self.step = self.state.total_steps + 1
+            yield self.step
 
     def _has_to_stop(self) -> bool:
         if self._stop_reason is None and self._signals.received is not None:
