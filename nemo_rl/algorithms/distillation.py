@@ -15,7 +15,7 @@ from nemo_rl.algorithms.rollout.ahead import with_overlap
 from nemo_rl.algorithms.rollout.source import FreshRollouts, RolloutSource, source_wrapper
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
 from nemo_rl.algorithms.runtime.run import Run, Stage
-from nemo_rl.algorithms.runtime.run import train as distillation_train
+from nemo_rl.algorithms.runtime.run import train_with_restarts as distillation_train
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.algorithms.teacher import TeacherScores, check_teacher_fits, check_vocab_equality
 from nemo_rl.config import DistillationConfig, DistillationMasterConfig

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from nemo_rl.algorithms import kto
 from nemo_rl.algorithms.runtime.run import Stage, StepBatch
-from nemo_rl.algorithms.runtime.run import train as dpo_train
+from nemo_rl.algorithms.runtime.run import train_with_restarts as dpo_train
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.algorithms.supervised.start import Setup, SupervisedRecipe, collate_pairs, from_section
 from nemo_rl.config import DPOConfig, DPOMasterConfig

@@ -31,7 +31,7 @@ from nemo_rl.algorithms.rollout.training_batch import (
     num_counted_samples,
 )
 from nemo_rl.algorithms.runtime.run import Run, Stage, StepBatch
-from nemo_rl.algorithms.runtime.run import train as grpo_train
+from nemo_rl.algorithms.runtime.run import train_with_restarts as grpo_train
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.compat.public_names import public_names
 from nemo_rl.config import AsyncGRPOConfig, GRPOConfig, GRPOMasterConfig, Role

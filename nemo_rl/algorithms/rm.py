@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nemo_rl.algorithms.runtime.run import train as rm_train
+from nemo_rl.algorithms.runtime.run import train_with_restarts as rm_train
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.algorithms.supervised.start import Setup, SupervisedRecipe, collate_pairs, validation_rows
 from nemo_rl.config import RMConfig, RMMasterConfig

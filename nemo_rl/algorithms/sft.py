@@ -3,7 +3,7 @@
 Invariant: only tokens of assistant turns count in the loss, each once.
 """
 
-from nemo_rl.algorithms.runtime.run import train as sft_train
+from nemo_rl.algorithms.runtime.run import train_with_restarts as sft_train
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.algorithms.supervised.start import Setup, SupervisedRecipe, collate_by
 from nemo_rl.config import SFTConfig, SFTMasterConfig

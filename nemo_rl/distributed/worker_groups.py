@@ -29,25 +29,24 @@ from nemo_rl.distributed.cluster.node_health import describe_losses
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.tensor_transport import pack_tensors
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.workers.builder import RayWorkerBuilder, plan_places
+from nemo_rl.distributed.workers.builder import RayWorkerBuilder, facts_of, plan_places
 from nemo_rl.distributed.workers.calls import (
     MultiWorkerFuture,
     check_nesting,
     plan_sharded_calls,
     workers_at_zero,
 )
-from nemo_rl.distributed.workers.logs import activity_of, end_processes, stacks_of, wait_until_gone
+from nemo_rl.distributed.workers.ending import find_loss, first_line, kill_workers
+from nemo_rl.distributed.workers.logs import activity_of, stacks_of
 from nemo_rl.distributed.workers.results import PendingCall, WorkerSlot, explain_failure, gather
-from nemo_rl.utils.errors import NodeLostError, RayDiedError, WorkerDiedError
+from nemo_rl.utils.errors import DeadlineExceededError, NodeLostError, RayDiedError, WorkerDiedError
 
 __all__ = ["MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup"]
 
 logger = logging.getLogger(__name__)
 
 _irreplaceable: "weakref.WeakSet[RayWorkerGroup]" = weakref.WeakSet()
-"""Groups that end when one of their workers dies."""
-_KILL_S = 5.0
-"""Seconds Ray may take to kill a process before this process sends SIGKILL, and seconds to wait after that."""
+"""Groups whose workers are replaced together or not at all."""
 _SMALL_TYPES = (type(None), bool, int, float, str)
 
 
@@ -71,8 +70,8 @@ class RayWorkerGroup:
         setup_timeout_s: seconds for processes and worker objects to be ready.
         call_timeout_s: seconds a call may take unless `get_all_worker_results` gets another limit.
         ranks_per_unit: number of consecutive workers that depend on each other, such as the ranks of one engine. If one
-            dies, workers outside its block continue. None: all workers depend on each other; if one dies the others are
-            killed, because they would wait for it.
+            dies, workers outside its block continue. None: all workers depend on each other; if one dies or misses a
+            deadline all are killed, because they would wait for it. `restart_all` replaces them.
 
     Raises:
         ResourceInsufficientError: the cluster lacks the resources.
@@ -111,6 +110,7 @@ class RayWorkerGroup:
             )
         self._slots: list[WorkerSlot] = []
         self._cause_of_death: str | None = None
+        self._awaits_restart = False
         if not self._may_restart:
             _irreplaceable.add(self)
         try:
@@ -118,7 +118,7 @@ class RayWorkerGroup:
                 self._slots.append(self._create_slot(rank))
             self._settle(self._slots, list(range(world_size)), setup_timeout_s)
         except BaseException:
-            self._kill(self._slots)
+            kill_workers(self._slots)
             raise
 
     @property
@@ -129,21 +129,7 @@ class RayWorkerGroup:
     @property
     def worker_metadata(self) -> list[dict[str, Any]]:
         """Facts about each worker: name, global_rank, local_rank, node_idx, bundle_idx, pid, node_ip."""
-        described = []
-        for rank, (slot, place) in enumerate(zip(self._slots, self._places, strict=True)):
-            where = slot.identity
-            described.append(
-                {
-                    "name": slot.name,
-                    "global_rank": rank,
-                    "local_rank": place.local_rank,
-                    "node_idx": place.node_idx,
-                    "bundle_idx": place.bundle_idx,
-                    "pid": where.pid if where else None,
-                    "node_ip": where.node_ip if where else None,
-                }
-            )
-        return described
+        return [facts_of(slot, place) for slot, place in zip(self._slots, self._places, strict=True)]
 
     @property
     def dp_size(self) -> int:
@@ -301,7 +287,7 @@ class RayWorkerGroup:
             Exception: an error that a worker raised; its cause is the remote traceback.
         """
         calls = self.pending_calls(future_bundle)
-        with self._one_dies_all_die():
+        with self._one_fails_all_end():
             answers = gather(calls, self._slots, self._call_timeout_s if timeout_s is None else timeout_s, phase)
         wanted = future_bundle.return_from_workers
         if wanted is None:
@@ -349,8 +335,7 @@ class RayWorkerGroup:
     def restart_workers(self, worker_idxs: Sequence[int], timeout_s: float = 900.0) -> None:
         """Replace the processes and worker objects of whole blocks of `ranks_per_unit` workers, all at the same time.
 
-        Only for groups with a `ranks_per_unit`. The old processes are killed if they still run; the new ones are
-        killed if one of them fails to start.
+        Only for groups with a `ranks_per_unit`. Old processes that still run are killed, and all new ones if one fails.
 
         Raises:
             DeadlineExceededError, WorkerDiedError, Exception: as in the constructor.
@@ -365,15 +350,51 @@ class RayWorkerGroup:
         _refuse_when_others_are_lost()
         self.cluster.await_places({self._places[idx].node_idx for idx in worker_idxs})
         end, slots = time.monotonic() + timeout_s, self._slots
-        self._kill([slots[idx] for idx in worker_idxs])
+        kill_workers([slots[idx] for idx in worker_idxs])
         try:
             for idx in worker_idxs:
                 slots[idx] = self._create_slot_again(idx, end)
             self._refuse_when_dead()
             self._settle(slots, worker_idxs, end - time.monotonic())
         except BaseException:
-            self._kill([slots[idx] for idx in worker_idxs])
+            kill_workers([slots[idx] for idx in worker_idxs])
             self._refuse_when_dead()
+            raise
+
+    def find_loss(self, *, silence_is_loss: bool) -> str | None:
+        """Return in one line why `restart_all` is necessary; None if it is not.
+
+        If a worker is lost, all are killed, and their lost nodes do not keep other groups from being restarted.
+        Arguments and errors as `workers.ending.find_loss`.
+        """
+        if self._cause_of_death is None and (loss := find_loss(self._slots, silence_is_loss=silence_is_loss)):
+            self.end(loss)
+        self._awaits_restart = self._cause_of_death is not None
+        return self._cause_of_death
+
+    def end(self, cause: str) -> None:
+        """Kill all workers; until `restart_all`, calls raise the cause."""
+        self._cause_of_death = self._cause_of_death or cause
+        kill_workers(self._slots)
+
+    def restart_all(self, timeout_s: float) -> None:
+        """Replace the processes and worker objects of all workers in their bundles, also after the group has ended.
+
+        Raises:
+            Exception: as in the constructor, and after the loss of a node as in `restart_workers`.
+        """
+        if not self._slots:
+            self._refuse_when_dead()
+        end, ranks = time.monotonic() + timeout_s, list(range(len(self._places)))
+        self.end("it is being restarted")
+        self.cluster.await_places({place.node_idx for place in self._places})
+        self._cause_of_death, self._awaits_restart = None, False
+        try:
+            for rank in ranks:
+                self._slots[rank] = self._create_slot_again(rank, end)
+            self._settle(self._slots, ranks, end - time.monotonic())
+        except BaseException as failure:
+            self.end(f"its restart failed: {first_line(failure)}")
             raise
 
     def _create_slot_again(self, rank: int, end: float) -> WorkerSlot:
@@ -407,7 +428,7 @@ class RayWorkerGroup:
                 logger.warning("%s: %s failed: %s", self.name_prefix, cleanup_method, error)
                 clean = False
         slots, self._slots = self._slots, []
-        return self._kill(slots) and clean
+        return kill_workers(slots) and clean
 
     def _create_slot(self, rank: int) -> WorkerSlot:
         place = self._places[rank]
@@ -451,13 +472,12 @@ class RayWorkerGroup:
         return call.remote(method_name, *args, **kwargs)
 
     @contextmanager
-    def _one_dies_all_die(self) -> Iterator[None]:
+    def _one_fails_all_end(self) -> Iterator[None]:
         try:
             yield
-        except (WorkerDiedError, RayDiedError) as error:
+        except (WorkerDiedError, DeadlineExceededError, RayDiedError) as error:
             if not self._may_restart:
-                self._cause_of_death = str(error).partition("\n")[0]
-                self._kill(self._slots)
+                self.end(first_line(error))
             raise
 
     def _refuse_when_dead(self) -> None:
@@ -466,23 +486,9 @@ class RayWorkerGroup:
         if not self._slots:
             raise WorkerDiedError(f"Group {self.name_prefix!r} has been shut down.")
 
-    def _kill(self, slots: Sequence[WorkerSlot]) -> bool:
-        if not ray.is_initialized():
-            return True
-        for slot in slots:
-            ray.kill(slot.handle, no_restart=True)
-        known = [slot.identity for slot in slots if slot.identity]
-        left = wait_until_gone(known, timeout_s=_KILL_S)
-        if left:
-            end_processes(left)
-            left = wait_until_gone(left, timeout_s=_KILL_S)
-        for identity in left:
-            logger.warning("%s was killed and is still running.", identity)
-        return not left
-
 
 def _refuse_when_others_are_lost() -> None:
-    slots = [slot for group in list(_irreplaceable) for slot in group._slots]
+    slots = [slot for group in list(_irreplaceable) if not group._awaits_restart for slot in group._slots]
     losses = describe_losses(slot.identity for slot in slots if slot.identity)
     if losses:
         raise NodeLostError(losses)

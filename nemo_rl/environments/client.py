@@ -14,7 +14,7 @@ be kept running.
     its turn            the actor has no more calls than it runs at the same time, so that a deadline does not
                         include the time of other calls
     no answer in time   the actor is killed, another is started and the samples are sent one by one; a sample
-                        that is too slow alone gets an error
+                        that is too slow alone gets an error; if SIGSTOP had stopped the actor, the batch is sent again
     actor died          another is started and the batch is sent again; after two deaths during a batch its
                         samples are sent one by one; after three deaths during a sample (two of them
                         in a batch) it gets an error, because it probably causes them
@@ -48,6 +48,7 @@ from nemo_rl.environments.loading import (
     traits_of,
 )
 from nemo_rl.environments.supervision import SupervisedActor, answer_of, death_in_short
+from nemo_rl.host.processes import is_stopped
 from nemo_rl.utils.errors import WorkerDiedError
 
 if TYPE_CHECKING:
@@ -276,7 +277,10 @@ class EnvironmentClient:
                 return [batch[0].failed(f"environment {self.name!r} died {num_deaths} times over this sample")]
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the actor; return None if the actor was killed because another call timed out.
+        """Call a method of the actor; return None if another call timed out or SIGSTOP had stopped the actor.
+
+        The actor is replaced then. `pid` may belong to another machine; a stopped process with the same number here
+        costs one more attempt.
 
         Raises:
             TimeoutError: No answer in time; the actor is replaced.
@@ -290,7 +294,10 @@ class EnvironmentClient:
                 call: ray.ObjectRef[Any] = getattr(incarnation.handle, method).remote(*arguments)
                 outcome = await answer_of(call, self._step_timeout_s)
             except TimeoutError:
+                was_stopped = incarnation.pid is not None and is_stopped(incarnation.pid)
                 self._actor.end_hung(incarnation, f"no answer in {self._step_timeout_s:g} s")
+                if was_stopped:
+                    return None
                 raise
             except RayActorError as error:
                 if incarnation.ended_by_us:

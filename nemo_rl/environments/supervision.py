@@ -26,6 +26,7 @@ class Incarnation:
     handle: ActorHandle
     ready: "ray.ObjectRef[int]"
     ended_by_us: bool = False
+    pid: int | None = None
 
 
 class SupervisedActor:
@@ -75,7 +76,7 @@ class SupervisedActor:
             RayActorError: The process died while it started.
         """
         try:
-            await answer_of(incarnation.ready, self._start_timeout_s)
+            incarnation.pid = await answer_of(incarnation.ready, self._start_timeout_s)
         except TimeoutError as error:
             reason = f"did not start in {self._start_timeout_s:g} s"
             raise self._fail(reason) from error

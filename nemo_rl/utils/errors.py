@@ -57,6 +57,10 @@ class NodeLostError(WorkerDiedError):
     """A machine of the cluster is lost; the message holds its address, its id and the workers that ran there."""
 
 
+class RunRestartError(NemoRLError, RuntimeError):
+    """Ranks died or hung more often than the run restarts its models; the message lists the causes."""
+
+
 class RayDiedError(NemoRLError, RuntimeError):
     """The Ray of a run has lost a process without which the run cannot continue."""
 

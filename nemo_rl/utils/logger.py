@@ -1,6 +1,7 @@
 """Log a run's metrics to the console, a file and the enabled trackers.
 
-The backends are in `utils.log_backends`. Invariant: every backend gets the same numbers under the same names.
+The backends are in `utils.log_backends`. Invariant: every backend gets the same numbers under the same names, and a
+file or tracker gets each group of metrics of a step once, however often the step is trained.
 """
 
 import importlib
@@ -123,12 +124,25 @@ class Logger(LoggerInterface):
         self._backends = make_backends(cfg, self.log_dir, total_steps)
         self._outputs = [OptionalOutput(type(b).__name__, b.failures) for b in self._backends]
         self._files = OptionalOutput(f"Samples in {self.log_dir}")
+        self._logged: set[tuple[str, int]] = set()
+        self._repeated: frozenset[tuple[str, int]] = frozenset()
+
+    def go_back(self) -> None:
+        """From now on, give groups of metrics that were logged before to the console only: steps are trained again."""
+        self._repeated = frozenset(self._logged)
 
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
         """See `LoggerInterface.log_metrics`."""
-        self._on_all(lambda backend: backend.log_metrics(metrics, step, prefix, step_metric, step_finished))
+        is_new = (prefix, step) not in self._repeated
+        self._logged.add((prefix, step))
+
+        def log(backend: LoggerInterface) -> None:
+            if is_new or backend.shows_repeated:
+                backend.log_metrics(metrics, step, prefix, step_metric, step_finished)
+
+        self._on_all(log)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """See `LoggerInterface.log_hyperparams`."""

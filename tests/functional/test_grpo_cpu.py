@@ -15,6 +15,7 @@ from example_runs import (
     GRPOExample,
     StartExample,
     interrupted_and_resumed,
+    of_training,
     read_metrics,
     run_eval,
     run_script,
@@ -155,6 +156,30 @@ def test_a_dead_environment_is_replaced_and_a_dead_policy_rank_ends_the_run(
     pid = run.kill("ray::PolicyRank")
     assert run.finish(timeout_s=60) == 1
     assert f"WorkerDiedError: Worker lm_policy-0-0 (rank 0, node 127.0.0.1, pid {pid}) died" in run.log()
+    assert run.survivors() == []
+
+
+def test_a_run_whose_policy_rank_dies_repeats_the_metrics_of_an_undisturbed_run(
+    start_example: StartExample, grpo_example: GRPOExample
+) -> None:
+    """The rank dies in step 5 or 6, after the checkpoint of step 4; engines and environments stay."""
+    run = start_example(
+        "run_grpo.py", CONFIG, "grpo.max_num_steps=8", "checkpointing.save_period=4", "grpo.val_period=2"
+    )
+    run.wait_for("step 4/8")
+    others = {p.pid for p in run.processes("ray::vllm_engine", "ray::GenerationWorker", "ray::EnvironmentActor")}
+    assert len(others) == 2
+    pid = run.kill("ray::PolicyRank", "ray::lm_policy")
+    run.wait_for("Restart 1 of 3: the ranks of policy are replaced and continue from .*step_4; engines")
+    run.wait_for("step 7/8")
+    still = {p.pid for p in run.processes("ray::vllm_engine", "ray::GenerationWorker", "ray::EnvironmentActor")}
+    assert still == others
+    assert run.finish() == 0, run.log()[-3000:]
+    assert f"Worker lm_policy-0-0 (rank 0, node 127.0.0.1, pid {pid}) died" in run.log()
+    metrics = read_metrics(run.log_dir)
+    assert of_training(metrics) == grpo_example.metrics
+    assert metrics["performance", 8, "num_run_restarts"] == 1.0
+    assert ("performance", 4, "num_run_restarts") not in metrics
     assert run.survivors() == []
 
 

@@ -57,6 +57,7 @@ def test_two_nodes_train_like_one_and_a_lost_node_ends_the_run(
 ) -> None:
     joined = {"RAY_ADDRESS": nodes.address}
     saved = ("checkpointing.save_period=2", f"checkpointing.checkpoint_dir={tmp_path}/checkpoints")
+    saved += ("cluster.max_run_restarts=0",)
     run = start(start_example, joined, 40, "cluster.num_nodes=2", *APART, *saved)
     run.wait_for(f"step {STEPS + 1}/40", 400)
     status, seconds = lose(nodes, SECOND, run)
@@ -70,6 +71,22 @@ def test_two_nodes_train_like_one_and_a_lost_node_ends_the_run(
         k: v for k, v in one_node.items() if k not in timed
     }
     assert (tmp_path / f"checkpoints/step_{STEPS}/policy/weights").is_dir()
+
+
+def test_a_lost_node_with_a_rank_is_survived_where_another_has_room(
+    start_example: StartExample, one_node: Metrics, nodes: RayNodes, tmp_path: Path
+) -> None:
+    saved = ("checkpointing.save_period=2", f"checkpointing.checkpoint_dir={tmp_path}/checkpoints")
+    joined = {"RAY_ADDRESS": nodes.address}
+    run = start(start_example, joined, STEPS, "cluster.num_nodes=2", *APART, *saved)
+    run.wait_for(f"step 4/{STEPS}", 400)
+    status, _ = lose(nodes, SECOND, run)
+    assert status == 0, run.log()[-3000:]
+    assert f"Node {SECOND} (id " in run.log()
+    assert "Restart 1 of 3: the ranks of policy are replaced and continue from" in run.log()
+    metrics = of_training(read_metrics(run.log_dir))
+    timed = {key for key in one_node if "sync" in key[2]}
+    assert {k: v for k, v in metrics.items() if k not in timed} == {k: v for k, v in one_node.items() if k not in timed}
 
 
 def test_engines_on_a_separate_node_move_when_it_is_lost(

@@ -20,6 +20,24 @@ def test_sft_learns_and_resumes_bit_for_bit(start_example: StartExample, tmp_pat
     AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints/step_20/policy/weights/model")
 
 
+def test_a_run_whose_second_rank_dies_repeats_the_metrics_of_an_undisturbed_run(start_example: StartExample) -> None:
+    overrides = ("sft.max_num_steps=8", "sft.val_period=4", "cluster.ranks_per_node=2", "cluster.threads_per_rank=1")
+    whole = start_example("run_sft.py", "sft_cpu.yaml", *overrides, "checkpointing.enabled=false", logs="whole")
+    assert whole.finish() == 0, whole.log()[-3000:]
+    expected = of_training(read_metrics(whole.log_dir))
+    assert ("train", 8) in {key[:2] for key in expected}
+
+    run = start_example("run_sft.py", "sft_cpu.yaml", *overrides, "checkpointing.save_period=4")
+    run.wait_for("step 4/8")
+    ranks = run.processes("ray::PolicyRank", "ray::lm_policy")
+    assert len(ranks) == 2
+    max(ranks, key=lambda rank: rank.pid).kill()
+    assert run.finish() == 0, run.log()[-3000:]
+    assert "Restart 1 of 3: the ranks of policy are replaced" in run.log()
+    assert of_training(read_metrics(run.log_dir)) == expected
+    assert run.survivors() == []
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_all_processes_of_the_terminal_leaves_a_checkpoint(

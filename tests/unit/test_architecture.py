@@ -55,6 +55,7 @@ CUDA_PLACES = ("host/device.py", "weight_sync/", "models/generation/vllm/", "mod
 CUDA_EXCEPTIONS = {"config/schema/cluster.py": "declares the key cluster.device, whose values are cuda and cpu"}
 
 BROAD_EXCEPT_BOUNDARIES = {
+    "algorithms/runtime/run.py": "a lost rank may show as any error of the ranks that wait for it",
     "data/datasets/processed_dataset.py": "chat template and processor may be the user's own code",
     "distributed/cluster/local_ray.py": "Ray raises a plain Exception when its parts do not start in time",
     "distributed/worker_groups.py": "clean-up goes on whatever part of it fails",

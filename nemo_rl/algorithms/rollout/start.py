@@ -15,10 +15,11 @@ next part starts.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -33,12 +34,13 @@ from nemo_rl.algorithms.rollout.sync_setup import make_probe, make_refitter
 from nemo_rl.algorithms.rollout.training_batch import build_training_batch
 from nemo_rl.algorithms.rollout.validation import Validator
 from nemo_rl.algorithms.runtime.device_sharing import saved_models, share_memory
+from nemo_rl.algorithms.runtime.recovery import Connection, Recovery
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
 from nemo_rl.algorithms.setup.memory_check import log_memory
 from nemo_rl.algorithms.setup.placement import place_models
 from nemo_rl.algorithms.setup.preflight import check_added_models
-from nemo_rl.algorithms.setup.roles import reserve, start_role, start_together
+from nemo_rl.algorithms.setup.roles import allowed_restarts, replace_ranks, reserve, start_role, start_together
 from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
 from nemo_rl.config import Role, RolloutMasterConfig
 from nemo_rl.data.datasets.setup import RunData
@@ -131,7 +133,45 @@ def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: fl
         backends.log_hyperparams(config.model_dump())
         log_memory(config.cluster, recipe.roles)
         workers = _start_workers(config, recipe, folders, resources)
-        return _connect(config, recipe, folders, backends, workers, prompts, started_at, resources)
+        threads = resources.enter_context(ExitStack())
+        connect = partial(_connect, config, recipe, folders, backends, workers, threads)
+        first = connect(folders.resume_path, prompts, started_at)
+        return Run(
+            session=first.session,
+            source=first.source,
+            stages=recipe.stages(workers.models),
+            roles=workers.models,
+            loss_fn=recipe.loss_fn,
+            memory=first.memory,
+            resources=resources.pop_all(),
+            generation=workers.engines,
+            trainer=first.trainer,
+            recover=Recovery(
+                max_restarts=allowed_restarts(config),
+                models=workers.models,
+                newest_checkpoint=folders.newest_checkpoint,
+                replace_ranks=partial(_replace_ranks, config, recipe.roles, workers),
+                connect=lambda resume_path: connect(resume_path, make_prompts(config, recipe), 0.0),
+                metrics=backends,
+                connection=first,
+                threads=threads,
+            ),
+        )
+
+
+def _replace_ranks(
+    config: RolloutMasterConfig,
+    roles: Mapping[str, Role],
+    workers: Workers,
+    lost: Collection[str],
+    resume_path: Path | None,
+) -> None:
+    """Replace ranks of models as `roles.replace_ranks`, with engines that work, but hold no shared device."""
+    workers.engines.reopen()
+    engines = shared_engines(config, workers.engines)
+    if engines is not None and config.cluster.uses_gpu:
+        engines.rest()
+    replace_ranks(roles, workers.models, lost, resume_path)
 
 
 def _start_workers(
@@ -164,13 +204,14 @@ def _connect(
     folders: RunFolders,
     backends: Logger,
     workers: Workers,
+    threads: ExitStack,
+    resume_path: Path | None,
     prompts: PromptStream,
     started_at: float,
-    resources: ExitStack,
-) -> Run:
-    """Build the parts of a run around its workers; the run becomes the owner of the resources."""
+) -> Connection:
+    """Build the parts of a run around its workers; `threads` ends the threads that they start."""
     loop = EventLoopThread()
-    resources.callback(loop.close)
+    threads.callback(loop.close)
     algorithm, cluster, policy = config.algorithm, config.cluster, workers.models["policy"]
     limits = RolloutLimits(
         config.policy.max_total_sequence_length, algorithm.max_rollout_turns, cluster.timeouts.rollout_s
@@ -205,8 +246,9 @@ def _connect(
     idle = IdleShares(runner.busy_seconds)
     groups, stages = recipe.source(rollouts), recipe.stages(workers.models)
     streamed = streamed_rollouts(algorithm, groups, policy, recipe.loss_fn, stages, layout, idle)
+    sampled = streamed or groups
     source = RolloutBatches(
-        streamed or groups,
+        sampled,
         prompts,
         refitter,
         make_probe(config.policy, cluster, policy, workers.engines, refitter),
@@ -224,17 +266,8 @@ def _connect(
         validate=make_validation(config, recipe, runner, refitter, trajectory_log),
         run_config=config,
     )
-    return Run(
-        session=Session(parts, folders.resume_path, started_at),
-        source=source,
-        stages=stages,
-        roles=workers.models,
-        loss_fn=recipe.loss_fn,
-        memory=memory,
-        resources=resources.pop_all(),
-        generation=workers.engines,
-        trainer=streamed,
-    )
+    session = Session(parts, resume_path, started_at)
+    return Connection(session, source, memory, streamed, was_changed=lambda: source.rollouts is not sampled)
 
 
 def shared_engines(config: RolloutMasterConfig, engines: EngineGroup) -> Engines | None:

@@ -2,6 +2,8 @@
 
     source.next_batch ─► each stage adds to the batch ─► policy.train ─► metrics, checkpoint
 
+    train_with_restarts ─► train ─► a failure ─► Run.recover: raises it, or makes the run ready for train
+
 An algorithm is a choice of these parts: the source of batches (rollouts or written data), the stages before the update
 (log-probabilities, a second model's scores, advantages), and the loss. Invariant: the loop has no option.
 """
@@ -93,6 +95,11 @@ class Trainer(Protocol):
         """Make one optimizer update per global batch of `gbs` rows."""
 
 
+def cannot_recover(run: "Run", failure: Exception) -> None:
+    """Raise the failure: the run does not restart itself."""
+    raise failure
+
+
 @dataclass
 class Run:
     """All parts of one run, built by `setup` of its algorithm; a context manager that closes the run.
@@ -107,6 +114,8 @@ class Run:
         resources: ends everything that was started, latest first.
         generation: the engines; None if nothing is sampled.
         trainer: makes the updates; None: the policy.
+        recover: called with the run and the failure that ended `train`; raises the failure, or makes the run ready to
+            be trained again (`runtime.recovery`).
     """
 
     session: Session
@@ -118,6 +127,7 @@ class Run:
     resources: ExitStack
     generation: GenerationInterface | None = None
     trainer: Trainer | None = None
+    recover: Callable[["Run", Exception], None] = cannot_recover
 
     @property
     def policy(self) -> PolicyInterface:
@@ -141,6 +151,24 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def train_with_restarts(run: Run) -> None:
+    """Train as `train` does; if ranks of a model die or hang, replace them and train again.
+
+    Args:
+        run: the parts of the run.
+
+    Raises:
+        RunRestartError: there were too many failures, or the same one twice.
+        Exception: a failure with another cause.
+    """
+    while True:
+        try:
+            train(run)
+            return
+        except Exception as failure:  # boundary: a lost rank may show as any error of the ranks that wait for it
+            run.recover(run, failure)
 
 
 def train(run: Run) -> None:

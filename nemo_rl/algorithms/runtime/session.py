@@ -142,6 +142,8 @@ class Session:
     Attributes:
         state: the save state.
         timer: phases of the current step.
+        step: the running or last step; 0 before the first.
+        num_restarts: times that the run has replaced the ranks of its models.
     """
 
     def __init__(self, parts: SessionParts, resume_path: Path | None, started_at: float):
@@ -149,6 +151,8 @@ class Session:
         self._cadence = parts.cadence
         self.timer = parts.timer
         self.state = SaveState()
+        self.step = 0
+        self.num_restarts = 0
         must_save_by = parts.checkpointing.checkpoint_must_save_by
         self._deadline = TimeoutChecker(must_save_by, fit_last_save_time=True) if must_save_by else None
         self._started_at = started_at
@@ -180,6 +184,16 @@ class Session:
         self._resumed_step = self.state.total_steps
         self._position = load_plain(path / DATA_POSITION_FILE)
         logger.info("Resuming from %s after step %d.", path, self.state.total_steps)
+
+    @property
+    def must_stop(self) -> bool:
+        """True if a signal was received, so that the run must end."""
+        return self._signals.received is not None
+
+    def take_over(self, earlier: "Session", num_restarts: int) -> None:
+        """Continue the time limit of the session that a restart replaces by this one."""
+        self._deadline = earlier._deadline
+        self.num_restarts = num_restarts
 
     def __enter__(self) -> Self:
         """Begin the run; move the source, also one that was set after `setup`, to the checkpoint's position."""
@@ -272,7 +286,8 @@ class Session:
             self.timer.reset()
             self._step_started = time.perf_counter()
             self._metrics, self._extra = {}, {}
-            yield self.state.total_steps + 1
+            self.step = self.state.total_steps + 1
+            yield self.step
 
     def _has_to_stop(self) -> bool:
         if self._stop_reason is None and self._signals.received is not None:
@@ -416,6 +431,8 @@ class Session:
             "tokens_per_sec": tokens / train_seconds,
             "samples_per_sec": self._metrics.get("num_samples", 0.0) / train_seconds,
         }
+        if self.num_restarts:
+            performance["num_run_restarts"] = float(self.num_restarts)
         backends = self._parts.logger
         backends.log_metrics(self._metrics, step, prefix="train")
         for prefix, metrics in self._extra.items():

@@ -4,7 +4,7 @@ A run names its models, for example `{"policy": ..., "critic": ...}`; `config.Ro
 `Policy`. Invariant: what has been started is registered for the end of the run before anything is done with it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +16,8 @@ from nemo_rl.config import ClusterConfig, MasterConfig, Role
 from nemo_rl.distributed.cluster.node_checks import Shared, check_nodes
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.policy.lm_policy import Policy
+
+_RESTARTS_WITH_CHECKPOINTS = 3
 
 
 def start_role(
@@ -38,17 +40,14 @@ def start_role(
         seed: seed of the run.
         resume_path: step folder of a checkpoint; None starts from `section.model_name`.
     """
-    saved = resume_path / name if resume_path and role.trains else None
-    if saved is not None and not saved.exists():
-        saved = None  # `resume_check` has accepted a checkpoint without this model
-    has_optimizer = saved is not None and (saved / "optimizer").exists()
+    weights_path, optimizer_path = saved_paths(name, role, resume_path)
     return Policy(
         where,
         role.section,
         tokenizer,
         name_prefix="lm_policy" if name == "policy" else name,
-        weights_path=saved / "weights" if saved else None,
-        optimizer_path=saved / "optimizer" if saved and has_optimizer else None,
+        weights_path=weights_path,
+        optimizer_path=optimizer_path,
         init_optimizer=role.trains,
         init_reference_model=role.keeps_reference,
         timeouts=cluster.timeouts,
@@ -57,6 +56,43 @@ def start_role(
         venv=cluster.venvs.get("policy"),
         optimizations=cluster.optimizations,
     )
+
+
+def saved_paths(name: str, role: Role, resume_path: Path | None) -> tuple[Path | None, Path | None]:
+    """Return the folders of a model's weights and of its optimizer in a checkpoint; None for what it does not load."""
+    saved = resume_path / name if resume_path and role.trains else None
+    if saved is None or not saved.exists():
+        return None, None  # `resume_check` has accepted a checkpoint without this model
+    return saved / "weights", saved / "optimizer" if (saved / "optimizer").exists() else None
+
+
+def replace_ranks(
+    roles: Mapping[str, Role], models: Mapping[str, Policy], lost: Collection[str], resume_path: Path | None
+) -> None:
+    """Replace the ranks of all trained models, and of frozen ones that lost some; block until they are ready.
+
+    Args:
+        roles: the models of the run.
+        models: their ranks.
+        lost: names of the models that lost ranks.
+        resume_path: step folder that trained models load; None: their initial weights.
+
+    Raises:
+        Exception: the first model's failure to start.
+    """
+    names = [name for name, role in roles.items() if role.trains or name in lost]
+    with ThreadPoolExecutor(max_workers=len(names)) as pool:
+        starts = [pool.submit(models[name].restart, *saved_paths(name, roles[name], resume_path)) for name in names]
+    for start in starts:
+        start.result()
+
+
+def allowed_restarts(config: MasterConfig) -> int:
+    """Return how often the ranks of a run may be replaced."""
+    allowed = config.cluster.max_run_restarts
+    if allowed is None:
+        return _RESTARTS_WITH_CHECKPOINTS if config.checkpointing.enabled else 0
+    return allowed
 
 
 class Closable(Protocol):

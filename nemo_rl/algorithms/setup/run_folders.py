@@ -37,6 +37,10 @@ class RunFolders:
     resume_path: Path | None
     position: Mapping[str, Any] | None = None
 
+    def newest_checkpoint(self) -> Path | None:
+        """Return the newest undamaged checkpoint, also one that this run has written; None if there is none."""
+        return None if self.checkpoints is None else self.checkpoints.find_resumable()
+
     def check_position(self, data: PromptStream) -> None:
         """Check that the checkpoint's position belongs to this data; the session moves there later.
 

@@ -9,16 +9,18 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.runtime.device_sharing import saved_models, share_memory
+from nemo_rl.algorithms.runtime.recovery import Connection, Recovery
 from nemo_rl.algorithms.runtime.run import Phase, Run, Stage, StepBatch
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
 from nemo_rl.algorithms.setup.memory_check import log_memory
 from nemo_rl.algorithms.setup.placement import place_models
-from nemo_rl.algorithms.setup.roles import reserve, start_role, start_together
+from nemo_rl.algorithms.setup.roles import allowed_restarts, replace_ranks, reserve, start_role, start_together
 from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
 from nemo_rl.algorithms.setup.user_parts import UserParts
 from nemo_rl.algorithms.supervised.validation import LossValidator, SeparateValidations, Validate
@@ -130,9 +132,8 @@ class WrittenBatches:
 
 def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_at: float = 0.0) -> Run:
     """Start Ray and the policy's ranks, and connect them; arguments and errors as in `rollout.start.start_run`."""
-    rows = training_stream(config, recipe.data.train, config.policy.train_global_batch_size, recipe.collate)
+    rows = make_rows(config, recipe)
     steps = num_steps(config, rows.batches_per_epoch)
-    source = WrittenBatches(rows, recipe.rows_per_sample)
     with ExitStack() as resources:
         roles = config.models | {"policy": Role(config.policy, keeps_reference=recipe.keeps_reference)}
         folders = open_folders(config, roles, len(recipe.data.train), resources)
@@ -142,26 +143,46 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
         backends.log_hyperparams(config.model_dump())
         log_memory(config.cluster, roles)
         models = _start_models(config, recipe.tokenizer, roles, folders, resources)
-        memory = share_memory(config.cluster, roles, models)
-        parts = SessionParts(
-            cadence=_cadence(config, steps),
-            logger=backends,
-            checkpointing=config.saving,
-            checkpoints=folders.checkpoints,
-            models=saved_models(roles, models, memory),
-            source=rows,
-            validate=_validation(config, recipe, models["policy"]),
-            run_config=config,
-        )
+
+        def connect(resume_path: Path | None, rows: PromptStream, started_at: float) -> Connection:
+            memory = share_memory(config.cluster, roles, models)
+            parts = SessionParts(
+                cadence=_cadence(config, steps),
+                logger=backends,
+                checkpointing=config.saving,
+                checkpoints=folders.checkpoints,
+                models=saved_models(roles, models, memory),
+                source=rows,
+                validate=_validation(config, recipe, models["policy"]),
+                run_config=config,
+            )
+            session = Session(parts, resume_path, started_at)
+            return Connection(session, WrittenBatches(rows, recipe.rows_per_sample), memory)
+
+        first = connect(folders.resume_path, rows, started_at)
         return Run(
-            session=Session(parts, folders.resume_path, started_at),
-            source=source,
+            session=first.session,
+            source=first.source,
             stages=recipe.stages(models["policy"]),
             roles=models,
             loss_fn=recipe.loss_fn,
-            memory=memory,
+            memory=first.memory,
             resources=resources.pop_all(),
+            recover=Recovery(
+                max_restarts=allowed_restarts(config),
+                models=models,
+                newest_checkpoint=folders.newest_checkpoint,
+                replace_ranks=partial(replace_ranks, roles, models),
+                connect=lambda resume_path: connect(resume_path, make_rows(config, recipe), 0.0),
+                metrics=backends,
+                connection=first,
+            ),
         )
+
+
+def make_rows(config: SupervisedMasterConfig, recipe: SupervisedRecipe) -> PromptStream:
+    """Build the stream of training rows."""
+    return training_stream(config, recipe.data.train, config.policy.train_global_batch_size, recipe.collate)
 
 
 def _start_models(

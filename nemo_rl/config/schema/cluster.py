@@ -107,6 +107,12 @@ class ClusterConfig(Section):
         description="Restarts after which a run stops: of all generation engines together, or of one environment "
         "without an answer in between.",
     )
+    max_run_restarts: NonNegativeInt | None = Field(
+        default=None,
+        description="Times that a run replaces the ranks of its models after one of them died or hung, and trains "
+        "again from the newest checkpoint, or from step 1 if there is none yet; engines and environments stay. null: 3 "
+        "with checkpointing.enabled, else 0.",
+    )
     venvs: dict[str, VenvConfig] = Field(
         default_factory=dict,
         description="Separate Python environments, for `policy` (with a teacher), `generation` or an environment by "

@@ -10,6 +10,7 @@ import atexit
 import logging
 import os
 import secrets
+import select
 import signal
 import subprocess
 import tempfile
@@ -29,6 +30,7 @@ from ray._private.node import Node
 
 from nemo_rl.distributed.cluster.start_checks import ray_folder, require_startable_ray
 from nemo_rl.host.memory import machine_bytes
+from nemo_rl.host.processes import is_stopped
 from nemo_rl.host.stop_signals import result_with_handlers
 from nemo_rl.optimizations.lean_ray import LeanStart, lean_start
 from nemo_rl.optimizations.switch import Choice
@@ -48,6 +50,9 @@ _SYSTEM_CONFIG = {
 _START_ATTEMPTS = 3
 _START_S = 300.0
 """Seconds for all attempts; Ray's own deadlines end each attempt within a minute."""
+_LOOK_PERIOD_S = 5
+"""Seconds between two looks whether a daemon is stopped."""
+_STOPPED_LOOKS = 4
 _ROLES = {"gcs_server": "control service", "raylet": "node manager"}
 
 _noting = threading.Lock()
@@ -189,9 +194,32 @@ def note_death(node: Node, what: str, obituary: str) -> None:
 
 
 def _await_end(node: Node, name: str, process: subprocess.Popen[bytes]) -> None:
+    was_stopped = _await_stop(process)
+    if was_stopped:
+        process.kill()
     process.wait()
     what = f"The {_ROLES[name]} of this run's Ray ({name}, pid {process.pid})"
-    note_death(node, what, _death_message(what, process.returncode, f"{node.get_logs_dir_path()}/{name}.out"))
+    status = None if was_stopped else process.returncode
+    note_death(node, what, _death_message(what, status, f"{node.get_logs_dir_path()}/{name}.out"))
+
+
+def _await_stop(process: subprocess.Popen[bytes]) -> bool:
+    """Wait until a process has ended (False), or SIGSTOP has stopped it for `_STOPPED_LOOKS` looks in a row (True)."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except (AttributeError, ProcessLookupError):
+        return False  # another system than Linux, or it has ended
+    try:
+        ended = select.poll()
+        ended.register(descriptor, select.POLLIN)
+        num_stopped = 0
+        while num_stopped < _STOPPED_LOOKS:
+            if ended.poll(1000 * _LOOK_PERIOD_S):
+                return False
+            num_stopped = num_stopped + 1 if is_stopped(process.pid) else 0
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def _expect_ends() -> None:
@@ -204,7 +232,13 @@ def local_ray_has_died() -> bool:
     return _death is not None
 
 
-def _death_message(what: str, status: int, log_path: str) -> str:
+def _death_message(what: str, status: int | None, log_path: str) -> str:
+    if status is None:
+        return (
+            f"{what} was stopped (SIGSTOP) for {_LOOK_PERIOD_S * _STOPPED_LOOKS} s and was ended; the run cannot "
+            "continue without it, and all of its workers were ended. Start the run again; with "
+            "checkpointing.enabled=true it continues from its last checkpoint."
+        )
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
     return (
         f"{what} {how}; the run cannot continue without it, and all of its workers were ended. If no user killed it, "

@@ -126,6 +126,20 @@ class WorkerPlace:
     bundle_idx: int
 
 
+def facts_of(slot: WorkerSlot, place: WorkerPlace) -> dict[str, Any]:
+    """Return name, ranks, node, bundle and process of a worker; see `RayWorkerGroup.worker_metadata`."""
+    where = slot.identity
+    return {
+        "name": slot.name,
+        "global_rank": slot.rank,
+        "local_rank": place.local_rank,
+        "node_idx": place.node_idx,
+        "bundle_idx": place.bundle_idx,
+        "pid": where.pid if where else None,
+        "node_ip": where.node_ip if where else None,
+    }
+
+
 def plan_places(
     counts: Sequence[int],
     workers_per_node: int | list[int] | None,

@@ -17,6 +17,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_rl.distributed.workers.process import STACK_SIGNAL, WorkerIdentity, process_start_ticks
+from nemo_rl.host.processes import PROCESS_STATES, state_of
 
 _PROBE_TIMEOUT_S = 20.0
 _TAIL_BYTES = 64 * 1024
@@ -53,6 +54,12 @@ def activity_of(workers: Sequence[WorkerIdentity]) -> list[tuple[str, float]]:
     answers = _ask_nodes(_read_activity, [(worker,) for worker in workers])
     read = [answer.split() if answer[0] != "(" else ["?", "0"] for answer in answers]
     return [(state, float(seconds)) for state, seconds in read]
+
+
+def stopped_among(workers: Sequence[WorkerIdentity]) -> list[WorkerIdentity]:
+    """Return the workers whose processes are stopped, so that they cannot answer until they are continued."""
+    states = activity_of(workers)
+    return [worker for worker, (state, _) in zip(workers, states, strict=True) if state in ("T", "t")]
 
 
 def end_processes(workers: Sequence[WorkerIdentity]) -> None:
@@ -133,7 +140,9 @@ def _dump_stacks(worker: WorkerIdentity, wait_s: float = 3.0) -> str:
                 break
         with path.open() as file:
             file.seek(before)
-            return file.read().rstrip() or "(the process did not react to the signal)"
+            state = state_of(worker.pid)
+            silent = f"(the process did not react to the signal; it is {PROCESS_STATES.get(state, state)})"
+            return file.read().rstrip() or silent
     except OSError as error:
         return f"(cannot be read: {error})"
 

@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from nemo_rl.distributed.cluster.local_ray import LIVENESS_PERIOD_S, check_local_ray
 from nemo_rl.distributed.cluster.node_health import describe_losses
-from nemo_rl.distributed.workers.logs import stacks_of, tail_of_logs
+from nemo_rl.distributed.workers.logs import stacks_of, stopped_among, tail_of_logs
 from nemo_rl.distributed.workers.process import WorkerIdentity
 from nemo_rl.host.waiting_log import StillWaiting
 from nemo_rl.utils.errors import DeadlineExceededError, NodeLostError, WorkerDiedError
@@ -171,10 +171,13 @@ def _deadline_error(
     phase: str,
 ) -> DeadlineExceededError:
     names = ", ".join(str(call.slot) for call in late)
-    parts = [
-        f"{phase!r} did not finish within {timeout_s:g} s: no answer from {len(late)} of {len(calls)} workers: {names}."
-    ]
     known = [slot.identity for slot in workers if slot.identity]
+    stopped = ", ".join(str(worker) for worker in stopped_among(known))
+    cause = f" Stopped (SIGSTOP) are {stopped}; the others may wait for them." if stopped else ""
+    parts = [
+        f"{phase!r} did not finish within {timeout_s:g} s: no answer from {len(late)} of {len(calls)} workers: "
+        f"{names}.{cause}"
+    ]
     if known:
         parts.append(stacks_of(known))
     if len(known) < len(workers):

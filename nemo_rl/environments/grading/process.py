@@ -14,6 +14,7 @@ import sys
 import time
 from typing import Any
 
+from nemo_rl.host.processes import is_stopped
 from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError
 
 _READ_SIZE = 65536
@@ -64,7 +65,7 @@ class GradingProcess:
 
         Raises:
             DeadlineExceededError: No reply within `timeout_s`; kill this process.
-            WorkerDiedError: The process died or wrote an unreadable reply; kill this process.
+            WorkerDiedError: The process died, was stopped or wrote an unreadable reply; kill this process.
         """
         request = json.dumps({"response": response, "ground_truth": ground_truth}) + "\n"
         assert self._process.stdin is not None
@@ -98,6 +99,8 @@ class GradingProcess:
         while b"\n" not in self._buffer:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0 or not poll.poll(remaining_s * 1000):
+                if is_stopped(self.pid):
+                    raise WorkerDiedError(f"the grading process (pid {self.pid}) is stopped (SIGSTOP) {activity}")
                 raise DeadlineExceededError(f"{activity} took longer than {timeout_s:g} s")
             chunk = os.read(descriptor, _READ_SIZE)
             if not chunk:

@@ -30,6 +30,7 @@ from typing import Any
 from ray.exceptions import RayActorError, RayError
 
 from nemo_rl.distributed.worker_groups import MultiWorkerFuture, RayWorkerGroup
+from nemo_rl.host.processes import PROCESS_STATES
 from nemo_rl.models.generation.interfaces import (
     COLLECT_POLL_S,
     GenerationInterface,
@@ -38,6 +39,7 @@ from nemo_rl.models.generation.interfaces import (
     ServedBy,
     engine_of,
 )
+from nemo_rl.models.generation.waits import Silence, Wait, Waits, give_up_waits, note_as_seen, some_answer
 from nemo_rl.utils.errors import DeadlineExceededError, GenerationError, ResourceInsufficientError, WorkerDiedError
 from nemo_rl.utils.timer import BusyClock
 
@@ -46,34 +48,12 @@ logger = logging.getLogger(__name__)
 _REVIVAL_END_S = 10.0
 """Seconds that `shutdown` waits for a revival that it has interrupted."""
 
-
-_STATES = {"T": "stopped (SIGSTOP)", "t": "stopped by a debugger", "S": "asleep", "R": "running", "D": "in the kernel"}
 _MORE_FOR_PREFIX = 8
 """Open requests that an engine chosen for its prefix cache may have more than the least busy engine."""
 _BUSY_FACTOR = 4
 """Factor by which an engine may be silent for longer while its process computes."""
 _BUSY_SHARE = 0.1
 """Share of a core that a computing process uses at least."""
-
-
-@dataclass(frozen=True)
-class _Wait:
-    """A wait for a call of `collect`, and its start by the loop's clock."""
-
-    future: asyncio.Future[Any]
-    since: float
-
-
-type _Waits = dict[int, _Wait]
-"""Waits by rank."""
-
-
-class _Silence(Exception):
-    """Raised if a worker of an engine has not answered for too long."""
-
-    def __init__(self, rank: int, seconds: float) -> None:
-        super().__init__(f"rank {rank} was silent for {seconds:g} s")
-        self.rank, self.seconds = rank, seconds
 
 
 @dataclass
@@ -242,9 +222,9 @@ class EngineGroup(GenerationInterface):
                     self._send(member, "abort", member.given_up)
                 member.given_up = []
             if member.unfinished and (member.collector is None or member.collector.done()):
-                waits: _Waits = {}
+                waits: Waits = {}
                 member.collector = asyncio.get_running_loop().create_task(self._collect(member, waits))
-                member.collector.add_done_callback(partial(_give_up_waits, waits))
+                member.collector.add_done_callback(partial(give_up_waits, waits))
 
     def _send(self, member: _Member, method: str, content: list[Any]) -> None:
         call = self._call(member.ranks[0], method, content)
@@ -264,7 +244,7 @@ class EngineGroup(GenerationInterface):
     def _call(self, rank: int, method: str, *args: Any) -> Any:
         return self.workers.run_single_worker_single_data(method, rank, *args)
 
-    async def _collect(self, member: _Member, waits: _Waits) -> None:
+    async def _collect(self, member: _Member, waits: Waits) -> None:
         """Take results from one engine until none is pending."""
         # Drop polls of earlier engines: a death that another thread saw does not concern the pending requests.
         member.polls = {rank: poll for rank, poll in member.polls.items() if poll[0] == member.num_starts}
@@ -277,12 +257,12 @@ class EngineGroup(GenerationInterface):
                 results = waits.pop(rank).future.result()
             except RayActorError as death:
                 member.polls.clear()
-                _give_up_waits(waits)
+                give_up_waits(waits)
                 await self._try_revive(member, called, partial(self._cause_of_death, rank, death))
                 continue
-            except _Silence as silence:
+            except Silence as silence:
                 member.polls.clear()
-                _give_up_waits(waits)
+                give_up_waits(waits)
                 await self._try_revive(member, member.num_starts, partial(self._cause_of_silence, member, silence))
                 continue
             except Exception as failure:  # boundary: any failure of the engine fails its requests
@@ -293,11 +273,11 @@ class EngineGroup(GenerationInterface):
                 if pending is not None and not pending.future.done():
                     pending.future.set_result(result)
 
-    async def _first_to_answer(self, member: _Member, waits: _Waits) -> int:
+    async def _first_to_answer(self, member: _Member, waits: Waits) -> int:
         """Return the worker of an engine whose call of `collect` ends first, with results or because it died.
 
         Raises:
-            _Silence: a worker does not answer any more, not even with an empty list.
+            Silence: a worker does not answer any more, not even with an empty list.
         """
         clock = asyncio.get_running_loop().time
         for rank in member.ranks:
@@ -305,20 +285,20 @@ class EngineGroup(GenerationInterface):
                 poll_s = min(COLLECT_POLL_S, self._silence_s / 4)
                 member.polls[rank] = (member.num_starts, self._call(rank, "collect", poll_s))
             if rank not in waits:
-                waits[rank] = _Wait(asyncio.ensure_future(member.polls[rank][1]), clock())
-                waits[rank].future.add_done_callback(_note_as_seen)
+                waits[rank] = Wait(asyncio.ensure_future(member.polls[rank][1]), clock())
+                waits[rank].future.add_done_callback(note_as_seen)
         quietest = min(waits, key=lambda rank: waits[rank].since)
-        while not await _some_answer(waits, waits[quietest].since + self._silence_s - clock()):
+        while not await some_answer(waits, waits[quietest].since + self._silence_s - clock()):
             silent_s = clock() - waits[quietest].since
             if silent_s > _BUSY_FACTOR * self._silence_s or not await self._is_busy(member, waits):
-                raise _Silence(quietest, silent_s)
+                raise Silence(quietest, silent_s)
         return next(rank for rank, wait in waits.items() if wait.future.done())
 
-    async def _is_busy(self, member: _Member, waits: _Waits) -> bool:
+    async def _is_busy(self, member: _Member, waits: Waits) -> bool:
         """Return whether a silent engine answers within a tenth of `silence_s`, or computes."""
         before = await asyncio.to_thread(self.workers.activity, member.ranks)
         window_s = self._silence_s / 10
-        if await _some_answer(waits, window_s):
+        if await some_answer(waits, window_s):
             return True
         after = await asyncio.to_thread(self.workers.activity, member.ranks)
         used_s = sum(seconds for _, seconds in after) - sum(seconds for _, seconds in before)
@@ -337,12 +317,12 @@ class EngineGroup(GenerationInterface):
     def _cause_of_death(self, rank: int, death: RayActorError) -> str:
         return str(self.workers.explain_failure(death, rank, "generation"))
 
-    def _cause_of_silence(self, member: _Member, silence: _Silence) -> str:
+    def _cause_of_silence(self, member: _Member, silence: Silence) -> str:
         lengths = [len(pending.request.prompt_token_ids) for pending in member.unfinished.values()]
         open_ones = (
             f"{len(lengths)} requests open (prompts of {min(lengths)} to {max(lengths)} tokens)" if lengths else ""
         )
-        states = ", ".join(_STATES.get(state, state) for state, _ in self.workers.activity(member.ranks))
+        states = ", ".join(PROCESS_STATES.get(state, state) for state, _ in self.workers.activity(member.ranks))
         reason = (
             f"Worker {self.workers.slot(silence.rank)} has given no sign of life for {silence.seconds:.0f} s "
             f"(cluster.timeouts.engine_silence_s={self._silence_s:g}), its process is {states}; "
@@ -381,10 +361,12 @@ class EngineGroup(GenerationInterface):
     def with_replacements[T](self, work: Callable[[], T]) -> T:
         """Call a function that needs every engine; if an engine is dead, replace it and call the function again.
 
-        A replacement is awake and has no weights yet.
+        The same applies to an engine whose process is stopped when the function misses a deadline. A replacement is
+        awake and has no weights yet.
 
         Raises:
             WorkerDiedError: the run's restarts are used up, or a process other than an engine died.
+            DeadlineExceededError: the function missed a deadline, and no engine is stopped.
         """
         with self.exclusively():
             while True:
@@ -392,6 +374,9 @@ class EngineGroup(GenerationInterface):
                     return work()
                 except WorkerDiedError:
                     if self.revive_dead() == 0:
+                        raise
+                except DeadlineExceededError:
+                    if self._replace_stopped() == 0:
                         raise
 
     def revive_dead(self) -> int:
@@ -410,6 +395,23 @@ class EngineGroup(GenerationInterface):
                 self._replace(member, str(death))
                 num_revived += 1
         return num_revived
+
+    def _replace_stopped(self) -> int:
+        """Replace engines whose processes are stopped; return their number."""
+        stopped = [m for m in self._members if any(state == "T" for state, _ in self.workers.activity(m.ranks))]
+        for member in stopped:
+            self._replace(member, f"A process of {self.workers.slot(member.ranks[0])} is stopped (SIGSTOP).")
+        return len(stopped)
+
+    def reopen(self) -> None:
+        """Accept requests again after an engine could not get weights from a lost policy; replace engines that died.
+
+        Raises:
+            WorkerDiedError: the run's restarts are used up, or the engines have been shut down.
+        """
+        with self.exclusively():
+            self.revive_dead()
+            self._end = None
 
     def _replace(self, member: _Member, reason: str) -> None:
         """Start a new engine for a member, if the run has a restart left."""
@@ -471,23 +473,3 @@ class EngineGroup(GenerationInterface):
         self.workers.shutdown(force=True)
         if self._replacing.acquire(timeout=_REVIVAL_END_S):
             self._replacing.release()
-
-
-def _note_as_seen(wait: asyncio.Future[Any]) -> None:
-    """Read the failure of a cancelled wait, so that asyncio does not report it."""
-    if not wait.cancelled():
-        wait.exception()
-
-
-def _give_up_waits(waits: _Waits, _: object = None) -> None:
-    """Cancel waits, but not their calls; asyncio would report waits that are pending when the loop closes."""
-    for wait in waits.values():
-        wait.future.cancel()
-    waits.clear()
-
-
-async def _some_answer(waits: _Waits, timeout_s: float) -> bool:
-    """Wait for some seconds; return whether one of the calls has ended."""
-    futures = [wait.future for wait in waits.values()]
-    done, _ = await asyncio.wait(futures, timeout=max(timeout_s, 0.0), return_when=asyncio.FIRST_COMPLETED)
-    return bool(done)

@@ -412,6 +412,26 @@ class Policy(PolicyInterface):
         """
         return self._ranks.held()
 
+    def find_loss(self, *, silence_is_loss: bool) -> str | None:
+        """Return in one line why the ranks have to be replaced, or None; see `RayWorkerGroup.find_loss`."""
+        return self.worker_group.find_loss(silence_is_loss=silence_is_loss)
+
+    def restart(
+        self, weights_path: str | PathLike[str] | None = None, optimizer_path: str | PathLike[str] | None = None
+    ) -> None:
+        """Replace all ranks by new ones in the same places; they may be dead or hang.
+
+        Afterwards this object is as its constructor leaves it, with `weight_version` 0. Running calls of other threads
+        fail. Arguments and errors as in the constructor.
+        """
+        self.worker_group.end("it is being restarted")
+        with self.held():
+            self._complete_checkpoint = None
+            self.weight_version = 0
+            self.worker_group.restart_all(self._timeouts.setup_s)
+            if weights_path is not None:
+                self._load_checkpoint(weights_path, optimizer_path)
+
     def shutdown(self) -> bool:
         """Stop the ranks; return whether all of them stopped cleanly."""
         return self.worker_group.shutdown("shutdown", timeout=self._timeouts.shutdown_s)

@@ -47,6 +47,8 @@ _LAST_PREFIX = "performance"
 class ConsoleLogger(LoggerInterface):
     """Logs one line per step, when the step's last group of metrics has arrived."""
 
+    shows_repeated = True
+
     def __init__(self, total_steps: int | None = None):
         self._pending: dict[tuple[str, str], float] = {}
         self._total = total_steps

@@ -17,9 +17,11 @@ class LoggerInterface(ABC):
 
     Attributes:
         failures: errors that mean that the destination cannot be reached or written.
+        shows_repeated: whether it also gets the metrics of steps that a run trains again after a restart.
     """
 
     failures: ClassVar[tuple[type[Exception], ...]] = (OSError,)
+    shows_repeated: ClassVar[bool] = False
 
     @abstractmethod
     def log_metrics(

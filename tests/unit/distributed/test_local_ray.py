@@ -1,14 +1,18 @@
 """The Ray of a run: what happens if it does not start, or loses one of its own processes."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from processes_for_tests import wait_until_gone
+
+from nemo_rl.distributed.cluster import local_ray
 
 pytestmark = pytest.mark.ray
 
@@ -66,6 +70,23 @@ def test_a_dead_ray_process_is_named_and_ends_the_run_in_order(victim: str, wait
     assert f"{message} was killed by SIGKILL; the run cannot continue without it" in done.stderr
     assert float(done.stdout.split("CLOSED")[1].split()[0]) < 60, "the deadline of the wait is 100 s"
     assert wait_until_gone(pids) == []
+
+
+def test_a_stopped_daemon_counts_as_dead_only_if_it_stays_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_ray, "_LOOK_PERIOD_S", 0.2)
+    ended = subprocess.Popen([sys.executable, "-c", "pass"])
+    assert not local_ray._await_stop(ended)
+    daemon = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        os.kill(daemon.pid, signal.SIGSTOP)
+        threading.Timer(0.3, os.kill, (daemon.pid, signal.SIGCONT)).start()
+        threading.Timer(1.5, os.kill, (daemon.pid, signal.SIGSTOP)).start()
+        started = time.monotonic()
+        assert local_ray._await_stop(daemon)
+        assert time.monotonic() - started > 1.5, "a pause is not the end"
+    finally:
+        daemon.kill()
+        daemon.wait()
 
 
 @pytest.mark.long  # on a busy machine Ray's C++ may win the race of two threads

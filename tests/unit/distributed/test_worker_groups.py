@@ -3,6 +3,7 @@
 import os
 import pickle
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -190,6 +191,47 @@ def test_a_missed_deadline_names_the_late_worker_and_where_it_hangs(make_group):
     assert "'train' did not finish within 1 s: no answer from 1 of 2 workers: late-0-1" in text
     assert re.search(r"Stacks of late-0-1.*\n(.*\n)*.*in stuck_in_c", text)
     assert "Stacks of late-0-0" in text
+
+
+def test_a_deadline_ends_the_group_names_the_stopped_rank_and_shows_where_the_others_wait(make_group):
+    group = make_group("halted")
+    first, second = (m["pid"] for m in group.worker_metadata)
+    os.kill(second, signal.SIGSTOP)
+    with pytest.raises(DeadlineExceededError) as caught:
+        group.get_all_worker_results(group.run_all_workers_single_data("hang_on", 0), timeout_s=1, phase="train")
+    text = str(caught.value)
+    assert f"Stopped (SIGSTOP) are halted-0-1 (rank 1, node 127.0.0.1, pid {second})" in text.splitlines()[0]
+    assert re.search(r"Stacks of halted-0-0.*\n(.*\n)*.*in stuck_in_c", text)
+    assert "(the process did not react to the signal; it is stopped (SIGSTOP))" in text
+    assert wait_until_gone([first, second]) == []
+    assert "did not finish" in group.find_loss(silence_is_loss=False)
+
+
+def test_a_group_that_ended_is_restarted_as_a_whole_in_its_places(make_group):
+    group = make_group("again")
+    before = group.worker_metadata
+    assert group.find_loss(silence_is_loss=True) is None
+    os.kill(before[1]["pid"], signal.SIGKILL)
+    assert "Worker again-0-1 (rank 1" in group.find_loss(silence_is_loss=False)
+    assert wait_until_gone([m["pid"] for m in before]) == []
+    with pytest.raises(WorkerDiedError, match="has ended: Worker again-0-1"):
+        group.run_all_workers_single_data("pid")
+    group.restart_all(60)
+    assert group.find_loss(silence_is_loss=True) is None
+    pids = group.get_all_worker_results(group.run_all_workers_single_data("pid"), timeout_s=30)
+    assert not {*pids} & {m["pid"] for m in before}
+    places = [{key: m[key] for key in ("name", "global_rank", "bundle_idx")} for m in group.worker_metadata]
+    assert places == [{key: m[key] for key in places[0]} for m in before]
+    group.shutdown(force=True)
+    with pytest.raises(WorkerDiedError, match="has been shut down"):
+        group.restart_all(60)
+
+
+@pytest.mark.parametrize(("silence_is_loss", "is_lost"), [(True, True), (False, False)])
+def test_a_busy_rank_is_lost_only_where_silence_counts(make_group, silence_is_loss, is_lost):
+    group = make_group(f"busy{silence_is_loss}")
+    group.run_single_worker_single_data("stuck_in_c", 0)
+    assert (group.find_loss(silence_is_loss=silence_is_loss) is not None) == is_lost
 
 
 def test_a_constructor_error_ends_the_half_built_group(make_group, cluster):

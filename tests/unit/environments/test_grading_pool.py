@@ -50,6 +50,15 @@ def test_an_answer_whose_process_was_killed_is_tried_again(pool):
     assert second != first
 
 
+def test_an_answer_whose_process_was_stopped_is_tried_again(pool):
+    first = int(pool.grade([("pid", "")])[0].verified.extracted_answer)
+    os.kill(first, signal.SIGSTOP)
+    (grade,) = pool.grade([("4", "4")])
+    assert grade.verified.reward == 1.0
+    assert int(pool.grade([("pid", "")])[0].verified.extracted_answer) != first
+    assert not os.path.exists(f"/proc/{first}"), "the stopped process is gone"
+
+
 def test_a_process_killed_while_idle_affects_no_answer(pool):
     os.kill(int(pool.grade([("pid", "")])[0].verified.extracted_answer), signal.SIGKILL)
     assert [grade.verified.reward for grade in pool.grade([("4", "4")] * 3)] == [1.0, 1.0, 1.0]

@@ -590,6 +590,46 @@ async def test_a_failed_revival_fails_all_present_and_later_callers(problem):
     assert len(fake.restarted) == (problem == "weights")
 
 
+async def test_engines_that_could_not_get_weights_work_again_when_they_are_reopened() -> None:
+    group, fake = make_group(2)
+
+    def no_weights() -> None:
+        raise WorkerDiedError("the policy has ended")
+
+    group.load_weights = no_weights
+    (task,) = start(group, [1])
+    await settle()
+    fake.workers[0].die()
+    with pytest.raises(WorkerDiedError, match="the policy has ended"):
+        await asyncio.wait_for(task, 5)
+    fake.workers[1].die()
+    await asyncio.to_thread(group.reopen)
+    assert fake.restarted == [[0], [1]], "the engine that died meanwhile is replaced, too"
+    (later,) = start(group, [4])
+    assert (await asyncio.wait_for(later, 5)).token_ids.tolist() == [4]
+
+
+async def test_an_engine_that_is_stopped_at_a_deadline_is_replaced_and_the_work_repeated() -> None:
+    group, fake = make_group(2)
+    fake.workers[1].activity = ("T", 0.0)
+    attempts: list[int] = []
+
+    def work() -> str:
+        attempts.append(len(fake.restarted))
+        if not fake.restarted:
+            raise DeadlineExceededError("the weight sync took too long")
+        return "synced"
+
+    assert await asyncio.to_thread(group.with_replacements, work) == "synced"
+    assert (attempts, fake.restarted) == ([0, 1], [[1]])
+
+    def late() -> None:
+        raise DeadlineExceededError("the policy is late")
+
+    with pytest.raises(DeadlineExceededError, match="the policy is late"):
+        await asyncio.to_thread(group.with_replacements, late)
+
+
 async def test_a_shutdown_ends_a_revival_and_fails_its_waiting_callers():
     group, fake = make_group(1)
     (task,) = start(group, [1])

@@ -1,0 +1,166 @@
+"""Replace the ranks of a run's models when some died or hang, so that it trains again from its newest checkpoint.
+
+    train ─► failure ─► models with lost ranks ─► new ranks in the same places ─► new parts in the controller ─► train
+                        none: the failure ends      load the newest checkpoint     session and source begin at the
+                        the run                     or the initial weights         step of that checkpoint
+
+Engines, environments, trackers and the lock of the checkpoint folder stay. The parts in the controller are built again,
+not reset. Invariant: after a restart a run computes the same numbers as a run that is started again from the same
+checkpoint, and its files and trackers hold each step once.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
+from nemo_rl.algorithms.runtime.run import BatchSource, Run, Trainer
+from nemo_rl.algorithms.runtime.session import Session
+from nemo_rl.utils.errors import DeadlineExceededError, RayDiedError, RunRestartError
+from nemo_rl.utils.logger import Logger
+
+logger = logging.getLogger(__name__)
+
+_CHANGES_WITH_EACH_PROCESS = re.compile(r"pid \d+|\bid [0-9a-f]{8,}")
+
+
+class Replaceable(Protocol):
+    """A model whose ranks can be replaced."""
+
+    def find_loss(self, *, silence_is_loss: bool) -> str | None:
+        """Return in one line why the ranks have to be replaced; None if they need not be."""
+
+
+@dataclass(frozen=True)
+class Connection:
+    """The parts of a run in the controller, which connect its workers.
+
+    Attributes:
+        session: as in `Run`.
+        source: as in `Run`.
+        memory: as in `Run`.
+        trainer: as in `Run`.
+        was_changed: returns whether the program has replaced a part of the source.
+    """
+
+    session: Session
+    source: BatchSource
+    memory: MemorySharing
+    trainer: Trainer | None = None
+    was_changed: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The reason of a restart.
+
+    Attributes:
+        step: the step that failed.
+        reason: the failure in one line.
+    """
+
+    step: int
+    reason: str
+
+    @property
+    def kind(self) -> tuple[int, str]:
+        """The cause without what differs between processes, to recognize a failure that repeats itself."""
+        return self.step, _CHANGES_WITH_EACH_PROCESS.sub("", self.reason)
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.reason}"
+
+
+@dataclass
+class Recovery:
+    """Makes a run ready to be trained again; a `Run.recover`.
+
+    Attributes:
+        max_restarts: number of restarts after which a failure ends the run.
+        models: all models by name.
+        newest_checkpoint: returns the step folder to continue from; None begins again at step 1.
+        replace_ranks: replaces the ranks of all trained models, and of the models with these names, from a step folder.
+        connect: builds the parts in the controller for a run that continues from a step folder.
+        metrics: backends of the run.
+        connection: the current parts.
+        threads: ends the threads of the current parts.
+        causes: reasons of the restarts so far.
+    """
+
+    max_restarts: int
+    models: Mapping[str, Replaceable]
+    newest_checkpoint: Callable[[], Path | None]
+    replace_ranks: Callable[[Collection[str], Path | None], None]
+    connect: Callable[[Path | None], Connection]
+    metrics: Logger
+    connection: Connection
+    threads: ExitStack = field(default_factory=ExitStack)
+    causes: list[Cause] = field(default_factory=list)
+
+    def __call__(self, run: Run, failure: Exception) -> None:
+        """Replace lost ranks, and build source and session of the run again.
+
+        Raises:
+            RunRestartError: the restarts are used up, the same step failed twice in the same way, or the program has
+                replaced a part of the run that cannot be built again.
+            Exception: the failure itself, if no rank is lost, the run must stop or its Ray has ended.
+        """
+        if not self.max_restarts or run.session.must_stop or isinstance(failure, RayDiedError):
+            raise failure
+        silence_is_loss = isinstance(failure, DeadlineExceededError)
+        losses = {name: model.find_loss(silence_is_loss=silence_is_loss) for name, model in self.models.items()}
+        lost = {name: loss for name, loss in losses.items() if loss is not None}
+        if not lost:
+            raise failure
+        logger.warning("%s", failure)
+        self._note(Cause(run.session.step, _reason(failure, lost)), failure)
+        if run.source is not self.connection.source or self.connection.was_changed():
+            raise RunRestartError(
+                f"The models {sorted(lost)} lost ranks, and the run cannot restart by itself, because its source was "
+                "replaced after setup. Name the source in the key rollout_source of the algorithm's section, or start "
+                f"the same command again. {self.causes[-1]}"
+            ) from failure
+        self._restart(run, lost)
+
+    def _note(self, cause: Cause, failure: Exception) -> None:
+        """Record a cause.
+
+        Raises:
+            RunRestartError: the run must not restart again.
+        """
+        repeats = cause.kind in [earlier.kind for earlier in self.causes]
+        self.causes.append(cause)
+        if not repeats and len(self.causes) <= self.max_restarts:
+            return
+        limit = f"cluster.max_run_restarts={self.max_restarts} restarts are used up"
+        why = f"Step {cause.step} failed twice in the same way" if repeats else limit
+        listed = "\n".join(f"  {each}" for each in self.causes)
+        raise RunRestartError(f"{why}, so the run ends. The causes:\n{listed}") from failure
+
+    def _restart(self, run: Run, lost: Mapping[str, str]) -> None:
+        failed, last, checkpoint = self.causes[-1], run.session.state.total_steps, self.newest_checkpoint()
+        logger.warning(
+            "Restart %d of %d: the ranks of %s are replaced and continue from %s; engines and environments stay. %s",
+            *(len(self.causes), self.max_restarts, ", ".join(lost), checkpoint or "the initial weights", failed),
+        )
+        self.threads.close()
+        self.replace_ranks(lost.keys(), checkpoint)
+        self.metrics.go_back()
+        self.connection = self.connect(checkpoint)
+        self.connection.session.take_over(run.session, len(self.causes))
+        run.session, run.source = self.connection.session, self.connection.source
+        run.memory, run.trainer = self.connection.memory, self.connection.trainer
+        first = run.session.state.total_steps + 1
+        if first <= last:
+            logger.warning("Steps %d to %d are trained again; files and trackers log each once.", first, last)
+
+
+def _reason(failure: Exception, lost: Mapping[str, str]) -> str:
+    """Return type and first line of a failure, and the losses that it does not name itself."""
+    message = str(failure).partition("\n")[0]
+    others = [f"({name}: {loss})" for name, loss in lost.items() if loss != message]
+    return " ".join([f"{type(failure).__name__}: {message}", *others])

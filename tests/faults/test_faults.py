@@ -1,0 +1,67 @@
+"""Kill or stop each process of a run in each phase of a step: the run keeps the promise of the matrix.
+
+pytest tests/faults                the cells of `matrix.IN_CI`
+pytest tests/faults -m long        all other cells
+pytest tests/faults -m long -k 'engine and saving'
+"""
+
+import json
+import re
+import time
+
+import psutil
+import pytest
+from example_runs import ExampleRun, Metrics, of_training
+from fault_runs import FaultRuns, logged_once
+from matrix import CELLS, IN_CI, Cell, Promise
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
+
+_ENDS_WITHIN_S = 60.0
+
+
+def parameters() -> list[object]:
+    """All cells; those that CI leaves out are long."""
+    return [pytest.param(cell, id=str(cell), marks=[] if cell in IN_CI else pytest.mark.long) for cell in CELLS]
+
+
+@pytest.mark.parametrize("cell", parameters())
+def test_a_run_keeps_its_promise(cell: Cell, fault_runs: FaultRuns, undisturbed: Metrics) -> None:
+    run = fault_runs.start(cell)
+    while run.process.poll() is None and not fault_runs.report.exists():
+        run.processes()
+        time.sleep(0.02)
+    assert fault_runs.report.exists(), run.log()[-3000:]
+    victim = json.loads(fault_runs.report.read_text())["pid"]
+    if cell.row.promise is Promise.ENDS:
+        check_that_it_ends(cell, run, fault_runs, undisturbed)
+    else:
+        check_that_it_continues(cell, run, victim, undisturbed)
+    assert run.survivors() == []
+
+
+def check_that_it_continues(cell: Cell, run: ExampleRun, victim: int, undisturbed: Metrics) -> None:
+    seconds = time.monotonic()
+    while run.process.poll() is None and time.monotonic() - seconds < 300:
+        run.processes()
+        time.sleep(0.2)
+    assert run.finish(1) == 0, run.log()[-4000:]
+    assert re.search(cell.row.evidence, run.log()), run.log()[-4000:]
+    assert of_training(logged_once(run.log_dir)) == undisturbed
+    if cell.victim != "driver":
+        assert not psutil.pid_exists(victim), f"the {cell.victim} was never replaced"
+
+
+def check_that_it_ends(cell: Cell, run: ExampleRun, fault_runs: FaultRuns, undisturbed: Metrics) -> None:
+    status = run.finish(_ENDS_WITHIN_S)
+    assert status != 0
+    if cell.victim != "driver":
+        assert status == 1, run.log()[-3000:]
+        assert "RayDiedError" in run.log()
+    assert re.search(cell.row.evidence, run.log()), run.log()[-3000:]
+    assert run.survivors() == []
+    before = of_training(logged_once(run.log_dir))
+    assert before.items() <= undisturbed.items()
+    resumed = fault_runs.start(None, logs="resumed")
+    assert resumed.finish() == 0, resumed.log()[-3000:]
+    assert before | of_training(logged_once(resumed.log_dir)) == undisturbed
