@@ -16,43 +16,27 @@ _KV_CACHE = "engines always compute the keys and values of running requests agai
 class OverlapConfig(Section):
     """Whether answers for later steps are sampled while the policy trains."""
 
-    mode: Literal["none", "stream", "ahead"] = Field(
-        default="none",
-        description="none: sampling and training take turns; stream: gradients of finished groups are computed while "
-        "the rest of the step is sampled; ahead: the engines sample for later steps while the policy trains.",
-    )
-    groups_per_part: PositiveInt | None = Field(
-        default=None,
-        description="stream: groups whose gradients are computed together; null: a fourth of num_prompts_per_step.",
-    )
-    max_age_steps: PositiveInt = Field(
-        default=1,
-        description="ahead: most training steps between the weights that begin a group of answers and the step that "
-        "trains on it. A prompt is started only if this holds for its group; no group is dropped.",
-    )
-    order: Literal["in_order", "ready_first", "weight_fifo", "freshest_first"] = Field(
-        default="in_order",
-        description="ahead: the groups that a step trains on. in_order: the oldest, even if it has to wait for them. "
-        "The others take finished groups first and wait only for those that would become too old: ready_first the "
-        "oldest of them, weight_fifo those of the oldest weights, freshest_first the newest.",
-    )
-    in_flight_weight_updates: bool = Field(
-        default=False,
-        description="ahead: running answers continue with new weights; false: each update of the engines waits until "
-        "all started groups are finished. false with order=in_order repeats a run bit for bit.",
-    )
-    max_inflight_prompts: PositiveInt | None = Field(
-        default=None, description="ahead: most prompts that are sampled at the same time; null: no limit."
-    )
-    max_buffered_groups: PositiveInt | None = Field(
-        default=None,
-        description="ahead: most groups that are started but not trained on; null: as many as max_age_steps allows.",
-    )
-    max_generation_failures: NonNegativeInt = Field(
-        default=0,
-        description="ahead: failures of groups in a row after which the run ends; until then a failed group is "
-        "sampled again.",
-    )
+    mode: Literal["none", "stream", "ahead"] = "none"
+    """none: sampling and training take turns; stream: gradients of finished groups are computed while the rest of
+    the step is sampled; ahead: the engines sample for later steps while the policy trains."""
+    groups_per_part: PositiveInt | None = None
+    """stream: groups whose gradients are computed together; null: a fourth of num_prompts_per_step."""
+    max_age_steps: PositiveInt = 1
+    """ahead: most training steps between the weights that begin a group of answers and the step that trains on it.
+    A prompt is started only if this holds for its group; no group is dropped."""
+    order: Literal["in_order", "ready_first", "weight_fifo", "freshest_first"] = "in_order"
+    """ahead: the groups that a step trains on. in_order: the oldest, even if it has to wait for them. The others
+    take finished groups first and wait only for those that would become too old: ready_first the oldest of them,
+    weight_fifo those of the oldest weights, freshest_first the newest."""
+    in_flight_weight_updates: bool = False
+    """ahead: running answers continue with new weights; false: each update of the engines waits until all started
+    groups are finished. false with order=in_order repeats a run bit for bit."""
+    max_inflight_prompts: PositiveInt | None = None
+    """ahead: most prompts that are sampled at the same time; null: no limit."""
+    max_buffered_groups: PositiveInt | None = None
+    """ahead: most groups that are started but not trained on; null: as many as max_age_steps allows."""
+    max_generation_failures: NonNegativeInt = 0
+    """ahead: failures of groups in a row after which the run ends; until then a failed group is sampled again."""
 
 
 class AsyncGRPOConfig(Section):
@@ -60,13 +44,16 @@ class AsyncGRPOConfig(Section):
 
     idle: ClassVar[dict[str, str]] = {"recompute_kv_cache_after_weight_updates": _KV_CACHE}
 
-    enabled: bool = Field(default=False, description="Sample for later steps while the policy trains.")
-    max_trajectory_age_steps: PositiveInt = Field(default=1, description="As overlap.max_age_steps.")
-    max_generation_failures: NonNegativeInt = Field(default=0, description="As overlap.max_generation_failures.")
-    in_flight_weight_updates: bool = Field(default=False, description="As overlap.in_flight_weight_updates.")
-    recompute_kv_cache_after_weight_updates: bool = Field(
-        default=False, description="Has no effect: engines always compute keys and values again."
-    )
+    enabled: bool = False
+    """Sample for later steps while the policy trains."""
+    max_trajectory_age_steps: PositiveInt = 1
+    """As overlap.max_age_steps."""
+    max_generation_failures: NonNegativeInt = 0
+    """As overlap.max_generation_failures."""
+    in_flight_weight_updates: bool = False
+    """As overlap.in_flight_weight_updates."""
+    recompute_kv_cache_after_weight_updates: bool = False
+    """Has no effect: engines always compute keys and values again."""
 
     @property
     def overlap(self) -> OverlapConfig:
@@ -82,13 +69,14 @@ class AsyncGRPOConfig(Section):
 class AsyncRLSamplerConfig(Section):
     """The order in which `async_rl` trains on groups."""
 
-    name: Literal["in_order", "ready_first", "windowed", "weight_fifo"] = Field(
-        default="in_order",
-        description="As overlap.order; windowed is ready_first, or freshest_first with sample_freshest_first.",
-    )
-    max_lookahead_versions: PositiveInt = Field(default=1, description="in_order: as overlap.max_age_steps.")
-    max_staleness_versions: PositiveInt = Field(default=1, description="The others: as overlap.max_age_steps.")
-    sample_freshest_first: bool = Field(default=False, description="windowed: prefer the newest finished groups.")
+    name: Literal["in_order", "ready_first", "windowed", "weight_fifo"] = "in_order"
+    """As overlap.order; windowed is ready_first, or freshest_first with sample_freshest_first."""
+    max_lookahead_versions: PositiveInt = 1
+    """in_order: as overlap.max_age_steps."""
+    max_staleness_versions: PositiveInt = 1
+    """The others: as overlap.max_age_steps."""
+    sample_freshest_first: bool = False
+    """windowed: prefer the newest finished groups."""
 
 
 class AsyncRLConfig(Section):
@@ -108,15 +96,16 @@ class AsyncRLConfig(Section):
         "stall_watchdog": "every wait has a deadline (cluster.timeouts)",
     }
 
-    sampler: AsyncRLSamplerConfig = Field(
-        default_factory=AsyncRLSamplerConfig, description="The groups that a step trains on."
-    )
-    max_inflight_prompts: PositiveInt = Field(default=32, description="As overlap.max_inflight_prompts.")
-    max_buffered_rollouts: PositiveInt = Field(default=64, description="As overlap.max_buffered_groups.")
-    min_groups_for_streaming_train: PositiveInt = Field(default=32, description="Has no effect.")
-    recompute_kv_cache_after_weight_updates: bool = Field(
-        default=False, description="Has no effect: engines always compute keys and values again."
-    )
+    sampler: AsyncRLSamplerConfig = Field(default_factory=AsyncRLSamplerConfig)
+    """The groups that a step trains on."""
+    max_inflight_prompts: PositiveInt = 32
+    """As overlap.max_inflight_prompts."""
+    max_buffered_rollouts: PositiveInt = 64
+    """As overlap.max_buffered_groups."""
+    min_groups_for_streaming_train: PositiveInt = 32
+    """Has no effect."""
+    recompute_kv_cache_after_weight_updates: bool = False
+    """Has no effect: engines always compute keys and values again."""
 
     @property
     def overlap(self) -> OverlapConfig:
