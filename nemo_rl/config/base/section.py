@@ -33,19 +33,18 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 """A seed of random numbers; seeds derived from it fit into the same 63 bits."""
 
 
-def derived(interpolation: str, description: str) -> Any:
+def derived(interpolation: str) -> Any:
     """Declare a key whose default follows other keys.
 
     Args:
         interpolation: the default, e.g. `${.train_micro_batch_size}`; relative where the section may be
             reused at another place.
-        description: one sentence for the reference page.
     """
-    return Field(default=interpolation, description=description)
+    return Field(default=interpolation)
 
 
 class Section(BaseModel):
-    """A group of keys.
+    """A group of keys; the text below each key is its sentence on the reference page.
 
     Class attributes a section may set (each a mapping from key to a text for the user, unless stated otherwise):
         later: NeMo RL keys of features that do not exist yet; accepted while off, refused when on.

@@ -59,11 +59,16 @@ class MasterConfig(RunConfig):
         **dict.fromkeys(("ppo", "value", "value_loss_fn"), "PPO with a value model"),
     }
 
-    policy: PolicyConfig = Field(description="The model that is trained.")
-    data: DataConfig = Field(default_factory=DataConfig, description="Data sets.")
-    checkpointing: CheckpointingConfig = Field(default_factory=CheckpointingConfig, description="Saving and resuming.")
-    logger: LoggerConfig = Field(default_factory=LoggerConfig, description="Metrics and files.")
-    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Machines.")
+    policy: PolicyConfig
+    """The model that is trained."""
+    data: DataConfig = Field(default_factory=DataConfig)
+    """Data sets."""
+    checkpointing: CheckpointingConfig = Field(default_factory=CheckpointingConfig)
+    """Saving and resuming."""
+    logger: LoggerConfig = Field(default_factory=LoggerConfig)
+    """Metrics and files."""
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    """Machines."""
 
     @property
     def models(self) -> dict[str, Role]:
@@ -129,9 +134,8 @@ class RolloutMasterConfig(MasterConfig):
 
     samples: ClassVar[bool] = True
 
-    env: EnvironmentMap = Field(
-        default_factory=dict, description="Environments by name; data entries choose by env_name."
-    )
+    env: EnvironmentMap = Field(default_factory=dict)
+    """Environments by name; data entries choose by env_name."""
 
     @property
     def worker_kinds(self) -> list[str]:
@@ -151,8 +155,10 @@ class RolloutMasterConfig(MasterConfig):
 class GRPOMasterConfig(RolloutMasterConfig):
     """Configuration of `examples/run_grpo.py`."""
 
-    grpo: GRPOConfig = Field(default_factory=GRPOConfig, description="The algorithm.")
-    loss_fn: ClippedPGLossConfig = Field(default_factory=ClippedPGLossConfig, description="The policy-gradient loss.")
+    grpo: GRPOConfig = Field(default_factory=GRPOConfig)
+    """The algorithm."""
+    loss_fn: ClippedPGLossConfig = Field(default_factory=ClippedPGLossConfig)
+    """The policy-gradient loss."""
 
     @property
     def algorithm(self) -> GRPOConfig:

@@ -32,20 +32,16 @@ class AdvantageEstimatorConfig(NamedPartConfig):
         description="Advantage formula; dr_grpo and rloo set the two switches below themselves; or the dotted path of "
         "a class.",
     )
-    normalize_rewards: bool = derived(
-        "${..normalize_rewards}",
-        "Divide by the sample standard deviation (n - 1) of the rewards that make the baseline; gdpo always whitens "
-        "its sum over the batch.",
-    )
+    normalize_rewards: bool = derived("${..normalize_rewards}")
+    """Divide by the sample standard deviation (n - 1) of the rewards that make the baseline; gdpo always whitens its
+    sum over the batch."""
     std_level: Literal["group", "batch"] = Field(
         default="group",
         description="With normalize_rewards: use the deviation of the prompt's rewards (group), or of all rewards of "
         "the step (batch).",
     )
-    use_leave_one_out_baseline: bool = derived(
-        "${..use_leave_one_out_baseline}",
-        "Leave the sample's own reward out of its baseline.",
-    )
+    use_leave_one_out_baseline: bool = derived("${..use_leave_one_out_baseline}")
+    """Leave the sample's own reward out of its baseline."""
     minus_baseline: bool = Field(
         default=True, description="REINFORCE++: subtract the group's mean reward before whitening the batch."
     )
@@ -77,11 +73,9 @@ class RewardShapingConfig(Section):
         description="Apply the length penalties below to each total reward; gdpo's advantages come from the components "
         "and do not change.",
     )
-    max_response_length: PositiveInt | None = derived(
-        "${policy.max_total_sequence_length}",
-        "Answer length in tokens at which the full penalty applies; all turns count (in NeMo RL only the first), since "
-        "all of them are trained on.",
-    )
+    max_response_length: PositiveInt | None = derived("${policy.max_total_sequence_length}")
+    """Answer length in tokens at which the full penalty applies; all turns count (in NeMo RL only the first), since
+    all of them are trained on."""
     overlong_buffer_length: NonNegativeInt | None = Field(
         default=128,
         description="Tokens before max_response_length over which the penalty grows linearly; a value above "
