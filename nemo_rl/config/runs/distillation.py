@@ -61,7 +61,7 @@ class DistillationMasterConfig(RolloutMasterConfig):
 
     @property
     def named_parts(self) -> Mapping[str, NamedPartConfig]:
-        """See `MasterConfig.named_parts`."""
+        """See `RunConfig.named_parts`."""
         return {"loss_fn": self.loss_fn, "distillation.rollout_source": self.distillation.rollout_source}
 
     def findings(self) -> Findings:

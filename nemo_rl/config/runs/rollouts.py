@@ -15,7 +15,7 @@ from nemo_rl.config.rules.broken_rules import Findings, report_findings
 from nemo_rl.config.rules.data import check_data, check_data_files, check_model_files, named_entries
 from nemo_rl.config.rules.loss import check_loss
 from nemo_rl.config.rules.named_parts import check_named_parts
-from nemo_rl.config.rules.placement.roles import Role, trained
+from nemo_rl.config.rules.placement.roles import Role
 from nemo_rl.config.rules.placement.second_models import check_placements, check_second_models
 from nemo_rl.config.rules.placement.topology import divide_cluster
 from nemo_rl.config.rules.training import (
@@ -39,11 +39,6 @@ from nemo_rl.config.schema.env import EnvironmentMap
 from nemo_rl.config.schema.logger import LoggerConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
 from nemo_rl.config.schema.named_part import NamedPartConfig
-
-
-def _saves_in_background(policy: PolicyConfig) -> bool:
-    """Return whether Megatron Core trains the model and its section requests saves in the background."""
-    return policy.backend_section is policy.megatron_cfg and policy.megatron_cfg.checkpoint.async_save
 
 
 class MasterConfig(RunConfig):
@@ -84,20 +79,9 @@ class MasterConfig(RunConfig):
         return self.cluster if misplaced else divide_cluster(self.cluster, self.models)["policy"]
 
     @property
-    def named_parts(self) -> Mapping[str, NamedPartConfig]:
-        """Sections of parts that are chosen by name and constructed in the controller, by their dotted keys."""
-        return {}
-
-    @property
     def worker_kinds(self) -> list[str]:
         """The names that `cluster.venvs` may have."""
         return ["policy", *(["generation"] if self.policy.generation is not None else ())]
-
-    @property
-    def saving(self) -> CheckpointingConfig:
-        """The section `checkpointing`, with `is_async` set where the backend of a trained model requests it."""
-        asks = any(_saves_in_background(role.section) for role in trained(self.models).values())
-        return self.checkpointing.model_copy(update={"is_async": True}) if asks else self.checkpointing
 
     def path_keys(self) -> list[tuple[Section, str]]:
         """See `RunConfig.path_keys`."""
@@ -172,7 +156,7 @@ class GRPOMasterConfig(RolloutMasterConfig):
 
     @property
     def named_parts(self) -> Mapping[str, NamedPartConfig]:
-        """See `MasterConfig.named_parts`."""
+        """See `RunConfig.named_parts`."""
         grpo = self.grpo
         return {
             "loss_fn": self.loss_fn,

@@ -82,7 +82,7 @@ class SupervisedMasterConfig(MasterConfig):
 
     @property
     def named_parts(self) -> Mapping[str, NamedPartConfig]:
-        """See `MasterConfig.named_parts`."""
+        """See `RunConfig.named_parts`."""
         return {"loss_fn": self["loss_fn"]}
 
     def findings(self) -> Findings:

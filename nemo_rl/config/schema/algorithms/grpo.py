@@ -4,9 +4,9 @@ Lengths and batch sizes of the model are in `policy`.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base.part_names import PartName
 from nemo_rl.config.base.section import Section, derived
@@ -171,9 +171,3 @@ class GRPOConfig(RolloutTrainingConfig):
         description="Assert that the reference policy never runs: true is refused unless "
         "loss_fn.reference_policy_kl_penalty=0, in which case it is not needed.",
     )
-
-    @model_validator(mode="after")
-    def _take_named_source(self) -> Self:
-        if self.rollout_source.name == "dynamic_sampling":
-            self.use_dynamic_sampling = True
-        return self

@@ -4,9 +4,9 @@ Invariant: lengths and precision follow the policy unless they are set here.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from nemo_rl.config.base.availability import Only
 from nemo_rl.config.base.part_names import PartName
@@ -236,13 +236,6 @@ class GenerationConfig(Section):
     """Arguments of an engine named by its dotted path; it gets them as EngineSettings.engine_kwargs."""
     mcore_generation_config: McoreGenerationConfig = Field(default_factory=McoreGenerationConfig)
     """Keys of Megatron Core's engine in NeMo RL."""
-
-    @model_validator(mode="after")
-    def _take_context_of_megatron(self) -> Self:
-        context = self.mcore_generation_config.max_model_len
-        if self.backend == "megatron" and context is not None:
-            self.engine.max_model_len = context
-        return self
 
     @property
     def greedy_choice(self) -> str | None:
