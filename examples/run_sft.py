@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from nemo_rl.algorithms.setup.launch import launch
 from nemo_rl.config import SFTMasterConfig
+from nemo_rl.launch.command_line import launch
 
 STARTED_AT = time.perf_counter()
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "sft.yaml"

@@ -5,8 +5,12 @@ committed page is current. Invariant: everything on the page comes from the sche
 """
 
 import argparse
+import ast
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +123,7 @@ def _blocks(section: type[BaseModel], path: str) -> Iterator[_Block]:
 def _table(block: _Block) -> str:
     rows = [
         f"| `{name}` | {_cell(type_text(field.annotation, field.metadata))} | {_default(block.section, name, field)} "
-        f"| {_cell(field.description or '')} |"
+        f"| {_cell(_sentence(block.section, name))} |"
         for name, field in block.section.model_fields.items()
     ]
     intro = (block.section.__doc__ or "").strip()
@@ -127,6 +131,34 @@ def _table(block: _Block) -> str:
         return f"## {block.path}\n\n{intro} No keys of its own.\n"
     head = "| key | type | default | meaning |\n|---|---|---|---|"
     return f"## {block.path}\n\n{intro}\n\n{head}\n" + "\n".join(rows) + "\n"
+
+
+def _sentence(section: type[BaseModel], name: str) -> str:
+    """Return the text below a key in the source of its section; pydantic's own reading of it would cost every start."""
+    given = section.model_fields[name].description
+    declared = next(kind for kind in section.__mro__ if name in vars(kind).get("__annotations__", {}))
+    return given or _texts(declared).get(name, "")
+
+
+@cache
+def _texts(section: type) -> dict[str, str]:
+    """Return the text below each key that a class declares."""
+    (found,) = (node for node in _tree(inspect.getfile(section)).body if getattr(node, "name", "") == section.__name__)
+    body = found.body if isinstance(found, ast.ClassDef) else []
+    return {
+        key.target.id: " ".join(text.value.value.split())
+        for key, text in pairwise(body)
+        if isinstance(key, ast.AnnAssign)
+        and isinstance(key.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
+
+
+@cache
+def _tree(file: str) -> ast.Module:
+    return ast.parse(Path(file).read_text(encoding="utf-8"))
 
 
 def _default(section: type[BaseModel], name: str, field: FieldInfo) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from nemo_rl.algorithms.setup.launch import exit_status
+from nemo_rl.launch.command_line import exit_status
 from nemo_rl.utils.errors import CheckpointError
 
 

@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from nemo_rl.algorithms.setup.launch import exit_status
+from nemo_rl.launch.command_line import exit_status
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -13,7 +13,7 @@ import sys
 
 from convert_dcp_to_hf import convert, export_parser
 
-from nemo_rl.algorithms.setup.launch import exit_status
+from nemo_rl.launch.command_line import exit_status
 
 logger = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ model. Invariant: row 2i is the chosen answer of pair i
 and row 2i + 1 the rejected one, from the data to the loss.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nemo_rl.algorithms import kto
@@ -12,7 +13,7 @@ from nemo_rl.algorithms.runtime.run import Stage, StepBatch
 from nemo_rl.algorithms.runtime.run import train_with_restarts as dpo_train
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.algorithms.supervised.start import Setup, SupervisedRecipe, collate_pairs, from_section
-from nemo_rl.config import DPOConfig, DPOMasterConfig
+from nemo_rl.config import DPOConfig, DPOMasterConfig, Role
 from nemo_rl.data.datasets.setup import setup_preference_data
 from nemo_rl.losses.loss_function import LossFunction
 from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn
@@ -54,16 +55,16 @@ def recipe(config: DPOMasterConfig, user_parts: UserParts = NOTHING) -> Supervis
     loss_fn: LossFunction = user_parts.loss(configured, config.loss_fn, rows_per_sample=2)
     needs_reference = getattr(loss_fn, "needs_reference", configured.needs_reference)
 
-    def stages(policy: Policy) -> list[Stage]:
-        return [ReferenceLogprobs(policy)] if needs_reference else []
+    def stages(models: Mapping[str, Policy]) -> list[Stage]:
+        return [ReferenceLogprobs(models["policy"])] if needs_reference else []
 
     return SupervisedRecipe(
         tokenizer=tokenizer,
         data=user_parts.data(config, lambda: setup_preference_data(tokenizer, config.data)),
         collate=collate_pairs(config, tokenizer),
         loss_fn=loss_fn,
+        roles=config.models | {"policy": Role(config.policy, keeps_reference=needs_reference)},
         rows_per_sample=2,
-        keeps_reference=needs_reference,
         stages=stages,
     )
 

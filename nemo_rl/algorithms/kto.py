@@ -6,7 +6,7 @@ baseline belongs to the global batch and is computed once for it, before the bat
 flows through it.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.algorithms.runtime.run import Stage, StepBatch
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.algorithms.supervised.start import SupervisedRecipe, collate_by, from_section
-from nemo_rl.config import DPOMasterConfig
+from nemo_rl.config import DPOMasterConfig, Role
 from nemo_rl.data.collate_fn import feedback_collate_fn
 from nemo_rl.data.datasets.setup import setup_feedback_data
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -35,15 +35,15 @@ def recipe(
 ) -> SupervisedRecipe:
     """Build the recipe of KTO, with the parts that the program passes; start nothing."""
 
-    def stages(policy: Policy) -> list[Stage]:
-        return [KTOPreparation(policy, config.policy.max_total_sequence_length)]
+    def stages(models: Mapping[str, Policy]) -> list[Stage]:
+        return [KTOPreparation(models["policy"], config.policy.max_total_sequence_length)]
 
     return SupervisedRecipe(
         tokenizer=tokenizer,
         data=user_parts.data(config, lambda: setup_feedback_data(tokenizer, config.data)),
         collate=collate_by(feedback_collate_fn, config, tokenizer),
         loss_fn=user_parts.loss(KTOLossFn(from_section(KTOLossConfig, config.dpo)), config.loss_fn),
-        keeps_reference=True,
+        roles=config.models | {"policy": Role(config.policy, keeps_reference=True)},
         stages=stages,
     )
 

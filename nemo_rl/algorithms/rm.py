@@ -43,6 +43,7 @@ def recipe(config: RMMasterConfig, user_parts: UserParts = NOTHING) -> Supervise
         data=user_parts.data(config, lambda: setup_preference_data(tokenizer, config.data)),
         collate=collate_pairs(config, tokenizer),
         loss_fn=user_parts.loss(configured, config.loss_fn, rows_per_sample=2),
+        roles=config.models,
         rows_per_sample=2,
         validator=lambda policy, batches: RMValidator(batches, policy, configured, validation_rows(config, 2)),
     )

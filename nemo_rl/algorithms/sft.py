@@ -34,6 +34,7 @@ def recipe(config: SFTMasterConfig, user_parts: UserParts = NOTHING) -> Supervis
         data=user_parts.data(config, lambda: setup_sft_data(tokenizer, config.data)),
         collate=collate_by(sft_collate_fn, config, tokenizer, only_unmask_final=config.sft.only_unmask_final),
         loss_fn=loss_fn,
+        roles=config.models,
         validated_names=names if loss_fn is configured else names[:1],
     )
 

@@ -35,14 +35,14 @@ def main(arguments: argparse.Namespace) -> int:
     """Run all checks and print the findings; return the exit status."""
     with handlers_kept():
         leave_at_once()
-        from nemo_rl.algorithms.setup import launch
         from nemo_rl.doctor.examination import examine
         from nemo_rl.doctor.report import exit_status, write_json, write_table
+        from nemo_rl.launch import command_line
 
         def work() -> int:
-            launch.look_in_the_current_folder()
+            command_line.look_in_the_current_folder()
             findings = examine(arguments)
             (write_json if arguments.json else write_table)(findings)
             return exit_status(findings)
 
-        return launch.exit_status(work)
+        return command_line.exit_status(work)

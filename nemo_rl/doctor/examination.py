@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,9 +12,10 @@ from nemo_rl.config import RunConfig, load_config, report_findings
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
 from nemo_rl.doctor.checks import Check, Finding, Status, ok
 from nemo_rl.doctor.nodes import NODE_CHECKS, NODES, NODES_DEADLINE_S
-from nemo_rl.doctor.requests import NodeRequest, RunRequest, node_request
+from nemo_rl.doctor.requests import NodeRequest, node_request
 from nemo_rl.doctor.run import run_checks
 from nemo_rl.doctor.runner import as_the_run_says, perform, smallest
+from nemo_rl.launch.checks import Passed, Request
 from nemo_rl.utils.cluster_address import cluster_address
 
 CONFIGURATION, CLUSTER = "configuration", "cluster"
@@ -35,8 +36,9 @@ def examine(arguments: argparse.Namespace) -> list[Finding]:
         machines = _on_all_nodes(request, tell) if joined else perform(NODE_CHECKS, request, tell=tell)
         findings += machines
         if config is not None:
-            run = _run_request(config, machines if joined or not address else (), arguments.dummy_step)
-            findings += perform(run_checks(run), run, findings, tell)
+            measured = machines if joined or not address else ()
+            run = Request(config, smallest(measured, "gpu_bytes"), smallest(measured, "host_bytes"))
+            findings += perform(run_checks(run, with_step=arguments.dummy_step), run, findings, tell)
     return findings
 
 
@@ -50,13 +52,13 @@ def _configuration(arguments: argparse.Namespace) -> tuple[RunConfig | None, lis
         return None, []
     accepted: list[RunConfig] = []
 
-    def look() -> str:
+    def look() -> Passed:
         algorithm = arguments.algorithm or algorithm_of(file)
         config = load_config(file, arguments.overrides, schema=ALGORITHMS[algorithm], check=False)
         report_findings(config.findings())
         accepted.append(config)
         report_findings(config.missing_files())
-        return f"{file}, read as one of {algorithm}"
+        return Passed(f"{file}, read as one of {algorithm}")
 
     check: Check[None] = Check(CONFIGURATION, lambda _: as_the_run_says(look, "Correct the file or the override."))
     findings = perform([check], None)
@@ -81,16 +83,6 @@ def _on_all_nodes(request: NodeRequest, tell: Callable[[str], object]) -> list[F
         return ok(f"asked: {', '.join(dict.fromkeys(finding.node for finding in of_nodes))}")
 
     return [*perform([Check(NODES, look, NODES_DEADLINE_S + _GRACE_S)], request, tell=tell), *of_nodes]
-
-
-def _run_request(config: RunConfig, machines: Sequence[Finding], dummy_step: bool) -> RunRequest:
-    return RunRequest(
-        config,
-        joins_cluster=cluster_address() is not None,
-        gpu_bytes=smallest(machines, "gpu_bytes"),
-        host_bytes=smallest(machines, "host_bytes"),
-        dummy_step=dummy_step,
-    )
 
 
 @contextmanager

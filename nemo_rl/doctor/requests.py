@@ -1,9 +1,9 @@
-"""Define the inputs of checks: for one machine, and for a run."""
+"""Define the input of the checks of one machine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nemo_rl.config import ClusterConfig, PolicyConfig, RunConfig
+from nemo_rl.config import ClusterConfig, RunConfig
 
 
 @dataclass(frozen=True)
@@ -38,36 +38,12 @@ class NodeRequest:
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class RunRequest:
-    """Configuration of a run and the resources it will find.
-
-    Attributes:
-        config: a checked configuration.
-        joins_cluster: whether the run's workers are on the nodes of an existing cluster.
-        gpu_bytes: memory of the smallest GPU; None without GPUs.
-        host_bytes: memory of the smallest machine.
-        dummy_step: whether to start the policy's workers for one step.
-    """
-
-    config: RunConfig
-    joins_cluster: bool = False
-    gpu_bytes: float | None = None
-    host_bytes: float | None = None
-    dummy_step: bool = False
-
-
-def models_of(config: RunConfig) -> list[PolicyConfig]:
-    """The sections of the models of a run."""
-    return [section for _, _, section in config.model_keys()]
-
-
 def node_request(config: RunConfig | None, *, starts_ray: bool) -> NodeRequest:
     """Return a configuration's requirements of each machine; without one, those of any run."""
     if config is None:
         return NodeRequest(starts_ray=starts_ray)
     cluster = config.cluster
-    models = models_of(config)
+    models = [section for _, _, section in config.model_keys()]
     generation = config.policy.generation
     return NodeRequest(
         uses_gpu=cluster.uses_gpu,

@@ -4,14 +4,15 @@ Invariant: a failed check skips only those checks that need it.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import TimeoutError as NoAnswer
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 from nemo_rl.doctor.checks import Check, Finding, Status, ok, skipped
 from nemo_rl.host.background import in_background
+from nemo_rl.launch.checks import Passed
+from nemo_rl.launch.library_logs import logs_of_library
 from nemo_rl.utils.errors import NemoRLError
 
 _REPORT_IT = "This is a bug in the check or in the code it calls: report it with the output of --json."
@@ -63,47 +64,28 @@ def refusal(error: BaseException, advice: str = "") -> Finding:
     return Finding(Status.FAILED, "\n".join([f"{type(error).__name__}: {error}", *notes]), advice or _REPORT_IT)
 
 
-def as_the_run_says(call: Callable[[], str], advice: str = "") -> Finding:
+def as_the_run_says(call: Callable[[], Passed], advice: str = "") -> Finding:
     """Run a check of the run's start in this process.
 
     Args:
-        call: the run's own check; returns a description of what it found.
+        call: the run's own check.
         advice: what to do about an error or a warning, in addition to its own message.
 
     Returns:
-        A failure if the run would refuse to start, a warning if it would warn.
+        A failure if the run would refuse to start, a warning if it would warn; its other log lines are the details.
     """
-    with warnings_of_library() as said:
+    with logs_of_library() as logged:
         try:
-            found = call()
+            passed: Passed | NemoRLError = call()
         except NemoRLError as error:
-            return refusal(error, advice)
-    return Finding(Status.WARNING, "\n".join(said), advice) if said else ok(found)
-
-
-@contextmanager
-def warnings_of_library() -> Iterator[list[str]]:
-    """Collect the library's warnings in a block; they reach neither the console nor an enclosing collection."""
-    library = logging.getLogger("nemo_rl")
-    said: list[str] = []
-    before = library.handlers, library.propagate
-    library.handlers, library.propagate = [_Collector(said)], False
-    try:
-        yield said
-    finally:
-        library.handlers, library.propagate = before
-
-
-class _Collector(logging.Handler):
-    """Stores the texts of warnings and errors."""
-
-    def __init__(self, said: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self._said = said
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Store one record."""
-        self._said.append(record.getMessage())
+            passed = error
+    details = "\n".join(line.getMessage() for line in logged if line.levelno < logging.WARNING)
+    if isinstance(passed, NemoRLError):
+        return replace(refusal(passed, advice), details=details)
+    warnings = "\n".join(line.getMessage() for line in logged if line.levelno >= logging.WARNING)
+    if warnings:
+        return Finding(Status.WARNING, warnings, advice, details, passed.numbers)
+    return ok(passed.found, details=details, numbers=passed.numbers)
 
 
 def smallest(findings: Iterable[Finding], number: str) -> float | None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config import config_of
+from nemo_rl.config.runs.dependent_keys import fill_dependent_keys
 from nemo_rl.config.runs.eval import EvalMasterConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.env import stop_strings_of
@@ -96,6 +97,7 @@ def setup(
     """
     if isinstance(master_config, EvalMasterConfig):
         config = master_config
+        fill_dependent_keys(config)
         config.check()
     else:
         config = config_of(master_config, EvalMasterConfig)

@@ -13,7 +13,7 @@ CONFIG = "grpo_math_cpu.yaml"
 MAIN = f"""
 import sys
 
-from nemo_rl.algorithms.setup.launch import launch
+from nemo_rl.launch.command_line import launch
 from nemo_rl.config import GRPOMasterConfig
 
 

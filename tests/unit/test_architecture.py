@@ -29,6 +29,7 @@ LAYERS: list[set[str]] = [
     {"environments"},
     {"experience"},
     {"algorithms", "evals"},
+    {"launch"},
     {"doctor"},
 ]
 SHARED_LAYERS = [{"config", "utils", "host", "files", "compat", "optimizations"}]

@@ -37,7 +37,7 @@ from nemo_rl.algorithms.runtime.device_sharing import saved_models, share_memory
 from nemo_rl.algorithms.runtime.recovery import Connection, Recovery
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
-from nemo_rl.algorithms.setup.memory_check import log_memory
+from nemo_rl.algorithms.setup.memory_check import log_memory, memory_of_a_rank
 from nemo_rl.algorithms.setup.placement import place_models
 from nemo_rl.algorithms.setup.preflight import check_added_models
 from nemo_rl.algorithms.setup.roles import allowed_restarts, replace_ranks, reserve, start_role, start_together
@@ -131,7 +131,7 @@ def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: fl
         backends = Logger(config.logger, folders.log_dir, config.algorithm.max_num_steps)
         resources.callback(backends.close)
         backends.log_hyperparams(config.model_dump())
-        log_memory(config.cluster, recipe.roles)
+        log_memory(config.cluster, recipe.roles, memory_of_a_rank(config.cluster))
         workers = _start_workers(config, recipe, folders, resources)
         threads = resources.enter_context(ExitStack())
         connect = partial(_connect, config, recipe, folders, backends, workers, threads)
@@ -259,7 +259,7 @@ def _connect(
     parts = SessionParts(
         cadence=_cadence(config),
         logger=backends,
-        checkpointing=config.saving,
+        checkpointing=config.checkpointing,
         checkpoints=folders.checkpoints,
         models=saved_models(recipe.roles, workers.models, memory),
         source=prompts,

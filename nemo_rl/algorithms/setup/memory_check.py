@@ -5,7 +5,7 @@ larger than the memory, because their size is certain.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from nemo_rl.config import ClusterConfig, PolicyConfig, Role, model_ranks
 from nemo_rl.host.memory import machine_bytes
@@ -23,45 +23,36 @@ _WAYS_OUT = (
 )
 
 
-type _Predicted = tuple[str, PolicyConfig, int, MemoryPlan | None]
-
-
-def log_memory(cluster: ClusterConfig, roles: Mapping[str, Role]) -> None:
+def log_memory(cluster: ClusterConfig, roles: Mapping[str, Role], available: float | None) -> str:
     """Log the predicted memory of each model's ranks; warn if it is more than the ranks have.
 
     Args:
         cluster: the machines.
         roles: models of the run by name, the policy among them.
+        available: bytes of a rank, see `memory_of_a_rank`; None if unknown.
+
+    Returns:
+        The predictions in one line.
 
     Raises:
         ConfigError: weights and optimizer state of one model do not fit.
     """
-    available = memory_of_a_rank(cluster)
-    for name, section, num_ranks, plan in memory_plans(cluster, roles):
-        if plan is not None:
-            logger.info("%s", plan.table(f"Predicted memory of {name} ({num_ranks} ranks)"))
-            compare_memory(name, section, plan, available)
-
-
-def memory_plans(cluster: ClusterConfig, roles: Mapping[str, Role]) -> Iterator[_Predicted]:
-    """Yield name, section, ranks and prediction of each model, the policy first; arguments as for `log_memory`."""
+    told = []
     for name, num_ranks in sorted(model_ranks(cluster, roles).items(), key=lambda item: item[0] != "policy"):
-        role = roles[name]
-        yield (
-            name,
-            role.section,
-            num_ranks,
-            training_backend(role.section).predict_memory(
-                role.section,
-                num_ranks,
-                trains=role.trains,
-                keeps_reference=role.keeps_reference,
-                on_gpu=cluster.uses_gpu,
-            ),
+        section, trains, keeps_reference = roles[name].section, roles[name].trains, roles[name].keeps_reference
+        plan = training_backend(section).predict_memory(
+            section, num_ranks, trains=trains, keeps_reference=keeps_reference, on_gpu=cluster.uses_gpu
         )
+        if plan is None:
+            told.append(f"{name}: its backend does not predict memory")
+            continue
+        logger.info("%s", plan.table(f"Predicted memory of {name} ({num_ranks} ranks)"))
+        told.append(f"{name}: {plan.peak / 2**30:.3g} GiB at most on each of {num_ranks} ranks")
+        _compare_memory(name, section, plan, available)
+    return "; ".join(told)
 
 
-def compare_memory(name: str, section: PolicyConfig, plan: MemoryPlan, available: float | None) -> None:
+def _compare_memory(name: str, section: PolicyConfig, plan: MemoryPlan, available: float | None) -> None:
     """Warn if the prediction for a rank is more than its memory.
 
     Args:
@@ -90,13 +81,24 @@ def ways_to_less(name: str, section: PolicyConfig) -> str:
     return _WAYS_OUT.format(section=name, backend=section.backend_key, tensor=tensor)
 
 
-def memory_of_a_rank(cluster: ClusterConfig) -> float | None:
-    """Return the bytes of one GPU, or a rank's share of this machine; None if the machines are on a cluster."""
+def memory_of_a_rank(
+    cluster: ClusterConfig, gpu_size: float | None = None, host_size: float | None = None
+) -> float | None:
+    """Return the bytes of one GPU, or a rank's share of a machine; None if the machines are on a cluster.
+
+    Args:
+        cluster: the machines; `gpu_memory_gb` comes first.
+        gpu_size: bytes of the smallest GPU, as measured; None: that of this machine.
+        host_size: bytes of the smallest machine, as measured; None: that of this machine.
+    """
     if cluster.uses_gpu and cluster.gpu_memory_gb is not None:
         return cluster.gpu_memory_gb * 2**30
-    if cluster_address():
+    measured = gpu_size if cluster.uses_gpu else host_size
+    if measured is None and cluster_address():
         return None
-    return gpu_bytes() if cluster.uses_gpu else machine_bytes() / cluster.policy_ranks_per_node
+    if cluster.uses_gpu:
+        return measured or gpu_bytes()
+    return (measured or machine_bytes()) / cluster.policy_ranks_per_node
 
 
 def gpu_bytes() -> float | None:

@@ -7,6 +7,7 @@ a GPU nor weights are needed: the `config.json` of each model is enough.
 Invariant: a group of devices appears once, under the names of what runs on it.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +31,8 @@ from nemo_rl.models.capacity.memory import MemoryPlan, Moment
 from nemo_rl.models.generation.factory import engine_precision, engine_settings
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
 from nemo_rl.models.training.backends import training_backend
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_GPU_GB = 80
 """Gibibytes of a GPU that this machine does not have and that `cluster.gpu_memory_gb` does not describe."""
@@ -82,6 +85,37 @@ def forecast_memory(config: RunConfig, device: float) -> MemoryForecast:
     tokens = None if config.policy.generation is None else forecast.cache_tokens()
     problems = [_too_large(config, group, plan, device) for group, plan in groups.items()]
     return MemoryForecast(groups, tokens, [*filter(None, problems), *_cache_too_small(config.policy, tokens)])
+
+
+def warn_of_shortfalls(config: RunConfig, device: float, gpu_size: float | None, host_size: float | None) -> None:
+    """Log what a dry run would refuse, and host memory of models and engines beyond a GPU's share.
+
+    Args:
+        config: a checked configuration of a run on GPUs.
+        device: bytes of a GPU.
+        gpu_size: bytes of the smallest GPU, as measured.
+        host_size: bytes of the smallest machine, as measured.
+    """
+    cluster = config.cluster
+    if cluster.gpu_memory_gb and gpu_size and device > gpu_size:
+        logger.warning(
+            "cluster.gpu_memory_gb=%g describes larger GPUs than this machine has (%.3g GiB); remove the key to "
+            "compare with these.",
+            *(cluster.gpu_memory_gb, gpu_size / 2**30),
+        )
+    forecast = forecast_memory(config, device)
+    for problem in forecast.shortfalls:
+        logger.warning("%s", problem)
+    group, kept = max(
+        ((group, sum(plan.host.values())) for group, plan in forecast.groups.items()), key=lambda each: each[1]
+    )
+    share = None if host_size is None else host_size / cluster.policy_ranks_per_node
+    if share is not None and kept > share:
+        logger.warning(
+            "%s keeps %.3g GiB per GPU in host memory, but a GPU's share of the machine's is %.3g GiB. To keep less, "
+            "train without a reference (loss_fn.reference_policy_kl_penalty=0) or cpu_offload, or use more machines.",
+            *(group, kept / 2**30, share / 2**30),
+        )
 
 
 def _too_large(config: RunConfig, group: str, plan: MemoryPlan, device: float) -> str | None:

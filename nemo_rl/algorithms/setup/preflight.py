@@ -1,60 +1,21 @@
-"""Check within seconds, before Ray starts, that this machine has what a configuration needs.
+"""Check models and environments of a run within seconds, before Ray starts.
 
-The checks run after the keys are accepted, the cheapest first. Checks that need transformers (tokenizers, data) follow
-in `recipe` of each algorithm. Invariant: nothing is imported here that a run does not need.
+`launch.checks` says when they run. Invariant: nothing large is imported with this file.
 """
 
 from collections.abc import Mapping
 
-from nemo_rl.algorithms.setup.packages import check_packages
 from nemo_rl.config import (
     ClusterConfig,
     MasterConfig,
     Role,
     RolloutMasterConfig,
     RunConfig,
-    check_device,
     check_second_models,
-    count_gpus,
     model_ranks,
     report_findings,
 )
-from nemo_rl.config.rules.trackers import check_trackers
-from nemo_rl.distributed.cluster.address import require_cluster
-from nemo_rl.distributed.cluster.start_checks import require_startable_ray
-from nemo_rl.utils.cluster_address import cluster_address
-from nemo_rl.utils.logger import make_log_dir
 from nemo_rl.utils.named_parts import check_own_keys
-
-
-def check_host(config: RunConfig) -> None:
-    """Refuse a configuration that cannot run here; import nothing large.
-
-    Raises:
-        ConfigError: GPUs, Ray, a package, a tracker, the log folder or a model is missing.
-    """
-    check_device(config, count_gpus())
-    check_packages(config)
-    if cluster_address() is None:
-        require_startable_ray()
-    else:
-        require_cluster()
-    if isinstance(config, MasterConfig):
-        check_trackers(config.logger)
-        make_log_dir(config.logger.log_dir)
-    check_reachable_models(config)
-
-
-def check_models(config: RunConfig) -> None:
-    """Refuse a configuration that no machine can run; look at models and environments only.
-
-    Raises:
-        ConfigError: an optimizer, a schedule or an environment cannot be imported, or a model does not fit its mesh.
-    """
-    if config.samples:
-        check_environments(config)
-    if config.models:
-        check_backends(config.models, config.cluster)
 
 
 def check_backends(models: Mapping[str, Role], cluster: ClusterConfig) -> None:
@@ -74,7 +35,7 @@ def check_backends(models: Mapping[str, Role], cluster: ClusterConfig) -> None:
 
 
 def check_added_models(config: MasterConfig, models: Mapping[str, Role]) -> None:
-    """Check the models that a program added to those of its configuration, as `check_host` and `check_models` do.
+    """Check the models that a program added to those of its configuration, which were checked before.
 
     Raises:
         ConfigError: a key is wrong, or a model does not fit its mesh.

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.setup.row_check import check_rows
 from nemo_rl.config import MasterConfig, NamedPartConfig, PolicyConfig, config_of
-from nemo_rl.config.loading.load import make_paths_absolute
+from nemo_rl.config.runs.dependent_keys import fill_dependent_keys
 from nemo_rl.config.runs.rollouts import RolloutMasterConfig
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.datasets.user_data import given_data
@@ -69,7 +69,7 @@ class UserParts:
         if self.environments and isinstance(config, RolloutMasterConfig):
             sections = {name: section for name, section in self.environments.items() if _is_section(section)}
             config["env"] = dict.fromkeys(self.environments, {}) | config.env | sections
-        make_paths_absolute(config)
+        fill_dependent_keys(config)
         config.check()
         return config
 

@@ -14,12 +14,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.runtime.device_sharing import saved_models, share_memory
+from nemo_rl.algorithms.runtime.device_sharing import MemorySharing, saved_models, share_memory
 from nemo_rl.algorithms.runtime.recovery import Connection, Recovery
 from nemo_rl.algorithms.runtime.run import Phase, Run, Stage, StepBatch
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
-from nemo_rl.algorithms.setup.memory_check import log_memory
+from nemo_rl.algorithms.setup.memory_check import log_memory, memory_of_a_rank
 from nemo_rl.algorithms.setup.placement import place_models
+from nemo_rl.algorithms.setup.preflight import check_added_models
 from nemo_rl.algorithms.setup.roles import allowed_restarts, replace_ranks, reserve, start_role, start_together
 from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
 from nemo_rl.algorithms.setup.user_parts import UserParts
@@ -42,11 +43,6 @@ type Collate = Callable[[list[Any]], BatchedDataDict[Any]]
 type ValidationBatches = Iterable[BatchedDataDict[Any]]
 
 
-def no_stages(policy: Policy) -> list[Stage]:
-    """Return no stages, for a loss that needs only the batch."""
-    return []
-
-
 @dataclass(frozen=True)
 class SupervisedRecipe:
     """The parts of a supervised run that depend on its algorithm; built before anything starts.
@@ -56,9 +52,9 @@ class SupervisedRecipe:
         data: rows to train and validate on.
         collate: joins data into a batch.
         loss_fn: the training loss.
+        roles: models by name; "policy" is trained on `loss_fn`.
         rows_per_sample: rows of a batch that one sample takes; 2 for pairs.
-        keeps_reference: whether to keep the initial weights.
-        stages: policy -> stages that a batch goes through before training or validation.
+        stages: builds, from the started models, the stages that a batch goes through before training or validation.
         validator: policy and batches -> a function that validates after a step; None reports the loss.
         validated_names: metrics of the loss that a validation reports, see `LossValidator.names`.
     """
@@ -67,9 +63,9 @@ class SupervisedRecipe:
     data: RunData
     collate: Collate
     loss_fn: LossFunction
+    roles: Mapping[str, Role]
     rows_per_sample: int = 1
-    keeps_reference: bool = False
-    stages: Callable[[Policy], list[Stage]] = no_stages
+    stages: Callable[[Mapping[str, Policy]], list[Stage]] = lambda models: []
     validator: Callable[[Policy, ValidationBatches], Validate] | None = None
     validated_names: tuple[tuple[str, str], ...] | None = None
 
@@ -132,28 +128,28 @@ class WrittenBatches:
 
 def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_at: float = 0.0) -> Run:
     """Start Ray and the policy's ranks, and connect them; arguments and errors as in `rollout.start.start_run`."""
+    check_added_models(config, recipe.roles)
     rows = make_rows(config, recipe)
     steps = num_steps(config, rows.batches_per_epoch)
     with ExitStack() as resources:
-        roles = config.models | {"policy": Role(config.policy, keeps_reference=recipe.keeps_reference)}
-        folders = open_folders(config, roles, len(recipe.data.train), resources)
+        folders = open_folders(config, recipe.roles, len(recipe.data.train), resources)
         folders.check_position(rows)
         backends = Logger(config.logger, folders.log_dir, steps)
         resources.callback(backends.close)
         backends.log_hyperparams(config.model_dump())
-        log_memory(config.cluster, roles)
-        models = _start_models(config, recipe.tokenizer, roles, folders, resources)
+        log_memory(config.cluster, recipe.roles, memory_of_a_rank(config.cluster))
+        models = _start_models(config, recipe, folders, resources)
 
         def connect(resume_path: Path | None, rows: PromptStream, started_at: float) -> Connection:
-            memory = share_memory(config.cluster, roles, models)
+            memory = share_memory(config.cluster, recipe.roles, models)
             parts = SessionParts(
                 cadence=_cadence(config, steps),
                 logger=backends,
-                checkpointing=config.saving,
+                checkpointing=config.checkpointing,
                 checkpoints=folders.checkpoints,
-                models=saved_models(roles, models, memory),
+                models=saved_models(recipe.roles, models, memory),
                 source=rows,
-                validate=_validation(config, recipe, models["policy"]),
+                validate=_validation(config, recipe, models, memory),
                 run_config=config,
             )
             session = Session(parts, resume_path, started_at)
@@ -163,7 +159,7 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
         return Run(
             session=first.session,
             source=first.source,
-            stages=recipe.stages(models["policy"]),
+            stages=recipe.stages(models),
             roles=models,
             loss_fn=recipe.loss_fn,
             memory=first.memory,
@@ -172,7 +168,7 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
                 max_restarts=allowed_restarts(config),
                 models=models,
                 newest_checkpoint=folders.newest_checkpoint,
-                replace_ranks=partial(replace_ranks, roles, models),
+                replace_ranks=partial(replace_ranks, recipe.roles, models),
                 connect=lambda resume_path: connect(resume_path, make_rows(config, recipe), 0.0),
                 metrics=backends,
                 connection=first,
@@ -186,19 +182,16 @@ def make_rows(config: SupervisedMasterConfig, recipe: SupervisedRecipe) -> Promp
 
 
 def _start_models(
-    config: SupervisedMasterConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    roles: Mapping[str, Role],
-    folders: RunFolders,
-    resources: ExitStack,
+    config: SupervisedMasterConfig, recipe: SupervisedRecipe, folders: RunFolders, resources: ExitStack
 ) -> dict[str, Policy]:
     """Start Ray and the ranks of all models; blocks until they are ready."""
-    init_ray(str(folders.log_dir), optimizations=config.cluster.optimizations)
-    places, seed = place_models(config.cluster, roles), config.algorithm.seed
-    reserve(places.values(), config, roles, resources)
+    cluster, seed = config.cluster, config.algorithm.seed
+    init_ray(str(folders.log_dir), optimizations=cluster.optimizations)
+    places = place_models(cluster, recipe.roles)
+    reserve(places.values(), config, recipe.roles, resources)
     starts = {
-        name: partial(start_role, name, role, places[name], config.cluster, tokenizer, seed, folders.resume_path)
-        for name, role in roles.items()
+        name: partial(start_role, name, role, places[name], cluster, recipe.tokenizer, seed, folders.resume_path)
+        for name, role in recipe.roles.items()
     }
     return start_together(starts, resources)
 
@@ -222,19 +215,29 @@ def validation_rows(config: SupervisedMasterConfig, rows_per_sample: int) -> int
     return config.algorithm.val_micro_batch_size * rows_per_sample
 
 
-def _validation(config: SupervisedMasterConfig, recipe: SupervisedRecipe, policy: Policy) -> Validate | None:
-    stages = recipe.stages(policy)
+def _validation(
+    config: SupervisedMasterConfig, recipe: SupervisedRecipe, models: Mapping[str, Policy], memory: MemorySharing
+) -> Validate | None:
+    stages, policy = recipe.stages(models), models["policy"]
 
     def validate(rows: MixedDataset) -> Validate:
         batches = _validation_batches(config, rows, recipe)
         if recipe.validator is not None:
             return recipe.validator(policy, batches)
         micro_batch_rows = validation_rows(config, recipe.rows_per_sample)
-        return LossValidator(batches, stages, policy, recipe.loss_fn, micro_batch_rows, recipe.validated_names)
+        return LossValidator(batches, stages, policy, memory, recipe.loss_fn, micro_batch_rows, recipe.validated_names)
 
     whole = None if recipe.data.validation is None else validate(recipe.data.validation)
     named = {name: validate(rows) for name, rows in recipe.data.named_validation.items()}
-    return SeparateValidations(whole, named) if named else whole
+    validation = SeparateValidations(whole, named) if named else whole
+    if validation is None:
+        return None
+
+    def on_its_devices(step: int) -> dict[str, float]:
+        memory.hand_to(("policy",))
+        return validation(step)
+
+    return on_its_devices
 
 
 def _validation_batches(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.algorithms.runtime.run import Stage, StepBatch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.loss_function import LossFunction
@@ -27,6 +28,7 @@ class LossValidator:
         batches: validation batches, iterated again for each validation.
         stages: as in training.
         policy: the model.
+        memory: gives the stages and the policy their devices, where several models share them.
         loss_fn: the loss.
         micro_batch_rows: rows of one pass of a rank; None forms passes as in training.
         names: names of the loss's metrics to report -> names in the report; None reports all.
@@ -35,6 +37,7 @@ class LossValidator:
     batches: Iterable[Batch]
     stages: Sequence[Stage]
     policy: PolicyInterface
+    memory: MemorySharing
     loss_fn: LossFunction
     micro_batch_rows: int | None = None
     names: tuple[tuple[str, str], ...] | None = None
@@ -45,7 +48,9 @@ class LossValidator:
         for batch in self.batches:
             prepared = StepBatch(batch)
             for stage in self.stages:
+                self.memory.hand_to(stage.roles)
                 stage.apply(prepared)
+            self.memory.hand_to(("policy",))
             result = self.policy.train(
                 prepared.tensors, self.loss_fn, eval_mode=True, gbs=batch.size, mbs=self.micro_batch_rows
             )

@@ -8,44 +8,34 @@ interpolations are resolved during construction.
 
 from __future__ import annotations
 
-import copy
-import re
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
-from omegaconf import OmegaConf
-from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
-from pydantic_core import PydanticCustomError, PydanticUndefined
+from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base.availability import Later
-from nemo_rl.config.base.resolvers import register_omegaconf_resolvers
+from nemo_rl.config.base.defaults import MISSING, fill_defaults, plain_values, resolve_alone
 from nemo_rl.config.base.spellings import unified
-from nemo_rl.config.base.structure import FREE, Slot
+from nemo_rl.config.base.structure import Slot
 from nemo_rl.utils.errors import ConfigError
-
-MISSING = "???"
-_REQUIRED = object()
-
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 """A seed of random numbers; seeds derived from it fit into the same 63 bits."""
 
 
-def derived(interpolation: str, description: str) -> Any:
+def derived(interpolation: str) -> Any:
     """Declare a key whose default follows other keys.
 
     Args:
         interpolation: the default, e.g. `${.train_micro_batch_size}`; relative where the section may be
             reused at another place.
-        description: one sentence for the reference page.
     """
-    return Field(default=interpolation, description=description)
+    return Field(default=interpolation)
 
 
 class Section(BaseModel):
-    """A group of keys.
+    """A group of keys; the text below each key is its sentence on the reference page.
 
     Class attributes a section may set (each a mapping from key to a text for the user, unless stated otherwise):
         later: NeMo RL keys of features that do not exist yet; accepted while off, refused when on.
@@ -116,7 +106,7 @@ class Section(BaseModel):
         plain = unified(cls, {str(key): plain_values(value) for key, value in values.items()})
         filled, derived = fill_defaults(cls, plain)
         if derived:
-            filled = _resolve_alone(cls, filled, derived)
+            filled = resolve_alone(cls, filled, derived)
         return drop_inactive(cls, filled)
 
     @model_validator(mode="after")
@@ -203,100 +193,6 @@ class Section(BaseModel):
         return {**other, **{name: vars(self)[name] for name in type(self).model_fields}}
 
 
-def fill_defaults(section: type[Section], tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Add the defaults of all keys that `tree` leaves out, in it and in the sections below it.
-
-    Args:
-        section: schema of `tree`.
-        tree: plain dicts and lists.
-
-    Returns:
-        The full tree (derived defaults as interpolation texts, required keys as `???`), and for each
-        derived default its dotted path with the value to take when it cannot be resolved.
-    """
-    derived: dict[str, Any] = {}
-    filled = _fill(Slot.of_section(section), tree, "", derived)
-    return filled, derived
-
-
-def _fill(slot: Slot, value: Any, path: str, derived: dict[str, Any]) -> Any:
-    if isinstance(value, list):
-        item = slot.item or FREE
-        return [_fill(item, v, f"{path}{i}.", derived) for i, v in enumerate(value)]
-    if value is None and slot.sections and not slot.optional:
-        value = {}
-    if not isinstance(value, Mapping):
-        return value
-    section = slot.section_for(value)
-    filled = dict(value)
-    if section is not None:
-        for name, field in section.model_fields.items():
-            if name not in filled:
-                filled[name] = _default(section, name)
-                if is_interpolation(filled[name]):
-                    optional = Slot.of(field.annotation, field.metadata).optional
-                    derived[f"{path}{name}"] = _fallback(section, name, optional)
-    for key, below in filled.items():
-        child = slot.child(key, filled) or FREE
-        filled[key] = _fill(child, below, f"{path}{key}.", derived)
-    return filled
-
-
-def _default(section: type[BaseModel], name: str) -> Any:
-    """Return the default of a key as a plain value, interpolation text or `???`."""
-    inherits = getattr(section, "inherits", "")
-    if inherits:
-        return f"${{{inherits}.{name}}}"
-    return _own_default(section, name)
-
-
-def _own_default(section: type[BaseModel], name: str) -> Any:
-    field = section.model_fields[name]
-    if field.default_factory is not None:
-        made = field.default_factory
-        if isinstance(made, type) and issubclass(made, BaseModel):
-            return {}
-        return plain_values(made())  # type: ignore[call-arg]
-    if field.default is PydanticUndefined:
-        return {} if Slot.of(field.annotation, field.metadata).sections else MISSING
-    return copy.deepcopy(field.default)
-
-
-def _fallback(section: type[BaseModel], name: str, optional: bool) -> Any:
-    own = _own_default(section, name)
-    if not is_interpolation(own):
-        return own
-    return None if optional else _REQUIRED
-
-
-def is_interpolation(value: Any) -> bool:
-    """Return whether a value is a text that OmegaConf still has to resolve."""
-    return isinstance(value, str) and re.search(r"(?<!\\)\$\{", value) is not None
-
-
-def _resolve_alone(section: type[Section], filled: dict[str, Any], derived: Mapping[str, Any]) -> dict[str, Any]:
-    """Resolve the interpolations of a section that is built outside a master config."""
-    register_omegaconf_resolvers()
-    prefix = f"{section.place}." if section.place else ""
-    config = OmegaConf.create(flags={"allow_objects": True})
-    OmegaConf.update(config, section.place, filled, force_add=True) if prefix else config.merge_with(filled)
-    for path, fallback in derived.items():
-        try:
-            OmegaConf.select(config, prefix + path, throw_on_missing=False)
-        except InterpolationToMissingValueError:
-            OmegaConf.update(config, prefix + path, MISSING)
-        except OmegaConfBaseException:
-            if fallback is _REQUIRED:
-                raise PydanticCustomError(
-                    "derived",
-                    "{path} follows a key outside this section; give it a value here",
-                    {"path": path},
-                ) from None
-            OmegaConf.update(config, prefix + path, fallback)
-    node = OmegaConf.select(config, section.place) if prefix else config
-    return OmegaConf.to_container(node, resolve=True)  # type: ignore[return-value]
-
-
 def drop_inactive(section: type[Section], values: dict[str, Any]) -> dict[str, Any]:
     """Remove keys without effect or value; refuse keys of features that do not exist yet."""
     idle = section.without_effect(values)
@@ -309,14 +205,3 @@ def drop_inactive(section: type[Section], values: dict[str, Any]) -> dict[str, A
                 "moved", "this is the spelling of NeMo RL up to 0.5: {place}", {"key": key, "place": place}
             )
     return kept
-
-
-def plain_values(value: Any) -> Any:
-    """Convert sections, tuples and paths to the dicts, lists and texts that YAML would give."""
-    if isinstance(value, BaseModel):
-        return plain_values(value.model_dump())
-    if isinstance(value, Mapping):
-        return {key: plain_values(below) for key, below in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_values(below) for below in value]
-    return str(value) if isinstance(value, Path) else value

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from nemo_rl.config.base.section import is_interpolation
+from nemo_rl.config.base.defaults import is_interpolation
 from nemo_rl.config.base.structure import FREE, Slot, mappings_in, value_at
 from nemo_rl.config.loading.sources import Sources, dotted_path
 

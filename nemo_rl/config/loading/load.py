@@ -1,9 +1,9 @@
 """Turns YAML files and overrides into a typed, checked configuration.
 
 Programs call `load_config`. Order: read files (inheritance.py), refuse unknown keys (unknown_keys.py), merge, fill in
-the schema's defaults (section.py), apply overrides (overrides.py), resolve interpolations, validate types, make paths
-absolute, check keys against each other. Invariant: every error in a configuration is a `ConfigError` raised here,
-before anything starts.
+the schema's defaults (base/defaults.py), apply overrides (overrides.py), resolve interpolations, validate types, fill
+keys that follow from typed values (runs/dependent_keys.py), check keys against each other. Invariant: every error in a
+configuration is a `ConfigError` raised here, before anything starts.
 """
 
 import logging
@@ -18,9 +18,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from nemo_rl.config.base.paths import find_path
+from nemo_rl.config.base.defaults import fill_defaults, plain_values
 from nemo_rl.config.base.resolvers import register_omegaconf_resolvers
-from nemo_rl.config.base.section import Section, fill_defaults, plain_values
+from nemo_rl.config.base.section import Section
 from nemo_rl.config.base.spellings import in_own_section, unified
 from nemo_rl.config.base.structure import Slot, mappings_in, value_at
 from nemo_rl.config.loading.dotted_names import joined, names_in, with_dots, with_names
@@ -30,6 +30,7 @@ from nemo_rl.config.loading.overrides import apply_to_schema, parse_override
 from nemo_rl.config.loading.sources import Sources, dotted_path
 from nemo_rl.config.loading.unknown_keys import refuse_unknown_keys
 from nemo_rl.config.loading.validation_errors import problem_lines, short, without_followers
+from nemo_rl.config.runs.dependent_keys import fill_dependent_keys
 from nemo_rl.config.runs.rollouts import GRPOMasterConfig
 from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.utils.errors import ConfigError
@@ -92,10 +93,8 @@ def _loaded[Config: Section](
     except RecursionError:
         files = ", ".join(str(layer.path) for layer in layers)
         raise ConfigError(f"mappings or lists are nested too deeply, in one of {files} or an override.") from None
-    if isinstance(config, RunConfig):
-        make_paths_absolute(config)
-        if check:
-            config.check()
+    if isinstance(config, RunConfig) and check:
+        config.check()
     _tell_idle(schema, values, sources)
     return config
 
@@ -132,15 +131,6 @@ def save_resolved(config: BaseModel, path: str | Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(_escaped(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
     target.write_text(text, encoding="utf-8")
-
-
-def make_paths_absolute(config: RunConfig) -> None:
-    """Replace relative paths of existing inputs by absolute ones, so that workers find them too."""
-    for section, key in config.path_keys():
-        value = getattr(section, key)
-        found = None if value is None else find_path(value)
-        if found is not None:
-            setattr(section, key, str(found))
 
 
 def layers_of(schema: type[Section], files: Sequence[Layer]) -> list[Layer]:
@@ -194,6 +184,8 @@ def validated[Config: Section](
         raise ConfigError("\n  ".join(lines))
     if failure is not None:
         raise failure
+    if isinstance(config, RunConfig):
+        fill_dependent_keys(config)
     return config, values
 
 

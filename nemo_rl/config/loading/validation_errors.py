@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from nemo_rl.config.base.section import is_interpolation
+from nemo_rl.config.base.defaults import is_interpolation
 from nemo_rl.config.base.structure import find_slot, type_text, value_at
 from nemo_rl.config.loading.sources import Sources, dotted_path
 

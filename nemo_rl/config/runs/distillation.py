@@ -33,9 +33,8 @@ from nemo_rl.config.schema.named_part import NamedPartConfig
 class DistillationCheckpointingConfig(CheckpointingConfig):
     """Saving and keeping checkpoints; a run started again resumes from the newest one."""
 
-    checkpoint_dir: str = Field(
-        default="results/distillation", description="Folder of the checkpoints, one step_<N> folder each."
-    )
+    checkpoint_dir: str = "results/distillation"
+    """Folder of the checkpoints, one step_<N> folder each."""
 
 
 class DistillationMasterConfig(RolloutMasterConfig):
@@ -45,15 +44,16 @@ class DistillationMasterConfig(RolloutMasterConfig):
 
     later: ClassVar[dict[str, str]] = MasterConfig.later | {"teachers": CROSS_TOKENIZER}
 
-    distillation: DistillationConfig = Field(default_factory=DistillationConfig, description="The algorithm.")
-    loss_fn: DistillationLossConfig = Field(
-        default_factory=DistillationLossConfig, description="The divergence between teacher and student."
-    )
-    policy: PolicyConfig = Field(description="The student: the model that is trained.")
-    teacher: TeacherConfig = Field(description="The model that the student learns from.")
-    checkpointing: DistillationCheckpointingConfig = Field(
-        default_factory=DistillationCheckpointingConfig, description="Saving and resuming."
-    )
+    distillation: DistillationConfig = Field(default_factory=DistillationConfig)
+    """The algorithm."""
+    loss_fn: DistillationLossConfig = Field(default_factory=DistillationLossConfig)
+    """The divergence between teacher and student."""
+    policy: PolicyConfig
+    """The student: the model that is trained."""
+    teacher: TeacherConfig
+    """The model that the student learns from."""
+    checkpointing: DistillationCheckpointingConfig = Field(default_factory=DistillationCheckpointingConfig)
+    """Saving and resuming."""
 
     @property
     def algorithm(self) -> DistillationConfig:
@@ -62,7 +62,7 @@ class DistillationMasterConfig(RolloutMasterConfig):
 
     @property
     def named_parts(self) -> Mapping[str, NamedPartConfig]:
-        """See `MasterConfig.named_parts`."""
+        """See `RunConfig.named_parts`."""
         return {"loss_fn": self.loss_fn, "distillation.rollout_source": self.distillation.rollout_source}
 
     def findings(self) -> Findings:

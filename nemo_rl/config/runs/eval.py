@@ -31,14 +31,18 @@ class EvalMasterConfig(RunConfig):
     samples: ClassVar[bool] = True
     generation_key: ClassVar[str] = "generation"
 
-    generation: EvalGenerationConfig = Field(
-        default_factory=EvalGenerationConfig, description="The model and how it samples."
-    )
-    tokenizer: EvalTokenizerConfig = Field(default_factory=EvalTokenizerConfig, description="The tokenizer.")
-    eval: EvalConfig = Field(default_factory=EvalConfig, description="What is measured.")
-    data: EvalDataConfig = Field(default_factory=EvalDataConfig, description="The problems.")
-    env: EnvironmentMap = Field(default_factory=dict, description="Environments by name; data.env_name chooses one.")
-    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Machines.")
+    generation: EvalGenerationConfig = Field(default_factory=EvalGenerationConfig)
+    """The model and how it samples."""
+    tokenizer: EvalTokenizerConfig = Field(default_factory=EvalTokenizerConfig)
+    """The tokenizer."""
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    """What is measured."""
+    data: EvalDataConfig = Field(default_factory=EvalDataConfig)
+    """The problems."""
+    env: EnvironmentMap = Field(default_factory=dict)
+    """Environments by name; data.env_name chooses one."""
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    """Machines."""
 
     @cached_property
     def policy(self) -> PolicyConfig:

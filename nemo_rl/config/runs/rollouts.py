@@ -6,9 +6,9 @@ other, before Ray starts.
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import ClassVar, Self
+from typing import ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.rules.broken_rules import Findings, report_findings
@@ -16,7 +16,7 @@ from nemo_rl.config.rules.data import check_data, check_data_files, check_model_
 from nemo_rl.config.rules.loss import check_loss
 from nemo_rl.config.rules.named_parts import check_named_parts
 from nemo_rl.config.rules.overlap import check_one_overlap, check_overlap, check_stream
-from nemo_rl.config.rules.placement.roles import Role, trained
+from nemo_rl.config.rules.placement.roles import Role
 from nemo_rl.config.rules.placement.second_models import check_placements, check_second_models
 from nemo_rl.config.rules.placement.topology import divide_cluster
 from nemo_rl.config.rules.training import (
@@ -43,11 +43,6 @@ from nemo_rl.config.schema.model.policy import PolicyConfig
 from nemo_rl.config.schema.named_part import NamedPartConfig
 
 
-def _saves_in_background(policy: PolicyConfig) -> bool:
-    """Return whether Megatron Core trains the model and its section requests saves in the background."""
-    return policy.backend_section is policy.megatron_cfg and policy.megatron_cfg.checkpoint.async_save
-
-
 class MasterConfig(RunConfig):
     """Base of the configurations of all algorithms that train: the sections that each of them has."""
 
@@ -60,11 +55,16 @@ class MasterConfig(RunConfig):
         **dict.fromkeys(("ppo", "value", "value_loss_fn"), "PPO with a value model"),
     }
 
-    policy: PolicyConfig = Field(description="The model that is trained.")
-    data: DataConfig = Field(default_factory=DataConfig, description="Data sets.")
-    checkpointing: CheckpointingConfig = Field(default_factory=CheckpointingConfig, description="Saving and resuming.")
-    logger: LoggerConfig = Field(default_factory=LoggerConfig, description="Metrics and files.")
-    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Machines.")
+    policy: PolicyConfig
+    """The model that is trained."""
+    data: DataConfig = Field(default_factory=DataConfig)
+    """Data sets."""
+    checkpointing: CheckpointingConfig = Field(default_factory=CheckpointingConfig)
+    """Saving and resuming."""
+    logger: LoggerConfig = Field(default_factory=LoggerConfig)
+    """Metrics and files."""
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    """Machines."""
 
     @property
     def models(self) -> dict[str, Role]:
@@ -80,20 +80,9 @@ class MasterConfig(RunConfig):
         return self.cluster if misplaced else divide_cluster(self.cluster, self.models)["policy"]
 
     @property
-    def named_parts(self) -> Mapping[str, NamedPartConfig]:
-        """Sections of parts that are chosen by name and constructed in the controller, by their dotted keys."""
-        return {}
-
-    @property
     def worker_kinds(self) -> list[str]:
         """The names that `cluster.venvs` may have."""
         return ["policy", *(["generation"] if self.policy.generation is not None else ())]
-
-    @property
-    def saving(self) -> CheckpointingConfig:
-        """The section `checkpointing`, with `is_async` set where the backend of a trained model requests it."""
-        asks = any(_saves_in_background(role.section) for role in trained(self.models).values())
-        return self.checkpointing.model_copy(update={"is_async": True}) if asks else self.checkpointing
 
     def path_keys(self) -> list[tuple[Section, str]]:
         """See `RunConfig.path_keys`."""
@@ -130,9 +119,8 @@ class RolloutMasterConfig(MasterConfig):
 
     samples: ClassVar[bool] = True
 
-    env: EnvironmentMap = Field(
-        default_factory=dict, description="Environments by name; data entries choose by env_name."
-    )
+    env: EnvironmentMap = Field(default_factory=dict)
+    """Environments by name; data entries choose by env_name."""
 
     @property
     def worker_kinds(self) -> list[str]:
@@ -152,17 +140,12 @@ class RolloutMasterConfig(MasterConfig):
 class GRPOMasterConfig(RolloutMasterConfig):
     """Configuration of `examples/run_grpo.py`."""
 
-    grpo: GRPOConfig = Field(default_factory=GRPOConfig, description="The algorithm.")
-    loss_fn: ClippedPGLossConfig = Field(default_factory=ClippedPGLossConfig, description="The policy-gradient loss.")
-    async_rl: AsyncRLConfig | None = Field(
-        default=None, description="NeMo RL's newer section for overlap; fills in grpo.overlap unless it is null."
-    )
-
-    @model_validator(mode="after")
-    def _take_async_rl(self) -> Self:
-        if self.async_rl is not None:
-            self.grpo.overlap = self.async_rl.overlap
-        return self
+    grpo: GRPOConfig = Field(default_factory=GRPOConfig)
+    """The algorithm."""
+    loss_fn: ClippedPGLossConfig = Field(default_factory=ClippedPGLossConfig)
+    """The policy-gradient loss."""
+    async_rl: AsyncRLConfig | None = None
+    """NeMo RL's newer section for overlap; fills in grpo.overlap unless it is null."""
 
     @property
     def algorithm(self) -> GRPOConfig:
@@ -176,7 +159,7 @@ class GRPOMasterConfig(RolloutMasterConfig):
 
     @property
     def named_parts(self) -> Mapping[str, NamedPartConfig]:
-        """See `MasterConfig.named_parts`."""
+        """See `RunConfig.named_parts`."""
         grpo = self.grpo
         return {
             "loss_fn": self.loss_fn,

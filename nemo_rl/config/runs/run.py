@@ -1,6 +1,6 @@
 """The base of all master configurations, of training and of evaluation."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
 
@@ -9,6 +9,7 @@ from nemo_rl.config.rules.broken_rules import Findings, report_findings
 from nemo_rl.config.rules.placement.roles import Role
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
+from nemo_rl.config.schema.named_part import NamedPartConfig
 
 
 class RunConfig(Section):
@@ -40,6 +41,11 @@ class RunConfig(Section):
     def keeps_reference(self) -> bool:
         """True if the policy's initial weights are kept for reference log-probabilities."""
         return False
+
+    @property
+    def named_parts(self) -> Mapping[str, NamedPartConfig]:
+        """Sections of parts that are chosen by name and constructed in the controller, by their dotted keys."""
+        return {}
 
     def model_keys(self) -> Iterator[tuple[str, str, PolicyConfig]]:
         """Yield the key of each model's name, the key of its tokenizer's name, and its section."""

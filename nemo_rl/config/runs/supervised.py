@@ -35,32 +35,28 @@ from nemo_rl.config.schema.named_part import DPOLossConfig, NamedPartConfig, RML
 class SFTCheckpointingConfig(CheckpointingConfig):
     """Saving and keeping checkpoints; a run started again resumes from the newest one."""
 
-    checkpoint_dir: str = Field(
-        default="results/sft", description="Folder of the checkpoints, one step_<N> folder each."
-    )
-    metric_name: MetricName | None = Field(
-        default="val:val_loss", description="Metric that ranks checkpoints, as val:<name> or train:<name>."
-    )
-    higher_is_better: bool = Field(default=False, description="Whether a larger metric is better.")
+    checkpoint_dir: str = "results/sft"
+    """Folder of the checkpoints, one step_<N> folder each."""
+    metric_name: MetricName | None = "val:val_loss"
+    """Metric that ranks checkpoints, as val:<name> or train:<name>."""
+    higher_is_better: bool = False
+    """Whether a larger metric is better."""
 
 
 class DPOCheckpointingConfig(SFTCheckpointingConfig):
     """Saving and keeping checkpoints; a run started again resumes from the newest one."""
 
-    checkpoint_dir: str = Field(
-        default="results/dpo", description="Folder of the checkpoints, one step_<N> folder each."
-    )
-    metric_name: MetricName | None = Field(
-        default="val:loss", description="Metric that ranks checkpoints, as val:<name> or train:<name>."
-    )
+    checkpoint_dir: str = "results/dpo"
+    """Folder of the checkpoints, one step_<N> folder each."""
+    metric_name: MetricName | None = "val:loss"
+    """Metric that ranks checkpoints, as val:<name> or train:<name>."""
 
 
 class RMCheckpointingConfig(DPOCheckpointingConfig):
     """Saving and keeping checkpoints; a run started again resumes from the newest one."""
 
-    checkpoint_dir: str = Field(
-        default="results/rm", description="Folder of the checkpoints, one step_<N> folder each."
-    )
+    checkpoint_dir: str = "results/rm"
+    """Folder of the checkpoints, one step_<N> folder each."""
 
 
 class SupervisedMasterConfig(MasterConfig):
@@ -73,8 +69,10 @@ class SupervisedMasterConfig(MasterConfig):
     section: ClassVar[str]
     ignored: ClassVar[dict[str, str]] = {"env": "nothing is rewarded here"}
 
-    policy: SupervisedPolicyConfig = Field(description="The model that is trained.")
-    data: SupervisedDataConfig = Field(default_factory=SupervisedDataConfig, description="Data sets.")
+    policy: SupervisedPolicyConfig
+    """The model that is trained."""
+    data: SupervisedDataConfig = Field(default_factory=SupervisedDataConfig)
+    """Data sets."""
 
     @property
     def algorithm(self) -> SupervisedConfig:
@@ -84,7 +82,7 @@ class SupervisedMasterConfig(MasterConfig):
 
     @property
     def named_parts(self) -> Mapping[str, NamedPartConfig]:
-        """See `MasterConfig.named_parts`."""
+        """See `RunConfig.named_parts`."""
         return {"loss_fn": self["loss_fn"]}
 
     def findings(self) -> Findings:
@@ -102,11 +100,12 @@ class SFTMasterConfig(SupervisedMasterConfig):
     section: ClassVar[str] = "sft"
     cpu_config: ClassVar[str] = "examples/configs/sft_cpu.yaml"
 
-    sft: SFTConfig = Field(default_factory=SFTConfig, description="The algorithm.")
-    loss_fn: SFTLossConfig = Field(default_factory=SFTLossConfig, description="The loss.")
-    checkpointing: SFTCheckpointingConfig = Field(
-        default_factory=SFTCheckpointingConfig, description="Saving and resuming."
-    )
+    sft: SFTConfig = Field(default_factory=SFTConfig)
+    """The algorithm."""
+    loss_fn: SFTLossConfig = Field(default_factory=SFTLossConfig)
+    """The loss."""
+    checkpointing: SFTCheckpointingConfig = Field(default_factory=SFTCheckpointingConfig)
+    """Saving and resuming."""
 
     def findings(self) -> Findings:
         """See `MasterConfig.findings`."""
@@ -123,12 +122,14 @@ class DPOMasterConfig(SupervisedMasterConfig):
     section: ClassVar[str] = "dpo"
     cpu_config: ClassVar[str] = "examples/configs/dpo_cpu.yaml"
 
-    dpo: DPOConfig = Field(default_factory=DPOConfig, description="The algorithm.")
-    loss_fn: DPOLossConfig = Field(default_factory=DPOLossConfig, description="The loss.")
-    policy: PairPolicyConfig = Field(description="The model that is trained.")
-    checkpointing: DPOCheckpointingConfig = Field(
-        default_factory=DPOCheckpointingConfig, description="Saving and resuming."
-    )
+    dpo: DPOConfig = Field(default_factory=DPOConfig)
+    """The algorithm."""
+    loss_fn: DPOLossConfig = Field(default_factory=DPOLossConfig)
+    """The loss."""
+    policy: PairPolicyConfig
+    """The model that is trained."""
+    checkpointing: DPOCheckpointingConfig = Field(default_factory=DPOCheckpointingConfig)
+    """Saving and resuming."""
 
     @property
     def keeps_reference(self) -> bool:
@@ -153,12 +154,14 @@ class RMMasterConfig(SupervisedMasterConfig):
     section: ClassVar[str] = "rm"
     cpu_config: ClassVar[str] = "examples/configs/rm_cpu.yaml"
 
-    rm: RMConfig = Field(default_factory=RMConfig, description="The algorithm.")
-    loss_fn: RMLossConfig = Field(default_factory=RMLossConfig, description="The loss.")
-    policy: RMPolicyConfig = Field(description="The model that is trained.")
-    checkpointing: RMCheckpointingConfig = Field(
-        default_factory=RMCheckpointingConfig, description="Saving and resuming."
-    )
+    rm: RMConfig = Field(default_factory=RMConfig)
+    """The algorithm."""
+    loss_fn: RMLossConfig = Field(default_factory=RMLossConfig)
+    """The loss."""
+    policy: RMPolicyConfig
+    """The model that is trained."""
+    checkpointing: RMCheckpointingConfig = Field(default_factory=RMCheckpointingConfig)
+    """Saving and resuming."""
 
     def findings(self) -> Findings:
         """See `MasterConfig.findings`."""

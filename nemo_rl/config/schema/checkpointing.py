@@ -42,49 +42,38 @@ class CheckpointingConfig(Section):
         "model_repo_id": "the model is named by policy.model_name",
     }
 
-    enabled: bool = Field(default=True, description="Save checkpoints.")
-    checkpoint_dir: str = Field(
-        default="results/grpo", description="Folder of the checkpoints, one step_<N> folder each."
-    )
-    metric_name: MetricName | None = Field(
-        default="val:accuracy",
-        description="Metric that ranks checkpoints, as val:<name> or train:<name>; null: newer ones rank higher.",
-    )
-    higher_is_better: bool = Field(default=True, description="Whether a larger metric is better.")
-    keep_top_k: PositiveInt | None = Field(
-        default=3, description="Best checkpoints kept besides the newest one; null: all."
-    )
-    save_period: PositiveInt = Field(default=10, description="Save every this many steps.")
-    checkpoint_must_save_by: Annotated[str, Field(pattern=r"^\d+:\d\d:[0-5]\d:[0-5]\d$")] | None = Field(
-        default=None,
-        description="Wall-clock limit DD:HH:MM:SS after which the run saves and ends; null: none.",
-    )
-    signal_grace_s: PositiveFloat = Field(
-        default=600.0,
-        description="Seconds after SIGTERM, SIGINT, SIGHUP or SIGUSR1 within which the running step and its checkpoint "
-        "have to be done; then the run ends without a checkpoint.",
-    )
-    save_optimizer: bool = Field(
-        default=True, description="Store the optimizer state; without it a resumed run starts with a new one."
-    )
-    allow_changed: list[str] = Field(
-        default_factory=list,
-        description="Keys or sections that may differ from the configuration of the checkpoint a run resumes from, "
-        "for example [data.train, grpo.seed]; policy.optimizer also allows a resume without an optimizer state.",
-    )
-    is_async: bool = Field(
-        default=False,
-        description="Copy the state of the ranks into host memory and write it while training continues; a checkpoint "
-        "counts when it is complete.",
-    )
-    save_consolidated: bool = Field(
-        default=False,
-        description="Also write policy/weights/model/consolidated: a self-contained folder with the model in "
-        "policy.precision and its tokenizer.",
-    )
+    enabled: bool = True
+    """Save checkpoints."""
+    checkpoint_dir: str = "results/grpo"
+    """Folder of the checkpoints, one step_<N> folder each."""
+    metric_name: MetricName | None = "val:accuracy"
+    """Metric that ranks checkpoints, as val:<name> or train:<name>; null: newer ones rank higher."""
+    higher_is_better: bool = True
+    """Whether a larger metric is better."""
+    keep_top_k: PositiveInt | None = 3
+    """Best checkpoints kept besides the newest one; null: all."""
+    save_period: PositiveInt = 10
+    """Save every this many steps."""
+    checkpoint_must_save_by: Annotated[str, Field(pattern=r"^\d+:\d\d:[0-5]\d:[0-5]\d$")] | None = None
+    """Wall-clock limit DD:HH:MM:SS after which the run saves and ends; null: none."""
+    signal_grace_s: PositiveFloat = 600.0
+    """Seconds after SIGTERM, SIGINT, SIGHUP or SIGUSR1 within which the running step and its checkpoint have to be
+    done; then the run ends without a checkpoint."""
+    save_optimizer: bool = True
+    """Store the optimizer state; without it a resumed run starts with a new one."""
+    allow_changed: list[str] = Field(default_factory=list)
+    """Keys or sections that may differ from the configuration of the checkpoint a run resumes from, for example
+    [data.train, grpo.seed]; policy.optimizer also allows a resume without an optimizer state."""
+    is_async: bool = False
+    """Copy the state of the ranks into host memory and write it while training continues; a checkpoint counts when it
+    is complete."""
+    save_consolidated: bool = False
+    """Also write policy/weights/model/consolidated: a self-contained folder with the model in policy.precision and its
+    tokenizer."""
     model_save_format: Annotated[Literal["safetensors", "torch_save"], Only(("safetensors",), "torch_save")] | None = (
-        Field(default="safetensors", description="File format of the weights; null means safetensors.")
+        "safetensors"
     )
+    """File format of the weights; null means safetensors."""
 
     def allows(self, key: str) -> bool:
         """Return whether `allow_changed` names a key or a section it is in."""

@@ -31,43 +31,39 @@ EnvVars = dict[str, Annotated[str, BeforeValidator(_as_text)]]
 class TimeoutsConfig(Section):
     """Deadlines of the phases; a run that misses one stops and names what it waited for."""
 
-    setup_s: PositiveFloat = Field(default=900.0, description="Seconds to start all workers and engines.")
-    rollout_s: PositiveFloat = Field(default=3600.0, description="Seconds for the rollouts of one step.")
-    engine_silence_s: PositiveFloat = Field(
-        default=300.0,
-        description="Seconds that a generation engine with open requests may stay silent, four times this while its "
-        "process computes. Then the engine is stopped and replaced like a crashed one.",
-    )
-    train_s: PositiveFloat = Field(default=3600.0, description="Seconds for one training or logprob call.")
-    weight_sync_s: PositiveFloat = Field(default=600.0, description="Seconds to move weights to the engines.")
-    environment_s: PositiveFloat = Field(
-        default=600.0,
-        description="Seconds for an environment to answer one sample. A batch that takes longer is stepped again "
-        "sample by sample; a single sample that takes longer gets an error.",
-    )
-    checkpoint_s: PositiveFloat = Field(default=1800.0, description="Seconds to write or read a checkpoint.")
-    venv_s: PositiveFloat = Field(
-        default=1800.0, description="Seconds to make one Python environment (`cluster.venvs`) on all nodes."
-    )
-    shutdown_s: PositiveFloat = Field(default=30.0, description="Seconds for workers to end by themselves.")
+    setup_s: PositiveFloat = 900.0
+    """Seconds to start all workers and engines."""
+    rollout_s: PositiveFloat = 3600.0
+    """Seconds for the rollouts of one step."""
+    engine_silence_s: PositiveFloat = 300.0
+    """Seconds that a generation engine with open requests may stay silent, four times this while its process computes.
+    Then the engine is stopped and replaced like a crashed one."""
+    train_s: PositiveFloat = 3600.0
+    """Seconds for one training or logprob call."""
+    weight_sync_s: PositiveFloat = 600.0
+    """Seconds to move weights to the engines."""
+    environment_s: PositiveFloat = 600.0
+    """Seconds for an environment to answer one sample. A batch that takes longer is stepped again sample by sample; a
+    single sample that takes longer gets an error."""
+    checkpoint_s: PositiveFloat = 1800.0
+    """Seconds to write or read a checkpoint."""
+    venv_s: PositiveFloat = 1800.0
+    """Seconds to make one Python environment (`cluster.venvs`) on all nodes."""
+    shutdown_s: PositiveFloat = 30.0
+    """Seconds for workers to end by themselves."""
 
 
 class VenvConfig(Section):
     """The Python environment of one kind of worker, made once on each node where its processes may run."""
 
-    extras: list[str] | None = Field(
-        default=None,
-        description="Make an environment with the dependencies of nemo_rl and of these extras, and nothing else; null: "
-        "the packages of the driver.",
-    )
-    packages: list[str] = Field(
-        default_factory=list,
-        description="Requirements to add, in pip's syntax; a wheel or a folder by its path. Packages that are already "
-        "installed keep their version unless they are named here.",
-    )
-    py_executable: str | None = Field(
-        default=None, description="Path of an interpreter that every node has, used instead of making an environment."
-    )
+    extras: list[str] | None = None
+    """Make an environment with the dependencies of nemo_rl and of these extras, and nothing else; null: the packages of
+    the driver."""
+    packages: list[str] = Field(default_factory=list)
+    """Requirements to add, in pip's syntax; a wheel or a folder by its path. Packages that are already installed keep
+    their version unless they are named here."""
+    py_executable: str | None = None
+    """Path of an interpreter that every node has, used instead of making an environment."""
 
     @model_validator(mode="after")
     def _is_one_thing(self) -> Self:
@@ -84,53 +80,38 @@ class ClusterConfig(Section):
         "segment_size": "ranks are placed machine by machine, without regard to NVLink domains",
     }
 
-    device: Literal["cuda", "cpu"] = Field(
-        default="cuda", description="Where policy and engines compute: on GPUs or on the CPU."
-    )
-    num_nodes: PositiveInt = Field(default=1, description="Machines in the run.")
-    gpus_per_node: NonNegativeInt = Field(default=1, description="GPUs used on each machine.")
-    gpu_memory_gb: PositiveFloat | None = Field(
-        default=None,
-        description="Gibibytes of each GPU, for predictions of memory on other machines; null: the memory of the GPUs "
-        "of this machine, or 80 in a dry run without GPUs.",
-    )
-    ranks_per_node: PositiveInt | None = Field(
-        default=None,
-        description="Policy processes on each machine; null: gpus_per_node on GPUs, 1 on the CPU.",
-    )
-    threads_per_rank: PositiveInt | None = Field(
-        default=None,
-        description="CPU threads of a policy process; null: cores divided by ranks_per_node, at least 1.",
-    )
-    max_actor_restarts: NonNegativeInt = Field(
-        default=10,
-        description="Restarts after which a run stops: of all generation engines together, or of one environment "
-        "without an answer in between.",
-    )
-    max_run_restarts: NonNegativeInt | None = Field(
-        default=None,
-        description="Times that a run replaces the ranks of its models after one of them died or hung, and trains "
-        "again from the newest checkpoint, or from step 1 if there is none yet; engines and environments stay. null: 3 "
-        "with checkpointing.enabled, else 0.",
-    )
-    venvs: dict[str, VenvConfig] = Field(
-        default_factory=dict,
-        description="Separate Python environments, for `policy` (with a teacher), `generation` or an environment by "
-        "its name in env; all other workers use the driver's interpreter.",
-    )
-    optimizations: Annotated[Literal["auto", "none"] | list[str], AfterValidator(_known_optimizations)] = Field(
-        default="auto",
-        description="Speed-ups of start-up and CPU steps that change no result: `auto` takes all whose libraries have "
-        "the versions that they were written for, `none` takes none, a list of names only those "
-        "(docs/design-docs/optimizations.md).",
-    )
-    timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig, description="Deadlines of the phases.")
-    master_port_range_low: int | None = Field(
-        default=1400, ge=1, le=65535, description="Lowest port for the rendezvous of worker processes."
-    )
-    master_port_range_high: int | None = Field(
-        default=1999, ge=1, le=65535, description="Highest port for the rendezvous of worker processes."
-    )
+    device: Literal["cuda", "cpu"] = "cuda"
+    """Where policy and engines compute: on GPUs or on the CPU."""
+    num_nodes: PositiveInt = 1
+    """Machines in the run."""
+    gpus_per_node: NonNegativeInt = 1
+    """GPUs used on each machine."""
+    gpu_memory_gb: PositiveFloat | None = None
+    """Gibibytes of each GPU, for predictions of memory on other machines; null: the memory of the GPUs of this machine,
+    or 80 in a dry run without GPUs."""
+    ranks_per_node: PositiveInt | None = None
+    """Policy processes on each machine; null: gpus_per_node on GPUs, 1 on the CPU."""
+    threads_per_rank: PositiveInt | None = None
+    """CPU threads of a policy process; null: cores divided by ranks_per_node, at least 1."""
+    max_actor_restarts: NonNegativeInt = 10
+    """Restarts after which a run stops: of all generation engines together, or of one environment without an answer in
+    between."""
+    max_run_restarts: NonNegativeInt | None = None
+    """Times that a run replaces the ranks of its models after one of them died or hung, and trains again from the
+    newest checkpoint, or from step 1 if there is none yet; engines and environments stay. null: 3 with
+    checkpointing.enabled, else 0."""
+    venvs: dict[str, VenvConfig] = Field(default_factory=dict)
+    """Separate Python environments, for `policy` (with a teacher), `generation` or an environment by its name in env;
+    all other workers use the driver's interpreter."""
+    optimizations: Annotated[Literal["auto", "none"] | list[str], AfterValidator(_known_optimizations)] = "auto"
+    """Speed-ups of start-up and CPU steps that change no result: `auto` takes all whose libraries have the versions
+    that they were written for, `none` takes none, a list of names only those (docs/design-docs/optimizations.md)."""
+    timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
+    """Deadlines of the phases."""
+    master_port_range_low: int | None = Field(default=1400, ge=1, le=65535)
+    """Lowest port for the rendezvous of worker processes."""
+    master_port_range_high: int | None = Field(default=1999, ge=1, le=65535)
+    """Highest port for the rendezvous of worker processes."""
 
     @property
     def uses_gpu(self) -> bool:

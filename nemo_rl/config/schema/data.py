@@ -35,72 +35,62 @@ class DatasetDefaults(Section):
     }
     ignored: ClassVar[dict[str, str]] = {"download_dir": "data sets are cached by Hugging Face"}
 
-    dataset_name: str | None = Field(
-        default=None,
-        description="A built-in data set, ResponseDataset for data_path, or the dotted path of a class.",
-    )
-    data_path: str | None = Field(
-        default=None, description="A local JSONL, JSON, Parquet, CSV or Arrow file, or a hub id."
-    )
-    subset: str | None = Field(default=None, description="Configuration name of a hub data set.")
-    split: str | None = Field(default=None, description="Split of a hub data set; null: the usual one.")
-    split_validation_size: Annotated[int, Field(ge=0, strict=True)] | Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="Training rows set aside for validation: a share of them below 1, or their number."
-    )
-    max_samples: PositiveInt | None = Field(
-        default=None,
-        description="Most rows to use, drawn at random by seed before split_validation_size sets any aside; all rows "
-        "where the data set has fewer; null: all.",
-    )
-    repeat: PositiveInt = Field(
-        default=1,
-        description="Number of times all rows are repeated, one complete copy after another: validation then averages "
-        "over several answers to a prompt. Rows set aside by split_validation_size come once.",
-    )
-    name: Annotated[str, Field(pattern=r"^[\w-]+$")] | None = Field(
-        default=None,
-        description="Name under which these rows are validated separately, as validation-<name>/ (SFT, DPO and reward "
-        "models).",
-    )
-    seed: Seed = Field(default=42, description="Seed of the split and of generated tasks.")
-    input_key: str | None = Field(
-        default=None, description="Column of the question; null: the data set's own, or input."
-    )
-    output_key: str | None = Field(
-        default=None, description="Column of the answer; null: the data set's own, or output."
-    )
-    chat_key: str | None = Field(default=None, description="Column of the messages, for openai_format; null: messages.")
-    system_key: str | None = Field(default=None, description="Column of a system message, for openai_format.")
-    system_prompt: str | None = Field(default=None, description="System message of rows without one (openai_format).")
-    tool_key: str | None = Field(
-        default=None, description="Column of the tool descriptions, for openai_format; null: tools."
-    )
-    prompt_key: str | None = Field(default=None, description="Column of the prompt of a pair; null: prompt.")
-    chosen_key: str | None = Field(default=None, description="Column of the preferred answer; null: chosen.")
-    rejected_key: str | None = Field(default=None, description="Column of the other answer; null: rejected.")
-    margin_key: str | None = Field(
-        default=None,
-        description="Column with the reward by which the preferred answer of a pair should lead; null: none.",
-    )
-    label_key: str | None = Field(
-        default=None,
-        description="Column that says whether an answer is desirable, for BinaryFeedbackDataset; null: label.",
-    )
-    env_name: str | None = Field(default="math", description="Environment that rewards answers, from env.")
-    processor: str | None = Field(
-        default="math_hf_data_processor", description="Function that turns a row into a prompt."
-    )
-    prompt_file: str | None = Field(
-        default=None, description="Text file with one {} for the question; null: the question alone."
-    )
-    system_prompt_file: str | None = Field(default=None, description="Text file with the system message; null: none.")
-    num_samples: PositiveInt | None = Field(
-        default=None,
-        description="Generated problems, only for the arithmetic data sets; null: 10,000 for training, "
-        "256 for validation.",
-    )
-    min_operand: Operand = Field(default=10, description="Smallest number in a problem, for arithmetic data sets only.")
-    max_operand: Operand = Field(default=99, description="Largest number in a problem, for arithmetic data sets only.")
+    dataset_name: str | None = None
+    """A built-in data set, ResponseDataset for data_path, or the dotted path of a class."""
+    data_path: str | None = None
+    """A local JSONL, JSON, Parquet, CSV or Arrow file, or a hub id."""
+    subset: str | None = None
+    """Configuration name of a hub data set."""
+    split: str | None = None
+    """Split of a hub data set; null: the usual one."""
+    split_validation_size: Annotated[int, Field(ge=0, strict=True)] | Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Training rows set aside for validation: a share of them below 1, or their number."""
+    max_samples: PositiveInt | None = None
+    """Most rows to use, drawn at random by seed before split_validation_size sets any aside; all rows where the data
+    set has fewer; null: all."""
+    repeat: PositiveInt = 1
+    """Number of times all rows are repeated, one complete copy after another: validation then averages over several
+    answers to a prompt. Rows set aside by split_validation_size come once."""
+    name: Annotated[str, Field(pattern=r"^[\w-]+$")] | None = None
+    """Name under which these rows are validated separately, as validation-<name>/ (SFT, DPO and reward models)."""
+    seed: Seed = 42
+    """Seed of the split and of generated tasks."""
+    input_key: str | None = None
+    """Column of the question; null: the data set's own, or input."""
+    output_key: str | None = None
+    """Column of the answer; null: the data set's own, or output."""
+    chat_key: str | None = None
+    """Column of the messages, for openai_format; null: messages."""
+    system_key: str | None = None
+    """Column of a system message, for openai_format."""
+    system_prompt: str | None = None
+    """System message of rows without one (openai_format)."""
+    tool_key: str | None = None
+    """Column of the tool descriptions, for openai_format; null: tools."""
+    prompt_key: str | None = None
+    """Column of the prompt of a pair; null: prompt."""
+    chosen_key: str | None = None
+    """Column of the preferred answer; null: chosen."""
+    rejected_key: str | None = None
+    """Column of the other answer; null: rejected."""
+    margin_key: str | None = None
+    """Column with the reward by which the preferred answer of a pair should lead; null: none."""
+    label_key: str | None = None
+    """Column that says whether an answer is desirable, for BinaryFeedbackDataset; null: label."""
+    env_name: str | None = "math"
+    """Environment that rewards answers, from env."""
+    processor: str | None = "math_hf_data_processor"
+    """Function that turns a row into a prompt."""
+    prompt_file: str | None = None
+    """Text file with one {} for the question; null: the question alone."""
+    system_prompt_file: str | None = None
+    """Text file with the system message; null: none."""
+    num_samples: PositiveInt | None = None
+    """Generated problems, only for the arithmetic data sets; null: 10,000 for training, 256 for validation."""
+    min_operand: Operand = 10
+    """Smallest number in a problem, for arithmetic data sets only."""
+    max_operand: Operand = 99
+    """Largest number in a problem, for arithmetic data sets only."""
 
 
 class DatasetConfig(DatasetDefaults):
@@ -185,20 +175,20 @@ class DataConfig(Section):
         dead = {key for key in written if values[key] is None} | ({"dataset_name"} if values.get("train") else set())
         return {**super().without_effect(values), **{key: place for key, place in written.items() if key in dead}}
 
-    train: DatasetEntries | None = Field(default=None, description="Training data: one entry, or a list that is mixed.")
-    validation: DatasetEntries | None = Field(default=None, description="Validation data: one entry, a list, or null.")
-    default: DatasetDefaults = Field(
-        default_factory=DatasetDefaults, description="Values for entries that leave them out."
-    )
-    max_input_seq_length: PositiveInt | None = derived(
-        "${policy.max_total_sequence_length}",
-        "Longest prompt in tokens; longer ones are cut short and excluded from the loss; null: no limit.",
-    )
-    shuffle: bool = Field(default=True, description="Draw training prompts in a seeded random order.")
-    num_workers: NonNegativeInt = Field(default=1, description="Processes that prepare prompts; 0: in the driver.")
-    max_bad_row_share: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.1, description="Share of unusable rows above which a data set is refused."
-    )
+    train: DatasetEntries | None = None
+    """Training data: one entry, or a list that is mixed."""
+    validation: DatasetEntries | None = None
+    """Validation data: one entry, a list, or null."""
+    default: DatasetDefaults = Field(default_factory=DatasetDefaults)
+    """Values for entries that leave them out."""
+    max_input_seq_length: PositiveInt | None = derived("${policy.max_total_sequence_length}")
+    """Longest prompt in tokens; longer ones are cut short and excluded from the loss; null: no limit."""
+    shuffle: bool = True
+    """Draw training prompts in a seeded random order."""
+    num_workers: NonNegativeInt = 1
+    """Processes that prepare prompts; 0: in the driver."""
+    max_bad_row_share: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of unusable rows above which a data set is refused."""
     control_tokens_in_rows: InRows = Field(default="report", description=IN_ROWS)
     control_tokens_from_tools: FromTools = Field(default="as_text", description=FROM_TOOLS)
 

@@ -7,7 +7,7 @@ unchanged.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypedDict
 
-from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.base.structure import NamedSections
@@ -16,20 +16,16 @@ from nemo_rl.config.base.structure import NamedSections
 class MathEnvironmentConfig(Section):
     """Comparison of the model's final answer with the known one."""
 
-    num_workers: PositiveInt = Field(default=8, description="Processes that check answers.")
-    stop_strings: list[str] | None = Field(
-        default=None,
-        description="Texts that end the answers this environment grades, besides policy.generation.stop_strings.",
-    )
-    verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] | None = Field(
-        default="math", description="Kind of comparison: as mathematics or as a choice letter."
-    )
-    math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] | None = Field(
-        default="hf_math_verify", description="Rule for mathematics: math-verify, or DAPO's strict match."
-    )
-    timeout_s: PositiveFloat = Field(
-        default=10.0, description="Seconds for one answer; afterwards it counts as a reward error."
-    )
+    num_workers: PositiveInt = 8
+    """Processes that check answers."""
+    stop_strings: list[str] | None = None
+    """Texts that end the answers this environment grades, besides policy.generation.stop_strings."""
+    verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] | None = "math"
+    """Kind of comparison: as mathematics or as a choice letter."""
+    math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] | None = "hf_math_verify"
+    """Rule for mathematics: math-verify, or DAPO's strict match."""
+    timeout_s: PositiveFloat = 10.0
+    """Seconds for one answer; afterwards it counts as a reward error."""
 
 
 def stop_strings_of(environments: Mapping[str, Any], name: str | None) -> list[str] | None:

@@ -15,9 +15,12 @@ class WandbConfig(Section):
 
     later: ClassVar[dict[str, str]] = {"log_nemo_gym_full_result_tables": "NeMo-Gym"}
 
-    project: str | None = Field(default="grpo-dev", description="Project of the run.")
-    name: str | None = Field(default="grpo-dev-logger", description="Name of the run.")
-    entity: str | None = Field(default=None, description="Team or user that owns the project.")
+    project: str | None = "grpo-dev"
+    """Project of the run."""
+    name: str | None = "grpo-dev-logger"
+    """Name of the run."""
+    entity: str | None = None
+    """Team or user that owns the project."""
 
 
 class TensorboardConfig(Section):
@@ -31,22 +34,26 @@ class TensorboardConfig(Section):
 class MlflowConfig(Section):
     """MLflow."""
 
-    experiment_name: str | None = Field(default="grpo-dev", description="Experiment of the run.")
-    run_name: str | None = Field(default="grpo-dev-logger", description="Name of the run.")
-    tracking_uri: str | None = Field(
-        default=None,
-        description="Address of a server or of a database (sqlite:///mlflow.db); null: MLFLOW_TRACKING_URI, or "
-        "without it a database in the run's folder, exp_NNN/mlflow/mlflow.db.",
-    )
-    artifact_location: str | None = Field(default=None, description="Place where a new experiment puts artifacts.")
-    run_id: str | None = Field(default=None, description="Existing run to continue; null: a new one.")
+    experiment_name: str | None = "grpo-dev"
+    """Experiment of the run."""
+    run_name: str | None = "grpo-dev-logger"
+    """Name of the run."""
+    tracking_uri: str | None = None
+    """Address of a server or of a database (sqlite:///mlflow.db); null: MLFLOW_TRACKING_URI, or without it a database
+    in the run's folder, exp_NNN/mlflow/mlflow.db."""
+    artifact_location: str | None = None
+    """Place where a new experiment puts artifacts."""
+    run_id: str | None = None
+    """Existing run to continue; null: a new one."""
 
 
 class SwanlabConfig(Section):
     """SwanLab."""
 
-    project: str | None = Field(default="grpo-dev", description="Project of the run.")
-    name: str | None = Field(default="grpo-dev-logger", description="Name of the run.")
+    project: str | None = "grpo-dev"
+    """Project of the run."""
+    name: str | None = "grpo-dev-logger"
+    """Name of the run."""
 
 
 class LoggerConfig(Section):
@@ -57,18 +64,25 @@ class LoggerConfig(Section):
         "monitor_gpus": "machine metrics are not reported yet",
     }
 
-    log_dir: str = Field(default="logs", description="Folder of all runs; a run makes exp_NNN below it.")
-    num_val_samples_to_print: NonNegativeInt = Field(
-        default=0, description="Validation conversations shown on the console."
-    )
-    save_trajectories: bool = Field(
-        default=True, description="Write every rollout of a step to train_data_step<N>.jsonl."
-    )
-    wandb_enabled: bool = Field(default=False, description="Report to Weights & Biases.")
-    tensorboard_enabled: bool = Field(default=False, description="Write TensorBoard files.")
-    mlflow_enabled: bool = Field(default=False, description="Report to MLflow (extra `mlflow`).")
-    swanlab_enabled: bool = Field(default=False, description="Report to SwanLab (extra `swanlab`).")
-    wandb: WandbConfig = Field(default_factory=WandbConfig, description="Weights & Biases.")
-    tensorboard: TensorboardConfig = Field(default_factory=TensorboardConfig, description="TensorBoard.")
-    mlflow: MlflowConfig = Field(default_factory=MlflowConfig, description="MLflow.")
-    swanlab: SwanlabConfig = Field(default_factory=SwanlabConfig, description="SwanLab.")
+    log_dir: str = "logs"
+    """Folder of all runs; a run makes exp_NNN below it."""
+    num_val_samples_to_print: NonNegativeInt = 0
+    """Validation conversations shown on the console."""
+    save_trajectories: bool = True
+    """Write every rollout of a step to train_data_step<N>.jsonl."""
+    wandb_enabled: bool = False
+    """Report to Weights & Biases."""
+    tensorboard_enabled: bool = False
+    """Write TensorBoard files."""
+    mlflow_enabled: bool = False
+    """Report to MLflow (extra `mlflow`)."""
+    swanlab_enabled: bool = False
+    """Report to SwanLab (extra `swanlab`)."""
+    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    """Weights & Biases."""
+    tensorboard: TensorboardConfig = Field(default_factory=TensorboardConfig)
+    """TensorBoard."""
+    mlflow: MlflowConfig = Field(default_factory=MlflowConfig)
+    """MLflow."""
+    swanlab: SwanlabConfig = Field(default_factory=SwanlabConfig)
+    """SwanLab."""

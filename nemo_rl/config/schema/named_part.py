@@ -11,47 +11,38 @@ from nemo_rl.config.base.section import Section
 class NamedPartConfig(Section):
     """A part of a run: a built-in one, or a class of your own."""
 
-    name: str = Field(description="Built-in name, or the dotted path of a class.")
-    kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Arguments of a class of your own, which is constructed with them alone."
-    )
+    name: str
+    """Built-in name, or the dotted path of a class."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of a class of your own, which is constructed with them alone."""
 
 
 class SFTLossConfig(NamedPartConfig):
     """The loss."""
 
-    name: Annotated[str, PartName(("nll",))] = Field(
-        default="nll", description="nll, the negative log-likelihood; or the dotted path of a class."
-    )
+    name: Annotated[str, PartName(("nll",))] = "nll"
+    """nll, the negative log-likelihood; or the dotted path of a class."""
 
 
 class DPOLossConfig(NamedPartConfig):
     """The loss."""
 
-    name: Annotated[str, PartName(("dpo",))] = Field(
-        default="dpo", description="dpo, the loss that the section dpo describes; or the dotted path of a class."
-    )
+    name: Annotated[str, PartName(("dpo",))] = "dpo"
+    """dpo, the loss that the section dpo describes; or the dotted path of a class."""
 
 
 class RMLossConfig(NamedPartConfig):
     """The loss."""
 
-    name: Annotated[str, PartName(("preference",))] = Field(
-        default="preference",
-        description="preference, the negative log-likelihood that the chosen answer is preferred; or the dotted path "
-        "of a class.",
-    )
+    name: Annotated[str, PartName(("preference",))] = "preference"
+    """preference, the negative log-likelihood that the chosen answer is preferred; or the dotted path of a class."""
 
 
 class RolloutSourceConfig(NamedPartConfig):
     """The source of a step's groups of answers."""
 
-    name: Annotated[str, PartName(("fresh", "dynamic_sampling"))] = Field(
-        default="fresh",
-        description="fresh: answers to the next prompts with the current weights; dynamic_sampling, as "
-        "grpo.use_dynamic_sampling=true; or the dotted path of a class that wraps what the other keys describe.",
-    )
-    kwargs: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Arguments of a class of your own, after the source that it wraps.",
-    )
+    name: Annotated[str, PartName(("fresh", "dynamic_sampling"))] = "fresh"
+    """fresh: answers to the next prompts with the current weights; dynamic_sampling, as grpo.use_dynamic_sampling=true;
+    or the dotted path of a class that wraps what the other keys describe."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of a class of your own, after the source that it wraps."""

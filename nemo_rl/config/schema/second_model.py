@@ -19,22 +19,18 @@ class SecondModelConfig(PolicyConfig):
     place: ClassVar[str] = "second_model"
     idle: ClassVar[dict[str, str]] = {"generation": "only the policy samples"}
 
-    precision: Literal["bfloat16", "float16", "float32"] = derived(
-        "${policy.precision}", "Number format of the forward and backward pass."
-    )
-    max_total_sequence_length: PositiveInt = derived(
-        "${policy.max_total_sequence_length}", "Most tokens of a prompt and its answer together."
-    )
-    train_global_batch_size: PositiveInt = derived(
-        "${policy.train_global_batch_size}", "Samples of one optimizer update, over all ranks."
-    )
-    train_micro_batch_size: PositiveInt = derived(
-        "${policy.train_micro_batch_size}", "Samples of one forward and backward pass of a rank."
-    )
-    generation: GenerationConfig | None = Field(default=None, description="Not used: only the policy samples.")
-    colocated: PlacementConfig = Field(
-        default_factory=PlacementConfig, description="Sharing of devices with another model."
-    )
+    precision: Literal["bfloat16", "float16", "float32"] = derived("${policy.precision}")
+    """Number format of the forward and backward pass."""
+    max_total_sequence_length: PositiveInt = derived("${policy.max_total_sequence_length}")
+    """Most tokens of a prompt and its answer together."""
+    train_global_batch_size: PositiveInt = derived("${policy.train_global_batch_size}")
+    """Samples of one optimizer update, over all ranks."""
+    train_micro_batch_size: PositiveInt = derived("${policy.train_micro_batch_size}")
+    """Samples of one forward and backward pass of a rank."""
+    generation: GenerationConfig | None = None
+    """Not used: only the policy samples."""
+    colocated: PlacementConfig = Field(default_factory=PlacementConfig)
+    """Sharing of devices with another model."""
 
     @property
     def placement(self) -> PlacementConfig:

@@ -246,11 +246,11 @@ def test_the_megatron_engine_key_acts_with_that_engine(tmp_path: Path) -> None:
 
 def test_the_megatron_async_save_key_saves_in_the_background(tmp_path: Path) -> None:
     asked = "policy.megatron_cfg.checkpoint.async_save=true"
-    assert not load_config(written(tmp_path, "sft", asked), schema=ALGORITHMS["sft"]).saving.is_async
-    assert load_config(written(tmp_path, "sft", *TO_MEGATRON, asked), schema=ALGORITHMS["sft"]).saving.is_async
+    assert not load_config(written(tmp_path, "sft", asked), schema=ALGORITHMS["sft"]).checkpointing.is_async
+    assert load_config(written(tmp_path, "sft", *TO_MEGATRON, asked), schema=ALGORITHMS["sft"]).checkpointing.is_async
     quiet = written(tmp_path, "sft", *TO_MEGATRON, asked.replace("true", "false"))
-    assert not load_config(quiet, schema=ALGORITHMS["sft"]).saving.is_async
-    assert load_config(quiet, ["checkpointing.is_async=true"], schema=ALGORITHMS["sft"]).saving.is_async
+    assert not load_config(quiet, schema=ALGORITHMS["sft"]).checkpointing.is_async
+    assert load_config(quiet, ["checkpointing.is_async=true"], schema=ALGORITHMS["sft"]).checkpointing.is_async
 
 
 def test_a_rate_for_an_absent_bias_has_no_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 from nemo_rl.config import REPOSITORY_ROOT, PolicyConfig, Section, load_config
 from nemo_rl.config.base.availability import Only
-from nemo_rl.config.base.section import is_interpolation
+from nemo_rl.config.base.defaults import is_interpolation
 from nemo_rl.config.base.structure import Slot
 from nemo_rl.config.loading.algorithms import ALGORITHMS
 from nemo_rl.config.rules.model import check_backend

@@ -26,7 +26,7 @@ DATA = frozenset({"datasets", "pandas"})
 MODELS = frozenset({"transformers", "torch._dynamo", "sympy", "math_verify"})
 ENGINES = frozenset({"vllm", "openai", "fastapi", "torch._inductor.lowering"})
 BUDGETS = {
-    "command line": Budget(("nemo_rl.algorithms.setup.launch",), 600, frozenset({"torch", "ray", "transformers"})),
+    "command line": Budget(("nemo_rl.launch.command_line",), 600, frozenset({"torch", "ray", "transformers"})),
     "driver": Budget(
         ("nemo_rl.algorithms.grpo", "nemo_rl.algorithms.dpo"), 3900, DATA | ENGINES | {"transformers.modeling_utils"}
     ),

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.ray
 SETUP = """
     import os, signal, sys, threading, time
     import ray
-    from nemo_rl.algorithms.setup.launch import exit_status
+    from nemo_rl.launch.command_line import exit_status
     from nemo_rl.distributed.cluster import local_ray
     from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
     from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup

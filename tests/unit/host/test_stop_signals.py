@@ -128,7 +128,7 @@ def test_signals_ignored_by_nohup_stay_ignored(program: list[subprocess.Popen[st
 
 UNDER_A_TERMINAL = """
 import sys, time
-from nemo_rl.algorithms.setup.launch import exit_status
+from nemo_rl.launch.command_line import exit_status
 from nemo_rl.utils.errors import RunInterruptedError
 from nemo_rl.utils.log_backends.console import ConsoleLogger
 from nemo_rl.utils.logging_setup import configure_logging

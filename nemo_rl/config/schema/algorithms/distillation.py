@@ -23,28 +23,22 @@ CROSS_TOKENIZER = "distillation across tokenizers"
 class DistillationConfig(RolloutTrainingConfig):
     """On-policy distillation: the student answers, the teacher gives its next-token distribution at every token."""
 
-    num_prompts_per_step: PositiveInt = Field(
-        default=128, description="Prompts drawn from the data for each training step."
-    )
-    num_generations_per_prompt: PositiveInt = Field(
-        default=1, description="Answers that the student samples for each prompt."
-    )
-    max_num_steps: PositiveInt = Field(default=1000, description="Training stops after this many steps.")
-    max_num_epochs: PositiveInt = Field(
-        default=10, description="Training stops after this many passes over the training data."
-    )
-    topk_logits_k: PositiveInt = Field(
-        default=64, description="Logits that the teacher sends for each token: those of its k most likely tokens."
-    )
-    val_period: int = Field(
-        default=20, ge=-1, description="Validate every this many steps; 0 or -1: only at start or end."
-    )
-    val_batch_size: PositiveInt | None = Field(
-        default=64, description="Prompts in one validation batch; null: all in one batch."
-    )
-    max_val_samples: PositiveInt | None = Field(
-        default=512, description="Prompts validated in total; null: all of the validation data."
-    )
+    num_prompts_per_step: PositiveInt = 128
+    """Prompts drawn from the data for each training step."""
+    num_generations_per_prompt: PositiveInt = 1
+    """Answers that the student samples for each prompt."""
+    max_num_steps: PositiveInt = 1000
+    """Training stops after this many steps."""
+    max_num_epochs: PositiveInt = 10
+    """Training stops after this many passes over the training data."""
+    topk_logits_k: PositiveInt = 64
+    """Logits that the teacher sends for each token: those of its k most likely tokens."""
+    val_period: int = Field(default=20, ge=-1)
+    """Validate every this many steps; 0 or -1: only at start or end."""
+    val_batch_size: PositiveInt | None = 64
+    """Prompts in one validation batch; null: all in one batch."""
+    max_val_samples: PositiveInt | None = 512
+    """Prompts validated in total; null: all of the validation data."""
 
 
 class DistillationLossConfig(NamedPartConfig):
@@ -64,23 +58,16 @@ class DistillationLossConfig(NamedPartConfig):
         "kd_loss_mode": ("sum",),
     }
 
-    name: Annotated[str, PartName(("distillation",))] = Field(
-        default="distillation",
-        description="distillation, the divergence that the keys below describe; or the dotted path of a class.",
-    )
-    kl_type: Literal["forward", "reverse", "mixed"] = Field(
-        default="mixed",
-        description="forward: KL(teacher || student), covers all tokens that the teacher finds likely; reverse: "
-        "KL(student || teacher), favours the teacher's most likely tokens; mixed: a weighted sum.",
-    )
-    mixed_kl_weight: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.5, description="With mixed: weight of the forward part; the reverse part has the rest."
-    )
-    zero_outside_topk: bool = Field(
-        default=False,
-        description="Take the teacher's probability outside its top-k as 0 and compare over the whole vocabulary "
-        "(true), or compare both models within the top-k only (false).",
-    )
+    name: Annotated[str, PartName(("distillation",))] = "distillation"
+    """distillation, the divergence that the keys below describe; or the dotted path of a class."""
+    kl_type: Literal["forward", "reverse", "mixed"] = "mixed"
+    """forward: KL(teacher || student), covers all tokens that the teacher finds likely; reverse: KL(student ||
+    teacher), favours the teacher's most likely tokens; mixed: a weighted sum."""
+    mixed_kl_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """With mixed: weight of the forward part; the reverse part has the rest."""
+    zero_outside_topk: bool = False
+    """Take the teacher's probability outside its top-k as 0 and compare over the whole vocabulary (true), or compare
+    both models within the top-k only (false)."""
 
 
 class TeacherConfig(SecondModelConfig):
@@ -96,15 +83,15 @@ class TeacherConfig(SecondModelConfig):
         "the teacher is frozen and only scores",
     )
 
-    precision: Literal["bfloat16", "float16", "float32"] = derived(
-        "${policy.precision}", "Number format of the forward pass."
-    )
-    train_global_batch_size: PositiveInt = derived("${policy.train_global_batch_size}", "Not used: nothing is trained.")
-    train_micro_batch_size: PositiveInt = derived(
-        "${policy.train_micro_batch_size}", "Only the default of logprob_batch_size."
-    )
-    optimizer: OptimizerConfig | None = Field(default=None, description="Not used: the teacher's weights never change.")
-    scheduler: SchedulerList | SchedulerConfig | None = Field(default=None, description="Not used.")
-    generation: GenerationConfig | None = Field(
-        default=None, description="Not used: the teacher is frozen (inference only)."
-    )
+    precision: Literal["bfloat16", "float16", "float32"] = derived("${policy.precision}")
+    """Number format of the forward pass."""
+    train_global_batch_size: PositiveInt = derived("${policy.train_global_batch_size}")
+    """Not used: nothing is trained."""
+    train_micro_batch_size: PositiveInt = derived("${policy.train_micro_batch_size}")
+    """Only the default of logprob_batch_size."""
+    optimizer: OptimizerConfig | None = None
+    """Not used: the teacher's weights never change."""
+    scheduler: SchedulerList | SchedulerConfig | None = None
+    """Not used."""
+    generation: GenerationConfig | None = None
+    """Not used: the teacher is frozen (inference only)."""

@@ -18,15 +18,12 @@ from nemo_rl.config.schema.model.policy import TokenizerConfig
 class EvalEngineConfig(EngineConfig):
     """The engine of an evaluation."""
 
-    max_model_len: PositiveInt = Field(
-        default=2048, description="Context length of the engine in tokens, prompt and answer together."
-    )
-    precision: Literal["bfloat16", "float16", "float32"] = Field(
-        default="bfloat16", description="Number format of weights and activations."
-    )
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.9, description="Share of a GPU's memory that the engine may take."
-    )
+    max_model_len: PositiveInt = 2048
+    """Context length of the engine in tokens, prompt and answer together."""
+    precision: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Number format of weights and activations."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of a GPU's memory that the engine may take."""
 
 
 class EvalGenerationConfig(GenerationConfig):
@@ -42,28 +39,25 @@ class EvalGenerationConfig(GenerationConfig):
         **dict.fromkeys(("val_temperature", "val_top_k", "val_top_p"), "an evaluation samples in one way"),
     }
 
-    model_name: str = Field(
-        default="Qwen/Qwen2.5-Math-1.5B-Instruct",
-        description="Hub id, or folder with a model: for a checkpoint <step folder>/policy/weights/model.",
-    )
-    num_prompts_per_step: Annotated[int, Field(ge=-1)] = Field(
-        default=-1, description="Prompts sampled together and then written to save_path; -1: all of them."
-    )
-    temperature: NonNegativeFloat = Field(
-        default=0.0, description="Sampling temperature; 0 takes the most likely token."
-    )
-    top_k: TopK | None = Field(default=-1, description="Sample from the k most likely tokens; null or -1: from all.")
-    max_new_tokens: PositiveInt = derived(
-        "${.engine.max_model_len}",
-        "Most tokens of one answer; prompt and answer together end at max_model_len.",
-    )
-    engine: EvalEngineConfig = Field(default_factory=EvalEngineConfig, description="Keys that every engine reads.")
+    model_name: str = "Qwen/Qwen2.5-Math-1.5B-Instruct"
+    """Hub id, or folder with a model: for a checkpoint <step folder>/policy/weights/model."""
+    num_prompts_per_step: Annotated[int, Field(ge=-1)] = -1
+    """Prompts sampled together and then written to save_path; -1: all of them."""
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature; 0 takes the most likely token."""
+    top_k: TopK | None = -1
+    """Sample from the k most likely tokens; null or -1: from all."""
+    max_new_tokens: PositiveInt = derived("${.engine.max_model_len}")
+    """Most tokens of one answer; prompt and answer together end at max_model_len."""
+    engine: EvalEngineConfig = Field(default_factory=EvalEngineConfig)
+    """Keys that every engine reads."""
 
 
 class EvalTokenizerConfig(TokenizerConfig):
     """The tokenizer and its chat template."""
 
-    name: str = derived("${generation.model_name}", "Hub id or folder of the tokenizer.")
+    name: str = derived("${generation.model_name}")
+    """Hub id or folder of the tokenizer."""
 
 
 class EvalConfig(Section):
@@ -71,26 +65,22 @@ class EvalConfig(Section):
 
     moved: ClassVar[dict[str, str]] = {"pass_k_value": "write eval.k_value"}
 
-    metric: Literal["pass@k", "cons@k"] = Field(
-        default="pass@k",
-        description="The score: pass@k counts a right answer among k; cons@k counts a right majority of k answers.",
-    )
-    num_tests_per_prompt: PositiveInt = Field(default=1, description="Answers sampled per prompt.")
-    k_value: PositiveInt = Field(default=1, description="The k of the metric, at most num_tests_per_prompt.")
-    seed: Seed = Field(default=42, description="Seed of the samples.")
-    save_path: str | None = Field(
-        default=None,
-        description="Folder for answers and results; an evaluation that is started again with the same folder "
-        "continues. null: nothing is written.",
-    )
-    max_rollout_turns: PositiveInt = Field(
-        default=1, description="Most turns of model and environment in one conversation."
-    )
-    signal_grace_s: PositiveFloat = Field(
-        default=600.0,
-        description="Seconds after SIGTERM, SIGINT, SIGHUP or SIGUSR1 within which the pending prompts have to be "
-        "answered and written to save_path; then the evaluation ends without them.",
-    )
+    metric: Literal["pass@k", "cons@k"] = "pass@k"
+    """The score: pass@k counts a right answer among k; cons@k counts a right majority of k answers."""
+    num_tests_per_prompt: PositiveInt = 1
+    """Answers sampled per prompt."""
+    k_value: PositiveInt = 1
+    """The k of the metric, at most num_tests_per_prompt."""
+    seed: Seed = 42
+    """Seed of the samples."""
+    save_path: str | None = None
+    """Folder for answers and results; an evaluation that is started again with the same folder continues. null: nothing
+    is written."""
+    max_rollout_turns: PositiveInt = 1
+    """Most turns of model and environment in one conversation."""
+    signal_grace_s: PositiveFloat = 600.0
+    """Seconds after SIGTERM, SIGINT, SIGHUP or SIGUSR1 within which the pending prompts have to be answered and written
+    to save_path; then the evaluation ends without them."""
 
 
 class EvalDataConfig(Section):
@@ -109,45 +99,43 @@ class EvalDataConfig(Section):
         """Report the keys of generated problems where the data set generates none."""
         return {**super().without_effect(values), **numbers_without_effect(values.get("dataset_name"))}
 
-    dataset_name: str | None = Field(
-        default="aime2024",
-        description="A built-in data set, or the path of a local csv, json or jsonl file with problem_key and "
-        "solution_key.",
-    )
-    data_path: str | None = Field(
-        default=None, description="A local copy of the named data set: a file or the folder of the hub repository."
-    )
-    subset: str | None = Field(default=None, description="Configuration name of a hub data set; null: the usual one.")
-    split: str | None = Field(default=None, description="Split of a hub data set; null: the usual one.")
-    problem_key: str | None = Field(default=None, description="Column of the problem; null: the data set's own.")
-    solution_key: str | None = Field(default=None, description="Column of the answer; null: the data set's own.")
-    file_format: Literal["csv", "json", "jsonl"] | None = Field(
-        default=None, description="Kind of a local file; it must agree with the name's ending."
-    )
-    prompt_file: str | None = Field(
-        default=None, description="Text file with one {} for the problem (none in multiple choice); null: no text."
-    )
-    system_prompt_file: str | None = Field(default=None, description="Text file with the system message; null: none.")
-    env_name: str = Field(default="math", description="Environment that grades answers, from env.")
-    processor: str | None = Field(
-        default=None, description="Function that turns a row into a prompt; null: the data set's usual one."
-    )
-    max_input_seq_length: PositiveInt | None = derived(
-        "${generation.engine.max_model_len}",
-        "Longest prompt in tokens; longer ones are not sampled and count as not solved; null: no limit.",
-    )
-    repeat: PositiveInt = Field(default=1, description="Number of rounds in which all problems are sampled.")
-    max_samples: PositiveInt | None = Field(
-        default=None, description="Ask only this many problems, a seeded random choice; null: all."
-    )
-    seed: Seed = Field(default=42, description="Seed of max_samples, of option orders and of generated sums.")
-    num_samples: PositiveInt | None = Field(
-        default=None, description="Generated problems, only for arithmetic; null: 256."
-    )
-    min_operand: Operand = Field(default=10, description="Smallest number in a problem, only for arithmetic.")
-    max_operand: Operand = Field(default=99, description="Largest number in a problem, only for arithmetic.")
-    max_bad_row_share: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.1, description="Share of unusable rows above which a data set is refused."
-    )
+    dataset_name: str | None = "aime2024"
+    """A built-in data set, or the path of a local csv, json or jsonl file with problem_key and solution_key."""
+    data_path: str | None = None
+    """A local copy of the named data set: a file or the folder of the hub repository."""
+    subset: str | None = None
+    """Configuration name of a hub data set; null: the usual one."""
+    split: str | None = None
+    """Split of a hub data set; null: the usual one."""
+    problem_key: str | None = None
+    """Column of the problem; null: the data set's own."""
+    solution_key: str | None = None
+    """Column of the answer; null: the data set's own."""
+    file_format: Literal["csv", "json", "jsonl"] | None = None
+    """Kind of a local file; it must agree with the name's ending."""
+    prompt_file: str | None = None
+    """Text file with one {} for the problem (none in multiple choice); null: no text."""
+    system_prompt_file: str | None = None
+    """Text file with the system message; null: none."""
+    env_name: str = "math"
+    """Environment that grades answers, from env."""
+    processor: str | None = None
+    """Function that turns a row into a prompt; null: the data set's usual one."""
+    max_input_seq_length: PositiveInt | None = derived("${generation.engine.max_model_len}")
+    """Longest prompt in tokens; longer ones are not sampled and count as not solved; null: no limit."""
+    repeat: PositiveInt = 1
+    """Number of rounds in which all problems are sampled."""
+    max_samples: PositiveInt | None = None
+    """Ask only this many problems, a seeded random choice; null: all."""
+    seed: Seed = 42
+    """Seed of max_samples, of option orders and of generated sums."""
+    num_samples: PositiveInt | None = None
+    """Generated problems, only for arithmetic; null: 256."""
+    min_operand: Operand = 10
+    """Smallest number in a problem, only for arithmetic."""
+    max_operand: Operand = 99
+    """Largest number in a problem, only for arithmetic."""
+    max_bad_row_share: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of unusable rows above which a data set is refused."""
     control_tokens_in_rows: InRows = Field(default="report", description=IN_ROWS)
     control_tokens_from_tools: FromTools = Field(default="as_text", description=FROM_TOOLS)

@@ -4,9 +4,9 @@ Lengths and batch sizes of the model are in `policy`.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base.part_names import PartName
 from nemo_rl.config.base.section import Section, derived
@@ -33,20 +33,16 @@ class AdvantageEstimatorConfig(NamedPartConfig):
         description="Advantage formula; dr_grpo and rloo set the two switches below themselves; or the dotted path of "
         "a class.",
     )
-    normalize_rewards: bool = derived(
-        "${..normalize_rewards}",
-        "Divide by the sample standard deviation (n - 1) of the rewards that make the baseline; gdpo always whitens "
-        "its sum over the batch.",
-    )
+    normalize_rewards: bool = derived("${..normalize_rewards}")
+    """Divide by the sample standard deviation (n - 1) of the rewards that make the baseline; gdpo always whitens its
+    sum over the batch."""
     std_level: Literal["group", "batch"] = Field(
         default="group",
         description="With normalize_rewards: use the deviation of the prompt's rewards (group), or of all rewards of "
         "the step (batch).",
     )
-    use_leave_one_out_baseline: bool = derived(
-        "${..use_leave_one_out_baseline}",
-        "Leave the sample's own reward out of its baseline.",
-    )
+    use_leave_one_out_baseline: bool = derived("${..use_leave_one_out_baseline}")
+    """Leave the sample's own reward out of its baseline."""
     minus_baseline: bool = Field(
         default=True, description="REINFORCE++: subtract the group's mean reward before whitening the batch."
     )
@@ -78,11 +74,9 @@ class RewardShapingConfig(Section):
         description="Apply the length penalties below to each total reward; gdpo's advantages come from the components "
         "and do not change.",
     )
-    max_response_length: PositiveInt | None = derived(
-        "${policy.max_total_sequence_length}",
-        "Answer length in tokens at which the full penalty applies; all turns count (in NeMo RL only the first), since "
-        "all of them are trained on.",
-    )
+    max_response_length: PositiveInt | None = derived("${policy.max_total_sequence_length}")
+    """Answer length in tokens at which the full penalty applies; all turns count (in NeMo RL only the first), since
+    all of them are trained on."""
     overlong_buffer_length: NonNegativeInt | None = Field(
         default=128,
         description="Tokens before max_response_length over which the penalty grows linearly; a value above "
@@ -177,15 +171,5 @@ class GRPOConfig(RolloutTrainingConfig):
         description="Assert that the reference policy never runs: true is refused unless "
         "loss_fn.reference_policy_kl_penalty=0, in which case it is not needed.",
     )
-
-    async_grpo: AsyncGRPOConfig | None = Field(
-        default_factory=AsyncGRPOConfig, description="NeMo RL's section for overlap; fills in overlap where enabled."
-    )
-
-    @model_validator(mode="after")
-    def _take_named_source(self) -> Self:
-        if self.rollout_source.name == "dynamic_sampling":
-            self.use_dynamic_sampling = True
-        if self.async_grpo is not None and self.async_grpo.enabled:
-            self.overlap = self.async_grpo.overlap
-        return self
+    async_grpo: AsyncGRPOConfig | None = Field(default_factory=AsyncGRPOConfig)
+    """NeMo RL's section for overlap; fills in overlap where enabled."""

@@ -21,98 +21,60 @@ class ClippedPGLossConfig(NamedPartConfig):
         told = {"ratio_clip_c": "disable_ppo_ratio takes the ratio away"} if values.get("disable_ppo_ratio") else {}
         return {**super().without_effect(values), **(told if values.get("ratio_clip_c") is not None else {})}
 
-    name: Annotated[str, PartName(("clipped_pg",))] = Field(
-        default="clipped_pg",
-        description="clipped_pg, the loss that the keys below describe; or the dotted path of a class, for which they "
-        "only say what its batches hold: reference_policy_logprobs with reference_policy_kl_penalty other than 0.",
-    )
-    reference_policy_kl_penalty: float = Field(
-        default=0.01,
-        description="Weight of the KL term against the reference policy; 0 switches it off, a negative weight drives "
-        "the policy away from the reference. With top_k or top_p both distributions are filtered (in NeMo RL neither), "
-        "so that the KL is that of the distribution that is sampled from.",
-    )
-    reference_policy_kl_type: Literal["k1", "k2", "k3"] = Field(
-        default="k3",
-        description="Estimator of the per-token KL divergence; in expectation the gradients of k1 and k3 equal that of "
-        "the divergence, the gradient of k2 is about twice as large.",
-    )
-    kl_input_clamp_value: NonNegativeFloat | None = Field(
-        default=20.0,
-        description="Bound in nats on the log ratio before the KL estimator; beyond it a token gets no gradient from "
-        "the KL term. null: none.",
-    )
-    kl_output_clamp_value: NonNegativeFloat | None = Field(
-        default=10.0,
-        description="Bound in nats on a token's weighted KL estimate; beyond it the token gets no gradient from the KL "
-        "term. null: none.",
-    )
-    use_on_policy_kl_approximation: bool = Field(
-        default=False,
-        description="Weight the KL term, before its output clamp, by the ratio of current to generation probabilities.",
-    )
-    sequence_level_kl_weight: bool = Field(
-        default=False,
-        description="Weight the KL term by the ratio's geometric mean over the sequence instead of each token's ratio: "
-        "with use_on_policy_kl_approximation by its value, without it only by its gradient.",
-    )
-    use_kl_in_reward: bool = Field(
-        default=False, description="Subtract the KL term from the reward instead of adding it to the loss."
-    )
-    ratio_clip_min: NonNegativeFloat = Field(
-        default=0.2,
-        description="Lower clip epsilon: the ratio is clipped below 1 - ratio_clip_min; 1 or more: never.",
-    )
-    ratio_clip_max: Annotated[float, Field(gt=-1)] = Field(
-        default=0.2,
-        description="Upper clip epsilon: the ratio is clipped above 1 + ratio_clip_max; below 0 only with use_cispo.",
-    )
-    ratio_clip_c: Annotated[float, Field(gt=1)] | None = Field(
-        default=None, description="Dual-clip bound for negative advantages, greater than 1; null: off."
-    )
-    disable_ppo_ratio: bool = Field(
-        default=False,
-        description="Use the REINFORCE loss -A log p, without ratio and clipping (ratio_clip_c has no effect, and "
-        "sequence_level_importance_ratios changes only the correction weights); with force_on_policy_ratio the value "
-        "is -A and the gradient the same.",
-    )
-    force_on_policy_ratio: bool = Field(
-        default=False, description="Take the ratio as exactly 1; needs one optimizer update per rollout batch."
-    )
-    use_cispo: bool = Field(
-        default=False,
-        description="CISPO: clip the importance weight and stop its gradient, keep all tokens; needs token_level_loss.",
-    )
-    sequence_level_importance_ratios: bool = Field(
-        default=False,
-        description="GSPO: one ratio per sequence, the geometric mean over its tokens, and one correction weight per "
-        "sequence, the product over its tokens; needs token_level_loss=false.",
-    )
-    token_level_loss: bool = Field(
-        default=True, description="Average the loss over all tokens (true) or over sequences first (false)."
-    )
-    constant_sample_length: PositiveFloat | None = Field(
-        default=None,
-        description="Dr.GRPO: divide the sum over tokens by this many tokens per sample that counts, for example "
-        "max_new_tokens, instead of by the number of tokens that count; null: off.",
-    )
-    use_importance_sampling_correction: bool = Field(
-        default=False, description="Weight tokens by training over generation probability to undo mismatch."
-    )
-    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = Field(
-        default=None,
-        description="Treatment of correction weights out of bounds: tis clamps them, icepop zeroes the token, "
-        "seq-mask-tis zeroes the whole sequence; null: there are no bounds.",
-    )
-    truncated_importance_sampling_ratio: PositiveFloat | None = Field(
-        default=None, description="Upper bound of the correction weight; every type needs it."
-    )
-    truncated_importance_sampling_ratio_min: NonNegativeFloat | None = Field(
-        default=None,
-        description="Lower bound of the correction weight, needed by icepop and seq-mask-tis; null with tis: 0.",
-    )
-    positive_example_nll_weight: NonNegativeFloat = Field(
-        default=0.0,
-        description="VAPO: weight of the negative log-likelihood of answers with a positive reward, summed over their "
-        "tokens and divided by the same number as the rest of the loss; 0 switches it off.",
-    )
+    name: Annotated[str, PartName(("clipped_pg",))] = "clipped_pg"
+    """clipped_pg, the loss that the keys below describe; or the dotted path of a class, for which they only say what
+    its batches hold: reference_policy_logprobs with reference_policy_kl_penalty other than 0."""
+    reference_policy_kl_penalty: float = 0.01
+    """Weight of the KL term against the reference policy; 0 switches it off, a negative weight drives the policy away
+    from the reference. With top_k or top_p both distributions are filtered (in NeMo RL neither), so that the KL is that
+    of the distribution that is sampled from."""
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the per-token KL divergence; in expectation the gradients of k1 and k3 equal that of the divergence,
+    the gradient of k2 is about twice as large."""
+    kl_input_clamp_value: NonNegativeFloat | None = 20.0
+    """Bound in nats on the log ratio before the KL estimator; beyond it a token gets no gradient from the KL term.
+    null: none."""
+    kl_output_clamp_value: NonNegativeFloat | None = 10.0
+    """Bound in nats on a token's weighted KL estimate; beyond it the token gets no gradient from the KL term. null:
+    none."""
+    use_on_policy_kl_approximation: bool = False
+    """Weight the KL term, before its output clamp, by the ratio of current to generation probabilities."""
+    sequence_level_kl_weight: bool = False
+    """Weight the KL term by the ratio's geometric mean over the sequence instead of each token's ratio: with
+    use_on_policy_kl_approximation by its value, without it only by its gradient."""
+    use_kl_in_reward: bool = False
+    """Subtract the KL term from the reward instead of adding it to the loss."""
+    ratio_clip_min: NonNegativeFloat = 0.2
+    """Lower clip epsilon: the ratio is clipped below 1 - ratio_clip_min; 1 or more: never."""
+    ratio_clip_max: Annotated[float, Field(gt=-1)] = 0.2
+    """Upper clip epsilon: the ratio is clipped above 1 + ratio_clip_max; below 0 only with use_cispo."""
+    ratio_clip_c: Annotated[float, Field(gt=1)] | None = None
+    """Dual-clip bound for negative advantages, greater than 1; null: off."""
+    disable_ppo_ratio: bool = False
+    """Use the REINFORCE loss -A log p, without ratio and clipping (ratio_clip_c has no effect, and
+    sequence_level_importance_ratios changes only the correction weights); with force_on_policy_ratio the value is -A
+    and the gradient the same."""
+    force_on_policy_ratio: bool = False
+    """Take the ratio as exactly 1; needs one optimizer update per rollout batch."""
+    use_cispo: bool = False
+    """CISPO: clip the importance weight and stop its gradient, keep all tokens; needs token_level_loss."""
+    sequence_level_importance_ratios: bool = False
+    """GSPO: one ratio per sequence, the geometric mean over its tokens, and one correction weight per sequence, the
+    product over its tokens; needs token_level_loss=false."""
+    token_level_loss: bool = True
+    """Average the loss over all tokens (true) or over sequences first (false)."""
+    constant_sample_length: PositiveFloat | None = None
+    """Dr.GRPO: divide the sum over tokens by this many tokens per sample that counts, for example max_new_tokens,
+    instead of by the number of tokens that count; null: off."""
+    use_importance_sampling_correction: bool = False
+    """Weight tokens by training over generation probability to undo mismatch."""
+    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = None
+    """Treatment of correction weights out of bounds: tis clamps them, icepop zeroes the token, seq-mask-tis zeroes the
+    whole sequence; null: there are no bounds."""
+    truncated_importance_sampling_ratio: PositiveFloat | None = None
+    """Upper bound of the correction weight; every type needs it."""
+    truncated_importance_sampling_ratio_min: NonNegativeFloat | None = None
+    """Lower bound of the correction weight, needed by icepop and seq-mask-tis; null with tis: 0."""
+    positive_example_nll_weight: NonNegativeFloat = 0.0
+    """VAPO: weight of the negative log-likelihood of answers with a positive reward, summed over their tokens and
+    divided by the same number as the rest of the loss; 0 switches it off."""

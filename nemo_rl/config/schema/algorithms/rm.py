@@ -12,29 +12,29 @@ from nemo_rl.config.schema.model.policy import RewardModelConfig
 class RMConfig(SupervisedConfig):
     """Reward-model training: steps, validation and the Bradley-Terry loss."""
 
-    max_num_steps: CountOrAll = Field(default=-1, description="Training stops after this many steps; -1: never.")
-    val_period: CountOrAll = Field(
-        default=16, description="Validate every this many steps; 0 or -1: only at start or end."
-    )
-    val_at_start: bool = Field(default=False, description="Validate before the first step.")
-    val_batches: CountOrAll = Field(default=-1, description="Batches of one validation; -1: all of the data.")
-    margin: NonNegativeFloat = Field(
-        default=0.0, description="Score by which the chosen answer should lead before its loss falls below ln 2."
-    )
-    center_rewards_coefficient: NonNegativeFloat = Field(
-        default=0.0, description="Weight of (chosen + rejected)^2, which keeps scores centred on 0."
-    )
+    max_num_steps: CountOrAll = -1
+    """Training stops after this many steps; -1: never."""
+    val_period: CountOrAll = 16
+    """Validate every this many steps; 0 or -1: only at start or end."""
+    val_at_start: bool = False
+    """Validate before the first step."""
+    val_batches: CountOrAll = -1
+    """Batches of one validation; -1: all of the data."""
+    margin: NonNegativeFloat = 0.0
+    """Score by which the chosen answer should lead before its loss falls below ln 2."""
+    center_rewards_coefficient: NonNegativeFloat = 0.0
+    """Weight of (chosen + rejected)^2, which keeps scores centred on 0."""
 
 
 class ScoringModelConfig(RewardModelConfig):
     """A scalar head instead of a vocabulary."""
 
-    enabled: bool = Field(default=True, description="Give the model a scalar head.")
+    enabled: bool = True
+    """Give the model a scalar head."""
 
 
 class RMPolicyConfig(PairPolicyConfig):
     """The model that learns to score answers; its batch sizes count pairs."""
 
-    reward_model_cfg: ScoringModelConfig = Field(
-        default_factory=ScoringModelConfig, description="The scalar head; must stay enabled."
-    )
+    reward_model_cfg: ScoringModelConfig = Field(default_factory=ScoringModelConfig)
+    """The scalar head; must stay enabled."""

@@ -23,64 +23,65 @@ _PAIR_LOGPROB_TOKENS = "${mul:2,${mul:${..max_total_sequence_length},${..logprob
 class SupervisedConfig(Section):
     """Steps, epochs and validation of supervised training."""
 
-    max_num_steps: CountOrAll = Field(default=60, description="Training stops after this many steps; -1: never.")
-    max_num_epochs: PositiveInt = Field(
-        default=1, description="Training stops after this many passes over the training data."
-    )
-    max_idle_steps: PositiveInt = Field(
-        default=5,
-        description="The run ends with an error after this many steps in a row without an update: no sample counts in "
-        "the loss, or the gradients are not finite.",
-    )
-    seed: Seed = Field(default=42, description="Seed of data order and initialisation.")
-    val_period: CountOrAll = Field(
-        default=10, description="Validate every this many steps; 0 or -1: only at start or end."
-    )
-    val_at_start: bool = Field(default=True, description="Validate before the first step.")
-    val_at_end: bool = Field(default=False, description="Validate after the last step.")
-    val_batches: CountOrAll = Field(default=8, description="Batches of one validation; -1: all of the data.")
-    val_global_batch_size: PositiveInt = Field(
-        default=32, description="Samples (pairs in DPO and reward models) of one validation batch."
-    )
-    val_micro_batch_size: PositiveInt = Field(
-        default=1,
-        description="Samples of one validation pass of a rank, if neither packing nor dynamic batching is on.",
-    )
+    max_num_steps: CountOrAll = 60
+    """Training stops after this many steps; -1: never."""
+    max_num_epochs: PositiveInt = 1
+    """Training stops after this many passes over the training data."""
+    max_idle_steps: PositiveInt = 5
+    """The run ends with an error after this many steps in a row without an update: no sample counts in the loss, or the
+    gradients are not finite."""
+    seed: Seed = 42
+    """Seed of data order and initialisation."""
+    val_period: CountOrAll = 10
+    """Validate every this many steps; 0 or -1: only at start or end."""
+    val_at_start: bool = True
+    """Validate before the first step."""
+    val_at_end: bool = False
+    """Validate after the last step."""
+    val_batches: CountOrAll = 8
+    """Batches of one validation; -1: all of the data."""
+    val_global_batch_size: PositiveInt = 32
+    """Samples (pairs in DPO and reward models) of one validation batch."""
+    val_micro_batch_size: PositiveInt = 1
+    """Samples of one validation pass of a rank, if neither packing nor dynamic batching is on."""
 
 
 class SupervisedPolicyConfig(PolicyConfig):
     """The model that supervised training updates."""
 
-    generation: GenerationConfig | None = Field(
-        default=None, description="Must be null: the policy samples no answers."
-    )
+    generation: GenerationConfig | None = None
+    """Must be null: the policy samples no answers."""
 
 
 class PairDynamicBatchingConfig(DynamicBatchingConfig):
     """Microbatches of pairs with a token budget."""
 
-    train_mb_tokens: PositiveInt = derived(_PAIR_TRAIN_TOKENS, "Padded tokens of one training microbatch of pairs.")
-    logprob_mb_tokens: PositiveInt = derived(_PAIR_LOGPROB_TOKENS, "Padded tokens of one log-prob microbatch.")
+    train_mb_tokens: PositiveInt = derived(_PAIR_TRAIN_TOKENS)
+    """Padded tokens of one training microbatch of pairs."""
+    logprob_mb_tokens: PositiveInt = derived(_PAIR_LOGPROB_TOKENS)
+    """Padded tokens of one log-prob microbatch."""
 
 
 class PairSequencePackingConfig(SequencePackingConfig):
     """Several pairs end to end in one row; both answers of a pair are in the same row."""
 
-    train_mb_tokens: PositiveInt = derived(_PAIR_TRAIN_TOKENS, "Tokens of one packed row of pairs in training.")
-    logprob_mb_tokens: PositiveInt = derived(_PAIR_LOGPROB_TOKENS, "Tokens of one packed row in log-prob passes.")
+    train_mb_tokens: PositiveInt = derived(_PAIR_TRAIN_TOKENS)
+    """Tokens of one packed row of pairs in training."""
+    logprob_mb_tokens: PositiveInt = derived(_PAIR_LOGPROB_TOKENS)
+    """Tokens of one packed row in log-prob passes."""
 
 
 class PairPolicyConfig(SupervisedPolicyConfig):
     """The model that is trained on pairs of answers; its batch sizes count pairs."""
 
-    train_global_batch_size: PositiveInt = Field(default=128, description="Pairs of one optimizer update.")
-    train_micro_batch_size: PositiveInt = Field(default=2, description="Pairs of one pass of a rank.")
-    dynamic_batching: PairDynamicBatchingConfig = Field(
-        default_factory=PairDynamicBatchingConfig, description="Microbatches by token budget."
-    )
-    sequence_packing: PairSequencePackingConfig = Field(
-        default_factory=PairSequencePackingConfig, description="Packing of sequences."
-    )
+    train_global_batch_size: PositiveInt = 128
+    """Pairs of one optimizer update."""
+    train_micro_batch_size: PositiveInt = 2
+    """Pairs of one pass of a rank."""
+    dynamic_batching: PairDynamicBatchingConfig = Field(default_factory=PairDynamicBatchingConfig)
+    """Microbatches by token budget."""
+    sequence_packing: PairSequencePackingConfig = Field(default_factory=PairSequencePackingConfig)
+    """Packing of sequences."""
 
 
 class SupervisedDatasetDefaults(DatasetDefaults):
@@ -88,11 +89,10 @@ class SupervisedDatasetDefaults(DatasetDefaults):
 
     idle: ClassVar[dict[str, str]] = {"env_name": "nothing is rewarded here"}
 
-    env_name: str | None = Field(default=None, description="Not used: nothing is rewarded here.")
-    processor: str | None = Field(
-        default="sft_processor",
-        description="Function that turns a row into tokens; for pairs, sft_processor means the usual one of pairs.",
-    )
+    env_name: str | None = None
+    """Not used: nothing is rewarded here."""
+    processor: str | None = "sft_processor"
+    """Function that turns a row into tokens; for pairs, sft_processor means the usual one of pairs."""
 
 
 class SupervisedDataConfig(DataConfig):
@@ -100,16 +100,11 @@ class SupervisedDataConfig(DataConfig):
 
     ignored: ClassVar[dict[str, str]] = {"add_system_prompt": DataConfig.ignored["add_system_prompt"]}
 
-    default: SupervisedDatasetDefaults = Field(
-        default_factory=SupervisedDatasetDefaults, description="Values for entries that leave them out."
-    )
-    add_bos: bool = Field(
-        default=True, description="Add the beginning-of-sequence token where the chat template does not."
-    )
-    add_eos: bool = Field(
-        default=True, description="Add the end-of-sequence token where the chat template does not end with one."
-    )
-    add_generation_prompt: bool = Field(
-        default=True,
-        description="Count the header of an assistant turn as prompt, as in generation; false: it is trained on.",
-    )
+    default: SupervisedDatasetDefaults = Field(default_factory=SupervisedDatasetDefaults)
+    """Values for entries that leave them out."""
+    add_bos: bool = True
+    """Add the beginning-of-sequence token where the chat template does not."""
+    add_eos: bool = True
+    """Add the end-of-sequence token where the chat template does not end with one."""
+    add_generation_prompt: bool = True
+    """Count the header of an assistant turn as prompt, as in generation; false: it is trained on."""

@@ -4,9 +4,9 @@ Invariant: lengths and precision follow the policy unless they are set here.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from nemo_rl.config.base.availability import Only
 from nemo_rl.config.base.part_names import PartName
@@ -28,88 +28,65 @@ EngineName = Annotated[str, PartName(("vllm", "hf", "megatron"), _NO_ENGINES)]
 class ColocatedResourcesConfig(Section):
     """Devices of generation when it does not share the policy's devices."""
 
-    gpus_per_node: PositiveInt | None = Field(
-        default=None, description="GPUs of each generation machine; needed when not colocated on GPUs."
-    )
-    num_nodes: PositiveInt | None = Field(
-        default=None,
-        description="Machines for generation only; null with one machine, whose devices are divided, and on the CPU, "
-        "where engines then run on the policy's machines.",
-    )
-    ranks_per_node: PositiveInt | None = Field(
-        default=None, description="Engine ranks on each machine when not colocated on the CPU; null: one engine."
-    )
+    gpus_per_node: PositiveInt | None = None
+    """GPUs of each generation machine; needed when not colocated on GPUs."""
+    num_nodes: PositiveInt | None = None
+    """Machines for generation only; null with one machine, whose devices are divided, and on the CPU, where engines
+    then run on the policy's machines."""
+    ranks_per_node: PositiveInt | None = None
+    """Engine ranks on each machine when not colocated on the CPU; null: one engine."""
 
 
 class ColocatedConfig(Section):
     """Sharing of devices between engines and policy."""
 
-    enabled: bool = Field(default=True, description="Engines and policy take turns on the same devices.")
-    resources: ColocatedResourcesConfig = Field(
-        default_factory=ColocatedResourcesConfig, description="Devices of separate engines."
-    )
+    enabled: bool = True
+    """Engines and policy take turns on the same devices."""
+    resources: ColocatedResourcesConfig = Field(default_factory=ColocatedResourcesConfig)
+    """Devices of separate engines."""
 
 
 class WeightSyncConfig(Section):
     """Transfer of the policy's weights to the engines."""
 
-    transport: Literal["auto", "shared_memory", "collective", "cuda_ipc"] = Field(
-        default="auto",
-        description="Transport of the weights; auto: shared_memory on CPUs of one machine, cuda_ipc when "
-        "colocated on GPUs, else collective.",
-    )
-    bucket_size_mb: PositiveInt = Field(
-        default=256, description="Mebibytes of weights moved at a time; bounds the extra memory."
-    )
-    verify: bool = Field(
-        default=True, description="Compare version, tensor count and checksum on both sides of every sync."
-    )
+    transport: Literal["auto", "shared_memory", "collective", "cuda_ipc"] = "auto"
+    """Transport of the weights; auto: shared_memory on CPUs of one machine, cuda_ipc when colocated on GPUs, else
+    collective."""
+    bucket_size_mb: PositiveInt = 256
+    """Mebibytes of weights moved at a time; bounds the extra memory."""
+    verify: bool = True
+    """Compare version, tensor count and checksum on both sides of every sync."""
 
-    max_mult_prob_error: Annotated[float, Field(ge=1)] | None = Field(
-        default=1.05,
-        description="Largest mean ratio of probabilities between trainer and engine (token_mult_prob_error) in the "
-        "first batch of a run; above it the run stops before its first update. null: not compared.",
-    )
+    max_mult_prob_error: Annotated[float, Field(ge=1)] | None = 1.05
+    """Largest mean ratio of probabilities between trainer and engine (token_mult_prob_error) in the first batch of a
+    run; above it the run stops before its first update. null: not compared."""
 
 
 class EngineConfig(Section):
     """Keys that every engine reads. Each key may be written under `vllm_cfg` too, as in NeMo RL."""
 
-    max_model_len: PositiveInt = derived(
-        "${...max_total_sequence_length}",
-        "Context length of the engine in tokens, prompt and answer together.",
-    )
-    precision: EnginePrecision = derived(
-        "${...precision}",
-        "Number format of weights and activations in the engine.",
-    )
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.6, description="Share of a GPU's memory that the engine may take."
-    )
-    kv_cache_memory_mb: PositiveInt | None = Field(
-        default=None,
-        description="Mebibytes of KV cache of an engine; null: on GPUs from gpu_memory_utilization, on the CPU what "
-        "256 sequences take, but at most 256.",
-    )
-    kv_cache_dtype: Annotated[str, Only(("auto",), "A quantised KV cache")] = Field(
-        default="auto", description="Number format of the KV cache."
-    )
-    enforce_eager: bool = Field(
-        default=False, description="Run without compilation and CUDA graphs; the CPU always does."
-    )
-    tensor_parallel_size: PositiveInt = Field(
-        default=1, description="Ranks that divide each layer of one engine; vllm only."
-    )
-    pipeline_parallel_size: PositiveInt = Field(
-        default=1,
-        description="Stages that divide the layers of one engine, each of tensor_parallel_size ranks; vllm only.",
-    )
-    expert_parallel_size: PositiveInt = Field(
-        default=1,
-        description="Ranks that divide the experts of a layer among them: 1 or tensor_parallel_size; 1: each expert is "
-        "divided over the ranks of a stage.",
-    )
-    env_vars: EnvVars | None = Field(default=None, description="Environment variables of the engine's process.")
+    max_model_len: PositiveInt = derived("${...max_total_sequence_length}")
+    """Context length of the engine in tokens, prompt and answer together."""
+    precision: EnginePrecision = derived("${...precision}")
+    """Number format of weights and activations in the engine."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.6
+    """Share of a GPU's memory that the engine may take."""
+    kv_cache_memory_mb: PositiveInt | None = None
+    """Mebibytes of KV cache of an engine; null: on GPUs from gpu_memory_utilization, on the CPU what 256 sequences
+    take, but at most 256."""
+    kv_cache_dtype: Annotated[str, Only(("auto",), "A quantised KV cache")] = "auto"
+    """Number format of the KV cache."""
+    enforce_eager: bool = False
+    """Run without compilation and CUDA graphs; the CPU always does."""
+    tensor_parallel_size: PositiveInt = 1
+    """Ranks that divide each layer of one engine; vllm only."""
+    pipeline_parallel_size: PositiveInt = 1
+    """Stages that divide the layers of one engine, each of tensor_parallel_size ranks; vllm only."""
+    expert_parallel_size: PositiveInt = 1
+    """Ranks that divide the experts of a layer among them: 1 or tensor_parallel_size; 1: each expert is divided over
+    the ranks of a stage."""
+    env_vars: EnvVars | None = None
+    """Environment variables of the engine's process."""
 
 
 class VllmConfig(Section):
@@ -150,20 +127,14 @@ class VllmConfig(Section):
         "async_engine": "prompts always reach the engine one by one, and answers come back as they end",
     }
 
-    logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = Field(
-        default="processed_logprobs",
-        description="Log-probs that the engine reports: those of the distribution it samples from (processed), or of "
-        "the model without temperature, top_k, top_p and bad_words (raw). Training accepts raw ones only where both "
-        "are the same, since its importance ratios are wrong otherwise.",
-    )
-    enable_prefix_caching: bool | None = Field(
-        default=None,
-        description="Reuse the key-value cache of common prompt prefixes; results change by rounding only. null: vLLM "
-        "decides.",
-    )
-    async_engine: bool = Field(
-        default=False, description="No effect: prompts reach the engine one by one, and answers come back as they end."
-    )
+    logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
+    """Log-probs that the engine reports: those of the distribution it samples from (processed), or of the model without
+    temperature, top_k, top_p and bad_words (raw). Training accepts raw ones only where both are the same, since its
+    importance ratios are wrong otherwise."""
+    enable_prefix_caching: bool | None = None
+    """Reuse the key-value cache of common prompt prefixes; results change by rounding only. null: vLLM decides."""
+    async_engine: bool = False
+    """No effect: prompts reach the engine one by one, and answers come back as they end."""
 
 
 class McoreGenerationConfig(Section):
@@ -188,10 +159,8 @@ class McoreGenerationConfig(Section):
         ),
     }
 
-    max_model_len: PositiveInt | None = Field(
-        default=None,
-        description="With backend: megatron, the context length in tokens, in place of engine.max_model_len.",
-    )
+    max_model_len: PositiveInt | None = None
+    """With backend: megatron, the context length in tokens, in place of engine.max_model_len."""
 
 
 class GenerationConfig(Section):
@@ -228,70 +197,45 @@ class GenerationConfig(Section):
         told = {"mcore_generation_config": "backend is not megatron"} if values.get("backend") != "megatron" else {}
         return {**super().without_effect(values), **told}
 
-    backend: EngineName = Field(
-        default="vllm",
-        description="Engine: vllm; hf, a plain Hugging Face model without further dependencies; megatron, a Megatron "
-        "Core model on one rank; or the dotted path of a class.",
-    )
-    temperature: NonNegativeFloat = Field(
-        default=1.0, description="Sampling temperature; 0 takes the most likely token (not for training)."
-    )
-    top_p: TopP = Field(
-        default=1.0, description="Sample from the smallest set of tokens whose probabilities add up to this."
-    )
-    top_k: TopK | None = Field(default=None, description="Sample from the k most likely tokens; null or -1: from all.")
-    max_new_tokens: PositiveInt = derived(
-        "${..max_total_sequence_length}",
-        "Most tokens of one answer; prompt and answer together end at max_model_len.",
-    )
-    stop_strings: list[str] | None = Field(default=None, description="Texts that end an answer.")
-    bad_words: list[Annotated[str, Field(min_length=1)]] | None = Field(
-        default=None,
-        description="Texts that are never sampled, each as its tokens, with or without a space before it. The trainer "
-        "ignores this key: the probability that the model gives to these texts counts as mismatch with the engine.",
-    )
-    stop_token_ids: list[NonNegativeInt] | None = Field(
-        default=None,
-        description="More tokens that end an answer, besides the tokenizer's end-of-sequence token and those of the "
-        "model's generation_config.",
-    )
-    val_temperature: NonNegativeFloat = derived(
-        "${.temperature}",
-        "Sampling temperature in validation.",
-    )
-    val_top_p: TopP = derived(
-        "${.top_p}",
-        "top_p in validation.",
-    )
-    val_top_k: TopK | None = derived(
-        "${.top_k}",
-        "top_k in validation.",
-    )
-    colocated: ColocatedConfig = Field(
-        default_factory=ColocatedConfig, description="Sharing of devices with the policy."
-    )
-    weight_sync: WeightSyncConfig = Field(
-        default_factory=WeightSyncConfig, description="Transfer of weights to the engines."
-    )
-    engine: EngineConfig = Field(default_factory=EngineConfig, description="Keys that every engine reads.")
-    vllm_cfg: VllmConfig = Field(default_factory=VllmConfig, description="Keys that only vLLM reads.")
-    vllm_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="More arguments for vLLM's engine, passed on unchecked."
-    )
-    engine_kwargs: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Arguments of an engine named by its dotted path; it gets them as EngineSettings.engine_kwargs.",
-    )
-    mcore_generation_config: McoreGenerationConfig = Field(
-        default_factory=McoreGenerationConfig, description="Keys of Megatron Core's engine in NeMo RL."
-    )
-
-    @model_validator(mode="after")
-    def _take_context_of_megatron(self) -> Self:
-        context = self.mcore_generation_config.max_model_len
-        if self.backend == "megatron" and context is not None:
-            self.engine.max_model_len = context
-        return self
+    backend: EngineName = "vllm"
+    """Engine: vllm; hf, a plain Hugging Face model without further dependencies; megatron, a Megatron Core model on one
+    rank; or the dotted path of a class."""
+    temperature: NonNegativeFloat = 1.0
+    """Sampling temperature; 0 takes the most likely token (not for training)."""
+    top_p: TopP = 1.0
+    """Sample from the smallest set of tokens whose probabilities add up to this."""
+    top_k: TopK | None = None
+    """Sample from the k most likely tokens; null or -1: from all."""
+    max_new_tokens: PositiveInt = derived("${..max_total_sequence_length}")
+    """Most tokens of one answer; prompt and answer together end at max_model_len."""
+    stop_strings: list[str] | None = None
+    """Texts that end an answer."""
+    bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
+    """Texts that are never sampled, each as its tokens, with or without a space before it. The trainer ignores this
+    key: the probability that the model gives to these texts counts as mismatch with the engine."""
+    stop_token_ids: list[NonNegativeInt] | None = None
+    """More tokens that end an answer, besides the tokenizer's end-of-sequence token and those of the model's
+    generation_config."""
+    val_temperature: NonNegativeFloat = derived("${.temperature}")
+    """Sampling temperature in validation."""
+    val_top_p: TopP = derived("${.top_p}")
+    """top_p in validation."""
+    val_top_k: TopK | None = derived("${.top_k}")
+    """top_k in validation."""
+    colocated: ColocatedConfig = Field(default_factory=ColocatedConfig)
+    """Sharing of devices with the policy."""
+    weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
+    """Transfer of weights to the engines."""
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    """Keys that every engine reads."""
+    vllm_cfg: VllmConfig = Field(default_factory=VllmConfig)
+    """Keys that only vLLM reads."""
+    vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """More arguments for vLLM's engine, passed on unchecked."""
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of an engine named by its dotted path; it gets them as EngineSettings.engine_kwargs."""
+    mcore_generation_config: McoreGenerationConfig = Field(default_factory=McoreGenerationConfig)
+    """Keys of Megatron Core's engine in NeMo RL."""
 
     @property
     def greedy_choice(self) -> str | None:

@@ -29,34 +29,34 @@ class MegatronOptimizerConfig(Section):
     later: ClassVar[dict[str, str]] = {"fp16": "float16 training"}
     ignored: ClassVar[dict[str, str]] = {"bf16": _BY_PRECISION, "params_dtype": _BY_PRECISION}
 
-    optimizer: Literal["adam", "sgd"] = Field(default="adam", description="Adam with decoupled weight decay, or SGD.")
-    lr: PositiveFloat = Field(default=5.0e-6, description="Highest learning rate.")
-    min_lr: NonNegativeFloat = Field(default=5.0e-7, description="Learning rate at the end of a decay.")
-    weight_decay: NonNegativeFloat = Field(
-        default=0.01, description="Default of scheduler.start_weight_decay and end_weight_decay; only those are used."
-    )
-    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="Decay of Adam's mean of gradients.")
-    adam_beta2: float = Field(default=0.999, ge=0.0, lt=1.0, description="Decay of Adam's mean of squares.")
-    adam_eps: PositiveFloat = Field(default=1e-8, description="Added to Adam's denominator.")
-    sgd_momentum: float = Field(default=0.9, ge=0.0, lt=1.0, description="Momentum of SGD.")
-    use_distributed_optimizer: bool = Field(
-        default=True, description="Divide float32 weights and moments among data-parallel ranks (ZeRO-1)."
-    )
-    use_precision_aware_optimizer: bool = Field(
-        default=True, description="Use Transformer Engine's Adam, which holds its own state; without it torch's Adam."
-    )
-    optimizer_cpu_offload: bool = Field(
-        default=False, description="On GPUs: hold the optimizer state in host memory and update it there."
-    )
-    optimizer_offload_fraction: float = Field(
-        default=0.0, ge=0.0, le=1.0, description="Share of the optimizer state that optimizer_cpu_offload moves."
-    )
-    overlap_cpu_optimizer_d2h_h2d: bool = Field(
-        default=False, description="With optimizer_cpu_offload: copy during the update."
-    )
-    clip_grad: NonNegativeFloat | None = derived(
-        "${...max_grad_norm}", "Norm to which the whole gradient is clipped; 0 or null: no clipping."
-    )
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """Adam with decoupled weight decay, or SGD."""
+    lr: PositiveFloat = 5.0e-6
+    """Highest learning rate."""
+    min_lr: NonNegativeFloat = 5.0e-7
+    """Learning rate at the end of a decay."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Default of scheduler.start_weight_decay and end_weight_decay; only those are used."""
+    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """Decay of Adam's mean of gradients."""
+    adam_beta2: float = Field(default=0.999, ge=0.0, lt=1.0)
+    """Decay of Adam's mean of squares."""
+    adam_eps: PositiveFloat = 1e-8
+    """Added to Adam's denominator."""
+    sgd_momentum: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """Momentum of SGD."""
+    use_distributed_optimizer: bool = True
+    """Divide float32 weights and moments among data-parallel ranks (ZeRO-1)."""
+    use_precision_aware_optimizer: bool = True
+    """Use Transformer Engine's Adam, which holds its own state; without it torch's Adam."""
+    optimizer_cpu_offload: bool = False
+    """On GPUs: hold the optimizer state in host memory and update it there."""
+    optimizer_offload_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Share of the optimizer state that optimizer_cpu_offload moves."""
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    """With optimizer_cpu_offload: copy during the update."""
+    clip_grad: NonNegativeFloat | None = derived("${...max_grad_norm}")
+    """Norm to which the whole gradient is clipped; 0 or null: no clipping."""
 
 
 class MegatronSchedulerConfig(Section):
@@ -65,17 +65,20 @@ class MegatronSchedulerConfig(Section):
     lr_decay_style: Annotated[
         Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"],
         Only(("constant", "linear", "cosine", "inverse-square-root"), "warmup-stable-decay schedules"),
-    ] = Field(default="constant", description="Shape of the learning-rate decay after the warm-up.")
-    lr_decay_iters: PositiveInt | None = Field(
-        default=1000, description="Steps until the learning rate is optimizer.min_lr; null only with constant."
-    )
-    lr_warmup_iters: NonNegativeInt = Field(default=13, description="Steps of a linear rise to optimizer.lr.")
-    lr_warmup_init: NonNegativeFloat = Field(default=5.0e-7, description="Learning rate at the start of the rise.")
-    start_weight_decay: NonNegativeFloat = derived("${..optimizer.weight_decay}", "Weight decay of the first step.")
-    end_weight_decay: NonNegativeFloat = derived("${..optimizer.weight_decay}", "Weight decay after lr_decay_iters.")
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="Shape of the rise of the weight decay."
-    )
+    ] = "constant"
+    """Shape of the learning-rate decay after the warm-up."""
+    lr_decay_iters: PositiveInt | None = 1000
+    """Steps until the learning rate is optimizer.min_lr; null only with constant."""
+    lr_warmup_iters: NonNegativeInt = 13
+    """Steps of a linear rise to optimizer.lr."""
+    lr_warmup_init: NonNegativeFloat = 5.0e-7
+    """Learning rate at the start of the rise."""
+    start_weight_decay: NonNegativeFloat = derived("${..optimizer.weight_decay}")
+    """Weight decay of the first step."""
+    end_weight_decay: NonNegativeFloat = derived("${..optimizer.weight_decay}")
+    """Weight decay after lr_decay_iters."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the rise of the weight decay."""
 
 
 class MegatronDDPConfig(Section):
@@ -87,18 +90,13 @@ class MegatronDDPConfig(Section):
         "data_parallel_sharding_strategy": f"belongs to {_FSDP}",
     }
 
-    grad_reduce_in_fp32: bool = Field(
-        default=True,
-        description="Hold and sum gradients in float32, as the other backend does; false takes half the memory and "
-        "loses small gradients when an update has many microbatches.",
-    )
-    overlap_grad_reduce: bool = Field(
-        default=True, description="Sum gradients during the backward pass of the last microbatch."
-    )
-    overlap_param_gather: bool = Field(
-        default=True,
-        description="Gather updated weights during the forward pass; needs the distributed optimizer.",
-    )
+    grad_reduce_in_fp32: bool = True
+    """Hold and sum gradients in float32, as the other backend does; false takes half the memory and loses small
+    gradients when an update has many microbatches."""
+    overlap_grad_reduce: bool = True
+    """Sum gradients during the backward pass of the last microbatch."""
+    overlap_param_gather: bool = True
+    """Gather updated weights during the forward pass; needs the distributed optimizer."""
 
 
 MEGATRON_LINEAR_LAYERS = (
@@ -122,22 +120,21 @@ class MegatronPeftConfig(AdapterConfig):
         "a2a_experimental": "adapters exchange products of their rank's width, never whole activations"
     }
 
-    target_modules: list[str] = Field(
-        default_factory=list,
-        description="Layers to adapt: last parts of Megatron Core's names (linear_qkv, linear_proj, linear_fc1, "
-        "linear_fc2, the layers of latent attention), longer names or wildcards; an empty list: all but "
-        "exclude_modules. Routed experts and the output head have no adapters.",
-    )
-    lora_A_init_method: Literal["xavier", "uniform"] = Field(
-        default="xavier", description="Initial values of A: Glorot's normal, or uniform within 1 / sqrt(inputs)."
-    )
+    target_modules: list[str] = Field(default_factory=list)
+    """Layers to adapt: last parts of Megatron Core's names (linear_qkv, linear_proj, linear_fc1, linear_fc2, the layers
+    of latent attention), longer names or wildcards; an empty list: all but exclude_modules. Routed experts and the
+    output head have no adapters."""
+    lora_A_init_method: Literal["xavier", "uniform"] = "xavier"
+    """Initial values of A: Glorot's normal, or uniform within 1 / sqrt(inputs)."""
     lora_B_init_method: Annotated[
         Literal["zero", "xavier", "uniform"], Only(("zero",), "adapters that change the model before it is trained")
-    ] = Field(default="zero", description="Initial values of B; zero: a new adapter changes nothing.")
+    ] = "zero"
+    """Initial values of B; zero: a new adapter changes nothing."""
     lora_dtype: Annotated[
         Literal["bfloat16", "float32"] | None,
         BeforeValidator(lambda name: None if name == "None" else name),  # as NeMo RL's own files write null
-    ] = Field(default=None, description="Number format of adapters and of their products; null: policy.precision.")
+    ] = None
+    """Number format of adapters and of their products; null: policy.precision."""
 
 
 class MegatronCheckpointConfig(Section):
@@ -151,9 +148,8 @@ class MegatronCheckpointConfig(Section):
         "every rank writes and reads its own part",
     )
 
-    async_save: bool = Field(
-        default=False, description="The same as checkpointing.is_async; either of the two switches it on."
-    )
+    async_save: bool = False
+    """The same as checkpointing.is_async; either of the two switches it on."""
 
 
 class MegatronConfig(BackendSection):
@@ -215,116 +211,89 @@ class MegatronConfig(BackendSection):
             told["moe_router_bias_update_rate"] = "moe_router_enable_expert_bias is false"
         return {**super().without_effect(values), **told}
 
-    enabled: bool = Field(default=False, description="Train with this backend, with dtensor_cfg.enabled: false.")
-    tensor_model_parallel_size: PositiveInt = Field(default=1, description="Ranks that share each layer.")
-    sequence_parallel: bool = Field(
-        default=False,
-        description="Split norms and dropout along the sequence between tensor-parallel ranks; required to train "
-        "mixtures of experts with tensor parallelism.",
-    )
-    context_parallel_size: PositiveInt = Field(default=1, description="Ranks that share each sequence.")
-    pipeline_model_parallel_size: PositiveInt = Field(default=1, description="Stages that the layers are divided into.")
-    virtual_pipeline_model_parallel_size: PositiveInt | None = Field(
-        default=None, description="Chunks of layers of each stage; above 1 the schedule is interleaved; null: 1."
-    )
-    num_layers_in_first_pipeline_stage: PositiveInt | None = Field(
-        default=None, description="Layers of the first stage; null: as many as in the other stages."
-    )
-    num_layers_in_last_pipeline_stage: PositiveInt | None = Field(
-        default=None, description="Layers of the last stage; null: as many as in the other stages."
-    )
-    expert_model_parallel_size: PositiveInt = Field(
-        default=1,
-        description="Ranks that share the experts of a layer; they come from the data, context and tensor axes.",
-    )
-    expert_tensor_parallel_size: PositiveInt = Field(
-        default=1, description="Ranks that share each single expert; they come from the same axes."
-    )
-    activation_checkpointing: bool = Field(
-        default=False, description="Recompute activations in the backward pass to save memory."
-    )
-    recompute_granularity: Literal["full", "selective"] = Field(
-        default="full", description="With activation_checkpointing: whole layers, or the modules of recompute_modules."
-    )
+    enabled: bool = False
+    """Train with this backend, with dtensor_cfg.enabled: false."""
+    tensor_model_parallel_size: PositiveInt = 1
+    """Ranks that share each layer."""
+    sequence_parallel: bool = False
+    """Split norms and dropout along the sequence between tensor-parallel ranks; required to train mixtures of experts
+    with tensor parallelism."""
+    context_parallel_size: PositiveInt = 1
+    """Ranks that share each sequence."""
+    pipeline_model_parallel_size: PositiveInt = 1
+    """Stages that the layers are divided into."""
+    virtual_pipeline_model_parallel_size: PositiveInt | None = None
+    """Chunks of layers of each stage; above 1 the schedule is interleaved; null: 1."""
+    num_layers_in_first_pipeline_stage: PositiveInt | None = None
+    """Layers of the first stage; null: as many as in the other stages."""
+    num_layers_in_last_pipeline_stage: PositiveInt | None = None
+    """Layers of the last stage; null: as many as in the other stages."""
+    expert_model_parallel_size: PositiveInt = 1
+    """Ranks that share the experts of a layer; they come from the data, context and tensor axes."""
+    expert_tensor_parallel_size: PositiveInt = 1
+    """Ranks that share each single expert; they come from the same axes."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    recompute_granularity: Literal["full", "selective"] = "full"
+    """With activation_checkpointing: whole layers, or the modules of recompute_modules."""
     recompute_modules: (
         list[Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]] | None
-    ) = Field(default=None, description="With selective: the modules to recompute; null: [core_attn].")
-    freeze_moe_router: bool = Field(default=True, description="Do not train the routers of mixtures of experts.")
-    moe_router_dtype: Literal["fp32", "fp64"] | None = Field(
-        default="fp64", description="Number format of routing; null: policy.precision."
-    )
-    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = Field(
-        default="none",
-        description="Loss that spreads tokens evenly over experts, if any: computed over the tokens of a microbatch, "
-        "of each sequence, or of all ranks.",
-    )
-    moe_aux_loss_coeff: NonNegativeFloat | None = Field(
-        default=None, description="Factor of that loss; null: router_aux_loss_coef of the model's configuration, or 0."
-    )
-    moe_router_enable_expert_bias: bool | None = Field(
-        default=None, description="Add a bias per expert in the choice of experts; null: as in the model."
-    )
-    moe_router_bias_update_rate: NonNegativeFloat = Field(
-        default=0.0, description="Change of that bias per update, in favour of experts with few tokens."
-    )
-    moe_router_num_groups: PositiveInt | None = Field(
-        default=None, description="Number of groups that the experts are divided into; null: as in the model."
-    )
-    moe_router_group_topk: PositiveInt | None = Field(
-        default=None, description="Number of groups that the experts of a token come from; null: as in the model."
-    )
+    ) = None
+    """With selective: the modules to recompute; null: [core_attn]."""
+    freeze_moe_router: bool = True
+    """Do not train the routers of mixtures of experts."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = "fp64"
+    """Number format of routing; null: policy.precision."""
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
+    """Loss that spreads tokens evenly over experts, if any: computed over the tokens of a microbatch, of each sequence,
+    or of all ranks."""
+    moe_aux_loss_coeff: NonNegativeFloat | None = None
+    """Factor of that loss; null: router_aux_loss_coef of the model's configuration, or 0."""
+    moe_router_enable_expert_bias: bool | None = None
+    """Add a bias per expert in the choice of experts; null: as in the model."""
+    moe_router_bias_update_rate: NonNegativeFloat = 0.0
+    """Change of that bias per update, in favour of experts with few tokens."""
+    moe_router_num_groups: PositiveInt | None = None
+    """Number of groups that the experts are divided into; null: as in the model."""
+    moe_router_group_topk: PositiveInt | None = None
+    """Number of groups that the experts of a token come from; null: as in the model."""
     moe_token_dispatcher_type: Annotated[
         Literal["alltoall", "allgather", "flex"], Only(("alltoall", "allgather"), _DEEPEP)
-    ] = Field(default="alltoall", description="Way in which tokens reach the ranks of their experts.")
-    moe_per_layer_logging: bool = Field(
-        default=False, description="Also report the load of experts of each layer, as moe/layer_<n>/load_max and so on."
-    )
-    moe_grouped_gemm: bool | None = Field(
-        default=None,
-        description="Compute all experts of a rank in one product, with Transformer Engine; null: where it is "
-        "installed.",
-    )
-    moe_permute_fusion: bool = Field(
-        default=True, description="Sort tokens by expert in one kernel, with Transformer Engine."
-    )
-    moe_shared_expert_overlap: bool = Field(
-        default=False, description="Compute shared experts while tokens are exchanged; needs alltoall."
-    )
-    apply_rope_fusion: bool = Field(default=True, description="Rotate heads in one kernel, with Transformer Engine.")
-    bias_activation_fusion: bool = Field(
-        default=True, description="Apply bias and activation function of a layer in one kernel, on GPUs."
-    )
-    gradient_accumulation_fusion: bool = Field(
-        default=False,
-        description="Add a weight's gradient to the sum in the matrix product that computes it, on GPUs "
-        "with Transformer Engine.",
-    )
-    transformer_impl: Literal["local", "transformer_engine"] | None = Field(
-        default=None,
-        description="Use layers of PyTorch (local) or of Transformer Engine; null: the latter where installed.",
-    )
-    attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] | None = Field(
-        default=None, description="Attention kernels of Transformer Engine; null: Transformer Engine chooses."
-    )
-    empty_unused_memory_level: Literal[0, 1, 2] = Field(
-        default=1, description="Free cached GPU memory never (0), after each update (1), or also before it (2)."
-    )
-    model_overrides: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Fields of Megatron Core's TransformerConfig to change; they override all others.",
-    )
-    freeze_config: FreezeConfig = Field(
-        default_factory=FreezeConfig, description="Parts of a model that are not trained, in NeMo RL."
-    )
-    checkpoint: MegatronCheckpointConfig = Field(
-        default_factory=MegatronCheckpointConfig, description="Writing of this backend's checkpoints."
-    )
-    peft: MegatronPeftConfig = Field(default_factory=MegatronPeftConfig, description="Low-rank adapters.")
-    distributed_data_parallel_config: MegatronDDPConfig = Field(
-        default_factory=MegatronDDPConfig, description="Exchange between data-parallel ranks."
-    )
-    optimizer: MegatronOptimizerConfig = Field(default_factory=MegatronOptimizerConfig, description="The optimizer.")
-    scheduler: MegatronSchedulerConfig = Field(
-        default_factory=MegatronSchedulerConfig, description="Learning rate and weight decay by step."
-    )
-    env_vars: EnvVars | None = Field(default=None, description="Environment variables of the policy's processes.")
+    ] = "alltoall"
+    """Way in which tokens reach the ranks of their experts."""
+    moe_per_layer_logging: bool = False
+    """Also report the load of experts of each layer, as moe/layer_<n>/load_max and so on."""
+    moe_grouped_gemm: bool | None = None
+    """Compute all experts of a rank in one product, with Transformer Engine; null: where it is installed."""
+    moe_permute_fusion: bool = True
+    """Sort tokens by expert in one kernel, with Transformer Engine."""
+    moe_shared_expert_overlap: bool = False
+    """Compute shared experts while tokens are exchanged; needs alltoall."""
+    apply_rope_fusion: bool = True
+    """Rotate heads in one kernel, with Transformer Engine."""
+    bias_activation_fusion: bool = True
+    """Apply bias and activation function of a layer in one kernel, on GPUs."""
+    gradient_accumulation_fusion: bool = False
+    """Add a weight's gradient to the sum in the matrix product that computes it, on GPUs with Transformer Engine."""
+    transformer_impl: Literal["local", "transformer_engine"] | None = None
+    """Use layers of PyTorch (local) or of Transformer Engine; null: the latter where installed."""
+    attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] | None = None
+    """Attention kernels of Transformer Engine; null: Transformer Engine chooses."""
+    empty_unused_memory_level: Literal[0, 1, 2] = 1
+    """Free cached GPU memory never (0), after each update (1), or also before it (2)."""
+    model_overrides: dict[str, Any] = Field(default_factory=dict)
+    """Fields of Megatron Core's TransformerConfig to change; they override all others."""
+    freeze_config: FreezeConfig = Field(default_factory=FreezeConfig)
+    """Parts of a model that are not trained, in NeMo RL."""
+    checkpoint: MegatronCheckpointConfig = Field(default_factory=MegatronCheckpointConfig)
+    """Writing of this backend's checkpoints."""
+    peft: MegatronPeftConfig = Field(default_factory=MegatronPeftConfig)
+    """Low-rank adapters."""
+    distributed_data_parallel_config: MegatronDDPConfig = Field(default_factory=MegatronDDPConfig)
+    """Exchange between data-parallel ranks."""
+    optimizer: MegatronOptimizerConfig = Field(default_factory=MegatronOptimizerConfig)
+    """The optimizer."""
+    scheduler: MegatronSchedulerConfig = Field(default_factory=MegatronSchedulerConfig)
+    """Learning rate and weight decay by step."""
+    env_vars: EnvVars | None = None
+    """Environment variables of the policy's processes."""

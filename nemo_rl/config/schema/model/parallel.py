@@ -32,16 +32,18 @@ _LOGPROB_TOKENS = "${mul:${..max_total_sequence_length},${..logprob_batch_size}}
 class AdapterConfig(Section):
     """Base of the sections on adapters."""
 
-    enabled: bool = Field(default=False, description="Freeze the model and train adapters on its linear layers.")
-    dim: PositiveInt = Field(default=8, description="Rank of the adapters.")
-    alpha: PositiveInt = Field(default=32, description="Scale of the adapters: their product is times alpha / dim.")
-    dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="Dropout probability in the adapters.")
-    dropout_position: Literal["pre", "post"] = Field(
-        default="post", description="Dropout on the adapter's input (pre) or on its output (post)."
-    )
-    exclude_modules: list[str] = Field(
-        default_factory=list, description="Layers without adapters, named like target_modules."
-    )
+    enabled: bool = False
+    """Freeze the model and train adapters on its linear layers."""
+    dim: PositiveInt = 8
+    """Rank of the adapters."""
+    alpha: PositiveInt = 32
+    """Scale of the adapters: their product is times alpha / dim."""
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Dropout probability in the adapters."""
+    dropout_position: Literal["pre", "post"] = "post"
+    """Dropout on the adapter's input (pre) or on its output (post)."""
+    exclude_modules: list[str] = Field(default_factory=list)
+    """Layers without adapters, named like target_modules."""
 
 
 class LoraConfig(AdapterConfig):
@@ -49,15 +51,13 @@ class LoraConfig(AdapterConfig):
 
     ignored: ClassVar[dict[str, str]] = {"use_triton": "adapters are plain matrix products"}
 
-    match_all_linear: bool = Field(default=True, description="Adapt every linear layer except the output head.")
-    target_modules: list[str] = Field(
-        default_factory=list,
-        description="Layers to adapt, with match_all_linear: false: full names, last parts (q_proj) or wildcards; "
-        "an empty list: all but exclude_modules.",
-    )
-    lora_A_init: Literal["xavier", "uniform"] = Field(
-        default="xavier", description="Initial values of A: Glorot's normal, or uniform within 1 / sqrt(inputs)."
-    )
+    match_all_linear: bool = True
+    """Adapt every linear layer except the output head."""
+    target_modules: list[str] = Field(default_factory=list)
+    """Layers to adapt, with match_all_linear: false: full names, last parts (q_proj) or wildcards; an empty list: all
+    but exclude_modules."""
+    lora_A_init: Literal["xavier", "uniform"] = "xavier"
+    """Initial values of A: Glorot's normal, or uniform within 1 / sqrt(inputs)."""
 
     @model_validator(mode="after")
     def _names_layers_once(self) -> Self:
@@ -101,12 +101,10 @@ class AutomodelConfig(Section):
     }
     idle: ClassVar[dict[str, str]] = {"force_hf": "models are always built from their Hugging Face class"}
 
-    force_hf: bool = Field(
-        default=True, description="No effect: models are always built from their Hugging Face class."
-    )
-    freeze_config: FreezeConfig = Field(
-        default_factory=FreezeConfig, description="Parts of a model that are not trained, in NeMo RL."
-    )
+    force_hf: bool = True
+    """No effect: models are always built from their Hugging Face class."""
+    freeze_config: FreezeConfig = Field(default_factory=FreezeConfig)
+    """Parts of a model that are not trained, in NeMo RL."""
 
 
 class MoeParallelizerConfig(Section):
@@ -120,12 +118,11 @@ class MoeParallelizerConfig(Section):
         "wrap_outer_model": "embedding and head are always sharded",
     }
 
-    ignore_router_for_ac: bool = Field(default=False, description="No effect: routers are recomputed with their layer.")
-    reshard_after_forward: bool | None = Field(
-        default=None,
-        description="With expert_parallel_size above 1: free a layer's gathered experts between forward and backward "
-        "pass; null: true.",
-    )
+    ignore_router_for_ac: bool = False
+    """No effect: routers are recomputed with their layer."""
+    reshard_after_forward: bool | None = None
+    """With expert_parallel_size above 1: free a layer's gathered experts between forward and backward pass; null:
+    true."""
 
 
 _OF_AN_AXIS = {
@@ -166,50 +163,45 @@ class DTensorConfig(BackendSection):
         }
         return {**super().without_effect(values), **told}
 
-    enabled: bool = Field(default=True, description="Train with this backend.")
-    cpu_offload: bool = Field(
-        default=False, description="Keep parameters and optimizer state in host memory between uses."
-    )
-    activation_checkpointing: bool | Literal["selective"] = Field(
-        default=False,
-        description="Recompute activations in the backward pass to save memory: true recomputes all of a decoder "
-        "layer, selective all except the outputs of matrix products and attention.",
-    )
-    dp_replicate_size: PositiveInt = Field(
-        default=1, description="Copies of the sharded model (HSDP): parameters are gathered within a copy only."
-    )
-    tensor_parallel_size: PositiveInt = Field(default=1, description="Ranks that share each layer.")
-    sequence_parallel: bool = Field(
-        default=False, description="Split norms and dropout along the sequence between tensor-parallel ranks."
-    )
-    context_parallel_size: PositiveInt = Field(default=1, description="Ranks that share each sequence.")
-    context_parallel_method: Literal["all_gather", "ulysses"] = Field(
-        default="all_gather",
-        description="Way in which attention sees the whole sequence: keys and values are gathered, or tokens are "
-        "exchanged for heads (Ulysses).",
-    )
-    pipeline_parallel_size: PositiveInt = Field(default=1, description="Stages that the layers are divided into.")
-    virtual_pipeline_size: PositiveInt = Field(
-        default=1, description="Chunks of layers of each stage; above 1 the schedule is interleaved."
-    )
-    expert_parallel_size: PositiveInt = Field(default=1, description="Ranks that share the experts of a layer.")
-    moe_parallelizer: MoeParallelizerConfig = Field(
-        default_factory=MoeParallelizerConfig, description="Sharding of experts that are divided among ranks."
-    )
-    moe_aux_loss_coeff: NonNegativeFloat | None = Field(
-        default=None,
-        description="Factor of the loss that spreads tokens evenly over experts, which needs one more forward pass; "
-        "null: router_aux_loss_coef of the model's configuration if it sets output_router_logits, else 0.",
-    )
-    freeze_moe_router: bool = Field(default=False, description="Do not train the routers of mixtures of experts.")
-    custom_parallel_plan: str | None = Field(
-        default=None, description="Dotted path of a tensor-parallel plan for models that have none."
-    )
-    automodel_kwargs: AutomodelConfig = Field(
-        default_factory=AutomodelConfig, description="Loading of the model in NeMo RL."
-    )
-    lora_cfg: LoraConfig = Field(default_factory=LoraConfig, description="Low-rank adapters.")
-    env_vars: EnvVars | None = Field(default=None, description="Environment variables of the policy's processes.")
+    enabled: bool = True
+    """Train with this backend."""
+    cpu_offload: bool = False
+    """Keep parameters and optimizer state in host memory between uses."""
+    activation_checkpointing: bool | Literal["selective"] = False
+    """Recompute activations in the backward pass to save memory: true recomputes all of a decoder layer, selective all
+    except the outputs of matrix products and attention."""
+    dp_replicate_size: PositiveInt = 1
+    """Copies of the sharded model (HSDP): parameters are gathered within a copy only."""
+    tensor_parallel_size: PositiveInt = 1
+    """Ranks that share each layer."""
+    sequence_parallel: bool = False
+    """Split norms and dropout along the sequence between tensor-parallel ranks."""
+    context_parallel_size: PositiveInt = 1
+    """Ranks that share each sequence."""
+    context_parallel_method: Literal["all_gather", "ulysses"] = "all_gather"
+    """Way in which attention sees the whole sequence: keys and values are gathered, or tokens are exchanged for heads
+    (Ulysses)."""
+    pipeline_parallel_size: PositiveInt = 1
+    """Stages that the layers are divided into."""
+    virtual_pipeline_size: PositiveInt = 1
+    """Chunks of layers of each stage; above 1 the schedule is interleaved."""
+    expert_parallel_size: PositiveInt = 1
+    """Ranks that share the experts of a layer."""
+    moe_parallelizer: MoeParallelizerConfig = Field(default_factory=MoeParallelizerConfig)
+    """Sharding of experts that are divided among ranks."""
+    moe_aux_loss_coeff: NonNegativeFloat | None = None
+    """Factor of the loss that spreads tokens evenly over experts, which needs one more forward pass; null:
+    router_aux_loss_coef of the model's configuration if it sets output_router_logits, else 0."""
+    freeze_moe_router: bool = False
+    """Do not train the routers of mixtures of experts."""
+    custom_parallel_plan: str | None = None
+    """Dotted path of a tensor-parallel plan for models that have none."""
+    automodel_kwargs: AutomodelConfig = Field(default_factory=AutomodelConfig)
+    """Loading of the model in NeMo RL."""
+    lora_cfg: LoraConfig = Field(default_factory=LoraConfig)
+    """Low-rank adapters."""
+    env_vars: EnvVars | None = None
+    """Environment variables of the policy's processes."""
 
 
 class TrainingBackendConfig(BackendSection):
@@ -217,33 +209,35 @@ class TrainingBackendConfig(BackendSection):
 
     size_keys: ClassVar[Mapping[str, str]] = _SIZE_KEYS
 
-    name: Annotated[str, PartName(())] = Field(
-        description="Dotted path of a class, derived from nemo_rl.models.training.backends.TrainingBackend."
-    )
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="Options that the backend reads.")
-    pipeline_parallel_size: PositiveInt = Field(default=1, description="Stages that the layers are divided into.")
-    dp_replicate_size: PositiveInt = Field(default=1, description="Copies of the sharded model.")
-    context_parallel_size: PositiveInt = Field(default=1, description="Ranks that share each sequence.")
-    tensor_parallel_size: PositiveInt = Field(default=1, description="Ranks that share each layer.")
-    expert_parallel_size: PositiveInt = Field(default=1, description="Ranks that share the experts of a layer.")
-    env_vars: EnvVars | None = Field(default=None, description="Environment variables of the policy's processes.")
+    name: Annotated[str, PartName(())]
+    """Dotted path of a class, derived from nemo_rl.models.training.backends.TrainingBackend."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Options that the backend reads."""
+    pipeline_parallel_size: PositiveInt = 1
+    """Stages that the layers are divided into."""
+    dp_replicate_size: PositiveInt = 1
+    """Copies of the sharded model."""
+    context_parallel_size: PositiveInt = 1
+    """Ranks that share each sequence."""
+    tensor_parallel_size: PositiveInt = 1
+    """Ranks that share each layer."""
+    expert_parallel_size: PositiveInt = 1
+    """Ranks that share the experts of a layer."""
+    env_vars: EnvVars | None = None
+    """Environment variables of the policy's processes."""
 
 
 class DynamicBatchingConfig(Section):
     """Microbatches with a token budget instead of a fixed number of samples."""
 
-    enabled: bool = Field(default=False, description="Fill microbatches up to a number of padded tokens.")
-    train_mb_tokens: PositiveInt = derived(
-        _TRAIN_TOKENS,
-        "Padded tokens of one training microbatch.",
-    )
-    logprob_mb_tokens: PositiveInt = derived(
-        _LOGPROB_TOKENS,
-        "Padded tokens of one log-prob microbatch.",
-    )
-    sequence_length_round: PositiveInt = Field(
-        default=64, description="Microbatch lengths are rounded up to a multiple of this many tokens."
-    )
+    enabled: bool = False
+    """Fill microbatches up to a number of padded tokens."""
+    train_mb_tokens: PositiveInt = derived(_TRAIN_TOKENS)
+    """Padded tokens of one training microbatch."""
+    logprob_mb_tokens: PositiveInt = derived(_LOGPROB_TOKENS)
+    """Padded tokens of one log-prob microbatch."""
+    sequence_length_round: PositiveInt = 64
+    """Microbatch lengths are rounded up to a multiple of this many tokens."""
 
 
 _ANOTHER_NAME = {"modified_ffd": "modified_first_fit_decreasing"}
@@ -267,64 +261,58 @@ class SequencePackingConfig(Section):
         told = {"algorithm": f"{values['algorithm']} is read as the default"} if other else {}
         return {**super().without_effect(values), **told}
 
-    enabled: bool = Field(default=True, description="Pack sequences instead of padding them.")
-    train_mb_tokens: PositiveInt = derived(
-        _TRAIN_TOKENS,
-        "Tokens of one packed row in training.",
-    )
-    logprob_mb_tokens: PositiveInt = derived(
-        _LOGPROB_TOKENS,
-        "Tokens of one packed row in log-prob passes.",
-    )
+    enabled: bool = True
+    """Pack sequences instead of padding them."""
+    train_mb_tokens: PositiveInt = derived(_TRAIN_TOKENS)
+    """Tokens of one packed row in training."""
+    logprob_mb_tokens: PositiveInt = derived(_LOGPROB_TOKENS)
+    """Tokens of one packed row in log-prob passes."""
     algorithm: Annotated[
         Literal["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"],
         BeforeValidator(lambda name: _ANOTHER_NAME.get(name, name) if isinstance(name, str) else name),
-    ] = Field(default="modified_first_fit_decreasing", description="Algorithm that assigns sequences to rows.")
-    share_prompts: bool = Field(
-        default=True,
-        description="Compute the prompt of several packed sequences once; scores and gradients are the same up to "
-        "rounding. Only with the DTensor backend, without context and pipeline parallelism, for models in which only "
-        "attention connects tokens and experts are not trained.",
-    )
-    max_keys_per_token: int = Field(
-        default=4,
-        ge=2,
-        description="With share_prompts: most keys and values of attention in a packed row, as a multiple of its token "
-        "budget. Those of a shared prompt are repeated before each of its sequences and kept for the backward pass; "
-        "above this limit another row is started. Predictions of memory count them.",
-    )
-    sequence_length_round: PositiveInt = Field(
-        default=64, description="No effect: packed rows are rounded up to make_sequence_length_divisible_by only."
-    )
-    microbatch_order: Literal["packer", "largest_first"] = Field(
-        default="packer",
-        description="No effect: a rank's packed rows always run largest first, so that peak memory is reached early.",
-    )
+    ] = "modified_first_fit_decreasing"
+    """Algorithm that assigns sequences to rows."""
+    share_prompts: bool = True
+    """Compute the prompt of several packed sequences once; scores and gradients are the same up to rounding. Only with
+    the DTensor backend, without context and pipeline parallelism, for models in which only attention connects tokens
+    and experts are not trained."""
+    max_keys_per_token: int = Field(default=4, ge=2)
+    """With share_prompts: most keys and values of attention in a packed row, as a multiple of its token budget. Those
+    of a shared prompt are repeated before each of its sequences and kept for the backward pass; above this limit
+    another row is started. Predictions of memory count them."""
+    sequence_length_round: PositiveInt = 64
+    """No effect: packed rows are rounded up to make_sequence_length_divisible_by only."""
+    microbatch_order: Literal["packer", "largest_first"] = "packer"
+    """No effect: a rank's packed rows always run largest first, so that peak memory is reached early."""
 
 
 class SchedulerConfig(Section):
     """One learning-rate schedule."""
 
-    name: str = Field(description="Dotted class, e.g. torch.optim.lr_scheduler.LinearLR.")
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="Arguments of the class.")
+    name: str
+    """Dotted class, e.g. torch.optim.lr_scheduler.LinearLR."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the class."""
 
 
 class SchedulerMilestones(Section):
     """Steps at which a list of schedules switches from one to the next."""
 
-    milestones: list[PositiveInt] = Field(description="Steps at which the next schedule of the list takes over.")
+    milestones: list[PositiveInt]
+    """Steps at which the next schedule of the list takes over."""
 
 
 class OptimizerConfig(Section):
     """The optimizer."""
 
-    name: str = Field(default="torch.optim.AdamW", description="Dotted class of the optimizer.")
+    name: str = "torch.optim.AdamW"
+    """Dotted class of the optimizer."""
     kwargs: dict[str, Any] = Field(
         default_factory=lambda: {
             "lr": 5.0e-6,
             "weight_decay": 0.01,
             "betas": [0.9, 0.999],
             "eps": 1e-8,
-        },
-        description="Arguments of the class; a mapping in a file replaces this default as a whole.",
+        }
     )
+    """Arguments of the class; a mapping in a file replaces this default as a whole."""

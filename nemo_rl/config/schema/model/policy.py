@@ -56,50 +56,43 @@ class TokenizerConfig(Section):
     }
     ignored: ClassVar[dict[str, str]] = {"use_fastokens": "the tokenizer of transformers gives the same tokens"}
 
-    name: str = derived(
-        "${..model_name}",
-        "Hub id or folder of the tokenizer.",
-    )
-    chat_template: str | None = Field(
-        default="default",
-        description="default: the tokenizer's own; null: message texts as they are; a .jinja file; or a template text.",
-    )
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        default=None, description="More arguments for the chat template."
-    )
+    name: str = derived("${..model_name}")
+    """Hub id or folder of the tokenizer."""
+    chat_template: str | None = "default"
+    """default: the tokenizer's own; null: message texts as they are; a .jinja file; or a template text."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """More arguments for the chat template."""
 
 
 class RewardModelConfig(Section):
     """A scalar head instead of a vocabulary."""
 
-    enabled: bool = Field(default=False, description="Give the model a scalar head (reward models).")
-    reward_model_type: Literal["bradley_terry"] = Field(
-        default="bradley_terry", description="Meaning of the score: the log-odds of being preferred."
-    )
+    enabled: bool = False
+    """Give the model a scalar head (reward models)."""
+    reward_model_type: Literal["bradley_terry"] = "bradley_terry"
+    """Meaning of the score: the log-odds of being preferred."""
 
 
 class OwnDevicesConfig(Section):
     """The devices of a model that shares with no other model."""
 
-    gpus_per_node: PositiveInt | None = Field(
-        default=None, description="GPUs of each of the model's machines; needed when not colocated on GPUs."
-    )
-    num_nodes: PositiveInt | None = Field(
-        default=None, description="Machines for the model only; null on one machine, which is split."
-    )
-    ranks_per_node: PositiveInt | None = Field(
-        default=None, description="Processes on each machine when not colocated on the CPU; null: 1."
-    )
+    gpus_per_node: PositiveInt | None = None
+    """GPUs of each of the model's machines; needed when not colocated on GPUs."""
+    num_nodes: PositiveInt | None = None
+    """Machines for the model only; null on one machine, which is split."""
+    ranks_per_node: PositiveInt | None = None
+    """Processes on each machine when not colocated on the CPU; null: 1."""
 
 
 class PlacementConfig(Section):
     """Devices of a model: its own, or those of another model."""
 
-    enabled: bool = Field(default=True, description="The two models take turns on the same devices.")
-    with_model: str = Field(default="policy", description="Name of the model whose devices it shares.")
-    resources: OwnDevicesConfig = Field(
-        default_factory=OwnDevicesConfig, description="Devices of a model that does not share."
-    )
+    enabled: bool = True
+    """The two models take turns on the same devices."""
+    with_model: str = "policy"
+    """Name of the model whose devices it shares."""
+    resources: OwnDevicesConfig = Field(default_factory=OwnDevicesConfig)
+    """Devices of a model that does not share."""
 
     @property
     def shares_with(self) -> str | None:
@@ -148,78 +141,52 @@ class PolicyConfig(Section):
         }
         return {**elsewhere, **told}
 
-    model_name: str = Field(description="Hub id or folder of the model.")
-    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig, description="Tokenizer and chat template.")
+    model_name: str
+    """Hub id or folder of the model."""
+    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
+    """Tokenizer and chat template."""
     precision: Annotated[
         Literal["bfloat16", "float16", "float32", "fp8"],
         Only(("bfloat16", "float16", "float32"), "fp8 training"),
-    ] = Field(
-        default="bfloat16",
-        description="Number format of the forward and backward pass; float16 only for models that are not trained.",
-    )
-    max_total_sequence_length: Annotated[int, Field(ge=2)] = Field(
-        default=512, description="Most tokens of a prompt and its answer together."
-    )
-    train_global_batch_size: PositiveInt = Field(
-        default=512, description="Samples of one optimizer update, over all ranks."
-    )
-    train_micro_batch_size: PositiveInt = Field(
-        default=4, description="Samples of one forward and backward pass of a rank."
-    )
-    logprob_batch_size: PositiveInt = derived(
-        "${.train_micro_batch_size}",
-        "Samples of one log-prob pass of a rank.",
-    )
-    logprob_chunk_size: PositiveInt | None = Field(
-        default=None,
-        description="Tokens whose logits are held at a time when log-probs are computed; it changes no result. null: "
-        "512 on CPUs, 2048 on GPUs.",
-    )
-    make_sequence_length_divisible_by: PositiveInt = derived(
-        "${.dtensor_cfg.tensor_parallel_size}",
-        "Sequence lengths are padded to a multiple of this many tokens, and of the number of ranks that share them.",
-    )
-    max_grad_norm: PositiveFloat | None = Field(
-        default=1.0, description="Norm to which the whole gradient is clipped; null: no clipping."
-    )
-    offload_optimizer_for_logprob: bool = Field(
-        default=False,
-        description="On GPUs: move the optimizer state to host memory before log-prob passes, and back before the "
-        "next update.",
-    )
-    optimizer: OptimizerConfig | None = Field(
-        default_factory=OptimizerConfig,
-        description="The optimizer, unless megatron_cfg has it; null: the model is not trained.",
-    )
-    scheduler: Annotated[SchedulerList, AfterValidator(_ends_with_milestones)] | SchedulerConfig | None = Field(
-        default=None,
-        description="Learning-rate schedule, unless megatron_cfg has it: one, or a list that ends with milestones; "
-        "null: constant.",
-    )
-    hf_config_overrides: dict[str, Any] | None = Field(
-        default_factory=dict, description="Fields of the Hugging Face model config to change."
-    )
-    dtensor_cfg: DTensorConfig = Field(
-        default_factory=DTensorConfig, description="The PyTorch-native training backend."
-    )
-    megatron_cfg: MegatronConfig = Field(
-        default_factory=MegatronConfig, description="The Megatron Core training backend."
-    )
-    training_backend: TrainingBackendConfig | None = Field(
-        default=None, description="Your own training backend, with the two others disabled."
-    )
-    dynamic_batching: DynamicBatchingConfig = Field(
-        default_factory=DynamicBatchingConfig, description="Microbatches by token budget."
-    )
-    sequence_packing: SequencePackingConfig = Field(
-        default_factory=SequencePackingConfig, description="Packing of sequences."
-    )
-    reward_model_cfg: RewardModelConfig = Field(
-        default_factory=RewardModelConfig, description="A scalar head, for reward models."
-    )
-    generation: GenerationConfig | None = Field(
-        default_factory=GenerationConfig, description="Sampling; null: the policy never generates."
-    )
+    ] = "bfloat16"
+    """Number format of the forward and backward pass; float16 only for models that are not trained."""
+    max_total_sequence_length: Annotated[int, Field(ge=2)] = 512
+    """Most tokens of a prompt and its answer together."""
+    train_global_batch_size: PositiveInt = 512
+    """Samples of one optimizer update, over all ranks."""
+    train_micro_batch_size: PositiveInt = 4
+    """Samples of one forward and backward pass of a rank."""
+    logprob_batch_size: PositiveInt = derived("${.train_micro_batch_size}")
+    """Samples of one log-prob pass of a rank."""
+    logprob_chunk_size: PositiveInt | None = None
+    """Tokens whose logits are held at a time when log-probs are computed; it changes no result. null: 512 on CPUs, 2048
+    on GPUs."""
+    make_sequence_length_divisible_by: PositiveInt = derived("${.dtensor_cfg.tensor_parallel_size}")
+    """Sequence lengths are padded to a multiple of this many tokens, and of the number of ranks that share them."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Norm to which the whole gradient is clipped; null: no clipping."""
+    offload_optimizer_for_logprob: bool = False
+    """On GPUs: move the optimizer state to host memory before log-prob passes, and back before the next update."""
+    optimizer: OptimizerConfig | None = Field(default_factory=OptimizerConfig)
+    """The optimizer, unless megatron_cfg has it; null: the model is not trained."""
+    scheduler: Annotated[SchedulerList, AfterValidator(_ends_with_milestones)] | SchedulerConfig | None = None
+    """Learning-rate schedule, unless megatron_cfg has it: one, or a list that ends with milestones; null: constant."""
+    hf_config_overrides: dict[str, Any] | None = Field(default_factory=dict)
+    """Fields of the Hugging Face model config to change."""
+    dtensor_cfg: DTensorConfig = Field(default_factory=DTensorConfig)
+    """The PyTorch-native training backend."""
+    megatron_cfg: MegatronConfig = Field(default_factory=MegatronConfig)
+    """The Megatron Core training backend."""
+    training_backend: TrainingBackendConfig | None = None
+    """Your own training backend, with the two others disabled."""
+    dynamic_batching: DynamicBatchingConfig = Field(default_factory=DynamicBatchingConfig)
+    """Microbatches by token budget."""
+    sequence_packing: SequencePackingConfig = Field(default_factory=SequencePackingConfig)
+    """Packing of sequences."""
+    reward_model_cfg: RewardModelConfig = Field(default_factory=RewardModelConfig)
+    """A scalar head, for reward models."""
+    generation: GenerationConfig | None = Field(default_factory=GenerationConfig)
+    """Sampling; null: the policy never generates."""
 
     @property
     def placement(self) -> PlacementConfig:

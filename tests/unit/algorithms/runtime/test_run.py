@@ -18,7 +18,6 @@ from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.algorithms.runtime.resume_check import DATA_POSITION_FILE
 from nemo_rl.algorithms.runtime.run import Run, StepBatch, train
 from nemo_rl.algorithms.runtime.session import Cadence
-from nemo_rl.algorithms.setup.launch import exit_status
 from nemo_rl.algorithms.setup.roles import start_together
 from nemo_rl.algorithms.setup.run_folders import RunFolders
 from nemo_rl.data.prompt_stream import DataExhausted, PromptPosition, PromptStream
@@ -27,6 +26,7 @@ from nemo_rl.experience.idle_shares import BusySeconds, IdleShares
 from nemo_rl.experience.rollouts import Collection
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.files.safe_load import load_plain
+from nemo_rl.launch.command_line import exit_status
 from nemo_rl.models.generation.interfaces import VersionSpan
 from nemo_rl.utils.errors import ConfigError, DataError, WorkerDiedError
 

@@ -12,7 +12,6 @@ from nemo_rl.algorithms.runtime.device_sharing import MemorySharing, SavedOnDevi
 from nemo_rl.algorithms.runtime.resume_check import check_resume
 from nemo_rl.algorithms.setup import checkpoint_size, placement
 from nemo_rl.algorithms.setup.checkpoint_size import check_space, checkpoint_bytes
-from nemo_rl.algorithms.setup.dry_run import describe
 from nemo_rl.algorithms.setup.placement import place_models
 from nemo_rl.algorithms.setup.preflight import check_added_models
 from nemo_rl.config import (
@@ -27,6 +26,7 @@ from nemo_rl.config import (
     trained,
 )
 from nemo_rl.config.rules.resume import changed_keys
+from nemo_rl.launch.dry_run import describe
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
 CONFIG = REPOSITORY_ROOT / "examples/configs/grpo_math_cpu.yaml"

@@ -6,9 +6,9 @@ from typing import ClassVar
 import pytest
 from pydantic import PositiveInt
 
-from nemo_rl.algorithms.setup.preflight import check_models
 from nemo_rl.config import ClusterConfig, GRPOMasterConfig, PolicyConfig, load_config
 from nemo_rl.environments.interfaces import EnvironmentInterface
+from nemo_rl.launch.checks import Moment, make_checks
 from nemo_rl.models.generation.factory import check_engine_model, engine_settings
 from nemo_rl.models.generation.stepped import SteppedEngine
 from nemo_rl.models.training.backends import TrainingBackend, training_backend
@@ -61,10 +61,10 @@ def test_keys_of_an_environment(keys, message):
     name = f"{__name__}.Game"
     overrides = [f"data.default.env_name={name}", f"+env={{{name}: {{rows: 3}}}}"]
     config = load_config(GRPO, overrides, schema=GRPOMasterConfig)
-    check_models(config)
+    make_checks(config, Moment.LIBRARIES)
     config.env[name] = keys
     with pytest.raises(ConfigError, match=rf"env\.{name}{message}"):
-        check_models(config)
+        make_checks(config, Moment.LIBRARIES)
 
 
 @pytest.mark.parametrize(("keys", "message"), WRONG)

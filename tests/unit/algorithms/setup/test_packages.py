@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.setup import launch as launch_module
 from nemo_rl.algorithms.setup import packages
-from nemo_rl.algorithms.setup.launch import launch
 from nemo_rl.algorithms.setup.packages import check_packages, check_training_packages
 from nemo_rl.config import (
     REPOSITORY_ROOT,
@@ -25,6 +23,8 @@ from nemo_rl.config import (
     SFTMasterConfig,
     load_config,
 )
+from nemo_rl.launch import command_line
+from nemo_rl.launch.command_line import launch
 from nemo_rl.utils.errors import ConfigError
 
 CONFIGS = REPOSITORY_ROOT / "examples/configs"
@@ -179,7 +179,7 @@ def test_a_policy_alone_is_asked_too(installed):
 
 def test_a_program_ends_with_the_message_before_anything_starts(installed, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch_module, "start_fork_server", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(command_line, "start_fork_server", lambda *_: pytest.fail("a process was started"))
     status = launch("", GRPO, GRPOMasterConfig, lambda config: pytest.fail("the run was started"), [])
     assert status == 2
     assert re.search("ConfigError: packages are missing that this run needs:\n.*vLLM", capsys.readouterr().err)

@@ -10,11 +10,11 @@ from huggingface_hub import constants
 
 from nemo_rl.algorithms import grpo, sft
 from nemo_rl.algorithms.rollout import start as rollout_start
-from nemo_rl.algorithms.setup.launch import launch
-from nemo_rl.algorithms.setup.preflight import check_models
 from nemo_rl.algorithms.supervised import start as supervised_start
 from nemo_rl.config import REPOSITORY_ROOT, GRPOMasterConfig, SFTMasterConfig, load_config
 from nemo_rl.environments.loading import load_env_class
+from nemo_rl.launch.checks import Moment, make_checks
+from nemo_rl.launch.command_line import launch
 from nemo_rl.models.huggingface.reachable import TIMEOUT_VARIABLE, TOKENIZER_FILE, check_reachable
 from nemo_rl.utils.errors import ConfigError, DataError
 
@@ -51,18 +51,19 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
     ],
 )
 def test_optimizer_and_schedule(override, message):
-    check_models(load_config(SFT, schema=SFTMasterConfig))
+    make_checks(load_config(SFT, schema=SFTMasterConfig), Moment.LIBRARIES)
     with pytest.raises(ConfigError, match=message):
-        check_models(load_config(SFT, [override], schema=SFTMasterConfig))
+        make_checks(load_config(SFT, [override], schema=SFTMasterConfig), Moment.LIBRARIES)
 
 
 def test_environments_that_the_data_asks_for():
     with pytest.raises(ConfigError, match="unknown environment 'mathe'. Did you mean 'math'?"):
         config = load_config(GRPO, ["+env.mathe={}", "data.default.env_name=mathe"], schema=GRPOMasterConfig)
-        check_models(config)
+        make_checks(config, Moment.LIBRARIES)
     with pytest.raises(ConfigError, match="env.mathe is used by no data"):
         load_config(GRPO, ["+env.mathe={}"], schema=GRPOMasterConfig)
-    check_models(load_config(GRPO, ["+env.code={}"], schema=GRPOMasterConfig))  # as an inherited file may have it
+    inherited = load_config(GRPO, ["+env.code={}"], schema=GRPOMasterConfig)  # as an inherited file may have it
+    make_checks(inherited, Moment.LIBRARIES)
 
 
 def test_what_is_wrong_before_any_file_is_read(tmp_path, monkeypatch, capsys):

@@ -184,7 +184,9 @@ def told(caplog: pytest.LogCaptureFixture, policy: PolicyConfig, trains: bool = 
     caplog.clear()
     with caplog.at_level(logging.INFO):
         cluster = ClusterConfig.build(device="cpu", ranks_per_node=2)
-        log_memory(cluster, {"policy": Role(policy, trains, keeps_reference=trains)})
+        log_memory(
+            cluster, {"policy": Role(policy, trains, keeps_reference=trains)}, memory_check.memory_of_a_rank(cluster)
+        )
     return caplog.text
 
 

@@ -10,7 +10,6 @@ from transformers import AutoConfig, PretrainedConfig
 
 from nemo_rl.algorithms.rollout import start as rollout_start
 from nemo_rl.algorithms.setup import preflight
-from nemo_rl.algorithms.setup.launch import launch
 from nemo_rl.algorithms.setup.open_policy import open_policy
 from nemo_rl.config import (
     REPOSITORY_ROOT,
@@ -23,6 +22,7 @@ from nemo_rl.config import (
 )
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
 from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.launch.command_line import launch
 from nemo_rl.models.dtensor.mesh_check import check_mesh
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.utils.errors import ConfigError

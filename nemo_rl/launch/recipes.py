@@ -1,11 +1,11 @@
-"""Build an algorithm's recipe and roles from a configuration without starting anything."""
+"""Build the recipe of any algorithm from a configuration; start nothing."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl.config import MasterConfig, Role
+from nemo_rl.config import MasterConfig
 from nemo_rl.config.loading.algorithms import ALGORITHMS
 
 if TYPE_CHECKING:  # they take seconds to import
@@ -30,22 +30,8 @@ def recipe_of(config: MasterConfig, *, with_data: bool = True) -> "RolloutRecipe
         def data(self, config: MasterConfig, load: Callable[[], Any], *, sampled: bool = False) -> Any:
             return None
 
-    name = next(name for name, schema in ALGORITHMS.items() if type(config) is schema)
+    name = next(name for name, schema in ALGORITHMS.items() if isinstance(config, schema))
     made: RolloutRecipe | SupervisedRecipe = importlib.import_module(f"nemo_rl.algorithms.{name}").recipe(
         config, NOTHING if with_data else WithoutData()
     )
     return made
-
-
-def roles_of(config: MasterConfig) -> Mapping[str, Role]:
-    """Return the models of a run by name.
-
-    Raises:
-        ConfigError: as in `recipe_of`.
-    """
-    from nemo_rl.algorithms.rollout.start import RolloutRecipe
-
-    recipe = recipe_of(config, with_data=False)
-    if isinstance(recipe, RolloutRecipe):
-        return recipe.roles
-    return config.models | {"policy": Role(config.policy, keeps_reference=recipe.keeps_reference)}

@@ -1,8 +1,8 @@
 """Describe a run without starting it: layout, arithmetic of a step, memory by phase, checkpoint, and whether it fits.
 
-This is `--dry-run` of every example script (`launch`). The configuration has been checked as for a run; the checks
-here also need the models' configurations. GPUs, hub, trackers and data of this machine are not checked. Invariant:
-nothing is started or written, and of a model only its `config.json` is read, from its folder, the hub's cache, or
+This is `--dry-run` of every example script (`command_line`). It makes the checks of `launch.checks` that read neither
+tokenizers nor data; what it finds out about this machine is shown and does not count. Invariant: nothing is started or
+written, and of a model only its `config.json` is read, from its folder, the hub's cache, or
 `models/capacity/hub_configs`.
 """
 
@@ -18,7 +18,6 @@ from nemo_rl.algorithms.setup.memory_forecast import (
     device_bytes,
     forecast_memory,
 )
-from nemo_rl.algorithms.setup.preflight import check_models
 from nemo_rl.config import (
     ClusterConfig,
     EngineConfig,
@@ -36,8 +35,9 @@ from nemo_rl.config import (
 from nemo_rl.config.rules.engines import ranks_of_engine
 from nemo_rl.distributed.parallel_layout import AXES, ParallelLayout
 from nemo_rl.host.disk_space import readable_bytes
+from nemo_rl.launch.checks import CHECKS, Request, RunCheck
 from nemo_rl.models.capacity.hub_configs import with_local_configs
-from nemo_rl.models.generation.factory import check_engine_model
+from nemo_rl.utils.errors import NemoRLError
 
 NOT_FITTING = 1
 """Exit status of a dry run whose numbers do not fit."""
@@ -59,7 +59,7 @@ class Description:
 
 
 def dry_run(config: RunConfig) -> int:
-    """Print the description of a run.
+    """Print the description of a run, and what a run on this machine would find.
 
     Args:
         config: a configuration as `load_config` returns it.
@@ -68,18 +68,18 @@ def dry_run(config: RunConfig) -> int:
         The exit status: 0 if the run fits, else `NOT_FITTING`.
 
     Raises:
-        ConfigError: a model's configuration cannot be read here, or does not fit its mesh or engines.
+        ConfigError: a model's configuration cannot be read here, or a check that does not depend on the machine fails.
     """
     description = describe(config)
-    sys.stdout.write(description.text)
+    here = "\n".join(["This machine (not part of the verdict)", *machine_lines(config)])
+    sys.stdout.write(f"{description.text}\n{here}\n")
     return NOT_FITTING if description.forecast.shortfalls else 0
 
 
 def describe(config: RunConfig) -> Description:
     """Return what `dry_run` prints, and the numbers in it; arguments and errors as there."""
     local = with_local_configs(config)
-    check_models(local)
-    check_engine_model(local.policy, local.cluster)
+    checks = [_line(check.name, check.look(Request(local)).found) for check in CHECKS if _is_made(check, local)]
     device = device_bytes(config.cluster)
     forecast = forecast_memory(local, device)
     sizes = _checkpoint_sizes(local) if isinstance(local, MasterConfig) else None
@@ -88,10 +88,30 @@ def describe(config: RunConfig) -> Description:
         "One training step": step_lines(config) if isinstance(config, MasterConfig) else (),
         "Memory": memory_lines(config.policy, forecast),
         "Checkpoint": checkpoint_lines(config, sizes) if isinstance(config, MasterConfig) and sizes else (),
+        "Checks": checks,
         "Verdict": result_lines(config.cluster, device, forecast),
     }
     texts = ["\n".join([title, *lines]) for title, found in parts.items() if (lines := list(found))]
     return Description("\n\n".join(texts) + "\n", forecast, sum(sizes.values()) if sizes else None)
+
+
+def _is_made(check: RunCheck, config: RunConfig, of_machine: bool = False) -> bool:
+    """Return whether a dry run makes a check."""
+    return check.of_machine == of_machine and not check.reads_data and not check.skipped(config)
+
+
+def machine_lines(config: RunConfig) -> Iterator[str]:
+    """Yield what each check of this machine finds; after a failure those that need the failed one are left out."""
+    failed: set[str] = set()
+    for check in CHECKS:
+        if not _is_made(check, config, of_machine=True) or failed & set(check.needs):
+            continue
+        try:
+            found = check.look(Request(config)).found
+        except NemoRLError as error:
+            failed.add(check.name)
+            found = f"a run here would be refused: {error}"
+        yield _line(check.name, found)
 
 
 def layout_lines(config: RunConfig, device: float) -> Iterator[str]:

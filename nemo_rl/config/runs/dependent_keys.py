@@ -1,0 +1,62 @@
+"""Fill, once and in this order, the keys of a typed configuration that follow from other keys.
+
+    paths    inputs that exist -> their absolute paths, because workers have other working directories
+    engine   generation.mcore_generation_config.max_model_len -> engine.max_model_len, with backend=megatron
+    source   grpo.rollout_source.name=dynamic_sampling -> grpo.use_dynamic_sampling
+    overlap  async_rl, or grpo.async_grpo.enabled -> grpo.overlap
+    saving   megatron_cfg.checkpoint.async_save of a trained model -> checkpointing.is_async
+
+It runs after types are checked and before the rules; later code reads plain values. Defaults that are interpolations in
+the schema have their values by then (`config.base.defaults`). Invariant: filling twice changes nothing.
+"""
+
+from nemo_rl.config.base.paths import find_path
+from nemo_rl.config.rules.placement.roles import trained
+from nemo_rl.config.runs.rollouts import GRPOMasterConfig
+from nemo_rl.config.runs.run import RunConfig
+from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
+from nemo_rl.config.schema.checkpointing import CheckpointingConfig
+from nemo_rl.config.schema.model.generation import GenerationConfig
+from nemo_rl.config.schema.model.policy import PolicyConfig
+
+
+def fill_dependent_keys(config: RunConfig) -> None:
+    """Fill in the keys that follow from other keys."""
+    _fill_paths(config)
+    if isinstance(config, GRPOMasterConfig):
+        _fill_overlap(config)
+    for section in config.values():
+        generation = section.generation if isinstance(section, PolicyConfig) else section
+        if isinstance(generation, GenerationConfig):
+            _fill_context(generation)
+        if isinstance(section, GRPOConfig) and section.rollout_source.name == "dynamic_sampling":
+            section.use_dynamic_sampling = True
+        if isinstance(section, CheckpointingConfig) and _saves_in_background(config):
+            section.is_async = True
+
+
+def _fill_paths(config: RunConfig) -> None:
+    for section, key in config.path_keys():
+        value = getattr(section, key)
+        found = None if value is None else find_path(value)
+        if found is not None:
+            setattr(section, key, str(found))
+
+
+def _fill_context(generation: GenerationConfig) -> None:
+    context = generation.mcore_generation_config.max_model_len
+    if generation.backend == "megatron" and context is not None:
+        generation.engine.max_model_len = context
+
+
+def _fill_overlap(config: GRPOMasterConfig) -> None:
+    if config.async_rl is not None:
+        config.grpo.overlap = config.async_rl.overlap
+    elif config.grpo.async_grpo is not None and config.grpo.async_grpo.enabled:
+        config.grpo.overlap = config.grpo.async_grpo.overlap
+
+
+def _saves_in_background(config: RunConfig) -> bool:
+    """Return whether Megatron Core trains a model whose section requests saves in the background."""
+    models = (role.section for role in trained(config.models).values())
+    return any(model.backend_key == "megatron_cfg" and model.megatron_cfg.checkpoint.async_save for model in models)

@@ -1,0 +1,330 @@
+"""List the checks before a run starts, the cheapest first; a run, `--dry-run` and `nemo_rl doctor` share the list.
+
+    a run       makes those of the moments FIRST and LIBRARIES (`make_checks`); `setup` of its algorithm makes the
+                others, by the same functions, with the tokenizer, the data and the folders that it opens
+    --dry-run   makes all that read neither tokenizers nor data; what checks `of_machine` find is shown and does not
+                count, because the run may be for other machines
+    doctor      makes all, each with a deadline; a failed check skips those that need it
+
+Invariant: a check starts nothing and writes nothing, and it raises what the run would raise.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from pathlib import Path
+
+from nemo_rl.algorithms.setup.packages import check_packages
+from nemo_rl.algorithms.setup.preflight import check_backends, check_environments, check_reachable_models
+from nemo_rl.config import MasterConfig, RunConfig, check_device, count_gpus
+from nemo_rl.config.rules.trackers import check_trackers
+from nemo_rl.distributed.cluster.address import require_cluster
+from nemo_rl.distributed.cluster.start_checks import ray_folder, require_startable_ray
+from nemo_rl.host.disk_space import free_bytes, readable_bytes
+from nemo_rl.launch.library_logs import logs_of_library
+from nemo_rl.launch.recipes import recipe_of
+from nemo_rl.utils.cluster_address import cluster_address
+from nemo_rl.utils.errors import ConfigError
+
+
+class Moment(Enum):
+    """The time at which a run makes a check."""
+
+    FIRST = auto()
+    """Before anything large is imported."""
+    LIBRARIES = auto()
+    """Once torch may be imported."""
+    SETUP = auto()
+    """In `setup` of the algorithm, with the parts that it builds."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The run that is checked.
+
+    Attributes:
+        config: a checked configuration.
+        gpu_bytes: memory of the smallest GPU, as measured; None: that of this machine's GPUs.
+        host_bytes: memory of the smallest machine, as measured; None: that of this machine.
+    """
+
+    config: RunConfig
+    gpu_bytes: float | None = None
+    host_bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class Passed:
+    """The result of a check that raised nothing.
+
+    Attributes:
+        found: what the check found.
+        numbers: measured values by name with unit.
+    """
+
+    found: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+def _applies(config: RunConfig) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class RunCheck:
+    """One check of a run.
+
+    Attributes:
+        name: name in reports.
+        look: makes the check; raises the run's own error.
+        moment: time at which a run makes it.
+        of_machine: whether the result depends on the machine that makes the check.
+        reads_data: whether it reads tokenizers or data, which may have to be downloaded.
+        skipped: configuration -> why the check does not apply; empty if it does.
+        advice: what to do about an error, besides its own advice.
+        deadline_s: seconds after which the doctor gives up.
+        needs: names of checks that must not have failed.
+    """
+
+    name: str
+    look: Callable[[Request], Passed]
+    moment: Moment = Moment.SETUP
+    of_machine: bool = False
+    reads_data: bool = False
+    skipped: Callable[[RunConfig], str] = _applies
+    advice: str = ""
+    deadline_s: float = 60.0
+    needs: tuple[str, ...] = ()
+
+
+def make_checks(config: RunConfig, moment: Moment) -> None:
+    """Make the checks of one moment of a run.
+
+    Raises:
+        ConfigError: the run cannot start; raised by the first check that fails.
+    """
+    for check in CHECKS:
+        if check.moment is moment and not check.skipped(config):
+            check.look(Request(config))
+
+
+def check_devices(request: Request) -> Passed:
+    """Compare the requested GPUs with those of this machine."""
+    cluster = request.config.cluster
+    check_device(request.config, count_gpus())
+    ranks = cluster.policy_ranks_per_node
+    return Passed(f"cluster.device={cluster.device}, {ranks} rank{'s' if ranks > 1 else ''} on each node")
+
+
+def check_installed_packages(request: Request) -> Passed:
+    """Find the packages of engines and training backends."""
+    check_packages(request.config)
+    return Passed("those of the engines and training backends are installed")
+
+
+def check_ray(request: Request) -> Passed:
+    """Find out whether the cluster answers, or Ray can start on this machine."""
+    if cluster_address() is None:
+        require_startable_ray()
+        return Passed(f"it can start in {ray_folder()}")
+    require_cluster()
+    return Passed(f"the cluster at {cluster_address()} answers")
+
+
+def check_logs(request: Request) -> Passed:
+    """Check that the trackers can report and the log folder can be written."""
+    config = request.config
+    assert isinstance(config, MasterConfig), "an evaluation has no logger"
+    check_trackers(config.logger)
+    return Passed(f"logs go to {_writable(config.logger.log_dir, 'logger.log_dir')}")
+
+
+def check_model_names(request: Request) -> Passed:
+    """Find models and tokenizers in a folder, in the hub's cache, or on the hub."""
+    check_reachable_models(request.config)
+    return Passed(", ".join(dict.fromkeys(model.model_name for _, _, model in request.config.model_keys())))
+
+
+def check_rewards(request: Request) -> Passed:
+    """Import the environments that the data uses."""
+    check_environments(request.config)
+    return Passed(", ".join(sorted({str(name) for _, name in request.config.env_entries()})))
+
+
+def check_mesh(request: Request) -> Passed:
+    """Check that each training backend can divide its model over its ranks."""
+    check_backends(request.config.models, request.config.cluster)
+    return Passed("each model fits its ranks")
+
+
+def check_engine(request: Request) -> Passed:
+    """Check that the engine exists, takes its arguments and can serve the model."""
+    from nemo_rl.models.generation.factory import check_engine_model
+
+    policy = request.config.policy
+    assert policy.generation is not None, "the check is skipped otherwise"
+    check_engine_model(policy, request.config.cluster)
+    return Passed(f"{policy.generation.backend} serves the model")
+
+
+def check_parts(request: Request) -> Passed:
+    """Import the loss, the advantage estimator and the rollout source, and check their arguments.
+
+    User-defined losses and estimators are constructed; a source is not, because it needs the run's engines.
+    """
+    from nemo_rl.algorithms.credit.advantages import ESTIMATORS
+    from nemo_rl.algorithms.rollout.source import SOURCES
+    from nemo_rl.losses.loss_function import LOSSES
+
+    parts = request.config.named_parts
+    registries = {"loss_fn": LOSSES, "adv_estimator": ESTIMATORS}
+    for key, part in parts.items():
+        if not SOURCES.is_own(part.name):
+            continue
+        registry = registries.get(key.rpartition(".")[2])
+        if registry is None:
+            SOURCES.check_arguments(part.name, key, part.kwargs, num_given=1)
+        else:
+            registry.make(part.name, key, part.kwargs)
+    return Passed(", ".join(f"{key} {part.name}" for key, part in parts.items()))
+
+
+def check_memory(request: Request) -> Passed:
+    """Compare the predicted memory of each model's ranks with the GPUs or machines.
+
+    It fails if the run would refuse to start; a configuration that probably does not fit is a warning.
+    """
+    from nemo_rl.algorithms.setup.memory_check import memory_of_a_rank, log_memory
+    from nemo_rl.algorithms.setup.memory_forecast import warn_of_shortfalls
+
+    config = request.config
+    assert isinstance(config, MasterConfig), "an evaluation trains nothing"
+    with logs_of_library():  # the data check repeats the tokenizer's warnings
+        roles = recipe_of(config, with_data=False).roles
+    available = memory_of_a_rank(config.cluster, request.gpu_bytes, request.host_bytes)
+    told = log_memory(config.cluster, roles, available)
+    if config.cluster.uses_gpu and available is not None:
+        warn_of_shortfalls(config, available, request.gpu_bytes, request.host_bytes)
+    size = f"{available / 2**30:.3g} GiB" if available else "unknown"
+    return Passed(f"{told}; there are {size} for a rank", {"bytes_for_a_rank": available} if available else {})
+
+
+def check_checkpoints(request: Request) -> Passed:
+    """Compare the free space of the checkpoint folder with the size that the training backends expect."""
+    from nemo_rl.algorithms.setup.checkpoint_size import checkpoint_bytes, require_space
+
+    config = request.config
+    assert isinstance(config, MasterConfig), "an evaluation trains nothing"
+    folder = _writable(config.checkpointing.checkpoint_dir, "checkpointing.checkpoint_dir")
+    sizes = checkpoint_bytes(config.models, config.checkpointing)
+    found = f"{readable_bytes(free_bytes(folder))} free in {folder}"
+    if sizes is None:
+        return Passed(f"{found}; a checkpoint's size is unknown until the weights are downloaded")
+    one = sum(sizes.values())
+    require_space(config.checkpointing, one, len(list(folder.glob("step_*"))))
+    return Passed(f"{found}, a checkpoint takes about {readable_bytes(one)}")
+
+
+def check_data(request: Request) -> Passed:
+    """Load tokenizer and data as the run does, and render the first rows."""
+    config = request.config
+    if isinstance(config, MasterConfig):
+        data = recipe_of(config).data
+        return Passed(f"{len(data.train)} rows to train, {len(data.validation or ())} to validate")
+    from nemo_rl.data.tokenizer import get_tokenizer
+    from nemo_rl.evals.datasets import load_eval_dataset
+
+    get_tokenizer(config.policy.tokenizer)
+    return Passed(f"{len(load_eval_dataset(config['data']).raw.dataset)} problems")
+
+
+def _writable(path: str, key: str) -> Path:
+    """Return the absolute folder if this user may create it or write into it."""
+    folder = Path(path).absolute()
+    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            return folder
+    except OSError as error:
+        raise ConfigError(
+            f"{key}={path!r} cannot be written ({error.strerror}: {nearest}). Choose a folder that this user may write."
+        ) from error
+
+
+def _joins_cluster(config: RunConfig) -> str:
+    return "the workers run on the cluster's nodes, see 'nodes for the run'" if cluster_address() else ""
+
+
+def _trains_nothing(config: RunConfig) -> str:
+    return "" if config.models else "an evaluation trains nothing"
+
+
+def _saves_nothing(config: RunConfig) -> str:
+    return "" if isinstance(config, MasterConfig) and config.checkpointing.enabled else "no checkpoints are written"
+
+
+def _samples_nothing(config: RunConfig) -> str:
+    return "" if config.samples and config.policy.generation is not None else "nothing is sampled"
+
+
+CHECKS: tuple[RunCheck, ...] = (
+    RunCheck(
+        "devices",
+        check_devices,
+        Moment.FIRST,
+        of_machine=True,
+        skipped=_joins_cluster,
+        advice="Run on a machine with GPUs, or on the CPU with an example whose name has cpu in it.",
+    ),
+    RunCheck("packages", check_installed_packages, Moment.FIRST, of_machine=True),
+    RunCheck("ray", check_ray, Moment.FIRST, of_machine=True, needs=("cluster", "ray start")),
+    RunCheck("logs", check_logs, Moment.FIRST, of_machine=True, skipped=_trains_nothing),
+    RunCheck(
+        "model",
+        check_model_names,
+        Moment.FIRST,
+        of_machine=True,
+        advice="Correct the name; without a network fill the hub's cache (HF_HOME) or use a folder.",
+    ),
+    RunCheck("environments", check_rewards, Moment.LIBRARIES, skipped=_samples_nothing),
+    RunCheck(
+        "mesh",
+        check_mesh,
+        Moment.LIBRARIES,
+        skipped=_trains_nothing,
+        advice="Change the keys that the message names.",
+        deadline_s=120.0,
+        needs=("model",),
+    ),
+    RunCheck("engine", check_engine, skipped=_samples_nothing, needs=("model",)),
+    RunCheck("parts", check_parts, skipped=_trains_nothing),
+    RunCheck(
+        "memory",
+        check_memory,
+        of_machine=True,
+        reads_data=True,
+        skipped=_trains_nothing,
+        advice="Change the keys that the message names; the table shows the largest parts.",
+        deadline_s=300.0,
+        needs=("model",),
+    ),
+    RunCheck(
+        "checkpoints",
+        check_checkpoints,
+        of_machine=True,
+        skipped=_saves_nothing,
+        advice="Free space, or set checkpointing.checkpoint_dir to a larger disk.",
+        needs=("model",),
+    ),
+    RunCheck(
+        "data",
+        check_data,
+        of_machine=True,
+        reads_data=True,
+        advice="Correct data.* or policy.tokenizer.*; see the guide of the algorithm.",
+        deadline_s=600.0,
+        needs=("model",),
+    ),
+)
+"""All checks of a run, in their order."""
