@@ -195,7 +195,7 @@ def check_memory(request: Request) -> Passed:
 
     It fails if the run would refuse to start; a configuration that probably does not fit is a warning.
     """
-    from nemo_rl.algorithms.setup.memory_check import memory_of_a_rank, log_memory
+    from nemo_rl.algorithms.setup.memory_check import log_memory, memory_of_a_rank
     from nemo_rl.algorithms.setup.memory_forecast import warn_of_shortfalls
 
     config = request.config
