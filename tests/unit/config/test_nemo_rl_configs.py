@@ -186,7 +186,7 @@ NOT_BUILT = {
         "data_plane={enabled: true}",
         "env.should_use_nemo_gym=true",
         "ppo={ppo_epochs: 4}",
-        "async_rl={generation_router: {enabled: true}}",
+        "async_rl.generation_router={enabled: true}",
         "data.train.data_files=hf://x",
         "data.train.allowed_problem_types=[a]",
         "data.custom_dataloader=a.b",
@@ -345,7 +345,7 @@ def later_keys(algorithm: str) -> dict[str, tuple[Any, ...]]:
     return {
         key: neutral
         for key, neutral in found.items()
-        if not key.startswith((*unwanted, "teacher.generation.", "data.validation."))
+        if not key.startswith((*unwanted, "teacher.generation.", "data.validation.", "async_rl."))
     }
 
 

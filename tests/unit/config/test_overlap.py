@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config import ConfigError, GRPOMasterConfig, OverlapConfig, load_config
+from nemo_rl.config import GRPOMasterConfig, OverlapConfig, load_config
+from nemo_rl.utils.errors import ConfigError
 
 CPU = Path(__file__).resolve().parents[3] / "examples/configs/grpo_math_cpu.yaml"
 
