@@ -113,7 +113,8 @@ class ExampleRuns:
                 cwd=self._folder,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=run_environment() | {"PYTHONPATH": str(self._folder)} | dict(environment or {}),
+                # The repository comes first, so that another installation of the library is not tested instead.
+                env=run_environment() | {"PYTHONPATH": f"{REPOSITORY}:{self._folder}"} | dict(environment or {}),
                 process_group=process_group,
             )
         self._runs.append(ExampleRun(process, log_path, log_dir))

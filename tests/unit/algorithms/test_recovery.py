@@ -171,7 +171,8 @@ def test_a_run_whose_rank_died_logs_the_metrics_of_an_undisturbed_run(
     assert sorted(parts.rows_logged("train", "validation"), key=str) == sorted(undisturbed, key=str)
     counted = {step for _, step, metrics in parts.rows_logged("performance") if metrics.get("num_run_restarts") == 1.0}
     assert counted == set(range(row, 9))
-    assert f"Restart 1 of 3: the ranks of policy are replaced and continue from {tmp_path}" in caplog.text or not again
+    source = f"{tmp_path}/faulted/checkpoints/{place}" if place != "the start" else "the initial weights"
+    assert f"Restart 1 of 3: the ranks of policy are replaced and continue from {source}; engines" in caplog.text
     assert "Last lines of a log" in caplog.text
     assert ("are trained again" in caplog.text) == bool(again)
     assert parts.checkpoints.steps()[-1] == 8
