@@ -78,7 +78,7 @@ def test_nesting_too_deep_for_recursion_is_refused(minimal) -> None:
     with pytest.raises(ConfigError, match="nested too deeply"):
         load_checked(minimal, ["policy.hf_config_overrides=" + "{a:" * 100 + "1" + "}" * 100])
     with pytest.raises(ConfigError, match="nested too deeply"):
-        load_checked(minimal, ["policy.hf_config_overrides=" + "{a:" * 3000 + "1" + "}" * 3000])
+        load_checked(minimal, ["policy.hf_config_overrides=" + "{a:" * 1200 + "1" + "}" * 1200])
 
 
 def test_an_empty_section_inherits_and_null_stays_where_it_means_something(write_yaml) -> None:

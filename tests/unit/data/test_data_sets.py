@@ -40,8 +40,8 @@ def test_arithmetic_rows_are_correct_and_deterministic():
 def test_arithmetic_splits_have_no_common_sum(limits, num_operands):
     seen = {}
     for split, seed in (("train", 1), ("validation", 2)):
-        made = ArithmeticDataset(split, 3000, *limits, num_operands=num_operands, seed=seed)
-        assert len(made.dataset) == 3000
+        made = ArithmeticDataset(split, 1000, *limits, num_operands=num_operands, seed=seed)
+        assert len(made.dataset) == 1000
         rows = operands(made.dataset)
         assert all(limits[0] <= number <= limits[1] for row in rows for number in row)
         seen[split] = {tuple(sorted(row)) for row in rows}
@@ -221,11 +221,11 @@ def test_setup_tries_the_first_row(bare_tokenizer, two_files, tmp_path):
 def test_many_rows_load_quickly(bare_tokenizer, tmp_path):
     path = tmp_path / "rows.jsonl"
     row = {"input": "What is it? " * 20, "output": "42"}
-    path.write_text((json.dumps(row) + "\n") * 100_000)
+    path.write_text((json.dumps(row) + "\n") * 20_000)
     started = time.process_time()
     data = setup_response_data(bare_tokenizer, data_config(train={"data_path": str(path)}), ["math"])
-    assert len(data.train) == 100_000
-    assert time.process_time() - started < 10
+    assert len(data.train) == 20_000
+    assert time.process_time() - started < 3
 
 
 def test_a_processed_dataset_chooses_the_processor_by_task(bare_tokenizer, tmp_path):

@@ -9,8 +9,6 @@ from nemo_rl.environments.grading.grade import load_verifier
 from nemo_rl.environments.grading.hf_math_verify import verify_math, verify_math_components
 from nemo_rl.environments.grading.multichoice import verify_english, verify_multilingual
 
-pytestmark = pytest.mark.fast
-
 NUMBERS = [
     "18",
     "3",

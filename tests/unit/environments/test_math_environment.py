@@ -4,8 +4,6 @@ import torch
 from nemo_rl.environments.math_environment import MathEnvironment, MathMultiRewardEnvironment
 from nemo_rl.utils.errors import ConfigError
 
-pytestmark = pytest.mark.fast
-
 
 def answer(text):
     return [

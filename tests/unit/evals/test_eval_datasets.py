@@ -13,8 +13,6 @@ from nemo_rl.evals.datasets import EVAL_REGISTRY
 from nemo_rl.evals.prompts import EvalPrompts
 from nemo_rl.utils.errors import DataError
 
-pytestmark = pytest.mark.fast
-
 SHARED = Path(__file__).resolve().parents[3] / "../shared/data"
 CHOICE = "env.math.verifier_type=english_multichoice"
 LONG = ("data.max_input_seq_length=null",)

@@ -3,10 +3,6 @@
 import importlib.util
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.fast
-
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples/minimal_grpo.py"
 
 

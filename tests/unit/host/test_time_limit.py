@@ -23,9 +23,11 @@ def test_a_loop_ends_at_the_limit_and_no_timer_remains() -> None:
     with pytest.raises(DeadlineExceededError, match=r"a loop takes longer than 0\.2 s"), time_limit(0.2, "a loop"):
         loop(30)
     assert signal.getsignal(signal.SIGALRM) is handler
-    with time_limit(20, "a short loop"):
-        loop(0.05)
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    of_the_test, _ = signal.getitimer(signal.ITIMER_REAL)
+    with time_limit(0.2, "a short loop"):
+        loop(0.001)
+    left, _ = signal.getitimer(signal.ITIMER_REAL)
+    assert left > 1 or of_the_test == left == 0, "only the alarm of pytest's own time limit is left, if it has one"
 
 
 def test_an_earlier_alarm_continues() -> None:

@@ -12,8 +12,6 @@ from manifests import FOLDER, JOBS, ROOT, bytes_or_count, command, groups, manif
 from nemo_rl.config import GRPOMasterConfig
 from nemo_rl.config.loading.load import load_config
 
-pytestmark = pytest.mark.fast
-
 IN_IMAGE = "/opt/nemo-rl/"
 
 

@@ -7,8 +7,6 @@ import pytest
 import torch
 from tiny_models import TinyShape, make_tiny_model
 
-pytestmark = pytest.mark.fast
-
 BENCHMARKS = Path(__file__).resolve().parents[3] / "tools/benchmarks"
 
 

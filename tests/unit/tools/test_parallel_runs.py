@@ -10,8 +10,6 @@ from tool_loading import TOOLS, load_tool
 from nemo_rl.config import load_config
 from nemo_rl.config.loading.algorithms import ALGORITHMS
 
-pytestmark = pytest.mark.fast
-
 
 @pytest.fixture
 def parallel_runs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:

@@ -130,7 +130,7 @@ def test_invalid_rows_enter_no_statistic():
     assert not result[3].any() and not result[4].any()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     rows=st.lists(
         st.tuples(

@@ -17,8 +17,6 @@ from nemo_rl.models.generation.interfaces import EngineSettings, GenerationReque
 from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
 from nemo_rl.utils.errors import WeightSyncError
 
-pytestmark = pytest.mark.fast
-
 SHAPE = TinyShape(hidden_size=64, intermediate_size=96, num_layers=4, num_heads=2, num_kv_heads=1)
 
 

@@ -31,8 +31,6 @@ from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationRe
 from nemo_rl.models.generation.sampling import bad_word_ids, banned_tokens, draw, filtered_logprobs
 from nemo_rl.utils.errors import GenerationError
 
-pytestmark = pytest.mark.fast
-
 
 @pytest.fixture(scope="module")
 def model():

@@ -13,8 +13,6 @@ from nemo_rl.models.generation.hf.engine import HfEngine
 from nemo_rl.models.huggingface.stop_tokens import stop_token_ids
 from nemo_rl.utils.errors import ConfigError
 
-pytestmark = pytest.mark.fast
-
 PUBLISHED = {
     "Gemma": (1, [1, 106], (1, 106)),
     "Llama 3": (128009, [128001, 128008, 128009], (128009, 128001, 128008)),

@@ -14,8 +14,6 @@ from nemo_rl.models.megatron.conversion.dequantized import DequantizedFiles
 from nemo_rl.models.megatron.conversion.rules import rules_for
 from nemo_rl.models.megatron.conversion.sources import sources
 
-pytestmark = pytest.mark.fast
-
 BOXES = [(slice(0, 200), slice(0, 300)), (slice(120, 140), slice(5, 250)), (slice(130, 200), slice(256, 300))]
 STACKED_BOXES = [
     (slice(0, 2), slice(0, 96), slice(0, 10)),
