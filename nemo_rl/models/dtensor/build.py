@@ -5,7 +5,6 @@ finds unsupported settings on a small probe model, and all ranks refuse them.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 from transformers.modeling_utils import PreTrainedModel
 
@@ -74,7 +73,7 @@ def build_model(config: PolicyConfig, seed: int) -> Built:
         )
     context = longest_sequence(config)
     fix_rotary_frequencies(hf, context)
-    found = decide_on_rank0(partial(_try_probe_model, hf, context, config))
+    found = decide_on_rank0(lambda: try_out(small_probe_model(hf), context, config))
     return Built(adapted(hf, config, found, seed), lazy_weights, found.shares_prompts)
 
 
@@ -105,10 +104,6 @@ def adapted(hf: PreTrainedModel, config: PolicyConfig, found: Found, seed: int) 
     if config.dtensor_cfg.lora_cfg.enabled:
         apply_lora(hf, config.dtensor_cfg.lora_cfg, seed)
     return model
-
-
-def _try_probe_model(hf: PreTrainedModel, context: int, config: PolicyConfig) -> Found:
-    return try_out(small_probe_model(hf), context, config)
 
 
 def try_out(probe_model: PreTrainedModel, context: int, config: PolicyConfig) -> Found:

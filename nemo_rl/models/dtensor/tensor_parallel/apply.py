@@ -143,10 +143,10 @@ def divide_layers(
         fused = any(style.parts for below, style in styles.items() if _within(below, [name]))
         if fused and hasattr(block, "config"):
             _count_own_heads(block, tensor.mesh.size())
-        block.forward = partial(_run_block, block.forward, tensor)
-    for name in mixers:
+        block.forward = partial(_run_between, block.forward, tensor.enter, tensor.leave)
+    for name in mixers:  # every rank computes all tokens and keeps its own
         mixer: Any = hf.get_submodule(name)
-        mixer.forward = partial(_run_whole, mixer.forward, tensor)
+        mixer.forward = partial(_run_between, mixer.forward, tensor.enter, tensor.own_tokens)
     for name in token_blocks if not tensor.sequence_parallel else []:
         divide_tokens(hf.get_submodule(name), tensor.group)
     embedding = hf.get_input_embeddings()
@@ -180,22 +180,12 @@ def _run_locally(
         return forward(*args, **kw)
 
 
-def _run_block(forward: Callable[..., Any], tensor: TensorParallel, *args: Any, **kwargs: Any) -> Any:
-    """Run a block's forward between `enter` and `leave`."""
-    return _run_between(forward, tensor.enter, tensor.leave, args, kwargs)
-
-
-def _run_whole(forward: Callable[..., Any], tensor: TensorParallel, *args: Any, **kwargs: Any) -> Any:
-    """Run an undivided module that mixes tokens: every rank computes all tokens and keeps its own."""
-    return _run_between(forward, tensor.enter, tensor.own_tokens, args, kwargs)
-
-
 def _run_between(
     forward: Callable[..., Any],
     enter: Callable[[Tensor], Tensor],
     leave: Callable[[Tensor], Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Run a forward between two functions of the hidden states.
 

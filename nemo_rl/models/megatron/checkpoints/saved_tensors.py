@@ -72,11 +72,8 @@ class SavedTensors:
         except CheckpointError:
             raise
         except _BROKEN as error:
-            raise self._damaged(error) from error
+            raise CheckpointError(f"{self._folder} cannot be read: {type(error).__name__}: {error}") from error
         return whole
-
-    def _damaged(self, error: Exception) -> CheckpointError:
-        return CheckpointError(f"{self._folder} cannot be read: {type(error).__name__}: {error}")
 
 
 _HALF = re.compile(r"_[wv]$")
@@ -95,8 +92,4 @@ def by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
     for name in names:
         parameter = own_name(_HALF.sub("", name).replace(".experts.experts.", ".experts.local_experts."))
         found.setdefault(parameter, []).append(name)
-    return {parameter: sorted(kept, key=_up_last) for parameter, kept in found.items()}
-
-
-def _up_last(name: str) -> tuple[bool, str]:
-    return name.endswith("_v"), name
+    return {parameter: sorted(kept, key=lambda name: (name.endswith("_v"), name)) for parameter, kept in found.items()}
