@@ -162,7 +162,7 @@ class RecordStore:
 def input_files(config: EvalMasterConfig, num_prompts: int) -> dict[str, Any]:
     """Return the inputs of the samples apart from the configuration: size and time of model and data files."""
     found: dict[str, Any] = {"num_prompts": num_prompts}
-    for section, key in config.path_keys():
+    for _, section, key in config.path_keys():
         path = Path(getattr(section, key) or "")
         if path.is_absolute() and path.exists():
             files = sorted(path.iterdir()) if path.is_dir() else [path]

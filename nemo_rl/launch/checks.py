@@ -18,6 +18,7 @@ from pathlib import Path
 from nemo_rl.algorithms.setup.packages import check_packages
 from nemo_rl.algorithms.setup.preflight import check_backends, check_environments, check_reachable_models
 from nemo_rl.config import MasterConfig, RunConfig, check_device, count_gpus
+from nemo_rl.config.base.part_names import is_own_class
 from nemo_rl.config.rules.trackers import check_trackers
 from nemo_rl.distributed.cluster.address import require_cluster
 from nemo_rl.distributed.cluster.start_checks import ray_folder, require_startable_ray
@@ -67,10 +68,6 @@ class Passed:
     numbers: Mapping[str, float] = field(default_factory=dict)
 
 
-def _applies(config: RunConfig) -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class RunCheck:
     """One check of a run.
@@ -92,7 +89,7 @@ class RunCheck:
     moment: Moment = Moment.SETUP
     of_machine: bool = False
     reads_data: bool = False
-    skipped: Callable[[RunConfig], str] = _applies
+    skipped: Callable[[RunConfig], str] = lambda config: ""
     advice: str = ""
     deadline_s: float = 60.0
     needs: tuple[str, ...] = ()
@@ -180,7 +177,7 @@ def check_parts(request: Request) -> Passed:
     parts = request.config.named_parts
     registries = {"loss_fn": LOSSES, "adv_estimator": ESTIMATORS}
     for key, part in parts.items():
-        if not SOURCES.is_own(part.name):
+        if not is_own_class(part.name):
             continue
         registry = registries.get(key.rpartition(".")[2])
         if registry is None:

@@ -82,7 +82,9 @@ def describe(config: RunConfig) -> Description:
     checks = [_line(check.name, check.look(Request(local)).found) for check in CHECKS if _is_made(check, local)]
     device = device_bytes(config.cluster)
     forecast = forecast_memory(local, device)
-    sizes = _checkpoint_sizes(local) if isinstance(local, MasterConfig) else None
+    sizes = None
+    if isinstance(local, MasterConfig) and local.checkpointing.enabled:
+        sizes = checkpoint_bytes(local.models, local.checkpointing)
     parts = {
         "Layout": layout_lines(config, device),
         "One training step": step_lines(config) if isinstance(config, MasterConfig) else (),
@@ -217,10 +219,6 @@ def memory_lines(policy: PolicyConfig, forecast: MemoryForecast) -> Iterator[str
         tokens = max(forecast.cache_tokens, 0.0)
         answers = tokens / policy.generation.engine.max_model_len
         yield f"  key-value cache of an engine: {tokens:,.0f} tokens, {answers:.1f} answers of full length at once"
-
-
-def _checkpoint_sizes(config: MasterConfig) -> dict[str, int] | None:
-    return checkpoint_bytes(config.models, config.checkpointing) if config.checkpointing.enabled else None
 
 
 def checkpoint_lines(config: MasterConfig, sizes: Mapping[str, int]) -> Iterator[str]:

@@ -1,10 +1,9 @@
-"""Checks data entries, environments and the files that a configuration names.
+"""Checks data entries and environments.
 
-Invariant: nothing is read or downloaded; only names and the existence of local paths are checked.
+Invariant: nothing is read or downloaded; only names are checked.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.base.availability import NOT_BUILT
@@ -15,10 +14,8 @@ from nemo_rl.config.base.names import (
     NOT_BUILT_ENVIRONMENTS,
     RESPONSE_DATASET_NAMES,
 )
-from nemo_rl.config.base.paths import REPOSITORY_ROOT, find_path, looks_local
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.schema.data import DataConfig, DatasetConfig
-from nemo_rl.config.schema.model.policy import PolicyConfig
 from nemo_rl.utils.did_you_mean import did_you_mean
 
 NEED_PATH = (
@@ -88,33 +85,6 @@ def check_unused(environments: Collection[str], used: Collection[str | None]) ->
         )
 
 
-def check_data_files(data: DataConfig) -> Findings:
-    """Check that data, prompts and system messages exist where they can only be local files."""
-    seen: set[str] = set()
-    for name, entry in named_entries(data):
-        for key, is_path in (
-            ("data_path", looks_local(entry.data_path or "")),
-            ("prompt_file", True),
-            ("system_prompt_file", True),
-        ):
-            value = getattr(entry, key)
-            if value is not None and value not in seen:
-                seen.add(value)
-                yield from _missing(f"{name}.{key}", value, is_path, is_text=key != "data_path")
-
-
-def check_model_files(section: str, policy: PolicyConfig) -> Findings:
-    """Check that model, tokenizer and template exist where they can only be local files."""
-    yield from _missing(f"{section}.model_name", policy.model_name, looks_local(policy.model_name))
-    tokenizer = policy.tokenizer
-    if tokenizer.name != policy.model_name:
-        yield from _missing(f"{section}.tokenizer.name", tokenizer.name, looks_local(tokenizer.name))
-    template = tokenizer.chat_template
-    if template is not None and "{" not in template:
-        is_file = template.endswith(".jinja")
-        yield from _missing(f"{section}.tokenizer.chat_template", template, is_file, is_text=True)
-
-
 def named_entries(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:
     """Yield the entries of train and validation, each with its key."""
     for side, entries in (("train", data.train), ("validation", data.validation)):
@@ -164,14 +134,3 @@ def check_operands(place: str, low: int, high: int) -> Findings:
     """Check that the range of numbers of generated problems is not empty."""
     if low > high:
         yield f"{place}min_operand={low} is above {place}max_operand={high}."
-
-
-def _missing(key: str, path: str, must_exist: bool, *, is_text: bool = False) -> Findings:
-    found = find_path(path) if must_exist else None
-    if is_text and found is not None and not found.is_file():
-        yield f"{key}={path!r} is not a file (a folder, a pipe or a device). Give a text file."
-    if must_exist and found is None:
-        yield (
-            f"{key}={path!r} does not exist. Looked in {Path.cwd()} (current folder) and "
-            f"{REPOSITORY_ROOT} (repository). Give a path that exists."
-        )

@@ -3,13 +3,11 @@
 Invariant: a rule reads nothing but names and the existence of local paths.
 """
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from nemo_rl.config.base.names import ARITHMETIC, RESPONSE_DATASET_NAMES
 from nemo_rl.config.base.paths import find_path, looks_local
-from nemo_rl.config.base.section import Section
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.data import check_environment, check_operands, check_unused
 from nemo_rl.config.schema.algorithms.evaluation import EvalConfig, EvalDataConfig, EvalGenerationConfig
@@ -99,23 +97,3 @@ def _check_verifier(data: EvalDataConfig, verifier: str) -> Findings:
         yield f"data.dataset_name={data.dataset_name} is multiple choice, but {key}={verifier}. Set {key}={fitting}."
     if reads_letter and data.dataset_name in EVAL_DATASET_NAMES and not asks_for_letter:
         yield f"data.dataset_name={data.dataset_name} has no choices, but {key}={verifier}. Set {key}=math."
-
-
-def check_eval_files(paths: Iterable[tuple[str, Section, str]]) -> Findings:
-    """Check that files and folders that can only be local exist.
-
-    Args:
-        paths: name of a section, the section, and one of its keys that may name a file.
-    """
-    always = ("prompt_file", "system_prompt_file", "chat_template")
-    seen: set[str] = set()
-    for name, section, key in paths:
-        value = getattr(section, key)
-        if value is None or value in seen:
-            continue
-        seen.add(value)
-        found = find_path(value) if key in always or looks_local(value) else None
-        if key in always and found is not None and not found.is_file():
-            yield f"{name}.{key}={value!r} is not a file (a folder, a pipe or a device). Give a text file."
-        if (key in always or looks_local(value)) and found is None:
-            yield f"{name}.{key}={value!r} does not exist. Relative paths start at {Path.cwd()}."

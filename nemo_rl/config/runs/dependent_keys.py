@@ -36,7 +36,7 @@ def fill_dependent_keys(config: RunConfig) -> None:
 
 
 def _fill_paths(config: RunConfig) -> None:
-    for section, key in config.path_keys():
+    for _, section, key in config.path_keys():
         value = getattr(section, key)
         found = None if value is None else find_path(value)
         if found is not None:

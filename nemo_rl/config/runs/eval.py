@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from nemo_rl.config.base.section import Section
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.engines import check_engines
-from nemo_rl.config.rules.evaluation import check_eval_data, check_eval_files, check_sampling, is_local_dataset
+from nemo_rl.config.rules.evaluation import check_eval_data, check_sampling, is_local_dataset
+from nemo_rl.config.rules.files import PathKey, tokenizer_paths
 from nemo_rl.config.rules.venvs import check_venvs
 from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.config.schema.algorithms.evaluation import (
@@ -64,14 +64,13 @@ class EvalMasterConfig(RunConfig):
         """See `RunConfig.env_entries`."""
         yield "data", self.data.env_name
 
-    def path_keys(self) -> list[tuple[Section, str]]:
+    def path_keys(self) -> Iterator[PathKey]:
         """See `RunConfig.path_keys`."""
-        paths: list[tuple[Section, str]] = [(self.generation, "model_name"), (self.tokenizer, "name")]
-        paths += [(self.data, key) for key in ("data_path", "prompt_file", "system_prompt_file")]
+        yield PathKey("generation", self.generation, "model_name")
+        yield from tokenizer_paths("tokenizer", self.tokenizer)
+        yield from (PathKey("data", self.data, key) for key in ("data_path", "prompt_file", "system_prompt_file"))
         if is_local_dataset(self.data.dataset_name or ""):
-            paths.append((self.data, "dataset_name"))
-        template = self.tokenizer.chat_template or ""
-        return paths + ([(self.tokenizer, "chat_template")] if template.endswith(".jinja") else [])
+            yield PathKey("data", self.data, "dataset_name")
 
     def findings(self) -> Findings:
         """See `RunConfig.findings`."""
@@ -81,11 +80,4 @@ class EvalMasterConfig(RunConfig):
             check_sampling(self.eval, self.generation, self.data),
             check_eval_data(self.data, self.env),
             check_venvs(self.cluster, {"generation", self.data.env_name, *self.env}),
-        )
-
-    def missing_files(self) -> Findings:
-        """See `RunConfig.missing_files`."""
-        return check_eval_files(
-            (next(name for name, value in self.items() if value is section), section, key)
-            for section, key in self.path_keys()
         )

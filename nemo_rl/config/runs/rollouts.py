@@ -10,9 +10,9 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from nemo_rl.config.base.section import Section
-from nemo_rl.config.rules.broken_rules import Findings, report_findings
-from nemo_rl.config.rules.data import check_data, check_data_files, check_model_files, named_entries
+from nemo_rl.config.rules.broken_rules import Findings
+from nemo_rl.config.rules.data import check_data, named_entries
+from nemo_rl.config.rules.files import PathKey, tokenizer_paths
 from nemo_rl.config.rules.loss import check_loss
 from nemo_rl.config.rules.named_parts import check_named_parts
 from nemo_rl.config.rules.overlap import check_one_overlap, check_overlap, check_stream
@@ -29,7 +29,7 @@ from nemo_rl.config.rules.training import (
     check_validation,
 )
 from nemo_rl.config.rules.venvs import check_venvs
-from nemo_rl.config.runs.run import RunConfig
+from nemo_rl.config.runs.run import INHERITED, RunConfig
 from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
 from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
 from nemo_rl.config.schema.algorithms.overlap import AsyncRLConfig
@@ -84,34 +84,22 @@ class MasterConfig(RunConfig):
         """The names that `cluster.venvs` may have."""
         return ["policy", *(["generation"] if self.policy.generation is not None else ())]
 
-    def path_keys(self) -> list[tuple[Section, str]]:
+    def path_keys(self) -> Iterator[PathKey]:
         """See `RunConfig.path_keys`."""
-        data = self.data
-        paths: list[tuple[Section, str]] = []
-        for model in (role.section for role in self.models.values()):
-            paths += [(model, "model_name"), (model.tokenizer, "name")]
-            template = model.tokenizer.chat_template
-            if template is not None and template.endswith(".jinja"):
-                paths.append((model.tokenizer, "chat_template"))
-        for entry in (data.default, *data.train_entries, *data.validation_entries):
-            paths += [(entry, key) for key in ("data_path", "prompt_file", "system_prompt_file")]
-        return paths
+        for name, section in self.items():
+            if isinstance(section, PolicyConfig):
+                yield PathKey(name, section, "model_name")
+                yield from tokenizer_paths(f"{name}.tokenizer", section.tokenizer)
+        for place, entry in (*named_entries(self.data), (INHERITED, self.data.default)):
+            yield from (PathKey(place, entry, key) for key in ("data_path", "prompt_file", "system_prompt_file"))
 
     def findings(self) -> Findings:
         """See `RunConfig.findings`."""
-        return chain(check_named_parts(self.named_parts), check_second_models(self.models, self.cluster))
-
-    def missing_files(self) -> Findings:
-        """See `RunConfig.missing_files`."""
-        for name, section in self.items():
-            if isinstance(section, PolicyConfig):
-                yield from check_model_files(name, section)
-        yield from check_data_files(self.data)
-
-    def check(self) -> None:
-        """See `RunConfig.check`."""
-        venvs = check_venvs(self.cluster, self.worker_kinds)
-        report_findings(chain(self.findings(), venvs, self.missing_files()))
+        return chain(
+            check_named_parts(self.named_parts),
+            check_second_models(self.models, self.cluster),
+            check_venvs(self.cluster, self.worker_kinds),
+        )
 
 
 class RolloutMasterConfig(MasterConfig):

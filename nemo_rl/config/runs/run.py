@@ -6,10 +6,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.rules.broken_rules import Findings, report_findings
+from nemo_rl.config.rules.files import PathKey, check_files
 from nemo_rl.config.rules.placement.roles import Role
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
 from nemo_rl.config.schema.named_part import NamedPartConfig
+
+INHERITED = "data.default"
+"""Section whose keys are those of data entries, where they are checked."""
 
 
 class RunConfig(Section):
@@ -56,8 +60,8 @@ class RunConfig(Section):
         """Yield the key of each data entry whose answers are rewarded, and the name of its environment."""
         yield from ()
 
-    def path_keys(self) -> list[tuple[Section, str]]:
-        """Return the sections and their keys that may name files or folders to read."""
+    def path_keys(self) -> Iterator[PathKey]:
+        """Yield the keys that may name files or folders to read."""
         raise NotImplementedError
 
     def findings(self) -> Findings:
@@ -66,7 +70,7 @@ class RunConfig(Section):
 
     def missing_files(self) -> Findings:
         """Yield what is wrong with the files and folders that keys name, if these can only be local."""
-        raise NotImplementedError
+        return check_files(path for path in self.path_keys() if path.place != INHERITED)
 
     def check(self) -> None:
         """Check keys against each other, and that the files that they name exist.

@@ -17,10 +17,10 @@ from nemo_rl.__main__ import main
 from nemo_rl.config import load_config
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
 from nemo_rl.doctor import command, host, nodes
-from nemo_rl.doctor.checks import skipped
+from nemo_rl.doctor.checks import Finding, skipped
 from nemo_rl.doctor.nodes import NODE_CHECKS
-from nemo_rl.doctor.requests import RunRequest
-from nemo_rl.doctor.run import check_data, check_memory, run_checks
+from nemo_rl.doctor.run import run_checks
+from nemo_rl.launch.checks import Request
 from nemo_rl.models.capacity.hub_configs import with_local_configs
 from nemo_rl.utils.errors import ConfigError
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[3]
 QUICK_START = ROOT / "examples/configs/grpo_math_cpu.yaml"
 TINY = ROOT / "examples/assets/tiny-chat"
 MACHINE = [check.name for check in NODE_CHECKS]
-RUN = [check.name for check in run_checks(RunRequest(load_config(QUICK_START)))]
+RUN = [check.name for check in run_checks(Request(load_config(QUICK_START)))]
 BEFORE_THE_MODEL = RUN[: RUN.index("model")]
 BEHIND_THE_MODEL = ["mesh", "memory", "checkpoints", "data"]
 
@@ -55,6 +55,12 @@ def doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Doctor:
         return status, lines
 
     return run
+
+
+def look(name: str, request: Request) -> Finding:
+    """Return the finding of one check of a configuration."""
+    (check,) = (check for check in run_checks(request) if check.name == name)
+    return check.look(request)
 
 
 def failed(lines: Lines) -> list[str]:
@@ -194,7 +200,7 @@ def test_problems_that_do_not_stop_a_run_are_warnings(
     """8.03e9 parameters: reference and its place 2 x 4 bytes, optimizer state 8, of an eighth; an engine's 2 of all."""
     file = ROOT / "examples/configs/recipes/llm/grpo-llama3.1-8b-instruct-1n8g-fsdp.yaml"
     config = with_local_configs(load_config(file, [*overrides, f"policy.tokenizer.name={TINY}"]))
-    finding = check_memory(RunRequest(config, gpu_bytes=80 * 2**30, host_bytes=host_gb * 1e9))
+    finding = look("memory", Request(config, gpu_bytes=80 * 2**30, host_bytes=host_gb * 1e9))
     assert finding.status == status, finding
     for text in texts:
         assert text in finding.found
@@ -208,7 +214,7 @@ def test_memory_is_compared_with_the_gpus_of_the_configuration(here_gib: int, de
     file = ROOT / "examples/configs/recipes/llm/grpo-llama3.1-8b-instruct-1n8g-fsdp.yaml"
     overrides = [f"cluster.gpu_memory_gb={described}", f"policy.tokenizer.name={TINY}"]
     config = with_local_configs(load_config(file, overrides))
-    finding = check_memory(RunRequest(config, gpu_bytes=here_gib * 2**30, host_bytes=400e9))
+    finding = look("memory", Request(config, gpu_bytes=here_gib * 2**30, host_bytes=400e9))
     assert (finding.status, finding.numbers) == (status, {"bytes_for_a_rank": described * 2**30}), finding
     assert (f"describes larger GPUs than this machine has ({here_gib} GiB" in finding.found) == (described > here_gib)
 
@@ -217,7 +223,7 @@ def test_tokenizer_problems_are_reported_by_the_data_check(tmp_path: Path) -> No
     shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").unlink()
     config = load_config(QUICK_START, [f"policy.tokenizer.name={tmp_path}", "data.train.num_samples=9"])
-    memory, data = (check(RunRequest(config, host_bytes=16e9)) for check in (check_memory, check_data))
+    memory, data = (look(name, Request(config, host_bytes=16e9)) for name in ("memory", "data"))
     assert (memory.status, data.status) == ("ok", "failed"), (memory, data)
     assert "there are 14.9 GiB for a rank" in memory.found and "has no chat template" in data.found
 

@@ -1,0 +1,50 @@
+"""Check the files and folders that keys name, if these can only be local.
+
+Invariant: nothing is read; only the existence of paths is checked.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from nemo_rl.config.base.paths import REPOSITORY_ROOT, find_path, looks_local
+from nemo_rl.config.base.section import Section
+from nemo_rl.config.rules.broken_rules import Findings
+from nemo_rl.config.schema.model.policy import TokenizerConfig
+
+_TEXTS = ("prompt_file", "system_prompt_file", "chat_template")
+"""Keys that always name a text file; other keys may also hold the id of a model or data set of the hub."""
+
+
+class PathKey(NamedTuple):
+    """A key that may name a file or folder to read: dotted name of its section, the section, and the key."""
+
+    place: str
+    section: Section
+    key: str
+
+
+def tokenizer_paths(place: str, tokenizer: TokenizerConfig) -> Iterator[PathKey]:
+    """Yield the keys of a tokenizer; a chat template may also be a text or the word `default`."""
+    yield PathKey(place, tokenizer, "name")
+    if (tokenizer.chat_template or "").endswith(".jinja"):
+        yield PathKey(place, tokenizer, "chat_template")
+
+
+def check_files(paths: Iterable[PathKey]) -> Findings:
+    """Check that each file or folder exists; one that several keys name is reported for the first."""
+    seen: set[str] = set()
+    for place, section, key in paths:
+        value = getattr(section, key)
+        must_exist = value is not None and (key in _TEXTS or looks_local(value))
+        if not must_exist or value in seen:
+            continue
+        seen.add(value)
+        found = find_path(value)
+        if found is None:
+            yield (
+                f"{place}.{key}={value!r} does not exist. Looked in {Path.cwd()} (current folder) and "
+                f"{REPOSITORY_ROOT} (repository). Give a path that exists."
+            )
+        elif key in _TEXTS and not found.is_file():
+            yield f"{place}.{key}={value!r} is not a file (a folder, a pipe or a device). Give a text file."
