@@ -85,7 +85,7 @@ class PromptStream:
         self._restored: frozenset[PromptPosition] = frozenset()
         """Prompts that an earlier process has drawn, and whose faults it has reported."""
         self._changes: list[str] = []
-        """What changed in the data since the loaded position was stored."""
+        """Changes of the data since the loaded position was stored."""
         self._parts: dict[str, StoredPart] = {}
 
     @property

@@ -126,7 +126,7 @@ class EnvironmentClient:
 
     @property
     def num_restarts(self) -> int:
-        """How often the actor was replaced."""
+        """The number of times that the actor was replaced."""
         return self._actor.num_restarts
 
     @property

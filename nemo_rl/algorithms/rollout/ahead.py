@@ -22,7 +22,7 @@ from nemo_rl.data.prompt_stream import DataExhausted, PromptBatch, PromptPositio
 from nemo_rl.experience.event_loop import BackgroundTask, wait_for_any
 from nemo_rl.experience.rollouts import RolloutKey
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
-from nemo_rl.utils.errors import ConfigError, DeadlineExceededError
+from nemo_rl.utils.errors import DeadlineExceededError, GenerationError
 
 logger = logging.getLogger(__name__)
 
@@ -214,9 +214,7 @@ class AheadRollouts:
             async with self._slots or _NO_LIMIT:
                 try:
                     group = await self.fresh.play(prompt.batch.rows, prompt.row, prompt.key)
-                except ConfigError:
-                    raise
-                except Exception as failure:  # boundary: any failure of a group counts
+                except (DeadlineExceededError, GenerationError) as failure:
                     self._failures.note(failure)
                 else:
                     self._failures.in_a_row = 0

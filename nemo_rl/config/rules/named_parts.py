@@ -1,10 +1,12 @@
-"""Rules on the sections of parts that are chosen by name."""
+"""Rules on parts that are chosen by name, and on the names of workers."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from nemo_rl.config.base.part_names import is_own_class
 from nemo_rl.config.rules.broken_rules import Findings
+from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.named_part import NamedPartConfig
+from nemo_rl.utils.did_you_mean import did_you_mean
 
 
 def check_named_parts(parts: Mapping[str, NamedPartConfig]) -> Findings:
@@ -28,3 +30,16 @@ def check_source_of_distillation(source: NamedPartConfig) -> Findings:
             "distillation.rollout_source.name=dynamic_sampling keeps prompts whose rewards differ, but distillation "
             "trains without rewards. Use fresh, or the dotted path of a class."
         )
+
+
+def check_venvs(cluster: ClusterConfig, kinds: Collection[str]) -> Findings:
+    """Check that each name is a kind of worker.
+
+    Args:
+        cluster: the section.
+        kinds: kinds of workers of the run.
+    """
+    for name in cluster.venvs:
+        if name not in kinds:
+            known = ", ".join(sorted(kinds))
+            yield f"cluster.venvs.{name}: this run has no such workers; it has: {known}.{did_you_mean(name, kinds)}"

@@ -11,7 +11,7 @@ from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.engines import check_engines
 from nemo_rl.config.rules.evaluation import check_eval_data, check_sampling, is_local_dataset
 from nemo_rl.config.rules.files import PathKey, tokenizer_paths
-from nemo_rl.config.rules.venvs import check_venvs
+from nemo_rl.config.rules.named_parts import check_venvs
 from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.config.schema.algorithms.evaluation import (
     EvalConfig,
@@ -36,7 +36,7 @@ class EvalMasterConfig(RunConfig):
     tokenizer: EvalTokenizerConfig = Field(default_factory=EvalTokenizerConfig)
     """The tokenizer."""
     eval: EvalConfig = Field(default_factory=EvalConfig)
-    """What is measured."""
+    """The data and the measures of the evaluation."""
     data: EvalDataConfig = Field(default_factory=EvalDataConfig)
     """The problems."""
     env: EnvironmentMap = Field(default_factory=dict)

@@ -14,7 +14,7 @@ from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.data import check_data, named_entries
 from nemo_rl.config.rules.files import PathKey, tokenizer_paths
 from nemo_rl.config.rules.loss import check_loss
-from nemo_rl.config.rules.named_parts import check_named_parts
+from nemo_rl.config.rules.named_parts import check_named_parts, check_venvs
 from nemo_rl.config.rules.overlap import check_one_overlap, check_overlap, check_stream
 from nemo_rl.config.rules.placement.roles import Role
 from nemo_rl.config.rules.placement.second_models import check_placements, check_second_models
@@ -28,7 +28,6 @@ from nemo_rl.config.rules.training import (
     check_lengths,
     check_validation,
 )
-from nemo_rl.config.rules.venvs import check_venvs
 from nemo_rl.config.runs.run import INHERITED, RunConfig
 from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
 from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig

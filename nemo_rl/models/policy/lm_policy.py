@@ -30,7 +30,7 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.distributed.workers.builder import plan_places
-from nemo_rl.losses.loss_function import AnyLossFunction, LossInputType
+from nemo_rl.losses.loss_function import AnyLossFunction
 from nemo_rl.models.policy.batching import (
     ShardedBatch,
     count_valid,
@@ -50,9 +50,9 @@ from nemo_rl.models.policy.interfaces import (
 )
 from nemo_rl.models.policy.portable_loss import make_portable
 from nemo_rl.models.policy.rank_calls import RankCalls
-from nemo_rl.models.policy.train_results import join_ranks, train_result
+from nemo_rl.models.policy.train_results import join_layers, join_ranks, train_result
 from nemo_rl.models.policy.workers.base import WorkerSettings
-from nemo_rl.models.policy.workers.loss_inputs import extra_keys, input_type_of
+from nemo_rl.models.policy.workers.loss_inputs import check_loss, extra_keys, something_counts
 from nemo_rl.models.training.backends import training_backend
 from nemo_rl.optimizations.switch import Choice
 from nemo_rl.utils.errors import ConfigError
@@ -185,12 +185,12 @@ class Policy(PolicyInterface):
             ConfigError: the loss needs an input that policies do not prepare, or the training backend does not accept
                 the rows' further inputs.
         """
-        _check_loss(loss_fn, self.config)
+        check_loss(loss_fn, self.config)
         require_keys(data, (*TRAINING_KEYS, *extra_keys(loss_fn)), "Policy.train")
         make_portable(loss_fn)
         size = gbs or self.config.train_global_batch_size
         counted = [(batch, count_valid(batch)) for batch in global_batches(data, size, allow_partial=eval_mode)]
-        wanted = [n for n, (_, valid) in enumerate(counted) if eval_mode or _something_counts(valid, loss_fn)]
+        wanted = [n for n, (_, valid) in enumerate(counted) if eval_mode or something_counts(valid, loss_fn)]
         group_size = getattr(loss_fn, "rows_per_unit", 1)
         strategy = training_strategy(self.config, mbs, group_size)
         updates: list[dict[str, float]] = [{} for _ in counted]
@@ -224,7 +224,7 @@ class Policy(PolicyInterface):
             DataError: missing keys, rows that do not divide over the ranks, or rows too long.
             ConfigError: as `train`, or the backend cannot add up gradients.
         """
-        _check_loss(loss_fn, self.config)
+        check_loss(loss_fn, self.config)
         require_keys(data, (*TRAINING_KEYS, *extra_keys(loss_fn)), "Policy.accumulate")
         make_portable(loss_fn)
         group_size = getattr(loss_fn, "rows_per_unit", 1)
@@ -244,7 +244,7 @@ class Policy(PolicyInterface):
             ConfigError: the loss is not a sum that is divided by the count that its `loss_type` names.
         """
         valid = count_valid(data)
-        if not _something_counts(valid, loss_fn):
+        if not something_counts(valid, loss_fn):
             self._ranks.everywhere("drop_gradients", "dropping gradients")
             return train_result([{}], loss_fn)
         counted = float(data["num_counted_samples"][0]) if "num_counted_samples" in data else 0.0
@@ -486,35 +486,6 @@ class Policy(PolicyInterface):
             rows = BatchedDataDict(rows.data | {ROW_INPUTS: completed(rows[ROW_INPUTS])})
             self._accepted.require(rows[ROW_INPUTS])
         return shard_batch(rows, self.data_parallel_size, strategy, group_size, shares_prompts=self._shares_prompts)
-
-
-def join_layers(of_stages: list[tuple[list[str], list[torch.Tensor]]]) -> tuple[list[str], list[torch.Tensor]]:
-    """Join the layers of all pipeline stages in the order of their numbers; a stage may hold several chunks."""
-    layers = [pair for names, outputs in of_stages for pair in zip(names, outputs, strict=True)]
-    if len(of_stages) > 1:
-        # Imported here, because it imports torch.distributed.tensor and everything below it.
-        from transformers.core_model_loading import dot_natural_key
-
-        layers.sort(key=lambda pair: dot_natural_key(pair[0]))
-    return [name for name, _ in layers], [output for _, output in layers]
-
-
-def _check_loss(loss_fn: AnyLossFunction, config: PolicyConfig) -> None:
-    prepared = [LossInputType.LOGPROB, LossInputType.DISTILLATION]
-    if config.reward_model_cfg.enabled:
-        prepared = [LossInputType.LOGIT]
-    wanted = input_type_of(loss_fn)
-    if wanted not in prepared:
-        raise ConfigError(
-            f"{type(loss_fn).__name__} wants {wanted} as input; a policy with policy.reward_model_cfg.enabled="
-            f"{str(config.reward_model_cfg.enabled).lower()} prepares {' and '.join(map(str, prepared))} only."
-        )
-
-
-def _something_counts(valid: tuple[float, float], loss_fn: AnyLossFunction) -> bool:
-    """Return whether a global batch has anything that its loss counts: tokens, or sequences for a loss of scores."""
-    seqs, toks = valid
-    return seqs > 0 and (toks > 0 or input_type_of(loss_fn) is LossInputType.LOGIT)
 
 
 def _absolute(path: str | PathLike[str] | None) -> str | None:

@@ -57,3 +57,14 @@ def train_result(updates: list[dict[str, float]], loss_fn: AnyLossFunction) -> T
         metrics=metrics,
         all_mb_metrics={name: [u[name] for u in made if name in u] for name in names},
     )
+
+
+def join_layers(of_stages: list[tuple[list[str], list[torch.Tensor]]]) -> tuple[list[str], list[torch.Tensor]]:
+    """Join the layers of all pipeline stages in the order of their numbers; a stage may hold several chunks."""
+    layers = [pair for names, outputs in of_stages for pair in zip(names, outputs, strict=True)]
+    if len(of_stages) > 1:
+        # Imported here, because it imports torch.distributed.tensor and everything below it.
+        from transformers.core_model_loading import dot_natural_key
+
+        layers.sort(key=lambda pair: dot_natural_key(pair[0]))
+    return [name for name, _ in layers], [output for _, output in layers]

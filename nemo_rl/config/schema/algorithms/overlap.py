@@ -14,7 +14,7 @@ _KV_CACHE = "engines always compute the keys and values of running requests agai
 
 
 class OverlapConfig(Section):
-    """Whether answers for later steps are sampled while the policy trains."""
+    """Sampling and training at the same time."""
 
     mode: Literal["none", "stream", "ahead"] = "none"
     """none: sampling and training take turns; stream: gradients of finished groups are computed while the rest of

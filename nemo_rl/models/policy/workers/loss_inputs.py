@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.loss_function import (
     AnyLossFunction,
@@ -26,6 +27,7 @@ from nemo_rl.models.training.inputs import (
     build_score_inputs,
     build_training_inputs,
 )
+from nemo_rl.utils.errors import ConfigError
 
 BuildInputs = Callable[[BatchedDataDict[Any], InputLayout, torch.device], ModelInputs]
 
@@ -84,3 +86,26 @@ def call_loss(
     teacher = torch.log_softmax(rows["teacher_topk_logits"][:, :-1].to(student.dtype), dim=-1)
     negative_entropy = -inputs.scatter(entropy_K)
     return compare(student, teacher, negative_entropy, data=rows, global_valid_seqs=seqs, global_valid_toks=toks)
+
+
+def check_loss(loss_fn: AnyLossFunction, config: PolicyConfig) -> None:
+    """Check that a policy prepares the input that a loss wants.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    prepared = [LossInputType.LOGPROB, LossInputType.DISTILLATION]
+    if config.reward_model_cfg.enabled:
+        prepared = [LossInputType.LOGIT]
+    wanted = input_type_of(loss_fn)
+    if wanted not in prepared:
+        raise ConfigError(
+            f"{type(loss_fn).__name__} wants {wanted} as input; a policy with policy.reward_model_cfg.enabled="
+            f"{str(config.reward_model_cfg.enabled).lower()} prepares {' and '.join(map(str, prepared))} only."
+        )
+
+
+def something_counts(valid: tuple[float, float], loss_fn: AnyLossFunction) -> bool:
+    """Return whether a global batch has anything that its loss counts: tokens, or sequences for a loss of scores."""
+    seqs, toks = valid
+    return seqs > 0 and (toks > 0 or input_type_of(loss_fn) is LossInputType.LOGIT)
