@@ -411,6 +411,8 @@ class EngineGroup(GenerationInterface):
         """
         with self.exclusively():
             self.revive_dead()
+            for member in self._members:
+                member.is_down = False
             self._end = None
 
     def _replace(self, member: _Member, reason: str) -> None:

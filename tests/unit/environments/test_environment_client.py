@@ -180,7 +180,7 @@ def test_an_actor_that_was_stopped_is_replaced_and_its_only_sample_is_graded(mak
     os.kill(first, signal.SIGSTOP)
     assert [result.reward for result in step_all(client, ["5"])] == [1.0]
     assert client.num_restarts == 1
-    wait_until_gone([first])
+    assert wait_until_gone([first]) == []
 
 
 def test_the_deadline_applies_to_a_sample_not_to_its_batch_or_the_queue(make):

@@ -56,7 +56,7 @@ def test_an_answer_whose_process_was_stopped_is_tried_again(pool):
     (grade,) = pool.grade([("4", "4")])
     assert grade.verified.reward == 1.0
     assert int(pool.grade([("pid", "")])[0].verified.extracted_answer) != first
-    assert not os.path.exists(f"/proc/{first}"), "the stopped process is gone"
+    assert wait_until_gone([first]) == []
 
 
 def test_a_process_killed_while_idle_affects_no_answer(pool):
