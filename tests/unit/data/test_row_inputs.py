@@ -16,6 +16,8 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.utils.errors import DataError
 
+pytestmark = pytest.mark.fast
+
 TOKENIZER = SimpleNamespace(pad_token_id=0)
 
 

@@ -16,6 +16,8 @@ from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
 from nemo_rl.utils.errors import ConfigError, DeadlineExceededError, GenerationError
 
+pytestmark = pytest.mark.fast
+
 SAMPLING = SamplingParams(max_new_tokens=8, stop_token_ids=(0,))
 KEY = RolloutKey(run_seed=1, phase="train", step=3, round=1, first_group=10)
 

@@ -2,12 +2,15 @@
 
 import asyncio
 
+import pytest
 import torch
 
 from nemo_rl.environments.interfaces import StepResult
 from nemo_rl.experience.post_processing import post_process
 from nemo_rl.experience.samples import _absorb
 from nemo_rl.experience.trajectory import Trajectory
+
+pytestmark = pytest.mark.fast
 
 
 def message(role: str, length: int) -> dict:

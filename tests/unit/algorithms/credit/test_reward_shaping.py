@@ -15,6 +15,8 @@ from nemo_rl.config import RewardScalingConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.errors import ConfigError
 
+pytestmark = pytest.mark.fast
+
 REWARDS = torch.tensor([0.0, 0.25, 1.0])
 
 

@@ -23,6 +23,8 @@ from nemo_rl.experience.trajectory import Outcome, Trajectory
 from nemo_rl.models.generation.interfaces import VersionSpan
 from nemo_rl.weight_sync.transport import TransportSpec
 
+pytestmark = pytest.mark.fast
+
 
 def message(role: str, *ids: int) -> dict[str, Any]:
     written = {"generation_logprobs": torch.full((len(ids),), -0.5)} if role == "assistant" else {}

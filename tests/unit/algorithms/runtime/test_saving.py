@@ -16,6 +16,8 @@ from nemo_rl.host.background import in_background
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.errors import CheckpointError
 
+pytestmark = pytest.mark.fast
+
 WAIT_S = 20.0
 
 

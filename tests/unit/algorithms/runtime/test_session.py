@@ -24,6 +24,8 @@ from nemo_rl.utils.errors import (
     WorkerDiedError,
 )
 
+pytestmark = pytest.mark.fast
+
 
 def make_validated(
     folder: Path, cadence: Cadence, data: Data, accuracy: dict[int, float] | None = None, **checkpointing: Any
