@@ -242,7 +242,7 @@ def test_a_constructor_error_ends_the_half_built_group(make_group, cluster):
 
 def test_coroutines_run_concurrently_and_a_stuck_one_is_shown(make_group):
     builder = RayWorkerBuilder("sample_workers.Meeting").asynchronous(max_concurrency=4)
-    group = make_group("async", builder=builder, workers_per_node=1)
+    group = make_group("async", builder=builder, workers_per_node=1, ranks_per_unit=1)
     waiting = group.run_all_workers_single_data("wait_for_other")
     with pytest.raises(DeadlineExceededError, match=r"in wait_for_other\n.* in wait"):
         group.get_all_worker_results(waiting, timeout_s=0.5)
