@@ -113,7 +113,7 @@ class DeferredSignals:
         _restore(self._before)
 
     def all_is_saved(self, status: int) -> None:
-        """Let an immediately ending signal use this exit status from now on, also after `stop`."""
+        """Set the exit status of a signal that ends the process immediately, from now on and also after `stop`."""
         leave = partial(_leave_with, status, "all is saved")
         self._before = {number: leave if handler is _leave else handler for number, handler in self._before.items()}
         _restore(self._before)

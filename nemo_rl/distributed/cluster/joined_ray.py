@@ -26,7 +26,7 @@ from nemo_rl.utils.errors import ConfigError, NemoRLError
 _RETRY_S = 0.2
 _PERIOD_S = 3.0
 _GONE_S = 0.75 * float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))  # noqa: SIM112
-"""Seconds without an answer of the control service: below Ray's own limit, long enough for a restart of it."""
+"""Seconds that the control service may not answer: less than Ray's own limit, and enough for it to restart."""
 _GO_ON = "Start the run again; with checkpointing.enabled=true it continues from its last checkpoint."
 
 _JOIN_S = 120.0

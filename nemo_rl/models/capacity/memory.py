@@ -94,7 +94,7 @@ class MemoryPlan:
 
     @property
     def peak_moment(self) -> str:
-        """The point of a step at which most is held."""
+        """The moment of a step with the most memory in use."""
         return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
     @property

@@ -363,7 +363,7 @@ def test_a_killed_actor_leaves_no_grading_process():
 
 DRIVER = """
 import asyncio, ray, sys
-sys.path.insert(0, {here!r})
+sys.path[:] = {path!r}
 ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
 import test_environment_client as tests
 client, actor, graders = tests.math_client()
@@ -373,9 +373,8 @@ asyncio.run(asyncio.sleep(600))
 
 
 def test_a_killed_driver_leaves_no_process():
-    here = os.path.dirname(__file__)
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER.format(here=here)],
+        [sys.executable, "-c", DRIVER.format(path=sys.path)],
         stdout=subprocess.PIPE,
         env={name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
     )
