@@ -125,7 +125,7 @@ class EnvironmentClient:
 
     @property
     def num_restarts(self) -> int:
-        """How often the actor was replaced."""
+        """Number of times the actor was replaced."""
         return self._actor.num_restarts
 
     @property
