@@ -209,12 +209,12 @@ def check_memory(request: Request) -> Passed:
 
 def check_checkpoints(request: Request) -> Passed:
     """Compare the free space of the checkpoint folder with the size that the training backends expect."""
-    from nemo_rl.algorithms.setup.checkpoint_size import checkpoint_bytes, require_space
+    from nemo_rl.algorithms.setup.checkpoint_size import checkpoint_sizes, require_space
 
     config = request.config
     assert isinstance(config, MasterConfig), "an evaluation trains nothing"
     folder = _writable(config.checkpointing.checkpoint_dir, "checkpointing.checkpoint_dir")
-    sizes = checkpoint_bytes(config.models, config.checkpointing)
+    sizes = checkpoint_sizes(config.models, config.checkpointing)
     found = f"{readable_bytes(free_bytes(folder))} free in {folder}"
     if sizes is None:
         return Passed(f"{found}; a checkpoint's size is unknown until the weights are downloaded")

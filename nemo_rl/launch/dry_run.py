@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from nemo_rl.algorithms.setup.checkpoint_size import checkpoint_bytes, checkpoints_at_once
+from nemo_rl.algorithms.setup.checkpoint_size import checkpoint_sizes, checkpoints_at_once
 from nemo_rl.algorithms.setup.memory_forecast import (
     USABLE_SHARE,
     MemoryForecast,
@@ -84,7 +84,7 @@ def describe(config: RunConfig) -> Description:
     forecast = forecast_memory(local, device)
     sizes = None
     if isinstance(local, MasterConfig) and local.checkpointing.enabled:
-        sizes = checkpoint_bytes(local.models, local.checkpointing)
+        sizes = checkpoint_sizes(local.models, local.checkpointing)
     parts = {
         "Layout": layout_lines(config, device),
         "One training step": step_lines(config) if isinstance(config, MasterConfig) else (),

@@ -18,7 +18,7 @@ from nemo_rl.utils.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 
-def checkpoint_bytes(models: Mapping[str, Role], checkpointing: CheckpointingConfig) -> dict[str, int] | None:
+def checkpoint_sizes(models: Mapping[str, Role], checkpointing: CheckpointingConfig) -> dict[str, int] | None:
     """Estimate the bytes of each trained model in a checkpoint, by name; None if a backend does not estimate its own.
 
     Args:
@@ -46,7 +46,7 @@ def check_space(
     """
     one = _written_bytes(models, resume_path)
     if one is None:
-        sizes = checkpoint_bytes(models, checkpointing)
+        sizes = checkpoint_sizes(models, checkpointing)
         one = None if sizes is None else sum(sizes.values())
     if one is None:
         return

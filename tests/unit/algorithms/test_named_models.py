@@ -11,7 +11,7 @@ from pydantic import Field
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing, SavedInTurn, groups_of_models, saved_models
 from nemo_rl.algorithms.runtime.resume_check import check_resume
 from nemo_rl.algorithms.setup import checkpoint_size, placement
-from nemo_rl.algorithms.setup.checkpoint_size import check_space, checkpoint_bytes
+from nemo_rl.algorithms.setup.checkpoint_size import check_space, checkpoint_sizes
 from nemo_rl.algorithms.setup.placement import place_roles
 from nemo_rl.algorithms.setup.preflight import check_added_models
 from nemo_rl.config import (
@@ -152,7 +152,7 @@ def test_the_dry_run_shows_every_model_and_its_memory() -> None:
     assert shown.forecast.groups[name].host["critic's optimizer state"] > 0
     for model in ("policy", "critic", "judge"):
         assert f"  {model:<14}" in shown.text
-    sizes = checkpoint_bytes(config.models, config.checkpointing)
+    sizes = checkpoint_sizes(config.models, config.checkpointing)
     assert sizes is not None and sizes.keys() == {"policy", "critic"} and shown.checkpoint == sum(sizes.values())
 
     apart = describe(
@@ -179,7 +179,7 @@ def test_weights_that_cannot_be_offloaded_stay_on_the_device(monkeypatch: pytest
 
 def test_a_disk_without_room_for_all_models_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = three("checkpointing.enabled=true", f"checkpointing.checkpoint_dir={tmp_path}")
-    sizes = checkpoint_bytes(config.models, config.checkpointing)
+    sizes = checkpoint_sizes(config.models, config.checkpointing)
     assert sizes is not None
     checkpoints: Any = SimpleNamespace(expected_bytes=None, steps=list)
     monkeypatch.setattr(checkpoint_size, "free_bytes", lambda _: sum(sizes.values()) - 1)
