@@ -36,7 +36,7 @@ class EvalMasterConfig(RunConfig):
     tokenizer: EvalTokenizerConfig = Field(default_factory=EvalTokenizerConfig)
     """The tokenizer."""
     eval: EvalConfig = Field(default_factory=EvalConfig)
-    """The data and the measures of the evaluation."""
+    """The metric and its settings."""
     data: EvalDataConfig = Field(default_factory=EvalDataConfig)
     """The problems."""
     env: EnvironmentMap = Field(default_factory=dict)

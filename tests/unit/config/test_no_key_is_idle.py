@@ -45,8 +45,8 @@ BY_COMPUTED_NAME = {
 READ_BY_A_BACKEND = {"TrainingBackendConfig.kwargs", "TrainingBackendConfig.name"}
 """Keys for the classes that users write."""
 
-TAKEN_BY_ANOTHER = {"McoreGenerationConfig.max_model_len"}
-"""Keys whose value a section writes into another key (tested with the files for Megatron)."""
+TAKEN_BY_ANOTHER = {"McoreGenerationConfig.max_model_len", "MegatronCheckpointConfig.async_save"}
+"""Keys whose value `runs.dependent_keys` writes into another key (tested with the files for Megatron)."""
 
 REFUSED_BY_A_RULE = {"DTensorConfig.enabled": check_backend}
 """Keys that have one value in every run, because a rule refuses the others."""
