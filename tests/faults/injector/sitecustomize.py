@@ -2,7 +2,7 @@
 
 Python imports this file at the start of every process that finds it on its path. It acts only in the program whose
 environment has FAULT_PLAN, and takes the variable away from the program's children. The signal leaves some milliseconds
-after the phase has begun, and the phase does not end before.
+after the phase has started, and the phase does not end before.
 """
 
 import importlib.abc
