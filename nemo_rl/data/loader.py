@@ -162,7 +162,7 @@ class PromptLoader(StatefulDataLoader):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the batches that were begun in it, and the settings that give them a meaning."""
+        """Return the epoch, the number of its started batches, and the settings that give them a meaning."""
         return {
             "epoch": self.epoch,
             "num_batches_done": self._num_batches_done,
@@ -211,7 +211,7 @@ class PromptLoader(StatefulDataLoader):
 
     @property
     def _num_batches_done(self) -> int:
-        """Batches of this epoch that were begun."""
+        """Batches of this epoch that were started."""
         return math.ceil(self._num_rows_done / self._size)
 
     def _next_rows(self, num_rows: int) -> list[int]:
