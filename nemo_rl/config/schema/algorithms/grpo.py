@@ -28,72 +28,59 @@ AdvantageEstimatorName = Annotated[
 class AdvantageEstimatorConfig(NamedPartConfig):
     """The formula that turns a group's rewards into advantages; its other keys are for built-in names."""
 
-    name: AdvantageEstimatorName = Field(
-        default="grpo",
-        description="Advantage formula; dr_grpo and rloo set the two switches below themselves; or the dotted path of "
-        "a class.",
-    )
+    name: AdvantageEstimatorName = "grpo"
+    """Advantage formula; dr_grpo and rloo set the two switches below themselves; or the dotted path of a class."""
     normalize_rewards: bool = derived("${..normalize_rewards}")
     """Divide by the sample standard deviation (n - 1) of the rewards that make the baseline; gdpo always whitens its
     sum over the batch."""
-    std_level: Literal["group", "batch"] = Field(
-        default="group",
-        description="With normalize_rewards: use the deviation of the prompt's rewards (group), or of all rewards of "
-        "the step (batch).",
-    )
+    std_level: Literal["group", "batch"] = "group"
+    """With normalize_rewards: use the deviation of the prompt's rewards (group), or of all rewards of the step
+    (batch)."""
     use_leave_one_out_baseline: bool = derived("${..use_leave_one_out_baseline}")
     """Leave the sample's own reward out of its baseline."""
-    minus_baseline: bool = Field(
-        default=True, description="REINFORCE++: subtract the group's mean reward before whitening the batch."
-    )
-    kl_to_go: bool = Field(
-        default=False,
-        description="REINFORCE++ with use_kl_in_reward: subtract the KL of this and all later tokens, as its paper "
-        "does; false: the KL of this token only, as NeMo RL does.",
-    )
-    reward_weights: list[float] | None = Field(
-        default=None, description="GDPO: weight of each reward component, in order; null: all 1."
-    )
+    minus_baseline: bool = True
+    """REINFORCE++: subtract the group's mean reward before whitening the batch."""
+    kl_to_go: bool = False
+    """REINFORCE++ with use_kl_in_reward: subtract the KL of this and all later tokens, as its paper does; false: the KL
+    of this token only, as NeMo RL does."""
+    reward_weights: list[float] | None = None
+    """GDPO: weight of each reward component, in order; null: all 1."""
 
 
 class RewardScalingConfig(Section):
     """A linear map of rewards, and with gdpo of each component, from a source range to a target range."""
 
-    enabled: bool = Field(default=False, description="Map rewards linearly from source to target range.")
-    source_min: float = Field(default=0.0, description="Reward that becomes target_min; lower ones are cut.")
-    source_max: float = Field(default=1.0, description="Reward that becomes target_max; higher ones are cut.")
-    target_min: float = Field(default=0.0, description="Low end of the new range.")
-    target_max: float = Field(default=1.0, description="High end of the new range.")
+    enabled: bool = False
+    """Map rewards linearly from source to target range."""
+    source_min: float = 0.0
+    """Reward that becomes target_min; lower ones are cut."""
+    source_max: float = 1.0
+    """Reward that becomes target_max; higher ones are cut."""
+    target_min: float = 0.0
+    """Low end of the new range."""
+    target_max: float = 1.0
+    """High end of the new range."""
 
 
 class RewardShapingConfig(Section):
     """DAPO's penalties on over-long answers."""
 
-    enabled: bool = Field(
-        default=False,
-        description="Apply the length penalties below to each total reward; gdpo's advantages come from the components "
-        "and do not change.",
-    )
+    enabled: bool = False
+    """Apply the length penalties below to each total reward; gdpo's advantages come from the components and do not
+    change."""
     max_response_length: PositiveInt | None = derived("${policy.max_total_sequence_length}")
     """Answer length in tokens at which the full penalty applies; all turns count (in NeMo RL only the first), since
     all of them are trained on."""
-    overlong_buffer_length: NonNegativeInt | None = Field(
-        default=128,
-        description="Tokens before max_response_length over which the penalty grows linearly; a value above "
-        "max_response_length gives even the shortest answer a part of the penalty.",
-    )
-    overlong_buffer_penalty: NonNegativeFloat | None = Field(
-        default=1.0, description="Penalty at max_response_length, subtracted from the reward."
-    )
-    limit_overlong_penalty: bool = Field(
-        default=False,
-        description="Keep the penalty of longer answers at overlong_buffer_penalty, as DAPO's paper does; false: it "
-        "continues to grow at the same rate, as in NeMo RL. Without a buffer it is always limited.",
-    )
-    stop_properly_penalty_coef: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        default=None,
-        description="Factor on the reward of cut-off answers, used instead of the ramp; null: off.",
-    )
+    overlong_buffer_length: NonNegativeInt | None = 128
+    """Tokens before max_response_length over which the penalty grows linearly; a value above max_response_length gives
+    even the shortest answer a part of the penalty."""
+    overlong_buffer_penalty: NonNegativeFloat | None = 1.0
+    """Penalty at max_response_length, subtracted from the reward."""
+    limit_overlong_penalty: bool = False
+    """Keep the penalty of longer answers at overlong_buffer_penalty, as DAPO's paper does; false: it continues to grow
+    at the same rate, as in NeMo RL. Without a buffer it is always limited."""
+    stop_properly_penalty_coef: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Factor on the reward of cut-off answers, used instead of the ramp; null: off."""
 
 
 class GRPOConfig(RolloutTrainingConfig):
@@ -127,49 +114,32 @@ class GRPOConfig(RolloutTrainingConfig):
         told = {"batch_multiplier": "use_dynamic_sampling is false"} if idle else {}
         return {**super().without_effect(values), **told}
 
-    normalize_rewards: bool = Field(
-        default=True, description="Divide advantages by the sample standard deviation of the prompt's rewards."
-    )
-    use_leave_one_out_baseline: bool = Field(
-        default=True, description="The baseline of a sample leaves out its own reward."
-    )
-    adv_estimator: AdvantageEstimatorConfig = Field(
-        default_factory=AdvantageEstimatorConfig, description="The advantage formula."
-    )
-    advantage_clip_low: float | None = Field(
-        default=None, description="Lower bound of the final advantage; null: none."
-    )
-    advantage_clip_high: float | None = Field(
-        default=None, description="Upper bound of the final advantage; null: none."
-    )
-    reward_scaling: RewardScalingConfig = Field(
-        default_factory=RewardScalingConfig, description="Linear map of rewards."
-    )
-    reward_shaping: RewardShapingConfig = Field(
-        default_factory=RewardShapingConfig, description="Penalties on over-long answers."
-    )
-    use_dynamic_sampling: bool = Field(
-        default=False,
-        description="DAPO: drop prompts whose scaled rewards are all equal and draw others instead; this also holds "
-        "with the leave-one-out baseline, where NeMo RL drops single answers whose peers are all equal.",
-    )
-    batch_multiplier: Annotated[float, Field(ge=1)] = Field(
-        default=1.0,
-        description="With dynamic sampling: each round draws num_prompts_per_step times this many prompts; without it "
-        "no effect.",
-    )
-    dynamic_sampling_max_gen_batches: PositiveInt = Field(
-        default=10, description="With dynamic sampling: rounds of one step after which the run saves and ends."
-    )
-    seq_logprob_error_threshold: PositiveFloat | None = Field(
-        default=None,
-        description="Mask a sequence whose mean ratio of training to generation probability exceeds this (its reward "
-        "still counts in the baseline of the other answers); null: never.",
-    )
-    skip_reference_policy_logprobs_calculation: bool = Field(
-        default=False,
-        description="Assert that the reference policy never runs: true is refused unless "
-        "loss_fn.reference_policy_kl_penalty=0, in which case it is not needed.",
-    )
+    normalize_rewards: bool = True
+    """Divide advantages by the sample standard deviation of the prompt's rewards."""
+    use_leave_one_out_baseline: bool = True
+    """The baseline of a sample leaves out its own reward."""
+    adv_estimator: AdvantageEstimatorConfig = Field(default_factory=AdvantageEstimatorConfig)
+    """The advantage formula."""
+    advantage_clip_low: float | None = None
+    """Lower bound of the final advantage; null: none."""
+    advantage_clip_high: float | None = None
+    """Upper bound of the final advantage; null: none."""
+    reward_scaling: RewardScalingConfig = Field(default_factory=RewardScalingConfig)
+    """Linear map of rewards."""
+    reward_shaping: RewardShapingConfig = Field(default_factory=RewardShapingConfig)
+    """Penalties on over-long answers."""
+    use_dynamic_sampling: bool = False
+    """DAPO: drop prompts whose scaled rewards are all equal and draw others instead; this also holds with the
+    leave-one-out baseline, where NeMo RL drops single answers whose peers are all equal."""
+    batch_multiplier: Annotated[float, Field(ge=1)] = 1.0
+    """With dynamic sampling: each round draws num_prompts_per_step times this many prompts; without it no effect."""
+    dynamic_sampling_max_gen_batches: PositiveInt = 10
+    """With dynamic sampling: rounds of one step after which the run saves and ends."""
+    seq_logprob_error_threshold: PositiveFloat | None = None
+    """Mask a sequence whose mean ratio of training to generation probability exceeds this (its reward still counts in
+    the baseline of the other answers); null: never."""
+    skip_reference_policy_logprobs_calculation: bool = False
+    """Assert that the reference policy never runs: true is refused unless loss_fn.reference_policy_kl_penalty=0, in
+    which case it is not needed."""
     async_grpo: AsyncGRPOConfig | None = Field(default_factory=AsyncGRPOConfig)
     """NeMo RL's section for overlap; fills in overlap where enabled."""

@@ -13,54 +13,43 @@ from nemo_rl.config.schema.named_part import RolloutSourceConfig
 class RolloutTrainingConfig(Section):
     """Steps, prompts and validation of a run that samples answers."""
 
-    num_prompts_per_step: PositiveInt = Field(
-        default=32, description="Prompts drawn from the data for each training step."
-    )
-    num_generations_per_prompt: PositiveInt = Field(
-        default=16, description="Answers sampled for each prompt, the group size."
-    )
-    max_num_steps: PositiveInt = Field(default=1_000_000, description="Training stops after this many steps.")
-    max_num_epochs: PositiveInt = Field(
-        default=1, description="Training stops after this many passes over the training data."
-    )
-    max_rollout_turns: PositiveInt = Field(default=1, description="Most turns of model and environment in one rollout.")
-    max_idle_steps: PositiveInt = Field(
-        default=5,
-        description="The run ends with an error after this many steps in a row without an update: no sample counts in "
-        "the loss, or the gradients are not finite.",
-    )
-    seed: Seed = Field(default=42, description="Seed of data order, initialisation and sampling.")
-    overlong_filtering: bool = Field(
-        default=False,
-        description="Exclude answers that hit the length limit from the loss; their rewards still count in the "
-        "baseline of the other answers.",
-    )
-    val_period: int = Field(
-        default=10, ge=-1, description="Validate every this many steps; 0 or -1: only at start or end."
-    )
-    val_start_at: int = Field(
-        default=-1, ge=-1, description="First step at which periodic validation may run; -1: no delay."
-    )
-    val_at_start: bool = Field(default=False, description="Validate before the first step.")
-    val_at_end: bool = Field(default=False, description="Validate after the last step.")
-    val_batch_size: PositiveInt | None = Field(
-        default=256, description="Prompts in one validation batch; null: all in one batch."
-    )
-    max_val_samples: PositiveInt | None = Field(
-        default=256, description="Prompts validated in total; null: all of the validation data."
-    )
-    val_num_generations_per_prompt: PositiveInt = Field(
-        default=1,
-        description="Answers per validation prompt; more than 1 adds the metric pass_k, the share of prompts with a "
-        "reward above 0.",
-    )
-    stop_at_validation_metric: str | None = Field(
-        default=None, description="Validation metric, e.g. accuracy, that can end the run early; null: none."
-    )
-    stop_at_validation_threshold: float | None = Field(
-        default=None, description="Value of stop_at_validation_metric at which the run ends."
-    )
-    overlap: OverlapConfig = Field(default_factory=OverlapConfig, description="Whether sampling and training overlap.")
-    rollout_source: RolloutSourceConfig = Field(
-        default_factory=RolloutSourceConfig, description="Where the groups of answers of a step come from."
-    )
+    num_prompts_per_step: PositiveInt = 32
+    """Prompts drawn from the data for each training step."""
+    num_generations_per_prompt: PositiveInt = 16
+    """Answers sampled for each prompt, the group size."""
+    max_num_steps: PositiveInt = 1_000_000
+    """Training stops after this many steps."""
+    max_num_epochs: PositiveInt = 1
+    """Training stops after this many passes over the training data."""
+    max_rollout_turns: PositiveInt = 1
+    """Most turns of model and environment in one rollout."""
+    max_idle_steps: PositiveInt = 5
+    """The run ends with an error after this many steps in a row without an update: no sample counts in the loss, or the
+    gradients are not finite."""
+    seed: Seed = 42
+    """Seed of data order, initialisation and sampling."""
+    overlong_filtering: bool = False
+    """Exclude answers that hit the length limit from the loss; their rewards still count in the baseline of the other
+    answers."""
+    val_period: int = Field(default=10, ge=-1)
+    """Validate every this many steps; 0 or -1: only at start or end."""
+    val_start_at: int = Field(default=-1, ge=-1)
+    """First step at which periodic validation may run; -1: no delay."""
+    val_at_start: bool = False
+    """Validate before the first step."""
+    val_at_end: bool = False
+    """Validate after the last step."""
+    val_batch_size: PositiveInt | None = 256
+    """Prompts in one validation batch; null: all in one batch."""
+    max_val_samples: PositiveInt | None = 256
+    """Prompts validated in total; null: all of the validation data."""
+    val_num_generations_per_prompt: PositiveInt = 1
+    """Answers per validation prompt; more than 1 adds the metric pass_k, the share of prompts with a reward above 0."""
+    stop_at_validation_metric: str | None = None
+    """Validation metric, e.g. accuracy, that can end the run early; null: none."""
+    stop_at_validation_threshold: float | None = None
+    """Value of stop_at_validation_metric at which the run ends."""
+    overlap: OverlapConfig = Field(default_factory=OverlapConfig)
+    """Whether sampling and training overlap."""
+    rollout_source: RolloutSourceConfig = Field(default_factory=RolloutSourceConfig)
+    """Where the groups of answers of a step come from."""
