@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
 from nemo_rl.algorithms.loss import ClippedPGLossFn
-from nemo_rl.algorithms.rollout.training_batch import build_training_batch
+from nemo_rl.algorithms.rollout.batches import build_training_batch
 from nemo_rl.algorithms.utils import get_tokenizer, set_seed
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig, TokenizerConfig
 from nemo_rl.data.datasets.arithmetic.problems import ArithmeticDataset

@@ -23,13 +23,13 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.algorithms.credit.advantages import AdvantageEstimator, AdvantageExtras, make_advantage_estimator
 from nemo_rl.algorithms.credit.reward_shaping import scale_rewards, shape_rewards
 from nemo_rl.algorithms.rollout.ahead import with_overlap
-from nemo_rl.algorithms.rollout.source import DynamicSampling, FreshRollouts, RolloutSource, source_wrapper
-from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
-from nemo_rl.algorithms.rollout.training_batch import (
+from nemo_rl.algorithms.rollout.batches import (
     mask_mismatched_sequences,
     masked_metrics,
     num_counted_samples,
 )
+from nemo_rl.algorithms.rollout.source import DynamicSampling, FreshRollouts, RolloutSource, source_wrapper
+from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
 from nemo_rl.algorithms.runtime.run import Run, Stage, StepBatch
 from nemo_rl.algorithms.runtime.run import train_with_restarts as grpo_train
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.rollout.training_batch import build_training_batch
+from nemo_rl.algorithms.rollout.batches import build_training_batch
 from nemo_rl.data.interfaces import Message
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EpisodeStart, StepResult

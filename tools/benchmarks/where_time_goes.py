@@ -56,7 +56,7 @@ PARTS = (
     ("outputs, detokenizing", re.compile(r"output_processor|detokenizer|process_outputs|logprobs")),
     ("vLLM, other", re.compile(r"/vllm/")),
     ("rollouts in the driver", re.compile(r"experience/|engine_group|environments/client")),
-    ("batches and tensors", re.compile(r"batched_data_dict|training_batch|packing/|models/inputs")),
+    ("batches and tensors", re.compile(r"batched_data_dict|rollout/batches|packing/|models/inputs")),
     ("logging", re.compile(r"logger|log_backends|trajectory_log|logging")),
     ("Ray", re.compile(r"/ray/|ray::")),
     ("asyncio", re.compile(r"asyncio")),

@@ -2,23 +2,31 @@
 
     engines get the policy's weights ─► rollouts ─► [B, T] tensors ─► check of the engines (first batch)
 
-Invariant: rows are ordered by group, then sample, whatever the order in which they finished.
+Invariants: rows are ordered by group, then sample, whatever the order in which they finished; a token counts in the
+loss only if the policy wrote it, and a sample only if it has a reward, where the algorithm learns from rewards.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from nemo_rl.algorithms.rollout.refit import Refitter
 from nemo_rl.algorithms.rollout.source import Group, RolloutSource
 from nemo_rl.algorithms.rollout.staleness import age_metrics, check_staleness, stale_tokens
 from nemo_rl.algorithms.rollout.sync_probe import SyncProbe
 from nemo_rl.algorithms.runtime.run import Phase, StepBatch
+from nemo_rl.data.model_rows import ROW_INPUTS, RowInputs, completed
 from nemo_rl.data.prompt_stream import PromptStream
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.idle_shares import IdleShares
 from nemo_rl.experience.metrics import rollout_metrics
-from nemo_rl.experience.trajectory import Trajectory
+from nemo_rl.experience.trajectory import Outcome, Trajectory, is_right
 from nemo_rl.experience.trajectory_log import TrajectoryLog
+from nemo_rl.losses.mismatch import after_mask, sequence_error_metrics, sequence_errors
 
 
 class RolloutBatches:
@@ -30,7 +38,7 @@ class RolloutBatches:
         refitter: keeps the engines at the policy's weights.
         probe: checks that the engines sample from the policy.
         trajectory_log: writes conversations and rewards.
-        layout: `training_batch.build_training_batch`, with all arguments but the trajectories bound.
+        layout: `build_training_batch`, with all arguments but the trajectories bound.
         idle: measures how long trainer, engines and environments have nothing to do.
 
     Attributes:
@@ -98,3 +106,116 @@ def _discarded(groups: Sequence[Group]) -> dict[str, float]:
     """Count the sampled tokens that no update uses."""
     tokens = sum(t.response_length for group in groups if not group.trains for t in group.trajectories)
     return {"num_discarded_tokens": float(tokens)}
+
+
+class TrainingBatch(TypedDict, total=False):
+    """The tensors that policy and losses read. B samples, T tokens of the longest sample."""
+
+    input_ids: Tensor  # [B, T] int64, right-padded with pad_token_id
+    input_lengths: Tensor  # [B] int64
+    token_mask: Tensor  # [B, T] float32, 1 on tokens the policy wrote, 0 on all else
+    sample_mask: Tensor  # [B] float32, 0 removes the sample from the loss
+    generation_logprobs: Tensor  # [B, T] float32, 0 wherever token_mask is 0
+    teacher_topk_logits: Tensor  # [B, T, k] float32, after token t, over the temperature; distillation only
+    teacher_topk_indices: Tensor  # [B, T, k] int64
+    advantages: Tensor  # [B, T] float32
+    prev_logprobs: Tensor  # [B, T] float32; absent when the update is exactly on-policy
+    reference_policy_logprobs: Tensor  # [B, T] float32; absent without a KL term
+    positive_examples: Tensor  # [B] float32, 1 on answers with a positive reward
+    row_inputs: list[RowInputs]  # B; absent where rows are token ids only
+    num_counted_samples: Tensor  # [B] float32, all equal: samples with a token that counts; absent with prev_logprobs
+
+
+def build_training_batch(
+    trajectories: Sequence[Trajectory], pad_token_id: int, *, mask_truncated: bool, needs_reward: bool = True
+) -> BatchedDataDict[TrainingBatch]:
+    """Lay trajectories out as tensors.
+
+    Args:
+        trajectories: B rollouts.
+        pad_token_id: id written after the end of a sample.
+        mask_truncated: exclude samples that hit a length limit from the loss (overlong filtering).
+        needs_reward: exclude samples without a reward from the loss.
+    """
+    lengths = [trajectory.length for trajectory in trajectories]
+    shape = (len(lengths), max(lengths))
+    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
+    token_mask = np.zeros(shape, dtype=np.float32)
+    generation_logprobs = np.zeros(shape, dtype=np.float32)
+    for row, trajectory in enumerate(trajectories):
+        start = 0
+        for message in trajectory.message_log:
+            stop = start + message["token_ids"].numel()
+            input_ids[row, start:stop] = message["token_ids"].numpy()
+            if (written := message.get("generation_logprobs")) is not None:
+                token_mask[row, start:stop] = 1.0
+                generation_logprobs[row, start:stop] = written.numpy()
+            start = stop
+    batch: dict[str, Any] = {
+        "input_ids": torch.from_numpy(input_ids),
+        "input_lengths": torch.tensor(lengths, dtype=torch.int64),
+        "token_mask": torch.from_numpy(token_mask),
+        "sample_mask": torch.tensor([_weight(t, mask_truncated, needs_reward) for t in trajectories]),
+        "generation_logprobs": torch.from_numpy(generation_logprobs),
+    }
+    if any(trajectory.row_inputs is not None for trajectory in trajectories):
+        batch[ROW_INPUTS] = completed([trajectory.row_inputs for trajectory in trajectories])
+    return BatchedDataDict(batch)
+
+
+def _weight(trajectory: Trajectory, mask_truncated: bool, needs_reward: bool) -> float:
+    if needs_reward and not trajectory.has_reward:
+        return 0.0
+    if mask_truncated and trajectory.outcome == Outcome.TRUNCATED:
+        return 0.0
+    return trajectory.loss_multiplier
+
+
+def num_counted_samples(batch: BatchedDataDict[TrainingBatch]) -> int:
+    """Count the samples of a batch that have a token that counts in the loss."""
+    return int(_counted(batch).any(1).sum())
+
+
+def mask_mismatched_sequences(
+    batch: BatchedDataDict[TrainingBatch], rewards: Sequence[float | None], threshold: float | None
+) -> dict[str, float]:
+    """Measure how much training and generation log-probs of each sample disagree, and mask those beyond a threshold.
+
+    The error of a sample is the mean over its tokens of `exp(|prev - generation|)`. Sets `sample_mask` to 0 where it
+    exceeds `threshold`.
+
+    Args:
+        batch: with `prev_logprobs`.
+        rewards: of the B samples; a positive one is a right answer.
+        threshold: largest error that stays in the loss; None masks nothing.
+
+    Returns:
+        Metrics: largest, smallest and mean error of the samples with a token that counts, before and after masking (0
+        if there is no such sample); the number of masked samples, and the share of them that was right.
+    """
+    counted_BT = _counted(batch)
+    errors_B = sequence_errors(batch["prev_logprobs"][:, 1:], batch["generation_logprobs"][:, 1:], counted_BT)
+    exceeds_B = errors_B > (math.inf if threshold is None else threshold)
+    before = _error_metrics(errors_B, counted_BT.any(1))
+    batch["sample_mask"] = batch["sample_mask"] * (~exceeds_B)
+    after = _error_metrics(errors_B, _counted(batch).any(1))
+    right_B = torch.tensor([is_right(reward) for reward in rewards])
+    num_masked = float(exceeds_B.sum())
+    return before | after_mask(after) | masked_metrics(num_masked, float((right_B & exceeds_B).sum()))
+
+
+def masked_metrics(num_masked: float = 0.0, num_right: float = 0.0) -> dict[str, float]:
+    """Build the metrics of masking: number of masked samples, and the share of them that was right (0 for none)."""
+    return {"num_masked_seqs": num_masked, "masked_correct_pct": num_right / max(num_masked, 1.0)}
+
+
+def _counted(batch: BatchedDataDict[TrainingBatch]) -> Tensor:
+    """Return `[B, T - 1]` bool: predicted tokens that count in the loss."""
+    return (batch["token_mask"][:, 1:] != 0) & (batch["sample_mask"][:, None] != 0)
+
+
+def _error_metrics(errors_B: Tensor, counted_B: Tensor) -> dict[str, float]:
+    num_samples = int(counted_B.sum())
+    if num_samples == 0:
+        return dict.fromkeys(sequence_error_metrics(errors_B, counted_B, 0), 0.0)
+    return {name: float(value) for name, value in sequence_error_metrics(errors_B, counted_B, num_samples).items()}

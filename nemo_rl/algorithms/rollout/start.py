@@ -24,14 +24,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.rollout.batches import RolloutBatches
+from nemo_rl.algorithms.rollout.batches import RolloutBatches, build_training_batch
 from nemo_rl.algorithms.rollout.environments import check_environments, start_environments
 from nemo_rl.algorithms.rollout.refit import Engines, Refitter
 from nemo_rl.algorithms.rollout.source import FreshRollouts, RolloutSource
 from nemo_rl.algorithms.rollout.staleness import StoredVersion
 from nemo_rl.algorithms.rollout.streamed import streamed_rollouts
 from nemo_rl.algorithms.rollout.sync_setup import make_probe, make_refitter
-from nemo_rl.algorithms.rollout.training_batch import build_training_batch
 from nemo_rl.algorithms.rollout.validation import Validator
 from nemo_rl.algorithms.runtime.device_sharing import saved_models, share_memory
 from nemo_rl.algorithms.runtime.recovery import Connection, Recovery

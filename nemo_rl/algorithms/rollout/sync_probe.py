@@ -10,12 +10,12 @@ compares them before the first update, and again after an engine was replaced.
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nemo_rl.algorithms.rollout.refit import Refitter
-from nemo_rl.algorithms.rollout.training_batch import TrainingBatch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.ratios import bounded_exp
 from nemo_rl.models.generation.engine_group import EngineGroup
@@ -58,7 +58,7 @@ class SyncProbe:
         self._rounding = ROUNDING[precision]
         self._num_restarts: int | None = None
 
-    def check(self, batch: BatchedDataDict[TrainingBatch], stale_BT: Tensor | None = None) -> None:
+    def check(self, batch: BatchedDataDict[Any], stale_BT: Tensor | None = None) -> None:
         """Compare once; do nothing when these engines have been compared before.
 
         Only tokens of the current weights are compared. A batch without any leaves the comparison to a later one.
@@ -84,12 +84,12 @@ class SyncProbe:
         self._num_restarts = num_restarts
         logger.info("Engines sample from the policy: mult_prob_error %.6f in the first batch.", error)
 
-    def _errors(self, batch: BatchedDataDict[TrainingBatch]) -> Tensor:
+    def _errors(self, batch: BatchedDataDict[Any]) -> Tensor:
         """Compute `exp(|log p_trainer - log p_engine|)` at sampled tokens, 0 elsewhere; `[B, T]`."""
         difference_BT = self._policy.get_logprobs(batch)["logprobs"] - batch["generation_logprobs"]
         return torch.where(batch["token_mask"] > 0, bounded_exp(difference_BT.abs()), 0.0)
 
-    def _explanation(self, batch: BatchedDataDict[TrainingBatch], errors_BT: Tensor, error: float) -> str:
+    def _explanation(self, batch: BatchedDataDict[Any], errors_BT: Tensor, error: float) -> str:
         row = int((errors_BT.sum(1) / batch["token_mask"].sum(1).clamp(min=1)).argmax())
         length = min(int(batch["input_lengths"][row]), MAX_COMPARED_TOKENS)
         token_ids = batch["input_ids"][row, :length].tolist()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_rl.algorithms.rollout.training_batch import build_training_batch
+from nemo_rl.algorithms.rollout.batches import build_training_batch
 from nemo_rl.data.collate_fn import feedback_collate_fn, preference_collate_fn, rl_collate_fn, sft_collate_fn
 from nemo_rl.data.messages.conversations import cut_to_stub
 from nemo_rl.data.model_rows import RowInput, RowInputs, completed, forward_arguments, position_ids

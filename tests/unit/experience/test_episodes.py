@@ -12,7 +12,7 @@ import torch
 from rollout_parts import LetterTokenizer, ScriptedEngine, ScriptedEnvironment, graded, prompts
 from transformers import AutoTokenizer
 
-from nemo_rl.algorithms.rollout.training_batch import build_training_batch
+from nemo_rl.algorithms.rollout.batches import build_training_batch
 from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.messages.rendering import encode_text

@@ -9,7 +9,7 @@ import torch
 
 from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
 from nemo_rl.algorithms.grpo import CreditAssignment
-from nemo_rl.algorithms.rollout.training_batch import build_training_batch
+from nemo_rl.algorithms.rollout.batches import build_training_batch
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
 from nemo_rl.experience.trajectory import Outcome, Trajectory
 
