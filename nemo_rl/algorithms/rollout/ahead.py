@@ -42,7 +42,7 @@ class _Prompt:
         return self.batch.positions[self.row]
 
 
-@dataclass
+@dataclass(eq=False)
 class OpenGroup:
     """A group that was started and not given yet.
 
@@ -118,14 +118,14 @@ def groups_of_step(groups: Sequence[OpenGroup], count: int, step: int, order: st
         order: as `overlap.order`.
     """
     ranked = sorted(groups, key=_ORDERS[order])
-    chosen: list[OpenGroup] = []
+    chosen: dict[OpenGroup, None] = {}
     for last_step in sorted({group.last_step for group in groups}):
         due = [group for group in ranked if group.last_step <= last_step]
-        waiting = [group for group in due if group not in chosen]
-        num_missing = len(due) - count * (last_step - step) - (len(due) - len(waiting))
-        chosen += waiting[: max(0, num_missing)]
+        later = [group for group in due if group not in chosen]
+        num_places = count * (last_step - step)
+        chosen |= dict.fromkeys(later[: max(0, len(later) - num_places)])
     others = [group for group in ranked if group not in chosen]
-    return (chosen + others)[:count]
+    return [*chosen, *others][:count]
 
 
 @dataclass
