@@ -80,6 +80,7 @@ def test_a_policy_learns_from_answers_of_older_weights(start_example: StartExamp
     assert all(0 <= metrics["idle", step, name] <= 1 for step in range(1, 41) for name in ("trainer", "engines"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "config", "overrides"),
     [
