@@ -134,7 +134,7 @@ def test_what_a_fork_cannot_be_is_started_as_ray_would(driver: Any, tmp_path: Pa
     empty = json.dumps({"env_vars": {}, "py_executable": sys.executable, "command_prefix": []})
     assert json.loads(start(tmp_path, socket, f"--serialized-runtime-env-context={empty}"))["forked"]
     assert start(tmp_path, str(tmp_path / "no-server")).startswith("as Ray would")
-    for name, value in {"HF_HOME": "/elsewhere", "TORCHINDUCTOR_COMPILE_THREADS": "1"}.items():
+    for name, value in {"HF_HOME": "/elsewhere", "TORCHINDUCTOR_COMPILE_THREADS": "7"}.items():
         assert start(tmp_path, socket, **{name: value}).startswith("as Ray would"), "read when it was imported"
 
 
