@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl.algorithms.rollout.refit import Refitter
-from nemo_rl.algorithms.rollout.source import Group, RolloutSource
+from nemo_rl.algorithms.rollout.source import Group, RolloutSource, numbered
 from nemo_rl.algorithms.rollout.staleness import age_metrics, check_staleness, stale_tokens
 from nemo_rl.algorithms.rollout.sync_probe import SyncProbe
 from nemo_rl.algorithms.runtime.run import Phase, StepBatch
@@ -75,11 +75,7 @@ class RolloutBatches:
             given = sorted(self.rollouts.next_groups(step), key=lambda group: group.order)
         self._refitter.before_training()
         groups = [group for group in given if group.trains]
-        trajectories = []
-        for index, group in enumerate(groups):
-            for trajectory in group.trajectories:
-                trajectory.group_index = index
-                trajectories.append(trajectory)
+        trajectories = numbered(groups)
         tensors = self._layout(trajectories)
         version, max_staleness = self._refitter.weight_version, self.rollouts.max_staleness
         check_staleness(trajectories, version, max_staleness)

@@ -48,6 +48,14 @@ class Group:
     trains: bool = True
 
 
+def numbered(groups: Sequence[Group]) -> list[Trajectory]:
+    """Return the trajectories of some groups, in order, each with the index of its group among them."""
+    for index, group in enumerate(groups):
+        for trajectory in group.trajectories:
+            trajectory.group_index = index
+    return [trajectory for group in groups for trajectory in group.trajectories]
+
+
 @dataclass(frozen=True)
 class SampledGroups:
     """Groups that were sampled together, in a form that a source can store in its state.

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from nemo_rl.algorithms.rollout.source import Group, RolloutSource
+from nemo_rl.algorithms.rollout.source import Group, RolloutSource, numbered
 from nemo_rl.algorithms.runtime.run import Stage, StepBatch
 from nemo_rl.config import RolloutTrainingConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -78,12 +78,7 @@ class StreamedRollouts:
             self._accumulate()
 
     def _accumulate(self) -> None:
-        trajectories = []
-        for index, group in enumerate(self._waiting):
-            for trajectory in group.trajectories:
-                trajectory.group_index = index
-                trajectories.append(trajectory)
-        self._waiting = []
+        trajectories, self._waiting = numbered(self._waiting), []
         self._rewards += [(trajectory, trajectory.reward) for trajectory in trajectories]
         with self.busy():
             part = StepBatch(self.layout(trajectories), trajectories)

@@ -156,9 +156,7 @@ class PolicyWorker:
             eval_mode: compute loss and metrics only.
             last_update: whether this update ends the training step, which advances the schedule.
         """
-        microbatches = list(split_rows(data, sizes))
-        build = input_builder(loss_fn)
-        inputs = [build(rows, self._layout, self.backend.device) for rows in microbatches]
+        microbatches, inputs = self._laid_out(data, sizes, loss_fn)
         seqs, toks = (torch.tensor(count, device=self.backend.device) for count in global_valid)
         valid = (seqs, toks)
         losses: list[Tensor] = []
@@ -169,14 +167,21 @@ class PolicyWorker:
             loss, values = call_loss(loss_fn, inputs[index], logprobs_K, entropy_K, rows, valid)
             losses.append(loss.detach())
             metrics.append(values)
-            # A microbatch without counted tokens may give a constant loss, but backward has to run.
-            return loss if loss.requires_grad else loss + 0.0 * logprobs_K.sum()
+            return _differentiable(loss, logprobs_K)
 
         self.backend.run(inputs, forward_step, backward=not eval_mode)
         result = UpdateResult(loss=sum(loss.item() for loss in losses), metrics=reduce_metrics(metrics))
         if not eval_mode:
             self._update(result, last_update)
         return result
+
+    def _laid_out(
+        self, data: BatchedDataDict[Any], sizes: Sequence[int], loss_fn: AnyLossFunction
+    ) -> tuple[list[BatchedDataDict[Any]], list[ModelInputs]]:
+        """Return the microbatches, and their inputs as the loss wants them."""
+        microbatches = list(split_rows(data, sizes))
+        build = input_builder(loss_fn)
+        return microbatches, [build(rows, self._layout, self.backend.device) for rows in microbatches]
 
     def accumulate(self, data: BatchedDataDict[Any], sizes: Sequence[int], loss_fn: AnyLossFunction) -> None:
         """Add the gradients of this rank's rows of a part of a global batch; `finish_update` makes the update.
@@ -192,9 +197,7 @@ class PolicyWorker:
                 "This training backend or model cannot add up gradients while a step is sampled "
                 "(grpo.overlap.mode=stream). Use grpo.overlap.mode=none or ahead."
             )
-        microbatches = list(split_rows(data, sizes))
-        build = input_builder(loss_fn)
-        inputs = [build(rows, self._layout, self.backend.device) for rows in microbatches]
+        microbatches, inputs = self._laid_out(data, sizes, loss_fn)
         one = torch.ones((), device=self.backend.device)
 
         def forward_step(index: int, logprobs_K: Tensor, entropy_K: Tensor) -> Tensor:
@@ -203,7 +206,7 @@ class PolicyWorker:
             self._parts.append(
                 _Part(inputs[index], logprobs_K.detach(), entropy_K.detach(), rows, loss.detach().double())
             )
-            return loss if loss.requires_grad else loss + 0.0 * logprobs_K.sum()
+            return _differentiable(loss, logprobs_K)
 
         self.backend.run(inputs, forward_step, backward=True)
 
@@ -472,3 +475,8 @@ def split_rows(data: BatchedDataDict[Any], sizes: Sequence[int]) -> Iterator[Bat
 
 def _paths(weights_path: str, optimizer_path: str | None) -> CheckpointPaths:
     return CheckpointPaths(Path(weights_path), Path(optimizer_path) if optimizer_path else None)
+
+
+def _differentiable(loss: Tensor, logprobs_K: Tensor) -> Tensor:
+    """Return a loss that backward can run on; that of a microbatch without counted tokens may be a constant."""
+    return loss if loss.requires_grad else loss + 0.0 * logprobs_K.sum()
