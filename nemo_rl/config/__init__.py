@@ -15,6 +15,7 @@ from nemo_rl.config.rules.placement.roles import Role, sharing, trained
 from nemo_rl.config.rules.placement.second_models import check_second_models
 from nemo_rl.config.rules.placement.topology import (
     Topology,
+    busy_engines,
     data_parallel_ranks,
     divide_cluster,
     model_ranks,

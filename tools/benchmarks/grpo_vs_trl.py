@@ -32,6 +32,7 @@ OVERLAPS = {
         "grpo.overlap.mode=ahead",
         "grpo.overlap.order=ready_first",
         "grpo.overlap.in_flight_weight_updates=true",
+        "cluster.threads_per_rank=null",
     ],
 }
 """Overrides of a run, by the value of `--overlap`."""

@@ -41,7 +41,7 @@ from nemo_rl.algorithms.setup.placement import place_models
 from nemo_rl.algorithms.setup.preflight import check_added_models
 from nemo_rl.algorithms.setup.roles import allowed_restarts, replace_ranks, reserve, start_role, start_together
 from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
-from nemo_rl.config import Role, RolloutMasterConfig
+from nemo_rl.config import Role, RolloutMasterConfig, busy_engines
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.loader import build_loader
 from nemo_rl.data.messages.content import text_rules, with_texts
@@ -184,8 +184,9 @@ def _start_workers(
     reserve(places.values(), config, recipe.roles, resources)
     settings = engine_settings(config.policy, cluster, seed, load_weights=False)
     engines = {"generation": partial(make_engines, settings, places["generation"], cluster)}
+    busy = busy_engines(config.algorithm.overlap, cluster, config.policy)
     models = {
-        name: partial(start_role, name, role, places[name], cluster, recipe.tokenizer, seed, folders.resume_path)
+        name: partial(start_role, name, role, places[name], cluster, recipe.tokenizer, seed, folders.resume_path, busy)
         for name, role in reversed(list(recipe.roles.items()))
     }
     if settings.can_sleep:

@@ -28,6 +28,7 @@ def start_role(
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
     resume_path: Path | None = None,
+    busy_engines: int = 0,
 ) -> Policy:
     """Start the ranks of a model, from its own weights or a checkpoint; block until they are ready.
 
@@ -39,6 +40,7 @@ def start_role(
         tokenizer: saved with its weights.
         seed: seed of the run.
         resume_path: step folder of a checkpoint; None starts from `section.model_name`.
+        busy_engines: engine workers on each machine that compute while the ranks do.
     """
     weights_path, optimizer_path = saved_paths(name, role, resume_path)
     return Policy(
@@ -52,6 +54,7 @@ def start_role(
         init_reference_model=role.keeps_reference,
         timeouts=cluster.timeouts,
         threads_per_rank=cluster.threads_per_rank,
+        busy_engines=busy_engines,
         seed=seed,
         venv=cluster.venvs.get("policy"),
         optimizations=cluster.optimizations,

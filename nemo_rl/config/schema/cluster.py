@@ -92,7 +92,8 @@ class ClusterConfig(Section):
     ranks_per_node: PositiveInt | None = None
     """Policy processes on each machine; null: gpus_per_node on GPUs, 1 on the CPU."""
     threads_per_rank: PositiveInt | None = None
-    """CPU threads of a policy process; null: cores divided by ranks_per_node, at least 1."""
+    """CPU threads of a policy process; null: cores divided by ranks_per_node, at least 1. With overlap.mode=ahead the
+    engines on the same machine count as ranks."""
     max_actor_restarts: NonNegativeInt = 10
     """Restarts after which a run stops: of all generation engines together, or of one environment without an answer in
     between."""

@@ -80,7 +80,8 @@ class Policy(PolicyInterface):
         init_reference_model: keep the weights of `config.model_name` for reference log-probabilities, even if
             training resumes from a checkpoint.
         timeouts: deadlines; None takes the defaults.
-        threads_per_rank: CPU threads of a rank; None divides the machine's cores by its ranks.
+        threads_per_rank: CPU threads of a rank; None divides the machine's cores by its ranks and busy engines.
+        busy_engines: engine workers on each machine that compute while the ranks do.
         seed: run seed, for dropout.
         optimizations: value of `cluster.optimizations`.
         venv: the ranks' Python environment (`cluster.venvs.policy`); None takes the registry's.
@@ -109,6 +110,7 @@ class Policy(PolicyInterface):
         *,
         timeouts: TimeoutsConfig | None = None,
         threads_per_rank: int | None = None,
+        busy_engines: int = 0,
         seed: int = 0,
         venv: VenvConfig | None = None,
         optimizations: Choice = "auto",
@@ -129,6 +131,7 @@ class Policy(PolicyInterface):
             layout=self.layout,
             uses_gpu=cluster.use_gpus,
             num_threads=threads_per_rank,
+            busy_engines=busy_engines,
             ranks_per_node=max(ranks_of_node.values()),
             collective_timeout_s=self._timeouts.train_s,
             seed=seed,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config import GRPOMasterConfig, OverlapConfig, load_config
+from nemo_rl.config import GRPOMasterConfig, OverlapConfig, busy_engines, load_config
 from nemo_rl.utils.errors import ConfigError
 
 CPU = Path(__file__).resolve().parents[3] / "examples/configs/grpo_math_cpu.yaml"
@@ -86,6 +86,39 @@ def test_sections_of_nemo_rl_fill_in_the_overlap(overrides: tuple[str, ...], exp
 def test_an_overlap_that_cannot_work_is_refused(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         overlap_of(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "engines"),
+    [
+        ((), 0),
+        (("grpo.overlap.mode=stream",), 0),
+        (("grpo.overlap.mode=ahead",), 1),
+        (("grpo.overlap.mode=ahead", "cluster.ranks_per_node=4"), 4),
+        (
+            (
+                "grpo.overlap.mode=ahead",
+                "cluster.ranks_per_node=4",
+                "policy.generation.colocated.enabled=false",
+                "policy.generation.colocated.resources.ranks_per_node=2",
+            ),
+            2,
+        ),
+        (
+            (
+                "grpo.overlap.mode=ahead",
+                "cluster.num_nodes=3",
+                "policy.generation.colocated.enabled=false",
+                "policy.generation.colocated.resources.num_nodes=1",
+            ),
+            0,
+        ),
+    ],
+)
+def test_ranks_share_their_cores_with_engines_that_sample_ahead(overrides: tuple[str, ...], engines: int) -> None:
+    config = load_config(CPU, list(overrides))
+    assert isinstance(config, GRPOMasterConfig)
+    assert busy_engines(config.grpo.overlap, config.cluster, config.policy) == engines
 
 
 def test_engines_that_share_gpus_with_the_policy_cannot_sample_while_it_trains() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from nemo_rl.config.rules.engines import ranks_of_engine
 from nemo_rl.config.rules.placement.roles import Role
+from nemo_rl.config.schema.algorithms.overlap import OverlapConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.model.parallel import BackendSection
 from nemo_rl.config.schema.model.policy import OwnDevicesConfig, PolicyConfig
@@ -65,6 +66,18 @@ def plan_topology(cluster: ClusterConfig, policy: PolicyConfig) -> Topology:
     if nodes == 1:
         return Topology(1, cluster.gpus_per_node - engine_gpus, 1, engine_gpus)
     return Topology(nodes - engine_nodes, ranks, engine_nodes, engine_gpus or cluster.gpus_per_node)
+
+
+def busy_engines(overlap: OverlapConfig, cluster: ClusterConfig, policy: PolicyConfig) -> int:
+    """Return the engine workers that compute on the cores of a policy machine while its ranks train.
+
+    0 with modes in which the engines are idle most of that time, with GPUs, and for engines on other machines.
+    """
+    topology = plan_topology(cluster, policy)
+    has_own_machines = topology.generation_nodes < cluster.num_nodes
+    if overlap.mode != "ahead" or cluster.uses_gpu or has_own_machines:
+        return 0
+    return topology.generation_ranks_per_node
 
 
 def divide_cluster(cluster: ClusterConfig, models: Mapping[str, Role]) -> dict[str, ClusterConfig]:

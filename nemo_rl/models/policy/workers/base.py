@@ -59,8 +59,9 @@ class WorkerSettings:
         backend: dotted name of the `PolicyBackend`.
         layout: position of each rank on the parallel axes.
         uses_gpu: whether each rank owns a GPU.
-        num_threads: CPU threads of the process; None divides the machine's cores by `ranks_per_node`.
+        num_threads: CPU threads of the process; None divides the machine's cores by the processes that share them.
         ranks_per_node: number of workers that share the machine.
+        busy_engines: engine workers on the machine that compute while this process does.
         collective_timeout_s: seconds after which a collective raises if a peer does not join.
         seed: run seed; each rank derives its own from it (dropout).
         init_optimizer: make optimizer and schedule.
@@ -77,13 +78,14 @@ class WorkerSettings:
     seed: int
     init_optimizer: bool
     init_reference_model: bool
+    busy_engines: int = 0
     optimizations: Choice = "auto"
 
     def threads(self) -> int:
         """Return the CPU threads of this process, the same at every start on the same machine."""
         if self.num_threads is not None:
             return self.num_threads
-        return max(1, usable_cores() // self.ranks_per_node)
+        return max(1, usable_cores() // (self.ranks_per_node + self.busy_engines))
 
 
 @dataclass
