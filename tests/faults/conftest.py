@@ -1,7 +1,8 @@
 """Fixtures of the fault tests: a run with a fault, and the metrics of the undisturbed run."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,16 @@ def fault_runs(tmp_path: Path) -> Iterator[FaultRuns]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Metrics:
-    """The metrics of a run without a fault; made once."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    runs = ExampleRuns(folder)
-    try:
-        return FaultRuns(runs, folder).finish_without_fault()
-    finally:
-        runs.close()
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Metrics]:
+    """Return the metrics of a run without a fault, by mode; made once."""
+
+    @cache
+    def metrics_of(mode: str) -> Metrics:
+        folder = tmp_path_factory.mktemp(f"undisturbed-{mode}")
+        runs = ExampleRuns(folder)
+        try:
+            return FaultRuns(runs, folder).finish_without_fault(mode)
+        finally:
+            runs.close()
+
+    return metrics_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from example_runs import REPOSITORY, ExampleRun, ExampleRuns, Metrics, of_training, read_metrics
-from matrix import Cell
+from matrix import MODES, Cell
 
 STEPS = 6
 FAULT_STEP = 4
@@ -44,8 +44,8 @@ class FaultRuns:
     runs: ExampleRuns
     folder: Path
 
-    def start(self, cell: Cell | None, logs: str = "logs") -> ExampleRun:
-        """Start a run that suffers the fault of a cell; None: none."""
+    def start(self, cell: Cell | None, mode: str, logs: str = "logs") -> ExampleRun:
+        """Start a run in a mode of `MODES` that suffers the fault of a cell; None: none."""
         environment = {"PYTHONPATH": os.pathsep.join([str(_INJECTOR), str(REPOSITORY)])}
         if cell is not None:
             is_long = cell.victim in ("raylet", "gcs") and cell.signal == "SIGSTOP"
@@ -59,18 +59,17 @@ class FaultRuns:
             }
             environment["FAULT_PLAN"] = json.dumps(plan)
         checkpoints = f"checkpointing.checkpoint_dir={self.folder}/checkpoints"
-        return self.runs.start(
-            "run_grpo.py", "grpo_math_cpu.yaml", *OVERRIDES, checkpoints, logs=logs, environment=environment
-        )
+        overrides = (*OVERRIDES, *MODES[mode], checkpoints)
+        return self.runs.start("run_grpo.py", "grpo_math_cpu.yaml", *overrides, logs=logs, environment=environment)
 
     @property
     def report(self) -> Path:
         """The file that says which process got the signal, and when."""
         return self.folder / "fault.json"
 
-    def finish_without_fault(self) -> Metrics:
-        """Run to the end and return the metrics."""
-        run = self.start(None)
+    def finish_without_fault(self, mode: str) -> Metrics:
+        """Run to the end in a mode and return the metrics."""
+        run = self.start(None, mode)
         assert run.finish() == 0, run.log()[-3000:]
         return of_training(logged_once(run.log_dir))
 

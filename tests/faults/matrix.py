@@ -8,8 +8,17 @@ import itertools
 from dataclasses import dataclass
 from enum import StrEnum
 
-MODES = ("none",)
-"""How sampling and training overlap."""
+MODES: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "stream": ("grpo.overlap.mode=stream",),
+    "ahead": (
+        "grpo.overlap.mode=ahead",
+        "grpo.overlap.order=in_order",
+        "grpo.overlap.in_flight_weight_updates=false",
+        "grpo.overlap.max_age_steps=2",
+    ),
+}
+"""How sampling and training overlap, with the overrides; `ahead` with the schedule that repeats itself bit for bit."""
 VICTIMS = ("driver", "policy rank", "engine", "environment", "grading process", "raylet", "gcs")
 PHASES = ("sync", "sampling", "training", "validating", "saving")
 SIGNALS = ("SIGKILL", "SIGSTOP")
@@ -109,7 +118,16 @@ class Cell:
         return f"{self.victim}-{self.phase}-{self.signal}-{self.mode}".replace(" ", "_")
 
 
-CELLS = [Cell(*cell) for cell in itertools.product(VICTIMS, PHASES, SIGNALS, MODES)]
+_OVERLAPPED = ("driver", "policy rank", "engine", "environment"), ("sampling", "training", "saving"), ("SIGKILL",)
+"""Faults that also hit work of the other side, or groups that wait, in the modes that overlap."""
+_STOPPED = ("policy rank", "engine"), ("training",), ("SIGSTOP",)
+
+CELLS = [Cell(*fault) for fault in itertools.product(VICTIMS, PHASES, SIGNALS)]
+CELLS += [
+    Cell(*fault, mode)
+    for mode in ("stream", "ahead")
+    for fault in (*itertools.product(*_OVERLAPPED), *itertools.product(*_STOPPED))
+]
 IN_CI = [
     Cell("policy rank", "training", "SIGKILL"),
     Cell("policy rank", "sync", "SIGSTOP"),
