@@ -326,4 +326,4 @@ def _groups(prompt_ids: Tensor | None, rewards: Tensor, extras: AdvantageExtras)
 
 def _per_token(advantage_B: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Give each token that counts the advantage of its sample, `[B, T]`."""
-    return torch.where(mask != 0, advantage_B[:, None], 0.0).to(dtype)
+    return torch.where(mask != 0, advantage_B.to(dtype)[:, None], 0.0)
