@@ -18,6 +18,8 @@ _MORE_FOR_PREFIX = 8
 _SLOW = 1.5
 """How many times longer than the fastest engine one must take for a token to get fewer requests. Smaller differences
 are noise, and the distribution of requests stays the same from run to run."""
+_ENOUGH_TOKENS = 256
+"""Tokens of answers from which on an engine's speed counts."""
 _KEPT = 0.98
 """Share of earlier answers in an engine's speed that remains with each answer."""
 
@@ -49,8 +51,8 @@ class Speed:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """The mean; None before the first answer."""
-        return self.seconds / self.tokens if self.tokens else None
+        """The mean; None before there are enough answers."""
+        return self.seconds / self.tokens if self.tokens >= _ENOUGH_TOKENS else None
 
 
 @dataclass

@@ -28,7 +28,7 @@ def with_speeds(*seconds_per_token: float | None) -> list[Member]:
     members = [Member(index) for index in range(len(seconds_per_token))]
     for member, seconds in zip(members, seconds_per_token, strict=True):
         if seconds is not None:
-            member.speed.note(seconds * 50, 50)
+            member.speed.note(seconds * 500, 500)
     return members
 
 
@@ -56,7 +56,7 @@ def test_an_engine_that_is_down_gets_none() -> None:
 def test_an_engine_that_is_fast_again_gets_its_share_back() -> None:
     members = with_speeds(0.01, 0.1)
     for _ in range(150):
-        members[1].speed.note(0.5, 50)
+        members[1].speed.note(5.0, 500)
     assert send(members, 64) == {0: 32, 1: 32}
 
 
@@ -64,9 +64,9 @@ def test_the_speed_counts_from_the_request_to_the_answer() -> None:
     loop = asyncio.new_event_loop()
     member = Member(0)
     member.unfinished["a"] = Pending(GenerationRequest([1], SamplingParams(), 0), loop.create_future(), since=10.0)
-    member.answer("a", GenerationResult(np.zeros(20, np.int32), np.zeros(20, np.float32), "stop", []), now=12.0)
+    member.answer("a", GenerationResult(np.zeros(300, np.int32), np.zeros(300, np.float32), "stop", []), now=13.0)
     member.answer("unknown", GenerationResult.refused("too long"), now=99.0)
-    assert member.speed.seconds_per_token == pytest.approx(0.1)
+    assert member.speed.seconds_per_token == pytest.approx(0.01)
 
 
 def test_a_prefix_is_read_where_it_is_unless_that_engine_is_gone_or_busy() -> None:
