@@ -1,7 +1,7 @@
 """Call an environment from rollouts: in batches, with deadlines, and with a new actor when the old one dies.
 
-`EnvironmentClient` runs in the driver, on the event loop of the rollouts; `EnvironmentActor` hosts the environment, a
-plain object, in a Ray actor that `supervision` keeps running.
+`EnvironmentClient` runs in the driver, on the event loop of the rollouts; `actor` hosts the environment, a plain
+object, in a Ray actor that `supervision` keeps running.
 Invariant: every call ends, with a result or with an error of its sample; the run stops only if the environment cannot
 be kept running.
 
@@ -9,46 +9,36 @@ be kept running.
            ▲                                                        │ waits: its turn, start_timeout_s,
            └────── StepResult for each sample ◄─────────────────────┘ then step_timeout_s
 
-    open_episode, close_episode: one Ray call each, in the same way; no call if the class does not override the method
+    step, if the class steps samples alone; open_episode, close_episode: one Ray call each, in the same way
+    a method that the class does not override is not called
 
     its turn            the actor has no more calls than it runs at the same time, so that a deadline does not
                         include the time of other calls
     no answer in time   the actor is killed, another is started and the samples are sent one by one; a sample
-                        that is too slow alone gets an error; if SIGSTOP had stopped the actor, the batch is sent again
-    actor died          another is started and the batch is sent again; after two deaths during a batch its
-                        samples are sent one by one; after three deaths during a sample (two of them
-                        in a batch) it gets an error, because it probably causes them
+                        that is too slow alone gets an error; if SIGSTOP had stopped the actor, the batch is sent again.
+                        A coroutine that steps one sample is cancelled instead, and the actor continues; if it
+                        blocks the others, the actor is killed and what it was doing is sent one by one
+    actor died          another is started and what it was doing is sent again; samples that have seen two deaths are
+                        sent one by one; a sample during which the actor dies then gets an error, because it probably
+                        causes the deaths
     too many deaths     without an answer in between: WorkerDiedError for all calls, now and later
 """
 
 import asyncio
-import copy
-import inspect
 import logging
-import os
-import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
-import torch
-from ray import cloudpickle
 from ray.exceptions import RayActorError, RayTaskError
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.interfaces import EnvironmentInterface, EpisodeStart, StepResult, split_return
-from nemo_rl.environments.loading import (
-    EnvironmentClass,
-    extend_path,
-    launch_environment_actor,
-    load_env_class,
-    traits_of,
-)
+from nemo_rl.environments.actor import host_of
+from nemo_rl.environments.interfaces import EnvironmentInterface, EpisodeStart, StepResult
+from nemo_rl.environments.loading import EnvironmentClass, launch_environment_actor, traits_of
 from nemo_rl.environments.supervision import SupervisedActor, answer_of, death_in_short
-from nemo_rl.host.processes import is_stopped
 from nemo_rl.utils.errors import WorkerDiedError
 
 if TYPE_CHECKING:
@@ -57,8 +47,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DEATHS_BEFORE_SPLIT = 2
-_DEATHS_BEFORE_BLAME = 3
-_MAX_ERROR_CHARS = 2000
+_LATER_S = 10.0
+"""Seconds that the driver waits after the deadline that the actor keeps itself, for a coroutine that blocks."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +107,12 @@ class EnvironmentClient:
         runtime_env = runtime_env or {}
         self._traits = traits_of(env_class, runtime_env, start_timeout_s)
         self._step_timeout_s = step_timeout_s
-        start = partial(launch_environment_actor, EnvironmentActor, env_class, cfg, self._traits, runtime_env)
+        self._deadline_s = step_timeout_s + (_LATER_S if self._traits.is_async else 0.0)
+        host = host_of(self._traits, step_timeout_s)
+        start = partial(launch_environment_actor, host, env_class, cfg, self._traits, runtime_env)
         self._actor = SupervisedActor(name, start, start_timeout_s=start_timeout_s, max_restarts=max_restarts)
         self._turns = asyncio.Semaphore()
+        self._suspects = asyncio.Lock()
         self._queue: list[_Waiting] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -137,8 +130,8 @@ class EnvironmentClient:
     async def step(self, message_log: "LLMMessageLogType", metadata: Any) -> StepResult:
         """Pass the last turn of one conversation to the environment.
 
-        Calls that arrive in the same tick of the event loop are sent in one Ray call. Only `role`
-        and `content` of the messages are sent.
+        Calls that arrive in the same tick of the event loop are sent in one Ray call, unless the class steps each
+        sample alone. Only `role` and `content` of the messages are sent.
 
         Args:
             message_log: The conversation so far.
@@ -153,6 +146,10 @@ class EnvironmentClient:
         loop = self._running_loop()
         texts = [{"role": turn["role"], "content": turn["content"]} for turn in message_log]
         call = _Call((texts, metadata), lambda reason: StepResult.failed(reason, metadata))
+        if self._traits.steps_samples_alone:
+            results = await self._together("step", [call])
+            self._report_errors(results)
+            return results[0]
         waiting = _Waiting(call, loop.create_future())
         self._queue.append(waiting)
         if len(self._queue) == 1:
@@ -232,7 +229,7 @@ class EnvironmentClient:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._queue, self._loop = [], loop
-            self._turns = asyncio.Semaphore(self._traits.concurrency)
+            self._turns, self._suspects = asyncio.Semaphore(self._traits.concurrency), asyncio.Lock()
         return loop
 
     def _flush(self) -> None:
@@ -256,31 +253,48 @@ class EnvironmentClient:
             if not waiting.future.done():
                 waiting.future.set_result(result)
 
-    async def _together(self, method: str, batch: Sequence[_Call], num_deaths: int = 0) -> list[Any]:
-        """Make calls in one Ray call; repeat it after a death of the actor, and split it after a timeout."""
-        while True:
+    async def _together(self, method: str, batch: Sequence[_Call]) -> list[Any]:
+        """Make calls in one Ray call, again after a death of the actor; later, or after a timeout, one by one."""
+        for _ in range(_DEATHS_BEFORE_SPLIT):
             try:
-                columns = [list(column) for column in zip(*(call.arguments for call in batch), strict=True)]
-                results = await self._call(method, *columns)
-                if results is not None:
-                    return results
+                return await self._answers(method, batch)
             except TimeoutError:
-                if len(batch) > 1:
-                    apart = await asyncio.gather(*(self._together(method, [one], num_deaths) for one in batch))
-                    return [result for (result,) in apart]
-                return [batch[0].failed(f"environment {self.name!r} gave no answer in {self._step_timeout_s:g} s")]
+                if self._traits.is_async:
+                    break  # one coroutine blocks all others, so this may be the fault of another
+                if len(batch) == 1:
+                    return [self._too_slow(batch[0])]
+                apart = await asyncio.gather(*(self._together(method, [one]) for one in batch))
+                return [result for (result,) in apart]
             except RayActorError:
-                num_deaths += 1
-            if len(batch) > 1 and num_deaths >= _DEATHS_BEFORE_SPLIT:
-                return [(await self._together(method, [one], num_deaths))[0] for one in batch]
-            if num_deaths >= _DEATHS_BEFORE_BLAME:
-                return [batch[0].failed(f"environment {self.name!r} died {num_deaths} times over this sample")]
+                continue
+        return [await self._suspected(method, call) for call in batch]
+
+    async def _suspected(self, method: str, call: _Call) -> Any:
+        """Make a call that may have ended the actor, while no other such call runs."""
+        async with self._suspects:
+            try:
+                return (await self._answers(method, [call]))[0]
+            except TimeoutError:
+                return self._too_slow(call)
+            except RayActorError:
+                num_deaths = _DEATHS_BEFORE_SPLIT + 1
+                return call.failed(f"environment {self.name!r} died {num_deaths} times over this sample")
+
+    def _too_slow(self, call: _Call) -> Any:
+        return call.failed(f"environment {self.name!r} gave no answer in {self._step_timeout_s:g} s")
+
+    async def _answers(self, method: str, batch: Sequence[_Call]) -> list[Any]:
+        """Make calls in one Ray call; errors as `_call`."""
+        columns = [list(column) for column in zip(*(call.arguments for call in batch), strict=True)]
+        while True:
+            answers: list[Any] | None = await self._call(method, *columns)
+            if answers is not None:
+                return answers
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the actor; return None if another call timed out or SIGSTOP had stopped the actor.
 
-        The actor is replaced then. `pid` may belong to another machine; a stopped process with the same number here
-        costs one more attempt.
+        The actor is replaced then.
 
         Raises:
             TimeoutError: No answer in time; the actor is replaced.
@@ -292,11 +306,10 @@ class EnvironmentClient:
                 await self._actor.until_ready(incarnation)
                 self.num_calls += 1
                 call: ray.ObjectRef[Any] = getattr(incarnation.handle, method).remote(*arguments)
-                outcome = await answer_of(call, self._step_timeout_s)
+                outcome = await answer_of(call, self._deadline_s)
             except TimeoutError:
-                was_stopped = incarnation.pid is not None and is_stopped(incarnation.pid)
                 self._actor.end_hung(incarnation, f"no answer in {self._step_timeout_s:g} s")
-                if was_stopped:
+                if incarnation.was_stopped:
                     return None
                 raise
             except RayActorError as error:
@@ -317,116 +330,3 @@ class EnvironmentClient:
                 len(results),
                 errors[0],
             )
-
-
-class EnvironmentActor:
-    """The host of one environment object, in its Ray actor; it catches what the user's code raises.
-
-    `step` returns one `StepResult` for each sample unless the process dies; an error becomes part of the result of its
-    sample. Calls run on the actor's main thread one after another, or on `max_concurrent_steps` threads if the
-    environment allows more than one; coroutines run on one private event loop.
-    """
-
-    def __init__(
-        self, env_class: "str | EnvironmentClass | bytes", cfg: dict[str, Any], import_path: Sequence[str] = ()
-    ) -> None:
-        extend_path(import_path)
-        if isinstance(env_class, str):
-            env_class, _ = load_env_class(env_class)
-        made = cloudpickle.loads(env_class) if isinstance(env_class, bytes) else env_class(cfg)  # type: ignore[call-arg]
-        self._env: EnvironmentInterface[Any] = made
-        self._step_options = {"return_extracted_answer": True} if made.gives_answers else {}
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._loop_lock = threading.Lock()
-
-    def ready(self) -> int:
-        """Return the actor's process id, once the environment is constructed."""
-        return os.getpid()
-
-    def step(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
-        """Step B samples; if the batch raises, step each sample alone to find those that fail."""
-        if len(metadata) == 1:
-            return [self._step_one(message_logs[0], metadata[0])]
-        untouched = copy.deepcopy((message_logs, metadata))
-        try:
-            return self._step_batch(message_logs, metadata)
-        except (Exception, SystemExit) as error:  # boundary: the environment is user code
-            logger.warning(
-                "%s raised for a batch of %d; stepping each sample alone: %s",
-                type(self._env).__name__,
-                len(metadata),
-                _describe(error),
-            )
-        return [self._step_one(log, item) for log, item in zip(*untouched, strict=True)]
-
-    def open_episode(self, metadata: list[Any]) -> list[EpisodeStart[Any]]:
-        """Open episodes one after another; an episode that raises gets an error."""
-        return [self._open_one(item) for item in metadata]
-
-    def close_episode(self, metadata: list[Any]) -> list[str | None]:
-        """Close episodes one after another; return the error of each, or None."""
-        return [self._close_one(item) for item in metadata]
-
-    def global_post_process_and_metrics(
-        self, batch: BatchedDataDict[Any]
-    ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
-        """Pass the batch to the environment, with tensors that it may write; return its `rewards` and metrics.
-
-        Rewards that are no tensor, or metrics that are no mapping, raise an error here.
-        """
-        own = copy.copy(batch)
-        own.update({name: value.clone() for name, value in batch.items() if isinstance(value, torch.Tensor)})
-        returned, metrics = self._finished(self._env.global_post_process_and_metrics(own))
-        return BatchedDataDict(rewards=torch.as_tensor(returned["rewards"])), dict(metrics)
-
-    def shutdown(self) -> None:
-        """Let the environment release what it holds."""
-        self._env.shutdown()
-
-    def _step_one(self, message_log: Any, metadata: Any) -> StepResult:
-        try:
-            return self._step_batch([message_log], [copy.deepcopy(metadata)])[0]
-        except (Exception, SystemExit) as error:  # boundary: the environment is user code
-            return StepResult.failed(_describe(error), metadata)
-
-    def _step_batch(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
-        outcome = self._finished(self._env.step(message_logs, metadata, **self._step_options))
-        return split_return(outcome, len(metadata), type(self._env).__name__)
-
-    def _open_one(self, metadata: Any) -> EpisodeStart[Any]:
-        try:
-            start = self._finished(self._env.open_episode(copy.deepcopy(metadata)))
-            if not isinstance(start, EpisodeStart):
-                raise TypeError(f"open_episode returned {type(start).__name__}, not an EpisodeStart")
-            return start
-        except (Exception, SystemExit) as error:  # boundary: the environment is user code
-            return EpisodeStart(metadata, error=_describe(error))
-
-    def _close_one(self, metadata: Any) -> str | None:
-        close: Any = self._env.close_episode  # may be a coroutine function
-        try:
-            self._finished(close(metadata))
-        except (Exception, SystemExit) as error:  # boundary: the environment is user code
-            return _describe(error)
-        return None
-
-    def _finished(self, outcome: Any) -> Any:
-        """Return what a method returned; await it if it is a coroutine."""
-        if inspect.iscoroutine(outcome):
-            return asyncio.run_coroutine_threadsafe(outcome, self._event_loop()).result()
-        return outcome
-
-    def _event_loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop of all coroutines, which runs in its own thread."""
-        with self._loop_lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, daemon=True).start()
-            return self._loop
-
-
-def _describe(error: BaseException) -> str:
-    """Describe an error by its type, its text and the innermost line of code that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"[:_MAX_ERROR_CHARS]

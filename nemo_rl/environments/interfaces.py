@@ -73,7 +73,11 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
     Attributes:
         max_concurrent_steps: How many calls of `step` may run at the same time. With 1 they run
             on the main thread of their process, one after another; with more `step` must be
-            thread-safe (or a coroutine function).
+            thread-safe. If it is a coroutine function, 1 stands for 1000.
+        steps_samples_alone: Whether each sample is its own call of `step` (B is 1), so that a slow one delays no
+            other; `max_concurrent_steps` of them run at the same time. Otherwise the samples whose turns end in the
+            same moment are one call, and all get their results when the slowest one has its own. None: yes if `step`
+            is a coroutine function.
         gives_answers: Whether `step` takes the keyword `return_extracted_answer`.
         config_class: Dataclass or pydantic model that the environment's section has to fit, checked before Ray
             starts; None checks nothing. The environment still gets the dict.
@@ -82,6 +86,7 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
     """
 
     max_concurrent_steps: ClassVar[int] = 1
+    steps_samples_alone: ClassVar[bool | None] = None
     gives_answers: ClassVar[bool] = False
     config_class: ClassVar[type | None] = None
     post_processes_groups: ClassVar[bool] = False

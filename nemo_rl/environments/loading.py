@@ -30,7 +30,7 @@ ENVIRONMENTS: Registry[Any] = Registry(
 """Environments by dotted path; `environments.registry` adds the built-in names."""
 
 _KEPT_OPTIONS = ("num_cpus", "num_gpus", "memory", "resources", "runtime_env")
-_COROUTINE_STEPS = 64
+_COROUTINE_STEPS = 1000
 """Calls of `step` in flight if it is a coroutine function and the class states no number."""
 
 
@@ -87,12 +87,29 @@ class EnvironmentTraits:
         hooks: optional methods that the class overrides.
         options: Ray options of the class's decorator.
         post_processes_groups: as `EnvironmentInterface.post_processes_groups`.
+        is_async: `step` is a coroutine function.
+        steps_samples_alone: each sample is its own call of `step`.
     """
 
     concurrency: int
     hooks: frozenset[str]
     options: Mapping[str, Any]
     post_processes_groups: bool = False
+    is_async: bool = False
+    steps_samples_alone: bool = False
+
+
+@dataclass(frozen=True)
+class Host:
+    """The class of an actor that hosts an environment.
+
+    Attributes:
+        actor: the class.
+        arguments: its last arguments.
+    """
+
+    actor: type
+    arguments: tuple[Any, ...] = ()
 
 
 def traits_of(
@@ -133,13 +150,19 @@ def _traits_there(path: str, folders: Sequence[str]) -> EnvironmentTraits:
 
 def _traits(loaded: tuple[EnvironmentClass, dict[str, Any]]) -> EnvironmentTraits:
     plain_class, options = loaded
+    is_async, alone = inspect.iscoroutinefunction(plain_class.step), plain_class.steps_samples_alone
     return EnvironmentTraits(
-        step_concurrency(plain_class), own_hooks(plain_class), options, plain_class.post_processes_groups
+        step_concurrency(plain_class),
+        own_hooks(plain_class),
+        options,
+        plain_class.post_processes_groups,
+        is_async,
+        is_async if alone is None else alone,
     )
 
 
 def launch_environment_actor(
-    host: type,
+    host: Host,
     env_class: "str | EnvironmentClass | EnvironmentInterface[Any]",
     cfg: dict[str, Any],
     traits: EnvironmentTraits,
@@ -151,7 +174,7 @@ def launch_environment_actor(
     packages of this process's Python.
 
     Args:
-        host: The class of the actor, `client.EnvironmentActor`.
+        host: The class of the actor.
         env_class: A class (plain or `@ray.remote`), or its dotted path, which is then imported
             again inside the actor; or an environment object, which is copied into the actor.
         cfg: Argument of the class's constructor.
@@ -168,8 +191,8 @@ def launch_environment_actor(
     merged = {**traits.options.get("runtime_env", {}), **runtime_env}
     if merged:
         options["runtime_env"] = merged
-    remote_class: Any = ray.remote(host)
-    return remote_class.options(**options).remote(hosted, cfg, import_path(merged))
+    remote_class: Any = ray.remote(host.actor)
+    return remote_class.options(**options).remote(hosted, cfg, import_path(merged), *host.arguments)
 
 
 def import_path(runtime_env: Mapping[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from nemo_rl.host.processes import is_stopped
 from nemo_rl.utils.errors import WorkerDiedError
 
 logger = logging.getLogger(__name__)
@@ -21,11 +22,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Incarnation:
-    """One actor process of the environment."""
+    """One actor process of the environment.
+
+    Attributes:
+        handle: the actor.
+        ready: its process id, once the environment is constructed.
+        ended_by_us: it was killed because it missed a deadline.
+        was_stopped: SIGSTOP had stopped it then.
+        pid: its process id; None until it is known.
+    """
 
     handle: ActorHandle
     ready: "ray.ObjectRef[int]"
     ended_by_us: bool = False
+    was_stopped: bool = False
     pid: int | None = None
 
 
@@ -90,8 +100,14 @@ class SupervisedActor:
         self._restarts_in_a_row = 0
 
     def end_hung(self, incarnation: Incarnation, reason: str) -> None:
-        """Kill an actor that missed a deadline; its other batches are sent again."""
+        """Kill an actor that missed a deadline, once; its other calls are made again.
+
+        Its `pid` may belong to another machine; a stopped process with the same number here costs one more attempt.
+        """
+        if incarnation.ended_by_us:
+            return
         incarnation.ended_by_us = True
+        incarnation.was_stopped = incarnation.pid is not None and is_stopped(incarnation.pid)
         self.replace(incarnation, reason)
 
     def replace(self, incarnation: Incarnation, reason: str) -> None:

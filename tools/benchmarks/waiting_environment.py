@@ -14,13 +14,14 @@ SIGMA = 1.0
 
 
 class WaitingEnvironment(EnvironmentInterface[dict[str, Any]]):
-    """Waits for a log-normal time in each turn; the last turn is rewarded if it contains the answer.
+    """Each sample waits for its own log-normal time in each turn; the last turn is rewarded if it holds the answer.
 
     Args:
         cfg: `mean_s`, mean seconds of a wait; `num_turns`, turns of an episode.
     """
 
-    max_concurrent_steps = 512
+    steps_samples_alone = True
+    max_concurrent_steps = 1000
 
     def __init__(self, cfg: dict[str, Any]) -> None:
         self._location = math.log(cfg["mean_s"]) - SIGMA**2 / 2
@@ -34,7 +35,7 @@ class WaitingEnvironment(EnvironmentInterface[dict[str, Any]]):
     async def step(  # type: ignore[override]
         self, message_log_batch: list[Any], metadata: list[dict[str, Any]]
     ) -> EnvironmentReturn[dict[str, Any]]:
-        """Wait once for the batch, and reward the samples whose last turn it is."""
+        """Wait, and reward the sample if it is its last turn."""
         await asyncio.sleep(self._random.lognormvariate(self._location, SIGMA))
         states = [{**state, "turns": state["turns"] + 1} for state in metadata]
         is_last = [state["turns"] == self._num_turns for state in states]

@@ -1,10 +1,9 @@
-"""Measure what overlap saves where environments wait: steps per minute of `none` and `ahead`, in turns.
+"""Measure what overlap saves where environments wait: steps per minute of `none`, `stream` and `ahead`, in turns.
 
-    uv run --extra cpu python tools/benchmarks/waiting_environments.py --mean-s 1 5 --repeats 2
+    uv run --extra cpu python tools/benchmarks/waiting_environments.py --mean-s 1 5 --max-age 1 2 --repeats 2
 
 GRPO with the model of a million parameters, 8 prompts x 8 answers a step, three turns each. Before each answer the
-environment waits for a log-normal time (sigma 1) with the given mean; samples whose turns end in the same moment wait
-together. Linux only.
+environment waits for a log-normal time (sigma 1) with the given mean, each sample its own. Linux only.
 """
 
 import argparse
@@ -15,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_vs_trl import own_command
@@ -33,7 +33,23 @@ def read_steps(lines: Iterator[str]) -> Iterator[Step]:
             yield Step()
 
 
-def overrides_of(mode: str, mean_s: float, max_age: int) -> list[str]:
+@dataclass(frozen=True)
+class Mode:
+    """One side of the comparison.
+
+    Attributes:
+        name: value of `grpo.overlap.mode`.
+        max_age: value of `grpo.overlap.max_age_steps`; 0 for the modes without it.
+    """
+
+    name: str
+    max_age: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name} age {self.max_age}" if self.max_age else self.name
+
+
+def overrides_of(mode: Mode, mean_s: float) -> list[str]:
     """Return the overrides of a run."""
     waiting = [
         f"data.default.env_name={ENVIRONMENT}",
@@ -42,18 +58,18 @@ def overrides_of(mode: str, mean_s: float, max_age: int) -> list[str]:
         "policy.generation.max_new_tokens=16",
         "policy.max_total_sequence_length=256",
     ]
-    if mode == "none":
-        return waiting
-    ahead = {"mode": "ahead", "order": "ready_first", "in_flight_weight_updates": "true", "max_age_steps": max_age}
-    return waiting + [f"grpo.overlap.{key}={value}" for key, value in ahead.items()]
+    overlap: dict[str, str | int] = {"mode": mode.name}
+    if mode.max_age:
+        overlap |= {"order": "ready_first", "in_flight_weight_updates": "true", "max_age_steps": mode.max_age}
+    return waiting + [f"grpo.overlap.{key}={value}" for key, value in overlap.items()]
 
 
-def steps_per_minute(mode: str, mean_s: float, arguments: argparse.Namespace) -> float:
+def steps_per_minute(mode: Mode, mean_s: float, arguments: argparse.Namespace) -> float:
     """Run one side and return its rate after the warm-up."""
-    folder = BENCH / "runs" / f"waiting-{mode}-{mean_s:g}-{int(time.time())}"
+    folder = BENCH / "runs" / f"waiting-{mode.name}-{mode.max_age}-{mean_s:g}-{int(time.time())}"
     folder.mkdir(parents=True)
     command, metrics = own_command("uniform", "1m", folder, arguments)
-    command += overrides_of(mode, mean_s, arguments.max_age)
+    command += overrides_of(mode, mean_s)
     run: Run[Step] = run_side(command, metrics, read_steps, folder / "run.log", arguments.threads)
     return 60 / statistics.mean(run.step_seconds)
 
@@ -62,7 +78,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--mean-s", nargs="+", type=float, default=[1.0, 5.0], help="mean seconds of a wait")
-    parser.add_argument("--max-age", type=int, default=2, help="grpo.overlap.max_age_steps")
+    parser.add_argument("--modes", nargs="+", choices=["none", "stream", "ahead"], default=["none", "stream", "ahead"])
+    parser.add_argument("--max-age", nargs="+", type=int, default=[1, 2], help="values of grpo.overlap.max_age_steps")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each side, alternating")
     parser.add_argument("--steps", type=int, default=15, help="of each run; the first 5 are a warm-up")
     parser.add_argument("--threads", type=int, default=2, help="processors and OpenMP threads")
@@ -71,7 +88,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def main() -> None:
-    """Run both sides alternately for each mean, and print a table."""
+    """Run the sides in turns for each mean, and print a table with ratios to the first side."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     arguments = parse_arguments()
     sys.path.insert(0, str(Path(__file__).parent))
@@ -79,15 +96,18 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # the environment's actor imports from here
     BENCH.mkdir(exist_ok=True)
     (BENCH / ".gitignore").write_text("*\n")
-    print("| mean wait, s | none, steps/min | ahead, steps/min | ratio |\n|---:|---:|---:|---:|")
+    ages = {"ahead": arguments.max_age}
+    sides = [Mode(name, age) for name in arguments.modes for age in ages.get(name, [0])]
+    print("| mean wait, s | mode | steps/min | ratio |\n|---:|:---|---:|---:|")
     for mean_s in arguments.mean_s:
-        rates: dict[str, list[float]] = {"none": [], "ahead": []}
+        rates: dict[Mode, list[float]] = {side: [] for side in sides}
         for number in range(arguments.repeats):
-            for mode in list(rates)[:: -1 if number % 2 else 1]:
-                rates[mode].append(steps_per_minute(mode, mean_s, arguments))
-                logger.info("mean %g s, %s: %s steps per minute", mean_s, mode, show(rates[mode][-1]))
-        none, ahead = (statistics.median(rates[mode]) for mode in rates)
-        print(f"| {mean_s:g} | {show(none)} | {show(ahead)} | {ahead / none:.2f} |", flush=True)
+            for side in sides[:: -1 if number % 2 else 1]:
+                rates[side].append(steps_per_minute(side, mean_s, arguments))
+                logger.info("mean %g s, %s: %s steps per minute", mean_s, side, show(rates[side][-1]))
+        medians = {side: statistics.median(values) for side, values in rates.items()}
+        for side, median in medians.items():
+            print(f"| {mean_s:g} | {side} | {show(median)} | {median / medians[sides[0]]:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

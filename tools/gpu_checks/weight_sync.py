@@ -37,7 +37,7 @@ def between_processes(bench: Bench) -> Iterator[Finding]:
     figures: Figures = {"syncs": NUM_SYNCS, "buckets": len(buckets), "tensors": sum(len(b.slots) for b in buckets)}
     yield Finding(f"{spec.name}: fingerprints", figures, "" if len(buckets) > 2 else "too few buckets to reuse one")
     engine.call("submit", [("request", GenerationRequest(PROMPT, SamplingParams(max_new_tokens=12), seed=3))])
-    [(_, written)] = engine.call("collect")
+    [(_, written)] = engine.call("collect").results
     ids = [*PROMPT, *written.token_ids]
     one_row: Rows = BatchedDataDict({"input_ids": torch.tensor([ids]), "input_lengths": torch.tensor([len(ids)])})
     error = float((scores(rank, config, one_row)[0, len(PROMPT) :] - torch.tensor(written.logprobs)).abs().max())

@@ -40,6 +40,7 @@ class RolloutBatches:
         trajectory_log: writes conversations and rewards.
         layout: `build_training_batch`, with all arguments but the trajectories bound.
         idle: measures how long trainer, engines and environments have nothing to do.
+        engine_load: returns `GenerationInterface.load_metrics`, to be logged under `generation/`.
 
     Attributes:
         rollouts: as passed; may be replaced before the first step.
@@ -54,6 +55,7 @@ class RolloutBatches:
         trajectory_log: TrajectoryLog,
         layout: Callable[[Sequence[Trajectory]], BatchedDataDict[Any]],
         idle: IdleShares,
+        engine_load: Callable[[], dict[str, float]] = dict,
     ):
         self.rollouts = rollouts
         self._prompts = prompts
@@ -62,6 +64,7 @@ class RolloutBatches:
         self._trajectory_log = trajectory_log
         self._layout = layout
         self._idle = idle
+        self._engine_load = engine_load
 
     def next_batch(self, step: int, phase: Phase) -> StepBatch:
         """See `BatchSource.next_batch`.
@@ -87,7 +90,11 @@ class RolloutBatches:
             trajectories,
             num_prompts=len(groups),
             metrics=rollout_metrics(trajectories) | overlap | self.rollouts.metrics,
-            metrics_under={"refit": self._refitter.last_sync, "idle": self._idle.since_last_call()},
+            metrics_under={
+                "refit": self._refitter.last_sync,
+                "idle": self._idle.since_last_call(),
+                "generation": self._engine_load(),
+            },
             prompts=[group.prompt for group in given if group.prompt is not None],
             stale_BT=stale_BT,
         )

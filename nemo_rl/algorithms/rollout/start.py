@@ -255,6 +255,7 @@ def _connect(
         trajectory_log,
         layout,
         idle,
+        workers.engines.load_metrics,
     )
     parts = SessionParts(
         cadence=_cadence(config),

@@ -2,7 +2,7 @@
 
 Map (all of this runs on the rollout event loop, see `experience.event_loop`, unless it says otherwise):
 
-    generate() ─► _choose an engine ─► its outbox ─► _flush (next tick, one call per engine) ─► worker.submit
+    generate() ─► choose an engine ─► its outbox ─► _flush (next tick, one call per engine) ─► worker.submit
     generate() cancelled (deadline, another sample failed) ─► _flush ─► worker.abort
     _watch task per call ─► a failed call fails the engine's requests
     _collect task per engine ─► collect of its workers (long poll) ─► resolves the futures of generate()
@@ -23,7 +23,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,54 +39,19 @@ from nemo_rl.models.generation.interfaces import (
     ServedBy,
     engine_of,
 )
+from nemo_rl.models.generation.members import Member, Pending, Speed, choose
 from nemo_rl.models.generation.waits import Silence, Wait, Waits, give_up_waits, note_as_seen, some_answer
 from nemo_rl.utils.errors import DeadlineExceededError, GenerationError, ResourceInsufficientError, WorkerDiedError
-from nemo_rl.utils.timer import BusyClock
 
 logger = logging.getLogger(__name__)
 
 _REVIVAL_END_S = 10.0
 """Seconds that `shutdown` waits for a revival that it has interrupted."""
 
-_MORE_FOR_PREFIX = 8
-"""Open requests that an engine chosen for its prefix cache may have more than the least busy engine."""
 _BUSY_FACTOR = 4
 """Factor by which an engine may be silent for longer while its process computes."""
 _BUSY_SHARE = 0.1
 """Share of a core that a computing process uses at least."""
-
-
-@dataclass
-class _Pending:
-    request: GenerationRequest
-    future: asyncio.Future[GenerationResult]
-
-
-@dataclass
-class _Member:
-    """One engine and its pending requests; while it is down, they are kept until it is back.
-
-    `ranks` are its workers in the group; the first one receives requests. `num_starts` counts the engines started for
-    this member; it shows whether a dead engine was replaced already. `polls` are the running calls of `collect` by
-    rank, each with the `num_starts` of the called engine. `busy` measures the time with pending requests.
-    """
-
-    index: int
-    ranks: list[int] = field(default_factory=list)
-    num_starts: int = 1
-    is_down: bool = False
-    unfinished: dict[str, _Pending] = field(default_factory=dict)
-    outbox: list[tuple[str, GenerationRequest]] = field(default_factory=list)
-    given_up: list[str] = field(default_factory=list)
-    polls: dict[int, tuple[int, Any]] = field(default_factory=dict)
-    collector: asyncio.Task[None] | None = None
-    busy: BusyClock = field(default_factory=BusyClock)
-
-    def forget_requests(self) -> None:
-        """Drop all pending requests, for which no caller waits, and abort those that were sent."""
-        unsent = {request_id for request_id, _ in self.outbox}
-        self.given_up += [request_id for request_id in self.unfinished if request_id not in unsent]
-        self.unfinished, self.outbox, self.collector, self.is_down = {}, [], None, False
 
 
 class EngineGroup(GenerationInterface):
@@ -130,10 +95,10 @@ class EngineGroup(GenerationInterface):
         """Reason why no further request is accepted."""
         self._watchers: set[asyncio.Task[None]] = set()
         self._replacing = threading.RLock()
-        members: dict[int, _Member] = {}
+        members: dict[int, Member] = {}
         for rank in range(len(workers.workers)):
             index, _ = engine_of(rank, workers_per_engine)
-            members.setdefault(index, _Member(index)).ranks.append(rank)
+            members.setdefault(index, Member(index)).ranks.append(rank)
         self._members = list(members.values())
 
     @property
@@ -149,8 +114,9 @@ class EngineGroup(GenerationInterface):
         """See `GenerationInterface.generate`."""
         self._enter_loop()
         self._refuse_at_the_end()
-        pending = _Pending(request, asyncio.get_running_loop().create_future())
-        member = self._choose(request.prefix_at)
+        loop = asyncio.get_running_loop()
+        pending = Pending(request, loop.create_future(), loop.time())
+        member = choose(self._members, request.prefix_at, self.weight_version)
         request_id = str(next(self._ids))
         member.unfinished[request_id] = pending
         member.outbox.append((request_id, request))
@@ -166,21 +132,6 @@ class EngineGroup(GenerationInterface):
         written_by = result.weight_versions[-1].version if result.weight_versions else self.weight_version
         return replace(result, served_by=ServedBy(member.index, member.num_starts, written_by))
 
-    def _choose(self, prefix_at: ServedBy | None) -> _Member:
-        """The engine for a request: the one that holds its prefix, or else the one with the fewest open requests.
-
-        The engine that wrote the previous turn is taken while it runs, was not replaced, has the weights that it wrote
-        with (new weights void its cache), and has at most `_MORE_FOR_PREFIX` open requests more than the least busy
-        engine: reading a prefix again costs less than a long wait, and no engine is left idle.
-        """
-        least_busy = min(self._members, key=lambda m: (m.is_down, len(m.unfinished), m.index))
-        if prefix_at is None or prefix_at.weight_version != self.weight_version:
-            return least_busy
-        holder = self._members[prefix_at.engine]
-        is_same = not holder.is_down and holder.num_starts == prefix_at.num_starts
-        is_free = len(holder.unfinished) <= len(least_busy.unfinished) + _MORE_FOR_PREFIX
-        return holder if is_same and is_free else least_busy
-
     def _enter_loop(self) -> None:
         """Serve the caller's event loop; drop requests that an earlier loop has left unfinished."""
         loop = asyncio.get_running_loop()
@@ -193,7 +144,7 @@ class EngineGroup(GenerationInterface):
         if self._end is not None:
             raise self._end
 
-    def _give_up(self, member: _Member, request_id: str) -> None:
+    def _give_up(self, member: Member, request_id: str) -> None:
         """Drop a request that no caller waits for, or abort it if it was sent."""
         if member.unfinished.pop(request_id, None) is None:
             return
@@ -226,13 +177,13 @@ class EngineGroup(GenerationInterface):
                 member.collector = asyncio.get_running_loop().create_task(self._collect(member, waits))
                 member.collector.add_done_callback(partial(give_up_waits, waits))
 
-    def _send(self, member: _Member, method: str, content: list[Any]) -> None:
+    def _send(self, member: Member, method: str, content: list[Any]) -> None:
         call = self._call(member.ranks[0], method, content)
         watcher = asyncio.get_running_loop().create_task(self._watch(member, call))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
 
-    async def _watch(self, member: _Member, call: Any) -> None:
+    async def _watch(self, member: Member, call: Any) -> None:
         """Check that an engine accepted a call; `_collect` handles dead engines."""
         try:
             await call
@@ -244,7 +195,7 @@ class EngineGroup(GenerationInterface):
     def _call(self, rank: int, method: str, *args: Any) -> Any:
         return self.workers.run_single_worker_single_data(method, rank, *args)
 
-    async def _collect(self, member: _Member, waits: Waits) -> None:
+    async def _collect(self, member: Member, waits: Waits) -> None:
         """Take results from one engine until none is pending."""
         # Drop polls of earlier engines: a death that another thread saw does not concern the pending requests.
         member.polls = {rank: poll for rank, poll in member.polls.items() if poll[0] == member.num_starts}
@@ -254,7 +205,8 @@ class EngineGroup(GenerationInterface):
                 if member.collector is not asyncio.current_task():
                     return  # the group serves another event loop now
                 called, _ = member.polls.pop(rank)
-                results = waits.pop(rank).future.result()
+                results, load = waits.pop(rank).future.result()
+                member.note_load(load)
             except RayActorError as death:
                 member.polls.clear()
                 give_up_waits(waits)
@@ -268,12 +220,11 @@ class EngineGroup(GenerationInterface):
             except Exception as failure:  # boundary: any failure of the engine fails its requests
                 self._fail(member, failure)
                 return
+            now = asyncio.get_running_loop().time()
             for request_id, result in results:
-                pending = member.unfinished.pop(request_id, None)
-                if pending is not None and not pending.future.done():
-                    pending.future.set_result(result)
+                member.answer(request_id, result, now)
 
-    async def _first_to_answer(self, member: _Member, waits: Waits) -> int:
+    async def _first_to_answer(self, member: Member, waits: Waits) -> int:
         """Return the worker of an engine whose call of `collect` ends first, with results or because it died.
 
         Raises:
@@ -294,7 +245,7 @@ class EngineGroup(GenerationInterface):
                 raise Silence(quietest, silent_s)
         return next(rank for rank, wait in waits.items() if wait.future.done())
 
-    async def _is_busy(self, member: _Member, waits: Waits) -> bool:
+    async def _is_busy(self, member: Member, waits: Waits) -> bool:
         """Return whether a silent engine answers within a tenth of `silence_s`, or computes."""
         before = await asyncio.to_thread(self.workers.activity, member.ranks)
         window_s = self._silence_s / 10
@@ -304,11 +255,13 @@ class EngineGroup(GenerationInterface):
         used_s = sum(seconds for _, seconds in after) - sum(seconds for _, seconds in before)
         return used_s > _BUSY_SHARE * window_s and all(state not in "Tt" for state, _ in after)
 
-    async def _try_revive(self, member: _Member, called: int, cause: Callable[[], str]) -> None:
+    async def _try_revive(self, member: Member, called: int, cause: Callable[[], str]) -> None:
         member.is_down = True
         try:
             await asyncio.to_thread(self._revive, member, called, cause)
             member.is_down, member.outbox = False, []
+            for pending in member.unfinished.values():
+                pending.since = asyncio.get_running_loop().time()
             self._send(member, "submit", [(id_, p.request) for id_, p in member.unfinished.items()])
         except Exception as failure:  # boundary: if an engine cannot be restarted, the group ends
             self._end = self._end or failure
@@ -317,7 +270,7 @@ class EngineGroup(GenerationInterface):
     def _cause_of_death(self, rank: int, death: RayActorError) -> str:
         return str(self.workers.explain_failure(death, rank, "generation"))
 
-    def _cause_of_silence(self, member: _Member, silence: Silence) -> str:
+    def _cause_of_silence(self, member: Member, silence: Silence) -> str:
         lengths = [len(pending.request.prompt_token_ids) for pending in member.unfinished.values()]
         open_ones = (
             f"{len(lengths)} requests open (prompts of {min(lengths)} to {max(lengths)} tokens)" if lengths else ""
@@ -331,7 +284,7 @@ class EngineGroup(GenerationInterface):
         logger.warning("Generation engine %d hangs. %s\n%s", member.index, reason, self.workers.stacks(member.ranks))
         return reason
 
-    def _revive(self, member: _Member, called: int, cause: Callable[[], str]) -> None:
+    def _revive(self, member: Member, called: int, cause: Callable[[], str]) -> None:
         """Replace the `called`-th engine of a member, unless another thread has replaced it already."""
         with self.exclusively():
             self._refuse_at_the_end()
@@ -415,7 +368,7 @@ class EngineGroup(GenerationInterface):
                 member.is_down = False
             self._end = None
 
-    def _replace(self, member: _Member, reason: str) -> None:
+    def _replace(self, member: Member, reason: str) -> None:
         """Start a new engine for a member, if the run has a restart left."""
         self.num_restarts += 1
         if self.num_restarts > self._max_restarts:
@@ -436,8 +389,9 @@ class EngineGroup(GenerationInterface):
         except ResourceInsufficientError as shortage:
             raise ResourceInsufficientError(f"{reason} {shortage}") from shortage
         member.num_starts += 1
+        member.speed = Speed()
 
-    def _fail(self, member: _Member, failure: Exception) -> None:
+    def _fail(self, member: Member, failure: Exception) -> None:
         """Fail all requests that are pending at an engine."""
         if isinstance(failure, RayError):
             failure = self.workers.explain_failure(failure, member.ranks[0], "generation")
@@ -450,6 +404,19 @@ class EngineGroup(GenerationInterface):
     def busy_seconds(self) -> list[float]:
         """See `GenerationInterface.busy_seconds`."""
         return [member.busy.seconds for member in self._members]
+
+    def load_metrics(self) -> dict[str, float]:
+        """See `GenerationInterface.load_metrics`."""
+        loads = [member.load for member in self._members if member.load is not None]
+        for member in self._members:
+            member.load = None
+        if not loads:
+            return {}
+        return {
+            "num_preemptions": float(sum(load.num_preemptions for load in loads)),
+            "kv_cache_usage": max(load.kv_cache_usage for load in loads),
+            "max_running_requests": float(min(load.max_running for load in loads)),
+        }
 
     def describe_open(self) -> str:
         """See `GenerationInterface.describe_open`: with the stacks of their workers."""

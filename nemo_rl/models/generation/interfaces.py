@@ -130,6 +130,32 @@ class GenerationResult:
         return cls(np.empty(0, np.int32), np.empty(0, np.float32), "abort", [], error)
 
 
+class EngineLoad(NamedTuple):
+    """How full an engine was since the last report.
+
+    Attributes:
+        num_preemptions: running requests that were taken out because the key-value cache was full.
+        kv_cache_usage: largest share of the key-value cache in use.
+        max_running: most requests that the engine runs at the same time now; 0: not known.
+    """
+
+    num_preemptions: int = 0
+    kv_cache_usage: float = 0.0
+    max_running: int = 0
+
+
+class Collected(NamedTuple):
+    """What a worker has to report.
+
+    Attributes:
+        results: finished requests by id.
+        load: since the last report; None if the engine cannot tell.
+    """
+
+    results: list[tuple[str, GenerationResult]]
+    load: EngineLoad | None = None
+
+
 @dataclass(frozen=True)
 class EngineSettings:
     """Settings from which a worker builds its engine; `factory` makes them from the configuration.
@@ -203,7 +229,8 @@ class Engine(Protocol):
 
     The protocol leaves open where it computes: in this process between two calls (`stepped.SteppedEngine`), in its own
     processes or on its own devices, or on a server. A class that reads `GenerationRequest.row_inputs` sets
-    `accepts_inputs = True`; the others never get requests with such inputs (`registry.engine_rows`).
+    `accepts_inputs = True`; the others never get requests with such inputs (`registry.engine_rows`). A class may have a
+    method `take_load() -> EngineLoad | None`.
     """
 
     def generate(self, request_id: str, request: GenerationRequest) -> Awaitable[GenerationResult]:
@@ -265,6 +292,14 @@ class GenerationInterface(ABC):
     def busy_seconds(self) -> list[float]:
         """Return for each engine the seconds with an open request since its start; empty if the group cannot tell."""
         return []
+
+    def load_metrics(self) -> dict[str, float]:
+        """Return metrics of the key-value caches since the last call; empty if the engines cannot tell.
+
+        `num_preemptions` is the sum over the engines, `kv_cache_usage` the largest share in use, and
+        `max_running_requests` the smallest number of requests that an engine runs at the same time.
+        """
+        return {}
 
     def describe_open(self) -> str:
         """Describe the engines with open requests, for an error; empty if there are none or the group cannot tell."""

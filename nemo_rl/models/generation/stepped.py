@@ -17,7 +17,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nemo_rl.models.generation.interfaces import FinishReason, GenerationRequest, GenerationResult, VersionSpan
+from nemo_rl.models.generation.interfaces import (
+    EngineLoad,
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    VersionSpan,
+)
 from nemo_rl.models.training.finite import listed
 from nemo_rl.utils.errors import GenerationError, NonFiniteError
 
@@ -111,6 +117,10 @@ class SteppedEngine(ABC):
     def weights_not_finite(self) -> list[str]:
         """Return the names of the weights that hold NaN or infinity; the default names none."""
         return []
+
+    def take_load(self) -> EngineLoad | None:
+        """Return the load since the last call; the default knows none."""
+        return None
 
     def decode(self, token_ids: list[int]) -> str | None:
         """See `GenerationResult.text`."""

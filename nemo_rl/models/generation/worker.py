@@ -11,6 +11,7 @@ Invariant: each request gets exactly one result, however it ends.
 
 import asyncio
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -18,6 +19,8 @@ import torch
 
 from nemo_rl.models.generation.interfaces import (
     COLLECT_POLL_S,
+    Collected,
+    EngineLoad,
     EngineSettings,
     GenerationRequest,
     GenerationResult,
@@ -44,6 +47,7 @@ class GenerationWorker:
         self._rank = int(os.environ["RANK"])
         index, place = engine_of(self._rank, settings.num_workers)
         self._engine = make_engine(settings, place)
+        self._take_load: Callable[[], EngineLoad | None] = getattr(self._engine, "take_load", lambda: None)
         self._accepted = engine_rows(settings.backend)
         self._name = f"engine {index}, worker {place}"
         self._receiver: WeightReceiver | None = None
@@ -82,8 +86,10 @@ class GenerationWorker:
             self._failure = failure
         self._has_news.set()
 
-    async def collect(self, poll_s: float = COLLECT_POLL_S) -> list[tuple[str, GenerationResult]]:
+    async def collect(self, poll_s: float = COLLECT_POLL_S) -> Collected:
         """Return the results finished since the last call; wait for one up to `poll_s` seconds, then return none.
+
+        Also returns the load of the engine since the last call.
 
         Raises:
             Exception: the failure of the engine.
@@ -97,7 +103,7 @@ class GenerationWorker:
         results, self._finished = self._finished, []
         if self._failure is None:
             self._has_news.clear()
-        return results
+        return Collected(results, self._take_load())
 
     async def begin_weight_update(self, spec: TransportSpec, version: int) -> None:
         """Start to receive weights of `version` through the transport of `spec`; requests wait until the end."""

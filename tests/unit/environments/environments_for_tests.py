@@ -96,6 +96,39 @@ class Slow(EnvironmentInterface[dict]):
         )
 
 
+class GuessAlone(GuessTheNumber):
+    """Steps each sample alone, on threads."""
+
+    max_concurrent_steps = 16
+    steps_samples_alone = True
+
+
+class Tools(EnvironmentInterface[dict]):
+    """A coroutine environment whose steps take as long as their metadata says; 1 is rewarded where nothing raises.
+
+    Metadata: `wait_s`, seconds without holding up others; `block_s`, seconds in which nothing else runs; `raises`.
+    """
+
+    def __init__(self, cfg):
+        self.most = self.running = 0
+
+    def open_episode(self, metadata):
+        time.sleep(metadata.get("open_s", 0.0))
+        return EpisodeStart(metadata)
+
+    async def step(self, message_log_batch, metadata):
+        ((state,),) = (metadata,)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(state.get("wait_s", 0.0))
+        time.sleep(state.get("block_s", 0.0))
+        self.running -= 1
+        if "raises" in state:
+            raise ValueError(state["raises"])
+        done = [{"role": "environment", "content": ""}]
+        return EnvironmentReturn(done, [{**state, "most": self.most}], [None], torch.ones(1), torch.ones(1))
+
+
 class Wrong(EnvironmentInterface[dict]):
     """An environment that returns one item too few for batches."""
 

@@ -1,11 +1,13 @@
 """The hosting actor's boundary, without Ray around it."""
 
+import asyncio
+
 import pytest
 import torch
 from environments_for_tests import Decorated, GuessTheNumber, Slow, Wrong
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.client import EnvironmentActor
+from nemo_rl.environments.actor import EnvironmentActor, EnvironmentActorAsync
 from nemo_rl.environments.interfaces import EnvironmentReturn
 from nemo_rl.environments.loading import load_env_class, plain_env_class
 from nemo_rl.environments.metrics import calculate_pass_rate_per_prompt
@@ -71,7 +73,8 @@ def test_a_reward_that_is_not_finite_is_an_error():
 
 
 def test_a_step_may_return_components_or_errors_or_be_a_coroutine():
-    results = EnvironmentActor(Slow, {}).step([say("")] * 2, [{}, {"problem": "no judge"}])
+    actor = EnvironmentActorAsync(Slow, {})
+    results = asyncio.run(actor.step([say("")] * 2, [{}, {"problem": "no judge"}]))
     assert results[0].reward == {"taste": 1.0, "form": 0.5} and results[0].error is None
     assert results[1].reward is None and results[1].error == "no judge"
 
@@ -79,7 +82,7 @@ def test_a_step_may_return_components_or_errors_or_be_a_coroutine():
 def test_a_return_of_the_wrong_size_names_the_field():
     actor = EnvironmentActor(Wrong, {})
     with pytest.raises(ValueError, match="1 observations for 2 samples"):
-        actor._step_batch([say("")] * 2, [{}, {}])
+        asyncio.run(actor._calls.step_batch([say("")] * 2, [{}, {}]))
     assert [result.error for result in actor.step([say("")] * 2, [{}, {}])] == [None, None]
 
 

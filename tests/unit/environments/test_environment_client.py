@@ -7,12 +7,13 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import ray
 import torch
-from environments_for_tests import Decorated, GuessTheNumber, Sandboxes, Slow
+from environments_for_tests import Decorated, GuessAlone, GuessTheNumber, Sandboxes, Slow, Tools
 from processes_for_tests import children, is_alive, wait_until_gone
 from transformers import AutoTokenizer
 
@@ -124,6 +125,82 @@ def test_a_coroutine_environment_steps_several_batches_at_once(make):
     assert client.num_calls == 5
     assert results[0].error is None, "none of them ends before the last has started"
     assert results[0].reward == {"taste": 1.0, "form": 0.5}
+
+
+def play_tools(client, states):
+    """Open and step episodes at the same time; return the results, and the seconds after which each came."""
+
+    async def play(state):
+        start = await client.open_episode(state)
+        result = await client.step(say(""), start.metadata)
+        return result, time.perf_counter() - started
+
+    async def main():
+        return await asyncio.gather(*[play(state) for state in states])
+
+    asyncio.run(client.open_episode({}))  # the actor has started
+    started = time.perf_counter()
+    return zip(*asyncio.run(main()), strict=True)
+
+
+@pytest.mark.parametrize("env_class", [GuessAlone, Tools])
+def test_a_slow_sample_delays_no_other_where_each_is_stepped_alone(make, env_class):
+    client = make(env_class)
+    if env_class is Tools:
+        results, seconds = play_tools(client, [{"wait_s": 2.5}, *[{"wait_s": 0.1, "open_s": 0.05}] * 199])
+        assert max(result.metadata["most"] for result in results) > 100
+    else:
+
+        async def timed(guess):
+            await client.step(say(guess), {"secret": 0, "turns": 0})
+            return time.perf_counter() - started
+
+        async def main():
+            return await asyncio.gather(*[timed(guess) for guess in ["sleep 2.5", *["0"] * 199]])
+
+        step_all(client, ["5"])
+        started = time.perf_counter()
+        seconds = asyncio.run(main())
+    assert client.num_calls >= 200
+    assert seconds[0] >= 2.5 and max(seconds[1:]) < 2.2
+
+
+def test_a_slow_coroutine_is_cancelled_and_its_neighbours_continue(make):
+    client = make(Tools, step_timeout_s=1.5)
+    states = [{"wait_s": 60.0}, {"raises": "no such tool"}, *[{"wait_s": 0.8}] * 8]
+    results, seconds = play_tools(client, states)
+    assert [result.reward for result in results] == [None, None, *[1.0] * 8]
+    assert "Tools gave no answer in 1.5 s" in results[0].error and "no such tool" in results[1].error
+    assert client.num_restarts == 0 and max(seconds) < 5
+
+
+def test_a_coroutine_that_blocks_has_its_actor_killed_and_alone_gets_an_error(make, monkeypatch):
+    monkeypatch.setattr("nemo_rl.environments.client._LATER_S", 0.5)
+    client = make(Tools, step_timeout_s=1.0)
+    results, _ = play_tools(client, [{"block_s": 60.0}, *[{"wait_s": 0.3}] * 4])
+    assert [result.reward for result in results] == [None, *[1.0] * 4]
+    assert "no answer in 1 s" in results[0].error and client.num_restarts == 2
+
+
+def test_many_samples_that_are_stepped_alone_survive_a_stopped_actor(make):
+    client = make(Tools, step_timeout_s=1.5)
+    asyncio.run(client.open_episode({}))
+    os.kill(pid_of(client), signal.SIGSTOP)
+    client._deadline_s = 2.0  # sooner than the grace for blocking coroutines
+
+    async def main():
+        return await asyncio.gather(*[client.step(say(""), {"wait_s": 0.2}) for _ in range(20)])
+
+    assert [result.reward for result in asyncio.run(main())] == [1.0] * 20
+    assert client.num_restarts == 1
+
+
+def test_one_sample_of_many_that_are_stepped_alone_is_blamed_for_deaths(make):
+    client = make(GuessAlone, max_restarts=3)
+    results = step_all(client, ["sleep 0.3"] * 6 + ["die"] + ["sleep 0.3"] * 5, secret=0)
+    assert [result.reward for result in results] == [1.0] * 6 + [None] + [1.0] * 5
+    assert "died 3 times over this sample" in results[6].error
+    assert client.num_restarts == 3
 
 
 def test_an_actor_killed_mid_step_is_replaced_and_its_samples_are_resubmitted(make, caplog):

@@ -235,7 +235,7 @@ def test_a_text_engine_refuses_rows_with_inputs_and_answers_the_others(model_nam
         await worker.submit([(str(n), request) for n, request in enumerate(requests_of())])
         got = {}
         while len(got) < 4:
-            got |= dict(await asyncio.wait_for(worker.collect(), 20))
+            got |= dict((await asyncio.wait_for(worker.collect(), 20)).results)
         return got
 
     results = asyncio.run(answers())

@@ -25,6 +25,7 @@ from vllm.v1.executor import uniproc_executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from nemo_rl.models.generation.interfaces import (
+    EngineLoad,
     EngineSettings,
     FinishReason,
     GenerationRequest,
@@ -32,6 +33,7 @@ from nemo_rl.models.generation.interfaces import (
 )
 from nemo_rl.models.generation.stepped import Finished, SteppedEngine
 from nemo_rl.models.generation.texts import sampled_text
+from nemo_rl.models.generation.vllm.concurrency import CacheWatch
 from nemo_rl.models.generation.vllm.layers import start_recording, stop_recording
 from nemo_rl.models.generation.vllm.ranks import RanksExecutor
 from nemo_rl.models.generation.vllm.settings import CPU_SEQUENCES
@@ -75,6 +77,7 @@ class VllmEngine(SteppedEngine):
         # This usage context sets the batch limits that the arguments leave open: those of offline generation.
         with refusing_non_finite(settings.model_name):
             self._engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+        self._cache = CacheWatch(self._scheduler)
         self._threads = self._start_threads(settings)
         self._take_bursts(settings)
 
@@ -98,6 +101,7 @@ class VllmEngine(SteppedEngine):
 
     def step(self) -> list[Finished]:
         """See `SteppedEngine.step`."""
+        self._cache.begin_step()
         if self._threads is not None:
             self._threads.begin_step(reads_prompts=self._scheduler.get_request_counts()[1] > 0)
         finished = []
@@ -107,7 +111,12 @@ class VllmEngine(SteppedEngine):
                 del self._vllm_ids[output.request_id]
         if self._threads is not None:
             self._threads.end_step(has_more=bool(self._vllm_ids))
+        self._cache.end_step(len(finished))
         return finished
+
+    def take_load(self) -> EngineLoad:
+        """See `SteppedEngine.take_load`."""
+        return self._cache.take_load()
 
     def remove_requests(self, request_ids: Collection[str]) -> list[Finished]:
         """See `SteppedEngine.remove_requests`."""

@@ -9,6 +9,7 @@ import asyncio
 import multiprocessing
 import os
 import traceback
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -17,7 +18,7 @@ from unittest import mock
 
 from ray._private.async_compat import get_new_event_loop
 
-from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, GenerationResult
+from nemo_rl.models.generation.interfaces import EngineLoad, EngineSettings, GenerationRequest, GenerationResult
 from nemo_rl.models.generation.vllm.settings import engine_environment
 
 ANSWER_TIMEOUT_S = 240.0
@@ -40,6 +41,8 @@ class EngineProcess:
             self._process.start()
         theirs.close()
         self._next_id = 0
+        self.loads: defaultdict[str, list[EngineLoad | None]] = defaultdict(list)
+        """Loads that `generate` was told, by name."""
 
     def start(self, name: str, method: str, *args: Any) -> None:
         """Start a coroutine of a worker without waiting; `answer` waits for it."""
@@ -64,7 +67,9 @@ class EngineProcess:
         self.call(name, "submit", list(zip(ids, requests, strict=True)))
         results: dict[str, GenerationResult] = {}
         while len(results) < len(ids):
-            results.update(self.call(name, "collect"))
+            found, load = self.call(name, "collect")
+            results.update(found)
+            self.loads[name].append(load)
         return [results[id_] for id_ in ids]
 
     def look(self, name: str, at: Callable[..., Any], *args: Any) -> Any:

@@ -16,6 +16,8 @@ from ray.exceptions import RayActorError, RayTaskError
 from nemo_rl.distributed.workers.calls import MultiWorkerFuture
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import (
+    Collected,
+    EngineLoad,
     GenerationRequest,
     GenerationResult,
     SamplingParams,
@@ -40,6 +42,7 @@ class FakeWorker:
         self.collect_failure: Exception | None = None
         self.submit_failure: Exception | None = None
         self.aborted: list[str] = []
+        self.load: EngineLoad | None = None
         self._finished: list[tuple[str, GenerationResult]] = []
         self._changed = asyncio.Event()
 
@@ -61,7 +64,7 @@ class FakeWorker:
             self._finished.append((request_id, GenerationResult([], [], "abort", [])))
         self._changed.set()
 
-    async def collect(self, poll_s: float) -> list[tuple[str, GenerationResult]]:
+    async def collect(self, poll_s: float) -> Collected:
         while self.hangs or not self._finished:
             self._check_alive()
             if self.collect_failure is not None:
@@ -70,9 +73,9 @@ class FakeWorker:
             try:
                 await asyncio.wait_for(self._changed.wait(), None if self.hangs else poll_s)
             except TimeoutError:
-                return []
+                return Collected([], self.load)
         results, self._finished = self._finished, []
-        return results
+        return Collected(results, self.load)
 
     async def ready(self) -> int:
         self._check_alive()
@@ -724,3 +727,18 @@ async def test_the_version_of_a_response_is_that_of_its_last_tokens() -> None:
     fake.workers[0]._finished.append((request_id, GenerationResult([7, 7, 7], [], "stop", spans)))
     fake.workers[0]._changed.set()
     assert (await task).served_by == ServedBy(0, 1, 4)
+
+
+async def test_the_loads_of_all_engines_are_added_up_until_they_are_asked_for() -> None:
+    group, fake = make_group(2)
+    assert group.load_metrics() == {}
+    fake.workers[0].load, fake.workers[1].load = EngineLoad(3, 0.5, 8), EngineLoad(1, 0.9, 16)
+    tasks = start(group, [1, 2, 3, 4])
+    await settle()
+    for worker in fake.workers:
+        worker.answer(*list(worker.held)[:1])
+        await settle()
+        worker.answer(*worker.held)
+    await asyncio.gather(*tasks)
+    assert group.load_metrics() == {"num_preemptions": 8.0, "kv_cache_usage": 0.9, "max_running_requests": 8.0}
+    assert group.load_metrics() == {}

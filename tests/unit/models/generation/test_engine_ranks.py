@@ -156,7 +156,7 @@ def test_a_running_request_can_be_aborted(engine: EngineOfRanks) -> None:
     first = engine.ranks[0]
     first.call("engine", "submit", [("long", ask(PROMPTS[0], max_new_tokens=200))])
     first.call("engine", "abort", ["long"])
-    ((name, result),) = first.call("engine", "collect")
+    ((name, result),) = first.call("engine", "collect").results
     assert (name, result.finish_reason) == ("long", "abort") and len(result.token_ids) < 200
 
 

@@ -26,7 +26,7 @@ def worker(monkeypatch, tmp_path):
 async def collect_all(worker: GenerationWorker, count: int) -> dict:
     results: dict = {}
     while len(results) < count:
-        results.update(await asyncio.wait_for(worker.collect(), 20))
+        results.update((await asyncio.wait_for(worker.collect(), 20)).results)
     return results
 
 
@@ -51,7 +51,7 @@ async def test_collect_waits_for_a_later_request(worker):
     await asyncio.sleep(0.05)
     assert not waiting.done()
     await worker.submit([("late", ask([5], max_new_tokens=1))])
-    assert [name for name, _ in await asyncio.wait_for(waiting, 20)] == ["late"]
+    assert [name for name, _ in (await asyncio.wait_for(waiting, 20)).results] == ["late"]
 
 
 async def test_the_engine_takes_no_step_during_a_weight_update(worker):

@@ -180,7 +180,7 @@ def test_a_running_response_continues_with_new_weights(engines):
     deploy(engines, "qwen2", models[8], 8)
     results: dict[str, Any] = {}
     while len(results) < len(requests):
-        results.update(engines.call("qwen2", "collect"))
+        results.update(engines.call("qwen2", "collect").results)
     deploy(engines, "qwen2", models[7], 0)
     for i, request in enumerate(requests):
         result = results[f"u{i}"]

@@ -42,6 +42,7 @@ from vllm_looks import (
     bits_change,
     busy_seconds,
     compute_on,
+    follow_cache,
     rendezvous_file,
     storages,
     take_bursts,
@@ -82,6 +83,9 @@ LONG_PROMPT = [(7 * i) % 250 for i in range(150)]
 """Longer than a block of the prefix cache (128 tokens)."""
 
 
+SMALL_CACHE = "qwen2 tied, with a cache for five long answers"
+BLOCK_BYTES = 128 * 2 * 2 * 32 * 4
+"""Keys and values of 128 tokens, in two layers with one head of 32 float32 numbers."""
 CONFIGURED = "qwen2 tied, with keys of vllm_cfg"
 
 
@@ -109,6 +113,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory, vllm_cache: Path) -> Itera
         folder = tmp_path_factory.mktemp("model")
         save_model(folder, make(seed=0))
         settings[name] = make_settings(folder, "vllm")
+    settings[SMALL_CACHE] = replace(settings["qwen2 tied"], kv_cache_bytes=12 * BLOCK_BYTES, load_weights=True)
     settings[CONFIGURED] = configured_settings(settings["qwen2 tied"].model_name)
     with mock.patch.dict(os.environ, {"VLLM_CACHE_ROOT": str(vllm_cache)}), EngineProcess(settings) as process:
         for name in settings:  # a mixture first: vLLM makes its expert groups with the first engine of a process
@@ -255,7 +260,7 @@ def test_a_running_response_continues_with_new_weights(engines, sender, name):
     deploy(engines, sender, name, new, version=32)
     results: dict[str, GenerationResult] = {}
     while len(results) < len(ids):
-        results.update(engines.call(name, "collect"))
+        results.update(engines.call(name, "collect").results)
     starts = {result.weight_versions[-1].start for result in results.values()}
     assert len(starts) == 1 and 0 < starts.pop() < 80
     for id_, request in zip(ids, requests, strict=True):
@@ -272,7 +277,7 @@ def test_aborted_requests_return_their_partial_response(engines, sender):
     engines.call(name, "submit", [("ended", ended), ("stays", stays)])
     engines.call(name, "collect")
     engines.call(name, "abort", ["ended", "unknown"])
-    ((id_, result),) = engines.call(name, "collect")
+    ((id_, result),) = engines.call(name, "collect").results
     assert (id_, result.finish_reason) == ("ended", "abort")
     assert 12 <= len(result.token_ids) < 200
     check_spans(ended, result, {33: model}, [(0, 33)])
@@ -361,6 +366,25 @@ def test_a_burst_ends_when_its_time_is_over(engines):
     (result,) = engines.generate("qwen2 tied", [ask(PROMPTS[0], max_new_tokens=20)])
     assert engines.look("qwen2 tied", turns_taken) >= len(result.token_ids) == 20
     engines.look("qwen2 tied", take_bursts, True)
+
+
+def test_the_number_of_running_requests_follows_the_cache(engines):
+    """Each answer starts with one block of the cache, and most need a second one later."""
+    wanted = [ask([20 + i, 50, 3 * i], temperature=0.0, max_new_tokens=100 + 30 * (i % 5)) for i in range(64)]
+    preemptions, answers = [], []
+    for follows in (False, True):
+        engines.look(SMALL_CACHE, follow_cache, follows)
+        for _ in range(2):
+            engines.loads.clear()
+            results = engines.generate(SMALL_CACHE, wanted)
+            loads = engines.loads[SMALL_CACHE]
+            preemptions.append(sum(load.num_preemptions for load in loads))
+            answers.append([r.token_ids.tolist() for r in results])
+    assert answers[0] == answers[1] == answers[2] == answers[3]
+    assert [len(tokens) for tokens in answers[0]] == [request.sampling.max_new_tokens for request in wanted]
+    assert 3 < loads[-1].max_running <= 11 and max(load.kv_cache_usage for load in loads) > 0.8
+    assert min(preemptions[:2]) > 20
+    assert preemptions[2] < 0.5 * preemptions[0] and preemptions[3] < 0.2 * preemptions[1], preemptions
 
 
 def test_matrix_products_split_over_the_sum_are_found(engines):

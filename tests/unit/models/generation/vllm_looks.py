@@ -167,3 +167,14 @@ def busy_seconds(engine: Any, wait_s: float) -> float:
     before = busy_seconds_of_others()
     time.sleep(wait_s)
     return busy_seconds_of_others() - before
+
+
+def follow_cache(engine: Any, follows: bool) -> None:
+    """Let the number of running requests follow the cache, from its largest value, or keep it there."""
+    from nemo_rl.models.generation.vllm.concurrency import ConcurrencyLimit
+
+    limit = ConcurrencyLimit(engine._cache.limit.most)
+    if not follows:
+        limit.note_step = lambda **_: None
+    engine._cache.limit = limit
+    engine._cache.take_load()

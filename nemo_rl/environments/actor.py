@@ -1,0 +1,264 @@
+"""Host one environment object in its Ray actor, and catch what the user's code raises.
+
+    EnvironmentActor        `step` is a function: calls run on the main thread one after another, or on
+                            `max_concurrent_steps` threads; a hook that is a coroutine runs on a private event loop
+    EnvironmentActorAsync   `step` is a coroutine function: calls run on the actor's event loop, without a thread each;
+                            hooks that are functions run on threads
+
+Invariant: a step returns one `StepResult` for each sample unless the process dies; an error becomes part of the result
+of its sample.
+"""
+
+import asyncio
+import copy
+import inspect
+import logging
+import os
+import threading
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from ray import cloudpickle
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.interfaces import EnvironmentInterface, EpisodeStart, StepResult, split_return
+from nemo_rl.environments.loading import (
+    EnvironmentClass,
+    EnvironmentTraits,
+    Host,
+    extend_path,
+    load_env_class,
+    step_concurrency,
+)
+
+logger = logging.getLogger(__name__)
+
+_MAX_ERROR_CHARS = 2000
+
+type Metrics = dict[str, float | int]
+
+
+def host_of(traits: EnvironmentTraits, step_timeout_s: float) -> Host:
+    """Return the class of the actor for an environment class, and its last argument if there is one."""
+    return Host(EnvironmentActorAsync, (step_timeout_s,)) if traits.is_async else Host(EnvironmentActor)
+
+
+def _made(
+    env_class: "str | EnvironmentClass | bytes", cfg: dict[str, Any], import_path: Sequence[str]
+) -> EnvironmentInterface[Any]:
+    """Construct the environment, or unpickle it."""
+    extend_path(import_path)
+    if isinstance(env_class, str):
+        env_class, _ = load_env_class(env_class)
+    return cloudpickle.loads(env_class) if isinstance(env_class, bytes) else env_class(cfg)  # type: ignore[call-arg]
+
+
+class _Calls:
+    """The calls of an environment.
+
+    It is no base of the actors: Ray runs all methods of a class on one event loop if any of them is a coroutine
+    function.
+
+    Args:
+        env: the environment.
+        outcome: calls one of its methods, a function or a coroutine function, where this kind of actor runs it.
+    """
+
+    def __init__(self, env: EnvironmentInterface[Any], outcome: Callable[..., Coroutine[Any, Any, Any]]):
+        self._env = env
+        self._outcome = outcome
+        self._step_options: dict[str, Any] = {"return_extracted_answer": True} if env.gives_answers else {}
+
+    async def step(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
+        """Step B samples; if the batch raises, step each sample alone to find those that fail."""
+        if len(metadata) == 1:
+            return [await self._step_one(message_logs[0], metadata[0])]
+        untouched = copy.deepcopy((message_logs, metadata))
+        try:
+            return await self.step_batch(message_logs, metadata)
+        except (Exception, SystemExit) as error:  # boundary: the environment is user code
+            logger.warning(
+                "%s raised for a batch of %d; stepping each sample alone: %s",
+                type(self._env).__name__,
+                len(metadata),
+                _describe(error),
+            )
+        return [await self._step_one(log, item) for log, item in zip(*untouched, strict=True)]
+
+    async def _step_one(self, message_log: Any, metadata: Any) -> StepResult:
+        try:
+            return (await self.step_batch([message_log], [copy.deepcopy(metadata)]))[0]
+        except (Exception, SystemExit) as error:  # boundary: the environment is user code
+            return StepResult.failed(_describe(error), metadata)
+
+    async def step_batch(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
+        """Step B samples; raise what the environment raises."""
+        step: Any = partial(self._env.step, **self._step_options)
+        outcome = await self._outcome(step, message_logs, metadata)
+        return split_return(outcome, len(metadata), type(self._env).__name__)
+
+    async def open_one(self, metadata: Any) -> EpisodeStart[Any]:
+        """Open an episode; one that raises gets an error."""
+        try:
+            start = await self._outcome(self._env.open_episode, copy.deepcopy(metadata))
+            if not isinstance(start, EpisodeStart):
+                raise TypeError(f"open_episode returned {type(start).__name__}, not an EpisodeStart")
+            return start
+        except (Exception, SystemExit) as error:  # boundary: the environment is user code
+            return EpisodeStart(metadata, error=_describe(error))
+
+    async def close_one(self, metadata: Any) -> str | None:
+        """Close an episode; return its error, or None."""
+        try:
+            await self._outcome(self._env.close_episode, metadata)
+        except (Exception, SystemExit) as error:  # boundary: the environment is user code
+            return _describe(error)
+        return None
+
+    async def post_process(self, batch: BatchedDataDict[Any]) -> tuple[BatchedDataDict[Any], Metrics]:
+        """Pass the batch to the environment, with tensors that it may write; return its `rewards` and metrics.
+
+        Rewards that are no tensor, or metrics that are no mapping, raise an error here.
+        """
+        own = copy.copy(batch)
+        own.update({name: value.clone() for name, value in batch.items() if isinstance(value, torch.Tensor)})
+        returned, metrics = await self._outcome(self._env.global_post_process_and_metrics, own)
+        return BatchedDataDict(rewards=torch.as_tensor(returned["rewards"])), dict(metrics)
+
+
+class _PrivateLoop:
+    """Calls methods in the thread of the call, and runs coroutines on an event loop in its own thread."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+
+    async def outcome(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method; block until its coroutine has ended, if it returns one."""
+        outcome = method(*arguments)
+        if inspect.iscoroutine(outcome):
+            return asyncio.run_coroutine_threadsafe(outcome, self._running()).result()
+        return outcome
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, daemon=True).start()
+            return self._loop
+
+
+class EnvironmentActor:
+    """The host of an environment whose `step` is a function."""
+
+    def __init__(
+        self, env_class: "str | EnvironmentClass | bytes", cfg: dict[str, Any], import_path: Sequence[str] = ()
+    ) -> None:
+        self._env = _made(env_class, cfg, import_path)
+        self._calls = _Calls(self._env, _PrivateLoop().outcome)
+
+    def ready(self) -> int:
+        """Return the actor's process id, once the environment is constructed."""
+        return os.getpid()
+
+    def step(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
+        """Step B samples; if the batch raises, step each sample alone to find those that fail."""
+        return _without_waiting(self._calls.step(message_logs, metadata))
+
+    def open_episode(self, metadata: list[Any]) -> list[EpisodeStart[Any]]:
+        """Open episodes one after another; an episode that raises gets an error."""
+        return [_without_waiting(self._calls.open_one(item)) for item in metadata]
+
+    def close_episode(self, metadata: list[Any]) -> list[str | None]:
+        """Close episodes one after another; return the error of each, or None."""
+        return [_without_waiting(self._calls.close_one(item)) for item in metadata]
+
+    def global_post_process_and_metrics(
+        self, batch: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
+        """Let the environment correct the `rewards` of a batch, and return them with its metrics."""
+        return _without_waiting(self._calls.post_process(batch))
+
+    def shutdown(self) -> None:
+        """Let the environment release what it holds."""
+        self._env.shutdown()
+
+
+class EnvironmentActorAsync:
+    """The host of an environment whose `step` is a coroutine function.
+
+    The step of a single sample is cancelled after `step_timeout_s`; those of others continue.
+    """
+
+    def __init__(
+        self,
+        env_class: "str | EnvironmentClass | bytes",
+        cfg: dict[str, Any],
+        import_path: Sequence[str] = (),
+        step_timeout_s: float = 600.0,
+    ) -> None:
+        self._env = _made(env_class, cfg, import_path)
+        self._calls = _Calls(self._env, self._outcome)
+        self._step_timeout_s = step_timeout_s
+        self._threads = ThreadPoolExecutor(step_concurrency(type(self._env)), "environment")
+
+    async def ready(self) -> int:
+        """Return the actor's process id, once the environment is constructed."""
+        return os.getpid()
+
+    async def step(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
+        """Step B samples; if the batch raises, step each sample alone to find those that fail."""
+        if len(metadata) > 1:
+            return await self._calls.step(message_logs, metadata)
+        try:
+            async with asyncio.timeout(self._step_timeout_s):
+                return await self._calls.step(message_logs, metadata)
+        except TimeoutError:
+            reason = f"gave no answer in {self._step_timeout_s:g} s (cluster.timeouts.environment_s)"
+            return [StepResult.failed(f"{type(self._env).__name__} {reason}", metadata[0])]
+
+    async def open_episode(self, metadata: list[Any]) -> list[EpisodeStart[Any]]:
+        """Open episodes one after another; an episode that raises gets an error."""
+        return [await self._calls.open_one(item) for item in metadata]
+
+    async def close_episode(self, metadata: list[Any]) -> list[str | None]:
+        """Close episodes one after another; return the error of each, or None."""
+        return [await self._calls.close_one(item) for item in metadata]
+
+    async def global_post_process_and_metrics(
+        self, batch: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
+        """Let the environment correct the `rewards` of a batch, and return them with its metrics."""
+        return await self._calls.post_process(batch)
+
+    async def shutdown(self) -> None:
+        """Let the environment release what it holds."""
+        await self._outcome(self._env.shutdown)
+
+    async def _outcome(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a coroutine on the actor's event loop, a function on a thread."""
+        if inspect.iscoroutinefunction(method):
+            return await method(*arguments)
+        outcome = await asyncio.get_running_loop().run_in_executor(self._threads, method, *arguments)
+        return await outcome if inspect.iscoroutine(outcome) else outcome
+
+
+def _without_waiting[T](coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that blocks where others wait, and return its result."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise AssertionError("the coroutine waits")
+
+
+def _describe(error: BaseException) -> str:
+    """Describe an error by its type, its text and the innermost line of code that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"[:_MAX_ERROR_CHARS]

@@ -1,0 +1,103 @@
+"""Fit the number of running requests to the key-value cache of a vLLM engine.
+
+vLLM starts as many requests as have room for their tokens so far. They grow; when the cache is full, vLLM takes one out
+(a preemption), drops its keys and values, and computes them again later. Where answers are long this repeats: the
+requests that are started again take the room of those that are about to end.
+
+    step with preemptions         the limit becomes the number of requests that still run
+    a limit's number of requests  without a preemption: the limit rises as far as the cache had room, at most twofold
+    have ended
+
+The other requests wait in vLLM's queue, in order. Invariant: without a preemption the limit is vLLM's own
+(`max_num_seqs`).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_rl.models.generation.interfaces import EngineLoad
+
+_FULL = 0.9
+"""Share of the cache up to which the limit rises; the rest is for answers that become longer."""
+
+
+@dataclass
+class ConcurrencyLimit:
+    """Limit of the requests that run at the same time.
+
+    Attributes:
+        most: largest limit.
+        limit: the limit.
+    """
+
+    most: int
+    limit: int = field(init=False)
+    _num_ended: int = field(default=0, init=False)
+    """Requests that have ended since the limit was changed, in steps with as many running requests as allowed."""
+    _peak: float = field(default=0.0, init=False)
+    """Largest usage of the cache in these steps."""
+
+    def __post_init__(self) -> None:
+        self.limit = self.most
+
+    def note_step(self, *, num_preemptions: int, num_running: int, num_ended: int, usage: float) -> None:
+        """Adapt the limit after a step of the engine.
+
+        Args:
+            num_preemptions: requests that were taken out in the step.
+            num_running: requests that run after it.
+            num_ended: requests that ended with it.
+            usage: share of the cache in use.
+        """
+        if num_preemptions:
+            self._change(max(1, min(self.limit, num_running)))
+        elif self.limit < self.most and num_running + num_ended >= self.limit:
+            self._num_ended += num_ended
+            self._peak = max(self._peak, usage)
+            if self._num_ended >= self.limit:
+                fits = int(self.limit * min(2.0, _FULL / max(self._peak, 1e-3)))
+                self._change(min(self.most, max(fits, self.limit)))
+
+    def _change(self, limit: int) -> None:
+        self.limit, self._num_ended, self._peak = limit, 0, 0.0
+
+
+class CacheWatch:
+    """Counts preemptions in the steps of an engine, and limits its running requests.
+
+    Args:
+        scheduler: vLLM's scheduler.
+    """
+
+    def __init__(self, scheduler: Any):
+        self.limit = ConcurrencyLimit(scheduler.max_num_active_reqs)
+        self._scheduler = scheduler
+        self._num_preempted = 0
+        self._before_step = 0
+        self._load = EngineLoad()
+        self._preempt = scheduler._preempt_request
+        scheduler._preempt_request = self._count
+
+    def _count(self, *arguments: Any, **options: Any) -> None:
+        self._num_preempted += 1
+        self._preempt(*arguments, **options)
+
+    def begin_step(self) -> None:
+        """Note the start of a step; vLLM also takes out all requests for new weights, which does not count."""
+        self._before_step = self._num_preempted
+
+    def end_step(self, num_ended: int) -> None:
+        """Note the end of a step in which `num_ended` requests ended."""
+        num_preemptions = self._num_preempted - self._before_step
+        usage = self._scheduler.get_kv_cache_usage()
+        num_running, _ = self._scheduler.get_request_counts()
+        self.limit.note_step(num_preemptions=num_preemptions, num_running=num_running, num_ended=num_ended, usage=usage)
+        self._scheduler.max_num_active_reqs = self.limit.limit
+        self._load = EngineLoad(
+            self._load.num_preemptions + num_preemptions, max(self._load.kv_cache_usage, usage), self.limit.limit
+        )
+
+    def take_load(self) -> EngineLoad:
+        """Return the load since the last call."""
+        load, self._load = self._load, EngineLoad(max_running=self.limit.limit)
+        return load
