@@ -127,6 +127,11 @@ class EnvironmentClient:
         """See `EnvironmentInterface.post_processes_groups`."""
         return self._traits.post_processes_groups
 
+    @property
+    def reads_collections(self) -> bool:
+        """Whether `global_post_process_and_metrics` is called for whole collections."""
+        return "global_post_process_and_metrics" in self._traits.hooks and not self.post_processes_groups
+
     async def step(self, message_log: "LLMMessageLogType", metadata: Any) -> StepResult:
         """Pass the last turn of one conversation to the environment.
 

@@ -47,6 +47,7 @@ class SupervisedActor:
         start: Starts an actor; returns before it is ready.
         start_timeout_s: Deadline of the actor's start.
         max_restarts: How often in a row the actor may be replaced without an answer in between.
+        kind: What the actor hosts, for logs and errors.
 
     Attributes:
         num_restarts: How often it was replaced.
@@ -55,11 +56,17 @@ class SupervisedActor:
     """
 
     def __init__(
-        self, name: str, start: Callable[[], ActorHandle], *, start_timeout_s: float, max_restarts: int
+        self,
+        name: str,
+        start: Callable[[], ActorHandle],
+        *,
+        start_timeout_s: float,
+        max_restarts: int,
+        kind: str = "environment",
     ) -> None:
         self.num_restarts = 0
         self.failure: WorkerDiedError | None = None
-        self._name = name
+        self._name = f"{kind} {name!r}"
         self._start = start
         self._start_timeout_s = start_timeout_s
         self._max_restarts = max_restarts
@@ -125,7 +132,7 @@ class SupervisedActor:
             )
             return
         logger.warning(
-            "The actor of environment %r ended (%s); starting it again (%d of at most %d in a row)",
+            "The actor of %s ended (%s); starting it again (%d of at most %d in a row)",
             self._name,
             reason,
             self._restarts_in_a_row,
@@ -139,13 +146,13 @@ class SupervisedActor:
             timeout_s: Limit for the environment's own `shutdown`, after which the actor is killed.
         """
         incarnation, self.incarnation = self.incarnation, None
-        self.failure = WorkerDiedError(f"environment {self._name!r} was shut down")
+        self.failure = WorkerDiedError(f"{self._name} was shut down")
         if incarnation is None:
             return
         try:
             ray.get(incarnation.handle.shutdown.remote(), timeout=timeout_s)
         except (GetTimeoutError, RayActorError, RayTaskError) as error:
-            logger.warning("Environment %r did not shut down by itself: %s", self._name, error)
+            logger.warning("The actor of %s did not shut down by itself: %s", self._name, error)
         ray.kill(incarnation.handle)
 
     def _launch(self) -> Incarnation:
@@ -155,7 +162,7 @@ class SupervisedActor:
     def _fail(self, reason: str) -> WorkerDiedError:
         """Stop permanently."""
         if self.failure is None:
-            self.failure = WorkerDiedError(f"environment {self._name!r} {reason}")
+            self.failure = WorkerDiedError(f"{self._name} {reason}")
         if self.incarnation is not None:
             ray.kill(self.incarnation.handle)
             self.incarnation = None

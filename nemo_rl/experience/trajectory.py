@@ -7,15 +7,19 @@ a reward of zero always means that the grader returned zero.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
 from nemo_rl.data.interfaces import Chat, Message, RowInputs
 from nemo_rl.data.messages.content import content_text
+from nemo_rl.data.stored_rows import PackedRows, SharedPrompt
 from nemo_rl.models.generation.interfaces import ServedBy, VersionSpan
 
-_OF_THE_EPISODE = ("extra_env_info", "episode", "chat", "served_by")
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+_OF_THE_EPISODE = ("extra_env_info", "episode", "chat", "served_by", "stored")
 
 
 class Outcome(StrEnum):
@@ -30,6 +34,21 @@ class Outcome(StrEnum):
 def is_right(reward: float | None) -> bool:
     """Return whether an answer with this reward counts as right in training metrics: the reward is above 0."""
     return reward is not None and reward > 0
+
+
+@dataclass(frozen=True)
+class StoredTokens:
+    """Where tokens and texts of a trajectory are that has only their numbers; see `runners.stored`.
+
+    Attributes:
+        prompt: what other trajectories may share with it.
+        rows: reference of the tokens of its group; None before the driver has it.
+        texts: reference of the messages of its group, without tokens.
+    """
+
+    prompt: SharedPrompt
+    rows: "ObjectRef[PackedRows] | None" = None
+    texts: "ObjectRef[list[list[Message]]] | None" = None
 
 
 @dataclass
@@ -62,6 +81,7 @@ class Trajectory:
         num_control_token_observations: observations whose texts hold control tokens.
         generation_s: seconds spent waiting for the engine.
         environment_s: seconds spent waiting for the environment.
+        stored: place of tokens and texts in the object store; None: they are in `message_log`.
     """
 
     group_index: int
@@ -87,6 +107,7 @@ class Trajectory:
     num_control_token_observations: int = 0
     generation_s: float = 0.0
     environment_s: float = 0.0
+    stored: StoredTokens | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what training and metrics need of a finished sample, as tensors and plain values for a checkpoint.

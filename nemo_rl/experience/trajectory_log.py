@@ -6,17 +6,20 @@ resumed run overwrites the files of a killed one; a full disk does not end the r
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_rl.data.messages.content import with_texts
+from nemo_rl.data.stored_rows import with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.runners.stored import texts_of
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.files.atomic_write import write_atomically
 from nemo_rl.files.optional_output import OptionalOutput
 
 _DECIMALS = 6
+_ROWS_AT_ONCE = 256
 _PER_TOKEN = ("generation_logprobs", "prev_logprobs", "advantages", "reference_policy_logprobs")
 
 
@@ -37,18 +40,25 @@ class TrajectoryLog:
         """Write a training step's samples; row i of `batch` belongs to trajectory i."""
         if not self._enabled:
             return
-        lines = [_describe(trajectory) | _tokens_of(batch, row) for row, trajectory in enumerate(trajectories)]
-        self._write(f"train_data_step{step}.jsonl", lines)
+        self._write(f"train_data_step{step}.jsonl", _lines(trajectories, batch))
 
     def write_validation(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Write a validation's samples."""
         if self._enabled:
             self._write(f"val_data_step{step}.jsonl", [_describe(t) for t in trajectories])
 
-    def _write(self, name: str, lines: list[dict[str, Any]]) -> None:
+    def _write(self, name: str, lines: Iterable[dict[str, Any]]) -> None:
         with self._output.attempt():
             texts = (json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             write_atomically(self._folder / name, texts)
+
+
+def _lines(trajectories: Sequence[Trajectory], batch: BatchedDataDict[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a step; tokens that are stored elsewhere are fetched some rows at a time."""
+    for start in range(0, len(trajectories), _ROWS_AT_ONCE):
+        rows = with_tokens(batch.slice(start, start + _ROWS_AT_ONCE))
+        for row, trajectory in enumerate(trajectories[start : start + _ROWS_AT_ONCE]):
+            yield _describe(trajectory) | _tokens_of(rows, row)
 
 
 def _describe(trajectory: Trajectory) -> dict[str, Any]:
@@ -57,7 +67,7 @@ def _describe(trajectory: Trajectory) -> dict[str, Any]:
         "group": trajectory.group_index,
         "sample": trajectory.sample_index,
         "task_name": trajectory.task_name,
-        "content": with_texts(trajectory.turns),
+        "content": with_texts(texts_of(trajectory)),
         "rewards": trajectory.reward,
         "turn_rewards": trajectory.turn_rewards,
         "reward_components": trajectory.reward_components,

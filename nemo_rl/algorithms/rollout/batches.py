@@ -21,9 +21,11 @@ from nemo_rl.algorithms.rollout.sync_probe import SyncProbe
 from nemo_rl.algorithms.runtime.run import Phase, StepBatch
 from nemo_rl.data.model_rows import ROW_INPUTS, RowInputs, completed
 from nemo_rl.data.prompt_stream import PromptStream
+from nemo_rl.data.stored_rows import NUM_WRITTEN, STORED_ROWS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.idle_shares import IdleShares
 from nemo_rl.experience.metrics import rollout_metrics
+from nemo_rl.experience.runners.stored import lay_out
 from nemo_rl.experience.trajectory import Outcome, Trajectory, is_right
 from nemo_rl.experience.trajectory_log import TrajectoryLog
 from nemo_rl.losses.mismatch import after_mask, sequence_error_metrics, sequence_errors
@@ -135,11 +137,16 @@ def build_training_batch(
     """Lay trajectories out as tensors.
 
     Args:
-        trajectories: B rollouts.
+        trajectories: B rollouts. If their tokens are stored elsewhere, so are those of the batch (`data.stored_rows`).
         pad_token_id: id written after the end of a sample.
         mask_truncated: exclude samples that hit a length limit from the loss (overlong filtering).
         needs_reward: exclude samples without a reward from the loss.
     """
+    weights_B = torch.tensor([_weight(t, mask_truncated, needs_reward) for t in trajectories])
+    if trajectories[0].stored is not None:
+        rows = lay_out(trajectories, pad_token_id)
+        rows["sample_mask"] = weights_B
+        return rows
     lengths = [trajectory.length for trajectory in trajectories]
     shape = (len(lengths), max(lengths))
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
@@ -158,7 +165,7 @@ def build_training_batch(
         "input_ids": torch.from_numpy(input_ids),
         "input_lengths": torch.tensor(lengths, dtype=torch.int64),
         "token_mask": torch.from_numpy(token_mask),
-        "sample_mask": torch.tensor([_weight(t, mask_truncated, needs_reward) for t in trajectories]),
+        "sample_mask": weights_B,
         "generation_logprobs": torch.from_numpy(generation_logprobs),
     }
     if any(trajectory.row_inputs is not None for trajectory in trajectories):
@@ -176,6 +183,8 @@ def _weight(trajectory: Trajectory, mask_truncated: bool, needs_reward: bool) ->
 
 def num_counted_samples(batch: BatchedDataDict[TrainingBatch]) -> int:
     """Count the samples of a batch that have a token that counts in the loss."""
+    if STORED_ROWS in batch:
+        return int(((batch[NUM_WRITTEN] > 0) & (batch["sample_mask"] != 0)).sum())
     return int(_counted(batch).any(1).sum())
 
 

@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.algorithms.rollout.batches import RolloutBatches, build_training_batch
 from nemo_rl.algorithms.rollout.environments import check_environments, start_environments
 from nemo_rl.algorithms.rollout.refit import Engines, Refitter
+from nemo_rl.algorithms.rollout.runners import check_runners, make_runner
 from nemo_rl.algorithms.rollout.source import FreshRollouts, RolloutSource
 from nemo_rl.algorithms.rollout.staleness import StoredVersion
 from nemo_rl.algorithms.rollout.streamed import streamed_rollouts
@@ -44,13 +45,13 @@ from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
 from nemo_rl.config import Role, RolloutMasterConfig, busy_engines
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.loader import build_loader
-from nemo_rl.data.messages.content import text_rules, with_texts
+from nemo_rl.data.messages.content import with_texts
 from nemo_rl.data.prompt_stream import PromptStream, training_stream
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.environments.client import EnvironmentClient
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.idle_shares import IdleShares
-from nemo_rl.experience.rollouts import RolloutLimits, RolloutRunner
+from nemo_rl.experience.rollouts import RolloutRunner
 from nemo_rl.experience.trajectory_log import TrajectoryLog
 from nemo_rl.losses.loss_function import AnyLossFunction
 from nemo_rl.models.generation.engine_group import EngineGroup
@@ -123,6 +124,7 @@ def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: fl
     check_added_models(config, recipe.roles)
     check_engine_model(config.policy, config.cluster)
     check_environments(config, recipe.data.task_env.values(), recipe.environments)
+    check_runners(config, recipe.environments)
     prompts = make_prompts(config, recipe)
     with ExitStack() as resources:
         folders = open_folders(config, recipe.roles, len(recipe.data.train), resources)
@@ -213,18 +215,7 @@ def _connect(
     loop = EventLoopThread()
     threads.callback(loop.close)
     algorithm, cluster, policy = config.algorithm, config.cluster, workers.models["policy"]
-    limits = RolloutLimits(
-        config.policy.max_total_sequence_length, algorithm.max_rollout_turns, cluster.timeouts.rollout_s
-    )
-    runner = RolloutRunner(
-        workers.engines,
-        workers.environments,
-        recipe.tokenizer,
-        limits,
-        loop,
-        text_rules(config.data),
-        cluster.optimizations,
-    )
+    runner = make_runner(config, recipe.tokenizer, workers.engines, workers.environments, loop, threads)
     memory = share_memory(cluster, recipe.roles, workers.models, shared_engines(config, workers.engines))
     refitter = make_refitter(config.policy, cluster, policy, workers.engines, memory)
     refitter.before_update = runner.wait_for_groups

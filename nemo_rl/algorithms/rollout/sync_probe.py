@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl.algorithms.rollout.refit import Refitter
+from nemo_rl.data.stored_rows import STORED_ROWS, with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.ratios import bounded_exp
 from nemo_rl.models.generation.engine_group import EngineGroup
@@ -25,6 +26,8 @@ from nemo_rl.utils.errors import WeightSyncError
 logger = logging.getLogger(__name__)
 
 MAX_COMPARED_TOKENS = 32
+_STORED_ROWS_COMPARED = 64
+"""Rows whose tokens are fetched for the comparison, where tokens are stored elsewhere."""
 ROUNDING = {"float32": 1e-4, "float16": 0.003, "bfloat16": 0.01}
 """Relative difference of hidden states that rounding can cause in one layer, by number format."""
 
@@ -73,6 +76,8 @@ class SyncProbe:
         num_restarts = self._generation.num_restarts
         if self._max_error is None or self._num_restarts == num_restarts:
             return
+        if STORED_ROWS in batch:
+            batch, stale_BT = with_tokens(batch.slice(0, _STORED_ROWS_COMPARED)), None
         if stale_BT is not None:
             batch = BatchedDataDict({**batch, "token_mask": batch["token_mask"] * ~stale_BT})
         if not batch["token_mask"].any():

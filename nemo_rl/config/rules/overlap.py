@@ -66,6 +66,48 @@ def check_stream(grpo: GRPOConfig, policy: PolicyConfig, loss: ClippedPGLossConf
             yield f"grpo.overlap.mode=stream trains on groups as they finish, but {reason}. Use none or ahead."
 
 
+def check_rollout_runners(
+    section: str,
+    algorithm: RolloutTrainingConfig,
+    policy: PolicyConfig,
+    cluster: ClusterConfig,
+    loss: ClippedPGLossConfig | None = None,
+) -> Findings:
+    """Check that the driver needs no tokens: advantages follow from rewards, and no score passes through it.
+
+    Args:
+        section: name of the algorithm's section.
+        algorithm: the section.
+        policy: the section of the policy.
+        cluster: the machines.
+        loss: the loss; None for an algorithm other than GRPO.
+    """
+    if not cluster.rollout_runners:
+        return
+    set_to = f"cluster.rollout_runners={cluster.rollout_runners}"
+    if not isinstance(algorithm, GRPOConfig) or loss is None:
+        yield f"{set_to} works with GRPO only. Use 0."
+        return
+    samples = algorithm.num_prompts_per_step * algorithm.num_generations_per_prompt
+    name = algorithm.adv_estimator.name
+    reasons = {
+        f"{section}.overlap.mode=ahead stores groups in checkpoints": algorithm.overlap.mode == "ahead",
+        f"policy.train_global_batch_size={policy.train_global_batch_size} makes several updates of the {samples} "
+        "answers of a step, which need log-probabilities": policy.train_global_batch_size != samples,
+        f"{section}.adv_estimator.name={name} has advantages of tokens": name not in ("grpo", "dr_grpo", "rloo"),
+        f"{section}.seq_logprob_error_threshold needs log-probabilities": (
+            algorithm.seq_logprob_error_threshold is not None
+        ),
+        f"loss_fn.reference_policy_kl_penalty={loss.reference_policy_kl_penalty:g} needs log-probabilities": (
+            loss.reference_policy_kl_penalty != 0
+        ),
+        f"loss_fn.name={loss.name} needs log-probabilities": is_own_class(loss.name),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            yield f"{set_to} keeps tokens out of the driver, but {reason}. Use 0."
+
+
 def check_one_overlap(grpo: GRPOConfig, async_rl: AsyncRLConfig | None) -> Findings:
     """Only one of NeMo RL's two sections describes the overlap."""
     if async_rl is not None and grpo.async_grpo is not None and grpo.async_grpo.enabled:

@@ -10,7 +10,7 @@ from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.data import check_data
 from nemo_rl.config.rules.distillation import check_distillation_loss, check_teacher
 from nemo_rl.config.rules.named_parts import check_source_of_distillation
-from nemo_rl.config.rules.overlap import check_overlap
+from nemo_rl.config.rules.overlap import check_overlap, check_rollout_runners
 from nemo_rl.config.rules.training import (
     check_batches,
     check_early_stop,
@@ -71,6 +71,7 @@ class DistillationMasterConfig(RolloutMasterConfig):
             super().findings(),
             check_source_of_distillation(self.distillation.rollout_source),
             check_overlap("distillation", self.distillation, self.policy, self.cluster),
+            check_rollout_runners("distillation", self.distillation, self.policy, self.cluster),
             check_teacher(self.teacher),
             check_batches("distillation", self.distillation, self.policy, self.policy_cluster),
             check_lengths(self.policy, self.data),

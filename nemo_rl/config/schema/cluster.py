@@ -101,6 +101,10 @@ class ClusterConfig(Section):
     """Times that a run replaces the ranks of its models after one of them died or hung, and trains again from the
     newest checkpoint, or from step 1 if there is none yet; engines and environments stay. null: 3 with
     checkpointing.enabled, else 0."""
+    rollout_runners: NonNegativeInt = 0
+    """Actors, spread over the nodes, that play rollouts; 0: the driver does. With runners, tokens and texts stay in
+    Ray's object store, and the driver sees lengths, rewards and versions. Each runner has engines and environment
+    processes of its own. For GRPO with one update per step, see docs/design-docs/rollout-runners.md."""
     venvs: dict[str, VenvConfig] = Field(default_factory=dict)
     """Separate Python environments, for `policy` (with a teacher), `generation` or an environment by its name in env;
     all other workers use the driver's interpreter."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl.data.model_rows import ROW_INPUTS
+from nemo_rl.data.stored_rows import STORED_ROWS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 _LEAST_TOKENS = 8
@@ -41,21 +42,29 @@ def find_families(rows: BatchedDataDict[Any]) -> list[Family]:
     """Group rows by their prompt: the tokens before the first sampled token, without the last of them.
 
     Args:
-        rows: `input_ids [b, T]`, and `token_mask [b, T]`, 1 on tokens that the policy sampled. Without the mask the
-            ends of prompts are unknown, and each row is its own family. So is each row with further inputs
+        rows: `input_ids [b, T]`, and `token_mask [b, T]`, 1 on tokens that the policy sampled, or stored rows. Without
+            the mask the ends of prompts are unknown, and each row is its own family. So is each row with further inputs
             (`data.model_rows`), because the model expects them once for each row.
 
     Returns:
         Every row in one family, families in the order of their first rows.
     """
+    if STORED_ROWS in rows:
+        return _families(
+            [row.prompt.length for row in rows[STORED_ROWS]], [row.prompt.digest for row in rows[STORED_ROWS]]
+        )
     if "token_mask" not in rows or ROW_INPUTS in rows:
         return [Family([row], 0) for row in range(rows.size)]
     written = rows["token_mask"] > 0
     shared = (written.int().argmax(dim=1) - 1).clamp(min=0).tolist()
+    tokens = rows["input_ids"].numpy()
+    return _families(shared, [ids[:length].tobytes() for ids, length in zip(tokens, shared, strict=True)])
+
+
+def _families(shared: Sequence[int], prompts: Sequence[bytes]) -> list[Family]:
     by_prompt: dict[Hashable, list[int]] = {}
-    for row, (ids, length) in enumerate(zip(rows["input_ids"].numpy(), shared, strict=True)):
-        prompt = ids[:length].tobytes() if length >= _LEAST_TOKENS else row
-        by_prompt.setdefault(prompt, []).append(row)
+    for row, (prompt, length) in enumerate(zip(prompts, shared, strict=True)):
+        by_prompt.setdefault(prompt if length >= _LEAST_TOKENS else row, []).append(row)
     return [Family(found, shared[found[0]] if len(found) > 1 else 0) for found in by_prompt.values()]
 
 

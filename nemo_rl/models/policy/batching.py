@@ -24,6 +24,7 @@ from nemo_rl.data.packing import (
     plan_families,
     plan_microbatches,
 )
+from nemo_rl.data.stored_rows import NUM_WRITTEN, STORED_ROWS, TOKEN_KEYS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.errors import DataError
 
@@ -159,6 +160,8 @@ def global_batches(data: BatchedDataDict[Any], size: int, *, allow_partial: bool
 def count_valid(batch: BatchedDataDict[Any]) -> tuple[float, float]:
     """Count valid sequences and valid target tokens of a global batch, the denominators of losses."""
     sample_mask = batch["sample_mask"].double()
+    if STORED_ROWS in batch:
+        return sample_mask.sum().item(), (batch[NUM_WRITTEN].double() * sample_mask).sum().item()
     tokens = batch["token_mask"][:, 1:].double() * sample_mask[:, None]
     return sample_mask.sum().item(), tokens.sum().item()
 
@@ -169,7 +172,8 @@ def require_keys(data: BatchedDataDict[Any], keys: Sequence[str], purpose: str) 
     Raises:
         DataError: keys are missing; the message names them and those that the batch has.
     """
-    missing = [key for key in keys if key not in data]
+    stored = TOKEN_KEYS if STORED_ROWS in data else ()
+    missing = [key for key in keys if key not in data and key not in stored]
     if missing:
         raise DataError(f"{purpose} needs the keys {missing}; the batch has {sorted(data)}.")
 

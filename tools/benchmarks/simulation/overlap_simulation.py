@@ -26,8 +26,8 @@ Workloads:
 - `tools`: four turns of 1,000 tokens, sigma 1; each turn waits for a tool, 10 s in the mean, sigma 1.
 - `sandboxes`: eight turns of 500 tokens, sigma 1; each turn waits for a sandbox, 60 s in the mean, sigma 1.
 
-`ahead` is `order=ready_first` with `in_flight_weight_updates`. The first steps, in which nothing is sampled ahead yet,
-are left out of the rates.
+`ahead` is `order=ready_first` with `in_flight_weight_updates`. Left out of the rates are the first steps, in which the
+groups that are sampled ahead build up, and the last ones, for which nothing is sampled ahead any more.
 """
 
 import argparse
@@ -56,7 +56,7 @@ from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.models.generation.interfaces import SamplingParams
 
 NO_DEADLINE_S = 1e9
-WARM_UP_STEPS = 5
+WARM_UP_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -196,9 +196,10 @@ def _lengths(samples: Sequence[Trajectory]) -> BatchedDataDict[Any]:
 
 
 def steps_per_hour(workload: Workload, overlap: OverlapConfig, num_steps: int) -> float:
-    """Return the rate of a mode after the first steps."""
-    ends = Simulation(workload, overlap, num_steps).run()
-    return 3600 * (num_steps - WARM_UP_STEPS) / (ends[-1] - ends[WARM_UP_STEPS - 1])
+    """Return the rate of a mode in the `num_steps` steps after the first ones; see the module."""
+    first, last = WARM_UP_STEPS - 1, WARM_UP_STEPS - 1 + num_steps
+    ends = Simulation(workload, overlap, last + 1 + overlap.max_age_steps).run()
+    return 3600 * num_steps / (ends[last] - ends[first])
 
 
 def modes(ages: Sequence[int]) -> Iterator[tuple[str, OverlapConfig]]:
@@ -217,7 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--ages", nargs="+", type=int, default=[1, 2, 4])
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=10, help="that are measured")
     options = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
     names = [name for name, _ in modes(options.ages)]

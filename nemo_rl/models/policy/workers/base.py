@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl.config import PolicyConfig, row_length_multiple
+from nemo_rl.data.stored_rows import with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.parallel_logprobs import TopK
@@ -151,7 +152,7 @@ class PolicyWorker:
         """Make one optimizer update from this rank's rows of one global batch.
 
         Args:
-            data: the rows, in microbatch order: the keys of a training batch.
+            data: the rows, in microbatch order: the keys of a training batch, or stored rows.
             sizes: rows of each microbatch.
             loss_fn: called on each microbatch; already divides by the global counts.
             global_valid: valid sequences and valid tokens of the whole global batch.
@@ -181,7 +182,7 @@ class PolicyWorker:
         self, data: BatchedDataDict[Any], sizes: Sequence[int], loss_fn: AnyLossFunction
     ) -> tuple[list[BatchedDataDict[Any]], list[ModelInputs]]:
         """Return the microbatches, and their inputs as the loss wants them."""
-        microbatches = list(split_rows(data, sizes))
+        microbatches = list(split_rows(with_tokens(data), sizes))
         build = input_builder(loss_fn)
         return microbatches, [build(rows, self._layout, self.backend.device) for rows in microbatches]
 

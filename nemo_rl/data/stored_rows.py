@@ -1,0 +1,151 @@
+"""Rows of a training batch whose tokens stay in Ray's object store until a rank needs them.
+
+    runner actor ─► pack_rows ─► object store ─────────────────────────────► rank: with_tokens ─► [b, T] tensors
+         └────────► lengths, rewards ─► driver: a batch with `STORED_ROWS` ─────┘
+
+The driver plans with lengths only. Invariant: `with_tokens` makes the tensors that the driver would have made, bit for
+bit, so nothing after it knows where tokens were.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+import torch
+from numpy.typing import NDArray
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.utils.errors import DeadlineExceededError
+
+STORED_ROWS = "stored_rows"
+"""Key of a batch: a list of B `StoredRow`s, in place of the tensors that `TOKEN_KEYS` names."""
+NUM_WRITTEN = "num_written_tokens"
+"""Key of such a batch: `[B]` int64, tokens that the policy wrote."""
+SAMPLE_ADVANTAGES = "sample_advantages"
+"""Key of such a batch: `[B]` float32, the advantage of all counted tokens of a row; absent before the credit stage."""
+TOKEN_KEYS = ("input_ids", "token_mask", "generation_logprobs", "advantages")
+FETCH_S = 600.0
+"""Seconds to get the rows of a rank from the object store."""
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """The tokens of some rows, end to end.
+
+    Attributes:
+        ends: end of each row.
+        token_ids: `[N]` int32.
+        is_written: `[N]` bool, tokens that the policy wrote.
+        logprobs: `[N]` float32, the engine's log-probabilities; 0 where `is_written` is false.
+    """
+
+    ends: list[int]
+    token_ids: NDArray[np.int32]
+    is_written: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+
+
+class SharedPrompt(NamedTuple):
+    """The tokens of a row before the last one that comes before the first written token; see `packing.families`.
+
+    Attributes:
+        length: their number.
+        digest: BLAKE2b of them, 16 bytes; equal for equal tokens.
+    """
+
+    length: int
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class StoredRow:
+    """A row in the object store.
+
+    Attributes:
+        rows: reference of its `PackedRows`.
+        index: its place there.
+        width: tokens of the longest row of the whole batch, T.
+        pad_token_id: id written after the end of the row.
+        prompt: what other rows may share with it.
+    """
+
+    rows: "ray.ObjectRef[PackedRows]"
+    index: int
+    width: int
+    pad_token_id: int
+    prompt: SharedPrompt
+
+
+def pack_rows(message_logs: Sequence[Sequence[Any]]) -> PackedRows:
+    """Pack the messages of some rows; each has `token_ids` and, if the policy wrote it, `generation_logprobs`."""
+    messages = [message for log in message_logs for message in log]
+    lengths = [message["token_ids"].numel() for message in messages]
+    written = [message.get("generation_logprobs") for message in messages]
+    zeros = [torch.zeros(length) if each is None else each for each, length in zip(written, lengths, strict=True)]
+    return PackedRows(
+        np.cumsum([sum(message["token_ids"].numel() for message in log) for log in message_logs]).tolist(),
+        torch.cat([message["token_ids"] for message in messages]).numpy().astype(np.int32),
+        np.repeat([each is not None for each in written], lengths),
+        torch.cat(zeros).numpy(),
+    )
+
+
+def shared_prompts(packed: PackedRows) -> list[SharedPrompt]:
+    """Return what each row may share with others."""
+    prompts = []
+    for start, end in zip([0, *packed.ends], packed.ends, strict=False):
+        length = max(int(packed.is_written[start:end].argmax()) - 1, 0) if end > start else 0
+        tokens = packed.token_ids[start : start + length]
+        prompts.append(SharedPrompt(length, hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()))
+    return prompts
+
+
+def with_tokens(batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    """Get the tokens of a batch of stored rows; other batches are returned as they are.
+
+    A row whose `input_lengths` is smaller than its number of stored tokens is cut: filler rows have one token.
+
+    Returns:
+        The batch with `input_ids` `[b, T]` int64, `token_mask` and `generation_logprobs` `[b, T]` float32 and, after
+        the credit stage, `advantages` `[b, T]` float32.
+
+    Raises:
+        DeadlineExceededError: the object store does not give the rows within `FETCH_S`.
+        ray.exceptions.ObjectLostError: the node that held the rows was lost.
+    """
+    if STORED_ROWS not in batch:
+        return batch
+    stored: list[StoredRow] = batch[STORED_ROWS]
+    shape = (len(stored), stored[0].width)
+    input_ids = np.full(shape, stored[0].pad_token_id, dtype=np.int64)
+    token_mask = np.zeros(shape, dtype=np.float32)
+    logprobs = np.zeros(shape, dtype=np.float32)
+    packed = _fetched(stored)
+    for row, (reference, length) in enumerate(zip(stored, batch["input_lengths"].tolist(), strict=True)):
+        rows = packed[reference.rows]
+        start = rows.ends[reference.index - 1] if reference.index else 0
+        input_ids[row, :length] = rows.token_ids[start : start + length]
+        token_mask[row, :length] = rows.is_written[start : start + length]
+        logprobs[row, :length] = rows.logprobs[start : start + length]
+    kept = {key: value for key, value in batch.items() if key not in (STORED_ROWS, NUM_WRITTEN, SAMPLE_ADVANTAGES)}
+    whole: BatchedDataDict[Any] = BatchedDataDict(kept)
+    whole["input_ids"] = torch.from_numpy(input_ids)
+    whole["token_mask"] = torch.from_numpy(token_mask)
+    whole["generation_logprobs"] = torch.from_numpy(logprobs)
+    if SAMPLE_ADVANTAGES in batch:
+        counted_BT = whole["token_mask"] * batch["sample_mask"][:, None]
+        whole["advantages"] = torch.where(counted_BT != 0, batch[SAMPLE_ADVANTAGES][:, None], 0.0)
+    return whole
+
+
+def _fetched(stored: Sequence[StoredRow]) -> dict["ray.ObjectRef[PackedRows]", PackedRows]:
+    references = list(dict.fromkeys(row.rows for row in stored))
+    try:
+        return dict(zip(references, ray.get(references, timeout=FETCH_S), strict=True))
+    except ray.exceptions.GetTimeoutError as error:
+        raise DeadlineExceededError(
+            f"{len(references)} groups of answers did not arrive from the object store within {FETCH_S:g} s."
+        ) from error

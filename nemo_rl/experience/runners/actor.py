@@ -1,0 +1,182 @@
+"""Play groups in an actor: the library's `RolloutRunner`, next to engines and environments of its own.
+
+    driver: client.RemoteRunner ── play(prompt) ──► RunnerActor: RolloutRunner.play_group ─► engines, environments
+            summaries ◄───────────────────────────────┤
+            references ◄── object store ◄── tokens ───┘
+
+Invariant: an engine gets requests from one runner only, because its results are collected once.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.config import ClusterConfig
+from nemo_rl.data.interfaces import Message
+from nemo_rl.data.messages.content import TextRules
+from nemo_rl.data.stored_rows import PackedRows
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.tensor_transport import pack_tensors
+from nemo_rl.environments.loading import extend_path
+from nemo_rl.environments.user_environments import environment_of, start_environment
+from nemo_rl.experience.event_loop import EventLoopThread
+from nemo_rl.experience.idle_shares import BusySeconds
+from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
+from nemo_rl.experience.runners.stored import split
+from nemo_rl.experience.trajectory import Rollouts, Trajectory
+from nemo_rl.models.generation.engine_group import EngineGroup
+from nemo_rl.models.generation.interfaces import SamplingParams
+from nemo_rl.utils.errors import WorkerDiedError
+
+
+@dataclass(frozen=True)
+class RunnerSettings:
+    """What a runner actor is built from.
+
+    Attributes:
+        engines: actors of its engines' workers, in the order of their ranks.
+        workers_per_engine: as `EngineSettings.num_workers`.
+        environments: class path and section of `env` by task name.
+        cluster: deadlines, restarts, Python environments.
+        tokenizer: of rollouts.
+        limits: bounds of rollouts.
+        text_rules: as `RolloutRunner`.
+        import_path: folders that the driver searches for modules.
+    """
+
+    engines: Sequence[Any]
+    workers_per_engine: int
+    environments: Mapping[str, tuple[str, dict[str, Any]]]
+    cluster: ClusterConfig
+    tokenizer: PreTrainedTokenizerBase
+    limits: RolloutLimits
+    text_rules: TextRules
+    import_path: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the driver gets of a group.
+
+    Attributes:
+        rollouts: the samples without their tokens, and the metrics of environments; whole samples for a validation.
+        busy: time with work of the runner's engines and environments since its start.
+    """
+
+    rollouts: Rollouts
+    busy: BusySeconds
+
+
+class RunnerActor:
+    """Plays groups on the actor's event loop; see the module."""
+
+    def __init__(self, settings: RunnerSettings) -> None:
+        extend_path(settings.import_path)
+        self._resources = ExitStack()
+        cluster, timeouts = settings.cluster, settings.cluster.timeouts
+        environments = {
+            name: start_environment(environment_of(name, path), section, cluster, self._resources)
+            for name, (path, section) in settings.environments.items()
+        }
+        workers: Any = EngineWorkers(settings.engines)
+        self._engines = EngineGroup(
+            workers,
+            timeouts.setup_s,
+            max_restarts=0,
+            workers_per_engine=settings.workers_per_engine,
+            silence_s=timeouts.engine_silence_s,
+        )
+        self._loop = EventLoopThread()
+        self._runner = RolloutRunner(
+            self._engines,
+            environments,
+            settings.tokenizer,
+            settings.limits,
+            self._loop,
+            settings.text_rules,
+            cluster.optimizations,
+        )
+
+    def ready(self) -> int:
+        """Return the actor's process id, once the runner is built."""
+        return os.getpid()
+
+    async def play(
+        self,
+        prompt: BatchedDataDict[Any],
+        num_generations: int,
+        sampling: SamplingParams,
+        key: RolloutKey,
+        weight_version: int,
+        keeps_texts: bool,
+    ) -> tuple[Summary, PackedRows | None, list[list[Message]]]:
+        """Play the group of one prompt.
+
+        Args:
+            prompt: one collated row.
+            num_generations: samples.
+            sampling: how to sample.
+            key: as `RolloutRunner.play_group`.
+            weight_version: version of the engines' weights.
+            keeps_texts: as `stored.split`.
+
+        Returns:
+            Summary, tokens and texts; tokens are None for a validation, whose samples the driver gets whole.
+
+        Raises:
+            WorkerDiedError: an engine died, or an environment cannot be kept running.
+            Exception: as `RolloutRunner.play_group`.
+        """
+        self._engines.weight_version = weight_version
+        played = await self._runner.play_group(prompt, 0, num_generations, sampling, key)
+        busy = self._runner.busy_seconds()
+        if key.phase != "train":
+            return Summary(Rollouts([_sent(sample) for sample in played.trajectories], played.metrics), busy), None, []
+        samples, packed, texts = split(played.trajectories, keeps_texts=keeps_texts)
+        return Summary(Rollouts(samples, played.metrics), busy), packed, texts
+
+    def shutdown(self) -> None:
+        """Stop the environments."""
+        self._resources.close()
+
+
+def _sent(sample: Trajectory) -> Trajectory:
+    """Prepare the tensors of a whole sample for sending."""
+    sample.message_log = pack_tensors([dict(message) for message in sample.message_log])
+    sample.extra_env_info = sample.episode = None
+    return sample
+
+
+class EngineWorkers:
+    """Takes the place of a `RayWorkerGroup` in the actor's `EngineGroup`.
+
+    Args:
+        workers: actors of engines.
+    """
+
+    def __init__(self, workers: Sequence[Any]) -> None:
+        self.workers = list(workers)
+
+    def run_single_worker_single_data(self, method_name: str, worker_idx: int, *args: Any) -> Any:
+        """Call a method of a worker; see `RayWorkerGroup`."""
+        return self.workers[worker_idx].call.remote(method_name, *pack_tensors(args))
+
+    def explain_failure(self, error: Exception, worker_idx: int, phase: str) -> Exception:
+        """Return the error to show."""
+        return WorkerDiedError(f"A generation engine of a rollout runner failed during {phase}: {error}")
+
+    def activity(self, worker_idxs: Sequence[int]) -> list[tuple[str, float]]:
+        """Return nothing: the processes may be on other nodes."""
+        return []
+
+    def stacks(self, worker_idxs: Sequence[int]) -> str:
+        """Return nothing: the processes may be on other nodes."""
+        return ""
+
+    def slot(self, worker_idx: int) -> str:
+        """Return the name of a worker."""
+        return f"engine worker {worker_idx} of this runner"
