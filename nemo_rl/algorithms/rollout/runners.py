@@ -68,6 +68,7 @@ def make_runner(
         text_rules=rules,
         import_path=import_path({}),
     )
-    runner = RemoteRunner(engines, environments, settings, cluster.rollout_runners, loop)
+    keeps_texts = any(environment.reads_collections for environment in environments.values())
+    runner = RemoteRunner(engines, environments, settings, cluster.rollout_runners, loop, keeps_texts=keeps_texts)
     threads.callback(runner.shutdown, cluster.timeouts.shutdown_s)
     return runner

@@ -49,6 +49,7 @@ class RemoteRunner(RolloutRunner):
         settings: of the runners; each gets its share of the engines.
         num_runners: actors.
         loop: runs the coroutines.
+        keeps_texts: as `stored.split`; necessary if an environment corrects rewards of whole collections.
 
     Raises:
         ConfigError: there are fewer engines than runners.
@@ -61,6 +62,8 @@ class RemoteRunner(RolloutRunner):
         settings: RunnerSettings,
         num_runners: int,
         loop: EventLoopThread,
+        *,
+        keeps_texts: bool,
     ) -> None:
         cluster = settings.cluster
         super().__init__(
@@ -72,7 +75,7 @@ class RemoteRunner(RolloutRunner):
                 f"engines of its own: use at most {engines.num_engines} runners."
             )
         self._engines = engines
-        self._keeps_texts = any(environment.reads_collections for environment in environments.values())
+        self._keeps_texts = keeps_texts
         self._runners = [
             _Runner(_start(f"rollout runner {number}", replace(settings, engines=shares)))
             for number, shares in enumerate(_shares(settings, num_runners))
