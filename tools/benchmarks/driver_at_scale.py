@@ -52,6 +52,7 @@ from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import (
+    Collected,
     GenerationRequest,
     GenerationResult,
     SamplingParams,
@@ -121,10 +122,10 @@ class InstantWorkers:
             self._polls.pop(worker).set_result(self._next_results(worker))
         return answer
 
-    def _next_results(self, worker: int) -> list[tuple[str, GenerationResult]]:
+    def _next_results(self, worker: int) -> Collected:
         ready = self._ready[worker]
         requests = [ready.popleft() for _ in range(min(RESULTS_OF_A_CALL, len(ready)))]
-        return [(request_id, self._answers.receive(request)) for request_id, request in requests]
+        return Collected([(request_id, self._answers.receive(request)) for request_id, request in requests])
 
 
 def pickled(value: Any) -> tuple[bytes, list[bytes]]:

@@ -41,7 +41,7 @@ from nemo_rl.experience.runners.actor import RunnerSettings
 from nemo_rl.experience.runners.client import RemoteRunner
 from nemo_rl.experience.trajectory import Rollouts
 from nemo_rl.models.generation.engine_group import EngineGroup
-from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams
+from nemo_rl.models.generation.interfaces import Collected, GenerationRequest, SamplingParams
 from nemo_rl.models.policy.batching import count_valid, global_batches, shard_batch
 
 _MIB = 1024
@@ -59,16 +59,16 @@ class InstantEngine:
         self._ready: list[tuple[str, GenerationRequest]] = []
         self._has_news = asyncio.Event()
 
-    async def call(self, method: str, content: Any) -> list[tuple[str, GenerationResult]]:
+    async def call(self, method: str, content: Any) -> Collected:
         """Answer the calls `submit` and `collect` of an `EngineGroup`."""
         if method == "submit":
             self._ready += content
             self._has_news.set()
-            return []
+            return Collected([])
         await self._has_news.wait()
         self._has_news.clear()
         requests, self._ready = self._ready, []
-        return [(request_id, self._answers.receive(request)) for request_id, request in requests]
+        return Collected([(request_id, self._answers.receive(request)) for request_id, request in requests])
 
 
 class InstantGrader(EnvironmentInterface[Any]):

@@ -7,6 +7,7 @@
 Invariant: an engine gets requests from one runner only, because its results are collected once.
 """
 
+import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -26,11 +27,10 @@ from nemo_rl.environments.user_environments import environment_of, start_environ
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.idle_shares import BusySeconds
 from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
+from nemo_rl.experience.runners.engine_workers import EngineWorkers, RunnerEngines
 from nemo_rl.experience.runners.stored import split
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
-from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import SamplingParams
-from nemo_rl.utils.errors import WorkerDiedError
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,8 @@ class RunnerActor:
             name: start_environment(environment_of(name, path), section, cluster, self._resources)
             for name, (path, section) in settings.environments.items()
         }
-        workers: Any = EngineWorkers(settings.engines)
-        self._engines = EngineGroup(
-            workers,
-            timeouts.setup_s,
-            max_restarts=0,
-            workers_per_engine=settings.workers_per_engine,
-            silence_s=timeouts.engine_silence_s,
-        )
+        self._workers = EngineWorkers(settings.engines)
+        self._engines = RunnerEngines(self._workers, settings.workers_per_engine, timeouts)
         self._loop = EventLoopThread()
         self._runner = RolloutRunner(
             self._engines,
@@ -139,6 +133,14 @@ class RunnerActor:
         samples, packed, texts = split(played.trajectories, keeps_texts=keeps_texts)
         return Summary(Rollouts(samples, played.metrics), busy), packed, texts
 
+    async def lost_engine(self, timeout_s: float) -> bool:
+        """Wait until an engine has to be replaced; return False if none has after `timeout_s`."""
+        return await asyncio.to_thread(self._workers.wait_for_loss, timeout_s)
+
+    def replace_engines(self, workers: Sequence[Any]) -> None:
+        """Take new actors for engines that died; they have the current weights."""
+        self._workers.replace(workers)
+
     def shutdown(self) -> None:
         """Stop the environments."""
         self._resources.close()
@@ -149,34 +151,3 @@ def _sent(sample: Trajectory) -> Trajectory:
     sample.message_log = pack_tensors([dict(message) for message in sample.message_log])
     sample.extra_env_info = sample.episode = None
     return sample
-
-
-class EngineWorkers:
-    """Takes the place of a `RayWorkerGroup` in the actor's `EngineGroup`.
-
-    Args:
-        workers: actors of engines.
-    """
-
-    def __init__(self, workers: Sequence[Any]) -> None:
-        self.workers = list(workers)
-
-    def run_single_worker_single_data(self, method_name: str, worker_idx: int, *args: Any) -> Any:
-        """Call a method of a worker; see `RayWorkerGroup`."""
-        return self.workers[worker_idx].call.remote(method_name, *pack_tensors(args))
-
-    def explain_failure(self, error: Exception, worker_idx: int, phase: str) -> Exception:
-        """Return the error to show."""
-        return WorkerDiedError(f"A generation engine of a rollout runner failed during {phase}: {error}")
-
-    def activity(self, worker_idxs: Sequence[int]) -> list[tuple[str, float]]:
-        """Return nothing: the processes may be on other nodes."""
-        return []
-
-    def stacks(self, worker_idxs: Sequence[int]) -> str:
-        """Return nothing: the processes may be on other nodes."""
-        return ""
-
-    def slot(self, worker_idx: int) -> str:
-        """Return the name of a worker."""
-        return f"engine worker {worker_idx} of this runner"

@@ -6,7 +6,7 @@ references.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,6 +27,9 @@ from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.utils.errors import ConfigError
 
+_POLL_S = 60.0
+"""Seconds that a runner waits for the loss of an engine before it answers that none was lost."""
+_AFTER_DEATH_S = 1.0
 _MOST_GROUPS = 10_000
 """Groups that a runner plays at the same time."""
 
@@ -69,17 +72,22 @@ class RemoteRunner(RolloutRunner):
         super().__init__(
             engines, environments, settings.tokenizer, settings.limits, loop, settings.text_rules, cluster.optimizations
         )
-        if num_runners > engines.num_engines:
+        num_engines = len(settings.engines) // settings.workers_per_engine
+        if num_runners > num_engines:
             raise ConfigError(
-                f"cluster.rollout_runners={num_runners}, but there are {engines.num_engines} engines. Each runner has "
-                f"engines of its own: use at most {engines.num_engines} runners."
+                f"cluster.rollout_runners={num_runners}, but there are {num_engines} engines. Each runner has engines "
+                f"of its own: use at most {num_engines} runners."
             )
+        self._num_engines = num_engines
         self._engines = engines
         self._keeps_texts = keeps_texts
+        self._workers_per_engine = settings.workers_per_engine
+        self._num_runners = num_runners
         self._runners = [
-            _Runner(_start(f"rollout runner {number}", replace(settings, engines=shares)))
-            for number, shares in enumerate(_shares(settings, num_runners))
+            _Runner(_start(str(number), settings, partial(self._share, number))) for number in range(num_runners)
         ]
+        for number, runner in enumerate(self._runners):
+            loop.start(self._replace_engines(number, runner), f"the watch over the engines of rollout runner {number}")
 
     async def _play_group(
         self,
@@ -117,10 +125,33 @@ class RemoteRunner(RolloutRunner):
                 sample.stored = replace(sample.stored, rows=rows, texts=texts)
         return summary.rollouts
 
+    def _share(self, number: int) -> list[Any]:
+        """Return the workers of the engines of a runner: whole engines."""
+        workers, size = self._engines.workers.workers, self._workers_per_engine
+        engines = [workers[start : start + size] for start in range(0, len(workers), size)]
+        return [worker for engine in engines[number :: self._num_runners] for worker in engine]
+
+    async def _replace_engines(self, number: int, runner: _Runner) -> None:
+        """Replace engines that a runner finds dead, load the weights, and pass the new actors on; never returns."""
+        while True:
+            incarnation = runner.actor.running()
+            try:
+                await runner.actor.until_ready(incarnation)
+                if await _answer(incarnation.handle.lost_engine.remote(_POLL_S)):
+                    await asyncio.to_thread(self._revive)
+                    await _answer(incarnation.handle.replace_engines.remote(self._share(number)))
+            except RayActorError:
+                await asyncio.sleep(_AFTER_DEATH_S)  # the next group starts it again
+
+    def _revive(self) -> None:
+        with self._engines.exclusively():
+            if self._engines.revive_dead() and self._engines.load_weights is not None:
+                self._engines.load_weights()
+
     def busy_seconds(self) -> BusySeconds:
         """See `RolloutRunner.busy_seconds`; as the runners reported with their last groups."""
         engines = [seconds for runner in self._runners for seconds in runner.busy.engines]
-        unknown = [0.0] * (self._engines.num_engines - len(engines))
+        unknown = [0.0] * (self._num_engines - len(engines))
         return BusySeconds(engines + unknown, max(runner.busy.environments for runner in self._runners))
 
     def shutdown(self, timeout_s: float) -> None:
@@ -129,21 +160,17 @@ class RemoteRunner(RolloutRunner):
             runner.actor.shutdown(timeout_s)
 
 
-def _shares(settings: RunnerSettings, num_runners: int) -> list[list[Any]]:
-    """Divide whole engines over the runners."""
-    size = settings.workers_per_engine
-    engines = [list(settings.engines[start : start + size]) for start in range(0, len(settings.engines), size)]
-    return [[worker for engine in engines[number::num_runners] for worker in engine] for number in range(num_runners)]
-
-
-def _start(name: str, settings: RunnerSettings) -> SupervisedActor:
+def _start(name: str, settings: RunnerSettings, share: Callable[[], list[Any]]) -> SupervisedActor:
     cluster = settings.cluster
     host: Any = ray.remote(RunnerActor)
     options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": _MOST_GROUPS, "scheduling_strategy": "SPREAD"}
-    launch = partial(host.options(**options).remote, settings)
+
+    def launch() -> Any:
+        return host.options(**options).remote(replace(settings, engines=share()))
+
     timeouts = cluster.timeouts
     return SupervisedActor(
-        name, launch, start_timeout_s=timeouts.setup_s, max_restarts=cluster.max_actor_restarts, kind="actor"
+        name, launch, start_timeout_s=timeouts.setup_s, max_restarts=cluster.max_actor_restarts, kind="rollout runner"
     )
 
 
