@@ -159,6 +159,7 @@ class RayWorkerGroup:
         method_name: str,
         *args: Any,
         run_rank_0_only_axes: list[str] | None = None,
+        num_workers: int | None = None,
         **kwargs: Any,
     ) -> MultiWorkerFuture:
         """Call a method with the same arguments on all workers.
@@ -167,10 +168,11 @@ class RayWorkerGroup:
             method_name: method of the worker object.
             *args: positional arguments; each is stored once for all workers.
             run_rank_0_only_axes: call only workers at position 0 of these axes.
+            num_workers: call only this number of first workers.
             **kwargs: keyword arguments, likewise.
         """
         self._refuse_when_dead()
-        chosen = workers_at_zero(self.sharding_annotations, run_rank_0_only_axes or [])
+        chosen = workers_at_zero(self.sharding_annotations, run_rank_0_only_axes or [])[:num_workers]
         shared_args = [_stored(value) for value in args]
         shared_kwargs = {name: _stored(value) for name, value in kwargs.items()}
         refs = [self._call(idx, method_name, shared_args, shared_kwargs) for idx in chosen]
@@ -360,6 +362,10 @@ class RayWorkerGroup:
             kill_workers([slots[idx] for idx in worker_idxs])
             self._refuse_when_dead()
             raise
+
+    def end_workers(self, worker_idxs: Sequence[int]) -> None:
+        """Kill workers; until `restart_workers`, calls to them raise RayActorError."""
+        kill_workers([self._slots[idx] for idx in worker_idxs])
 
     def find_loss(self, *, silence_is_loss: bool) -> str | None:
         """Return in one line why `restart_all` is necessary; None if it is not.

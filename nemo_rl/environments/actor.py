@@ -25,6 +25,7 @@ import torch
 from ray import cloudpickle
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.workers.process import ProcessIdentity, this_process
 from nemo_rl.environments.interfaces import EnvironmentInterface, EpisodeStart, StepResult, split_return
 from nemo_rl.environments.loading import (
     EnvironmentClass,
@@ -161,9 +162,9 @@ class EnvironmentActor:
         self._env = _made(env_class, cfg, import_path)
         self._calls = _Calls(self._env, _PrivateLoop().outcome)
 
-    def ready(self) -> int:
-        """Return the actor's process id, once the environment is constructed."""
-        return os.getpid()
+    def ready(self) -> ProcessIdentity:
+        """Return the actor's process, once the environment is constructed."""
+        return this_process()
 
     def step(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
         """Step B samples; if the batch raises, step each sample alone to find those that fail."""
@@ -206,9 +207,9 @@ class EnvironmentActorAsync:
         self._step_timeout_s = step_timeout_s
         self._threads = ThreadPoolExecutor(step_concurrency(type(self._env)), "environment")
 
-    async def ready(self) -> int:
-        """Return the actor's process id, once the environment is constructed."""
-        return os.getpid()
+    async def ready(self) -> ProcessIdentity:
+        """Return the actor's process, once the environment is constructed."""
+        return this_process()
 
     async def step(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
         """Step B samples; if the batch raises, step each sample alone to find those that fail."""

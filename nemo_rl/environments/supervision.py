@@ -14,7 +14,8 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from nemo_rl.host.processes import is_stopped
+from nemo_rl.distributed.workers.logs import end_processes, stopped_among
+from nemo_rl.distributed.workers.process import ProcessIdentity
 from nemo_rl.utils.errors import WorkerDiedError
 
 logger = logging.getLogger(__name__)
@@ -26,17 +27,17 @@ class Incarnation:
 
     Attributes:
         handle: the actor.
-        ready: its process id, once the environment is constructed.
+        ready: its process, once the environment is constructed.
         ended_by_us: it was killed because it missed a deadline.
         was_stopped: SIGSTOP had stopped it then.
-        pid: its process id; None until it is known.
+        process: None until it is known.
     """
 
     handle: ActorHandle
-    ready: "ray.ObjectRef[int]"
+    ready: "ray.ObjectRef[ProcessIdentity]"
     ended_by_us: bool = False
     was_stopped: bool = False
-    pid: int | None = None
+    process: ProcessIdentity | None = None
 
 
 class SupervisedActor:
@@ -93,7 +94,7 @@ class SupervisedActor:
             RayActorError: The process died while it started.
         """
         try:
-            incarnation.pid = await answer_of(incarnation.ready, self._start_timeout_s)
+            incarnation.process = await answer_of(incarnation.ready, self._start_timeout_s)
         except TimeoutError as error:
             reason = f"did not start in {self._start_timeout_s:g} s"
             raise self._fail(reason) from error
@@ -107,15 +108,14 @@ class SupervisedActor:
         self._restarts_in_a_row = 0
 
     def end_hung(self, incarnation: Incarnation, reason: str) -> None:
-        """Kill an actor that missed a deadline, once; its other calls are made again.
-
-        Its `pid` may belong to another machine; a stopped process with the same number here costs one more attempt.
-        """
+        """Kill an actor that missed a deadline, once; its other calls are made again."""
         if incarnation.ended_by_us:
             return
         incarnation.ended_by_us = True
-        incarnation.was_stopped = incarnation.pid is not None and is_stopped(incarnation.pid)
+        processes = [incarnation.process] if incarnation.process else []
+        incarnation.was_stopped = bool(stopped_among(processes))
         self.replace(incarnation, reason)
+        end_processes(processes)  # a stopped process does not read Ray's request
 
     def replace(self, incarnation: Incarnation, reason: str) -> None:
         """Kill an actor, once, and count it against the limit of restarts."""

@@ -1,5 +1,6 @@
 """Measure which share of the time the trainer, the engines and the environments have nothing to do."""
 
+import math
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ class BusySeconds:
     """Time with work, since the start of the run.
 
     Attributes:
-        engines: for each engine, seconds with an open request.
+        engines: for each engine, seconds with an open request; NaN while it does not run.
         environments: seconds in which an environment opened an episode or took a turn.
     """
 
@@ -56,14 +57,15 @@ class IdleShares:
         """Return the shares of the time since the last call, from 0 (always busy) to 1, to be logged under `idle/`.
 
         `trainer` is the share that it waited for weights to be sent and for groups; `engines` is the mean over the
-        engines of the share without an open request; `environments` the share without an open episode step.
+        running engines of the share without an open request; `environments` the share without an open episode step.
         """
         now, busy = time.perf_counter(), self.busy()
         since, before = self._last
         seconds = max(now - since, 1e-9)
         shares = {"trainer": self._waited_s / seconds}
-        if busy.engines:
-            worked = [after - start for after, start in zip(busy.engines, before.engines, strict=True)]
+        differences = [after - start for after, start in zip(busy.engines, before.engines, strict=True)]
+        worked = [difference for difference in differences if not math.isnan(difference)]
+        if worked:
             shares["engines"] = 1.0 - sum(worked) / (seconds * len(worked))
         shares["environments"] = 1.0 - (busy.environments - before.environments) / seconds
         self._last, self._waited_s = (now, busy), 0.0

@@ -86,16 +86,24 @@ ROWS: dict[tuple[str, str], Row] = {
         Promise.SURVIVES, "", "after `timeout_s` of the environment; then as after SIGKILL"
     ),
     ("raylet", "SIGKILL"): Row(
-        Promise.ENDS, r"node manager of this run's Ray \(raylet, pid \d+\)", "`RayDiedError`, within seconds"
+        Promise.ENDS,
+        r"RayDiedError: The node manager of this run's Ray \(raylet, pid \d+\) was killed by SIGKILL",
+        "`RayDiedError`, within seconds",
     ),
     ("raylet", "SIGSTOP"): Row(
-        Promise.ENDS, r"node manager of this run's Ray \(raylet, pid \d+\)", "`RayDiedError`, after 20 to 25 s"
+        Promise.ENDS,
+        r"The node manager of this run's Ray \(raylet, pid \d+\) was stopped \(SIGSTOP\)",
+        "the log names it after 15 to 25 s, and `RayDiedError` unless Ray's own code ends the driver first",
     ),
     ("gcs", "SIGKILL"): Row(
-        Promise.ENDS, r"control service of this run's Ray \(gcs_server, pid \d+\)", "`RayDiedError`, within seconds"
+        Promise.ENDS,
+        r"RayDiedError: The control service of this run's Ray \(gcs_server, pid \d+\) was killed by SIGKILL",
+        "`RayDiedError`, within seconds",
     ),
     ("gcs", "SIGSTOP"): Row(
-        Promise.ENDS, r"control service of this run's Ray \(gcs_server, pid \d+\)", "`RayDiedError`, after 20 to 25 s"
+        Promise.ENDS,
+        r"The control service of this run's Ray \(gcs_server, pid \d+\) was stopped \(SIGSTOP\)",
+        "`RayDiedError`, after 15 to 25 s",
     ),
 }
 

@@ -59,7 +59,6 @@ def check_that_it_ends(cell: Cell, run: ExampleRun, fault_runs: FaultRuns, expec
     assert status != 0
     if cell.victim != "driver":
         assert status == 1, run.log()[-3000:]
-        assert "RayDiedError" in run.log()
     assert re.search(cell.row.evidence, run.log()), run.log()[-3000:]
     assert run.survivors() == []
     before = of_training(logged_once(run.log_dir))

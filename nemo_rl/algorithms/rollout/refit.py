@@ -87,7 +87,7 @@ class Engines:
         workers = self.generation.workers
 
         def call_all() -> None:
-            calls = workers.run_all_workers_single_data(method)
+            calls = self.generation.call_all(method)
             workers.get_all_worker_results(calls, self.timeout_s, f"engines: {method}")
 
         self.generation.with_replacements(call_all)
@@ -133,18 +133,19 @@ class Refitter:
 
     @property
     def _is_fresh(self) -> bool:
-        return self._synced == (self._policy.weight_version, self._generation.num_restarts)
+        return self._synced == (self._policy.weight_version, self._generation.membership)
 
     def ensure_fresh(self) -> None:
-        """Wake the engines, and sync if their weights are older than the policy's or an engine was replaced.
+        """Wake the engines, and sync if their weights are older than the policy's or an engine was replaced or joined.
 
         Raises:
             WeightSyncError: the weights did not arrive, or differ from those sent.
             DeadlineExceededError: policy or engines did not answer in time.
         """
+        self._generation.follow_number()
         if not self._is_fresh:
             self.before_update()  # without the locks, because the revival of an engine needs them
-        with self._generation.exclusively(), self._policy.held():
+        with self._generation.exclusively(), self._policy.held(), self._generation.changing():
             self._memory.hand_to(("generation",))
             if not self._is_fresh:
                 self.sync()
@@ -164,7 +165,7 @@ class Refitter:
 
     def _note_sync(self, receipts: list[SyncReceipt], seconds: float) -> None:
         version = self._policy.weight_version
-        self._synced = (version, self._generation.num_restarts)
+        self._synced = (version, self._generation.membership)
         self._generation.weight_version = version
         num_bytes = receipts[0].num_bytes
         self.last_sync = {
@@ -177,16 +178,16 @@ class Refitter:
 
     def _renew_rendezvous(self) -> None:
         """Choose a new address for a collective's process group when its members have changed."""
-        restarts = self._generation.num_restarts
-        if self._spec.name != "collective" or self._spec.extra.get("epoch") == restarts:
+        membership = self._generation.membership
+        if self._spec.name != "collective" or self._spec.extra.get("epoch") == membership:
             return
         address, port = self._policy.meeting_point()
         self._spec = dataclasses.replace(
             self._spec,
             master_address=address,
             master_port=port,
-            world_size=1 + len(self._generation.workers.workers),
-            extra={"epoch": restarts},
+            world_size=1 + self._generation.num_workers,
+            extra={"epoch": membership},
         )
 
     def _sync_once(self) -> list[SyncReceipt]:
@@ -209,8 +210,7 @@ class Refitter:
         return receipts
 
     def _on_engines(self, method: str, *args: Any) -> list[PendingCall]:
-        workers = self._generation.workers
-        return workers.pending_calls(workers.run_all_workers_single_data(method, *args))
+        return self._generation.workers.pending_calls(self._generation.call_all(method, *args))
 
     def _wait(self, calls: list[PendingCall], part: str) -> list[Any]:
         workers = [call.slot for call in calls]

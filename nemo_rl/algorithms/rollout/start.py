@@ -185,7 +185,9 @@ def _start_workers(
     places = place_models(cluster, recipe.roles)
     reserve(places.values(), config, recipe.roles, resources)
     settings = engine_settings(config.policy, cluster, seed, load_weights=False)
-    engines = {"generation": partial(make_engines, settings, places["generation"], cluster)}
+    assert config.policy.generation is not None, "engine_settings checks this"
+    file = config.policy.generation.num_engines_file
+    engines = {"generation": partial(make_engines, settings, places["generation"], cluster, file)}
     busy = busy_engines(config.algorithm.overlap, cluster, config.policy)
     models = {
         name: partial(start_role, name, role, places[name], cluster, recipe.tokenizer, seed, folders.resume_path, busy)

@@ -110,7 +110,7 @@ class SyncProbe:
         """Name the first layer whose output differs, for each engine, in sentences."""
         self._refitter.ensure_fresh()
         workers = self._generation.workers
-        calls = workers.run_all_workers_single_data("layer_outputs", token_ids)
+        calls = self._generation.call_all("layer_outputs", token_ids)
         of_workers = workers.get_all_worker_results(calls, self._timeout_s, "comparing layers")
         self._refitter.before_training()
         names, of_policy = self._policy.layer_outputs(token_ids)

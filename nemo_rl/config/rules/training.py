@@ -282,7 +282,7 @@ def _check_logprobs_mode(generation: GenerationConfig) -> Findings:
 
 
 def _check_transport(generation: GenerationConfig, cluster: ClusterConfig) -> Findings:
-    """Check that weights can go from trainers to engines over the requested transport."""
+    """Check that weights can go from trainers to engines over the requested transport, also to engines that join."""
     asked, colocated = generation.weight_sync.transport, generation.colocated.enabled
     if asked == "cuda_ipc" and not (cluster.uses_gpu and colocated):
         yield (
@@ -293,6 +293,12 @@ def _check_transport(generation: GenerationConfig, cluster: ClusterConfig) -> Fi
         yield (
             f"policy.generation.weight_sync.transport=shared_memory needs trainers and engines on the same machine, "
             f"and cluster.num_nodes={cluster.num_nodes}. Use auto or collective."
+        )
+    if generation.num_engines_file and colocated and cluster.uses_gpu:
+        yield (
+            f"policy.generation.num_engines_file={generation.num_engines_file} lets engines join while the policy "
+            "trains, and with policy.generation.colocated.enabled=true they share its GPUs. Give the engines GPUs of "
+            "their own: policy.generation.colocated.enabled=false."
         )
 
 

@@ -86,7 +86,7 @@ def _await_raylet(node: Node) -> None:
             place = f"{node.node_ip_address}, in the joined cluster {node.gcs_address},"
             what = f"The node manager (raylet) of this machine, {place}"
             logs = f"Its log is in {node.get_logs_dir_path()}."
-            note_death(node, what, f"{what} has ended, and the run's workers with it. {logs} {_GO_ON}")
+            note_death(node, f"{what} has ended, and the run's workers with it. {logs} {_GO_ON}")
             return
         except OSError:
             pass  # the connection was closed; the next attempt shows why
@@ -105,6 +105,6 @@ def _await_control_service(node: Node) -> None:
             if time.monotonic() - answered > _GONE_S:
                 what = f"The control service (gcs_server) of the joined cluster, {node.gcs_address},"
                 reason = f"{what} has not answered for {_GONE_S:g} s ({error.strerror or error})"
-                note_death(node, what, f"{reason}: Ray on the head has ended, or its machine is lost. {_GO_ON}")
+                note_death(node, f"{reason}: Ray on the head has ended, or its machine is lost. {_GO_ON}")
                 return
         time.sleep(_PERIOD_S)

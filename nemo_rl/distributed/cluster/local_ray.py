@@ -183,24 +183,24 @@ def expect_deaths() -> None:
     atexit.register(_expect_ends)
 
 
-def note_death(node: Node, what: str, obituary: str) -> None:
+def note_death(node: Node, obituary: str) -> None:
     """Make every wait end with an error, and log it immediately; do nothing after this process has left that Ray."""
     global _death
     with _noting:
         # `ray.shutdown` disconnects the worker from its node before it ends the daemons.
         if _death is None and not _is_exiting and ray._private.worker.global_worker.node is node:
             _death = RayDiedError(obituary)
-            logger.error("%s has ended; the run ends too.", what)
+            logger.error("%s", obituary)
 
 
 def _await_end(node: Node, name: str, process: subprocess.Popen[bytes]) -> None:
-    was_stopped = _await_stop(process)
-    if was_stopped:
-        process.kill()
-    process.wait()
     what = f"The {_ROLES[name]} of this run's Ray ({name}, pid {process.pid})"
-    status = None if was_stopped else process.returncode
-    note_death(node, what, _death_message(what, status, f"{node.get_logs_dir_path()}/{name}.out"))
+    log_path = f"{node.get_logs_dir_path()}/{name}.out"
+    if _await_stop(process):
+        # Before the kill: if Ray's C++ code in this process waits for the daemon, it ends this process without a word.
+        note_death(node, _death_message(what, None, log_path))
+        process.kill()
+    note_death(node, _death_message(what, process.wait(), log_path))
 
 
 def _await_stop(process: subprocess.Popen[bytes]) -> bool:

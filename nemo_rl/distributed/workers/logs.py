@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nemo_rl.distributed.workers.process import STACK_SIGNAL, WorkerIdentity, process_start_ticks
+from nemo_rl.distributed.workers.process import STACK_SIGNAL, ProcessIdentity, WorkerIdentity, process_start_ticks
 from nemo_rl.host.processes import PROCESS_STATES, state_of
 
 _PROBE_TIMEOUT_S = 20.0
@@ -46,7 +46,7 @@ def stacks_of(workers: Sequence[WorkerIdentity]) -> str:
     return "\n".join(blocks)
 
 
-def activity_of(workers: Sequence[WorkerIdentity]) -> list[tuple[str, float]]:
+def activity_of(workers: Sequence[ProcessIdentity]) -> list[tuple[str, float]]:
     """Return for each worker the kernel's letter for its process state (T: stopped) and its CPU seconds.
 
     "?" and 0 if the node does not answer or the process is gone.
@@ -56,13 +56,13 @@ def activity_of(workers: Sequence[WorkerIdentity]) -> list[tuple[str, float]]:
     return [(state, float(seconds)) for state, seconds in read]
 
 
-def stopped_among(workers: Sequence[WorkerIdentity]) -> list[WorkerIdentity]:
+def stopped_among[P: ProcessIdentity](workers: Sequence[P]) -> list[P]:
     """Return the workers whose processes are stopped, so that they cannot answer until they are continued."""
     states = activity_of(workers)
     return [worker for worker, (state, _) in zip(workers, states, strict=True) if state in ("T", "t")]
 
 
-def end_processes(workers: Sequence[WorkerIdentity]) -> None:
+def end_processes(workers: Sequence[ProcessIdentity]) -> None:
     """Send SIGKILL to the processes that still run, on any node: a stopped process ignores other requests."""
     _ask_nodes(_kill_process, [(worker,) for worker in workers])
 
@@ -120,7 +120,7 @@ def _read_tails(worker: WorkerIdentity, num_lines: int) -> str:
     return "\n".join(blocks) or f"It wrote nothing to {' or '.join(worker.log_paths) or 'a log'}."
 
 
-def _is_running(worker: WorkerIdentity) -> bool:
+def _is_running(worker: ProcessIdentity) -> bool:
     ticks = process_start_ticks(worker.pid)
     return ticks is not None and ticks == worker.start_ticks
 
@@ -147,7 +147,7 @@ def _dump_stacks(worker: WorkerIdentity, wait_s: float = 3.0) -> str:
         return f"(cannot be read: {error})"
 
 
-def _read_activity(worker: WorkerIdentity) -> str:
+def _read_activity(worker: ProcessIdentity) -> str:
     try:
         fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -156,7 +156,7 @@ def _read_activity(worker: WorkerIdentity) -> str:
     return f"{fields[0]} {ticks / os.sysconf('SC_CLK_TCK')}"
 
 
-def _kill_process(worker: WorkerIdentity) -> str:
+def _kill_process(worker: ProcessIdentity) -> str:
     if _is_running(worker):
         os.kill(worker.pid, signal.SIGKILL)
     return "asked"

@@ -29,16 +29,34 @@ from nemo_rl.utils.imports import import_dotted
 STACK_SIGNAL = signal.SIGUSR1
 
 
-@dataclass(frozen=True)
-class WorkerIdentity:
+@dataclass(frozen=True, kw_only=True)
+class ProcessIdentity:
+    """A process of the cluster.
+
+    Attributes:
+        pid: process id on its node.
+        start_ticks: kernel start time of the process; distinguishes it from a later one with the same pid.
+        node_id: Ray's id of the node.
+    """
+
+    pid: int
+    start_ticks: int | None
+    node_id: str
+
+
+def this_process() -> ProcessIdentity:
+    """Return the identity of this process, which runs an actor."""
+    node_id = ray.get_runtime_context().get_node_id()
+    return ProcessIdentity(pid=os.getpid(), start_ticks=process_start_ticks(os.getpid()), node_id=node_id)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerIdentity(ProcessIdentity):
     """Rank, process and node of a worker, reported by the worker.
 
     Attributes:
         name: actor name, `<prefix>-<node>-<local rank>`.
         rank: position in its group.
-        pid: process id on its node.
-        start_ticks: kernel start time of the process; distinguishes it from a later one with the same pid.
-        node_id: Ray's id of the node.
         node_ip: address of the node.
         log_paths: files on that node that receive the process's stdout and stderr.
         stacks_path: file on that node that receives stacks on `STACK_SIGNAL`.
@@ -46,9 +64,6 @@ class WorkerIdentity:
 
     name: str
     rank: int
-    pid: int
-    start_ticks: int | None
-    node_id: str
     node_ip: str
     log_paths: tuple[str, ...]
     stacks_path: str

@@ -8,7 +8,6 @@ Invariant: an engine gets requests from one runner only, because its results are
 """
 
 import asyncio
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from nemo_rl.data.messages.content import TextRules
 from nemo_rl.data.stored_rows import PackedRows
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.tensor_transport import pack_tensors
+from nemo_rl.distributed.workers.process import ProcessIdentity, this_process
 from nemo_rl.environments.loading import extend_path
 from nemo_rl.environments.user_environments import environment_of, start_environment
 from nemo_rl.experience.event_loop import EventLoopThread
@@ -95,9 +95,9 @@ class RunnerActor:
             cluster.optimizations,
         )
 
-    def ready(self) -> int:
-        """Return the actor's process id, once the runner is built."""
-        return os.getpid()
+    def ready(self) -> ProcessIdentity:
+        """Return the actor's process, once the runner is built."""
+        return this_process()
 
     async def play(
         self,

@@ -20,11 +20,13 @@ request that no caller waits for is aborted in its engine.
 import asyncio
 import itertools
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError
@@ -40,14 +42,23 @@ from nemo_rl.models.generation.interfaces import (
     engine_of,
 )
 from nemo_rl.models.generation.members import Member, Pending, Speed, choose
+from nemo_rl.models.generation.scaling import EngineScaling
 from nemo_rl.models.generation.waits import Silence, Wait, Waits, give_up_waits, note_as_seen, some_answer
-from nemo_rl.utils.errors import DeadlineExceededError, GenerationError, ResourceInsufficientError, WorkerDiedError
+from nemo_rl.utils.errors import (
+    DeadlineExceededError,
+    GenerationError,
+    NodeLostError,
+    ResourceInsufficientError,
+    WorkerDiedError,
+)
 
 logger = logging.getLogger(__name__)
 
 _REVIVAL_END_S = 10.0
 """Seconds that `shutdown` waits for a revival that it has interrupted."""
 
+_MOST_STARTS = 3
+"""Starts of an engine that dies each time before it is ready."""
 _BUSY_FACTOR = 4
 """Factor by which an engine may be silent for longer while its process computes."""
 _BUSY_SHARE = 0.1
@@ -64,6 +75,7 @@ class EngineGroup(GenerationInterface):
         turn_timeout_s: seconds to wait for another thread in `exclusively`; None is `setup_timeout_s`.
         workers_per_engine: see `EngineSettings.num_workers`.
         silence_s: seconds that an engine with open requests may be silent.
+        num_engines_file: file with the number of engines; see `scaling`. None: all engines run.
 
     Attributes:
         workers: the worker group; `algorithms.rollout.refit` moves weights through it.
@@ -79,6 +91,7 @@ class EngineGroup(GenerationInterface):
         turn_timeout_s: float | None = None,
         workers_per_engine: int = 1,
         silence_s: float = 300.0,
+        num_engines_file: Path | None = None,
     ):
         self.workers = workers
         self.weight_version = 0
@@ -100,15 +113,48 @@ class EngineGroup(GenerationInterface):
             index, _ = engine_of(rank, workers_per_engine)
             members.setdefault(index, Member(index)).ranks.append(rank)
         self._members = list(members.values())
+        self._scaling: EngineScaling | None = None
+        if num_engines_file is not None:
+            self._scaling = EngineScaling(num_engines_file, self._members, workers, setup_timeout_s)
 
     @property
-    def num_engines(self) -> int:
-        """The number of engines."""
-        return len(self._members)
+    def _running(self) -> list[Member]:
+        """The engines that take part in syncs: the first ones."""
+        return [member for member in self._members if not member.is_away]
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers of the running engines; their ranks are 0, 1 ..."""
+        return sum(len(member.ranks) for member in self._running)
+
+    @property
+    def membership(self) -> int:
+        """A number that grows when an engine is replaced, joins or leaves."""
+        return self.num_restarts + (self._scaling.num_changes if self._scaling else 0)
+
+    def call_all(self, method: str, *args: Any) -> MultiWorkerFuture:
+        """Call a method on all workers of the running engines."""
+        return self.workers.run_all_workers_single_data(method, *args, num_workers=self.num_workers)
 
     def of_engines[T](self, of_workers: Sequence[T]) -> list[T]:
-        """Select the results of each engine's first worker from the results of all workers."""
-        return [of_workers[member.ranks[0]] for member in self._members]
+        """Select the results of each engine's first worker from those of `call_all`."""
+        return [of_workers[member.ranks[0]] for member in self._running]
+
+    def follow_number(self) -> None:
+        """Let engines begin to leave or to join, if the run has a file with their number."""
+        if self._scaling is not None:
+            self._scaling.follow()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Let engines leave and join around a block that gives all of them the current weights; hold `exclusively`."""
+        if self._scaling is None:
+            yield
+            return
+        self._scaling.change()
+        yield
+        self._scaling.opened()
+        self._flush_from_outside()
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """See `GenerationInterface.generate`."""
@@ -158,6 +204,11 @@ class EngineGroup(GenerationInterface):
         if not self._flush_is_due:
             self._flush_is_due = True
             asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush_from_outside(self) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed, so no caller waits
+                self._loop.call_soon_threadsafe(self._flush)
 
     def _flush(self) -> None:
         """Send the requests gathered in this loop iteration, and make sure that a task collects the results."""
@@ -339,7 +390,7 @@ class EngineGroup(GenerationInterface):
             WorkerDiedError: the run's restarts are used up.
         """
         num_revived = 0
-        for member in self._members:
+        for member in self._running:
             calls = MultiWorkerFuture([self._call(rank, "ready") for rank in member.ranks], called_workers=member.ranks)
             try:
                 # Call all workers together: surviving ranks of a dead engine may block on dead peers and never answer.
@@ -351,7 +402,7 @@ class EngineGroup(GenerationInterface):
 
     def _replace_stopped(self) -> int:
         """Replace engines whose processes are stopped; return their number."""
-        stopped = [m for m in self._members if any(state == "T" for state, _ in self.workers.activity(m.ranks))]
+        stopped = [m for m in self._running if any(state == "T" for state, _ in self.workers.activity(m.ranks))]
         for member in stopped:
             self._replace(member, f"A process of {self.workers.slot(member.ranks[0])} is stopped (SIGSTOP).")
         return len(stopped)
@@ -364,12 +415,33 @@ class EngineGroup(GenerationInterface):
         """
         with self.exclusively():
             self.revive_dead()
-            for member in self._members:
+            for member in self._running:
                 member.is_down = False
             self._end = None
 
     def _replace(self, member: Member, reason: str) -> None:
-        """Start a new engine for a member, if the run has a restart left."""
+        """Start a new engine for a member, again if it dies while it starts.
+
+        Raises:
+            WorkerDiedError: the run's restarts are used up, or the engine died at each of `_MOST_STARTS` starts.
+            ResourceInsufficientError: the engine's node was lost, and no other has room.
+        """
+        for num_left in reversed(range(_MOST_STARTS)):
+            self._count_restart(member, reason)
+            try:
+                self.workers.restart_workers(member.ranks, self._setup_timeout_s)
+                break
+            except ResourceInsufficientError as shortage:
+                raise ResourceInsufficientError(f"{reason} {shortage}") from shortage
+            except WorkerDiedError as death:
+                if num_left == 0 or isinstance(death, NodeLostError):
+                    raise
+                reason = str(death)
+                self._refuse_at_the_end()
+        member.num_starts += 1
+        member.speed = Speed()
+
+    def _count_restart(self, member: Member, reason: str) -> None:
         self.num_restarts += 1
         if self.num_restarts > self._max_restarts:
             raise WorkerDiedError(
@@ -384,12 +456,6 @@ class EngineGroup(GenerationInterface):
             len(member.unfinished),
             reason.splitlines()[0],
         )
-        try:
-            self.workers.restart_workers(member.ranks, self._setup_timeout_s)
-        except ResourceInsufficientError as shortage:
-            raise ResourceInsufficientError(f"{reason} {shortage}") from shortage
-        member.num_starts += 1
-        member.speed = Speed()
 
     def _fail(self, member: Member, failure: Exception) -> None:
         """Fail all requests that are pending at an engine."""
@@ -403,7 +469,7 @@ class EngineGroup(GenerationInterface):
 
     def busy_seconds(self) -> list[float]:
         """See `GenerationInterface.busy_seconds`."""
-        return [member.busy.seconds for member in self._members]
+        return [math.nan if member.is_away else member.busy.seconds for member in self._members]
 
     def load_metrics(self) -> dict[str, float]:
         """See `GenerationInterface.load_metrics`."""
@@ -436,9 +502,7 @@ class EngineGroup(GenerationInterface):
         A running revival is interrupted; wait for its end for at most 10 s.
         """
         self._end = self._end or WorkerDiedError("The generation engines have been shut down.")
-        if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed, so no caller waits
-                self._loop.call_soon_threadsafe(self._flush)
+        self._flush_from_outside()
         self.workers.shutdown(force=True)
         if self._replacing.acquire(timeout=_REVIVAL_END_S):
             self._replacing.release()

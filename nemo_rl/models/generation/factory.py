@@ -5,6 +5,7 @@ in the actors.
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
@@ -147,13 +148,19 @@ def sampling_params(policy: PolicyConfig, eos_token_id: int | None, *, validatio
     )
 
 
-def make_engines(settings: EngineSettings, where: RayVirtualCluster, cluster: ClusterConfig) -> EngineGroup:
+def make_engines(
+    settings: EngineSettings,
+    where: RayVirtualCluster,
+    cluster: ClusterConfig,
+    num_engines_file: str | None = None,
+) -> EngineGroup:
     """Start one worker on every bundle; blocks until all are built.
 
     Args:
         settings: settings of each engine.
         where: the bundles; their number on each machine is a multiple of an engine's workers.
         cluster: deadlines and restarts.
+        num_engines_file: `policy.generation.num_engines_file`.
 
     Raises:
         ConfigError: the bundles of a machine do not divide into engines.
@@ -184,4 +191,5 @@ def make_engines(settings: EngineSettings, where: RayVirtualCluster, cluster: Cl
         turn_timeout_s=timeouts.train_s + timeouts.setup_s + timeouts.weight_sync_s,
         workers_per_engine=settings.num_workers,
         silence_s=timeouts.engine_silence_s,
+        num_engines_file=Path(num_engines_file) if num_engines_file else None,
     )

@@ -290,7 +290,10 @@ class GenerationInterface(ABC):
         """
 
     def busy_seconds(self) -> list[float]:
-        """Return for each engine the seconds with an open request since its start; empty if the group cannot tell."""
+        """Return for each engine the seconds with an open request since its start, NaN while it does not run.
+
+        The list is empty if the group cannot tell.
+        """
         return []
 
     def load_metrics(self) -> dict[str, float]:

@@ -63,7 +63,9 @@ class Member:
         index: its position among the engines.
         ranks: its workers in the group; the first one receives requests.
         num_starts: engines started for this member; it shows whether a dead engine was replaced already.
-        is_down: it is being replaced.
+        is_down: it is being replaced, or has no weights yet.
+        is_leaving: it answers its requests and gets no more.
+        is_away: it has no processes; see `scaling`.
         unfinished: requests without an answer.
         outbox: requests that are sent in the next iteration of the loop.
         given_up: requests to abort.
@@ -78,6 +80,8 @@ class Member:
     ranks: list[int] = field(default_factory=list)
     num_starts: int = 1
     is_down: bool = False
+    is_leaving: bool = False
+    is_away: bool = False
     unfinished: dict[str, Pending] = field(default_factory=dict)
     outbox: list[tuple[str, GenerationRequest]] = field(default_factory=list)
     given_up: list[str] = field(default_factory=list)
@@ -122,6 +126,7 @@ def choose(members: Sequence[Member], prefix_at: ServedBy | None, weight_version
         prefix_at: the engine that wrote the previous turn.
         weight_version: of the engines' weights.
     """
+    members = [member for member in members if not (member.is_leaving or member.is_away)]
     known = [member.speed.seconds_per_token for member in members]
     fastest = min((seconds for seconds in known if seconds is not None), default=0.0)
 

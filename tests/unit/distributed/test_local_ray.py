@@ -107,7 +107,10 @@ def test_a_dead_ray_process_is_logged_before_ray_ends_the_driver() -> None:
     """)
     raylet = int(done.stdout.split("RAYLET")[1].split()[0])
     assert done.returncode != 0
-    assert f"The node manager of this run's Ray (raylet, pid {raylet}) has ended; the run ends too." in done.stderr
+    message = (
+        f"The node manager of this run's Ray (raylet, pid {raylet}) was killed by SIGKILL; the run cannot continue"
+    )
+    assert message in done.stderr
 
 
 @pytest.mark.long

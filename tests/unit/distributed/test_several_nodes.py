@@ -138,7 +138,7 @@ def test_nodes_of_other_workers_are_avoided() -> None:
 
 def test_a_silent_control_service_is_named_within_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[str] = []
-    monkeypatch.setattr(joined_ray, "note_death", lambda node, what, obituary: noted.append(obituary))
+    monkeypatch.setattr(joined_ray, "note_death", lambda node, obituary: noted.append(obituary))
     monkeypatch.setattr(joined_ray, "_PERIOD_S", 0.05)
     monkeypatch.setattr(joined_ray, "_GONE_S", 0.4)
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -161,7 +161,7 @@ def test_a_silent_control_service_is_named_within_the_deadline(monkeypatch: pyte
 
 def test_a_closed_connection_alone_does_not_make_a_node_dead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     noted: list[str] = []
-    monkeypatch.setattr(joined_ray, "note_death", lambda node, what, obituary: noted.append(obituary))
+    monkeypatch.setattr(joined_ray, "note_death", lambda node, obituary: noted.append(obituary))
     monkeypatch.setattr(joined_ray, "_RETRY_S", 0.05)
     monkeypatch.chdir(tmp_path)  # a path of a socket has 108 bytes
     node: Any = SimpleNamespace(

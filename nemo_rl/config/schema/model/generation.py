@@ -224,6 +224,10 @@ class GenerationConfig(Section):
     """top_k in validation."""
     colocated: ColocatedConfig = Field(default_factory=ColocatedConfig)
     """Sharing of devices with the policy."""
+    num_engines_file: str | None = None
+    """File with the number of engines that shall run, from 1 to those that the run has room for. It is read before each
+    transfer of weights: engines leave when they have answered their requests, and join with the current weights. null,
+    or no such file: all engines."""
     weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
     """Transfer of weights to the engines."""
     engine: EngineConfig = Field(default_factory=EngineConfig)

@@ -121,6 +121,7 @@ class FakeGroup:
         self.restart_gate = threading.Event()
         self.restart_gate.set()
         self.is_shut_down = False
+        self.deaths_at_start = 0
         self._loop = asyncio.get_running_loop()
 
     def run_single_worker_single_data(self, method: str, index: int, *args: Any) -> Any:
@@ -162,6 +163,9 @@ class FakeGroup:
         if self.is_shut_down:
             raise WorkerDiedError("the group has been shut down")
         self.restarted.append(list(indices))
+        if self.deaths_at_start > 0:
+            self.deaths_at_start -= 1
+            raise WorkerDiedError("worker 0 died during 'engine setup'")
         for index in indices:
             self.workers[index] = FakeWorker(answers_at_once=True)
 
@@ -460,6 +464,22 @@ async def test_the_number_of_restarts_is_limited():
     assert fake.restarted == [[0]]
     with pytest.raises(WorkerDiedError):
         await asyncio.wait_for(start(group, [2])[0], 5)
+
+
+@pytest.mark.parametrize("deaths", [1, 2, 3])
+async def test_an_engine_that_dies_while_it_starts_again_is_started_at_most_three_times(deaths: int) -> None:
+    group, fake = make_group(1, max_restarts=10)
+    (task,) = start(group, [1])
+    await settle()
+    fake.deaths_at_start = deaths
+    fake.workers[0].die()
+    if deaths < 3:
+        assert (await asyncio.wait_for(task, 5)).token_ids == [1001]
+        assert group.num_restarts == deaths + 1
+    else:
+        with pytest.raises(WorkerDiedError, match="died during 'engine setup'"):
+            await asyncio.wait_for(task, 5)
+    assert len(fake.restarted) == min(deaths + 1, 3)
 
 
 async def test_requests_without_a_waiting_caller_are_aborted_in_the_engine():

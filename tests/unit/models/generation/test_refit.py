@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import math
 import os
 import signal
 import time
@@ -23,6 +24,7 @@ from generation_helpers import (
     save_model,
 )
 from local_policy import LocalPolicy
+from processes_for_tests import is_alive, wait_until_gone
 
 from nemo_rl.algorithms.rollout import refit
 from nemo_rl.algorithms.rollout.refit import Engines, Refitter
@@ -226,3 +228,56 @@ def test_requests_of_a_collection_past_its_deadline_are_aborted(engines: EngineG
         with pytest.raises(WorkerDiedError, match="been shut down"):
             waiting.result()
     assert engines.num_restarts == 0
+
+
+def test_engines_leave_when_their_requests_are_answered_and_join_with_the_current_weights(
+    tmp_path: Path, local_ray: Path, loop: EventLoopThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_model(tmp_path, make_model("qwen2", False, seed=0))
+    models = [make_model("qwen2", False, seed=seed) for seed in (1, 2, 3)]
+    where, file = RayVirtualCluster([2], use_gpus=False, cpus_per_bundle=0.5), tmp_path / "engines"
+    settings = make_settings(tmp_path, "hf", max_model_len=480, env_vars={"OMP_NUM_THREADS": "1"})
+    engines = make_engines(settings, where, ClusterConfig(device="cpu", gpus_per_node=0), str(file))
+    policy = LocalPolicy(models[0])
+    refitter = Refitter(policy, engines, TransportSpec("shared_memory", run_id="test"), 60.0)
+
+    def step(version: int) -> list[GenerationResult]:
+        policy.model, policy.weight_version = models[version - 1], version
+        refitter.ensure_fresh()
+        results = loop.run(generate_all(engines, [ask(p, temperature=0.0) for p in PROMPTS]), 60, "answers")
+        expected = [greedy_reference(policy.model, prompt, 12) for prompt in PROMPTS]
+        assert [result.token_ids.tolist() for result in results] == expected
+        return results
+
+    def served_by(results: list[GenerationResult]) -> set[tuple[int, int]]:
+        return {(r.served_by.engine, r.served_by.num_starts) for r in results if r.served_by is not None}
+
+    try:
+        assert served_by(step(1)) == {(0, 1), (1, 1)}
+        pids = [worker["pid"] for worker in engines.workers.worker_metadata]
+        long = [ask(prompt, temperature=0.0, max_new_tokens=400) for prompt in PROMPTS]
+        open_ones = loop.start(generate_all(engines, long), "long answers")
+        while not all(member.unfinished for member in engines._members):
+            time.sleep(0.001)
+        file.write_text("1")
+        for _ in range(3):
+            refitter.ensure_fresh()
+        assert engines._members[1].unfinished and is_alive(pids[1]), "it answers what it has"
+        assert served_by(step(1)) == {(0, 1)}, "it gets no more"
+        assert served_by(open_ones.result(120)) == {(0, 1), (1, 1)}
+        refitter.ensure_fresh()
+        assert wait_until_gone([pids[1]]) == [] and is_alive(pids[0])
+        assert served_by(step(2)) == {(0, 1)} and math.isnan(engines.busy_seconds()[1])
+
+        file.write_text("five")
+        refitter.ensure_fresh()
+        assert "holds 'five'; write one number from 1 to 2" in caplog.text
+        file.write_text("2")
+        end = time.monotonic() + 120
+        while engines.num_workers == 1:
+            assert time.monotonic() < end and served_by(step(2)) <= {(0, 1), (1, 2)}
+        assert served_by(step(3)) == {(0, 1), (1, 2)}
+        assert engines.num_restarts == 0
+    finally:
+        engines.shutdown()
+        where.shutdown()
