@@ -11,7 +11,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "nemo_rl"
 
-HOSTED = {("SteppedEngine", "load_tensors")}
+HOSTED = {("SteppedEngine", "load_tensors"), ("SteppedEngine", "take_load")}
 """Called by `GenerationWorker` alone, which is in the package of the interface."""
 
 type Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -59,7 +59,7 @@ class SyncProbe:
         self._max_error = max_error
         self._timeout_s = timeout_s
         self._rounding = ROUNDING[precision]
-        self._num_restarts: int | None = None
+        self._membership: int | None = None
 
     def check(self, batch: BatchedDataDict[Any], stale_BT: Tensor | None = None) -> None:
         """Compare once; do nothing when these engines have been compared before.
@@ -73,8 +73,8 @@ class SyncProbe:
         Raises:
             WeightSyncError: the engines compute other log-probabilities than the policy.
         """
-        num_restarts = self._generation.num_restarts
-        if self._max_error is None or self._num_restarts == num_restarts:
+        membership = self._generation.membership
+        if self._max_error is None or self._membership == membership:
             return
         if STORED_ROWS in batch:
             batch, stale_BT = with_tokens(batch.slice(0, _STORED_ROWS_COMPARED)), None
@@ -86,7 +86,7 @@ class SyncProbe:
         error = float(errors_BT.sum() / batch["token_mask"].sum())
         if not error <= self._max_error:
             raise WeightSyncError(self._explanation(batch, errors_BT, error))
-        self._num_restarts = num_restarts
+        self._membership = membership
         logger.info("Engines sample from the policy: mult_prob_error %.6f in the first batch.", error)
 
     def _errors(self, batch: BatchedDataDict[Any]) -> Tensor:

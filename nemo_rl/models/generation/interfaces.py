@@ -131,7 +131,7 @@ class GenerationResult:
 
 
 class EngineLoad(NamedTuple):
-    """How full an engine was since the last report.
+    """Load of an engine since its last report.
 
     Attributes:
         num_preemptions: running requests that were taken out because the key-value cache was full.
@@ -145,7 +145,7 @@ class EngineLoad(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """What a worker has to report.
+    """Report of a worker.
 
     Attributes:
         results: finished requests by id.

@@ -119,7 +119,7 @@ def test_the_probe_compares_tokens_of_the_current_weights_only() -> None:
     right = {"logprobs": torch.tensor([[0, 0, -9.0, -9, -9, 0, -0.5, -0.5]])}
     calls = []
     policy = SimpleNamespace(get_logprobs=lambda batch: calls.append(batch) or right)
-    engines = SimpleNamespace(num_restarts=1)
+    engines = SimpleNamespace(membership=1)
     probe = SyncProbe(policy, engines, None, 1.05, timeout_s=1.0, precision="float32")  # type: ignore[arg-type]
     probe.check(tensors, torch.ones(1, 8, dtype=torch.bool))
     assert calls == [], "a batch without fresh tokens says nothing about the engines"
@@ -133,7 +133,7 @@ class Engines:
     """Engines whose lock tells whether it is taken."""
 
     def __init__(self) -> None:
-        self.num_restarts = 0
+        self.membership = 0
         self.weight_version = 0
         self.is_held = False
         self.load_weights: Any = None
@@ -143,6 +143,14 @@ class Engines:
         self.is_held, before = True, self.is_held
         yield
         self.is_held = before
+
+    def follow_number(self) -> None:
+        assert not self.is_held
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        assert self.is_held
+        yield
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -157,7 +165,7 @@ def test_what_engines_sample_ends_before_they_get_new_weights_or_sleep(shared: b
 
     def sync() -> None:
         events.append("sync")
-        refitter._synced = (policy.weight_version, engines.num_restarts)
+        refitter._synced = (policy.weight_version, engines.membership)
 
     refitter.sync = sync  # type: ignore[method-assign]
     for version in (0, 0, 1):

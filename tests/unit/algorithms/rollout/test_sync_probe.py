@@ -47,10 +47,10 @@ class Engines:
 
     def __init__(self, *engines: HfEngine):
         self.engines = engines
-        self.num_restarts = 0
+        self.membership = 0
         self.workers = self
 
-    def run_all_workers_single_data(self, method: str, *args: Any) -> list[Any]:
+    def call_all(self, method: str, *args: Any) -> list[Any]:
         return [asyncio.run(getattr(engine, method)(*args)) for engine in self.engines]
 
     def get_all_worker_results(self, results: list[Any], *_: Any) -> list[Any]:
@@ -118,7 +118,7 @@ def test_equal_models_pass_and_are_compared_once_for_each_set_of_engines(tmp_pat
     for given, num_scored in ((nothing_sampled, 0), (batch, 1), (batch, 1)):
         probe.check(given)
         assert policy.num_scored == num_scored
-    engines.num_restarts = 1
+    engines.membership = 1
     probe.check(batch)
     assert (policy.num_scored, turns.calls) == (2, [])
 
