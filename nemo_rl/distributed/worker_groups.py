@@ -30,12 +30,7 @@ from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.tensor_transport import pack_tensors
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.workers.builder import RayWorkerBuilder, facts_of, plan_places
-from nemo_rl.distributed.workers.calls import (
-    MultiWorkerFuture,
-    check_nesting,
-    plan_sharded_calls,
-    workers_at_zero,
-)
+from nemo_rl.distributed.workers.calls import MultiWorkerFuture, check_nesting, plan_sharded_calls, workers_at_zero
 from nemo_rl.distributed.workers.ending import find_loss, first_line, kill_workers
 from nemo_rl.distributed.workers.logs import activity_of, stacks_of
 from nemo_rl.distributed.workers.results import PendingCall, WorkerSlot, explain_failure, gather
@@ -145,11 +140,9 @@ class RayWorkerGroup:
     def run_single_worker_single_data(
         self, method_name: str, worker_idx: int, *args: Any, **kwargs: Any
     ) -> ray.ObjectRef:
-        """Call a method of one worker.
+        """Call a method of one worker and return Ray's reference.
 
-        Returns:
-            Ray's reference; `await` it or wait with `get_worker_result`, and pass errors from it to
-            `explain_failure`.
+        `await` it or wait with `get_worker_result`, and pass errors from it to `explain_failure`.
         """
         self._refuse_when_dead()
         return self._call(worker_idx, method_name, pack_tensors(args), pack_tensors(kwargs))

@@ -41,24 +41,17 @@ from nemo_rl.models.generation.interfaces import (
     ServedBy,
     engine_of,
 )
-from nemo_rl.models.generation.members import Member, Pending, Speed, choose
+from nemo_rl.models.generation.members import Member, Pending, choose
+from nemo_rl.models.generation.replacements import Replacements
 from nemo_rl.models.generation.scaling import EngineScaling
 from nemo_rl.models.generation.waits import Silence, Wait, Waits, give_up_waits, note_as_seen, some_answer
-from nemo_rl.utils.errors import (
-    DeadlineExceededError,
-    GenerationError,
-    NodeLostError,
-    ResourceInsufficientError,
-    WorkerDiedError,
-)
+from nemo_rl.utils.errors import DeadlineExceededError, GenerationError, WorkerDiedError
 
 logger = logging.getLogger(__name__)
 
 _REVIVAL_END_S = 10.0
 """Seconds that `shutdown` waits for a revival that it has interrupted."""
 
-_MOST_STARTS = 3
-"""Starts of an engine that dies each time before it is ready."""
 _BUSY_FACTOR = 4
 """Factor by which an engine may be silent for longer while its process computes."""
 _BUSY_SHARE = 0.1
@@ -79,7 +72,6 @@ class EngineGroup(GenerationInterface):
 
     Attributes:
         workers: the worker group; `algorithms.rollout.refit` moves weights through it.
-        num_restarts: number of engines replaced so far.
         load_weights: loads the current weights into new engines; set by `algorithms.rollout.refit`.
     """
 
@@ -95,11 +87,10 @@ class EngineGroup(GenerationInterface):
     ):
         self.workers = workers
         self.weight_version = 0
-        self.num_restarts = 0
         self.load_weights: Callable[[], None] | None = None
         self._setup_timeout_s = setup_timeout_s
         self._turn_timeout_s = turn_timeout_s or setup_timeout_s
-        self._max_restarts = max_restarts
+        self._replacements = Replacements(workers, setup_timeout_s, max_restarts)
         self._silence_s = silence_s
         self._ids = itertools.count()
         self._flush_is_due = False
@@ -121,6 +112,11 @@ class EngineGroup(GenerationInterface):
     def _running(self) -> list[Member]:
         """The engines that take part in syncs: the first ones."""
         return [member for member in self._members if not member.is_away]
+
+    @property
+    def num_restarts(self) -> int:
+        """The number of engines replaced so far."""
+        return self._replacements.count
 
     @property
     def num_workers(self) -> int:
@@ -420,42 +416,7 @@ class EngineGroup(GenerationInterface):
             self._end = None
 
     def _replace(self, member: Member, reason: str) -> None:
-        """Start a new engine for a member, again if it dies while it starts.
-
-        Raises:
-            WorkerDiedError: the run's restarts are used up, or the engine died at each of `_MOST_STARTS` starts.
-            ResourceInsufficientError: the engine's node was lost, and no other has room.
-        """
-        for num_left in reversed(range(_MOST_STARTS)):
-            self._count_restart(member, reason)
-            try:
-                self.workers.restart_workers(member.ranks, self._setup_timeout_s)
-                break
-            except ResourceInsufficientError as shortage:
-                raise ResourceInsufficientError(f"{reason} {shortage}") from shortage
-            except WorkerDiedError as death:
-                if num_left == 0 or isinstance(death, NodeLostError):
-                    raise
-                reason = str(death)
-                self._refuse_at_the_end()
-        member.num_starts += 1
-        member.speed = Speed()
-
-    def _count_restart(self, member: Member, reason: str) -> None:
-        self.num_restarts += 1
-        if self.num_restarts > self._max_restarts:
-            raise WorkerDiedError(
-                f"Generation engine {member.index} died and cluster.max_actor_restarts="
-                f"{self._max_restarts} restarts are used up. {reason}"
-            )
-        logger.warning(
-            "Generation engine %d died; restarting it (%d of %d) and re-issuing %d requests. %s",
-            member.index,
-            self.num_restarts,
-            self._max_restarts,
-            len(member.unfinished),
-            reason.splitlines()[0],
-        )
+        self._replacements.replace(member, reason, self._refuse_at_the_end)
 
     def _fail(self, member: Member, failure: Exception) -> None:
         """Fail all requests that are pending at an engine."""

@@ -71,7 +71,7 @@ def step_all(client, guesses, secret=5):
 
 
 def pid_of(client):
-    return ray.get(client._actor.incarnation.ready)
+    return ray.get(client._actor.incarnation.ready).pid
 
 
 def test_calls_of_one_tick_are_sent_together(make):

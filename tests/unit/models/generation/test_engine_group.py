@@ -528,7 +528,6 @@ async def test_an_engine_of_several_workers_is_called_at_its_first_and_replaced_
     group = EngineGroup(fake, 5.0, 3, workers_per_engine=2)  # type: ignore[arg-type]
     tasks = start(group, [1, 2, 3])
     await settle()
-    assert group.num_engines == 2
     assert [len(worker.held) for worker in fake.workers] == [2, 0, 1, 0]
     assert group.of_engines(["a", "b", "c", "d"]) == ["a", "c"]
     fake.workers[2].die()
