@@ -32,6 +32,11 @@ def test_what_needs_tokens_in_the_driver_is_refused(override: str, reason: str) 
         load_config(CONFIGS / "grpo_math_cpu.yaml", [ONE, override])
 
 
+def test_engines_of_a_runner_do_not_leave() -> None:
+    with pytest.raises(ConfigError, match="none can leave or join"):
+        load_config(CONFIGS / "grpo_math_cpu.yaml", [ONE, "policy.generation.num_engines_file=engines.txt"])
+
+
 def test_distillation_has_no_runners() -> None:
     with pytest.raises(ConfigError, match="works with GRPO only"):
         load_config(CONFIGS / "distillation_math_cpu.yaml", [ONE], schema=DistillationMasterConfig)
