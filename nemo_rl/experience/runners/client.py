@@ -86,8 +86,10 @@ class RemoteRunner(RolloutRunner):
         self._runners = [
             _Runner(_start(str(number), settings, partial(self._share, number))) for number in range(num_runners)
         ]
-        for number, runner in enumerate(self._runners):
+        self._watches = [
             loop.start(self._replace_engines(number, runner), f"the watch over the engines of rollout runner {number}")
+            for number, runner in enumerate(self._runners)
+        ]
 
     async def _play_group(
         self,
@@ -156,6 +158,8 @@ class RemoteRunner(RolloutRunner):
 
     def shutdown(self, timeout_s: float) -> None:
         """Stop the runners and their environments."""
+        for watch in self._watches:
+            watch.cancel()
         for runner in self._runners:
             runner.actor.shutdown(timeout_s)
 
