@@ -8,6 +8,7 @@ bit, so nothing after it knows where tokens were.
 """
 
 import hashlib
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -40,12 +41,14 @@ class PackedRows:
         token_ids: `[N]` int32.
         is_written: `[N]` bool, tokens that the policy wrote.
         logprobs: `[N]` float32, the engine's log-probabilities; 0 where `is_written` is false.
+        texts: `[M]` uint8, a pickle of the messages of each row without tokens, which ranks do not read.
     """
 
     ends: list[int]
     token_ids: NDArray[np.int32]
     is_written: NDArray[np.bool_]
     logprobs: NDArray[np.float32]
+    texts: NDArray[np.uint8]
 
 
 class SharedPrompt(NamedTuple):
@@ -85,12 +88,21 @@ def pack_rows(message_logs: Sequence[Sequence[Any]]) -> PackedRows:
     lengths = [message["token_ids"].numel() for message in messages]
     written = [message.get("generation_logprobs") for message in messages]
     zeros = [torch.zeros(length) if each is None else each for each, length in zip(written, lengths, strict=True)]
+    texts = [[{"role": each["role"], "content": each["content"]} for each in log] for log in message_logs]
     return PackedRows(
         np.cumsum([sum(message["token_ids"].numel() for message in log) for log in message_logs]).tolist(),
         torch.cat([message["token_ids"] for message in messages]).numpy().astype(np.int32),
         np.repeat([each is not None for each in written], lengths),
         torch.cat(zeros).numpy(),
+        np.frombuffer(pickle.dumps(texts), dtype=np.uint8),
     )
+
+
+def texts_of(rows: "ray.ObjectRef[PackedRows]", index: int) -> list[Any]:
+    """Return the messages of a stored row without tokens: `role` and `content`."""
+    packed: PackedRows = ray.get(rows, timeout=FETCH_S)
+    texts: list[list[Any]] = pickle.loads(packed.texts)
+    return texts[index]
 
 
 def shared_prompts(packed: PackedRows) -> list[SharedPrompt]:

@@ -42,13 +42,11 @@ class StoredTokens:
 
     Attributes:
         prompt: what other trajectories may share with it.
-        rows: reference of the tokens of its group; None before the driver has it.
-        texts: reference of the messages of its group, without tokens.
+        rows: reference of the tokens and texts of its group; None before the driver has it.
     """
 
     prompt: SharedPrompt
     rows: "ObjectRef[PackedRows] | None" = None
-    texts: "ObjectRef[list[list[Message]]] | None" = None
 
 
 @dataclass

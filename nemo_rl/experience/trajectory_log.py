@@ -13,7 +13,7 @@ from typing import Any
 from nemo_rl.data.messages.content import with_texts
 from nemo_rl.data.stored_rows import with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.runners.stored import texts_of
+from nemo_rl.experience.runners.stored import messages_of
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.files.atomic_write import write_atomically
 from nemo_rl.files.optional_output import OptionalOutput
@@ -67,7 +67,7 @@ def _describe(trajectory: Trajectory) -> dict[str, Any]:
         "group": trajectory.group_index,
         "sample": trajectory.sample_index,
         "task_name": trajectory.task_name,
-        "content": with_texts(texts_of(trajectory)),
+        "content": with_texts(messages_of(trajectory)),
         "rewards": trajectory.reward,
         "turn_rewards": trajectory.turn_rewards,
         "reward_components": trajectory.reward_components,

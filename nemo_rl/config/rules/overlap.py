@@ -103,6 +103,11 @@ def check_rollout_runners(
         ),
         f"loss_fn.name={loss.name} needs log-probabilities": is_own_class(loss.name),
     }
+    if policy.generation is not None and policy.generation.num_engines_file is not None:
+        yield (
+            f"{set_to} gives each runner engines of its own, so none can leave or join "
+            f"(policy.generation.num_engines_file={policy.generation.num_engines_file}). Set one of them to 0 or null."
+        )
     for reason, holds in reasons.items():
         if holds:
             yield f"{set_to} keeps tokens out of the driver, but {reason}. Use 0."

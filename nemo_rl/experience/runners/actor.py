@@ -16,7 +16,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config import ClusterConfig
-from nemo_rl.data.interfaces import Message
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.data.stored_rows import PackedRows
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -107,7 +106,7 @@ class RunnerActor:
         key: RolloutKey,
         weight_version: int,
         keeps_texts: bool,
-    ) -> tuple[Summary, PackedRows | None, list[list[Message]]]:
+    ) -> tuple[Summary, PackedRows | None]:
         """Play the group of one prompt.
 
         Args:
@@ -119,7 +118,7 @@ class RunnerActor:
             keeps_texts: as `stored.split`.
 
         Returns:
-            Summary, tokens and texts; tokens are None for a validation, whose samples the driver gets whole.
+            The summary, and the tokens with the texts; None for a validation, whose samples the driver gets whole.
 
         Raises:
             WorkerDiedError: an engine died, or an environment cannot be kept running.
@@ -129,9 +128,9 @@ class RunnerActor:
         played = await self._runner.play_group(prompt, 0, num_generations, sampling, key)
         busy = self._runner.busy_seconds()
         if key.phase != "train":
-            return Summary(Rollouts([_sent(sample) for sample in played.trajectories], played.metrics), busy), None, []
-        samples, packed, texts = split(played.trajectories, keeps_texts=keeps_texts)
-        return Summary(Rollouts(samples, played.metrics), busy), packed, texts
+            return Summary(Rollouts([_sent(sample) for sample in played.trajectories], played.metrics), busy), None
+        samples, packed = split(played.trajectories, keeps_texts=keeps_texts)
+        return Summary(Rollouts(samples, played.metrics), busy), packed
 
     async def lost_engine(self, timeout_s: float) -> bool:
         """Wait until an engine has to be replaced; return False if none has after `timeout_s`."""

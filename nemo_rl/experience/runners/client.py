@@ -86,8 +86,10 @@ class RemoteRunner(RolloutRunner):
         self._runners = [
             _Runner(_start(str(number), settings, partial(self._share, number))) for number in range(num_runners)
         ]
-        for number, runner in enumerate(self._runners):
+        self._watches = [
             loop.start(self._replace_engines(number, runner), f"the watch over the engines of rollout runner {number}")
+            for number, runner in enumerate(self._runners)
+        ]
 
     async def _play_group(
         self,
@@ -115,14 +117,14 @@ class RemoteRunner(RolloutRunner):
         )
         runner.num_open += 1
         try:
-            summary, rows, texts = await _play(runner.actor, arguments)
+            summary, rows = await _play(runner.actor, arguments)
         finally:
             runner.num_open -= 1
         runner.busy = summary.busy
         for sample in summary.rollouts.trajectories:
             sample.group_index = row
             if sample.stored is not None:
-                sample.stored = replace(sample.stored, rows=rows, texts=texts)
+                sample.stored = replace(sample.stored, rows=rows)
         return summary.rollouts
 
     def _share(self, number: int) -> list[Any]:
@@ -156,6 +158,8 @@ class RemoteRunner(RolloutRunner):
 
     def shutdown(self, timeout_s: float) -> None:
         """Stop the runners and their environments."""
+        for watch in self._watches:
+            watch.cancel()
         for runner in self._runners:
             runner.actor.shutdown(timeout_s)
 
@@ -174,13 +178,13 @@ def _start(name: str, settings: RunnerSettings, share: Callable[[], list[Any]]) 
     )
 
 
-async def _play(actor: SupervisedActor, arguments: Sequence[Any]) -> tuple[Summary, Any, Any]:
-    """Play a group in an actor, again if it dies; return the summary and the references of tokens and texts."""
+async def _play(actor: SupervisedActor, arguments: Sequence[Any]) -> tuple[Summary, Any]:
+    """Play a group in an actor, again if it dies; return the summary and the reference of the tokens."""
     while True:
         incarnation = actor.running()
         try:
             await actor.until_ready(incarnation)
-            references: Any = incarnation.handle.play.options(num_returns=3).remote(*arguments)
+            references: Any = incarnation.handle.play.options(num_returns=2).remote(*arguments)
             answer: Summary = await _answer(references[0])
         except RayActorError as death:
             actor.replace(incarnation, death_in_short(death))
@@ -188,7 +192,7 @@ async def _play(actor: SupervisedActor, arguments: Sequence[Any]) -> tuple[Summa
         except RayTaskError as failure:
             raise failure.cause from failure
         actor.note_answer()
-        return answer, *references[1:]
+        return answer, references[1]
 
 
 async def _answer(call: "ray.ObjectRef[Any]") -> Any:

@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import ray
 import torch
 
 from nemo_rl.data.interfaces import Message
 from nemo_rl.data.stored_rows import (
-    FETCH_S,
     NUM_WRITTEN,
     STORED_ROWS,
     PackedRows,
@@ -21,6 +19,7 @@ from nemo_rl.data.stored_rows import (
     StoredRow,
     pack_rows,
     shared_prompts,
+    texts_of,
 )
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import StoredTokens, Trajectory
@@ -41,10 +40,8 @@ class TokenCount:
         return self.count
 
 
-def split(
-    samples: Sequence[Trajectory], *, keeps_texts: bool
-) -> tuple[list[Trajectory], PackedRows, list[list[Message]]]:
-    """Divide the samples of a group into summaries for the driver, tokens, and texts.
+def split(samples: Sequence[Trajectory], *, keeps_texts: bool) -> tuple[list[Trajectory], PackedRows]:
+    """Divide the samples of a group into summaries for the driver, and tokens with texts.
 
     Args:
         samples: finished samples.
@@ -52,8 +49,7 @@ def split(
     """
     packed = pack_rows([sample.message_log for sample in samples])
     prompts = shared_prompts(packed)
-    summaries = [_summary(sample, prompt, keeps_texts) for sample, prompt in zip(samples, prompts, strict=True)]
-    return summaries, packed, [sample.turns for sample in samples]
+    return [_summary(sample, prompt, keeps_texts) for sample, prompt in zip(samples, prompts, strict=True)], packed
 
 
 def _summary(sample: Trajectory, prompt: SharedPrompt, keeps_texts: bool) -> Trajectory:
@@ -76,12 +72,11 @@ def _summary(sample: Trajectory, prompt: SharedPrompt, keeps_texts: bool) -> Tra
     )
 
 
-def texts_of(trajectory: Trajectory) -> list[Message]:
+def messages_of(trajectory: Trajectory) -> list[Message]:
     """Return the messages of a trajectory without tokens, from the object store if they are there."""
-    if trajectory.stored is None or trajectory.stored.texts is None:
+    if trajectory.stored is None or trajectory.stored.rows is None:
         return trajectory.turns
-    group: list[list[Message]] = ray.get(trajectory.stored.texts, timeout=FETCH_S)
-    return group[trajectory.sample_index]
+    return texts_of(trajectory.stored.rows, trajectory.sample_index)
 
 
 def lay_out(trajectories: Sequence[Trajectory], pad_token_id: int) -> BatchedDataDict[Any]:

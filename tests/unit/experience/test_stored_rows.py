@@ -1,0 +1,130 @@
+"""Trajectories whose tokens are in the object store: a batch of them becomes the tensors of one without references."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
+from nemo_rl.algorithms.grpo import CreditAssignment
+from nemo_rl.algorithms.rollout.batches import build_training_batch, num_counted_samples
+from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
+from nemo_rl.data.packing import FixedSize, find_families
+from nemo_rl.data.stored_rows import STORED_ROWS, with_tokens
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.metrics import rollout_metrics
+from nemo_rl.experience.runners.stored import messages_of, split
+from nemo_rl.experience.trajectory import Outcome, Trajectory
+from nemo_rl.models.policy.batching import count_valid, shard_batch
+
+PAD = 9
+
+
+class Store:
+    """An object store in this process: a reference is a number."""
+
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+
+    def put(self, value: Any) -> int:
+        self.objects.append(value)
+        return len(self.objects) - 1
+
+    def get(self, reference: Any, timeout: float) -> Any:
+        if isinstance(reference, list):
+            return [self.objects[each] for each in reference]
+        return self.objects[reference]
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    made = Store()
+    monkeypatch.setattr(ray, "get", made.get)
+    yield made
+
+
+def sample(group: int, index: int, turns: list[int], reward: float | None) -> Trajectory:
+    """A sample with a prompt of 10 tokens, which its group shares, and turns of random tokens with observations."""
+    random = torch.Generator().manual_seed(100 * group + index)
+    prompt = torch.arange(10) + group
+
+    def drawn(count: int) -> torch.Tensor:
+        return torch.randint(0, 50, (count,), generator=random)
+
+    log: list[Any] = [{"role": "user", "content": "a question", "token_ids": prompt}]
+    for length in turns:
+        logprobs = -torch.rand(length, generator=random)
+        log.append(
+            {"role": "assistant", "content": "said", "token_ids": drawn(length), "generation_logprobs": logprobs}
+        )
+        log.append({"role": "environment", "content": "seen", "token_ids": drawn(2)})
+    made = Trajectory(group, index, idx=group, task_name="task", message_log=log, prompt_length=10, reward=reward)
+    made.turn_rewards = [0.5 for _ in turns]
+    made.outcome = Outcome.REWARD_ERROR if reward is None else Outcome.FINISHED
+    return made
+
+
+def stored(groups: list[list[Trajectory]], store: Store, *, keeps_texts: bool = False) -> list[Trajectory]:
+    found = []
+    for group in groups:
+        summaries, packed = split(group, keeps_texts=keeps_texts)
+        rows = store.put(packed)
+        for summary in summaries:
+            assert summary.stored is not None
+            summary.stored = replace(summary.stored, rows=rows)  # type: ignore[arg-type]
+        found += summaries
+    return found
+
+
+@pytest.fixture
+def groups() -> list[list[Trajectory]]:
+    return [
+        [sample(0, 0, [3, 4], 1.0), sample(0, 1, [5], 0.0), sample(0, 2, [1], None)],
+        [sample(1, 0, [2], 0.25), sample(1, 1, [7, 1], 0.5), sample(1, 2, [6], 0.25)],
+    ]
+
+
+def credited(trajectories: list[Trajectory]) -> tuple[BatchedDataDict[Any], dict[str, float]]:
+    batch = build_training_batch(trajectories, PAD, mask_truncated=False)
+    config = GRPOConfig.build()
+    estimator = make_advantage_estimator(config, ClippedPGLossConfig.build())
+    return batch, CreditAssignment(estimator, config).assign(batch, trajectories)
+
+
+def test_a_rank_gets_the_tensors_of_the_driver_bit_for_bit(groups: list[list[Trajectory]], store: Store) -> None:
+    dense, dense_metrics = credited([each for group in groups for each in group])
+    light, light_metrics = credited(stored(groups, store))
+    assert STORED_ROWS in light and "input_ids" not in light
+    whole = with_tokens(light)
+    assert set(whole) == set(dense)
+    for name, tensor in dense.items():
+        assert whole[name].dtype == tensor.dtype
+        assert torch.equal(whole[name], tensor), name
+    assert light_metrics == pytest.approx(dense_metrics, rel=1e-6)
+    assert count_valid(light) == count_valid(dense)
+    assert num_counted_samples(light) == num_counted_samples(dense) == 5
+    assert [family.rows for family in find_families(light)] == [family.rows for family in find_families(dense)]
+
+
+def test_ranks_get_their_rows_and_fillers_that_do_not_count(groups: list[list[Trajectory]], store: Store) -> None:
+    dense, _ = credited([each for group in groups for each in group])
+    light, _ = credited(stored(groups, store))
+    expected, found = (shard_batch(batch, 2, FixedSize(4)).data for batch in (dense, light))
+    for rank_dense, rank_light in zip(expected, found, strict=True):
+        whole = with_tokens(rank_light)
+        for name in ("input_lengths", "sample_mask", "token_mask", "advantages", "generation_logprobs"):
+            counted = rank_dense["sample_mask"][:, None] if rank_dense[name].ndim == 2 else 1
+            assert torch.equal(whole[name] * counted, rank_dense[name] * counted), name
+
+
+def test_the_driver_has_lengths_rewards_and_metrics_but_no_texts(groups: list[list[Trajectory]], store: Store) -> None:
+    whole = [each for group in groups for each in group]
+    light = stored(groups, store)
+    assert rollout_metrics(light) == rollout_metrics(whole)
+    assert [each.turn_spans for each in light] == [each.turn_spans for each in whole]
+    assert light[0].prompt_text == "a question" and light[0].response_text == ""
+    assert [messages_of(each) for each in light] == [each.turns for each in whole]
+    assert stored(groups, store, keeps_texts=True)[0].turns == whole[0].turns
