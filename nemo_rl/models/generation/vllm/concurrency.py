@@ -4,10 +4,11 @@ vLLM starts as many requests as have room for their tokens so far. They grow; wh
 (a preemption), drops its keys and values, and computes them again later. Where answers are long this repeats: the
 requests that are started again take the room of those that are about to end.
 
-    step with preemptions         the limit becomes the number of requests that still run
-    a limit's number of requests  without a preemption: the limit rises as far as the cache had room, at most twofold
-    have ended
+    more preemptions than a quarter of the running requests     the limit becomes the number that still runs
+    as many requests as the limit have ended, with at most      the limit rises, by one or as far as the cache had
+    half as many preemptions as that                            room, at most twofold
 
+A few preemptions remain: a cache that is always full writes more answers than one with room for the longest of all.
 The other requests wait in vLLM's queue, in order. Invariant: without a preemption the limit is vLLM's own
 (`max_num_seqs`).
 """
@@ -18,7 +19,9 @@ from typing import Any
 from nemo_rl.models.generation.interfaces import EngineLoad
 
 _FULL = 0.9
-"""Share of the cache up to which the limit rises; the rest is for answers that become longer."""
+"""Share of the cache up to which the limit rises at once; beyond it, it rises by one."""
+_TOLERATED = 0.25
+"""Preemptions for each request that ends."""
 
 
 @dataclass
@@ -33,9 +36,11 @@ class ConcurrencyLimit:
     most: int
     limit: int = field(init=False)
     _num_ended: int = field(default=0, init=False)
-    """Requests that have ended since the limit was changed, in steps with as many running requests as allowed."""
+    """Requests that have ended since the limit was looked at, in steps with as many running requests as possible."""
+    _num_preemptions: int = field(default=0, init=False)
+    """Preemptions since then."""
     _peak: float = field(default=0.0, init=False)
-    """Largest usage of the cache in these steps."""
+    """Largest usage of the cache since then."""
 
     def __post_init__(self) -> None:
         self.limit = self.most
@@ -49,17 +54,26 @@ class ConcurrencyLimit:
             num_ended: requests that ended with it.
             usage: share of the cache in use.
         """
-        if num_preemptions:
+        self._num_preemptions += num_preemptions
+        if num_preemptions and self._num_preemptions > _TOLERATED * num_running:
             self._change(max(1, min(self.limit, num_running)))
-        elif self.limit < self.most and num_running + num_ended >= self.limit:
+            return
+        num_allowed = min(self.limit, num_running + num_ended) if self.limit == self.most else self.limit
+        if num_running + num_ended >= num_allowed:
             self._num_ended += num_ended
             self._peak = max(self._peak, usage)
-            if self._num_ended >= self.limit:
-                fits = int(self.limit * min(2.0, _FULL / max(self._peak, 1e-3)))
-                self._change(min(self.most, max(fits, self.limit)))
+            if self._num_ended >= num_allowed:
+                self._change(min(self.most, self.limit + self._rise()))
+
+    def _rise(self) -> int:
+        """Return by how much the limit may rise."""
+        if self._num_preemptions > _TOLERATED * self.limit / 2:
+            return 0
+        fits = int(self.limit * min(2.0, _FULL / max(self._peak, 1e-3)))
+        return max(1, fits - self.limit)
 
     def _change(self, limit: int) -> None:
-        self.limit, self._num_ended, self._peak = limit, 0, 0.0
+        self.limit, self._num_ended, self._num_preemptions, self._peak = limit, 0, 0, 0.0
 
 
 class CacheWatch:

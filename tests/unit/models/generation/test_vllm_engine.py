@@ -384,7 +384,7 @@ def test_the_number_of_running_requests_follows_the_cache(engines):
     assert [len(tokens) for tokens in answers[0]] == [request.sampling.max_new_tokens for request in wanted]
     assert 3 < loads[-1].max_running <= 11 and max(load.kv_cache_usage for load in loads) > 0.8
     assert min(preemptions[:2]) > 20
-    assert preemptions[2] < 0.5 * preemptions[0] and preemptions[3] < 0.2 * preemptions[1], preemptions
+    assert max(preemptions[2:]) < 0.5 * min(preemptions[:2]), preemptions
 
 
 def test_matrix_products_split_over_the_sum_are_found(engines):
