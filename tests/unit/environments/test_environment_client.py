@@ -174,6 +174,7 @@ def test_a_slow_coroutine_is_cancelled_and_its_neighbours_continue(make):
     assert client.num_restarts == 0 and max(seconds) < 5
 
 
+@pytest.mark.long
 def test_a_coroutine_that_blocks_has_its_actor_killed_and_alone_gets_an_error(make, monkeypatch):
     monkeypatch.setattr("nemo_rl.environments.client._LATER_S", 0.5)
     client = make(Tools, step_timeout_s=1.0)
