@@ -101,18 +101,21 @@ def test_other_features_work_with_answers_that_were_sampled_ahead(
     assert metrics["train", 4, "max_trajectory_age"] == 1.0
 
 
-def test_streaming_equals_sampling_and_training_in_turns(start_example: StartExample) -> None:
+def test_streaming_equals_sampling_and_training_in_turns_and_repeats_itself(start_example: StartExample) -> None:
     short = ("grpo.max_num_steps=10", "grpo.val_period=0", "grpo.val_at_start=false", "checkpointing.enabled=false")
     two_ranks = ("cluster.ranks_per_node=2",)
+    stream = ("grpo.overlap.mode=stream",)
     runs = {}
-    for name, overrides in {"none": (), "stream": ("grpo.overlap.mode=stream",)}.items():
+    for name, overrides in {"none": (), "stream": stream, "again": stream}.items():
         run = start_example("run_grpo.py", CONFIG, *overrides, *short, *two_ranks, logs=name)
         assert run.finish() == 0, run.log()[-3000:]
         runs[name] = of_training(read_metrics(run.log_dir))
+    assert runs["stream"] == runs["again"]
     assert runs["none"].keys() == runs["stream"].keys()
+    # AdamW makes steps of the same size for gradients that are almost 0, whose sign is rounding.
     far = {
         key: (value, runs["stream"][key])
         for key, value in runs["none"].items()
-        if runs["stream"][key] != pytest.approx(value, rel=1e-4, abs=1e-6)
+        if runs["stream"][key] != pytest.approx(value, rel=3e-5 if key[2] == "grad_norm" else 1e-6, abs=1e-6)
     }
     assert not far

@@ -6,8 +6,11 @@
 All answers come from the current weights. Invariant: an update equals the one of the whole batch up to the order of
 floating-point sums, because what stages and loss compute for a group does not depend on other groups
 (`config.rules.overlap.check_stream` refuses what does).
+With `in_order` a part has consecutive groups, so the order of sums does not depend on which groups finish first, and a
+run repeats itself bit for bit.
 """
 
+import bisect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -34,6 +37,55 @@ class AccumulatingPolicy(Protocol):
         """Make the update of the global batch `data`, whose parts were accumulated."""
 
 
+class Arrivals:
+    """Divides the groups of a step into parts, as they finish.
+
+    Args:
+        groups_per_part: groups of a part.
+        in_order: see `StreamedRollouts`.
+    """
+
+    def __init__(self, groups_per_part: int, *, in_order: bool) -> None:
+        self._groups_per_part = groups_per_part
+        self._in_order = in_order
+        self._held: list[Group] = []
+        """Groups whose predecessors are not finished, ordered."""
+        self._next = (0, 0)
+        """`Group.order` after the last group in `_ready`."""
+        self._ready: list[Group] = []
+
+    def add(self, group: Group) -> None:
+        """Take a finished group."""
+        bisect.insort(self._held, group, key=lambda held: held.order)
+        while self._held and (not self._in_order or self._follows(self._held[0])):
+            self._release(self._held.pop(0))
+
+    def parts(self) -> Iterator[list[Group]]:
+        """Give the parts that are complete."""
+        while len(self._ready) >= self._groups_per_part:
+            part, self._ready = self._ready[: self._groups_per_part], self._ready[self._groups_per_part :]
+            yield part
+
+    def last_parts(self) -> Iterator[list[Group]]:
+        """Give the rest, when all groups are finished; the last part may have fewer groups."""
+        for group in self._held:
+            self._release(group)
+        self._held = []
+        yield from self.parts()
+        if self._ready:
+            yield self._ready
+
+    def _follows(self, group: Group) -> bool:
+        # A round begins when the one before it is finished.
+        return group.order == self._next or group.order[1] == 0
+
+    def _release(self, group: Group) -> None:
+        round_index, row = group.order
+        self._next = (round_index, row + 1)
+        if group.trains:
+            self._ready.append(group)
+
+
 @dataclass
 class StreamedRollouts:
     """Passes the groups of a source on, and trains on them meanwhile; a source and a `runtime.run.Trainer`.
@@ -46,6 +98,7 @@ class StreamedRollouts:
         layout: as in `RolloutBatches`.
         groups_per_part: groups of a part; the last part of a step may have fewer.
         busy: counts a block as work of the trainer.
+        in_order: parts have consecutive groups; False: those that finish first.
     """
 
     inner: RolloutSource
@@ -55,7 +108,7 @@ class StreamedRollouts:
     layout: Callable[[Sequence[Trajectory]], BatchedDataDict[Any]]
     groups_per_part: int
     busy: Callable[[], AbstractContextManager[None]]
-    _waiting: list[Group] = field(default_factory=list, init=False)
+    in_order: bool = True
     _rewards: list[tuple[Trajectory, float | None]] = field(default_factory=list, init=False)
     """Trained trajectories of the step, with the rewards that were used."""
 
@@ -68,17 +121,17 @@ class StreamedRollouts:
 
     def next_groups(self, step: int) -> Iterator[Group]:
         """See `RolloutSource.next_groups`."""
+        arrivals = Arrivals(self.groups_per_part, in_order=self.in_order)
         for group in self.inner.next_groups(step):
             yield group
-            if group.trains:
-                self._waiting.append(group)
-            if len(self._waiting) == self.groups_per_part:
-                self._accumulate()
-        if self._waiting:
-            self._accumulate()
+            arrivals.add(group)
+            for part in arrivals.parts():
+                self._accumulate(part)
+        for part in arrivals.last_parts():
+            self._accumulate(part)
 
-    def _accumulate(self) -> None:
-        trajectories, self._waiting = numbered(self._waiting), []
+    def _accumulate(self, groups: Sequence[Group]) -> None:
+        trajectories = numbered(groups)
         self._rewards += [(trajectory, trajectory.reward) for trajectory in trajectories]
         with self.busy():
             part = StepBatch(self.layout(trajectories), trajectories)
@@ -115,5 +168,7 @@ def streamed_rollouts(
     """Build the source of `overlap.mode=stream`; None for the other modes. Arguments as in `StreamedRollouts`."""
     if algorithm.overlap.mode != "stream":
         return None
-    groups_per_part = algorithm.overlap.groups_per_part or max(1, algorithm.num_prompts_per_step // 4)
-    return StreamedRollouts(groups, policy, loss_fn, stages, layout, groups_per_part, idle.trainer_works)
+    overlap = algorithm.overlap
+    groups_per_part = overlap.groups_per_part or max(1, algorithm.num_prompts_per_step // 4)
+    in_order = overlap.order == "in_order"
+    return StreamedRollouts(groups, policy, loss_fn, stages, layout, groups_per_part, idle.trainer_works, in_order)

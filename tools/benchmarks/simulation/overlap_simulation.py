@@ -26,8 +26,9 @@ Workloads:
 - `tools`: four turns of 1,000 tokens, sigma 1; each turn waits for a tool, 10 s in the mean, sigma 1.
 - `sandboxes`: eight turns of 500 tokens, sigma 1; each turn waits for a sandbox, 60 s in the mean, sigma 1.
 
-`ahead` is `order=ready_first` with `in_flight_weight_updates`. Left out of the rates are the first steps, in which the
-groups that are sampled ahead build up, and the last ones, for which nothing is sampled ahead any more.
+`stream` and `ahead` have `order=ready_first`, `ahead` has `in_flight_weight_updates`. Left out of the rates are the first
+steps, in which the groups that are sampled ahead build up, and the last ones, for which nothing is sampled ahead any
+more.
 """
 
 import argparse
@@ -170,7 +171,7 @@ class Simulation:
         if overlap.mode == "none":
             return self._fresh, partial(trainer.train, loss_fn=loss_fn)  # type: ignore[arg-type]
         groups = overlap.groups_per_part or max(1, self.workload.num_prompts // 4)
-        streamed = StreamedRollouts(self._fresh, trainer, loss_fn, [], _lengths, groups, nullcontext)  # type: ignore[arg-type]
+        streamed = StreamedRollouts(self._fresh, trainer, loss_fn, [], _lengths, groups, nullcontext, False)  # type: ignore[arg-type]
         return streamed, partial(streamed.train, loss_fn=loss_fn)  # type: ignore[arg-type]
 
 

@@ -27,7 +27,9 @@ class OverlapConfig(Section):
     order: Literal["in_order", "ready_first", "weight_fifo", "freshest_first"] = "in_order"
     """ahead: the groups that a step trains on. in_order: the oldest, even if it has to wait for them. The others
     take finished groups first and wait only for those that would become too old: ready_first the oldest of them,
-    weight_fifo those of the oldest weights, freshest_first the newest."""
+    weight_fifo those of the oldest weights, freshest_first the newest.
+    stream: in_order computes gradients of consecutive groups, and repeats a run bit for bit; the others those of the
+    groups that finish first."""
     in_flight_weight_updates: bool = False
     """ahead: running answers continue with new weights; false: each update of the engines waits until all started
     groups are finished. false with order=in_order repeats a run bit for bit."""

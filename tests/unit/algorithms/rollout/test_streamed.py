@@ -1,0 +1,52 @@
+"""The groups of a step are divided into parts for streaming."""
+
+import random
+
+import pytest
+
+from nemo_rl.algorithms.rollout.source import Group
+from nemo_rl.algorithms.rollout.streamed import Arrivals
+
+pytestmark = pytest.mark.fast
+
+
+def parts_of(groups: list[Group], groups_per_part: int, *, in_order: bool) -> list[list[tuple[int, int]]]:
+    arrivals, parts = Arrivals(groups_per_part, in_order=in_order), []
+    for group in groups:
+        arrivals.add(group)
+        parts += arrivals.parts()
+    parts += arrivals.last_parts()
+    return [[group.order for group in part] for part in parts]
+
+
+def test_parts_in_order_do_not_depend_on_which_groups_finish_first() -> None:
+    for seed in range(20):
+        groups = [Group((0, row), [], trains=row != 3) for row in range(10)]
+        random.Random(seed).shuffle(groups)
+        assert parts_of(groups, 4, in_order=True) == [
+            [(0, 0), (0, 1), (0, 2), (0, 4)],
+            [(0, 5), (0, 6), (0, 7), (0, 8)],
+            [(0, 9)],
+        ]
+
+
+def test_a_part_in_order_is_complete_as_soon_as_its_own_groups_are_finished() -> None:
+    arrivals = Arrivals(2, in_order=True)
+    for row in (3, 1):
+        arrivals.add(Group((0, row), []))
+        assert list(arrivals.parts()) == []
+    arrivals.add(Group((0, 0), []))
+    assert [[group.order for group in part] for part in arrivals.parts()] == [[(0, 0), (0, 1)]]
+    arrivals.add(Group((0, 2), []))
+    assert [[group.order for group in part] for part in arrivals.parts()] == [[(0, 2), (0, 3)]]
+    assert list(arrivals.last_parts()) == []
+
+
+def test_the_next_round_follows_the_last_group_of_a_round() -> None:
+    groups = [Group((round_index, row), []) for round_index in range(2) for row in range(3)]
+    assert parts_of(groups, 2, in_order=True) == [[(0, 0), (0, 1)], [(0, 2), (1, 0)], [(1, 1), (1, 2)]]
+
+
+def test_parts_without_order_have_the_groups_that_finish_first() -> None:
+    groups = [Group((0, row), []) for row in (4, 2, 0, 1, 3)]
+    assert parts_of(groups, 2, in_order=False) == [[(0, 4), (0, 2)], [(0, 0), (0, 1)], [(0, 3)]]
