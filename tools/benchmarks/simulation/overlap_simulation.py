@@ -26,9 +26,9 @@ Workloads:
 - `tools`: four turns of 1,000 tokens, sigma 1; each turn waits for a tool, 10 s in the mean, sigma 1.
 - `sandboxes`: eight turns of 500 tokens, sigma 1; each turn waits for a sandbox, 60 s in the mean, sigma 1.
 
-`stream` and `ahead` have `order=ready_first`, `ahead` has `in_flight_weight_updates`. Left out of the rates are the first
-steps, in which the groups that are sampled ahead build up, and the last ones, for which nothing is sampled ahead any
-more.
+`stream` and `ahead` have `order=ready_first`, `ahead` has `in_flight_weight_updates`. Left out of the rates are the
+first steps, in which the groups that are sampled ahead build up, and the last ones, for which nothing is sampled ahead
+any more.
 """
 
 import argparse
