@@ -87,23 +87,23 @@ ROWS: dict[tuple[str, str], Row] = {
     ),
     ("raylet", "SIGKILL"): Row(
         Promise.ENDS,
-        r"RayDiedError: The node manager of this run's Ray \(raylet, pid \d+\) was killed by SIGKILL",
-        "`RayDiedError`, within seconds",
+        r"The node manager of this run's Ray \(raylet, pid \d+\) was killed by SIGKILL",
+        "the log names it; `RayDiedError` within seconds, unless Ray's own code ends the driver first",
     ),
     ("raylet", "SIGSTOP"): Row(
         Promise.ENDS,
         r"The node manager of this run's Ray \(raylet, pid \d+\) was stopped \(SIGSTOP\)",
-        "the log names it after 15 to 25 s, and `RayDiedError` unless Ray's own code ends the driver first",
+        "after 15 to 25 s; then as after SIGKILL",
     ),
     ("gcs", "SIGKILL"): Row(
         Promise.ENDS,
-        r"RayDiedError: The control service of this run's Ray \(gcs_server, pid \d+\) was killed by SIGKILL",
-        "`RayDiedError`, within seconds",
+        r"The control service of this run's Ray \(gcs_server, pid \d+\) was killed by SIGKILL",
+        "the log names it; `RayDiedError` within seconds, unless Ray's own code ends the driver first",
     ),
     ("gcs", "SIGSTOP"): Row(
         Promise.ENDS,
         r"The control service of this run's Ray \(gcs_server, pid \d+\) was stopped \(SIGSTOP\)",
-        "`RayDiedError`, after 15 to 25 s",
+        "after 15 to 25 s; then as after SIGKILL",
     ),
 }
 
