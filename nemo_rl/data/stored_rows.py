@@ -11,15 +11,17 @@ import hashlib
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import ray
 import torch
 from numpy.typing import NDArray
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.errors import DeadlineExceededError
+
+if TYPE_CHECKING:
+    import ray
 
 STORED_ROWS = "stored_rows"
 """Key of a batch: a list of B `StoredRow`s, in place of the tensors that `TOKEN_KEYS` names."""
@@ -100,6 +102,8 @@ def pack_rows(message_logs: Sequence[Sequence[Any]]) -> PackedRows:
 
 def texts_of(rows: "ray.ObjectRef[PackedRows]", index: int) -> list[Any]:
     """Return the messages of a stored row without tokens: `role` and `content`."""
+    import ray  # deferred: ranks without a Ray of their own load this file
+
     packed: PackedRows = ray.get(rows, timeout=FETCH_S)
     texts: list[list[Any]] = pickle.loads(packed.texts)
     return texts[index]
@@ -154,6 +158,8 @@ def with_tokens(batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
 
 
 def _fetched(stored: Sequence[StoredRow]) -> dict["ray.ObjectRef[PackedRows]", PackedRows]:
+    import ray  # deferred: see `texts_of`
+
     references = list(dict.fromkeys(row.rows for row in stored))
     try:
         return dict(zip(references, ray.get(references, timeout=FETCH_S), strict=True))

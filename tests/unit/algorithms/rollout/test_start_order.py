@@ -29,7 +29,7 @@ class Parts:
         self.events: list[str] = []
         self._together = threading.Barrier(wait_for_each_other, timeout=10)
 
-    def make_engines(self, settings: EngineSettings, where: Any, cluster: Any) -> Any:
+    def make_engines(self, settings: EngineSettings, where: Any, *_: Any) -> Any:
         return self._started("engines")
 
     def start_role(self, name: str, *_: Any) -> Any:
@@ -45,6 +45,7 @@ class Parts:
                 run_all_workers_single_data=lambda method: self.events.append(f"{name} {method}"),
                 get_all_worker_results=lambda *_: [],
             ),
+            call_all=lambda method: self.events.append(f"{name} {method}"),
             with_replacements=lambda work: work(),
         )
 
