@@ -29,10 +29,14 @@ def batch_limits_on(engine: Any, gpu: str, memory_gib: int, settings: EngineSett
         is_cpu=lambda: False,
     )
     built = []
+
+    def build(*arguments: Any, **keywords: Any) -> Any:
+        built.append((arguments, keywords))
+        scheduler = SimpleNamespace(max_num_active_reqs=1, _preempt_request=None)
+        return SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler)))
+
     with (
-        mock.patch(
-            "nemo_rl.models.generation.vllm.engine.LLMEngine.from_engine_args", lambda *a, **k: built.append((a, k))
-        ),
+        mock.patch("nemo_rl.models.generation.vllm.engine.LLMEngine.from_engine_args", build),
         mock.patch.object(arg_utils, "current_platform", platform),
     ):
         type(engine)(settings)
