@@ -129,7 +129,7 @@ class EnvironmentClient:
 
     @property
     def reads_collections(self) -> bool:
-        """Whether `global_post_process_and_metrics` is called for whole collections."""
+        """True if `global_post_process_and_metrics` is called for whole collections."""
         return "global_post_process_and_metrics" in self._traits.hooks and not self.post_processes_groups
 
     async def step(self, message_log: "LLMMessageLogType", metadata: Any) -> StepResult:

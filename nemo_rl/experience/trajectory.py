@@ -38,7 +38,7 @@ def is_right(reward: float | None) -> bool:
 
 @dataclass(frozen=True)
 class StoredTokens:
-    """Where tokens and texts of a trajectory are that has only their numbers; see `runners.stored`.
+    """The place of the tokens and texts of a trajectory that has only their numbers; see `runners.stored`.
 
     Attributes:
         prompt: what other trajectories may share with it.

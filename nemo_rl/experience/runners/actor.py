@@ -34,7 +34,7 @@ from nemo_rl.models.generation.interfaces import SamplingParams
 
 @dataclass(frozen=True)
 class RunnerSettings:
-    """What a runner actor is built from.
+    """Settings of a runner actor.
 
     Attributes:
         engines: actors of its engines' workers, in the order of their ranks.
@@ -59,7 +59,7 @@ class RunnerSettings:
 
 @dataclass(frozen=True)
 class Summary:
-    """What the driver gets of a group.
+    """The part of a group that the driver gets.
 
     Attributes:
         rollouts: the samples without their tokens, and the metrics of environments; whole samples for a validation.

@@ -1,6 +1,7 @@
 """The actor around an engine, run here with the Hugging Face engine: requests, refusals, weight updates."""
 
 import asyncio
+import time
 
 import pytest
 import torch
@@ -60,7 +61,8 @@ async def test_the_engine_takes_no_step_during_a_weight_update(worker):
     sender = WeightSender(SPEC, rank=0, is_node_leader=True)
     steps = []
     step = worker._engine.step
-    worker._engine.step = lambda: steps.append(1) or step()
+    # The pauses keep a fast engine from finishing before the update begins.
+    worker._engine.step = lambda: steps.append(1) or time.sleep(0.02) or step()
     await worker.submit([("x", ask(PROMPTS[3], temperature=0.0))])
     while len(steps) < 3:
         await asyncio.sleep(0)

@@ -13,7 +13,8 @@ from nemo_rl.models.megatron.model_check import check_expressible, check_options
 from nemo_rl.models.training.backends import training_backend
 from nemo_rl.utils.errors import ConfigError
 
-TOLERANCE = 1e-5
+TOLERANCE = 3e-5
+"""Of float32, relative to the largest value; kernels of some processors reach 1.2e-5."""
 _PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 _LENGTHS = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16}
 _DYNAMIC = _LENGTHS | {"rope_type": "dynamic"}
