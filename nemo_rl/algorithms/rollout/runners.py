@@ -33,7 +33,7 @@ def check_runners(config: RolloutMasterConfig, user_parts: Mapping[str, Any]) ->
     if config.cluster.rollout_runners and user_parts:
         raise ConfigError(
             f"cluster.rollout_runners={config.cluster.rollout_runners}: runners start the environments of the section "
-            f"`env` themselves, so environments={sorted(user_parts)} cannot be handed in. Name their classes as keys "
+            f"`env` themselves, so environments={sorted(user_parts)} cannot be used. Name their classes as keys "
             "of `env`, or use cluster.rollout_runners=0."
         )
 
