@@ -1,9 +1,11 @@
 """Measure what overlap saves where environments wait: steps per minute of `none`, `stream` and `ahead`, in turns.
 
     uv run --extra cpu python tools/benchmarks/waiting_environments.py --mean-s 1 5 --max-age 1 2 --repeats 2
+    uv run --extra cpu python tools/benchmarks/waiting_environments.py --mean-s 1 --size 25m --prompts 16 --answers 16
 
-GRPO with the model of a million parameters, 8 prompts x 8 answers a step, three turns each. Before each answer the
-environment waits for a log-normal time (sigma 1) with the given mean, each sample its own. Linux only.
+GRPO with a model of a million parameters and 8 prompts x 8 answers a step by default, three turns each. Before each
+answer the environment waits for a log-normal time (sigma 1) with the given mean, each sample its own. `stream` saves at
+most the time of training, so the second command makes training about as long as the waits. Linux only.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from pathlib import Path
 
 from grpo_vs_trl import own_command
 from side_by_side import BENCH, Run, Step, run_side, show
+from workloads import SIZES
 
 logger = logging.getLogger("waiting_environments")
 
@@ -49,9 +52,12 @@ class Mode:
         return f"{self.name} age {self.max_age}" if self.max_age else self.name
 
 
-def overrides_of(mode: Mode, mean_s: float) -> list[str]:
+def overrides_of(mode: Mode, mean_s: float, arguments: argparse.Namespace) -> list[str]:
     """Return the overrides of a run."""
     waiting = [
+        f"grpo.num_prompts_per_step={arguments.prompts}",
+        f"grpo.num_generations_per_prompt={arguments.answers}",
+        f"policy.train_global_batch_size={arguments.prompts * arguments.answers}",
         f"data.default.env_name={ENVIRONMENT}",
         f"++env={{{ENVIRONMENT}: {{mean_s: {mean_s}, num_turns: {NUM_TURNS}}}}}",
         f"grpo.max_rollout_turns={NUM_TURNS}",
@@ -68,8 +74,8 @@ def steps_per_minute(mode: Mode, mean_s: float, arguments: argparse.Namespace) -
     """Run one side and return its rate after the warm-up."""
     folder = BENCH / "runs" / f"waiting-{mode.name}-{mode.max_age}-{mean_s:g}-{int(time.time())}"
     folder.mkdir(parents=True)
-    command, metrics = own_command("uniform", "1m", folder, arguments)
-    command += overrides_of(mode, mean_s)
+    command, metrics = own_command("uniform", arguments.size, folder, arguments)
+    command += overrides_of(mode, mean_s, arguments)
     run: Run[Step] = run_side(command, metrics, read_steps, folder / "run.log", arguments.threads)
     return 60 / statistics.mean(run.step_seconds)
 
@@ -80,6 +86,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--mean-s", nargs="+", type=float, default=[1.0, 5.0], help="mean seconds of a wait")
     parser.add_argument("--modes", nargs="+", choices=["none", "stream", "ahead"], default=["none", "stream", "ahead"])
     parser.add_argument("--max-age", nargs="+", type=int, default=[1, 2], help="values of grpo.overlap.max_age_steps")
+    parser.add_argument("--size", default="1m", choices=list(SIZES), help="parameters of the model")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts of a step")
+    parser.add_argument("--answers", type=int, default=8, help="answers to each prompt")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each side, alternating")
     parser.add_argument("--steps", type=int, default=15, help="of each run; the first 5 are a warm-up")
     parser.add_argument("--threads", type=int, default=2, help="processors and OpenMP threads")
