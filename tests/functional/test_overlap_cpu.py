@@ -31,7 +31,11 @@ def test_a_fixed_schedule_is_repeated_bit_for_bit_also_by_a_killed_run(
     killed = killed_and_resumed(start_example, "run_grpo.py", CONFIG, overrides, tmp_path, steps=8)
     again = start_example("run_grpo.py", CONFIG, *overrides, "checkpointing.enabled=false", logs="again")
     assert again.finish() == 0, again.log()[-3000:]
-    assert of_training(read_metrics(again.log_dir)) == killed
+    metrics = read_metrics(again.log_dir)
+    assert of_training(metrics) == killed
+    for step in range(1, 9):
+        waited, exposed = (metrics["timing/train", step, name] for name in ("generation", "exposed_generation"))
+        assert 0 <= exposed <= waited
     ages = [killed["train", step, "max_trajectory_age"] for step in range(1, 9)]
     assert ages == [0.0, 1.0, *[2.0] * 6]
     assert killed["train", 8, "buffer_size"] == 0

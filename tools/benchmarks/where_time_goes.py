@@ -33,6 +33,8 @@ logger = logging.getLogger("where_time_goes")
 PY_SPY = ("uv", "tool", "run", "py-spy==0.4.1")
 SAMPLES_PER_SECOND = 200
 PROFILE_S = 12
+NO_PHASES = ("total_step_time", "exposed_generation")
+"""Timings that contain phases, or repeat one."""
 
 KINDS = {
     "policy": re.compile(r"PolicyRank|lm_policy"),
@@ -156,7 +158,7 @@ def phase_table(run: Run[PhaseStep]) -> list[str]:
     """Format median seconds of each phase, and of the time outside all phases."""
     rows: dict[str, list[float]] = defaultdict(list)
     for step, seconds in zip(run.measured, run.step_seconds, strict=True):
-        phases = {name: value for name, value in step.phases.items() if name != "total_step_time"}
+        phases = {name: value for name, value in step.phases.items() if name not in NO_PHASES}
         for name, value in phases.items():
             rows[name].append(value)
         rows["between the phases"].append(seconds - sum(phases.values()))

@@ -8,6 +8,7 @@ loss only if the policy wrote it, and a sample only if it has a reward, where th
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypedDict
 
 import numpy as np
@@ -76,7 +77,8 @@ class RolloutBatches:
         """
         with phase("weight_sync"), self._idle.trainer_waits():
             self._refitter.ensure_fresh()
-        with phase("generation"), self._idle.trainer_waits():
+        exposed = phase("exposed_generation") if self.rollouts.max_staleness else nullcontext()
+        with phase("generation"), exposed, self._idle.trainer_waits():
             given = sorted(self.rollouts.next_groups(step), key=lambda group: group.order)
         self._refitter.before_training()
         groups = [group for group in given if group.trains]
