@@ -42,7 +42,7 @@ from nemo_rl.experience.trajectory import Outcome, Trajectory, is_right
 from nemo_rl.losses.loss_function import LossFunction
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.losses.reductions import masked_mean
-from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.models.policy.interfaces import ScoringModel
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.seed import set_seed
 
@@ -157,7 +157,7 @@ class PolicyScoring:
         corrects_staleness: whether the loss itself accounts for stale tokens; see `apply`.
     """
 
-    policy: PolicyInterface
+    policy: ScoringModel
     needs_prev: bool
     needs_reference: bool
     max_sequence_error: float | None = None

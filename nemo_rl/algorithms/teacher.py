@@ -14,7 +14,7 @@ from nemo_rl.config import DistillationMasterConfig, PolicyConfig, TokenizerConf
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.models.huggingface.load import load_model_config
-from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.policy.interfaces import ScoringModel
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class TeacherScores:
         temperature: logits are divided by it, like the student's.
     """
 
-    teacher: Policy
+    teacher: ScoringModel
     k: int
     vocab_size: int | None = None
     temperature: float = 1.0

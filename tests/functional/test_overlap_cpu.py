@@ -105,6 +105,30 @@ def test_other_features_work_with_answers_that_were_sampled_ahead(
     assert metrics["train", 4, "max_trajectory_age"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("script", "config", "overrides"),
+    [
+        pytest.param(
+            "run_grpo.py", CONFIG, ("loss_fn.reference_policy_kl_penalty=0.1", "grpo.seq_logprob_error_threshold=1.05")
+        ),
+        pytest.param("run_distillation.py", "distillation_math_cpu.yaml", (), marks=pytest.mark.long),
+    ],
+)
+def test_streaming_makes_forward_passes_for_parts(
+    script: str, config: str, overrides: tuple[str, ...], start_example: StartExample
+) -> None:
+    section = "distillation" if "distillation" in script else "grpo"
+    short = (f"{section}.max_num_steps=4", f"{section}.val_at_start=false", "checkpointing.enabled=false")
+    runs = {}
+    for mode in ("none", "stream"):
+        run = start_example(script, config, *overrides, *short, f"{section}.overlap.mode={mode}", logs=mode)
+        assert run.finish() == 0, run.log()[-3000:]
+        assert "waits for all of its groups" not in run.log()
+        runs[mode] = of_training(read_metrics(run.log_dir))
+    assert runs["none"].keys() == runs["stream"].keys()
+    assert runs["stream"] == {key: pytest.approx(value, rel=3e-5, abs=1e-6) for key, value in runs["none"].items()}
+
+
 def test_streaming_equals_sampling_and_training_in_turns_and_repeats_itself(start_example: StartExample) -> None:
     short = ("grpo.max_num_steps=10", "grpo.val_period=0", "grpo.val_at_start=false", "checkpointing.enabled=false")
     two_ranks = ("cluster.ranks_per_node=2",)

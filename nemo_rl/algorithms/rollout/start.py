@@ -30,7 +30,7 @@ from nemo_rl.algorithms.rollout.refit import Engines, Refitter
 from nemo_rl.algorithms.rollout.runners import check_runners, make_runner
 from nemo_rl.algorithms.rollout.source import FreshRollouts, RolloutSource
 from nemo_rl.algorithms.rollout.staleness import StoredVersion
-from nemo_rl.algorithms.rollout.streamed import streamed_rollouts
+from nemo_rl.algorithms.rollout.streamed import StreamedRollouts, streamed_rollouts, trains_in_parts
 from nemo_rl.algorithms.rollout.sync_setup import make_probe, make_refitter
 from nemo_rl.algorithms.rollout.validation import Validator
 from nemo_rl.algorithms.runtime.device_sharing import saved_models, share_memory
@@ -74,7 +74,7 @@ class RolloutRecipe:
         data: prompts.
         loss_fn: loss that the policy is trained on.
         roles: models by name; "policy" is trained on `loss_fn` and sampled from.
-        stages: builds the stages of a step from the started models.
+        stages: builds the stages of a step from the started models, or from objects that score as they do.
         source: wraps the source of freshly sampled groups.
         prompt_factor: prompts drawn at a time, divided by `num_prompts_per_step`.
         needs_reward: whether samples without a reward are excluded from the loss.
@@ -86,7 +86,7 @@ class RolloutRecipe:
     data: RunData
     loss_fn: AnyLossFunction
     roles: Mapping[str, Role]
-    stages: Callable[[Mapping[str, Policy]], list[Stage]]
+    stages: Callable[[Mapping[str, Any]], list[Stage]]
     source: Callable[[FreshRollouts], RolloutSource] = as_sampled
     prompt_factor: float = 1.0
     needs_reward: bool = True
@@ -140,7 +140,7 @@ def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: fl
         return Run(
             session=first.session,
             source=first.source,
-            stages=recipe.stages(workers.models),
+            stages=first.stages,
             roles=workers.models,
             loss_fn=recipe.loss_fn,
             memory=first.memory,
@@ -237,9 +237,14 @@ def _connect(
         needs_reward=recipe.needs_reward,
     )
     idle = IdleShares(runner.busy_seconds)
-    groups, stages = recipe.source(rollouts), recipe.stages(workers.models)
-    streamed = streamed_rollouts(algorithm, groups, policy, recipe.loss_fn, stages, layout, idle)
+    groups = recipe.source(rollouts)
+    streamed: StreamedRollouts | None = None
+    if trains_in_parts(config, recipe.roles):
+        streamed = streamed_rollouts(
+            algorithm, groups, workers.models, recipe.loss_fn, recipe.stages, memory, layout, idle
+        )
     sampled = streamed or groups
+    stages = streamed.stages_of_steps if streamed else recipe.stages(workers.models)
     source = RolloutBatches(
         sampled,
         prompts,
@@ -261,7 +266,7 @@ def _connect(
         run_config=config,
     )
     session = Session(parts, resume_path, started_at)
-    return Connection(session, source, memory, streamed, was_changed=lambda: source.rollouts is not sampled)
+    return Connection(session, source, stages, memory, streamed, was_changed=lambda: source.rollouts is not sampled)
 
 
 def shared_engines(config: RolloutMasterConfig, engines: EngineGroup) -> Engines | None:

@@ -3,28 +3,35 @@
     groups, as they finish ─► part of the batch ─► stages ─► Policy.accumulate
     all groups of the step ─► whole batch ─► stages (again, for the metrics) ─► Policy.finish_update
 
-All answers come from the current weights. Invariant: an update equals the one of the whole batch up to the order of
-floating-point sums, because what stages and loss compute for a group does not depend on other groups
-(`config.rules.overlap.check_stream` refuses what does).
+All answers come from the current weights. Forward passes of stages are made for the parts only (`part_scores`).
+Invariant: an update equals the one of the whole batch up to the order of floating-point sums, because what stages and
+loss compute for a group does not depend on other groups; if it does (`config.rules.overlap.needs_whole_steps`), a run
+waits for all groups of a step.
 With `in_order` a part has consecutive groups, so the order of sums does not depend on which groups finish first, and a
 run repeats itself bit for bit.
 """
 
 import bisect
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from nemo_rl.algorithms.rollout.part_scores import KeptScores, PartScores, ScoringParts
 from nemo_rl.algorithms.rollout.source import Group, RolloutSource, numbered
+from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.algorithms.runtime.run import Stage, StepBatch
-from nemo_rl.config import RolloutTrainingConfig
+from nemo_rl.config import Role, RolloutMasterConfig, RolloutTrainingConfig, needs_whole_steps
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.idle_shares import IdleShares
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.losses.loss_function import AnyLossFunction
 from nemo_rl.models.policy.interfaces import TrainResult
+from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 class AccumulatingPolicy(Protocol):
@@ -94,7 +101,10 @@ class StreamedRollouts:
         inner: gives the groups.
         policy: adds up gradients.
         loss_fn: loss of the policy.
-        stages: as in `Run`.
+        stages: as in `Run`, with models that score parts.
+        stages_of_steps: as in `Run`, with the scores of the parts.
+        scores: the scores of the parts.
+        memory: as in `Run`.
         layout: as in `RolloutBatches`.
         groups_per_part: groups of a part; the last part of a step may have fewer.
         busy: counts a block as work of the trainer.
@@ -105,6 +115,9 @@ class StreamedRollouts:
     policy: AccumulatingPolicy
     loss_fn: AnyLossFunction
     stages: Sequence[Stage]
+    stages_of_steps: list[Stage]
+    scores: Sequence[PartScores]
+    memory: MemorySharing
     layout: Callable[[Sequence[Trajectory]], BatchedDataDict[Any]]
     groups_per_part: int
     busy: Callable[[], AbstractContextManager[None]]
@@ -136,7 +149,9 @@ class StreamedRollouts:
         with self.busy():
             part = StepBatch(self.layout(trajectories), trajectories)
             for stage in self.stages:
+                self.memory.hand_to(stage.roles)
                 stage.apply(part)
+            self.memory.hand_to(("policy",))
             self.policy.accumulate(part.tensors, self.loss_fn)
 
     def train(self, data: BatchedDataDict[Any], loss_fn: AnyLossFunction, *, gbs: int | None = None) -> TrainResult:
@@ -147,6 +162,8 @@ class StreamedRollouts:
         """
         changed = sorted({sample.task_name for sample, reward in self._rewards if sample.reward != reward})
         self._rewards = []
+        for scores in self.scores:
+            scores.rows.clear()
         if changed:
             raise ConfigError(
                 f"The environments {changed} correct rewards when all groups of a step are finished, but "
@@ -156,19 +173,58 @@ class StreamedRollouts:
         return self.policy.finish_update(data, loss_fn)
 
 
+def trains_in_parts(config: RolloutMasterConfig, roles: Mapping[str, Role]) -> bool:
+    """Return whether a run computes gradients of parts of a step; log why not if `overlap.mode=stream` asks for it.
+
+    Args:
+        config: the configuration.
+        roles: the models of the run.
+    """
+    algorithm = config.algorithm
+    if algorithm.overlap.mode != "stream":
+        return False
+    reasons = needs_whole_steps(algorithm, config.policy)
+    others = sorted(name for name, role in roles.items() if role.trains and name != "policy")
+    reasons += [f"the models {others} are trained on whole steps"] if others else []
+    for reason in reasons:
+        logger.warning("overlap.mode=stream: each step waits for all of its groups, because %s.", reason)
+    return not reasons
+
+
 def streamed_rollouts(
     algorithm: RolloutTrainingConfig,
     groups: RolloutSource,
-    policy: AccumulatingPolicy,
+    models: Mapping[str, Policy],
     loss_fn: AnyLossFunction,
-    stages: Sequence[Stage],
+    make_stages: Callable[[Mapping[str, Any]], list[Stage]],
+    memory: MemorySharing,
     layout: Callable[[Sequence[Trajectory]], BatchedDataDict[Any]],
     idle: IdleShares,
-) -> StreamedRollouts | None:
-    """Build the source of `overlap.mode=stream`; None for the other modes. Arguments as in `StreamedRollouts`."""
-    if algorithm.overlap.mode != "stream":
-        return None
+) -> StreamedRollouts:
+    """Build the source of `overlap.mode=stream`.
+
+    Args:
+        algorithm: the algorithm's section.
+        groups: gives the groups.
+        models: the models of the run, by name.
+        loss_fn: as in `StreamedRollouts`.
+        make_stages: builds stages from models, or from objects that score as they do.
+        memory: as in `StreamedRollouts`.
+        layout: as in `StreamedRollouts`.
+        idle: counts the work of the trainer.
+    """
+    scores = {name: PartScores() for name in models}
     overlap = algorithm.overlap
-    groups_per_part = overlap.groups_per_part or max(1, algorithm.num_prompts_per_step // 4)
-    in_order = overlap.order == "in_order"
-    return StreamedRollouts(groups, policy, loss_fn, stages, layout, groups_per_part, idle.trainer_works, in_order)
+    return StreamedRollouts(
+        inner=groups,
+        policy=models["policy"],
+        loss_fn=loss_fn,
+        stages=make_stages({name: ScoringParts(model, scores[name]) for name, model in models.items()}),
+        stages_of_steps=make_stages({name: KeptScores(of_model) for name, of_model in scores.items()}),
+        scores=list(scores.values()),
+        memory=memory,
+        layout=layout,
+        groups_per_part=overlap.groups_per_part or max(1, algorithm.num_prompts_per_step // 4),
+        busy=idle.trainer_works,
+        in_order=overlap.order == "in_order",
+    )

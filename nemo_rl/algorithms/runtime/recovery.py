@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
-from nemo_rl.algorithms.runtime.run import BatchSource, Run, Trainer
+from nemo_rl.algorithms.runtime.run import BatchSource, Run, Stage, Trainer
 from nemo_rl.algorithms.runtime.session import Session
 from nemo_rl.utils.errors import DeadlineExceededError, RayDiedError, RunRestartError
 from nemo_rl.utils.logger import Logger
@@ -42,6 +42,7 @@ class Connection:
     Attributes:
         session: as in `Run`.
         source: as in `Run`.
+        stages: as in `Run`.
         memory: as in `Run`.
         trainer: as in `Run`.
         was_changed: returns whether the program has replaced a part of the source.
@@ -49,6 +50,7 @@ class Connection:
 
     session: Session
     source: BatchSource
+    stages: list[Stage]
     memory: MemorySharing
     trainer: Trainer | None = None
     was_changed: Callable[[], bool] = lambda: False
@@ -153,7 +155,11 @@ class Recovery:
         self.connection = self.connect(checkpoint)
         self.connection.session.take_over(run.session, len(self.causes))
         run.session, run.source = self.connection.session, self.connection.source
-        run.memory, run.trainer = self.connection.memory, self.connection.trainer
+        run.stages, run.memory, run.trainer = (
+            self.connection.stages,
+            self.connection.memory,
+            self.connection.trainer,
+        )
         first = run.session.state.total_steps + 1
         if first <= last:
             logger.warning("Steps %d to %d are trained again; files and trackers log each once.", first, last)

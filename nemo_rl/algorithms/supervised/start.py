@@ -153,13 +153,14 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
                 run_config=config,
             )
             session = Session(parts, resume_path, started_at)
-            return Connection(session, WrittenBatches(rows, recipe.rows_per_sample), memory)
+            source = WrittenBatches(rows, recipe.rows_per_sample)
+            return Connection(session, source, recipe.stages(models), memory)
 
         first = connect(folders.resume_path, rows, started_at)
         return Run(
             session=first.session,
             source=first.source,
-            stages=recipe.stages(models),
+            stages=first.stages,
             roles=models,
             loss_fn=recipe.loss_fn,
             memory=first.memory,

@@ -24,8 +24,6 @@ def check_overlap(
     overlap = algorithm.overlap
     if overlap.mode == "none":
         return
-    if overlap.mode == "stream" and not isinstance(algorithm, GRPOConfig):
-        yield f"{section}.overlap.mode=stream works with GRPO only. Use none or ahead."
     if cluster.uses_gpu and policy.generation is not None and policy.generation.colocated.enabled:
         yield (
             f"{section}.overlap.mode={overlap.mode} samples while the policy trains, but with "
@@ -42,28 +40,28 @@ def check_overlap(
         )
 
 
-def check_stream(grpo: GRPOConfig, policy: PolicyConfig, loss: ClippedPGLossConfig) -> Findings:
-    """Check that gradients can be computed group by group: nothing that is computed for one depends on the others."""
-    if grpo.overlap.mode != "stream":
-        return
-    samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
-    estimator = grpo.adv_estimator
+def needs_whole_steps(algorithm: RolloutTrainingConfig, policy: PolicyConfig) -> list[str]:
+    """Return why gradients can only be computed when all groups of a step are finished; empty: group by group.
+
+    Args:
+        algorithm: the algorithm's section.
+        policy: the section of the policy.
+    """
+    samples = algorithm.num_prompts_per_step * algorithm.num_generations_per_prompt
     reasons = {
         f"policy.train_global_batch_size={policy.train_global_batch_size} makes several updates of the {samples} "
         "answers of a step": policy.train_global_batch_size != samples,
-        f"grpo.adv_estimator.name={estimator.name} uses the rewards of the whole step": estimator.name
-        not in ("grpo", "dr_grpo", "rloo"),
-        "grpo.adv_estimator.std_level=batch uses the rewards of the whole step": estimator.std_level == "batch",
-        "grpo.seq_logprob_error_threshold needs a separate forward pass": grpo.seq_logprob_error_threshold is not None,
-        f"loss_fn.reference_policy_kl_penalty={loss.reference_policy_kl_penalty:g} needs a separate forward pass": (
-            loss.reference_policy_kl_penalty != 0
-        ),
-        f"loss_fn.name={loss.name} needs a separate forward pass": is_own_class(loss.name),
-        "Megatron Core cannot add up gradients over several calls yet": policy.backend_section is policy.megatron_cfg,
+        "Megatron Core cannot add up gradients over several calls": policy.backend_section is policy.megatron_cfg,
     }
-    for reason, holds in reasons.items():
-        if holds:
-            yield f"grpo.overlap.mode=stream trains on groups as they finish, but {reason}. Use none or ahead."
+    if isinstance(algorithm, GRPOConfig):
+        estimator = algorithm.adv_estimator
+        in_groups = ("grpo", "dr_grpo", "rloo")
+        name = f"grpo.adv_estimator.name={estimator.name}"
+        reasons |= {
+            f"{name} uses the rewards of the whole step": estimator.name not in in_groups,
+            "grpo.adv_estimator.std_level=batch uses the rewards of the whole step": estimator.std_level == "batch",
+        }
+    return [reason for reason, holds in reasons.items() if holds]
 
 
 def check_rollout_runners(

@@ -15,7 +15,7 @@ from nemo_rl.config.rules.data import check_data, named_entries
 from nemo_rl.config.rules.files import PathKey, tokenizer_paths
 from nemo_rl.config.rules.loss import check_loss
 from nemo_rl.config.rules.named_parts import check_named_parts, check_venvs
-from nemo_rl.config.rules.overlap import check_one_overlap, check_overlap, check_rollout_runners, check_stream
+from nemo_rl.config.rules.overlap import check_one_overlap, check_overlap, check_rollout_runners
 from nemo_rl.config.rules.placement.roles import Role
 from nemo_rl.config.rules.placement.second_models import check_placements, check_second_models
 from nemo_rl.config.rules.placement.topology import divide_cluster
@@ -162,7 +162,6 @@ class GRPOMasterConfig(RolloutMasterConfig):
             check_lengths(self.policy, self.data),
             check_grpo(self.grpo),
             check_overlap("grpo", self.grpo, self.policy, self.cluster),
-            check_stream(self.grpo, self.policy, self.loss_fn),
             check_rollout_runners("grpo", self.grpo, self.policy, self.cluster, self.loss_fn),
             check_one_overlap(self.grpo, self.async_rl),
             check_advantages(self.grpo, self.loss_fn),

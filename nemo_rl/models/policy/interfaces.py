@@ -1,7 +1,7 @@
 """The interface between a policy and the algorithms; `lm_policy.Policy` implements it."""
 
 from abc import ABC, abstractmethod
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 from torch import Tensor
 
@@ -41,6 +41,21 @@ class TrainResult(TypedDict):
     grad_norm: Tensor  # [U] float32, before clipping; 0 without an update and in eval mode
     metrics: dict[str, float]  # one value per name, see `metrics.join_updates`; only counts if no update is made
     all_mb_metrics: dict[str, list[float]]  # per name, the value of each update
+
+
+class ScoringModel(Protocol):
+    """A model that scores rows, as stages see it; each method as in `lm_policy.Policy`."""
+
+    def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[LogprobOutputSpec]:
+        """Score every token under the current weights."""
+
+    def get_reference_policy_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
+        """Score every token under the weights the run started from."""
+
+    def get_topk_logits(
+        self, data: BatchedDataDict[Any], k: int, *, vocab_size: int | None = None
+    ) -> BatchedDataDict[TopkLogitsOutputSpec]:
+        """Return the k largest logits after every token, and their ids."""
 
 
 class PolicyInterface(ABC):

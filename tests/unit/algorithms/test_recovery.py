@@ -115,7 +115,7 @@ class Parts:
                 validate=validate,
                 run_config=config,
             )
-            return Connection(Session(parts, resume_path, 0.0), rows, MemorySharing())
+            return Connection(Session(parts, resume_path, 0.0), rows, [], MemorySharing())
 
         def replace_ranks(lost: Collection[str], resume_path: Path | None) -> None:
             self.events.append(f"{sorted(lost)} from {resume_path.name if resume_path else 'the start'}")

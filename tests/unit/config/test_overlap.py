@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl.algorithms.rollout.streamed import trains_in_parts
 from nemo_rl.config import GRPOMasterConfig, OverlapConfig, busy_engines, load_config
 from nemo_rl.utils.errors import ConfigError
 
@@ -76,16 +77,32 @@ def test_sections_of_nemo_rl_fill_in_the_overlap(overrides: tuple[str, ...], exp
         ),
         (("grpo.overlap.mode=ahead", "grpo.overlap.max_age_steps=0"), "max_age_steps"),
         (("grpo.overlap.order=newest",), "in_order"),
-        (("grpo.overlap.mode=stream", "policy.train_global_batch_size=32"), "several updates of the 64 answers"),
-        (("grpo.overlap.mode=stream", "grpo.adv_estimator.name=reinforce_plus_plus"), "rewards of the whole step"),
-        (("grpo.overlap.mode=stream", "grpo.adv_estimator.std_level=batch"), "rewards of the whole step"),
-        (("grpo.overlap.mode=stream", "loss_fn.reference_policy_kl_penalty=0.1"), "separate forward pass"),
         (("+async_rl={rollout_failure: {max_skipped_prompts: 3}}",), "not built yet"),
     ],
 )
 def test_an_overlap_that_cannot_work_is_refused(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         overlap_of(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ((), None),
+        (("loss_fn.reference_policy_kl_penalty=0.1",), None),
+        (("grpo.seq_logprob_error_threshold=2",), None),
+        (("policy.train_global_batch_size=32",), "several updates of the 64 answers"),
+        (("grpo.adv_estimator.name=reinforce_plus_plus",), "rewards of the whole step"),
+        (("grpo.adv_estimator.std_level=batch",), "rewards of the whole step"),
+    ],
+)
+def test_streaming_waits_for_whole_steps_where_groups_depend_on_each_other(
+    overrides: tuple[str, ...], reason: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config(CPU, ["grpo.overlap.mode=stream", *overrides])
+    assert isinstance(config, GRPOMasterConfig)
+    assert trains_in_parts(config, config.models) == (reason is None)
+    assert (reason or "") in caplog.text and bool(caplog.text) == bool(reason)
 
 
 @pytest.mark.parametrize(
