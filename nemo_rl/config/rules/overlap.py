@@ -23,7 +23,18 @@ def check_overlap(
     """
     overlap = algorithm.overlap
     if overlap.mode == "none":
+        if overlap.validation != "stop":
+            yield (
+                f"{section}.overlap.validation={overlap.validation} validates while training goes on, but "
+                f"{section}.overlap.mode=none lets sampling and training take turns. Use mode ahead or stream, or "
+                "validation=stop."
+            )
         return
+    if overlap.validation == "through_updates" and cluster.rollout_runners:
+        yield (
+            f"{section}.overlap.validation=through_updates needs answers whose weights the driver knows, but "
+            f"cluster.rollout_runners={cluster.rollout_runners} plays them elsewhere. Use hold_updates or stop."
+        )
     if overlap.mode == "stream" and not isinstance(algorithm, GRPOConfig):
         yield f"{section}.overlap.mode=stream works with GRPO only. Use none or ahead."
     if cluster.uses_gpu and policy.generation is not None and policy.generation.colocated.enabled:
