@@ -96,4 +96,6 @@ def test_other_architectures_are_trained_while_answers_are_sampled(
         assert metrics["train", step, "grad_norm"] > 0
         # Tokens of older weights do not count as mismatch.
         assert metrics["train", step, "token_mult_prob_error"] < 1.01
+        if model_type == "qwen3_moe":
+            assert 0 < metrics["train", step, "moe/load_entropy"] <= 1
     assert metrics["validation", 4, "num_samples"] == 8

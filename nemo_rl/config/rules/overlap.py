@@ -70,6 +70,8 @@ def check_stream(grpo: GRPOConfig, policy: PolicyConfig, loss: ClippedPGLossConf
             loss.reference_policy_kl_penalty != 0
         ),
         f"loss_fn.name={loss.name} needs a separate forward pass": is_own_class(loss.name),
+        f"policy.dtensor_cfg.moe_aux_loss_coeff={policy.dtensor_cfg.moe_aux_loss_coeff} is the factor of a loss over "
+        "the whole step": bool(policy.dtensor_cfg.moe_aux_loss_coeff),
         "Megatron Core cannot add up gradients over several calls yet": policy.backend_section is policy.megatron_cfg,
     }
     for reason, holds in reasons.items():

@@ -85,6 +85,7 @@ def test_sections_of_nemo_rl_fill_in_the_overlap(overrides: tuple[str, ...], exp
         (("grpo.overlap.mode=stream", "grpo.adv_estimator.name=reinforce_plus_plus"), "rewards of the whole step"),
         (("grpo.overlap.mode=stream", "grpo.adv_estimator.std_level=batch"), "rewards of the whole step"),
         (("grpo.overlap.mode=stream", "loss_fn.reference_policy_kl_penalty=0.1"), "separate forward pass"),
+        (("grpo.overlap.mode=stream", "policy.dtensor_cfg.moe_aux_loss_coeff=0.01"), "a loss over the whole step"),
         (("+async_rl={rollout_failure: {max_skipped_prompts: 3}}",), "not built yet"),
     ],
 )
