@@ -32,8 +32,8 @@ def check_overlap(
         return
     if overlap.validation == "through_updates" and cluster.rollout_runners:
         yield (
-            f"{section}.overlap.validation=through_updates needs answers whose weights the driver knows, but "
-            f"cluster.rollout_runners={cluster.rollout_runners} plays them elsewhere. Use hold_updates or stop."
+            f"{section}.overlap.validation=through_updates does not work with "
+            f"cluster.rollout_runners={cluster.rollout_runners} yet. Use hold_updates or stop."
         )
     if overlap.mode == "stream" and not isinstance(algorithm, GRPOConfig):
         yield f"{section}.overlap.mode=stream works with GRPO only. Use none or ahead."
