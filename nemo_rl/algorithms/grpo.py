@@ -125,7 +125,11 @@ def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> Rollout
         if grpo.use_dynamic_sampling:
             scale = partial(scale_rewards, config=grpo.reward_scaling)
             rollouts = DynamicSampling(
-                rollouts, grpo.num_prompts_per_step, grpo.dynamic_sampling_max_gen_batches, scale
+                rollouts,
+                grpo.num_prompts_per_step,
+                grpo.dynamic_sampling_max_gen_batches,
+                scale,
+                whole_rounds=grpo.overlap.mode != "stream",
             )
         return wrap_source(rollouts)
 

@@ -160,7 +160,7 @@ class RolloutRunner:
         """Play a group in the background and return immediately.
 
         Args:
-            group: a coroutine that ends with `play_group`.
+            group: a coroutine that ends with `play_group` or `play`.
             name: for errors and logs.
             through_updates: the group continues while the engines get new weights; `wait_for_groups` leaves it out.
         """
@@ -227,19 +227,40 @@ class RolloutRunner:
         """
         self._check_environments([prompts["task_name"][row]])
         closings = Closings("group")
-        playing = asyncio.ensure_future(self._play_group(prompts, row, num_generations, sampling, key, closings))
+        playing = self._play_group(prompts, row, num_generations, sampling, key, closings)
         try:
-            finished, _ = await asyncio.wait([playing], timeout=self._limits.timeout_s)
+            return await self._within_limit(playing, f"prompt {key.first_group + row} of {key.phase} step {key.step}")
+        finally:
+            await closings.wait()
+
+    async def play(
+        self, prompts: BatchedDataDict[Any], num_generations: int, sampling: SamplingParams, key: RolloutKey
+    ) -> Rollouts:
+        """Do as `collect`, in a coroutine; arguments and errors as `stream`."""
+        samples: list[Trajectory] = []
+        playing = self._run_all(prompts, num_generations, sampling, key, samples.extend)
+        metrics = await self._within_limit(playing, f"{key.phase} step {key.step}")
+        return Rollouts(sorted(samples, key=lambda t: (t.group_index, t.sample_index)), metrics)
+
+    async def _within_limit[T](self, playing: Coroutine[Any, Any, T], what: str) -> T:
+        """Run a coroutine to its end, or cancel it after `RolloutLimits.timeout_s`.
+
+        Raises:
+            DeadlineExceededError: it takes longer.
+        """
+        task = asyncio.ensure_future(playing)
+        try:
+            finished, _ = await asyncio.wait([task], timeout=self._limits.timeout_s)
             if not finished:
                 is_open = await asyncio.to_thread(self._generation.describe_open)
-                late = f"The rollouts of prompt {key.first_group + row} of {key.phase} step {key.step}"
                 limit = f"{self._limits.timeout_s:g} s (cluster.timeouts.rollout_s)"
-                raise DeadlineExceededError(f"{late} did not finish within {limit}.\n{is_open}".rstrip())
-            return playing.result()
+                raise DeadlineExceededError(
+                    f"The rollouts of {what} did not finish within {limit}.\n{is_open}".rstrip()
+                )
+            return task.result()
         finally:
-            if playing.cancel():
-                await asyncio.wait([playing], timeout=CLEAN_UP_S)
-            await closings.wait()
+            if task.cancel():
+                await asyncio.wait([task], timeout=CLEAN_UP_S)
 
     async def _run_all(
         self,

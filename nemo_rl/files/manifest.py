@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from nemo_rl.files.atomic_write import write_atomically
 from nemo_rl.utils.errors import CheckpointError
 
 MANIFEST_FILE = "manifest.json"
@@ -23,7 +24,29 @@ def write_manifest(folder: Path) -> None:
     """Store size and checksum of every file below a folder as `manifest.json` in it."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     described = _describe(folder, [name for name in names if name != MANIFEST_FILE])
-    (folder / MANIFEST_FILE).write_text(json.dumps({"checksum": "crc32", "files": described}, indent=1))
+    _write(folder, described)
+
+
+def replace_file(folder: Path, name: str, text: str) -> None:
+    """Replace a file in a folder that has a manifest, or none yet; the folder is undamaged at each moment.
+
+    A crash before the end leaves a manifest without this file, which then counts as unchecked.
+
+    Raises:
+        CheckpointError: the manifest cannot be read.
+    """
+    files = _read(folder)
+    if files is None:
+        write_atomically(folder / name, text)
+        return
+    others = {other: entry for other, entry in files.items() if other != name}
+    _write(folder, others)
+    write_atomically(folder / name, text)
+    _write(folder, others | dict(_describe(folder, [name])))
+
+
+def _write(folder: Path, files: Mapping[str, Any]) -> None:
+    write_atomically(folder / MANIFEST_FILE, json.dumps({"checksum": "crc32", "files": files}, indent=1))
 
 
 def manifest_bytes(folder: Path) -> int | None:

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from nemo_rl.config import CheckpointingConfig
 from nemo_rl.files.atomic_write import write_atomically
 from nemo_rl.files.folder_lock import FolderLock
-from nemo_rl.files.manifest import find_damage, manifest_bytes, write_manifest
+from nemo_rl.files.manifest import find_damage, manifest_bytes, replace_file, write_manifest
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -192,12 +192,26 @@ class CheckpointManager:
         if os.path.lexists(folder):
             _remove(folder)
         folder.mkdir()
-        text = json.dumps(dict(training_info), indent=1, default=lambda number: number.item())
-        (folder / _INFO_FILE).write_text(text)
+        (folder / _INFO_FILE).write_text(_as_json(training_info))
         if run_config is not None:
             text = yaml.safe_dump(run_config.model_dump(mode="json"), sort_keys=False)
             (folder / _CONFIG_FILE).write_text(text)
         return folder
+
+    def add_to_training_info(self, checkpoint_path: PathLike, values: Mapping[str, Any]) -> None:
+        """Add values to the training info of a checkpoint, complete or not; a checkpoint that was removed stays so.
+
+        Raises:
+            CheckpointError: the training info could not be read or written; the checkpoint is as before.
+        """
+        folder = Path(checkpoint_path)
+        if not folder.exists():
+            return
+        info = self.load_training_info(folder) or {}
+        try:
+            replace_file(folder, _INFO_FILE, _as_json(info | dict(values)))
+        except OSError as error:
+            raise CheckpointError(f"{folder / _INFO_FILE} could not be written: {error}.") from error
 
     def finalize_checkpoint(self, checkpoint_path: PathLike) -> None:
         """Flush a filled folder to disk, rename it to its step's checkpoint, and remove checkpoints no longer kept.
@@ -320,6 +334,10 @@ class CheckpointManager:
         self._unreadable.discard(step)
         value = info.get(str(self._metric_name))
         return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _as_json(info: Mapping[str, Any]) -> str:
+    return json.dumps(dict(info), indent=1, default=lambda number: number.item())
 
 
 def _wrong_count(info: Mapping[str, Any]) -> str | None:

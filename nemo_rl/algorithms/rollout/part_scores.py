@@ -37,7 +37,9 @@ class PartScores:
 
     rows: dict[str, dict[RowKey, Tensor]] = field(default_factory=dict)
 
-    def keep[SpecT: Mapping[str, Any]](self, data: BatchedDataDict[Any], scored: BatchedDataDict[SpecT]) -> BatchedDataDict[SpecT]:
+    def keep[SpecT: Mapping[str, Any]](
+        self, data: BatchedDataDict[Any], scored: BatchedDataDict[SpecT]
+    ) -> BatchedDataDict[SpecT]:
         """Keep what a model returned for some rows, and return it.
 
         Args:

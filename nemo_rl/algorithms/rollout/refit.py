@@ -105,7 +105,8 @@ class Refitter:
 
     Attributes:
         last_sync: sizes and seconds of the last sync.
-        before_update: called before the engines get new weights or go to sleep; waits for groups in the background.
+        before_update: called in order before the engines get new weights or go to sleep; wait for answers that must not
+            get new weights.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Refitter:
         self._memory = memory or MemorySharing()
         self._synced: tuple[int, int] | None = None
         self.last_sync: dict[str, float] = {}
-        self.before_update: Callable[[], None] = lambda: None
+        self.before_update: list[Callable[[], None]] = []
         generation.load_weights = self.sync
 
     @property
@@ -144,7 +145,7 @@ class Refitter:
         """
         self._generation.follow_number()
         if not self._is_fresh:
-            self.before_update()  # without the locks, because the revival of an engine needs them
+            self._wait_for_answers()  # without the locks, because the revival of an engine needs them
         with self._generation.exclusively(), self._policy.held(), self._generation.changing():
             self._memory.hand_to(("generation",))
             if not self._is_fresh:
@@ -153,8 +154,12 @@ class Refitter:
     def before_training(self) -> None:
         """Hand device memory to the policy."""
         if self._memory.is_shared("generation"):
-            self.before_update()
+            self._wait_for_answers()
         self._memory.hand_to(("policy",))
+
+    def _wait_for_answers(self) -> None:
+        for wait in self.before_update:
+            wait()
 
     def sync(self) -> None:
         """Move the policy's current weights to all engines, replacing engines that died."""

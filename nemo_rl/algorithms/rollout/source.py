@@ -6,6 +6,7 @@ stream which prompts were trained on. A source that samples ahead of training st
 (`PromptStream.attach`). Invariant: the groups of a step do not depend on the order in which they finish.
 """
 
+import bisect
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,6 +55,43 @@ def numbered(groups: Sequence[Group]) -> list[Trajectory]:
         for trajectory in group.trajectories:
             trajectory.group_index = index
     return [trajectory for group in groups for trajectory in group.trajectories]
+
+
+class InOrder:
+    """Puts groups that finish in any order into theirs, each as soon as it and those before it are finished."""
+
+    def __init__(self) -> None:
+        self._held: list[Group] = []
+        """Groups whose predecessors are not finished, ordered."""
+        self._next = (0, 0)
+        """`Group.order` after the last group that was released."""
+
+    def add(self, group: Group) -> Iterator[Group]:
+        """Take a finished group; give those that need not wait for another.
+
+        Raises:
+            ValueError: the group precedes one that was released already, because the rounds of its source interleave.
+        """
+        if group.order < self._next:
+            raise ValueError(
+                f"The rollout source gave the group {group.order} (round, index) after a group that follows it. "
+                "Rounds must not interleave: give all groups of a round before those of the next one, or use "
+                "overlap.mode=none."
+            )
+        bisect.insort(self._held, group, key=lambda held: held.order)
+        # Rounds do not interleave (`RolloutSource.next_groups`), so the first group of one follows the round before.
+        while self._held and (self._held[0].order == self._next or self._held[0].order[1] == 0):
+            yield self._release()
+
+    def rest(self) -> Iterator[Group]:
+        """Give the other groups, when all are finished; there are some if a number is missing."""
+        while self._held:
+            yield self._release()
+
+    def _release(self) -> Group:
+        group = self._held.pop(0)
+        self._next = (group.order[0], group.order[1] + 1)
+        return group
 
 
 @dataclass(frozen=True)
@@ -111,7 +149,8 @@ class RolloutSource(Protocol):
     def next_groups(self, step: int) -> Iterator[Group]:
         """Give groups for training step `step` (from 1), each as soon as it is finished.
 
-        May be called again in the same step, for further groups.
+        May be called again in the same step, for further groups. Groups of a round come in any order, but rounds do not
+        interleave: no group comes after one of a later round (`Group.order`).
 
         Raises:
             DataExhausted: the prompts do not suffice for the step.
@@ -254,15 +293,24 @@ class DynamicSampling:
         num_groups: groups per step.
         max_rounds: collections per step before giving up.
         scale: how rewards `[G]` are scaled before they become advantages; None leaves them.
+        whole_rounds: give the groups of a round when all are finished, with the rewards that environments correct then;
+            False: give each as soon as it and those before it are finished.
     """
 
     def __init__(
-        self, inner: RolloutSource, num_groups: int, max_rounds: int, scale: Callable[[Tensor], Tensor] | None = None
+        self,
+        inner: RolloutSource,
+        num_groups: int,
+        max_rounds: int,
+        scale: Callable[[Tensor], Tensor] | None = None,
+        *,
+        whole_rounds: bool = True,
     ):
         self._inner = inner
         self._num_groups = num_groups
         self._max_rounds = max_rounds
         self._scale = scale
+        self._whole_rounds = whole_rounds
         self.metrics: dict[str, float] = {}
 
     @property
@@ -277,19 +325,23 @@ class DynamicSampling:
             DataExhausted: too few groups differ after `max_rounds` collections.
             NothingToLearnError: no sample of these collections could be graded.
         """
-        num_kept, num_seen, some_reward = 0, 0, False
+        num_differing, num_seen, some_reward = 0, 0, False
         rounds: list[Rollouts] = []
         for _ in range(self._max_rounds):
-            groups = sorted(self._inner.next_groups(step), key=lambda group: group.order)
-            num_seen += len(groups)
-            rounds.append(Rollouts([t for group in groups for t in group.trajectories], self._inner.metrics))
-            some_reward = some_reward or any(t.has_reward for t in rounds[-1].trajectories)
-            differing = [group for group in groups if group.trains and self._rewards_differ(group)]
-            kept = {group.order for group in differing[: self._num_groups - num_kept]}
-            yield from (group if group.order in kept else replace(group, trains=False) for group in groups)
-            num_kept += len(differing)
-            if num_kept >= self._num_groups:
-                self._note(rounds, num_kept, num_seen, differing[len(differing) - num_kept + self._num_groups :])
+            samples: list[Trajectory] = []
+            surplus: list[Group] = []
+            for group in self._round(step):
+                num_seen += 1
+                samples += group.trajectories
+                differs = group.trains and self._rewards_differ(group)
+                if differs and num_differing >= self._num_groups:
+                    surplus.append(group)
+                yield group if differs and num_differing < self._num_groups else replace(group, trains=False)
+                num_differing += differs
+            rounds.append(Rollouts(samples, self._inner.metrics))
+            some_reward = some_reward or any(t.has_reward for t in samples)
+            if num_differing >= self._num_groups:
+                self._note(rounds, num_differing, num_seen, surplus)
                 return
         if not some_reward:
             raise NothingToLearnError(
@@ -297,10 +349,21 @@ class DynamicSampling:
                 "The trajectories and the environment's log say why; fix it and start the same command again."
             )
         raise DataExhausted(
-            f"dynamic sampling found {num_kept} of {self._num_groups} prompts with differing rewards in "
+            f"dynamic sampling found {num_differing} of {self._num_groups} prompts with differing rewards in "
             f"{num_seen} prompts (step {step}). The task is too easy or too hard for the model, or "
             f"raise grpo.dynamic_sampling_max_gen_batches={self._max_rounds} or grpo.batch_multiplier"
         )
+
+    def _round(self, step: int) -> Iterator[Group]:
+        """Give the groups of a round in order."""
+        groups = self._inner.next_groups(step)
+        if self._whole_rounds:
+            yield from sorted(groups, key=lambda group: group.order)
+            return
+        ordered = InOrder()
+        for group in groups:
+            yield from ordered.add(group)
+        yield from ordered.rest()
 
     def _note(self, rounds: Sequence[Rollouts], num_kept: int, num_seen: int, surplus: Sequence[Group]) -> None:
         self.metrics = mean_metrics(rounds) | {

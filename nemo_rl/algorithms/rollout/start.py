@@ -14,7 +14,6 @@ Invariant: nothing here knows a loss or an advantage; each part that was started
 next part starts.
 """
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -32,11 +31,12 @@ from nemo_rl.algorithms.rollout.source import FreshRollouts, RolloutSource
 from nemo_rl.algorithms.rollout.staleness import StoredVersion
 from nemo_rl.algorithms.rollout.streamed import StreamedRollouts, streamed_rollouts, trains_in_parts
 from nemo_rl.algorithms.rollout.sync_setup import make_probe, make_refitter
-from nemo_rl.algorithms.rollout.validation import Validator
+from nemo_rl.algorithms.rollout.validation import ValidationReport, Validator, make_validation
 from nemo_rl.algorithms.runtime.device_sharing import saved_models, share_memory
 from nemo_rl.algorithms.runtime.recovery import Connection, Recovery
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
+from nemo_rl.algorithms.runtime.validations import Validation
 from nemo_rl.algorithms.setup.memory_check import log_memory, memory_of_a_rank
 from nemo_rl.algorithms.setup.placement import place_models
 from nemo_rl.algorithms.setup.preflight import check_added_models
@@ -45,7 +45,6 @@ from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
 from nemo_rl.config import Role, RolloutMasterConfig, busy_engines
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.loader import build_loader
-from nemo_rl.data.messages.content import with_texts
 from nemo_rl.data.prompt_stream import PromptStream, training_stream
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.environments.client import EnvironmentClient
@@ -57,7 +56,7 @@ from nemo_rl.losses.loss_function import AnyLossFunction
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.factory import check_engine_model, engine_settings, make_engines, sampling_params
 from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.utils.logger import Logger, print_message_log_samples
+from nemo_rl.utils.logger import Logger
 
 
 def as_sampled(rollouts: FreshRollouts) -> RolloutSource:
@@ -220,7 +219,7 @@ def _connect(
     runner = make_runner(config, recipe.tokenizer, workers.engines, workers.environments, loop, threads)
     memory = share_memory(cluster, recipe.roles, workers.models, shared_engines(config, workers.engines))
     refitter = make_refitter(config.policy, cluster, policy, workers.engines, memory)
-    refitter.before_update = runner.wait_for_groups
+    refitter.before_update.append(runner.wait_for_groups)
     prompts.attach("weights", StoredVersion(policy))
     trajectory_log = TrajectoryLog(folders.log_dir, config.logger.save_trajectories)
     rollouts = FreshRollouts(
@@ -262,7 +261,7 @@ def _connect(
         checkpoints=folders.checkpoints,
         models=saved_models(recipe.roles, workers.models, memory),
         source=prompts,
-        validate=make_validation(config, recipe, runner, refitter, trajectory_log),
+        validation=validation_of(config, recipe, runner, refitter, trajectory_log),
         run_config=config,
     )
     session = Session(parts, resume_path, started_at)
@@ -282,14 +281,14 @@ def make_prompts(config: RolloutMasterConfig, recipe: RolloutRecipe) -> PromptSt
     return training_stream(config, recipe.data.train, num_prompts)
 
 
-def make_validation(
+def validation_of(
     config: RolloutMasterConfig,
     recipe: RolloutRecipe,
     runner: RolloutRunner,
     refitter: Refitter,
     trajectory_log: TrajectoryLog,
-) -> Callable[[int], dict[str, float]] | None:
-    """Build the function that validates after a step; None without validation data."""
+) -> Validation | None:
+    """Build the validation of a run; None without validation data."""
     data = recipe.data.validation
     if data is None:
         return None
@@ -304,18 +303,8 @@ def make_validation(
         algorithm.val_num_generations_per_prompt,
         algorithm.seed,
     )
-
-    def validate(step: int) -> dict[str, float]:
-        refitter.ensure_fresh()
-        metrics, trajectories = validator.validate()
-        trajectory_log.write_validation(step, trajectories)
-        if config.logger.num_val_samples_to_print:
-            logs = [with_texts(t.turns) for t in trajectories]
-            rewards = [t.reward if t.reward is not None else math.nan for t in trajectories]
-            print_message_log_samples(logs, rewards, config.logger.num_val_samples_to_print, step)
-        return metrics
-
-    return validate
+    report = ValidationReport(trajectory_log, config.logger.num_val_samples_to_print)
+    return make_validation(algorithm.overlap, validator, report, refitter)
 
 
 def _cadence(config: RolloutMasterConfig) -> Cadence:

@@ -11,7 +11,6 @@ With `in_order` a part has consecutive groups, so the order of sums does not dep
 run repeats itself bit for bit.
 """
 
-import bisect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from nemo_rl.algorithms.rollout.part_scores import KeptScores, PartScores, ScoringParts
-from nemo_rl.algorithms.rollout.source import Group, RolloutSource, numbered
+from nemo_rl.algorithms.rollout.source import Group, InOrder, RolloutSource, numbered
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.algorithms.runtime.run import Stage, StepBatch
 from nemo_rl.config import Role, RolloutMasterConfig, RolloutTrainingConfig, needs_whole_steps
@@ -54,18 +53,13 @@ class Arrivals:
 
     def __init__(self, groups_per_part: int, *, in_order: bool) -> None:
         self._groups_per_part = groups_per_part
-        self._in_order = in_order
-        self._held: list[Group] = []
-        """Groups whose predecessors are not finished, ordered."""
-        self._next = (0, 0)
-        """`Group.order` after the last group in `_ready`."""
+        self._ordered = InOrder() if in_order else None
         self._ready: list[Group] = []
 
     def add(self, group: Group) -> None:
-        """Take a finished group."""
-        bisect.insort(self._held, group, key=lambda held: held.order)
-        while self._held and (not self._in_order or self._follows(self._held[0])):
-            self._release(self._held.pop(0))
+        """Take a finished group; errors as `InOrder.add`."""
+        released = [group] if self._ordered is None else self._ordered.add(group)
+        self._ready += [each for each in released if each.trains]
 
     def parts(self) -> Iterator[list[Group]]:
         """Give the parts that are complete."""
@@ -75,22 +69,11 @@ class Arrivals:
 
     def last_parts(self) -> Iterator[list[Group]]:
         """Give the rest, when all groups are finished; the last part may have fewer groups."""
-        for group in self._held:
-            self._release(group)
-        self._held = []
+        if self._ordered is not None:
+            self._ready += [each for each in self._ordered.rest() if each.trains]
         yield from self.parts()
         if self._ready:
             yield self._ready
-
-    def _follows(self, group: Group) -> bool:
-        # A round begins when the one before it is finished.
-        return group.order == self._next or group.order[1] == 0
-
-    def _release(self, group: Group) -> None:
-        round_index, row = group.order
-        self._next = (round_index, row + 1)
-        if group.trains:
-            self._ready.append(group)
 
 
 @dataclass

@@ -1,18 +1,31 @@
 """Measure the policy on held-out prompts, through the same rollouts as training.
 
+    overlap.validation=stop             training waits until all answers are graded
+    overlap.validation=hold_updates     training goes on; the next weights reach the engines after the validation
+    overlap.validation=through_updates  training goes on; answers continue with new weights
+
 Invariant: the samples of a validation depend on the run's seed and the data only, so two validations of the same
 weights give the same numbers, and curves of two runs compare like with like.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_rl.algorithms.rollout.refit import Refitter
+from nemo_rl.algorithms.runtime.validations import InTurn, Validation, ValidationResult
+from nemo_rl.config import OverlapConfig
+from nemo_rl.data.messages.content import with_texts
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.event_loop import BackgroundTask
 from nemo_rl.experience.metrics import mean_metrics, validation_metrics
 from nemo_rl.experience.rollouts import RolloutKey, RolloutRunner
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
+from nemo_rl.experience.trajectory_log import TrajectoryLog
 from nemo_rl.models.generation.interfaces import SamplingParams
+from nemo_rl.utils.logger import print_message_log_samples
 
 
 @dataclass(frozen=True)
@@ -33,21 +46,170 @@ class Validator:
     num_generations: int
     run_seed: int
 
-    def validate(self) -> tuple[dict[str, float], list[Trajectory]]:
-        """Roll out all validation prompts.
+    def validate(self) -> Rollouts:
+        """Roll out all validation prompts; return the trajectories, and metrics for the prefix `validation/`."""
+        return self._joined(
+            [
+                self.runner.collect(prompts, self.num_generations, self.sampling, self._key(index))
+                for index, prompts in enumerate(self.batches)
+            ]
+        )
 
-        Returns:
-            Metrics for the prefix `validation/` and the trajectories.
-        """
+    async def play(self, batches: Sequence[BatchedDataDict[Any]]) -> Rollouts:
+        """Do as `validate`, in a coroutine, with prompts that are loaded already."""
+        return self._joined(
+            [
+                await self.runner.play(prompts, self.num_generations, self.sampling, self._key(index))
+                for index, prompts in enumerate(batches)
+            ]
+        )
+
+    def _key(self, index: int) -> RolloutKey:
+        return RolloutKey(self.run_seed, "validation", step=0, round=index)
+
+    def _joined(self, collections: Sequence[Rollouts]) -> Rollouts:
+        """Number the groups of all batches, and compute the metrics."""
         trajectories: list[Trajectory] = []
-        collections: list[Rollouts] = []
-        for index, prompts in enumerate(self.batches):
-            key = RolloutKey(self.run_seed, "validation", step=0, round=index)
-            collections.append(self.runner.collect(prompts, self.num_generations, self.sampling, key))
-            batch = collections[-1].trajectories
+        for collection in collections:
             offset = trajectories[-1].group_index + 1 if trajectories else 0
-            for trajectory in batch:
+            for trajectory in collection.trajectories:
                 trajectory.group_index += offset
-            trajectories += batch
+            trajectories += collection.trajectories
         metrics = mean_metrics(collections) | validation_metrics(trajectories, self.num_generations)
-        return metrics, trajectories
+        return Rollouts(trajectories, metrics)
+
+
+@dataclass(frozen=True)
+class ValidationReport:
+    """Writes the samples of a validation, and prints some.
+
+    Attributes:
+        trajectory_log: writes them.
+        num_printed: samples to print; 0 prints none.
+    """
+
+    trajectory_log: TrajectoryLog
+    num_printed: int
+
+    def write(self, step: int, trajectories: list[Trajectory]) -> None:
+        """Write the samples of the validation after a step."""
+        self.trajectory_log.write_validation(step, trajectories)
+        if self.num_printed:
+            logs = [with_texts(t.turns) for t in trajectories]
+            rewards = [t.reward if t.reward is not None else math.nan for t in trajectories]
+            print_message_log_samples(logs, rewards, self.num_printed, step)
+
+
+@dataclass
+class _Running:
+    """A validation in the background."""
+
+    step: int
+    task: BackgroundTask[Rollouts]
+    limit_s: float
+    started: float = field(default_factory=time.perf_counter)
+    ended: float | None = None
+    waited_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.task.future.add_done_callback(lambda _: self._end())
+
+    def _end(self) -> None:
+        self.ended = time.perf_counter()
+
+    def wait(self) -> None:
+        """Wait for the end and count the seconds; a failure stays with the task."""
+        started = time.perf_counter()
+        self.task.wait(self.limit_s)
+        self.waited_s += time.perf_counter() - started
+
+
+@dataclass
+class BackgroundValidation:
+    """Validates while training goes on; a `runtime.validations.Validation`.
+
+    All prompts are loaded before it starts.
+
+    Attributes:
+        validator: plays the validation prompts.
+        ensure_fresh: gives the engines the policy's weights.
+        report: writes the samples.
+    """
+
+    validator: Validator
+    ensure_fresh: Callable[[], None]
+    report: ValidationReport
+    _running: _Running | None = field(default=None, init=False)
+
+    def start(self, step: int) -> None:
+        """See `Validation.start`."""
+        self.ensure_fresh()
+        batches, runner = list(self.validator.batches), self.validator.runner
+        # `wait_for_groups` leaves it out, because a checkpoint does not wait for it.
+        task = runner.start(self.validator.play(batches), f"the validation after step {step}", through_updates=True)
+        self._running = _Running(step, task, limit_s=len(batches) * runner.group_limit_s)
+
+    def wait(self) -> None:
+        """Wait for the running validation, if there is one; a failure is raised by `finished`.
+
+        Raises:
+            DeadlineExceededError: it has not ended after the limits of all its batches.
+        """
+        if self._running is not None:
+            self._running.wait()
+
+    def finished(self, *, wait: bool) -> ValidationResult | None:
+        """See `Validation.finished`.
+
+        The metrics contain `min_weight_version` and `max_weight_version`, of the weights that wrote the answers.
+        """
+        running = self._running
+        if running is None or not (wait or running.task.is_done):
+            return None
+        running.wait()
+        self._running = None
+        rollouts = running.task.result(running.limit_s)
+        self.report.write(running.step, rollouts.trajectories)
+        ended = running.ended or time.perf_counter()
+        metrics = rollouts.metrics | _version_metrics(rollouts.trajectories)
+        return ValidationResult(running.step, metrics, ended - running.started, running.waited_s)
+
+    def cancel(self) -> None:
+        """See `Validation.cancel`."""
+        if self._running is not None:
+            self._running.task.cancel()
+            self._running = None
+
+
+def _version_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the oldest and the newest version of the weights that wrote answers; empty if none was written."""
+    versions = [span.version for trajectory in trajectories for span in trajectory.weight_versions]
+    if not versions:
+        return {}
+    return {"min_weight_version": float(min(versions)), "max_weight_version": float(max(versions))}
+
+
+def make_validation(
+    overlap: OverlapConfig, validator: Validator, report: ValidationReport, refitter: Refitter
+) -> Validation:
+    """Build the validation of the section `overlap`.
+
+    Args:
+        overlap: the section.
+        validator: plays the validation prompts.
+        report: writes the samples.
+        refitter: gives the engines the policy's weights; with `hold_updates` it waits for the validation before that.
+    """
+    if overlap.validation == "stop":
+
+        def validate(step: int) -> dict[str, float]:
+            refitter.ensure_fresh()
+            rollouts = validator.validate()
+            report.write(step, rollouts.trajectories)
+            return rollouts.metrics
+
+        return InTurn(validate)
+    validation = BackgroundValidation(validator, refitter.ensure_fresh, report)
+    if overlap.validation == "hold_updates":
+        refitter.before_update.append(validation.wait)
+    return validation

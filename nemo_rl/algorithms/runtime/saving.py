@@ -103,6 +103,17 @@ class CheckpointSaver:
         if not self._config.is_async:
             self.settle()
 
+    def add_to_info(self, step: int, values: Mapping[str, Any]) -> None:
+        """Add values to the `training_info.json` of a step that this run has saved; nothing if it has not.
+
+        Raises:
+            CheckpointError: the file could not be written; the checkpoint is as before.
+        """
+        if self._unfinished is not None and self._unfinished[0] == step:
+            self._checkpoints.add_to_training_info(self._unfinished[1], values)
+        elif self.saved_step == step:
+            self._checkpoints.add_to_training_info(self._checkpoints.checkpoint_dir / f"step_{step}", values)
+
     def settle(self, *, wait: bool = True) -> None:
         """Complete the unfinished checkpoint, if there is one; without `wait`, only if all of it is written.
 

@@ -4,11 +4,16 @@ The loop iterates `session.steps()` and calls `record` and `finish_step`. A `Ses
 checkpoint holds everything that the next step depends on, so a run that was killed and started again repeats the
 metrics of one that never stopped; and a run that ends with fewer steps than configured logs why. A signal ends the run
 after the running step, with a checkpoint.
+
+A validation may run while training goes on (`runtime.validations`). Its result is waited for where it is needed: before
+the next validation, before the checkpoint of a later step, for `stop_metric`, and at the end. A checkpoint of its own
+step is written meanwhile and gets the metrics later; after a kill before that, the resumed run validates again. So each
+validation is logged once.
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,20 +25,13 @@ from pydantic import BaseModel
 from nemo_rl.algorithms.runtime.idle_steps import IdleSteps, made_update
 from nemo_rl.algorithms.runtime.resume_check import DATA_POSITION_FILE
 from nemo_rl.algorithms.runtime.saving import CheckpointSaver, Savable
+from nemo_rl.algorithms.runtime.validations import Validation, Validations
 from nemo_rl.config import CheckpointingConfig
-from nemo_rl.config.base.names import VALIDATION_METRICS
 from nemo_rl.data.prompt_stream import DataExhausted
 from nemo_rl.files.safe_load import load_plain
 from nemo_rl.host.stop_signals import DeferredSignals
 from nemo_rl.utils.checkpoint import CheckpointManager
-from nemo_rl.utils.did_you_mean import did_you_mean
-from nemo_rl.utils.errors import (
-    CheckpointError,
-    ConfigError,
-    NemoRLError,
-    NothingToLearnError,
-    RunInterruptedError,
-)
+from nemo_rl.utils.errors import CheckpointError, NemoRLError, NothingToLearnError, RunInterruptedError
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 
@@ -52,6 +50,7 @@ class SaveState:
         total_valid_tokens: tokens that counted in a loss.
         trained_steps: finished steps that made an update.
         val_reward: main metric of the last validation.
+        validating_step: step of the validation that was running; 0: none.
     """
 
     total_steps: int = 0
@@ -61,6 +60,7 @@ class SaveState:
     total_valid_tokens: int = 0
     trained_steps: int = 0
     val_reward: float = -99999999.0
+    validating_step: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,7 @@ class SessionParts:
         checkpoints: folder of the checkpoints; None if checkpointing is off.
         models: models to save, each into the folder of its name.
         source: the training data, whose position is saved.
-        validate: function that validates after a step and returns metrics; None without validation data. A metric of a
-            named data set is `validation-<set>/<name>`, and is saved as `val:validation-<set>_<name>`.
+        validation: measures the policy after a step; None without validation data.
         run_config: configuration that is stored in every checkpoint.
     """
 
@@ -126,7 +125,7 @@ class SessionParts:
     checkpoints: CheckpointManager | None
     models: Mapping[str, Savable]
     source: Resumable
-    validate: Callable[[int], dict[str, float]] | None
+    validation: Validation | None
     run_config: BaseModel
     timer: Timer = field(default_factory=Timer)
 
@@ -160,7 +159,10 @@ class Session:
         self._metrics: dict[str, float] = {}
         self._extra: dict[str, dict[str, float]] = {}
         self._finished: dict[str, float] = {}
-        self._validated_step: int | None = None
+        saves = parts.checkpointing if parts.checkpoints is not None else None
+        self._validations = Validations(
+            parts.validation, parts.logger, saves, parts.cadence.stop_metric, parts.cadence.stop_threshold
+        )
         self._idle = IdleSteps(parts.cadence.max_idle_steps)
         self._saver: CheckpointSaver | None = None
         if parts.checkpoints is not None:
@@ -169,6 +171,7 @@ class Session:
         self._position: dict[str, Any] | None = None
         self._stop_reason: str | None = None
         self._interrupted = False
+        self._out_of_time = False
         self._signals = DeferredSignals(
             parts.checkpointing.signal_grace_s, "the run ends after this step with a checkpoint"
         )
@@ -200,8 +203,9 @@ class Session:
         if self._position is not None:
             self._parts.source.load_state_dict(self._position)
             self._position = None
-        if self._cadence.val_at_start and self.state.total_steps == 0:
-            self._validate(0)
+        is_missing = 0 < self.state.validating_step == self.state.total_steps
+        if is_missing or (self._cadence.val_at_start and self.state.total_steps == 0):
+            self._validate(self.state.total_steps)
         if self._parts.checkpoints is not None:
             self._signals.start()
         return self
@@ -233,8 +237,9 @@ class Session:
     def _validate_last_step(self) -> None:
         """Validate for `val_at_end` when the data has ended, which shows only now that the step was the last."""
         step = self.state.total_steps
-        if self._cadence.val_at_end and self._finished and self._validated_step != step:
+        if self._cadence.val_at_end and self._finished and self._validations.started_step != step:
             self._validate(step)
+            self._note_validation(wait=True)
             # A checkpoint of this step lacks the validation.
             if self._saver is not None:
                 self._settle_or_continue()
@@ -250,6 +255,8 @@ class Session:
 
     def _end(self) -> None:
         step, last_step = self.state.total_steps, self._cadence.max_num_steps
+        if not self._ends_early:
+            self._finish_validation()
         if step == self._resumed_step and not self._interrupted:
             logger.warning(
                 "Nothing was trained: %s. Raise max_num_steps or max_num_epochs, or start a new run in another "
@@ -262,6 +269,7 @@ class Session:
         if self._saver is not None and step > self._saver.saved_step:
             self._checkpoint(step)
             self._saver.settle()
+        self._finish_validation()
         if step and not self.state.trained_steps and not self._interrupted:
             raise NothingToLearnError(
                 f"None of the {step} steps made an update, so nothing was learned; the warnings above say why."
@@ -325,6 +333,7 @@ class Session:
         self.state.trained_steps += made_update(self._metrics)
         self._finished = {f"train:{name}": value for name, value in self._metrics.items()}
         train_seconds = time.perf_counter() - self._step_started
+        self._note_validation(wait=False)
         if self._validation_is_due(step):
             self._validate(step)
         self._check_deadline()
@@ -348,52 +357,59 @@ class Session:
         return (periodic and step >= cadence.val_start_at) or (is_last and cadence.val_at_end)
 
     def _validate(self, step: int) -> None:
-        if self._parts.validate is None:
-            return
-        started = time.perf_counter()
-        metrics = self._parts.validate(step)
-        self._validated_step = step
-        self.state.val_reward = metrics.get("accuracy", self.state.val_reward)
-        for prefix, group in _by_validation_set(metrics).items():
-            self._parts.logger.log_metrics(group, step, prefix=prefix)
-            saved_prefix = "" if prefix == "validation" else f"{prefix}_"
-            self._finished |= {f"val:{saved_prefix}{name}": value for name, value in group.items()}
-        seconds = {"total_validation_time": time.perf_counter() - started}
-        self._parts.logger.log_metrics(seconds, step, prefix="timing/validation")
-        shown = "  ".join(f"{name}={value:.4g}" for name, value in metrics.items())
-        logger.info("validation after step %d: %s (%.1f s)", step, shown, *seconds.values())
-        self._check_ranking_metric()
-        self._stop_early(metrics)
+        """Start a validation after the one before it; wait for it only if it may end the run."""
+        self._note_validation(wait=True)
+        self._validations.start(step)
+        self._note_validation(wait=self._cadence.stop_metric is not None)
 
-    def _check_ranking_metric(self) -> None:
-        """Refuse a configured ranking metric that validation does not report."""
-        asked = self._parts.checkpointing.metric_name or ""
-        reported = sorted(name for name in self._finished if name.startswith("val:"))
-        chosen = asked.startswith("val:") and asked != CheckpointingConfig.model_fields["metric_name"].default
-        if self._saver is not None and chosen and asked not in reported:
-            raise ConfigError(
-                f"checkpointing.metric_name={asked} is not reported by validation."
-                f"{did_you_mean(asked, reported)} There are: {', '.join(reported)}."
-            )
-
-    def _stop_early(self, metrics: Mapping[str, float]) -> None:
-        metric, threshold = self._cadence.stop_metric, self._cadence.stop_threshold
-        if metric is None or threshold is None:
+    def _note_validation(self, *, wait: bool) -> None:
+        """Log the started validation if it is finished, add its metrics to the checkpoint of its step, or stop."""
+        result = self._validations.log_finished(wait=wait)
+        if result is None:
             return
-        if metric not in metrics:
-            if metric in VALIDATION_METRICS:
-                return  # no answer could be graded
-            raise CheckpointError(
-                f"stop_at_validation_metric={metric} is not a validation metric; there are {sorted(metrics)}."
-            )
-        if metrics[metric] >= threshold:
-            self._stop_reason = f"validation {metric}={metrics[metric]:.4g} reached {threshold:g}"
+        self.state.val_reward = result.metrics.get("accuracy", self.state.val_reward)
+        if result.step == self.state.total_steps:
+            self._finished |= result.saved
+        if self._saver is not None:
+            try:
+                late = {"val_reward": self.state.val_reward, "validating_step": 0}
+                self._saver.add_to_info(result.step, result.saved | late)
+            except CheckpointError as error:
+                logger.error("The checkpoint of step %d is complete without its validation: %s", result.step, error)
+        self._stop_reason = self._validations.stop_reason(result.metrics) or self._stop_reason
+
+    @property
+    def _ends_early(self) -> bool:
+        """True if a signal or the time limit ends the run, which then waits for no validation."""
+        return self._interrupted or self._out_of_time or self.must_stop
+
+    def _settle_earlier_validation(self, step: int) -> None:
+        """Finish the validation of a step before this one, of which a checkpoint is about to be saved.
+
+        A resumed run could not repeat it, because the weights of its step are gone then.
+        """
+        if self._validations.running_step not in (None, step):
+            self._finish_validation()
+
+    def _finish_validation(self) -> None:
+        """Wait for the running validation, or give it up if the run has to end early."""
+        running = self._validations.running_step
+        if running is None or not self._ends_early:
+            self._note_validation(wait=True)
+            return
+        repeats = self.state.validating_step == running == self.state.total_steps
+        logger.warning(
+            "The validation after step %d is given up, because the run has to end.%s",
+            *(running, " The same command repeats it." if repeats else ""),
+        )
+        self._validations.cancel()
 
     def _check_deadline(self) -> None:
         if self._deadline is None:
             return
         self._deadline.mark_iteration()
         if self._deadline.check_save():
+            self._out_of_time = True
             self._stop_reason = (
                 f"checkpointing.checkpoint_must_save_by={self._parts.checkpointing.checkpoint_must_save_by} is due"
             )
@@ -420,6 +436,8 @@ class Session:
             CheckpointError: the checkpoint could not be written.
         """
         if self._saver is not None:
+            self._settle_earlier_validation(step)
+            self.state.validating_step = self._validations.running_step or 0
             self._settle_or_continue()
             self._saver.save(step, asdict(self.state) | self._finished, self._parts.source.state_dict())
 
@@ -444,14 +462,3 @@ class Session:
             logger.info("First training step done %.1f s after the process started.", since_start)
             backends.log_metrics({"time_to_first_step": since_start}, 0, prefix="timing/setup")
             self._started_at = 0.0
-
-
-def _by_validation_set(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Group metrics by the prefix under which they are logged."""
-    groups: dict[str, dict[str, float]] = {}
-    for name, value in metrics.items():
-        prefix, _, bare = name.partition("/")
-        if not prefix.startswith("validation-"):
-            prefix, bare = "validation", name
-        groups.setdefault(prefix, {})[bare] = value
-    return groups

@@ -18,6 +18,7 @@ from nemo_rl.algorithms.runtime.device_sharing import MemorySharing, saved_model
 from nemo_rl.algorithms.runtime.recovery import Connection, Recovery
 from nemo_rl.algorithms.runtime.run import Phase, Run, Stage, StepBatch
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
+from nemo_rl.algorithms.runtime.validations import InTurn
 from nemo_rl.algorithms.setup.memory_check import log_memory, memory_of_a_rank
 from nemo_rl.algorithms.setup.placement import place_models
 from nemo_rl.algorithms.setup.preflight import check_added_models
@@ -149,7 +150,7 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
                 checkpoints=folders.checkpoints,
                 models=saved_models(recipe.roles, models, memory),
                 source=rows,
-                validate=_validation(config, recipe, models, memory),
+                validation=_validation(config, recipe, models, memory),
                 run_config=config,
             )
             session = Session(parts, resume_path, started_at)
@@ -218,7 +219,7 @@ def validation_rows(config: SupervisedMasterConfig, rows_per_sample: int) -> int
 
 def _validation(
     config: SupervisedMasterConfig, recipe: SupervisedRecipe, models: Mapping[str, Policy], memory: MemorySharing
-) -> Validate | None:
+) -> InTurn | None:
     stages, policy = recipe.stages(models), models["policy"]
 
     def validate(rows: MixedDataset) -> Validate:
@@ -238,7 +239,7 @@ def _validation(
         memory.hand_to(("policy",))
         return validation(step)
 
-    return on_its_devices
+    return InTurn(on_its_devices)
 
 
 def _validation_batches(

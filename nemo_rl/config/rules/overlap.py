@@ -23,7 +23,18 @@ def check_overlap(
     """
     overlap = algorithm.overlap
     if overlap.mode == "none":
+        if overlap.validation != "stop":
+            yield (
+                f"{section}.overlap.validation={overlap.validation} validates while training goes on, but "
+                f"{section}.overlap.mode=none lets sampling and training take turns. Use mode ahead or stream, or "
+                "validation=stop."
+            )
         return
+    if overlap.validation == "through_updates" and cluster.rollout_runners:
+        yield (
+            f"{section}.overlap.validation=through_updates does not work with "
+            f"cluster.rollout_runners={cluster.rollout_runners} yet. Use hold_updates or stop."
+        )
     if cluster.uses_gpu and policy.generation is not None and policy.generation.colocated.enabled:
         yield (
             f"{section}.overlap.mode={overlap.mode} samples while the policy trains, but with "
@@ -51,6 +62,8 @@ def needs_whole_steps(algorithm: RolloutTrainingConfig, policy: PolicyConfig) ->
     reasons = {
         f"policy.train_global_batch_size={policy.train_global_batch_size} makes several updates of the {samples} "
         "answers of a step": policy.train_global_batch_size != samples,
+        f"policy.dtensor_cfg.moe_aux_loss_coeff={policy.dtensor_cfg.moe_aux_loss_coeff} is the factor of a loss over "
+        "the whole step": bool(policy.dtensor_cfg.moe_aux_loss_coeff),
         "Megatron Core cannot add up gradients over several calls": policy.backend_section is policy.megatron_cfg,
     }
     if isinstance(algorithm, GRPOConfig):

@@ -22,6 +22,7 @@ APPLIED: dict[str, tuple[str, ...]] = {
         "*.val_*",
         "*.max_val_samples",
         "*.stop_at_validation_*",
+        "*.overlap.validation",
         "*.max_idle_steps",
         "data.validation",
     ),

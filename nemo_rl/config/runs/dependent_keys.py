@@ -15,6 +15,7 @@ from nemo_rl.config.rules.placement.roles import trained
 from nemo_rl.config.runs.rollouts import GRPOMasterConfig
 from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
+from nemo_rl.config.schema.algorithms.overlap import AsyncGRPOConfig
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.model.generation import GenerationConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
@@ -50,10 +51,12 @@ def _fill_context(generation: GenerationConfig) -> None:
 
 
 def _fill_overlap(config: GRPOMasterConfig) -> None:
-    if config.async_rl is not None:
-        config.grpo.overlap = config.async_rl.overlap
-    elif config.grpo.async_grpo is not None and config.grpo.async_grpo.enabled:
-        config.grpo.overlap = config.grpo.async_grpo.overlap
+    asked = config.async_rl or config.grpo.async_grpo
+    if asked is None or (isinstance(asked, AsyncGRPOConfig) and not asked.enabled):
+        return
+    own = config.grpo.overlap
+    config.grpo.overlap = asked.overlap
+    config.grpo.overlap.validation = own.validation  # NeMo RL has no key for it
 
 
 def _saves_in_background(config: RunConfig) -> bool:

@@ -222,8 +222,8 @@ class DTensorBackend(TorchBackend):
 
     @property
     def accumulates(self) -> bool:
-        """True unless the balance of experts is computed over the whole update."""
-        return self._balance is None
+        """True unless there is an auxiliary loss of experts, which is computed over the whole update."""
+        return self._balance is None or not self._balance.has_loss
 
     def scale_gradients(self, factor: float) -> None:
         """See `PolicyBackend.scale_gradients`."""
@@ -234,6 +234,8 @@ class DTensorBackend(TorchBackend):
     def drop_gradients(self) -> None:
         """See `PolicyBackend.drop_gradients`."""
         self.model.zero_grad(set_to_none=True)
+        if self._balance is not None:
+            self._balance.start_update()
 
     def weights_here(self) -> dict[str, Tensor]:
         """See `PolicyBackend.weights_here`."""

@@ -15,6 +15,7 @@ from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.algorithms.runtime.recovery import Cause, Connection, Recovery
 from nemo_rl.algorithms.runtime.run import Phase, Run, StepBatch, train_with_restarts
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
+from nemo_rl.algorithms.runtime.validations import InTurn
 from nemo_rl.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.data.prompt_stream import PromptPosition
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -112,7 +113,7 @@ class Parts:
                 checkpoints=self.checkpoints,
                 models={"policy": self.model},
                 source=rows,
-                validate=validate,
+                validation=InTurn(validate),
                 run_config=config,
             )
             return Connection(Session(parts, resume_path, 0.0), rows, [], MemorySharing())

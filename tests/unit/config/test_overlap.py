@@ -53,6 +53,10 @@ def test_nothing_overlaps_unless_asked() -> None:
             {"max_age_steps": 4, "order": "freshest_first"},
         ),
         (("+async_rl={sampler: {name: windowed}}",), {"order": "ready_first"}),
+        (
+            ("grpo.async_grpo.enabled=true", "grpo.overlap.validation=hold_updates"),
+            {"validation": "hold_updates"},
+        ),
         (("+async_rl={sampler: {name: weight_fifo}, max_inflight_prompts: 9}",), {"max_inflight_prompts": 9}),
     ],
 )
@@ -77,6 +81,7 @@ def test_sections_of_nemo_rl_fill_in_the_overlap(overrides: tuple[str, ...], exp
         ),
         (("grpo.overlap.mode=ahead", "grpo.overlap.max_age_steps=0"), "max_age_steps"),
         (("grpo.overlap.order=newest",), "in_order"),
+        (("grpo.overlap.validation=hold_updates",), r"overlap.mode=none lets .* take turns"),
         (("+async_rl={rollout_failure: {max_skipped_prompts: 3}}",), "not built yet"),
     ],
 )
@@ -94,6 +99,7 @@ def test_an_overlap_that_cannot_work_is_refused(overrides: tuple[str, ...], mess
         (("policy.train_global_batch_size=32",), "several updates of the 64 answers"),
         (("grpo.adv_estimator.name=reinforce_plus_plus",), "rewards of the whole step"),
         (("grpo.adv_estimator.std_level=batch",), "rewards of the whole step"),
+        (("policy.dtensor_cfg.moe_aux_loss_coeff=0.01",), "a loss over the whole step"),
     ],
 )
 def test_streaming_waits_for_whole_steps_where_groups_depend_on_each_other(

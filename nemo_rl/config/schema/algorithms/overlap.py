@@ -33,6 +33,10 @@ class OverlapConfig(Section):
     in_flight_weight_updates: bool = False
     """ahead: running answers continue with new weights; false: each update of the engines waits until all started
     groups are finished. false with order=in_order repeats a run bit for bit."""
+    validation: Literal["stop", "hold_updates", "through_updates"] = "stop"
+    """stop: training waits for each validation. The others validate while training goes on: hold_updates measures the
+    weights of one step, and the next update of the engines waits for it; with through_updates nothing waits, and
+    running answers continue with new weights, so that a validation measures several versions."""
     max_inflight_prompts: PositiveInt | None = None
     """ahead: most prompts that are sampled at the same time; null: no limit."""
     max_buffered_groups: PositiveInt | None = None

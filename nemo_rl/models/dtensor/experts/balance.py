@@ -100,7 +100,7 @@ class ExpertBalance:
         self._real: Tensor | None = None
         self._logits: list[Tensor] = []
         self._shares: Tensor | None = None
-        self._start_update()
+        self.start_update()
         for layer, module in enumerate(experts):
             module.register_forward_pre_hook(partial(self._count, layer))
         if self.has_loss:
@@ -126,7 +126,7 @@ class ExpertBalance:
         dist.all_reduce(counts)
         dist.all_reduce(self._rows)
         self._shares = (counts / self._rows.double().square().clamp(min=1)).float()
-        self._start_update()
+        self.start_update()
 
     def loss(self) -> Tensor:
         """Return the last recorded microbatch's part of the auxiliary loss; the loss sums the parts of all ranks."""
@@ -149,10 +149,11 @@ class ExpertBalance:
         if self.has_loss:
             dist.all_reduce(self._loss)
             metrics["moe/aux_loss"] = self._loss.item()
-        self._start_update()
+        self.start_update()
         return metrics
 
-    def _start_update(self) -> None:
+    def start_update(self) -> None:
+        """Forget what was recorded."""
         self._counts = [torch.zeros(size, dtype=torch.int64, device=self._device) for size in self._sizes]
         self._rows = torch.zeros((), dtype=torch.int64, device=self._device)
         self._loss = torch.zeros((), dtype=torch.float32, device=self._device)

@@ -198,7 +198,8 @@ class PolicyWorker:
         if not self.backend.accumulates:
             raise ConfigError(
                 "This training backend or model cannot add up gradients while a step is sampled "
-                "(grpo.overlap.mode=stream). Use grpo.overlap.mode=none or ahead."
+                "(grpo.overlap.mode=stream); an auxiliary loss of experts needs the whole step. Use "
+                "grpo.overlap.mode=none or ahead."
             )
         microbatches, inputs = self._laid_out(data, sizes, loss_fn)
         one = torch.ones((), device=self.backend.device)

@@ -161,7 +161,7 @@ def test_what_engines_sample_ends_before_they_get_new_weights_or_sleep(shared: b
     turns = SimpleNamespace(rest=lambda: events.append("sleep"), wake=lambda: events.append("wake"))
     memory = MemorySharing(*([{"generation": turns}] if shared else []))
     refitter = Refitter(policy, engines, TransportSpec("shared_memory", run_id="t"), 1.0, memory)  # type: ignore[arg-type]
-    refitter.before_update = lambda: events.append(f"drained, locked: {engines.is_held}")
+    refitter.before_update.append(lambda: events.append(f"drained, locked: {engines.is_held}"))
 
     def sync() -> None:
         events.append("sync")

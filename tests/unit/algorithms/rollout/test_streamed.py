@@ -50,3 +50,17 @@ def test_the_next_round_follows_the_last_group_of_a_round() -> None:
 def test_parts_without_order_have_the_groups_that_finish_first() -> None:
     groups = [Group((0, row), []) for row in (4, 2, 0, 1, 3)]
     assert parts_of(groups, 2, in_order=False) == [[(0, 4), (0, 2)], [(0, 0), (0, 1)], [(0, 3)]]
+
+
+def test_rounds_that_interleave_are_refused_before_their_gradients_depend_on_time() -> None:
+    arrivals = Arrivals(1, in_order=True)
+    arrivals.add(Group((0, 0), []))
+    arrivals.add(Group((1, 0), []))
+    with pytest.raises(ValueError, match=r"gave the group \(0, 1\) .* Rounds must not interleave: give all groups"):
+        arrivals.add(Group((0, 1), []))
+    assert parts_of([Group((1, 0), []), Group((0, 1), [])], 1, in_order=False) == [[(1, 0)], [(0, 1)]]
+
+
+def test_groups_after_a_missing_number_wait_for_the_end() -> None:
+    groups = [Group((0, row), []) for row in (4, 0, 3, 1)]
+    assert parts_of(groups, 2, in_order=True) == [[(0, 0), (0, 1)], [(0, 3), (0, 4)]]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.rollout.start import RolloutRecipe, make_validation
+from nemo_rl.algorithms.rollout.start import RolloutRecipe, validation_of
 from nemo_rl.config import load_config
 from nemo_rl.data.datasets.setup import setup_response_data
 from nemo_rl.data.tokenizer import get_tokenizer
@@ -45,9 +45,12 @@ def test_all_rows_that_are_asked_for_are_validated_once(asked: Any, batch_size: 
     recipe = RolloutRecipe(tokenizer, data, loss_fn=None, roles={}, stages=lambda roles: [])  # type: ignore[arg-type]
     runner = Runner()
     quiet = SimpleNamespace(ensure_fresh=lambda: None, write_validation=lambda step, trajectories: None)
-    validate = make_validation(config, recipe, runner, quiet, quiet)  # type: ignore[arg-type]
-    assert validate is not None
-    metrics = validate(1)
+    validation = validation_of(config, recipe, runner, quiet, quiet)  # type: ignore[arg-type]
+    assert validation is not None
+    validation.start(1)
+    result = validation.finished(wait=False)
+    assert result is not None
+    metrics = result.metrics
     assert [len(rows) for rows in runner.rows] == batches
     assert sum(runner.rows, []) == list(range(sum(batches)))
     assert metrics["num_samples"] == sum(batches)

@@ -6,6 +6,7 @@ from typing import Any
 
 from nemo_rl.algorithms.runtime.saving import Savable
 from nemo_rl.algorithms.runtime.session import Cadence, Resumable, Session, SessionParts
+from nemo_rl.algorithms.runtime.validations import InTurn, Validation
 from nemo_rl.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.data.prompt_stream import DataExhausted
 from nemo_rl.utils.checkpoint import CheckpointManager
@@ -50,6 +51,7 @@ def session_parts(
     *,
     models: Mapping[str, Savable] | None = None,
     validate: Callable[[int], dict[str, float]] | None = None,
+    validation: Validation | None = None,
     log_dir: Path | None = None,
     saves: bool = True,
     **checkpointing: Any,
@@ -61,7 +63,8 @@ def session_parts(
         cadence: when to validate, save and stop.
         source: the training data.
         models: models to save; None: an empty one.
-        validate: returns metrics.
+        validate: returns metrics, while training waits.
+        validation: used instead of `validate`.
         log_dir: of the metrics; None: `folder`.
         saves: False: without checkpoints.
         **checkpointing: keys of the section.
@@ -75,7 +78,7 @@ def session_parts(
         checkpoints=CheckpointManager(config) if saves else None,
         models=models or {"policy": Policy()},
         source=source,
-        validate=validate,
+        validation=validation or (InTurn(validate) if validate else None),
         run_config=config,
     )
 

@@ -1,0 +1,187 @@
+"""Start the validations of a run, and log their metrics when they are known.
+
+    session ─ start(step) ─► InTurn: validates now, while training waits
+                             another part: starts and returns (`rollout.validation.BackgroundValidation`)
+    session ◄─ log_finished ─ the metrics: immediately, or after a later step
+
+Metrics are logged under the step at which the validation started. Invariant: at most one validation runs.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from nemo_rl.config import CheckpointingConfig
+from nemo_rl.config.base.names import VALIDATION_METRICS
+from nemo_rl.utils.did_you_mean import did_you_mean
+from nemo_rl.utils.errors import CheckpointError, ConfigError
+from nemo_rl.utils.logger import Logger
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """A finished validation.
+
+    Attributes:
+        step: training step after which it started.
+        metrics: a metric of a named data set is `validation-<set>/<name>`.
+        seconds: from its start to its end.
+        waited_s: seconds of these in which training waited for it.
+    """
+
+    step: int
+    metrics: dict[str, float]
+    seconds: float
+    waited_s: float
+
+    @property
+    def by_set(self) -> dict[str, dict[str, float]]:
+        """Metrics by the prefix under which they are logged: `validation`, or that of a named data set."""
+        groups: dict[str, dict[str, float]] = {}
+        for name, value in self.metrics.items():
+            prefix, _, bare = name.partition("/")
+            if not prefix.startswith("validation-"):
+                prefix, bare = "validation", name
+            groups.setdefault(prefix, {})[bare] = value
+        return groups
+
+    @property
+    def saved(self) -> dict[str, float]:
+        """Metrics by the names that they have in a checkpoint: `val:<name>`, or `val:validation-<set>_<name>`."""
+        return {
+            f"val:{'' if prefix == 'validation' else f'{prefix}_'}{name}": value
+            for prefix, group in self.by_set.items()
+            for name, value in group.items()
+        }
+
+
+class Validation(Protocol):
+    """Measures the policy on held-out data; may run while training goes on."""
+
+    def start(self, step: int) -> None:
+        """Start to validate the policy as it is after `step`; no validation is running."""
+
+    def finished(self, *, wait: bool) -> ValidationResult | None:
+        """Return the result of the started validation, once; None if there is none, or if it runs and not `wait`.
+
+        Raises:
+            Exception: the failure of the validation.
+        """
+
+    def cancel(self) -> None:
+        """Give up the running validation."""
+
+
+@dataclass
+class InTurn:
+    """Validates while training waits.
+
+    Attributes:
+        validate: step -> metrics.
+    """
+
+    validate: Callable[[int], dict[str, float]]
+    _result: ValidationResult | None = field(default=None, init=False)
+
+    def start(self, step: int) -> None:
+        """See `Validation.start`; returns when the validation is finished."""
+        started = time.perf_counter()
+        metrics = self.validate(step)
+        seconds = time.perf_counter() - started
+        self._result = ValidationResult(step, metrics, seconds, waited_s=seconds)
+
+    def finished(self, *, wait: bool) -> ValidationResult | None:
+        """See `Validation.finished`."""
+        result, self._result = self._result, None
+        return result
+
+    def cancel(self) -> None:
+        """See `Validation.cancel`; nothing is running."""
+
+
+@dataclass
+class Validations:
+    """The validations of a session.
+
+    Attributes:
+        validation: validates; None without validation data.
+        metrics: backends.
+        checkpointing: the section, if the run saves checkpoints; else None.
+        stop_metric: metric that may end the run.
+        stop_threshold: value at which it does.
+        started_step: step of the last validation that was started; None before the first.
+        running_step: step of the validation that runs; None: none does.
+    """
+
+    validation: Validation | None
+    metrics: Logger
+    checkpointing: CheckpointingConfig | None
+    stop_metric: str | None
+    stop_threshold: float | None
+    started_step: int | None = field(default=None, init=False)
+    running_step: int | None = field(default=None, init=False)
+
+    def start(self, step: int) -> None:
+        """Start a validation; the one before it is finished."""
+        if self.validation is not None:
+            self.validation.start(step)
+            self.started_step = self.running_step = step
+
+    def log_finished(self, *, wait: bool) -> ValidationResult | None:
+        """Log the metrics of the started validation and return them, once; None as in `Validation.finished`.
+
+        Raises:
+            ConfigError: checkpoints are to be ranked by a metric that it does not report.
+            Exception: the failure of the validation.
+        """
+        result = None if self.validation is None else self.validation.finished(wait=wait)
+        if result is None:
+            return None
+        self.running_step = None
+        for prefix, group in result.by_set.items():
+            self.metrics.log_metrics(group, result.step, prefix=prefix)
+        seconds = {"total_validation_time": result.seconds, "exposed_validation_time": result.waited_s}
+        self.metrics.log_metrics(seconds, result.step, prefix="timing/validation")
+        shown = "  ".join(f"{name}={value:.4g}" for name, value in result.metrics.items())
+        logger.info("validation after step %d: %s (%.1f s)", result.step, shown, result.seconds)
+        self._check_ranking_metric(result.saved)
+        return result
+
+    def cancel(self) -> None:
+        """Give up the running validation, because the run has to end."""
+        if self.validation is not None:
+            self.validation.cancel()
+        self.running_step = None
+
+    def _check_ranking_metric(self, saved: Mapping[str, float]) -> None:
+        """Refuse a configured ranking metric that validation does not report."""
+        asked = (self.checkpointing.metric_name or "") if self.checkpointing is not None else ""
+        chosen = asked.startswith("val:") and asked != CheckpointingConfig.model_fields["metric_name"].default
+        if chosen and asked not in saved:
+            raise ConfigError(
+                f"checkpointing.metric_name={asked} is not reported by validation."
+                f"{did_you_mean(asked, sorted(saved))} There are: {', '.join(sorted(saved))}."
+            )
+
+    def stop_reason(self, metrics: Mapping[str, float]) -> str | None:
+        """Return why the run has to stop after a validation with these metrics; None if it goes on.
+
+        Raises:
+            CheckpointError: the validation does not report `stop_metric`.
+        """
+        metric, threshold = self.stop_metric, self.stop_threshold
+        if metric is None or threshold is None:
+            return None
+        if metric not in metrics:
+            if metric in VALIDATION_METRICS:
+                return None  # no answer could be graded
+            raise CheckpointError(
+                f"stop_at_validation_metric={metric} is not a validation metric; there are {sorted(metrics)}."
+            )
+        if metrics[metric] < threshold:
+            return None
+        return f"validation {metric}={metrics[metric]:.4g} reached {threshold:g}"

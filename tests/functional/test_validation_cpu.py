@@ -1,0 +1,66 @@
+"""Validations that run while training goes on have the numbers of those that stop it, also in a killed run."""
+
+import re
+from pathlib import Path
+
+import pytest
+from example_runs import ExampleRun, Metrics, StartExample, killed_and_resumed, of_training, read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
+
+CONFIG = "grpo_math_cpu.yaml"
+SHORT = (
+    "grpo.max_num_steps=8",
+    "grpo.val_period=2",
+    "grpo.max_val_samples=16",
+    "grpo.val_batch_size=8",
+    "grpo.num_prompts_per_step=4",
+    "policy.train_global_batch_size=32",
+    "grpo.overlap.mode=ahead",
+    "grpo.overlap.max_age_steps=2",
+)
+
+
+def without_versions(metrics: Metrics) -> Metrics:
+    return {key: value for key, value in metrics.items() if not key[2].endswith("_weight_version")}
+
+
+def finished(run: ExampleRun) -> Metrics:
+    assert run.finish() == 0, run.log()[-3000:]
+    return read_metrics(run.log_dir)
+
+
+def test_a_validation_of_one_version_has_the_numbers_of_one_that_stops_training_also_in_a_killed_run(
+    start_example: StartExample, tmp_path: Path
+) -> None:
+    overrides = (*SHORT, "grpo.overlap.validation=hold_updates", "checkpointing.save_period=4")
+    meanwhile = killed_and_resumed(start_example, "run_grpo.py", CONFIG, overrides, tmp_path, steps=8)
+    stopping = finished(start_example("run_grpo.py", CONFIG, *SHORT, "checkpointing.enabled=false", logs="stop"))
+    assert without_versions(meanwhile) == of_training(stopping)
+    for step in range(0, 10, 2):
+        assert meanwhile["validation", step, "min_weight_version"] == step
+        assert meanwhile["validation", step, "max_weight_version"] == step
+
+
+@pytest.mark.long
+def test_an_engine_and_an_environment_that_die_during_a_validation_are_replaced(start_example: StartExample) -> None:
+    run = start_example(
+        "run_grpo.py",
+        CONFIG,
+        *SHORT,
+        "grpo.overlap.order=ready_first",
+        "grpo.overlap.in_flight_weight_updates=true",
+        "grpo.overlap.validation=through_updates",
+        "grpo.max_num_steps=30",
+        "checkpointing.enabled=false",
+    )
+    run.wait_for("step 3/30")
+    run.kill("ray::vllm_engine", "ray::GenerationWorker")
+    run.wait_for("step 9/30")
+    run.kill("ray::environment", "ray::EnvironmentActor")
+    metrics = finished(run)
+    assert re.search(r"Generation engine 0 died; restarting it[\s\S]*The actor of environment 'math' ended", run.log())
+    for step in range(0, 32, 2):
+        assert metrics["validation", step, "num_samples"] == 16
+        oldest, newest = (metrics["validation", step, f"{name}_weight_version"] for name in ("min", "max"))
+        assert step <= oldest <= newest <= 30
