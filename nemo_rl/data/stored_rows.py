@@ -205,6 +205,8 @@ def stale_of(batch: BatchedDataDict[Any]) -> Tensor | None:
 
 def fetched[T](references: "Sequence[ray.ObjectRef[T]]") -> "dict[ray.ObjectRef[T], T]":
     """Get objects from the object store, by reference; errors as `with_tokens`."""
+    if not references:
+        return {}  # Ray need not run
     import ray  # deferred: ranks without a Ray of their own load this file
 
     wanted = list(dict.fromkeys(references))
