@@ -158,7 +158,10 @@ CELLS += [
     for fault in (*itertools.product(*_OVERLAPPED), *itertools.product(*_STOPPED))
 ]
 CELLS += [Cell(*fault, "runner-ahead") for fault in itertools.product(*_WITH_RUNNER)]
-CELLS += [Cell("rollout runner", "training", "SIGSTOP", "runner-ahead"), Cell("engine", "sampling", "SIGSTOP", "runner")]
+CELLS += [
+    Cell("rollout runner", "training", "SIGSTOP", "runner-ahead"),
+    Cell("engine", "sampling", "SIGSTOP", "runner"),
+]
 IN_CI = [
     Cell("policy rank", "training", "SIGKILL"),
     Cell("policy rank", "sync", "SIGSTOP"),

@@ -84,7 +84,7 @@ class RolloutBatches:
         tensors = self._layout(trajectories)
         version, max_staleness = self._refitter.weight_version, self.rollouts.max_staleness
         check_staleness(trajectories, version, max_staleness)
-        stale_BT = _mark_stale(tensors, trajectories, version)
+        stale_BT = mark_stale(tensors, trajectories, version)
         self._probe.check(tensors, stale_BT)
         overlap = age_metrics(trajectories, version) | _discarded(given) if max_staleness else {}
         return StepBatch(
@@ -107,7 +107,7 @@ class RolloutBatches:
         self._prompts.acknowledge(batch.prompts)
 
 
-def _mark_stale(tensors: BatchedDataDict[Any], trajectories: Sequence[Trajectory], version: int) -> Tensor | None:
+def mark_stale(tensors: BatchedDataDict[Any], trajectories: Sequence[Trajectory], version: int) -> Tensor | None:
     """Return `stale_tokens`; for stored rows write `NUM_STALE` into the batch instead."""
     if STORED_ROWS not in tensors:
         return stale_tokens(trajectories, version)

@@ -86,10 +86,11 @@ def located(rollouts: Rollouts, rows: "ObjectRef[Any]") -> Rollouts:
 
 def whole(samples: Sequence[Trajectory]) -> list[Trajectory]:
     """Get the tokens and texts of samples from the object store; samples that have them are returned as they are."""
-    packed = fetched([sample.stored.rows for sample in samples if sample.stored and sample.stored.rows])
+    places = [None if sample.stored is None else sample.stored.rows for sample in samples]
+    packed = fetched([place for place in places if place is not None])
     return [
-        _with_tokens(sample, packed[sample.stored.rows]) if sample.stored and sample.stored.rows else sample
-        for sample in samples
+        sample if place is None else _with_tokens(sample, packed[place])
+        for sample, place in zip(samples, places, strict=True)
     ]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_rl.data.stored_rows import StoredScores, stale_of
+from nemo_rl.data.stored_rows import StoredScores
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.mismatch import sequence_errors
 from nemo_rl.models.policy.batching import ShardedBatch
@@ -34,18 +34,17 @@ class Kept(NamedTuple):
     errors_B: Tensor
 
 
-def keep(stored: BatchedDataDict[Any], rows: BatchedDataDict[Any], scores_BT: Tensor) -> Kept:
-    """Put the scores of a rank's rows into the object store; stale tokens get the log-probabilities of the engine.
+def keep(rows: BatchedDataDict[Any], scores_BT: Tensor, stale_BT: Tensor | None) -> Kept:
+    """Put the scores of a rank's rows into the object store.
 
     Args:
-        stored: the rows as the driver sent them.
-        rows: the same with their tokens.
+        rows: the rows with their tokens.
         scores_BT: `[b, T]` float32.
+        stale_BT: `[b, T]` bool, tokens that get the log-probabilities of the engine instead; None if there are none.
     """
     import ray  # deferred: see `stored_rows.fetched`
 
     sampled_BT, counted_BT = rows["generation_logprobs"], rows["token_mask"] * rows["sample_mask"][:, None]
-    stale_BT = stale_of(stored)
     if stale_BT is not None:
         scores_BT = torch.where(stale_BT, sampled_BT, scores_BT)
     errors_B = sequence_errors(scores_BT[:, 1:], sampled_BT[:, 1:], counted_BT[:, 1:])

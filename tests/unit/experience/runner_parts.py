@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import ray
 import torch
-from rollout_parts import LetterTokenizer
+from transformers import AutoTokenizer
 
 from nemo_rl.config import ClusterConfig
 from nemo_rl.data.messages.content import TextRules
@@ -22,6 +23,10 @@ from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import Collected, GenerationResult, VersionSpan
 
 SILENCE_S = 6.0
+"""Seconds after which a runner counts as hung."""
+_A = 64
+"""Id of the token "a"; the other letters follow."""
+_TOKENIZER = Path(__file__).resolve().parents[3] / "examples/assets/tiny-chat"
 
 
 class SeededEngine:
@@ -49,8 +54,8 @@ class SeededEngine:
         return Collected(results)
 
     def _finish(self, request_id: str, request: Any) -> None:
-        ids = [97 + request.seed % 26, 97 + request.seed // 26 % 26, 0]
-        result = GenerationResult(ids, [-0.25, -0.5, -0.75], "stop", [VersionSpan(0, 0)])
+        ids = [_A + request.seed % 26, _A + request.seed // 26 % 26]
+        result = GenerationResult(ids, [-0.25, -0.5], "stop", [VersionSpan(0, 0)])
         self._finished.append((request_id, result))
         self._news.set()
 
@@ -113,7 +118,7 @@ def make_runner(workers: Workers, num_runners: int, loop: EventLoopThread) -> Re
         workers_per_engine=1,
         environments={"game": ("runner_parts.LetterGrader", {})},
         cluster=ClusterConfig.build(device="cpu", gpus_per_node=0, timeouts=timeouts),
-        tokenizer=LetterTokenizer(),  # type: ignore[arg-type]
+        tokenizer=AutoTokenizer.from_pretrained(_TOKENIZER),
         limits=RolloutLimits(max_sequence_length=64, max_turns=2, timeout_s=120.0),
         text_rules=TextRules(),
         import_path=import_path({}),

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -33,7 +34,8 @@ StartRunner = Callable[..., tuple[RemoteRunner, Workers]]
 def nodes() -> Iterator[list[str]]:
     """Ray's ids of two nodes."""
     with ray_nodes(8, 8) as cluster:
-        ray.init(address=cluster.address, log_to_driver=False)
+        path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path.cwd())])}
+        ray.init(address=cluster.address, log_to_driver=False, runtime_env={"env_vars": path})
         yield sorted(node["NodeID"] for node in ray.nodes())
         ray.shutdown()
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl.config import PolicyConfig, row_length_multiple
-from nemo_rl.data.stored_rows import with_tokens
+from nemo_rl.data.stored_rows import stale_of, with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.parallel_logprobs import TopK
@@ -368,7 +368,7 @@ class PolicyWorker:
         """Score stored rows, and leave the scores in the object store; None if another rank returns them."""
         rows = with_tokens(data)
         scores = self.get_reference_policy_logprobs(rows, sizes) if of_reference else self.get_logprobs(rows, sizes)
-        return keep(data, rows, scores) if self._gives_scores else None
+        return keep(rows, scores, None if of_reference else stale_of(data)) if self._gives_scores else None
 
     def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Call `PolicyBackend.iterate_weights`; all ranks must exhaust the iterator together."""
