@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import ray
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config import ClusterConfig
@@ -103,7 +102,6 @@ class RunnerActor:
         """Return the actor's process, once the runner is built."""
         return this_process()
 
-    @ray.method(num_returns=2)
     async def play(
         self,
         prompt: BatchedDataDict[Any],

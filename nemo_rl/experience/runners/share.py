@@ -111,7 +111,8 @@ class RunnerShare:
             incarnation = self.actor.running()
             try:
                 await self.actor.until_ready(incarnation)
-                summary, rows = incarnation.handle.play.remote(*arguments, self.engines.weight_version)
+                play: Any = incarnation.handle.play.options(num_returns=2)
+                summary, rows = play.remote(*arguments, self.engines.weight_version)
                 answer: Summary = await _cancelled_with(summary)
             except RayActorError as death:
                 self.actor.replace(incarnation, death_in_short(death))
