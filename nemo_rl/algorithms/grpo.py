@@ -25,6 +25,7 @@ from nemo_rl.algorithms.credit.reward_shaping import scale_rewards, shape_reward
 from nemo_rl.algorithms.rollout.ahead import with_overlap
 from nemo_rl.algorithms.rollout.batches import (
     mask_mismatched_sequences,
+    mask_sequences,
     masked_metrics,
     num_counted_samples,
 )
@@ -36,7 +37,7 @@ from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.compat.public_names import public_names
 from nemo_rl.config import AsyncGRPOConfig, GRPOConfig, GRPOMasterConfig, Role
 from nemo_rl.data.datasets.setup import setup_response_data
-from nemo_rl.data.stored_rows import NUM_WRITTEN, SAMPLE_ADVANTAGES, STORED_ROWS
+from nemo_rl.data.stored_rows import NUM_STALE, NUM_WRITTEN, SAMPLE_ADVANTAGES, STORED_ROWS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Outcome, Trajectory, is_right
 from nemo_rl.losses.loss_function import LossFunction
@@ -185,6 +186,9 @@ class PolicyScoring:
             Metrics of the mismatch of sequences, and of the mask that follows from it.
         """
         tensors = batch.tensors
+        rewards = [trajectory.reward for trajectory in batch.trajectories]
+        if STORED_ROWS in tensors:
+            return self._score_stored(tensors, rewards)
         stale_BT = None if self.corrects_staleness else batch.stale_BT
         if self.needs_prev or stale_BT is not None:
             tensors["prev_logprobs"] = self._prev_logprobs(tensors, stale_BT)
@@ -192,11 +196,23 @@ class PolicyScoring:
             scored = self.policy.get_reference_policy_logprobs(tensors)
             tensors["reference_policy_logprobs"] = scored["reference_logprobs"]
         if "prev_logprobs" not in tensors:
-            count = float(num_counted_samples(tensors))
-            tensors["num_counted_samples"] = torch.full_like(tensors["sample_mask"], count)
-            return masked_metrics()
-        rewards = [trajectory.reward for trajectory in batch.trajectories]
+            return _count_samples(tensors)
         return mask_mismatched_sequences(tensors, rewards, self.max_sequence_error)
+
+    def _score_stored(self, tensors: BatchedDataDict[Any], rewards: Sequence[float | None]) -> dict[str, float]:
+        """Do as `apply` for stored rows: log-probabilities stay in the object store."""
+        if self.corrects_staleness:
+            tensors.pop(NUM_STALE, None)
+        if self.needs_reference:
+            tensors["reference_policy_logprobs"], _ = self.policy.keep_logprobs(tensors, of_reference=True)
+        if not (self.needs_prev or NUM_STALE in tensors):
+            return _count_samples(tensors)
+        if NUM_STALE in tensors and bool((tensors[NUM_STALE] >= tensors["input_lengths"]).all()):
+            tensors["prev_logprobs"] = [None] * tensors.size  # those of the engines, so the errors are exp(0)
+            errors_B = (tensors[NUM_WRITTEN] > 0).float() * (tensors["sample_mask"] != 0)
+        else:
+            tensors["prev_logprobs"], errors_B = self.policy.keep_logprobs(tensors)
+        return mask_sequences(tensors, errors_B, rewards, self.max_sequence_error)
 
     def _prev_logprobs(self, tensors: BatchedDataDict[Any], stale_BT: Tensor | None) -> Tensor:
         """Compute the log-probabilities `[B, T]` that the ratio is relative to; see `apply`."""
@@ -206,6 +222,12 @@ class PolicyScoring:
         if not ((tensors["token_mask"] > 0) & ~stale_BT).any():
             return sampled_BT.clone()
         return torch.where(stale_BT, sampled_BT, self.policy.get_logprobs(tensors)["logprobs"])
+
+
+def _count_samples(tensors: BatchedDataDict[Any]) -> dict[str, float]:
+    """Write `num_counted_samples`; return the metrics of a batch in which no sample is masked."""
+    tensors["num_counted_samples"] = torch.full_like(tensors["sample_mask"], float(num_counted_samples(tensors)))
+    return masked_metrics()
 
 
 class CreditAssignment:

@@ -3,7 +3,8 @@
     runner actor ─► pack_rows ─► object store ─────────────────────────────► rank: with_tokens ─► [b, T] tensors
          └────────► lengths, rewards ─► driver: a batch with `STORED_ROWS` ─────┘
 
-The driver plans with lengths only. Invariant: `with_tokens` makes the tensors that the driver would have made, bit for
+Log-probabilities that ranks compute stay in the object store too, and the batch has lists of `StoredScores`. The driver
+plans with lengths only. Invariant: `with_tokens` makes the tensors that the driver would have made, bit for
 bit, so nothing after it knows where tokens were.
 """
 
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.errors import DeadlineExceededError
@@ -29,6 +31,11 @@ NUM_WRITTEN = "num_written_tokens"
 """Key of such a batch: `[B]` int64, tokens that the policy wrote."""
 SAMPLE_ADVANTAGES = "sample_advantages"
 """Key of such a batch: `[B]` float32, the advantage of all counted tokens of a row; absent before the credit stage."""
+NUM_STALE = "num_stale_tokens"
+"""Key of such a batch: `[B]` int64, position after the last token that older weights wrote; absent if there are none.
+Weights only become newer, so the tokens that the policy wrote before it are all stale."""
+SCORE_KEYS = ("prev_logprobs", "reference_policy_logprobs")
+"""Keys that have a list of B `StoredScores` in such a batch, or None for a row whose scores are the engine's."""
 TOKEN_KEYS = ("input_ids", "token_mask", "generation_logprobs", "advantages")
 FETCH_S = 600.0
 """Seconds to get the rows of a rank from the object store."""
@@ -51,6 +58,28 @@ class PackedRows:
     is_written: NDArray[np.bool_]
     logprobs: NDArray[np.float32]
     texts: NDArray[np.uint8]
+
+    def start_of(self, index: int) -> int:
+        """Return the position of the first token of a row."""
+        return self.ends[index - 1] if index else 0
+
+    def messages_of(self, index: int) -> list[Any]:
+        """Return the messages of a row without tokens: `role` and `content`."""
+        texts: list[list[Any]] = pickle.loads(self.texts)
+        return texts[index]
+
+
+@dataclass(frozen=True)
+class StoredScores:
+    """Log-probabilities of a row in the object store.
+
+    Attributes:
+        scores: reference of `[N]` float32, the scores of some rows end to end.
+        start: position of the row's first token there.
+    """
+
+    scores: "ray.ObjectRef[NDArray[np.float32]]"
+    start: int
 
 
 class SharedPrompt(NamedTuple):
@@ -100,15 +129,6 @@ def pack_rows(message_logs: Sequence[Sequence[Any]]) -> PackedRows:
     )
 
 
-def texts_of(rows: "ray.ObjectRef[PackedRows]", index: int) -> list[Any]:
-    """Return the messages of a stored row without tokens: `role` and `content`."""
-    import ray  # deferred: ranks without a Ray of their own load this file
-
-    packed: PackedRows = ray.get(rows, timeout=FETCH_S)
-    texts: list[list[Any]] = pickle.loads(packed.texts)
-    return texts[index]
-
-
 def shared_prompts(packed: PackedRows) -> list[SharedPrompt]:
     """Return what each row may share with others."""
     prompts = []
@@ -126,7 +146,7 @@ def with_tokens(batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
 
     Returns:
         The batch with `input_ids` `[b, T]` int64, `token_mask` and `generation_logprobs` `[b, T]` float32 and, after
-        the credit stage, `advantages` `[b, T]` float32.
+        their stages, `advantages`, `prev_logprobs` and `reference_policy_logprobs` `[b, T]` float32.
 
     Raises:
         DeadlineExceededError: the object store does not give the rows within `FETCH_S`.
@@ -139,31 +159,60 @@ def with_tokens(batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
     input_ids = np.full(shape, stored[0].pad_token_id, dtype=np.int64)
     token_mask = np.zeros(shape, dtype=np.float32)
     logprobs = np.zeros(shape, dtype=np.float32)
-    packed = _fetched(stored)
+    packed = fetched([row.rows for row in stored])
     for row, (reference, length) in enumerate(zip(stored, batch["input_lengths"].tolist(), strict=True)):
         rows = packed[reference.rows]
-        start = rows.ends[reference.index - 1] if reference.index else 0
+        start = rows.start_of(reference.index)
         input_ids[row, :length] = rows.token_ids[start : start + length]
         token_mask[row, :length] = rows.is_written[start : start + length]
         logprobs[row, :length] = rows.logprobs[start : start + length]
-    kept = {key: value for key, value in batch.items() if key not in (STORED_ROWS, NUM_WRITTEN, SAMPLE_ADVANTAGES)}
-    whole: BatchedDataDict[Any] = BatchedDataDict(kept)
+    replaced = (STORED_ROWS, NUM_WRITTEN, NUM_STALE, SAMPLE_ADVANTAGES, *SCORE_KEYS)
+    whole: BatchedDataDict[Any] = BatchedDataDict({key: batch[key] for key in batch if key not in replaced})
     whole["input_ids"] = torch.from_numpy(input_ids)
     whole["token_mask"] = torch.from_numpy(token_mask)
     whole["generation_logprobs"] = torch.from_numpy(logprobs)
+    for name in SCORE_KEYS:
+        if name in batch:
+            whole[name] = torch.from_numpy(_scores(batch[name], batch["input_lengths"].tolist(), logprobs))
     if SAMPLE_ADVANTAGES in batch:
         counted_BT = whole["token_mask"] * batch["sample_mask"][:, None]
         whole["advantages"] = torch.where(counted_BT != 0, batch[SAMPLE_ADVANTAGES][:, None], 0.0)
     return whole
 
 
-def _fetched(stored: Sequence[StoredRow]) -> dict["ray.ObjectRef[PackedRows]", PackedRows]:
-    import ray  # deferred: see `texts_of`
+def _scores(
+    stored: Sequence[StoredScores | None], lengths: Sequence[int], of_engines: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """Return the scores of rows `[b, T]`; those of the engines `of_engines` `[b, T]` where none are stored."""
+    found = fetched([row.scores for row in stored if row is not None])
+    scores = of_engines.copy()
+    for row, (reference, length) in enumerate(zip(stored, lengths, strict=True)):
+        if reference is not None:
+            scores[row, :length] = found[reference.scores][reference.start : reference.start + length]
+    return scores
 
-    references = list(dict.fromkeys(row.rows for row in stored))
+
+def stale_of(batch: BatchedDataDict[Any]) -> Tensor | None:
+    """Mark the tokens of stored rows that older weights wrote: `[b, T]` bool, where only written tokens have a meaning.
+
+    None if the batch has no stale token.
+    """
+    if NUM_STALE not in batch:
+        return None
+    positions_T = torch.arange(batch[STORED_ROWS][0].width)
+    return positions_T[None] < batch[NUM_STALE][:, None]
+
+
+def fetched[T](references: "Sequence[ray.ObjectRef[T]]") -> "dict[ray.ObjectRef[T], T]":
+    """Get objects from the object store, by reference; errors as `with_tokens`."""
+    if not references:
+        return {}  # Ray need not run
+    import ray  # deferred: ranks without a Ray of their own load this file
+
+    wanted = list(dict.fromkeys(references))
     try:
-        return dict(zip(references, ray.get(references, timeout=FETCH_S), strict=True))
+        return dict(zip(wanted, ray.get(wanted, timeout=FETCH_S), strict=True))
     except ray.exceptions.GetTimeoutError as error:
         raise DeadlineExceededError(
-            f"{len(references)} groups of answers did not arrive from the object store within {FETCH_S:g} s."
+            f"{len(wanted)} groups of answers did not arrive from the object store within {FETCH_S:g} s."
         ) from error

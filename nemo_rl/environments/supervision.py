@@ -93,6 +93,8 @@ class SupervisedActor:
             WorkerDiedError: Its constructor raised, or took longer than `start_timeout_s`.
             RayActorError: The process died while it started.
         """
+        if incarnation.process is not None:
+            return
         try:
             incarnation.process = await answer_of(incarnation.ready, self._start_timeout_s)
         except TimeoutError as error:

@@ -186,6 +186,10 @@ class RolloutRunner:
             task.wait(self.group_limit_s)
         self._started.clear()
 
+    def keep(self, rollouts: Rollouts) -> Rollouts:
+        """Return a group of a checkpoint as this runner would give it after playing it."""
+        return rollouts
+
     def busy_seconds(self) -> BusySeconds:
         """Return the time during which engines and environments have worked."""
         return BusySeconds(self._generation.busy_seconds(), self._samples.environments_busy.seconds)

@@ -32,6 +32,7 @@ OVERRIDES = (
     "cluster.timeouts.weight_sync_s=25",
     "cluster.timeouts.engine_silence_s=10",
     "cluster.timeouts.environment_s=10",
+    "cluster.timeouts.rollout_runner_silence_s=10",
     "env.math.timeout_s=5",
     "logger.tensorboard_enabled=false",
 )

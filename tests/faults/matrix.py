@@ -8,18 +8,23 @@ import itertools
 from dataclasses import dataclass
 from enum import StrEnum
 
+_AHEAD = (
+    "grpo.overlap.mode=ahead",
+    "grpo.overlap.order=in_order",
+    "grpo.overlap.in_flight_weight_updates=false",
+    "grpo.overlap.max_age_steps=2",
+)
+_RUNNER = ("cluster.rollout_runners=1",)
 MODES: dict[str, tuple[str, ...]] = {
     "none": (),
     "stream": ("grpo.overlap.mode=stream",),
-    "ahead": (
-        "grpo.overlap.mode=ahead",
-        "grpo.overlap.order=in_order",
-        "grpo.overlap.in_flight_weight_updates=false",
-        "grpo.overlap.max_age_steps=2",
-    ),
+    "ahead": _AHEAD,
+    "runner": _RUNNER,
+    "runner-ahead": (*_RUNNER, *_AHEAD),
 }
-"""How sampling and training overlap, with the overrides; `ahead` with the schedule that repeats itself bit for bit."""
-VICTIMS = ("driver", "policy rank", "engine", "environment", "grading process", "raylet", "gcs")
+"""How sampling and training overlap, and who plays rollouts, with the overrides; `ahead` with the schedule that repeats
+itself bit for bit."""
+VICTIMS = ("driver", "policy rank", "engine", "environment", "grading process", "rollout runner", "raylet", "gcs")
 PHASES = ("sync", "sampling", "training", "validating", "saving")
 SIGNALS = ("SIGKILL", "SIGSTOP")
 
@@ -85,6 +90,14 @@ ROWS: dict[tuple[str, str], Row] = {
     ("grading process", "SIGSTOP"): Row(
         Promise.SURVIVES, "", "after `timeout_s` of the environment; then as after SIGKILL"
     ),
+    ("rollout runner", "SIGKILL"): Row(
+        Promise.SURVIVES, r"The actor of rollout runner '0' ended", "another actor plays its open groups again"
+    ),
+    ("rollout runner", "SIGSTOP"): Row(
+        Promise.SURVIVES,
+        r"The actor of rollout runner '0' ended \(no sign of life for 10 s",
+        "after `rollout_runner_silence_s`; then as after SIGKILL",
+    ),
     ("raylet", "SIGKILL"): Row(
         Promise.ENDS,
         r"The node manager of this run's Ray \(raylet, pid \d+\) was killed by SIGKILL",
@@ -130,11 +143,24 @@ _OVERLAPPED = ("driver", "policy rank", "engine", "environment"), ("sampling", "
 """Faults that also hit work of the other side, or groups that wait, in the modes that overlap."""
 _STOPPED = ("policy rank", "engine"), ("training",), ("SIGSTOP",)
 
-CELLS = [Cell(*fault) for fault in itertools.product(VICTIMS, PHASES, SIGNALS)]
+_WITH_RUNNER = ("rollout runner", "engine", "policy rank"), ("sampling", "training", "saving"), ("SIGKILL",)
+"""Faults that also hit runners while they sample ahead."""
+
+
+def _mode(victim: str) -> str:
+    return "runner" if victim == "rollout runner" else "none"
+
+
+CELLS = [Cell(*fault, _mode(fault[0])) for fault in itertools.product(VICTIMS, PHASES, SIGNALS)]
 CELLS += [
     Cell(*fault, mode)
     for mode in ("stream", "ahead")
     for fault in (*itertools.product(*_OVERLAPPED), *itertools.product(*_STOPPED))
+]
+CELLS += [Cell(*fault, "runner-ahead") for fault in itertools.product(*_WITH_RUNNER)]
+CELLS += [
+    Cell("rollout runner", "training", "SIGSTOP", "runner-ahead"),
+    Cell("engine", "sampling", "SIGSTOP", "runner"),
 ]
 IN_CI = [
     Cell("policy rank", "training", "SIGKILL"),

@@ -118,6 +118,17 @@ def test_colocated_engines_run_on_both_nodes(start_example: StartExample, one_no
     assert [metrics["train", step, "reward"] for step in (1, 2)] == [one_node["train", s, "reward"] for s in (1, 2)]
 
 
+def test_runners_on_both_nodes_sample_what_the_driver_samples(
+    start_example: StartExample, one_node: Metrics, nodes: RayNodes
+) -> None:
+    runners = ("cluster.rollout_runners=2", "checkpointing.enabled=false")
+    run = start(start_example, {"RAY_ADDRESS": nodes.address}, 4, "cluster.num_nodes=2", *APART, *runners)
+    assert run.finish() == 0, run.log()[-3000:]
+    metrics = of_training(read_metrics(run.log_dir))
+    rewards = [metrics["train", step, "reward"] for step in range(1, 5)]
+    assert rewards == [one_node["train", step, "reward"] for step in range(1, 5)]
+
+
 def test_a_full_disk_loses_only_unsaved_steps(start_example: StartExample, nodes: RayNodes, tmp_path: Path) -> None:
     with small_disk(tmp_path, "90m") as disk:
         checkpoints = disk / "checkpoints"

@@ -108,6 +108,10 @@ class _Engines:
     def __init__(self, workers: list[Any]) -> None:
         self.workers = workers
 
+    def slot(self, worker_idx: int) -> SimpleNamespace:
+        """Return a worker without a known place."""
+        return SimpleNamespace(identity=None)
+
 
 def peak_mib() -> float:
     """Return the largest private memory of this process, MiB; shared memory is left out."""

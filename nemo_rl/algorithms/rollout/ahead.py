@@ -21,6 +21,7 @@ from nemo_rl.config import OverlapConfig, RolloutTrainingConfig
 from nemo_rl.data.prompt_stream import DataExhausted, PromptBatch, PromptPosition
 from nemo_rl.experience.event_loop import BackgroundTask, wait_for_any
 from nemo_rl.experience.rollouts import RolloutKey
+from nemo_rl.experience.runners.stored import whole
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.utils.errors import DeadlineExceededError, GenerationError
 
@@ -84,15 +85,15 @@ class OpenGroup:
             "number": self.number,
             "last_step": self.last_step,
             "position": list(self.position),
-            "trajectories": [trajectory.state_dict() for trajectory in rollouts.trajectories],
+            "trajectories": [trajectory.state_dict() for trajectory in whole(rollouts.trajectories)],
             "metrics": rollouts.metrics,
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> "OpenGroup":
-        """Rebuild a group from its `state_dict`."""
+    def from_state(cls, state: Mapping[str, Any], keep: Callable[[Rollouts], Rollouts]) -> "OpenGroup":
+        """Rebuild a group from its `state_dict`; `keep` as `RolloutRunner.keep`."""
         samples = [Trajectory.from_state(sample) for sample in state["trajectories"]]
-        rollouts = Rollouts(samples, dict(state["metrics"]))
+        rollouts = keep(Rollouts(samples, dict(state["metrics"])))
         return cls(state["number"], state["last_step"], PromptPosition(*state["position"]), rollouts=rollouts)
 
 
@@ -260,7 +261,7 @@ class AheadRollouts:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the groups of a checkpoint; prompts that were drawn and not started are handed out again."""
-        self._open = [OpenGroup.from_state(group) for group in state["groups"]]
+        self._open = [OpenGroup.from_state(group, self.fresh.runner.keep) for group in state["groups"]]
         self._drawn.clear()
         self._num_batches, self._num_started = state["num_batches"], state["num_started"]
         self.fresh.prompts.claim(group.position for group in self._open)

@@ -17,16 +17,16 @@ from torch import Tensor
 
 from nemo_rl.algorithms.rollout.refit import Refitter
 from nemo_rl.algorithms.rollout.source import Group, RolloutSource, numbered
-from nemo_rl.algorithms.rollout.staleness import age_metrics, check_staleness, stale_tokens
+from nemo_rl.algorithms.rollout.staleness import age_metrics, check_staleness, num_stale_tokens, stale_tokens
 from nemo_rl.algorithms.rollout.sync_probe import SyncProbe
 from nemo_rl.algorithms.runtime.run import Phase, StepBatch
 from nemo_rl.data.model_rows import ROW_INPUTS, RowInputs, completed
 from nemo_rl.data.prompt_stream import PromptStream
-from nemo_rl.data.stored_rows import NUM_WRITTEN, STORED_ROWS
+from nemo_rl.data.stored_rows import NUM_STALE, NUM_WRITTEN, STORED_ROWS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.idle_shares import IdleShares
 from nemo_rl.experience.metrics import rollout_metrics
-from nemo_rl.experience.runners.stored import lay_out
+from nemo_rl.experience.runners.stored import lay_out, whole
 from nemo_rl.experience.trajectory import Outcome, Trajectory, is_right
 from nemo_rl.experience.trajectory_log import TrajectoryLog
 from nemo_rl.losses.mismatch import after_mask, sequence_error_metrics, sequence_errors
@@ -86,7 +86,7 @@ class RolloutBatches:
         tensors = self._layout(trajectories)
         version, max_staleness = self._refitter.weight_version, self.rollouts.max_staleness
         check_staleness(trajectories, version, max_staleness)
-        stale_BT = stale_tokens(trajectories, version)
+        stale_BT = mark_stale(tensors, trajectories, version)
         self._probe.check(tensors, stale_BT)
         overlap = age_metrics(trajectories, version) | _discarded(given) if max_staleness else {}
         return StepBatch(
@@ -107,6 +107,16 @@ class RolloutBatches:
         """See `BatchSource.trained`."""
         self._trajectory_log.write_training(step, batch.trajectories, batch.tensors)
         self._prompts.acknowledge(batch.prompts)
+
+
+def mark_stale(tensors: BatchedDataDict[Any], trajectories: Sequence[Trajectory], version: int) -> Tensor | None:
+    """Return `stale_tokens`; for stored rows write `NUM_STALE` into the batch instead."""
+    if STORED_ROWS not in tensors:
+        return stale_tokens(trajectories, version)
+    num_stale_B = num_stale_tokens(trajectories, version)
+    if num_stale_B is not None:
+        tensors[NUM_STALE] = num_stale_B
+    return None
 
 
 def _discarded(groups: Sequence[Group]) -> dict[str, float]:
@@ -139,16 +149,18 @@ def build_training_batch(
     """Lay trajectories out as tensors.
 
     Args:
-        trajectories: B rollouts. If their tokens are stored elsewhere, so are those of the batch (`data.stored_rows`).
+        trajectories: B rollouts. If the tokens of all are stored elsewhere, so are those of the batch
+            (`data.stored_rows`).
         pad_token_id: id written after the end of a sample.
         mask_truncated: exclude samples that hit a length limit from the loss (overlong filtering).
         needs_reward: exclude samples without a reward from the loss.
     """
     weights_B = torch.tensor([_weight(t, mask_truncated, needs_reward) for t in trajectories])
-    if trajectories[0].stored is not None:
+    if all(trajectory.stored is not None for trajectory in trajectories):
         rows = lay_out(trajectories, pad_token_id)
         rows["sample_mask"] = weights_B
         return rows
+    trajectories = whole(trajectories)
     lengths = [trajectory.length for trajectory in trajectories]
     shape = (len(lengths), max(lengths))
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
@@ -185,9 +197,14 @@ def _weight(trajectory: Trajectory, mask_truncated: bool, needs_reward: bool) ->
 
 def num_counted_samples(batch: BatchedDataDict[TrainingBatch]) -> int:
     """Count the samples of a batch that have a token that counts in the loss."""
+    return int(_counted_samples(batch).sum())
+
+
+def _counted_samples(batch: BatchedDataDict[TrainingBatch]) -> Tensor:
+    """Return `[B]` bool: samples with a token that counts in the loss."""
     if STORED_ROWS in batch:
-        return int(((batch[NUM_WRITTEN] > 0) & (batch["sample_mask"] != 0)).sum())
-    return int(_counted(batch).any(1).sum())
+        return (batch[NUM_WRITTEN] > 0) & (batch["sample_mask"] != 0)
+    return _counted(batch).any(1)
 
 
 def mask_mismatched_sequences(
@@ -209,10 +226,17 @@ def mask_mismatched_sequences(
     """
     counted_BT = _counted(batch)
     errors_B = sequence_errors(batch["prev_logprobs"][:, 1:], batch["generation_logprobs"][:, 1:], counted_BT)
+    return mask_sequences(batch, errors_B, rewards, threshold)
+
+
+def mask_sequences(
+    batch: BatchedDataDict[TrainingBatch], errors_B: Tensor, rewards: Sequence[float | None], threshold: float | None
+) -> dict[str, float]:
+    """Do as `mask_mismatched_sequences`, with the errors of the samples."""
     exceeds_B = errors_B > (math.inf if threshold is None else threshold)
-    before = _error_metrics(errors_B, counted_BT.any(1))
+    before = _error_metrics(errors_B, _counted_samples(batch))
     batch["sample_mask"] = batch["sample_mask"] * (~exceeds_B)
-    after = _error_metrics(errors_B, _counted(batch).any(1))
+    after = _error_metrics(errors_B, _counted_samples(batch))
     right_B = torch.tensor([is_right(reward) for reward in rewards])
     num_masked = float(exceeds_B.sum())
     return before | after_mask(after) | masked_metrics(num_masked, float((right_B & exceeds_B).sum()))

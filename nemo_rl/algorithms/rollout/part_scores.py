@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl.data.model_rows import ROW_INPUTS
+from nemo_rl.data.stored_rows import STORED_ROWS, StoredScores
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.policy.interfaces import (
     LogprobOutputSpec,
@@ -33,9 +34,16 @@ class PartScores:
 
     Attributes:
         rows: for each name of an output, the values of each row without padding.
+        stored: for rows in the object store, by `of_reference` and place, what `ScoringModel.keep_logprobs` returned.
     """
 
     rows: dict[str, dict[RowKey, Tensor]] = field(default_factory=dict)
+    stored: dict[tuple[bool, Any, int], tuple[StoredScores | None, float]] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Forget all scores."""
+        self.rows.clear()
+        self.stored.clear()
 
     def keep[SpecT: Mapping[str, Any]](
         self, data: BatchedDataDict[Any], scored: BatchedDataDict[SpecT]
@@ -107,6 +115,15 @@ class ScoringParts:
         """See `ScoringModel.get_topk_logits`."""
         return self.scores.keep(data, self.model.get_topk_logits(data, k, vocab_size=vocab_size))
 
+    def keep_logprobs(
+        self, data: BatchedDataDict[Any], *, of_reference: bool = False
+    ) -> tuple[list[StoredScores | None], Tensor]:
+        """See `ScoringModel.keep_logprobs`."""
+        places, errors_B = self.model.keep_logprobs(data, of_reference=of_reference)
+        for row, place, error in zip(data[STORED_ROWS], places, errors_B.tolist(), strict=True):
+            self.scores.stored[of_reference, row.rows, row.index] = (place, error)
+        return places, errors_B
+
 
 @dataclass(frozen=True)
 class KeptScores:
@@ -131,3 +148,10 @@ class KeptScores:
     ) -> BatchedDataDict[TopkLogitsOutputSpec]:
         """See `ScoringModel.get_topk_logits`."""
         return self.scores.of(data, "topk_logits", "topk_indices")
+
+    def keep_logprobs(
+        self, data: BatchedDataDict[Any], *, of_reference: bool = False
+    ) -> tuple[list[StoredScores | None], Tensor]:
+        """See `ScoringModel.keep_logprobs`."""
+        kept = [self.scores.stored[of_reference, row.rows, row.index] for row in data[STORED_ROWS]]
+        return [place for place, _ in kept], torch.tensor([error for _, error in kept])

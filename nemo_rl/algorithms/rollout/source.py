@@ -22,6 +22,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.event_loop import BackgroundTask
 from nemo_rl.experience.metrics import mean_metrics
 from nemo_rl.experience.rollouts import RolloutKey, RolloutRunner
+from nemo_rl.experience.runners.stored import whole
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.utils.errors import NothingToLearnError
@@ -112,7 +113,7 @@ class SampledGroups:
             {
                 "order": list(group.order),
                 "prompt": None if group.prompt is None else list(group.prompt),
-                "trajectories": [trajectory.state_dict() for trajectory in group.trajectories],
+                "trajectories": [trajectory.state_dict() for trajectory in whole(group.trajectories)],
             }
             for group in self.groups
         ]

@@ -82,6 +82,16 @@ def stale_tokens(trajectories: Sequence[Trajectory], version: int) -> Tensor | N
     return stale_BT
 
 
+def num_stale_tokens(trajectories: Sequence[Trajectory], version: int) -> Tensor | None:
+    """Return `stale_tokens` in short: `[B]` int64, the position after the last stale token; None if there are none."""
+    ends = []
+    for trajectory in trajectories:
+        fresh = (span.start for span in trajectory.weight_versions if span.version >= version)
+        is_stale = age(trajectory, version) > 0
+        ends.append(next(fresh, trajectory.length) if is_stale else 0)
+    return torch.tensor(ends) if any(ends) else None
+
+
 def age_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
     """Return mean and maximum over trajectories of the age of the oldest weights that wrote them, in versions."""
     ages = [age(trajectory, version) for trajectory in trajectories]

@@ -146,7 +146,7 @@ class StreamedRollouts:
         changed = sorted({sample.task_name for sample, reward in self._rewards if sample.reward != reward})
         self._rewards = []
         for scores in self.scores:
-            scores.rows.clear()
+            scores.clear()
         if changed:
             raise ConfigError(
                 f"The environments {changed} correct rewards when all groups of a step are finished, but "

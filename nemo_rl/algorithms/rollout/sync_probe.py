@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl.algorithms.rollout.refit import Refitter
-from nemo_rl.data.stored_rows import STORED_ROWS, with_tokens
+from nemo_rl.data.stored_rows import STORED_ROWS, stale_of, with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.ratios import bounded_exp
 from nemo_rl.models.generation.engine_group import EngineGroup
@@ -77,7 +77,8 @@ class SyncProbe:
         if self._max_error is None or self._membership == membership:
             return
         if STORED_ROWS in batch:
-            batch, stale_BT = with_tokens(batch.slice(0, _STORED_ROWS_COMPARED)), None
+            first = batch.slice(0, _STORED_ROWS_COMPARED)
+            batch, stale_BT = with_tokens(first), stale_of(first)
         if stale_BT is not None:
             batch = BatchedDataDict({**batch, "token_mask": batch["token_mask"] * ~stale_BT})
         if not batch["token_mask"].any():

@@ -1,9 +1,7 @@
 """Rules on sampling and training at the same time."""
 
-from nemo_rl.config.base.part_names import is_own_class
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
-from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
 from nemo_rl.config.schema.algorithms.overlap import AsyncRLConfig
 from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
@@ -78,50 +76,33 @@ def needs_whole_steps(algorithm: RolloutTrainingConfig, policy: PolicyConfig) ->
 
 
 def check_rollout_runners(
-    section: str,
-    algorithm: RolloutTrainingConfig,
-    policy: PolicyConfig,
-    cluster: ClusterConfig,
-    loss: ClippedPGLossConfig | None = None,
+    algorithm: RolloutTrainingConfig | None, policy: PolicyConfig | None, cluster: ClusterConfig
 ) -> Findings:
-    """Check that the driver needs no tokens: advantages follow from rewards, and no score passes through it.
+    """Check that runners can play the rollouts: GRPO with advantages that follow from rewards alone.
 
     Args:
-        section: name of the algorithm's section.
-        algorithm: the section.
+        algorithm: the section of the algorithm; None for a run that does not train on rollouts, such as an evaluation.
         policy: the section of the policy.
         cluster: the machines.
-        loss: the loss; None for an algorithm other than GRPO.
     """
     if not cluster.rollout_runners:
         return
     set_to = f"cluster.rollout_runners={cluster.rollout_runners}"
-    if not isinstance(algorithm, GRPOConfig) or loss is None:
+    if not isinstance(algorithm, GRPOConfig):
         yield f"{set_to} works with GRPO only. Use 0."
         return
-    samples = algorithm.num_prompts_per_step * algorithm.num_generations_per_prompt
     name = algorithm.adv_estimator.name
-    reasons = {
-        f"{section}.overlap.mode=ahead stores groups in checkpoints": algorithm.overlap.mode == "ahead",
-        f"policy.train_global_batch_size={policy.train_global_batch_size} makes several updates of the {samples} "
-        "answers of a step, which need log-probabilities": policy.train_global_batch_size != samples,
-        f"{section}.adv_estimator.name={name} has advantages of tokens": name not in ("grpo", "dr_grpo", "rloo"),
-        f"{section}.seq_logprob_error_threshold needs log-probabilities": (
-            algorithm.seq_logprob_error_threshold is not None
-        ),
-        f"loss_fn.reference_policy_kl_penalty={loss.reference_policy_kl_penalty:g} needs log-probabilities": (
-            loss.reference_policy_kl_penalty != 0
-        ),
-        f"loss_fn.name={loss.name} needs log-probabilities": is_own_class(loss.name),
-    }
-    if policy.generation is not None and policy.generation.num_engines_file is not None:
+    if name not in ("grpo", "dr_grpo", "rloo"):
+        yield (
+            f"{set_to} keeps tokens out of the driver, but grpo.adv_estimator.name={name} has advantages of tokens. "
+            "Use 0, or grpo, dr_grpo or rloo."
+        )
+    generation = policy.generation if policy else None
+    if generation is not None and generation.num_engines_file is not None:
         yield (
             f"{set_to} gives each runner engines of its own, so none can leave or join "
-            f"(policy.generation.num_engines_file={policy.generation.num_engines_file}). Set one of them to 0 or null."
+            f"(policy.generation.num_engines_file={generation.num_engines_file}). Set one of them to 0 or null."
         )
-    for reason, holds in reasons.items():
-        if holds:
-            yield f"{set_to} keeps tokens out of the driver, but {reason}. Use 0."
 
 
 def check_one_overlap(grpo: GRPOConfig, async_rl: AsyncRLConfig | None) -> Findings:

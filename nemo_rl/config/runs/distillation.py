@@ -71,7 +71,7 @@ class DistillationMasterConfig(RolloutMasterConfig):
             super().findings(),
             check_source_of_distillation(self.distillation.rollout_source),
             check_overlap("distillation", self.distillation, self.policy, self.cluster),
-            check_rollout_runners("distillation", self.distillation, self.policy, self.cluster),
+            check_rollout_runners(self.distillation, self.policy, self.cluster),
             check_teacher(self.teacher),
             check_batches("distillation", self.distillation, self.policy, self.policy_cluster),
             check_lengths(self.policy, self.data),

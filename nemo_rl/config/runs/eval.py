@@ -12,6 +12,7 @@ from nemo_rl.config.rules.engines import check_engines
 from nemo_rl.config.rules.evaluation import check_eval_data, check_sampling, is_local_dataset
 from nemo_rl.config.rules.files import PathKey, tokenizer_paths
 from nemo_rl.config.rules.named_parts import check_venvs
+from nemo_rl.config.rules.overlap import check_rollout_runners
 from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.config.schema.algorithms.evaluation import (
     EvalConfig,
@@ -79,5 +80,6 @@ class EvalMasterConfig(RunConfig):
             check_engines("generation", self.generation, ranks, f"cluster.{key}"),
             check_sampling(self.eval, self.generation, self.data),
             check_eval_data(self.data, self.env),
+            check_rollout_runners(None, None, self.cluster),
             check_venvs(self.cluster, {"generation", self.data.env_name, *self.env}),
         )

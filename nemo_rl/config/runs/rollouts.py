@@ -162,7 +162,7 @@ class GRPOMasterConfig(RolloutMasterConfig):
             check_lengths(self.policy, self.data),
             check_grpo(self.grpo),
             check_overlap("grpo", self.grpo, self.policy, self.cluster),
-            check_rollout_runners("grpo", self.grpo, self.policy, self.cluster, self.loss_fn),
+            check_rollout_runners(self.grpo, self.policy, self.cluster),
             check_one_overlap(self.grpo, self.async_rl),
             check_advantages(self.grpo, self.loss_fn),
             check_early_stop("grpo", self.grpo),

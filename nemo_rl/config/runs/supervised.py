@@ -8,6 +8,7 @@ from pydantic import Field
 
 from nemo_rl.config.base.names import FEEDBACK_DATASET_NAMES, PREFERENCE_DATASET_NAMES, RESPONSE_DATASET_NAMES
 from nemo_rl.config.rules.broken_rules import Findings
+from nemo_rl.config.rules.overlap import check_rollout_runners
 from nemo_rl.config.rules.supervised import (
     check_best_metric,
     check_datasets,
@@ -89,6 +90,7 @@ class SupervisedMasterConfig(MasterConfig):
         """See `MasterConfig.findings`."""
         return chain(
             super().findings(),
+            check_rollout_runners(None, None, self.cluster),
             check_supervised(self.section, self.algorithm, self.policy, self.data, self.policy_cluster),
             check_best_metric(self.checkpointing, self.data),
         )

@@ -38,6 +38,9 @@ class TimeoutsConfig(Section):
     engine_silence_s: PositiveFloat = 300.0
     """Seconds that a generation engine with open requests may stay silent, four times this while its process computes.
     Then the engine is stopped and replaced like a crashed one."""
+    rollout_runner_silence_s: PositiveFloat = 120.0
+    """Seconds that a rollout runner may give no sign of life. Then it is stopped and replaced like a crashed one, and
+    its open groups are played again."""
     train_s: PositiveFloat = 3600.0
     """Seconds for one training or logprob call."""
     weight_sync_s: PositiveFloat = 600.0
@@ -104,7 +107,7 @@ class ClusterConfig(Section):
     rollout_runners: NonNegativeInt = 0
     """Actors, spread over the nodes, that play rollouts; 0: the driver does. With runners, tokens and texts stay in
     Ray's object store, and the driver sees lengths, rewards and versions. Each runner has engines and environment
-    processes of its own. For GRPO with one update per step, see docs/design-docs/rollout-runners.md."""
+    processes of its own. For GRPO, see docs/design-docs/rollout-runners.md."""
     venvs: dict[str, VenvConfig] = Field(default_factory=dict)
     """Separate Python environments, for `policy` (with a teacher), `generation` or an environment by its name in env;
     all other workers use the driver's interpreter."""

@@ -8,6 +8,7 @@ Invariant: an engine gets requests from one runner only, because its results are
 """
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ from nemo_rl.experience.runners.engine_workers import EngineWorkers, RunnerEngin
 from nemo_rl.experience.runners.stored import split
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.models.generation.interfaces import SamplingParams
+
+_LOOK_S = 0.1
+"""Seconds between two looks for lost engines."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +108,8 @@ class RunnerActor:
         num_generations: int,
         sampling: SamplingParams,
         key: RolloutKey,
-        weight_version: int,
         keeps_texts: bool,
+        weight_version: int,
     ) -> tuple[Summary, PackedRows | None]:
         """Play the group of one prompt.
 
@@ -114,8 +118,8 @@ class RunnerActor:
             num_generations: samples.
             sampling: how to sample.
             key: as `RolloutRunner.play_group`.
-            weight_version: version of the engines' weights.
             keeps_texts: as `stored.split`.
+            weight_version: version of the engines' weights.
 
         Returns:
             The summary, and the tokens with the texts; None for a validation, whose samples the driver gets whole.
@@ -132,13 +136,20 @@ class RunnerActor:
         samples, packed = split(played.trajectories, keeps_texts=keeps_texts)
         return Summary(Rollouts(samples, played.metrics), busy), packed
 
-    async def lost_engine(self, timeout_s: float) -> bool:
-        """Wait until an engine has to be replaced; return False if none has after `timeout_s`."""
-        return await asyncio.to_thread(self._workers.wait_for_loss, timeout_s)
+    async def lost_engines(self, timeout_s: float) -> list[int]:
+        """Wait until engines have to be replaced; the driver also takes the answer as a sign of life.
 
-    def replace_engines(self, workers: Sequence[Any]) -> None:
-        """Take new actors for engines that died; they have the current weights."""
-        self._workers.replace(workers)
+        Returns:
+            Positions of their workers in `RunnerSettings.engines`; empty if there are none after `timeout_s`.
+        """
+        end = time.monotonic() + timeout_s
+        while not (lost := self._workers.lost) and time.monotonic() < end:
+            await asyncio.sleep(_LOOK_S)
+        return lost
+
+    async def replace_engines(self, workers: Sequence[Any], lost: Sequence[int]) -> None:
+        """Take the current workers; those at the positions `lost` are new and have the current weights."""
+        self._workers.replace(workers, lost)
 
     def shutdown(self) -> None:
         """Stop the environments."""

@@ -1,7 +1,7 @@
 """The engines of a runner actor: their workers' actors, which the driver replaces when one dies.
 
 runner: EngineGroup finds a dead engine ─► restart_workers ─► waits
-driver: lost_engine ─► replaces the engine, loads its weights ─► replace ─► the runner sends its requests again
+driver: lost_engines ─► replaces the engine, loads its weights ─► replace ─► the runner sends its requests again
 """
 
 import itertools
@@ -29,8 +29,13 @@ class EngineWorkers:
     def __init__(self, workers: Sequence[Any]) -> None:
         self.workers = list(workers)
         self._changed = threading.Condition()
-        self._num_waiting = 0
-        self._num_replaced = 0
+        self._lost: set[int] = set()
+
+    @property
+    def lost(self) -> list[int]:
+        """Positions of the workers that are to be replaced."""
+        with self._changed:
+            return sorted(self._lost)
 
     def run_single_worker_single_data(self, method_name: str, worker_idx: int, *args: Any) -> Any:
         """Call a method of a worker; see `RayWorkerGroup`."""
@@ -42,28 +47,22 @@ class EngineWorkers:
         Raises:
             DeadlineExceededError: it takes longer than `timeout_s`.
         """
+        waited = set(worker_idxs)
         with self._changed:
-            before = self._num_replaced
-            self._num_waiting += 1
-            self._changed.notify_all()
-            in_time = self._changed.wait_for(lambda: self._num_replaced > before, timeout_s)
-            self._num_waiting -= 1
+            self._lost |= waited
+            in_time = self._changed.wait_for(lambda: self._lost.isdisjoint(waited), timeout_s)
+            self._lost -= waited
         if not in_time:
             raise DeadlineExceededError(
                 f"The engine workers {list(worker_idxs)} of this runner were not replaced within {timeout_s:g} s "
                 "(cluster.timeouts: setup_s + weight_sync_s)."
             )
 
-    def wait_for_loss(self, timeout_s: float) -> bool:
-        """Wait until an engine is to be replaced; return False if none is after `timeout_s`."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._num_waiting > 0, timeout_s)
-
-    def replace(self, workers: Sequence[Any]) -> None:
-        """Take the current actors of all engines."""
+    def replace(self, workers: Sequence[Any], lost: Sequence[int]) -> None:
+        """Take the current actors of all engines; those of `lost` are new."""
         with self._changed:
             self.workers[:] = workers
-            self._num_replaced += 1
+            self._lost -= set(lost)
             self._changed.notify_all()
 
     def explain_failure(self, error: Exception, worker_idx: int, phase: str) -> Exception:

@@ -6,8 +6,9 @@ group; the driver owns the references, so they outlive the runner.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from nemo_rl.data.interfaces import Message
@@ -17,12 +18,15 @@ from nemo_rl.data.stored_rows import (
     PackedRows,
     SharedPrompt,
     StoredRow,
+    fetched,
     pack_rows,
     shared_prompts,
-    texts_of,
 )
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.trajectory import StoredTokens, Trajectory
+from nemo_rl.experience.trajectory import Rollouts, StoredTokens, Trajectory
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
 
 
 @dataclass(frozen=True)
@@ -72,11 +76,43 @@ def _summary(sample: Trajectory, prompt: SharedPrompt, keeps_texts: bool) -> Tra
     )
 
 
+def located(rollouts: Rollouts, rows: "ObjectRef[Any]") -> Rollouts:
+    """Tell the summaries of a group where its tokens are; whole samples stay as they are."""
+    for sample in rollouts.trajectories:
+        if sample.stored is not None:
+            sample.stored = replace(sample.stored, rows=rows)
+    return rollouts
+
+
+def whole(samples: Sequence[Trajectory]) -> list[Trajectory]:
+    """Get the tokens and texts of samples from the object store; samples that have them are returned as they are."""
+    places = [None if sample.stored is None else sample.stored.rows for sample in samples]
+    packed = fetched([place for place in places if place is not None])
+    return [
+        sample if place is None else _with_tokens(sample, packed[place])
+        for sample, place in zip(samples, places, strict=True)
+    ]
+
+
+def _with_tokens(sample: Trajectory, packed: PackedRows) -> Trajectory:
+    start, log = packed.start_of(sample.sample_index), []
+    texts = packed.messages_of(sample.sample_index)
+    for counted, text in zip(sample.message_log, texts, strict=True):
+        end = start + counted["token_ids"].numel()
+        message: Any = dict(text, token_ids=torch.from_numpy(packed.token_ids[start:end].astype(np.int64)))
+        if "generation_logprobs" in counted:
+            message["generation_logprobs"] = torch.from_numpy(packed.logprobs[start:end].copy())
+        log.append(message)
+        start = end
+    return replace(sample, message_log=log, stored=None)
+
+
 def messages_of(trajectory: Trajectory) -> list[Message]:
     """Return the messages of a trajectory without tokens, from the object store if they are there."""
     if trajectory.stored is None or trajectory.stored.rows is None:
         return trajectory.turns
-    return texts_of(trajectory.stored.rows, trajectory.sample_index)
+    packed = fetched([trajectory.stored.rows])[trajectory.stored.rows]
+    return packed.messages_of(trajectory.sample_index)
 
 
 def lay_out(trajectories: Sequence[Trajectory], pad_token_id: int) -> BatchedDataDict[Any]:

@@ -22,7 +22,7 @@ import itertools
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -395,6 +395,18 @@ class EngineGroup(GenerationInterface):
                 self._replace(member, str(death))
                 num_revived += 1
         return num_revived
+
+    def replace_engines(self, ranks: Collection[int], reason: str) -> None:
+        """Replace the engines with some of these workers, and give them the current weights; hold `exclusively`.
+
+        Raises:
+            WorkerDiedError: the run's restarts are used up.
+        """
+        for member in self._running:
+            if not set(ranks).isdisjoint(member.ranks):
+                self._replace(member, reason)
+        if self.load_weights is not None:
+            self.load_weights()
 
     def _replace_stopped(self) -> int:
         """Replace engines whose processes are stopped; return their number."""

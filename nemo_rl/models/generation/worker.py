@@ -54,6 +54,8 @@ class GenerationWorker:
         self._finished: list[tuple[str, GenerationResult]] = []
         self._failure: BaseException | None = None
         self._has_news = asyncio.Event()
+        self._num_calls = 0
+        """Calls of `collect`."""
         if settings.device == "cpu" and is_on("host_allocator", settings.optimizations):
             keep_freed_memory()
 
@@ -89,13 +91,18 @@ class GenerationWorker:
     async def collect(self, poll_s: float = COLLECT_POLL_S) -> Collected:
         """Return the results finished since the last call; wait for one up to `poll_s` seconds, then return none.
 
-        Also returns the load of the engine since the last call.
+        Also returns the load of the engine since the last call. A later call ends this one without results: the caller
+        of this one may be a rollout runner that died.
 
         Raises:
             Exception: the failure of the engine.
         """
+        self._num_calls += 1
+        number = self._num_calls
         with suppress(TimeoutError):
             await asyncio.wait_for(self._has_news.wait(), poll_s)
+        if number != self._num_calls:
+            return Collected([])
         if self._failure is not None and not self._finished:
             failure, self._failure = self._failure, None
             self._has_news.clear()

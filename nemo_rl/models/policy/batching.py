@@ -24,10 +24,12 @@ from nemo_rl.data.packing import (
     plan_families,
     plan_microbatches,
 )
-from nemo_rl.data.stored_rows import NUM_WRITTEN, STORED_ROWS, TOKEN_KEYS
+from nemo_rl.data.stored_rows import NUM_STALE, NUM_WRITTEN, STORED_ROWS, TOKEN_KEYS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.utils.errors import DataError
+from nemo_rl.utils.errors import ConfigError, DataError
 
+SCORING_KEYS = ("input_ids", "input_lengths")
+_STORED_SCORING_KEYS = ("input_lengths", "sample_mask", STORED_ROWS, NUM_STALE)
 _MASKS = ("token_mask", "sample_mask")
 
 
@@ -176,6 +178,31 @@ def require_keys(data: BatchedDataDict[Any], keys: Sequence[str], purpose: str) 
     missing = [key for key in keys if key not in data and key not in stored]
     if missing:
         raise DataError(f"{purpose} needs the keys {missing}; the batch has {sorted(data)}.")
+
+
+def scoring_rows(
+    method: str, data: BatchedDataDict[Any], config: PolicyConfig, *, shares_prompts: bool
+) -> BatchedDataDict[Any]:
+    """Check that a policy can score a batch, and select the keys of the batch that scoring reads.
+
+    Args:
+        method: of `Policy`, for messages.
+        data: the batch.
+        config: the policy section.
+        shares_prompts: as `shard_batch`.
+
+    Raises:
+        DataError: keys are missing.
+        ConfigError: the model is a reward model, and the method needs a language model.
+    """
+    require_keys(data, SCORING_KEYS, f"Policy.{method}")
+    if config.reward_model_cfg.enabled and method != "score":
+        raise ConfigError(f"Policy.{method} needs a language model; this one is a reward model, see Policy.score.")
+    shared = ("token_mask",) if shares_prompts else ()
+    optional = _STORED_SCORING_KEYS if STORED_ROWS in data else (*SCORING_KEYS, *shared, ROW_INPUTS)
+    wanted: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in optional if key in data})
+    wanted.check_rows()
+    return wanted
 
 
 def _strategy(config: PolicyConfig, size: int, tokens: int, micro_batch_size: int | None) -> MicrobatchStrategy:

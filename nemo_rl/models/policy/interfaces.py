@@ -5,6 +5,7 @@ from typing import Any, Protocol, TypedDict
 
 from torch import Tensor
 
+from nemo_rl.data.stored_rows import StoredScores
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.loss_function import AnyLossFunction
 
@@ -57,6 +58,11 @@ class ScoringModel(Protocol):
     ) -> BatchedDataDict[TopkLogitsOutputSpec]:
         """Return the k largest logits after every token, and their ids."""
 
+    def keep_logprobs(
+        self, data: BatchedDataDict[Any], *, of_reference: bool = False
+    ) -> tuple[list[StoredScores | None], Tensor]:
+        """Score stored rows, and leave the scores in the object store."""
+
 
 class PolicyInterface(ABC):
     """The model under training, as algorithms see it."""
@@ -81,6 +87,12 @@ class PolicyInterface(ABC):
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
         """Score every token under the weights the run started from."""
+
+    @abstractmethod
+    def keep_logprobs(
+        self, data: BatchedDataDict[Any], *, of_reference: bool = False
+    ) -> tuple[list[StoredScores | None], Tensor]:
+        """Score stored rows, and leave the scores in the object store."""
 
     @abstractmethod
     def get_topk_logits(

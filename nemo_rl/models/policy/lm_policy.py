@@ -25,6 +25,7 @@ from nemo_rl.config import PolicyConfig, TimeoutsConfig, VenvConfig, report_find
 from nemo_rl.config.rules.model import check_backend
 from nemo_rl.data.model_rows import ROW_INPUTS, completed
 from nemo_rl.data.packing import MicrobatchStrategy
+from nemo_rl.data.stored_rows import StoredScores
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
@@ -37,6 +38,7 @@ from nemo_rl.models.policy.batching import (
     global_batches,
     logprob_strategy,
     require_keys,
+    scoring_rows,
     shard_batch,
     training_strategy,
 )
@@ -50,6 +52,7 @@ from nemo_rl.models.policy.interfaces import (
 )
 from nemo_rl.models.policy.portable_loss import make_portable
 from nemo_rl.models.policy.rank_calls import RankCalls
+from nemo_rl.models.policy.stored_scores import of_rows
 from nemo_rl.models.policy.train_results import join_layers, join_ranks, train_result
 from nemo_rl.models.policy.workers.base import WorkerSettings
 from nemo_rl.models.policy.workers.loss_inputs import check_loss, extra_keys, something_counts
@@ -62,7 +65,6 @@ _WORKER = "nemo_rl.models.policy.workers.rank.PolicyRank"
 # nothing on an idle machine.
 _WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
 TRAINING_KEYS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
-SCORING_KEYS = ("input_ids", "input_lengths")
 
 
 class Policy(PolicyInterface):
@@ -270,6 +272,16 @@ class Policy(PolicyInterface):
         """
         return BatchedDataDict({"logprobs": self._score("get_logprobs", data)})
 
+    def keep_logprobs(
+        self, data: BatchedDataDict[Any], *, of_reference: bool = False
+    ) -> tuple[list[StoredScores | None], torch.Tensor]:
+        """Score stored rows as `get_logprobs` or `get_reference_policy_logprobs`; the scores stay in the object store.
+
+        Returns:
+            The places of the scores of the B rows, and the `losses.mismatch.sequence_errors` `[B]` float32 of each.
+        """
+        return of_rows(*self._run_scoring("keep_logprobs", data, None, of_reference=of_reference))
+
     def layer_outputs(self, token_ids: list[int]) -> tuple[list[str], list[torch.Tensor]]:
         """Return the names of the decoder layers, and one sequence's hidden states `[T, D]` float32 after each."""
         reports: list[tuple[list[str], list[torch.Tensor]]] = self._ranks.everywhere(
@@ -308,7 +320,9 @@ class Policy(PolicyInterface):
             `topk_logits [B, T, k]` float32, largest first, and `topk_indices [B, T, k]` int64, in the order of the
             rows. Position t belongs to the token after token t, including the last real position; 0 on padding.
         """
-        rows, width = self._scoring_rows("get_topk_logits", data)["input_ids"].shape
+        rows, width = scoring_rows("get_topk_logits", data, self.config, shares_prompts=self._shares_prompts)[
+            "input_ids"
+        ].shape
         if rows == 0:
             empty = torch.zeros((0, width, k))
             return BatchedDataDict({"topk_logits": empty, "topk_indices": empty.long()})
@@ -459,15 +473,7 @@ class Policy(PolicyInterface):
         return sharded.restore(parts)
 
     def _scoring_rows(self, method: str, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        """Check that this model can score, and select the keys of the batch that scoring reads."""
-        require_keys(data, SCORING_KEYS, f"Policy.{method}")
-        if self.config.reward_model_cfg.enabled and method != "score":
-            raise ConfigError(f"Policy.{method} needs a language model; this one is a reward model, see Policy.score.")
-        further = ("token_mask", ROW_INPUTS) if self._shares_prompts else (ROW_INPUTS,)
-        keys = (*SCORING_KEYS, *(key for key in further if key in data))
-        wanted: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in keys})
-        wanted.check_rows()
-        return wanted
+        return scoring_rows(method, data, self.config, shares_prompts=self._shares_prompts)
 
     def _run_scoring(
         self, method: str, data: BatchedDataDict[Any], micro_batch_size: int | None, **common: Any

@@ -25,6 +25,7 @@ _TITLES = {
     "policy rank": ("ray::PolicyRank", "ray::lm_policy"),
     "engine": ("ray::GenerationWorker", "ray::vllm_engine", "ray::hf_engine"),
     "environment": ("ray::EnvironmentActor",),
+    "rollout runner": ("ray::RunnerActor",),
 }
 _DELAY_S = {"sync": 0.01, "saving": 0.02}
 

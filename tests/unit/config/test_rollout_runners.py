@@ -4,32 +4,36 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config import DistillationMasterConfig, load_config
+from nemo_rl.config import DistillationMasterConfig, EvalMasterConfig, SFTMasterConfig, load_config
 from nemo_rl.utils.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[3] / "examples/configs"
 ONE = "cluster.rollout_runners=1"
 
 
-def test_the_driver_plays_rollouts_unless_asked_and_one_runner_is_accepted() -> None:
-    assert load_config(CONFIGS / "grpo_math_cpu.yaml").cluster.rollout_runners == 0
-    for mode in ("none", "stream"):
-        assert load_config(CONFIGS / "grpo_math_cpu.yaml", [ONE, f"grpo.overlap.mode={mode}"])
-
-
 @pytest.mark.parametrize(
-    ("override", "reason"),
+    "override",
     [
-        ("grpo.overlap.mode=ahead", "stores groups in checkpoints"),
-        ("policy.train_global_batch_size=32", "several updates of the 64 answers"),
-        ("grpo.adv_estimator.name=reinforce_plus_plus", "has advantages of tokens"),
-        ("grpo.seq_logprob_error_threshold=2.0", "needs log-probabilities"),
-        ("loss_fn.reference_policy_kl_penalty=0.1", "needs log-probabilities"),
+        "grpo.overlap.mode=none",
+        "grpo.overlap.mode=stream",
+        "grpo.overlap.mode=ahead",
+        "grpo.use_dynamic_sampling=true",
+        "grpo.max_rollout_turns=3",
+        "grpo.adv_estimator.name=rloo",
+        "policy.train_global_batch_size=32",
+        "grpo.seq_logprob_error_threshold=2.0",
+        "loss_fn.reference_policy_kl_penalty=0.1",
     ],
 )
-def test_what_needs_tokens_in_the_driver_is_refused(override: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=f"(?s)cluster.rollout_runners=1 keeps tokens out.*{reason}"):
-        load_config(CONFIGS / "grpo_math_cpu.yaml", [ONE, override])
+def test_runners_are_accepted(override: str) -> None:
+    assert load_config(CONFIGS / "grpo_math_cpu.yaml").cluster.rollout_runners == 0
+    assert load_config(CONFIGS / "grpo_math_cpu.yaml", [ONE, override]).cluster.rollout_runners == 1
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "gdpo"])
+def test_advantages_of_tokens_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"keeps tokens out of the driver, but.*{name} has advantages of tokens"):
+        load_config(CONFIGS / "grpo_math_cpu.yaml", [ONE, f"grpo.adv_estimator.name={name}"])
 
 
 def test_engines_of_a_runner_do_not_leave() -> None:
@@ -37,6 +41,14 @@ def test_engines_of_a_runner_do_not_leave() -> None:
         load_config(CONFIGS / "grpo_math_cpu.yaml", [ONE, "policy.generation.num_engines_file=engines.txt"])
 
 
-def test_distillation_has_no_runners() -> None:
-    with pytest.raises(ConfigError, match="works with GRPO only"):
-        load_config(CONFIGS / "distillation_math_cpu.yaml", [ONE], schema=DistillationMasterConfig)
+@pytest.mark.parametrize(
+    ("file", "schema"),
+    [
+        ("distillation_math_cpu.yaml", DistillationMasterConfig),
+        ("sft_cpu.yaml", SFTMasterConfig),
+        ("evals/eval_cpu.yaml", EvalMasterConfig),
+    ],
+)
+def test_only_grpo_has_runners(file: str, schema: type[DistillationMasterConfig]) -> None:
+    with pytest.raises(ConfigError, match=r"cluster.rollout_runners=1 works with GRPO only. Use 0."):
+        load_config(CONFIGS / file, [ONE], schema=schema)

@@ -9,18 +9,22 @@ import ray
 import torch
 
 from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
-from nemo_rl.algorithms.grpo import CreditAssignment
-from nemo_rl.algorithms.rollout.batches import build_training_batch, num_counted_samples
-from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
+from nemo_rl.algorithms.grpo import CreditAssignment, PolicyScoring
+from nemo_rl.algorithms.rollout.batches import build_training_batch, mark_stale, num_counted_samples
+from nemo_rl.algorithms.runtime.run import StepBatch
+from nemo_rl.config import ClippedPGLossConfig, GRPOConfig, PolicyConfig
 from nemo_rl.data.packing import FixedSize, find_families
-from nemo_rl.data.stored_rows import STORED_ROWS, with_tokens
+from nemo_rl.data.stored_rows import SCORE_KEYS, STORED_ROWS, stale_of, with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.metrics import rollout_metrics
-from nemo_rl.experience.runners.stored import messages_of, split
+from nemo_rl.experience.runners.stored import messages_of, split, whole
 from nemo_rl.experience.trajectory import Outcome, Trajectory
-from nemo_rl.models.policy.batching import count_valid, shard_batch
+from nemo_rl.models.generation.interfaces import VersionSpan
+from nemo_rl.models.policy.batching import count_valid, scoring_rows, shard_batch
+from nemo_rl.models.policy.stored_scores import keep, of_rows
 
 PAD = 9
+PAD_T = torch.tensor([PAD])
 
 
 class Store:
@@ -43,6 +47,7 @@ class Store:
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     made = Store()
     monkeypatch.setattr(ray, "get", made.get)
+    monkeypatch.setattr(ray, "put", made.put)
     yield made
 
 
@@ -109,6 +114,89 @@ def test_a_rank_gets_the_tensors_of_the_driver_bit_for_bit(groups: list[list[Tra
     assert [family.rows for family in find_families(light)] == [family.rows for family in find_families(dense)]
 
 
+class Scorer:
+    """Scores rows in this process on two ranks; token t of a row gets -1 / (2 + its id + t)."""
+
+    def _scores(self, rows: BatchedDataDict[Any], divisor: float) -> torch.Tensor:
+        positions_T = torch.arange(rows["input_ids"].shape[1])
+        return -divisor / (2.0 + rows["input_ids"] + positions_T)
+
+    def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        return BatchedDataDict({"logprobs": self._scores(data, 1.0)})
+
+    def get_reference_policy_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        return BatchedDataDict({"reference_logprobs": self._scores(data, 2.0)})
+
+    def keep_logprobs(self, data: BatchedDataDict[Any], *, of_reference: bool = False) -> Any:
+        rows = scoring_rows("keep_logprobs", data, PolicyConfig.build(model_name="tiny"), shares_prompts=False)
+        sharded = shard_batch(rows, 2, FixedSize(2))
+        kept = []
+        for part in sharded.data:
+            whole_rows, stale_BT = with_tokens(part), None if of_reference else stale_of(part)
+            kept.append(keep(whole_rows, self._scores(whole_rows, 2.0 if of_reference else 1.0), stale_BT))
+        return of_rows(sharded, kept)
+
+
+def marked(groups: list[list[Trajectory]], spans: list[list[VersionSpan]]) -> list[list[Trajectory]]:
+    for trajectory, versions in zip([each for group in groups for each in group], spans, strict=True):
+        trajectory.weight_versions = versions
+    return groups
+
+
+OLD, NEW = VersionSpan(10, 3), VersionSpan(10, 4)
+VERSIONS = {
+    "current weights": [[NEW]] * 6,
+    "older weights": [[OLD]] * 6,
+    "both": [[OLD, VersionSpan(15, 4)], [NEW], [OLD], [OLD, VersionSpan(11, 4)], [NEW], [OLD]],
+}
+
+
+@pytest.mark.parametrize("threshold", [None, 1.9])
+@pytest.mark.parametrize("corrects", [False, True])
+@pytest.mark.parametrize("needs_prev", [False, True])
+@pytest.mark.parametrize("versions", VERSIONS)
+def test_scores_of_stored_rows_are_those_of_rows_in_the_driver(
+    groups: list[list[Trajectory]],
+    store: Store,
+    versions: str,
+    needs_prev: bool,
+    corrects: bool,
+    threshold: float | None,
+) -> None:
+    samples = [each for group in marked(groups, VERSIONS[versions]) for each in group]
+    stage = PolicyScoring(Scorer(), needs_prev, True, threshold, corrects)  # type: ignore[arg-type]
+    found = []
+    for trajectories in (samples, stored(groups, store)):
+        batch = build_training_batch(trajectories, PAD, mask_truncated=False)
+        stale_BT = mark_stale(batch, trajectories, version=4)
+        metrics = stage.apply(StepBatch(batch, trajectories, stale_BT=stale_BT))
+        found.append((with_tokens(batch), metrics, batch))
+    (dense, dense_metrics, _), (light, light_metrics, light_batch) = found
+    assert light_metrics == dense_metrics
+    assert set(light) == set(dense)
+    assert not any(name in light_batch and torch.is_tensor(light_batch[name]) for name in SCORE_KEYS)
+    for name, tensor in dense.items():
+        written = dense["token_mask"] if name == "prev_logprobs" else 1
+        lengths = torch.arange(tensor.shape[1])[None] < dense["input_lengths"][:, None] if tensor.ndim == 2 else 1
+        assert torch.equal(light[name] * written * lengths, tensor * written * lengths), name
+
+
+def test_tokens_go_back_into_trajectories(groups: list[list[Trajectory]], store: Store) -> None:
+    light = stored(groups, store)
+    expected = [each for group in groups for each in group]
+    for found, sample_ in zip(whole(light), expected, strict=True):
+        assert found.stored is None
+        assert [message["role"] for message in found.message_log] == [m["role"] for m in sample_.message_log]
+        for message, other in zip(found.message_log, sample_.message_log, strict=True):
+            assert message.keys() == other.keys()
+            assert torch.equal(message["token_ids"], other["token_ids"])
+            assert message["token_ids"].dtype == torch.int64
+            assert torch.equal(message.get("generation_logprobs", PAD_T), other.get("generation_logprobs", PAD_T))
+    mixed = build_training_batch([*expected[:2], *light[2:]], PAD, mask_truncated=False)
+    dense = build_training_batch(expected, PAD, mask_truncated=False)
+    assert all(torch.equal(mixed[name], tensor) for name, tensor in dense.items())
+
+
 def test_ranks_get_their_rows_and_fillers_that_do_not_count(groups: list[list[Trajectory]], store: Store) -> None:
     dense, _ = credited([each for group in groups for each in group])
     light, _ = credited(stored(groups, store))
@@ -121,10 +209,10 @@ def test_ranks_get_their_rows_and_fillers_that_do_not_count(groups: list[list[Tr
 
 
 def test_the_driver_has_lengths_rewards_and_metrics_but_no_texts(groups: list[list[Trajectory]], store: Store) -> None:
-    whole = [each for group in groups for each in group]
+    samples = [each for group in groups for each in group]
     light = stored(groups, store)
-    assert rollout_metrics(light) == rollout_metrics(whole)
-    assert [each.turn_spans for each in light] == [each.turn_spans for each in whole]
+    assert rollout_metrics(light) == rollout_metrics(samples)
+    assert [each.turn_spans for each in light] == [each.turn_spans for each in samples]
     assert light[0].prompt_text == "a question" and light[0].response_text == ""
-    assert [messages_of(each) for each in light] == [each.turns for each in whole]
-    assert stored(groups, store, keeps_texts=True)[0].turns == whole[0].turns
+    assert [messages_of(each) for each in light] == [each.turns for each in samples]
+    assert stored(groups, store, keeps_texts=True)[0].turns == samples[0].turns

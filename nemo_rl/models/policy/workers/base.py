@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl.config import PolicyConfig, row_length_multiple
-from nemo_rl.data.stored_rows import with_tokens
+from nemo_rl.data.stored_rows import stale_of, with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.parallel_logprobs import TopK
@@ -32,6 +32,7 @@ from nemo_rl.host.device import device_for, to_host
 from nemo_rl.losses.loss_function import AnyLossFunction, LossMetrics, LossType
 from nemo_rl.models.huggingface.layers import recorded_outputs
 from nemo_rl.models.policy.metrics import reduce_metrics
+from nemo_rl.models.policy.stored_scores import Kept, keep
 from nemo_rl.models.policy.workers.loss_inputs import call_loss, input_builder
 from nemo_rl.models.training.finite import listed, not_finite, on_all_ranks, require_finite
 from nemo_rl.models.training.inputs import (
@@ -363,6 +364,12 @@ class PolicyWorker:
         """Score as `get_logprobs`, under the weights that the run started from."""
         with self.backend.reference_weights():
             return self.get_logprobs(data, sizes)
+
+    def keep_logprobs(self, data: BatchedDataDict[Any], sizes: Sequence[int], of_reference: bool) -> Kept | None:
+        """Score stored rows, and leave the scores in the object store; None if another rank returns them."""
+        rows = with_tokens(data)
+        scores = self.get_reference_policy_logprobs(rows, sizes) if of_reference else self.get_logprobs(rows, sizes)
+        return keep(rows, scores, None if of_reference else stale_of(data)) if self._gives_scores else None
 
     def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Call `PolicyBackend.iterate_weights`; all ranks must exhaust the iterator together."""

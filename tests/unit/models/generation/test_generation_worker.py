@@ -55,6 +55,17 @@ async def test_collect_waits_for_a_later_request(worker):
     assert [name for name, _ in (await asyncio.wait_for(waiting, 20)).results] == ["late"]
 
 
+async def test_a_later_call_of_collect_gets_the_results(worker):
+    """The caller of the first one may have died."""
+    of_dead_caller = asyncio.create_task(worker.collect())
+    await asyncio.sleep(0.05)
+    waiting = asyncio.create_task(worker.collect())
+    await asyncio.sleep(0.05)
+    await worker.submit([("x", ask([5], max_new_tokens=1))])
+    assert [name for name, _ in (await asyncio.wait_for(waiting, 20)).results] == ["x"]
+    assert (await asyncio.wait_for(of_dead_caller, 20)).results == []
+
+
 async def test_the_engine_takes_no_step_during_a_weight_update(worker):
     """A half-finished request waits, and continues with the new weights."""
     new = make_model("qwen2", True, seed=2)

@@ -1,0 +1,186 @@
+"""A runner actor as the driver sees it: its process, its share of the engines, and a watch over both.
+
+    watch ── lost_engines(poll) ──► runner: answers when an engine is lost, or after `poll`
+       no answer in time ─► the runner is killed; a new one plays its open groups again
+       an engine is lost ─► it is replaced and gets the current weights ─► replace_engines
+
+Invariant: an engine that a runner reports is replaced once, whoever else finds it dead.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from nemo_rl.data.stored_rows import PackedRows
+from nemo_rl.environments.supervision import SupervisedActor, answer_of, death_in_short
+from nemo_rl.experience.idle_shares import BusySeconds
+from nemo_rl.experience.runners.actor import RunnerActor, RunnerSettings, Summary
+from nemo_rl.models.generation.engine_group import EngineGroup
+
+_MOST_GROUPS = 10_000
+"""Groups that a runner plays at the same time."""
+_POLLS_WITHIN_SILENCE = 4
+"""Signs of life that a runner gives within the time after which it counts as hung."""
+
+
+class _NoSignOfLifeError(Exception):
+    """A runner's actor did not answer in time."""
+
+
+def ranks_of_runner(number: int, num_runners: int, num_workers: int, workers_per_engine: int) -> list[int]:
+    """Return the ranks of the engines' workers that a runner has: consecutive whole engines, often of one node.
+
+    Args:
+        number: of the runner, from 0.
+        num_runners: at most the number of engines.
+        num_workers: of all engines.
+        workers_per_engine: as `EngineSettings.num_workers`.
+    """
+    num_engines = num_workers // workers_per_engine
+    first, end = (bound * num_engines // num_runners for bound in (number, number + 1))
+    return list(range(first * workers_per_engine, end * workers_per_engine))
+
+
+@dataclass(eq=False)
+class RunnerShare:
+    """One runner: its actor and its engines.
+
+    Attributes:
+        name: for logs and errors.
+        engines: all engines of the run.
+        ranks: of the workers of its own engines.
+        settings: of the actor; its engines are set at each start.
+        num_open: groups that it plays.
+        busy: time with work of its engines and environments, as it reported last.
+        actor: the actor, which is started again when it dies.
+    """
+
+    name: str
+    engines: EngineGroup
+    ranks: Sequence[int]
+    settings: RunnerSettings
+    num_open: int = 0
+    busy: BusySeconds = field(init=False)
+    actor: SupervisedActor = field(init=False)
+    _given: list[Any] = field(default_factory=list, init=False)
+    """Workers that the running actor knows."""
+
+    def __post_init__(self) -> None:
+        self.busy = BusySeconds([0.0] * (len(self.ranks) // self.settings.workers_per_engine), 0.0)
+        cluster = self.settings.cluster
+        self.actor = SupervisedActor(
+            self.name,
+            self._launch,
+            start_timeout_s=cluster.timeouts.setup_s,
+            max_restarts=cluster.max_actor_restarts,
+            kind="rollout runner",
+        )
+
+    def _launch(self) -> Any:
+        """Start the actor, on the node of its first engine if that has room."""
+        self._given = self._workers()
+        host: Any = ray.remote(RunnerActor)
+        process = self.engines.workers.slot(self.ranks[0]).identity
+        where: Any = "SPREAD" if process is None else NodeAffinitySchedulingStrategy(process.node_id, soft=True)
+        options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": _MOST_GROUPS, "scheduling_strategy": where}
+        return host.options(**options).remote(replace(self.settings, engines=self._given))
+
+    def _workers(self) -> list[Any]:
+        workers = self.engines.workers.workers
+        return [workers[rank] for rank in self.ranks]
+
+    async def play(self, arguments: Sequence[Any]) -> "tuple[Summary, ray.ObjectRef[PackedRows | None]]":
+        """Play a group in the actor, again if the actor dies or the watch kills it.
+
+        Args:
+            arguments: of `RunnerActor.play`, without the last one.
+
+        Returns:
+            The summary, and the reference of the tokens.
+
+        Raises:
+            WorkerDiedError: the actor died too often.
+            Exception: as `RunnerActor.play`.
+        """
+        while True:
+            incarnation = self.actor.running()
+            try:
+                await self.actor.until_ready(incarnation)
+                play: Any = incarnation.handle.play.options(num_returns=2)
+                summary, rows = play.remote(*arguments, self.engines.weight_version)
+                answer: Summary = await _cancelled_with(summary)
+            except RayActorError as death:
+                self.actor.replace(incarnation, death_in_short(death))
+                continue
+            except RayTaskError as failure:
+                raise failure.cause from failure
+            self.actor.note_answer()
+            return answer, rows
+
+    async def watch(self) -> None:
+        """Keep the actor and its engines running; never returns.
+
+        Raises:
+            WorkerDiedError: the actor or an engine died too often.
+            DeadlineExceededError: an engine does not start in time.
+        """
+        while True:
+            incarnation = self.actor.running()
+            try:
+                await self.actor.until_ready(incarnation)
+                await self._look(incarnation.handle)
+            except RayActorError as death:
+                self.actor.replace(incarnation, death_in_short(death))
+            except _NoSignOfLifeError:
+                reason = f"no sign of life for {self._silence_s:g} s (cluster.timeouts.rollout_runner_silence_s)"
+                await asyncio.to_thread(self.actor.end_hung, incarnation, reason)
+
+    async def _look(self, handle: Any) -> None:
+        """Wait for the loss of an engine for some time, and replace it.
+
+        Raises:
+            RayActorError: the actor died.
+            _NoSignOfLifeError: it gives no answer.
+        """
+        lost = await self._ask(handle.lost_engines.remote(self._silence_s / _POLLS_WITHIN_SILENCE))
+        if lost:
+            workers = await asyncio.to_thread(self._replace_engines, lost)
+            await self._ask(handle.replace_engines.remote(workers, lost))
+
+    async def _ask(self, call: "ray.ObjectRef[Any]") -> Any:
+        try:
+            return await answer_of(call, self._silence_s)
+        except TimeoutError as error:
+            raise _NoSignOfLifeError from error
+
+    @property
+    def _silence_s(self) -> float:
+        return self.settings.cluster.timeouts.rollout_runner_silence_s
+
+    def _replace_engines(self, lost: Sequence[int]) -> list[Any]:
+        """Replace engines, unless another thread has done so already; return the current workers.
+
+        Args:
+            lost: positions among the runner's workers.
+        """
+        with self.engines.exclusively():
+            now = self._workers()
+            found = [self.ranks[position] for position in lost if now[position] is self._given[position]]
+            if found:
+                self.engines.replace_engines(found, f"Rollout runner {self.name!r} got no answer from it.")
+            self._given = self._workers()
+        return self._given
+
+
+async def _cancelled_with[T](call: "ray.ObjectRef[T]") -> T:
+    """Await a call; cancel it in the actor if the caller is cancelled."""
+    try:
+        return await asyncio.wrap_future(call.future())
+    except asyncio.CancelledError:
+        ray.cancel(call)
+        raise
