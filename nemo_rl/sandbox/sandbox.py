@@ -36,16 +36,19 @@ class Sandbox:
 
     Args:
         limits: What each run may use.
-        mechanism: "bubblewrap", "landlock", or "auto" for the first that works on this machine.
+        mechanism: "bubblewrap", "landlock", or "auto" for the first that works on this machine; or one of
+            `nemo_rl.sandbox.mechanisms`, which is not tried first.
         num_workers: Runs of `run_async` at the same time; further ones wait.
 
     Raises:
         SandboxError: The mechanism does not work on this machine. Nothing ever runs unprotected.
     """
 
-    def __init__(self, limits: Limits | None = None, mechanism: Choice = "auto", num_workers: int = 8) -> None:
+    def __init__(
+        self, limits: Limits | None = None, mechanism: Choice | Mechanism = "auto", num_workers: int = 8
+    ) -> None:
         self.limits = limits or Limits()
-        self.mechanism = choose_mechanism(mechanism)
+        self.mechanism = mechanism if isinstance(mechanism, Mechanism) else choose_mechanism(mechanism)
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="sandbox")
 
     def run(self, program: Program, cancelled: threading.Event | None = None) -> Outcome:
