@@ -7,6 +7,7 @@ The answer of a row, which becomes `ground_truth`, is the JSON text of its tests
 import ast
 import builtins
 import json
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -150,10 +151,12 @@ def _output_tests(inputs: Any, outputs: Any) -> Mapping[str, Sequence[str]]:
 
 def _names_of_builtins(code: str) -> list[str]:
     """Return the functions of a reference solution whose names Python itself has, such as `sum`."""
-    try:
-        tree = ast.parse(code)
-    except SyntaxError:
-        return []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escape sequences in the code
+        try:
+            tree = ast.parse(code)
+        except SyntaxError:
+            return []
     return [one.name for one in tree.body if isinstance(one, ast.FunctionDef) and hasattr(builtins, one.name)]
 
 

@@ -78,6 +78,8 @@ def _rules(own_namespaces: bool, may_fork: bool, pid: int) -> dict[str, list[Ins
     rules = {
         "clone": _clone(0 if may_fork else _CLONE_THREAD),
         "clone3": [(_RETURN, 0, 0, _UNKNOWN)],  # its flags are in memory; the C library falls back to clone
+        # An unconnected datagram socket could send to any socket in the file system, which Landlock does not restrict.
+        "socketpair": [*_load(1, 0xF), (_EQUAL, 0, 1, 1), (_RETURN, 0, 0, _ALLOW), _refuse()],
         "prlimit64": _only(0, (0,)),
         "prctl": _only(0, (15, 16, 0x53564D41)),  # names of threads and of memory
         "fcntl": _except(1, (8, 10, 15)),  # F_SETOWN, F_SETSIG and F_SETOWN_EX send signals

@@ -46,6 +46,7 @@ _TEXTS: dict[str, tuple[type[Any], Callable[[Any], str], Callable[[str], Any]]] 
     "complex": (complex, str, complex),
     "range": (range, lambda one: f"{one.start},{one.stop},{one.step}", lambda text: range(*map(int, text.split(",")))),
 }
+_TYPES = {kind.__name__: kind for kind in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)}
 _LONG = 1 << 200  # Python refuses to write longer integers than some limit in decimals
 
 
@@ -77,6 +78,8 @@ def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
             return {"type": name, "value": write(value)}
     if isinstance(value, _ITERATORS):
         return {"type": "iterator", "value": [encode(item, refer) for item in islice(value, _MAX_ITEMS)]}
+    if isinstance(value, type) and _TYPES.get(value.__name__) is value:
+        return {"type": "builtin", "value": value.__name__}
     if refer is None:
         raise NotPlainError(f"{type(value).__name__} is no plain data")
     return refer(value)
@@ -102,6 +105,8 @@ def decode(data: Any, resolve: Callable[[Any], Any] | None = None) -> Any:
         return _MAPPINGS[name]({decode(key, resolve): decode(item, resolve) for key, item in inner})
     if name in _SEQUENCES:
         return _SEQUENCES[name](decode(item, resolve) for item in inner)
+    if name == "builtin":
+        return _TYPES[inner]
     if name == "iterator":
         return iter([decode(item, resolve) for item in inner])
     if resolve is None:
