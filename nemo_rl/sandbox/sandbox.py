@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+from nemo_rl.sandbox import scratch
 from nemo_rl.sandbox.languages import language_of, python
 from nemo_rl.sandbox.mechanisms import IN_ORDER, SCRATCH, Choice, Mechanism
 from nemo_rl.sandbox.plan import MAX_FILES, make_plan
 from nemo_rl.sandbox.program import Limits, Outcome, Program
 from nemo_rl.sandbox.supervision import Launch, Supervision
-from nemo_rl.sandbox.usage import folder_usage
 from nemo_rl.utils.errors import SandboxError
 
 _JAIL = str(Path(__file__).parent / "jail")
@@ -121,8 +121,8 @@ def why_unavailable(mechanism: Mechanism) -> str | None:
 
 def _run(mechanism: Mechanism, limits: Limits, program: Program, cancelled: threading.Event) -> Outcome:
     language = language_of(program.language)
-    with _scratch_of(mechanism) as scratch, _sealed(program.stdin) as stdin:
-        plan = make_plan(mechanism, limits, program, language, scratch)
+    with _scratch_of(mechanism) as folder, _sealed(program.stdin) as stdin:
+        plan = make_plan(mechanism, limits, program, language, folder)
         with _sealed(json.dumps(plan).encode()) as plan_file:
             command = [python().command[0], "-I", "-S", "-B", _JAIL, str(plan_file)]
             readable = [*plan["readable"], *python().readable, _JAIL]
@@ -131,7 +131,11 @@ def _run(mechanism: Mechanism, limits: Limits, program: Program, cancelled: thre
                 stdin,
                 (plan_file, *program.inherited),
             )
-            return Supervision(launch, limits, lambda: _is_full(mechanism, scratch, limits), cancelled).run()
+
+            def is_full() -> bool:
+                return not mechanism.has_own_files and scratch.is_beyond(folder, limits.scratch_mb << 20, MAX_FILES)
+
+            return Supervision(launch, limits, is_full, cancelled).run()
 
 
 @contextmanager
@@ -140,15 +144,11 @@ def _scratch_of(mechanism: Mechanism) -> Iterator[str]:
     if mechanism.has_own_files:
         yield SCRATCH
         return
-    with tempfile.TemporaryDirectory(prefix="nemo_rl_sandbox_") as folder:
-        yield os.path.realpath(folder)
-
-
-def _is_full(mechanism: Mechanism, scratch: str, limits: Limits) -> bool:
-    if mechanism.has_own_files:
-        return False
-    num_bytes, num_files = folder_usage(scratch)
-    return num_bytes > limits.scratch_mb << 20 or num_files > MAX_FILES
+    folder = os.path.realpath(tempfile.mkdtemp(prefix="nemo_rl_sandbox_"))
+    try:
+        yield folder
+    finally:
+        scratch.remove(folder)
 
 
 @contextmanager

@@ -52,16 +52,3 @@ def _cpu_time_s(place: Path) -> float:
 def _memory_bytes(place: Path) -> int:
     lines = (place / "status").read_text(errors="replace").splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(_COUNTED))
-
-
-def folder_usage(folder: str) -> tuple[int, int]:
-    """Return the bytes and the number of files below a folder, without following links."""
-    total, number = 0, 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(place, name)).st_blocks * 512
-            except FileNotFoundError:
-                continue
-            number += 1
-    return total, number

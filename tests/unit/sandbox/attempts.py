@@ -278,7 +278,7 @@ EXHAUSTION = {
     ),
     "open many files": ("x = [os.open('main.py', os.O_RDONLY) for _ in range(5000)]; escaped()", {End.EXITED}),
     "fill pipes": ("x = [os.pipe() for _ in range(5000)]; escaped()", {End.EXITED}),
-    "recurse": ("sys.setrecursionlimit(10**8)\ndef f(): return [f()]\nf()", {End.EXITED, End.CPU_TIME}),
+    "recurse": ("sys.setrecursionlimit(10**8)\ndef f(): return [f()]\nf()", {End.EXITED, End.CPU_TIME, End.WALL_TIME}),
     "nest brackets": ("eval('[' * 10**6)", {End.EXITED, End.OUTPUT}),
     "write a core file": ("os.abort()", {End.EXITED}),
 }

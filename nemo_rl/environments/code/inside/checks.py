@@ -150,8 +150,12 @@ def main(incoming: int, outgoing: int, verdict: int) -> None:
     counts = Counts(verdict, counted.number)
     solution = Solution(Channel(incoming, outgoing), counts)
     setup = ast.parse(plan["setup"])
-    for name in free_names(ast.Module([*setup.body, *(one for tree in trees for one in tree.body)], [])):
-        if name in sys.stdlib_module_names:
+    everything = ast.Module([*setup.body, *(one for tree in trees for one in tree.body)], [])
+    called = {
+        node.func.id for node in ast.walk(everything) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    for name in free_names(everything):
+        if name in sys.stdlib_module_names and name not in called:
             names[name] = importlib.import_module(name)
         else:
             names[name] = Remote(solution, {"type": "name", "value": name})

@@ -46,7 +46,8 @@ _TEXTS: dict[str, tuple[type[Any], Callable[[Any], str], Callable[[str], Any]]] 
     "complex": (complex, str, complex),
     "range": (range, lambda one: f"{one.start},{one.stop},{one.step}", lambda text: range(*map(int, text.split(",")))),
 }
-_TYPES = {kind.__name__: kind for kind in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)}
+_KINDS: tuple[type[Any], ...] = (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
+_TYPES = {kind.__name__: kind for kind in _KINDS}
 _LONG = 1 << 200  # Python refuses to write longer integers than some limit in decimals
 
 
