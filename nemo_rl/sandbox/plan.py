@@ -1,6 +1,5 @@
 """Write down for the code inside of a sandbox how to lock itself up and what to run (`nemo_rl/sandbox/jail`)."""
 
-import base64
 import os
 import threading
 from pathlib import Path
@@ -20,7 +19,7 @@ OWN_PROCESSES = 2
 def make_plan(
     mechanism: Mechanism, limits: Limits, program: Program, language: Language, scratch: str
 ) -> dict[str, Any]:
-    """Return what the code inside needs to know, as values of JSON.
+    """Return what the code inside needs to know, as values that `marshal` writes.
 
     Args:
         mechanism: How the program is locked up.
@@ -44,7 +43,7 @@ def make_plan(
         "scratch": scratch,
         "scratch_bytes": limits.scratch_mb << 20,
         "scratch_files": MAX_FILES,
-        "files": {name: base64.b64encode(content).decode() for name, content in files.items()},
+        "files": files,
         "is_privileged": is_privileged(),
         "may_fork": _may_fork(mechanism),
         "user_number": threading.get_native_id(),

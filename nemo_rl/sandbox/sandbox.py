@@ -2,7 +2,7 @@
 
 import asyncio
 import fcntl
-import json
+import marshal
 import os
 import shutil
 import sys
@@ -123,8 +123,8 @@ def _run(mechanism: Mechanism, limits: Limits, program: Program, cancelled: thre
     language = language_of(program.language)
     with _scratch_of(mechanism) as folder, _sealed(program.stdin) as stdin:
         plan = make_plan(mechanism, limits, program, language, folder)
-        with _sealed(json.dumps(plan).encode()) as plan_file:
-            command = [python().command[0], "-I", "-S", "-B", _JAIL, str(plan_file)]
+        with _sealed(marshal.dumps(plan)) as plan_file:
+            command = [python().command[0], "-I", "-S", _JAIL, str(plan_file)]
             readable = [*plan["readable"], *python().readable, _JAIL]
             launch = Launch(
                 lambda control, info: mechanism.wrap([*command, str(control)], readable, info),

@@ -4,29 +4,34 @@
                   └─ init: own root, no identity ─────── waits for the program, and with it everything ends
                        └─ the program: limits, Landlock, seccomp, exec
 
-Started as `python -I -S -B jail PLAN CONTROL` with two file descriptors: a plan in JSON, and a pipe on which it reports
-`init PID`, then `ready` or `error TEXT`. Only the standard library is imported: nothing else is visible from here.
+Started as `python -I -S jail PLAN CONTROL` with two file descriptors: a plan (`marshal`), and a pipe on which it
+reports `init PID`, then `ready` or `error TEXT`. Only the standard library is visible from here, and only its small
+modules are imported, because every program waits for them.
 """
 
-import base64
-import json
+from __future__ import annotations
+
+import marshal
 import os
-import signal
 import sys
-from pathlib import Path
-from typing import Any
 
 import identity
 import landlock
 import seccomp
 import view
 
+TYPE_CHECKING = False  # the module `typing` takes as long to import as everything else here
+if TYPE_CHECKING:
+    from typing import Any
+
+    type Plan = dict[str, Any]
+
 _NEW_NAMESPACES = os.CLONE_NEWNS | os.CLONE_NEWPID | os.CLONE_NEWNET | os.CLONE_NEWIPC | os.CLONE_NEWUTS
 
 
 def main(plan_file: int, control: int) -> int:
     """Run the program of a plan; return its exit status, 128 + n after signal n."""
-    plan = json.loads(os.pread(plan_file, os.fstat(plan_file).st_size, 0))
+    plan: Plan = marshal.loads(os.pread(plan_file, os.fstat(plan_file).st_size, 0))
     os.close(plan_file)
     try:
         if plan["namespaces"] == "own":
@@ -41,7 +46,7 @@ def main(plan_file: int, control: int) -> int:
     return 1
 
 
-def _run_in_own_namespaces(plan: dict[str, Any], control: int) -> int:
+def _run_in_own_namespaces(plan: Plan, control: int) -> int:
     identity.end_with_parent()
     _enter_namespaces(plan["is_privileged"])
     init = os.fork()
@@ -52,7 +57,6 @@ def _run_in_own_namespaces(plan: dict[str, Any], control: int) -> int:
     identity.end_with_parent()
     view.enter(plan["readable"], plan["devices"], plan["scratch"])
     _prepare(plan)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     program = os.fork()
     if program:
         os.closerange(0, 1024)
@@ -68,12 +72,12 @@ def _enter_namespaces(is_privileged: bool) -> None:
         return
     user, group = os.geteuid(), os.getegid()
     os.unshare(_NEW_NAMESPACES | os.CLONE_NEWUSER)
-    Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
-    Path("/proc/self/gid_map").write_text(f"{group} {group} 1", encoding="ascii")
-    Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="ascii")
+    _write("/proc/self/setgroups", "deny")
+    _write("/proc/self/gid_map", f"{group} {group} 1")
+    _write("/proc/self/uid_map", f"{user} {user} 1")
 
 
-def _prepare(plan: dict[str, Any]) -> None:
+def _prepare(plan: Plan) -> None:
     """Mount the scratch folder, then give up the rights that this needed."""
     view.mount_scratch(plan["scratch"], plan["scratch_bytes"], plan["scratch_files"])
     if plan["is_privileged"]:
@@ -81,13 +85,13 @@ def _prepare(plan: dict[str, Any]) -> None:
     identity.drop()
 
 
-def _become_the_program(plan: dict[str, Any], control: int) -> None:
+def _become_the_program(plan: Plan, control: int) -> None:
     os.chdir(plan["scratch"])
     os.umask(0o077)
     for name, content in plan["files"].items():
-        place = Path(name)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(base64.b64decode(content))
+        os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+        with open(name, "wb") as file:
+            file.write(content)
     identity.limit(plan["limits"])
     if plan["needs_landlock"] or landlock.is_available():
         landlock.restrict(plan["readable"], [plan["scratch"]], plan["devices"])
@@ -97,6 +101,11 @@ def _become_the_program(plan: dict[str, Any], control: int) -> None:
     seccomp.install(plan["namespaces"] != "none", plan["may_fork"], os.getpid())
     os.write(control, b"ready\n")
     os.execve(plan["arguments"][0], plan["arguments"], plan["environment"])
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="ascii") as file:
+        file.write(text)
 
 
 def _status_of(child: int) -> int:

@@ -5,9 +5,8 @@ Errors become `OSError` with the call's name. This file imports only the standar
 
 import ctypes
 import os
-import platform
 
-MACHINE = platform.machine()
+MACHINE = os.uname().machine
 
 CALLS = {
     "mount_setattr": 442,

@@ -6,7 +6,6 @@ Works in a new mount namespace. Invariant: nothing of the old root can be reache
 import os
 import struct
 from collections.abc import Iterable
-from pathlib import Path
 
 from kernel import mount, syscall, unmount
 
@@ -46,21 +45,20 @@ def mount_scratch(scratch: str, num_bytes: int, num_files: int) -> None:
 
 
 def _keep(path: str, read_only: bool) -> None:
-    source, target = Path(path), Path(_PLACE + path)
-    if source.is_symlink():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.symlink_to(os.readlink(source))
+    target = _PLACE + path
+    if not os.path.lexists(path) or os.path.lexists(target):
         return
-    if not source.exists() or target.exists():
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.islink(path):
+        os.symlink(os.readlink(path), target)
         return
-    if source.is_dir():
-        target.mkdir(parents=True)
+    if os.path.isdir(path):
+        os.mkdir(target)
     else:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.touch()
-    mount(path, str(target), None, _BIND | _RECURSIVE)
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC))
+    mount(path, target, None, _BIND | _RECURSIVE)
     if read_only:
-        _make_read_only(str(target), recursive=True)
+        _make_read_only(target, recursive=True)
 
 
 def _make_read_only(path: str, recursive: bool) -> None:

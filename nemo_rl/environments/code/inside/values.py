@@ -79,8 +79,9 @@ def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
             return {"type": name, "value": write(value)}
     if isinstance(value, _ITERATORS):
         return {"type": "iterator", "value": [encode(item, refer) for item in islice(value, _MAX_ITEMS)]}
-    if isinstance(value, type) and _TYPES.get(value.__name__) is value:
-        return {"type": "builtin", "value": value.__name__}
+    for name, kind in _TYPES.items():
+        if value is kind:
+            return {"type": "builtin", "value": name}
     if refer is None:
         raise NotPlainError(f"{type(value).__name__} is no plain data")
     return refer(value)

@@ -104,4 +104,4 @@ def test_rows_without_usable_tests_are_left_out_with_a_reason(tmp_path):
     path.write_text("\n".join(map(json.dumps, rows)))
     data = load("CodeDataset", path)
     assert len(data.dataset) == 1 and len(data.bad_rows) == 5
-    assert "no 'tests'" in str(data.bad_rows[0])
+    assert data.bad_rows[0].reason == "no 'tests'"
