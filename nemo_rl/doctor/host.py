@@ -13,6 +13,8 @@ from nemo_rl.doctor.requests import NodeRequest
 from nemo_rl.host.cores import usable_cores
 from nemo_rl.host.disk_space import readable_bytes
 from nemo_rl.host.memory import machine_bytes
+from nemo_rl.sandbox import why_unavailable
+from nemo_rl.sandbox.mechanisms import IN_ORDER
 from nemo_rl.utils.errors import ResourceInsufficientError
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -60,6 +62,17 @@ def check_shared_memory(request: NodeRequest) -> Finding:
     if free < store:
         return Finding(Status.WARNING, f"{takes} and will be on the disk, which is slow", advice)
     return Finding(Status.WARNING, f"{takes} instead of {readable_bytes(wanted)}; more goes to the disk", advice)
+
+
+def check_sandbox(request: NodeRequest) -> Finding:
+    """Run a small program in each sandbox that `env.code.sandbox` can choose."""
+    reasons = {f"{one.name} (namespaces: {one.namespaces})": why_unavailable(one) for one in IN_ORDER}
+    works = [name for name, reason in reasons.items() if reason is None]
+    details = "\n".join(f"{name}: {reason or 'works'}" for name, reason in reasons.items())
+    if works:
+        return ok(f"programs of a model run in {works[0]}", details=details)
+    advice = "Install bubblewrap and allow user namespaces, or use a kernel with Landlock (5.13 or later)."
+    return Finding(Status.WARNING, "no sandbox works, so the environment code is refused", advice, details)
 
 
 def _severity(request: NodeRequest) -> Status:

@@ -9,6 +9,7 @@ from nemo_rl.doctor.host import (
     check_open_files,
     check_ports,
     check_ray_start,
+    check_sandbox,
     check_shared_memory,
     check_temporary_files,
 )
@@ -27,6 +28,7 @@ NODE_CHECKS: list[Check[NodeRequest]] = [
     Check("shared memory", check_shared_memory),
     Check("open files", check_open_files),
     Check("temporary files", check_temporary_files),
+    Check("sandbox", check_sandbox),
     Check("ray start", check_ray_start),
     Check("ports", check_ports),
     Check("exchange", _exchange, DEADLINE_S, needs=("ray start",)),

@@ -34,6 +34,8 @@ ENV_REGISTRY: dict[str, EnvRegistryEntry] = {
     "math": {"actor_class_fqn": f"{_MATH}.MathEnvironment"},
     "math_default": {"actor_class_fqn": f"{_MATH}.MathEnvironment"},
     "math_multi_reward": {"actor_class_fqn": f"{_MATH}.MathMultiRewardEnvironment"},
+    "code": {"actor_class_fqn": "nemo_rl.environments.code_environment.CodeEnvironment"},
+    "code_jaccard": {"actor_class_fqn": "nemo_rl.environments.code_jaccard_environment.CodeJaccardEnvironment"},
 }
 
 

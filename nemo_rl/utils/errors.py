@@ -45,6 +45,10 @@ class VenvError(NemoRLError, RuntimeError):
     """The Python environment of a kind of worker cannot be made or used on a node."""
 
 
+class SandboxError(NemoRLError, RuntimeError):
+    """This machine cannot lock programs up, or a sandbox failed; the program of the message did not run."""
+
+
 class DeadlineExceededError(NemoRLError, TimeoutError):
     """A wait ran past its deadline; the message names phase, worker, rank and node."""
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "nemo_rl"
 
 LAYERS: list[set[str]] = [
-    {"config", "utils", "host", "files", "compat", "optimizations"},
+    {"config", "utils", "host", "files", "sandbox", "compat", "optimizations"},
     {"distributed"},
     {"losses", "data", "weight_sync"},
     {"models"},
@@ -32,7 +32,7 @@ LAYERS: list[set[str]] = [
     {"launch"},
     {"doctor"},
 ]
-SHARED_LAYERS = [{"config", "utils", "host", "files", "compat", "optimizations"}]
+SHARED_LAYERS = [{"config", "utils", "host", "files", "sandbox", "compat", "optimizations"}]
 """Packages of one layer that may import each other, as long as no circle of files arises."""
 
 LEVELS: dict[str, list[set[str]]] = {

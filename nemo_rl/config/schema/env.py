@@ -5,9 +5,9 @@ unchanged.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
-from pydantic import ConfigDict, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.base.structure import NamedSections
@@ -28,10 +28,51 @@ class MathEnvironmentConfig(Section):
     """Seconds for one answer; afterwards it counts as a reward error."""
 
 
+class CodeEnvironmentConfig(Section):
+    """Programs of the model, run in a sandbox and graded with tests."""
+
+    num_workers: PositiveInt = 8
+    """Samples whose programs run at the same time."""
+    terminate_on_evaluation: bool = True
+    """End an episode with its first program; false: `<code>` blocks are answered with their output, and a turn without
+    one ends the episode."""
+    stop_strings: list[str] | None = Field(default_factory=lambda: ["</code>"])
+    """Texts that end the turns of this environment, besides policy.generation.stop_strings."""
+    sandbox: Literal["auto", "bubblewrap", "landlock"] = "auto"
+    """What locks programs up; auto: the first that works on the machine. Where none works, the run is refused."""
+    reward: Literal["share", "all"] = "share"
+    """Reward of a program: the share of the tests that it passes, or 1 only for all of them."""
+    wall_time_s: PositiveFloat = 10.0
+    """Seconds for one program: for each input, for all calls of the tests, or for the blocks of an episode together."""
+    cpu_time_s: PositiveFloat = 10.0
+    """Processor seconds for the same."""
+    memory_mb: PositiveInt = 512
+    """Memory of a program in MiB."""
+    max_processes: PositiveInt = 16
+    """Processes and threads of a program."""
+    file_mb: PositiveInt = 16
+    """Size of each file that a program writes, in MiB."""
+    scratch_mb: PositiveInt = 64
+    """Size of all its files together, in MiB."""
+    output_bytes: PositiveInt = 262144
+    """Bytes of output after which a program is ended."""
+    observation_chars: PositiveInt = 4000
+    """Longest output in an observation; of a longer one the middle is left out."""
+
+
+class CodeJaccardEnvironmentConfig(Section):
+    """Similarity of the model's text with a reference program; nothing is run."""
+
+    ignored: ClassVar[dict[str, str]] = {"num_workers": "the comparison is too fast to need processes"}
+
+    stop_strings: list[str] | None = None
+    """Texts that end the answers this environment grades, besides policy.generation.stop_strings."""
+
+
 def stop_strings_of(environments: Mapping[str, Any], name: str | None) -> list[str] | None:
     """Return the stop strings of an environment that has a schema."""
     section = environments.get(name or "")
-    return section.stop_strings if isinstance(section, MathEnvironmentConfig) else None
+    return getattr(section, "stop_strings", None) if isinstance(section, Section) else None
 
 
 class BuiltInEnvironments(TypedDict, total=False):
@@ -40,6 +81,8 @@ class BuiltInEnvironments(TypedDict, total=False):
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
     math: MathEnvironmentConfig
+    code: CodeEnvironmentConfig
+    code_jaccard: CodeJaccardEnvironmentConfig
 
 
 _LATER = (("should_use_nemo_gym", "NeMo-Gym"),)

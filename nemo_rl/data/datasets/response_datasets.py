@@ -13,6 +13,7 @@ from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import RowError
 from nemo_rl.data.datasets.arithmetic.problems import TRAIN, ArithmeticDataset
 from nemo_rl.data.datasets.arithmetic.worked import WorkedSumsDataset
+from nemo_rl.data.datasets.code_datasets import CODE_REGISTRY
 from nemo_rl.data.datasets.conversation_datasets import (
     MessagesDataset,
     OpenAIFormatDataset,
@@ -149,6 +150,7 @@ DATASET_REGISTRY: dict[str, DatasetFactory] = {
     "tulu3_sft_mixture": partial(MessagesDataset, source=HubSource("allenai/tulu-3-sft-mixture")),
     "open_assistant": OpenAssistantDataset,
     "openai_format": OpenAIFormatDataset,
+    **CODE_REGISTRY,
     "ResponseDataset": ResponseDataset,
     "arithmetic": ArithmeticDataset.of_entry,
     "arithmetic_sft": WorkedSumsDataset,

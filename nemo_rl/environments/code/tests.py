@@ -1,0 +1,72 @@
+"""The tests of a problem, as they travel from a data set to the environment.
+
+A row's answer, `ground_truth`, is the JSON text of one of two kinds of tests; `parse_tests` reads it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from nemo_rl.utils.errors import DataError
+
+
+@dataclass(frozen=True)
+class CallTests:
+    """Tests in Python that call what the solution defines.
+
+    Attributes:
+        tests: Source code with `assert` statements; each statement that runs is a check, and an exception outside of
+            one is a failed check.
+        setup: Source code that runs before them, such as imports and helper functions, which a solution cannot change.
+        names: Names that `setup` defines too, but of which the tests use the solution's.
+    """
+
+    tests: tuple[str, ...]
+    setup: str = ""
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class OutputTests:
+    """Tests of a whole program: what it prints for an input.
+
+    Attributes:
+        inputs: Texts of standard input.
+        outputs: The expected standard output for each; trailing white space of lines and of the end does not count.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+type Tests = CallTests | OutputTests
+
+
+def tests_text(tests: Tests) -> str:
+    """Return tests as the JSON text that `parse_tests` reads."""
+    return json.dumps(asdict(tests))
+
+
+def parse_tests(given: str | Mapping[str, Any]) -> Tests:
+    """Return the tests of a JSON text, or of the mapping that it holds.
+
+    Raises:
+        DataError: It is neither kind of tests.
+    """
+    try:
+        fields = json.loads(given) if isinstance(given, str) else dict(given)
+        kind: type[CallTests] | type[OutputTests] = CallTests if "tests" in fields else OutputTests
+        values: dict[str, Any] = {
+            name: tuple(item) if isinstance(item, list) else item for name, item in fields.items()
+        }
+        tests = kind(**values)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"The tests of a sample are neither {{tests, setup, names}} nor {{inputs, outputs}} in JSON: {error}."
+        ) from error
+    if isinstance(tests, OutputTests) and len(tests.inputs) != len(tests.outputs):
+        raise DataError(f"A sample has {len(tests.inputs)} inputs and {len(tests.outputs)} outputs.")
+    if not (tests.tests if isinstance(tests, CallTests) else tests.inputs):
+        raise DataError("A sample has no tests.")
+    return tests

@@ -1,0 +1,118 @@
+"""Lock this process up, then become the program: the first code that runs in a sandbox.
+
+    outside ─── enters namespaces (or bubblewrap has) ── waits for `init`
+                  └─ init: own root, no identity ─────── waits for the program, and with it everything ends
+                       └─ the program: limits, Landlock, seccomp, exec
+
+Started as `python -I -S jail PLAN CONTROL` with two file descriptors: a plan (`marshal`), and a pipe on which it
+reports `init PID`, then `ready` or `error TEXT`. Only the standard library is visible from here, and only its small
+modules are imported, because every program waits for them.
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+import sys
+
+import identity
+import landlock
+import seccomp
+import view
+
+TYPE_CHECKING = False  # the module `typing` takes as long to import as everything else here
+if TYPE_CHECKING:
+    from typing import Any
+
+    type Plan = dict[str, Any]
+
+_NEW_NAMESPACES = os.CLONE_NEWNS | os.CLONE_NEWPID | os.CLONE_NEWNET | os.CLONE_NEWIPC | os.CLONE_NEWUTS
+
+
+def main(plan_file: int, control: int) -> int:
+    """Run the program of a plan; return its exit status, 128 + n after signal n."""
+    plan: Plan = marshal.loads(os.pread(plan_file, os.fstat(plan_file).st_size, 0))
+    os.close(plan_file)
+    try:
+        if plan["namespaces"] == "own":
+            return _run_in_own_namespaces(plan, control)
+        if plan["namespaces"] == "outer":
+            _prepare(plan)
+        else:
+            identity.drop()
+        _become_the_program(plan, control)
+    except OSError as error:
+        os.write(control, f"error {error}\n".encode())
+    return 1
+
+
+def _run_in_own_namespaces(plan: Plan, control: int) -> int:
+    identity.end_with_parent()
+    _enter_namespaces(plan["is_privileged"])
+    init = os.fork()
+    if init:
+        os.write(control, f"init {init}\n".encode())
+        os.close(control)
+        return _status_of(init)
+    identity.end_with_parent()
+    view.enter(plan["readable"], plan["devices"], plan["scratch"])
+    _prepare(plan)
+    program = os.fork()
+    if program:
+        os.closerange(0, 1024)
+        os._exit(_status_of(program))
+    _become_the_program(plan, control)
+    return 1
+
+
+def _enter_namespaces(is_privileged: bool) -> None:
+    """Enter new namespaces, with a user namespace where this process may not mount without one."""
+    if is_privileged:
+        os.unshare(_NEW_NAMESPACES)
+        return
+    user, group = os.geteuid(), os.getegid()
+    os.unshare(_NEW_NAMESPACES | os.CLONE_NEWUSER)
+    _write("/proc/self/setgroups", "deny")
+    _write("/proc/self/gid_map", f"{group} {group} 1")
+    _write("/proc/self/uid_map", f"{user} {user} 1")
+
+
+def _prepare(plan: Plan) -> None:
+    """Mount the scratch folder, then give up the rights that this needed."""
+    view.mount_scratch(plan["scratch"], plan["scratch_bytes"], plan["scratch_files"])
+    if plan["is_privileged"]:
+        identity.become_nobody(plan["user_number"])
+    identity.drop()
+
+
+def _become_the_program(plan: Plan, control: int) -> None:
+    os.chdir(plan["scratch"])
+    os.umask(0o077)
+    for name, content in plan["files"].items():
+        os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+        with open(name, "wb") as file:
+            file.write(content)
+    identity.limit(plan["limits"])
+    if plan["needs_landlock"] or landlock.is_available():
+        landlock.restrict(plan["readable"], [plan["scratch"]], plan["devices"])
+    for descriptor in plan["inherited"]:
+        os.set_inheritable(descriptor, True)
+    os.set_inheritable(control, False)
+    seccomp.install(plan["namespaces"] != "none", plan["may_fork"], os.getpid())
+    os.write(control, b"ready\n")
+    os.execve(plan["arguments"][0], plan["arguments"], plan["environment"])
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="ascii") as file:
+        file.write(text)
+
+
+def _status_of(child: int) -> int:
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    os._exit(main(int(sys.argv[1]), int(sys.argv[2])))

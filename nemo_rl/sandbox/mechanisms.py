@@ -1,0 +1,87 @@
+"""The ways to lock a program up, and which of them work on this machine.
+
+    bubblewrap   namespaces made by `bwrap`; inside them seccomp, limits, and Landlock where the kernel has it
+    landlock     Landlock, seccomp and limits; and namespaces of our own where this process may make them
+
+Invariant: a mechanism counts as available only after a program ran in it, so a sandbox never runs unprotected.
+"""
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from nemo_rl.sandbox.languages import DEVICES
+
+type MechanismName = Literal["bubblewrap", "landlock"]
+type Choice = Literal["auto", "bubblewrap", "landlock"]
+
+_NEEDED_CAPABILITIES = 1 << 6 | 1 << 7 | 1 << 21  # CAP_SETGID, CAP_SETUID, CAP_SYS_ADMIN
+
+SCRATCH = "/scratch"
+"""Path of the scratch folder as programs see it, where they have a view of files of their own."""
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """One way to lock a program up.
+
+    Attributes:
+        name: The name that the key takes.
+        namespaces: Who makes namespaces: "outer" (bubblewrap), "own" (our code inside), or "none".
+    """
+
+    name: MechanismName
+    namespaces: Literal["outer", "own", "none"]
+
+    @property
+    def has_own_files(self) -> bool:
+        """Whether programs have a view of files of their own, with a scratch folder in memory."""
+        return self.namespaces != "none"
+
+    def wrap(self, command: Sequence[str], readable: Sequence[str], info: int) -> list[str]:
+        """Return the command line that runs a command in the mechanism's outer part.
+
+        Args:
+            command: The command that finishes the work inside.
+            readable: Paths that have to be visible inside.
+            info: File descriptor on which bubblewrap reports the process id of its first process.
+        """
+        if self.namespaces != "outer":
+            return list(command)
+        # A folder that bubblewrap makes on its own for a path inside of it is closed to other users.
+        folders = sorted({str(folder) for path in readable for folder in Path(path).parents} - {"/"})
+        binds = [part for folder in folders for part in ("--dir", folder)]
+        binds += [part for path in dict.fromkeys(readable) for part in _bind(path)]
+        devices = [part for path in DEVICES for part in ("--dev-bind-try", path, path)]
+        # Root keeps its user, so that it can take one of its own later; others need a namespace of users.
+        users = ["--cap-add", "ALL"] if is_privileged() else ["--unshare-user", "--cap-add", "CAP_SYS_ADMIN"]
+        unshared = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+        bwrap = shutil.which("bwrap") or "bwrap"
+        return [
+            *[bwrap, "--die-with-parent", "--clearenv", "--info-fd", str(info), *users, *unshared, *binds],
+            *["--tmpfs", "/dev", *devices, "--remount-ro", "/dev", "--dir", SCRATCH, "--remount-ro", "/"],
+            *["--chdir", "/", "--", *command],
+        ]
+
+
+def is_privileged() -> bool:
+    """Return whether this process is root with the capabilities to mount and to change its user."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    held = int(status.partition("CapEff:")[2].split()[0], 16)
+    return os.geteuid() == 0 and held & _NEEDED_CAPABILITIES == _NEEDED_CAPABILITIES
+
+
+def _bind(path: str) -> list[str]:
+    if os.path.islink(path):
+        return ["--symlink", os.readlink(path), path]
+    return ["--ro-bind-try", path, path]
+
+
+BUBBLEWRAP = Mechanism("bubblewrap", "outer")
+LANDLOCK = Mechanism("landlock", "own")
+LANDLOCK_ALONE = Mechanism("landlock", "none")
+IN_ORDER = (BUBBLEWRAP, LANDLOCK, LANDLOCK_ALONE)
+"""All mechanisms, the strongest first."""

@@ -1,0 +1,75 @@
+"""Write down for the code inside of a sandbox how to lock itself up and what to run (`nemo_rl/sandbox/jail`)."""
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.sandbox.languages import DEVICES, SYSTEM_LIBRARIES, Language
+from nemo_rl.sandbox.mechanisms import Mechanism, is_privileged
+from nemo_rl.sandbox.program import Limits, Program
+
+MAX_FILES = 4096
+"""Files and folders that a program may make."""
+_OPEN_FILES = 128
+OWN_PROCESSES = 2
+"""Processes of the sandbox itself, which the kernel counts with those of the program."""
+
+
+def make_plan(
+    mechanism: Mechanism, limits: Limits, program: Program, language: Language, scratch: str
+) -> dict[str, Any]:
+    """Return what the code inside needs to know, as values that `marshal` writes.
+
+    Args:
+        mechanism: How the program is locked up.
+        limits: What it may use.
+        program: What to run.
+        language: The language of the program.
+        scratch: Path of the scratch folder as the program sees it.
+
+    Raises:
+        ValueError: A file of the program is outside of its scratch folder.
+    """
+    files = {**program.files, language.file_name: program.source.encode(errors="surrogatepass")}
+    outside = [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]
+    if outside:
+        raise ValueError(f"Files of a program must be inside of its scratch folder, and these are not: {outside}.")
+    return {
+        "namespaces": mechanism.namespaces,
+        "needs_landlock": mechanism.name == "landlock",
+        "readable": [*SYSTEM_LIBRARIES, *language.readable],
+        "devices": list(DEVICES),
+        "scratch": scratch,
+        "scratch_bytes": limits.scratch_mb << 20,
+        "scratch_files": MAX_FILES,
+        "files": files,
+        "is_privileged": is_privileged(),
+        "may_fork": _may_fork(mechanism),
+        "user_number": threading.get_native_id(),
+        "inherited": list(program.inherited),
+        "limits": _kernel_limits(mechanism, limits),
+        "arguments": [*language.command, *program.arguments],
+        "environment": {"PATH": "/usr/bin:/bin", "HOME": scratch, "TMPDIR": scratch, "LANG": "C.UTF-8"},
+    }
+
+
+def _may_fork(mechanism: Mechanism) -> bool:
+    """Return whether the kernel can limit and end all processes of a program.
+
+    It limits no processes of root, so root has to be able to become another user.
+    """
+    return mechanism.has_own_files and (is_privileged() or os.geteuid() != 0)
+
+
+def _kernel_limits(mechanism: Mechanism, limits: Limits) -> dict[str, int]:
+    kernel_limits = {
+        "AS": limits.memory_mb << 20,
+        "CPU": max(1, round(limits.cpu_time_s + 0.5)),
+        "FSIZE": limits.file_mb << 20,
+        "NOFILE": _OPEN_FILES,
+        **dict.fromkeys(("CORE", "MEMLOCK", "MSGQUEUE"), 0),
+    }
+    if _may_fork(mechanism):
+        kernel_limits["NPROC"] = limits.processes + OWN_PROCESSES
+    return kernel_limits

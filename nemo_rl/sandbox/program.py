@@ -1,0 +1,96 @@
+"""What runs in a sandbox, its limits, and what came of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one run may use; a run that goes beyond is ended and the outcome says which limit it was.
+
+    Attributes:
+        wall_time_s: Seconds from the start of the program.
+        cpu_time_s: Seconds of processor time of all processes of the run together; each one is also ended by the
+            kernel when it alone used that much.
+        memory_mb: Address space of each process, and resident memory of all together, in MiB.
+        processes: Processes and threads at the same time; only threads where the kernel
+            cannot end or count processes: without namespaces, and for root that may not mount.
+        file_mb: Size of each file, in MiB.
+        scratch_mb: Size of the scratch folder, in MiB.
+        output_bytes: Bytes of standard output, and of standard error, that are kept; a program that writes more is
+            ended.
+    """
+
+    wall_time_s: float = 10.0
+    cpu_time_s: float = 10.0
+    memory_mb: int = 512
+    processes: int = 16
+    file_mb: int = 16
+    scratch_mb: int = 64
+    output_bytes: int = 65536
+
+
+@dataclass(frozen=True)
+class Program:
+    """Source code to run, with what it may see.
+
+    Attributes:
+        source: Text of the program.
+        language: Name of its language in `nemo_rl.sandbox.languages.LANGUAGES`.
+        arguments: Arguments of its command line.
+        stdin: Bytes of its standard input.
+        files: Content of files in the scratch folder, which is its current folder, by relative path.
+        inherited: Open file descriptors of this process that the program gets under the same numbers. Pipes are the
+            only way to talk with a running program; it cannot tell apart who else holds them.
+    """
+
+    source: str
+    language: str = "python"
+    arguments: tuple[str, ...] = ()
+    stdin: bytes = b""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    inherited: tuple[int, ...] = ()
+
+
+class End(StrEnum):
+    """Why a program ended."""
+
+    EXITED = "exited"
+    """By itself, with any exit code, or by a signal that no limit sent."""
+    WALL_TIME = "wall time"
+    CPU_TIME = "CPU time"
+    MEMORY = "memory"
+    """All processes together held too much. One process that asks for too much gets a `MemoryError` instead."""
+    PROCESSES = "processes"
+    """Only where the kernel could not refuse to start them."""
+    SCRATCH = "scratch folder"
+    """Only without namespaces; otherwise the folder is full at its limit, which the program sees as an `OSError`."""
+    OUTPUT = "output"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run. When it is returned, no process and no file of the run exists any more.
+
+    Attributes:
+        end: Why the program ended.
+        exit_code: Its exit code, 128 + n after signal n (137 where a limit ended it).
+        stdout: Standard output, at most `Limits.output_bytes` of it; bytes that are not UTF-8 are replaced.
+        stderr: Standard error in the same way.
+        wall_time_s: Seconds from its start to its end.
+        cpu_time_s: Processor seconds, of the start of the sandbox too.
+    """
+
+    end: End
+    exit_code: int
+    stdout: str
+    stderr: str
+    wall_time_s: float
+    cpu_time_s: float
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the program ended by itself with exit code 0."""
+        return self.end is End.EXITED and self.exit_code == 0

@@ -1,0 +1,165 @@
+"""Run programs that nobody trusts, without network, files, other processes or unlimited resources."""
+
+import asyncio
+import fcntl
+import marshal
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+from nemo_rl.sandbox import scratch
+from nemo_rl.sandbox.languages import language_of, python
+from nemo_rl.sandbox.mechanisms import IN_ORDER, SCRATCH, Choice, Mechanism
+from nemo_rl.sandbox.plan import MAX_FILES, make_plan
+from nemo_rl.sandbox.program import Limits, Outcome, Program
+from nemo_rl.sandbox.supervision import Launch, Supervision
+from nemo_rl.utils.errors import SandboxError
+
+_JAIL = str(Path(__file__).parent / "jail")
+_ALL_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+_PROBE_LIMITS = Limits(wall_time_s=30, cpu_time_s=30)
+
+
+class Sandbox:
+    """Runs programs, each alone and locked up; safe to use from several threads at once.
+
+    A program sees a scratch folder that is empty but for its files and is its current folder, the files of its
+    language read-only, and nothing else: no network, no environment variables, no `/proc`, no other process. When `run`
+    returns, its processes and its scratch folder are gone.
+
+    Args:
+        limits: What each run may use.
+        mechanism: "bubblewrap", "landlock", or "auto" for the first that works on this machine; or one of
+            `nemo_rl.sandbox.mechanisms`, which is not tried first.
+        num_workers: Runs of `run_async` at the same time; further ones wait.
+
+    Raises:
+        SandboxError: The mechanism does not work on this machine. Nothing ever runs unprotected.
+    """
+
+    def __init__(
+        self, limits: Limits | None = None, mechanism: Choice | Mechanism = "auto", num_workers: int = 8
+    ) -> None:
+        self.limits = limits or Limits()
+        self.mechanism = mechanism if isinstance(mechanism, Mechanism) else choose_mechanism(mechanism)
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="sandbox")
+
+    def run(self, program: Program, cancelled: threading.Event | None = None) -> Outcome:
+        """Run a program and wait for its end.
+
+        Args:
+            program: What to run.
+            cancelled: Set from another thread to end the run early.
+
+        Raises:
+            SandboxError: The program could not be locked up, so it did not run.
+            ValueError: The language is unknown, or a file is outside of the scratch folder.
+        """
+        return _run(self.mechanism, self.limits, program, cancelled or threading.Event())
+
+    async def run_async(self, program: Program) -> Outcome:
+        """Run a program without blocking the event loop; a cancelled call ends the program.
+
+        Raises:
+            SandboxError: The program could not be locked up, so it did not run.
+            ValueError: The language is unknown, or a file is outside of the scratch folder.
+        """
+        cancelled = threading.Event()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self.run, program, cancelled)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    def close(self) -> None:
+        """Wait for the runs of `run_async` and release the threads."""
+        self._threads.shutdown()
+
+
+def choose_mechanism(choice: Choice) -> Mechanism:
+    """Return the first mechanism of a choice that works on this machine.
+
+    Raises:
+        SandboxError: None of them works; the message has the reason of each.
+    """
+    wanted = [one for one in IN_ORDER if choice in ("auto", one.name)]
+    if not wanted:
+        allowed = ", ".join(dict.fromkeys(one.name for one in IN_ORDER))
+        raise SandboxError(f"The sandbox {choice!r} is unknown; choose auto, {allowed}.")
+    reasons = []
+    for mechanism in wanted:
+        reason = why_unavailable(mechanism)
+        if reason is None:
+            return mechanism
+        reasons.append(f"{mechanism.name} (namespaces: {mechanism.namespaces}): {reason}")
+    raise SandboxError(
+        "No sandbox works on this machine, and programs never run without one. Install bubblewrap and allow user "
+        "namespaces, or use a kernel with Landlock (5.13 or later).\n  " + "\n  ".join(reasons)
+    )
+
+
+@cache
+def why_unavailable(mechanism: Mechanism) -> str | None:
+    """Return why a mechanism does not work on this machine; None if a program ran in it just now."""
+    if sys.platform != "linux":
+        return f"it needs Linux, and this is {sys.platform}"
+    if mechanism.namespaces == "outer" and not shutil.which("bwrap"):
+        return "bwrap is not installed (package bubblewrap)"
+    try:
+        outcome = _run(mechanism, _PROBE_LIMITS, Program("print(6 * 7)"), threading.Event())
+    except SandboxError as error:
+        return str(error)
+    return None if outcome.stdout == "42\n" else f"a small program did not run: {outcome}"
+
+
+def _run(mechanism: Mechanism, limits: Limits, program: Program, cancelled: threading.Event) -> Outcome:
+    language = language_of(program.language)
+    with _scratch_of(mechanism) as folder, _sealed(program.stdin) as stdin:
+        plan = make_plan(mechanism, limits, program, language, folder)
+        with _sealed(marshal.dumps(plan)) as plan_file:
+            command = [python().command[0], "-I", "-S", _JAIL, str(plan_file)]
+            readable = [*plan["readable"], *python().readable, _JAIL]
+            launch = Launch(
+                lambda control, info: mechanism.wrap([*command, str(control)], readable, info),
+                stdin,
+                (plan_file, *program.inherited),
+            )
+
+            def is_full() -> bool:
+                return not mechanism.has_own_files and scratch.is_beyond(folder, limits.scratch_mb << 20, MAX_FILES)
+
+            return Supervision(launch, limits, is_full, cancelled).run()
+
+
+@contextmanager
+def _scratch_of(mechanism: Mechanism) -> Iterator[str]:
+    """Give the path of the scratch folder; make and remove it where programs share the machine's files."""
+    if mechanism.has_own_files:
+        yield SCRATCH
+        return
+    folder = os.path.realpath(tempfile.mkdtemp(prefix="nemo_rl_sandbox_"))
+    try:
+        yield folder
+    finally:
+        scratch.remove(folder)
+
+
+@contextmanager
+def _sealed(content: bytes) -> Iterator[int]:
+    """Give a descriptor of a file in memory that nobody can change any more, at its beginning."""
+    descriptor = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(content)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _ALL_SEALS)
+        yield descriptor
+    finally:
+        os.close(descriptor)

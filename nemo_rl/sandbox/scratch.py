@@ -1,0 +1,56 @@
+"""Measure and remove a scratch folder that a program filled, however deep it nested its folders.
+
+Needed only where programs share the machine's files; otherwise the folder is in memory and ends with them.
+"""
+
+import os
+import uuid
+
+
+def is_beyond(folder: str, max_bytes: int, max_files: int) -> bool:
+    """Return whether a folder holds more bytes or files than allowed, or what cannot be listed."""
+    num_bytes, num_files = 0, 0
+    try:
+        for place, folders, names in os.walk(folder, onerror=_raise):
+            num_files += len(folders) + len(names)
+            num_bytes += sum(_bytes_of(os.path.join(place, name)) for name in names)
+            if num_bytes > max_bytes or num_files > max_files:
+                return True
+    except FileNotFoundError:  # a folder that the program has just removed
+        return False
+    except OSError:  # such as a path that is too long
+        return True
+    return False
+
+
+def remove(folder: str) -> None:
+    """Remove a folder and all below it.
+
+    Folders inside of folders are moved up first, because neither recursion nor paths reach any depth.
+    """
+    pending = [folder]
+    while pending:
+        place = pending.pop()
+        os.chmod(place, 0o700)
+        inner = []
+        for entry in list(os.scandir(place)):
+            if entry.is_dir(follow_symlinks=False):
+                moved = f"{folder}-{uuid.uuid4().hex}"
+                os.chmod(entry.path, 0o700)
+                os.rename(entry.path, moved)
+                inner.append(moved)
+            else:
+                os.unlink(entry.path)
+        os.rmdir(place)
+        pending += inner
+
+
+def _bytes_of(path: str) -> int:
+    try:
+        return os.lstat(path).st_blocks * 512
+    except FileNotFoundError:
+        return 0
+
+
+def _raise(error: OSError) -> None:
+    raise error

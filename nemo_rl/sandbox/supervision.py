@@ -1,0 +1,245 @@
+"""Start a locked-up process, read what it writes, and end it with everything that it started.
+
+    this thread ── selects on ── standard output and error: kept up to a limit
+                              ├─ control: `init PID`, `ready`, `error TEXT` of the code inside; bubblewrap's report
+                              └─ the end of the process
+                  and looks every 50 ms: deadlines, cancellation, resident memory and processor time
+
+Invariant: when `Supervision.run` returns or raises, no process of the run exists.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import select
+import selectors
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from nemo_rl.sandbox.plan import OWN_PROCESSES
+from nemo_rl.sandbox.program import End, Limits, Outcome
+from nemo_rl.sandbox.usage import usage_of
+from nemo_rl.utils.errors import SandboxError
+
+logger = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 0.05
+_START_DEADLINE_S = 60.0
+_END_DEADLINE_S = 20.0
+_CHUNK_BYTES = 65536
+_KILLED = 128 + signal.SIGKILL
+_OUT_OF_CPU_TIME = 128 + signal.SIGXCPU
+
+
+@dataclass
+class _Stream:
+    """What one pipe brought, up to a limit."""
+
+    limit: int
+    kept: bytearray = field(default_factory=bytearray)
+    overflowed: bool = False
+
+    def add(self, data: bytes) -> None:
+        room = self.limit - len(self.kept)
+        self.kept += data[:room]
+        self.overflowed |= len(data) > room
+
+    def text(self) -> str:
+        return self.kept.decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start a locked-up process.
+
+    Attributes:
+        command: Returns the command line for the numbers of its two control descriptors.
+        stdin: File descriptor of its standard input.
+        inherited: Further file descriptors that it gets.
+    """
+
+    command: Callable[[int, int], Sequence[str]]
+    stdin: int
+    inherited: Sequence[int]
+
+
+class Supervision:
+    """One run, from its start to the death of its last process.
+
+    Args:
+        launch: How to start it.
+        limits: What it may use.
+        is_scratch_full: Whether its scratch folder is beyond its limit, where the kernel does not watch that.
+        cancelled: Set from another thread to end it.
+
+    Raises:
+        SandboxError: It could not be started.
+    """
+
+    def __init__(
+        self, launch: Launch, limits: Limits, is_scratch_full: Callable[[], bool], cancelled: threading.Event
+    ) -> None:
+        self._limits = limits
+        self._is_scratch_full = is_scratch_full
+        self._cancelled = cancelled
+        self._out, self._err = _Stream(limits.output_bytes), _Stream(limits.output_bytes)
+        self._control, self._info = _Stream(_CHUNK_BYTES), _Stream(_CHUNK_BYTES)
+        self._process, self._pipes = self._start(launch)
+        self._started = time.monotonic()
+        self._ready_at: float | None = None
+        self._cpu_time_s = 0.0
+        self._init: tuple[int, int] | None = None
+        self._pidfd = os.pidfd_open(self._process.pid)
+
+    def run(self) -> Outcome:
+        """Wait for the end and return what came of it.
+
+        Raises:
+            SandboxError: The program could not be locked up, and did not run.
+        """
+        try:
+            end = self._watch()
+        finally:
+            status, cpu_time_s = self._end_all()
+        if self._ready_at is None and end is not End.CANCELLED:
+            raise SandboxError(f"The sandbox could not lock the program up, so it did not run: {self._complaint()}")
+        if end is End.EXITED:
+            used_up = status == _KILLED and cpu_time_s >= self._limits.cpu_time_s
+            end = End.CPU_TIME if used_up or status == _OUT_OF_CPU_TIME else self._overflow() or End.EXITED
+        wall_time_s = time.monotonic() - (self._ready_at or self._started)
+        return Outcome(end, status, self._out.text(), self._err.text(), wall_time_s, cpu_time_s)
+
+    def _start(self, launch: Launch) -> tuple[subprocess.Popen[bytes], dict[int, _Stream]]:
+        control, control_inside = os.pipe()
+        info, info_inside = os.pipe()
+        try:
+            process = subprocess.Popen(
+                launch.command(control_inside, info_inside),
+                stdin=launch.stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={},
+                cwd="/",
+                pass_fds=(control_inside, info_inside, *launch.inherited),
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(control)
+            os.close(info)
+            raise SandboxError(f"The sandbox did not start: {error}") from error
+        finally:
+            os.close(control_inside)
+            os.close(info_inside)
+        assert process.stdout and process.stderr
+        out, err = os.dup(process.stdout.fileno()), os.dup(process.stderr.fileno())
+        process.stdout.close()
+        process.stderr.close()
+        return process, {out: self._out, err: self._err, control: self._control, info: self._info}
+
+    def _watch(self) -> End:
+        """Read what comes until the process ends or goes beyond a limit."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._pidfd, selectors.EVENT_READ)
+            for pipe, stream in self._pipes.items():
+                selector.register(pipe, selectors.EVENT_READ, stream)
+            look_at = time.monotonic() + _LOOK_EVERY_S
+            while True:
+                for key, _ in selector.select(_LOOK_EVERY_S):
+                    if key.data is None:
+                        return End.EXITED
+                    data = os.read(key.fd, _CHUNK_BYTES)
+                    key.data.add(data)
+                    if not data:
+                        selector.unregister(key.fd)
+                self._read_control()
+                if time.monotonic() >= look_at or self._overflow():
+                    look_at = time.monotonic() + _LOOK_EVERY_S
+                    if end := self._limit_reached():
+                        return end
+
+    def _read_control(self) -> None:
+        """Take note of the start of the program and of the first process of its namespace."""
+        if self._ready_at is None and b"ready\n" in self._control.kept:
+            self._ready_at = time.monotonic()
+        if self._init is None and (pid := self._init_pid()):
+            with contextlib.suppress(ProcessLookupError):
+                self._init = pid, os.pidfd_open(pid)
+
+    def _init_pid(self) -> int | None:
+        """Return what the code inside or bubblewrap reported as the first process of the namespace."""
+        for line in self._control.kept.splitlines():
+            if line.startswith(b"init "):
+                return int(line.split()[1])
+        try:
+            return int(json.loads(self._info.kept)["child-pid"])
+        except ValueError:  # not written yet
+            return None
+
+    def _limit_reached(self) -> End | None:
+        if self._cancelled.is_set():
+            return End.CANCELLED
+        now, limits = time.monotonic(), self._limits
+        if self._ready_at is None:
+            return End.WALL_TIME if now - self._started > _START_DEADLINE_S else None
+        if now - self._ready_at > limits.wall_time_s:
+            return End.WALL_TIME
+        if end := self._overflow():
+            return end
+        max_threads = limits.processes + OWN_PROCESSES
+        used = usage_of(self._init[0] if self._init else self._process.pid, max_threads)
+        self._cpu_time_s = max(self._cpu_time_s, used.cpu_time_s)
+        if used.cpu_time_s > limits.cpu_time_s:
+            return End.CPU_TIME
+        if used.threads > max_threads:
+            return End.PROCESSES
+        if used.memory_bytes > limits.memory_mb << 20:
+            return End.MEMORY
+        return End.SCRATCH if self._is_scratch_full() else None
+
+    def _overflow(self) -> End | None:
+        return End.OUTPUT if self._out.overflowed or self._err.overflowed else None
+
+    def _end_all(self) -> tuple[int, float]:
+        """Kill what is left, wait for it, and read what is left in the pipes; return exit code and processor time."""
+        try:
+            self._read_left()
+            self._read_control()
+            first = self._init[1] if self._init else self._pidfd
+            _kill(first)
+            self._wait_for(first)  # the kernel ends a namespace before its first process has ended
+            self._wait_for(self._pidfd)
+            _, status, used = os.wait4(self._process.pid, 0)
+            code = self._process.returncode = os.waitstatus_to_exitcode(status)
+            self._read_left()
+        finally:
+            for descriptor in (*self._pipes, self._pidfd, *([self._init[1]] if self._init else [])):
+                os.close(descriptor)
+        return code if code >= 0 else 128 - code, max(self._cpu_time_s, used.ru_utime + used.ru_stime)
+
+    def _wait_for(self, pidfd: int) -> None:
+        ended, _, _ = select.select([pidfd], [], [], _END_DEADLINE_S)
+        if not ended:
+            _kill(self._pidfd)
+            raise SandboxError(f"A program in a sandbox did not end within {_END_DEADLINE_S:g} s of SIGKILL.")
+
+    def _read_left(self) -> None:
+        """Read what the pipes hold now, without waiting."""
+        for pipe, stream in self._pipes.items():
+            os.set_blocking(pipe, False)
+            with contextlib.suppress(BlockingIOError):
+                while not stream.overflowed and (data := os.read(pipe, _CHUNK_BYTES)):
+                    stream.add(data)
+
+    def _complaint(self) -> str:
+        reported = [line[6:] for line in self._control.text().splitlines() if line.startswith("error ")]
+        return "; ".join(reported) or self._err.text().strip() or "it gave no reason."
+
+
+def _kill(pidfd: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
