@@ -29,11 +29,14 @@ class EnvRegistryEntry(TypedDict):
 
 
 _MATH = "nemo_rl.environments.math_environment"
+_GAMES = "nemo_rl.environments.games"
 
 ENV_REGISTRY: dict[str, EnvRegistryEntry] = {
     "math": {"actor_class_fqn": f"{_MATH}.MathEnvironment"},
     "math_default": {"actor_class_fqn": f"{_MATH}.MathEnvironment"},
     "math_multi_reward": {"actor_class_fqn": f"{_MATH}.MathMultiRewardEnvironment"},
+    "sliding_puzzle_game": {"actor_class_fqn": f"{_GAMES}.sliding_puzzle.SlidingPuzzleEnv"},
+    "blackjack": {"actor_class_fqn": f"{_GAMES}.blackjack.BlackjackEnv"},
 }
 
 
