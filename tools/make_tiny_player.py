@@ -31,7 +31,7 @@ from tiny_models import (
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from nemo_rl.config.schema.env import SlidingPuzzleBoard
+from nemo_rl.config.schema.games import SlidingPuzzleBoard
 from nemo_rl.environments.games.blackjack import BlackjackGame
 from nemo_rl.environments.games.sliding_puzzle import SlidingPuzzleGame
 from nemo_rl.environments.games.text_game import TextGame

@@ -30,6 +30,7 @@ class EnvRegistryEntry(TypedDict):
 
 _MATH = "nemo_rl.environments.math_environment"
 _GAMES = "nemo_rl.environments.games"
+_ADAPTERS = "nemo_rl.environments.adapters"
 
 ENV_REGISTRY: dict[str, EnvRegistryEntry] = {
     "math": {"actor_class_fqn": f"{_MATH}.MathEnvironment"},
@@ -37,6 +38,9 @@ ENV_REGISTRY: dict[str, EnvRegistryEntry] = {
     "math_multi_reward": {"actor_class_fqn": f"{_MATH}.MathMultiRewardEnvironment"},
     "sliding_puzzle_game": {"actor_class_fqn": f"{_GAMES}.sliding_puzzle.SlidingPuzzleEnv"},
     "blackjack": {"actor_class_fqn": f"{_GAMES}.blackjack.BlackjackEnv"},
+    "gymnasium": {"actor_class_fqn": f"{_ADAPTERS}.gymnasium.GymnasiumEnvironment"},
+    "textarena": {"actor_class_fqn": f"{_ADAPTERS}.textarena.TextArenaEnvironment"},
+    "reasoning_gym": {"actor_class_fqn": f"{_ADAPTERS}.reasoning_gym.ReasoningGymEnvironment"},
 }
 
 

@@ -67,7 +67,7 @@ OVERRIDE_MARKER = "_override_"
 
 BUILT_IN_ENVIRONMENTS: tuple[str, ...] = (
     *("math", "math_default", "math_multi_reward"),
-    *("sliding_puzzle_game", "blackjack"),
+    *("sliding_puzzle_game", "blackjack", "gymnasium", "textarena", "reasoning_gym"),
 )
 """Environments of the library, as `nemo_rl.environments` registers them."""
 

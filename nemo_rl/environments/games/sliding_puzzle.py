@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, TypedDict
 
-from nemo_rl.config.schema.env import SlidingPuzzleBoard, SlidingPuzzleConfig
+from nemo_rl.config.schema.games import SlidingPuzzleBoard, SlidingPuzzleConfig
 from nemo_rl.environments.games.references import shortest_solution
 from nemo_rl.environments.games.text_game import (
     GameEnvironment,

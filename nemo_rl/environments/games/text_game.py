@@ -156,7 +156,7 @@ class GameEnvironment(EnvironmentInterface[GameMetadata]):
         ]
         after = [self._after(item, turn) for item, turn in zip(metadata, turns, strict=True)]
         rewards = [
-            turn.reward if turn.result == item.get("result") else self.game.out_of_moves_reward
+            turn.reward + (self.game.out_of_moves_reward if turn.result != item.get("result") else 0.0)
             for turn, item in zip(turns, after, strict=True)
         ]
         return EnvironmentReturn(

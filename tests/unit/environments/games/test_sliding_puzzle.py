@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from nemo_rl.config.schema.env import SlidingPuzzleBoard
+from nemo_rl.config.schema.games import SlidingPuzzleBoard
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.games.references import random_solve_rate, shortest_solution, solution_lengths
 from nemo_rl.environments.games.sliding_puzzle import (

@@ -1,0 +1,1 @@
+"""Environments of other libraries, each behind the extra that installs its library."""
