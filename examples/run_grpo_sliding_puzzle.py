@@ -10,9 +10,10 @@ NeMo RL's does, gets generated boards instead of that data.
 import sys
 from pathlib import Path
 
+from run_grpo import train
+
 from nemo_rl.config import DatasetConfig, GRPOMasterConfig
 from nemo_rl.launch.command_line import launch
-from run_grpo import train
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "grpo_sliding_puzzle.yaml"
 ENVIRONMENT = "sliding_puzzle_game"

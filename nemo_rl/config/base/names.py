@@ -71,9 +71,7 @@ BUILT_IN_ENVIRONMENTS: tuple[str, ...] = (
 )
 """Environments of the library, as `nemo_rl.environments` registers them."""
 
-NOT_BUILT_ENVIRONMENTS: tuple[str, ...] = (
-    *("code", "code_jaccard", "mmau", "nemo_gym", "rag", "reward_model", "vlm"),
-)
+NOT_BUILT_ENVIRONMENTS: tuple[str, ...] = (*("code", "code_jaccard", "mmau", "nemo_gym", "rag", "reward_model", "vlm"),)
 """Environments of NeMo RL that do not exist here; a user's environment may have these names."""
 
 NOT_BUILT_DATASETS: tuple[str, ...] = (

@@ -1,1 +1,1 @@
-"""Environments of other libraries, each behind the extra that installs its library."""
+"""Environments of other libraries, each with an extra that installs its library."""

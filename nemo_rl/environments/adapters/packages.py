@@ -22,6 +22,6 @@ def library(module: str, extra: str) -> ModuleType:
         if error.name != module.partition(".")[0]:
             raise
         raise ConfigError(
-            f"env.{module} needs the package {extra}, which is not installed. Install it with `uv sync --extra {extra}` "
-            f"or `pip install nemo-rl[{extra}]`."
+            f"env.{module} needs the package {extra}, which is not installed. Install it with `uv sync --extra "
+            f"{extra}` or `pip install nemo-rl[{extra}]`."
         ) from None

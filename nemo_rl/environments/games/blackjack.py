@@ -28,8 +28,8 @@ RULES = (
 class BlackjackGame(TextGame):
     """The game; the player wins 1, loses 1, or gets 0 for equal hands.
 
-    Starts with 21 in the first two cards are left out, because nothing is to decide. A dealer with 21 in two cards beats
-    21 in more.
+    Starts with 21 in the first two cards are left out, because nothing is to decide. A dealer with 21 in two cards
+    beats 21 in more.
     """
 
     results: ClassVar[Sequence[str]] = ("won", "drawn", "lost")

@@ -49,7 +49,6 @@ def expected_reward(policy: Policy, split: str | None = None) -> float:
         split: "train" or "validation": only the starts of these episodes; None: all.
     """
 
-
     @cache
     def value(hands: Hands) -> float:
         chance = policy(hands)

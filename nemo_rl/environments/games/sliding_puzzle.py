@@ -5,8 +5,8 @@ is made by shuffling the solution, and no episode starts with a solved board.
 """
 
 import random
-from itertools import product
 from collections.abc import Mapping, Sequence
+from itertools import product
 from statistics import fmean
 from typing import Any, TypedDict
 

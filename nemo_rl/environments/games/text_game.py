@@ -159,10 +159,11 @@ class GameEnvironment(EnvironmentInterface[GameMetadata]):
             turn.reward + (self.game.out_of_moves_reward if turn.result != item.get("result") else 0.0)
             for turn, item in zip(turns, after, strict=True)
         ]
+        stops: list[list[str] | None] = [[ACTION_END] for _ in turns]
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": turn.text} for turn in turns],
             metadata=after,
-            next_stop_strings=[[ACTION_END] for _ in turns],
+            next_stop_strings=stops,
             rewards=torch.tensor(rewards),
             terminateds=torch.tensor([item.get("result") is not None for item in after]),
         )

@@ -145,7 +145,9 @@ def test_wrong_settings_of_gymnasium_are_refused(cfg, words):
 def test_textarena_is_played_to_the_end():
     env = make("textarena", id="TowerOfHanoi-v0")
     metadata, text = opened(env)
-    assert "move the disks from tower A to tower C" in text and text.endswith("in the form that the rules above ask for.")
+    assert "move the disks from tower A to tower C" in text and text.endswith(
+        "in the form that the rules above ask for."
+    )
     for move in ("A C", "A B", "C B", "A C", "B A", "B C", "A C"):
         result, metadata = act(env, metadata, f"[{move}]")
     assert (result.rewards.item(), result.terminateds.item(), metadata["result"]) == (1.0, True, "finished")

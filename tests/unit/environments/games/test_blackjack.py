@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from nemo_rl.environments.games.blackjack import CARDS, BlackjackEnv, BlackjackGame, hand_value, is_held_out, situation
+from nemo_rl.environments.games.blackjack import BlackjackEnv, BlackjackGame, hand_value, is_held_out, situation
 from nemo_rl.environments.games.blackjack_values import (
     Hands,
     expected_reward,
@@ -23,8 +23,8 @@ def hands_of(state):
 
 @pytest.mark.parametrize(
     ("cards", "value"),
-    [((1, 10), (21, True)), ((1, 1), (12, True)), ((1, 5, 10), (16, False)), ((10, 6), (16, False)), ((1, 1, 9), (21, True))],
-)  # fmt: skip
+    [((1, 10), (21, True)), ((1, 1), (12, True)), ((1, 5, 10), (16, False)), ((10, 6), (16, False))],
+)
 def test_an_ace_counts_eleven_where_it_can(cards, value):
     assert hand_value(cards) == value
 
@@ -84,7 +84,9 @@ def test_cards_derive_from_the_seeds():
     game = BlackjackGame()
     first, again, other = (game.start(3, "train", seed).state for seed in (10, 10, 11))
     assert (first, first["player"], first["dealer"]) == (again, other["player"], other["dealer"])
-    hits = [[game.play(game.start(3, "train", seed).state, "hit").state["player"][2] for seed in range(400)] for _ in "ab"]
+    hits = [
+        [game.play(game.start(3, "train", seed).state, "hit").state["player"][2] for seed in range(400)] for _ in "ab"
+    ]
     assert hits[0] == hits[1]
     shares = Counter(hits[0])
     assert shares[10] / 400 == pytest.approx(4 / 13, abs=0.1) and len(shares) == 10

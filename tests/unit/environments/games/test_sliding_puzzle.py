@@ -105,7 +105,9 @@ def test_random_play_solves_with_the_computed_probability():
     grid = ((1, 2, 3), (4, 5, 0), (7, 8, 6))
     assert random_solve_rate(grid, 1) == pytest.approx(1 / 3)
     # Within 3 moves: there at once, or away (2 of 3), and back (1 of 2 in the corner, 1 of 4 in the middle), and there.
-    assert random_solve_rate(grid, 3) == pytest.approx(1 / 3 + (1 / 3) * (1 / 2) * (1 / 3) + (1 / 3) * (1 / 4) * (1 / 3))
+    assert random_solve_rate(grid, 3) == pytest.approx(
+        1 / 3 + (1 / 3) * (1 / 2) * (1 / 3) + (1 / 3) * (1 / 4) * (1 / 3)
+    )
     assert random_solve_rate(((1, 2, 3), (4, 5, 6), (7, 8, 0)), 0) == 1.0
 
 
