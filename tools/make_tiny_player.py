@@ -5,7 +5,7 @@ among those that the rules allow. So the model knows how a turn is written and h
 which action is good: that is left to reinforcement learning. Invariant: one seed gives one model; no situation that
 starts an episode of validation starts a game of its training data.
 
-    uv run --extra cpu python tools/make_tiny_player.py --output examples/assets/tiny-player
+    uv run --extra cpu python tools/make_tiny_player.py --output examples/assets/tiny-player --steps 130
 """
 
 import argparse
@@ -102,7 +102,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=130, help="optimizer steps")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     return parser.parse_args()
 
