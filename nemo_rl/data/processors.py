@@ -31,6 +31,7 @@ from nemo_rl.utils.errors import DataError
 
 __all__ = [
     "PROCESSOR_REGISTRY",
+    "episode_data_processor",
     "feedback_processor",
     "get_processor",
     "math_data_processor",
@@ -74,6 +75,21 @@ def math_data_processor(
     return _prompt_datum([{"role": "user", "content": str(problem)}], {"ground_truth": str(answer)}, datum_dict, how)
 
 
+def episode_data_processor(
+    datum_dict: dict[str, Any],
+    task_data_spec: TaskDataSpec,
+    tokenizer: TokenizerType,
+    max_seq_length: int | None,
+    idx: int,
+) -> DatumSpec:
+    """Make the beginning of a prompt to which the environment adds its first message (`open_episode`).
+
+    It has all of the row's `messages`, often none, after the system prompt. `extra_env_info` is that of the row.
+    """
+    how = _Rendering(task_data_spec, tokenizer, max_seq_length, idx)
+    return _prompt_datum(list(datum_dict["messages"]), dict(datum_dict["extra_env_info"]), datum_dict, how)
+
+
 def multichoice_qa_processor(
     datum_dict: dict[str, Any],
     task_data_spec: TaskDataSpec,
@@ -108,6 +124,7 @@ PROCESSOR_REGISTRY: dict[str, TaskDataProcessFnCallable] = {
     "default": math_hf_data_processor,
     "math_hf_data_processor": math_hf_data_processor,
     "math_data_processor": math_data_processor,
+    "episode_data_processor": episode_data_processor,
     "multichoice_qa_processor": multichoice_qa_processor,
     "sft_processor": sft_processor,
 }
@@ -153,11 +170,16 @@ def _prompt_datum(prompt: list[Message], info: dict[str, Any], row: dict[str, An
     chat = Chat(messages=with_task_prompts(prompt, how.spec), tools=tools_of(row))
     if chat["tools"] is not None:
         info["tools"] = chat["tools"]
-    entry = prompt_entry(chat, how.tokenizer, how.max_seq_length, how.spec.rules)
+    shown = chat if chat["messages"] else Chat(messages=[_NO_MESSAGE_YET], tools=chat["tools"])
+    entry = prompt_entry(shown, how.tokenizer, how.max_seq_length, how.spec.rules)
     datum = finished_datum([entry], info, row.get("task_name"), how.max_seq_length, how.idx)
     if datum["loss_multiplier"]:
         datum["chat"] = chat
     return datum
+
+
+_NO_MESSAGE_YET: Message = {"role": "user", "content": ""}
+"""Stands for the environment's first message in a prompt without any; templates refuse a chat without messages."""
 
 
 def prompt_entry(

@@ -161,8 +161,13 @@ class EnvironmentClient:
             loop.call_soon(self._flush)
         return await waiting.future
 
-    async def open_episode(self, metadata: Any) -> EpisodeStart[Any]:
+    async def open_episode(self, metadata: Any, seed: int | None = None) -> EpisodeStart[Any]:
         """Open the episode of one sample.
+
+        Args:
+            metadata: `extra_env_info` of the prompt.
+            seed: seed of the sample's episode; the environment gets it as `episode_seed` in a dict of metadata;
+                None: without it.
 
         Returns:
             The start of the episode; its `error` is set if the environment raised, hung or died.
@@ -173,7 +178,8 @@ class EnvironmentClient:
         if "open_episode" not in self._traits.hooks:
             return EpisodeStart(metadata)
         self._running_loop()
-        call = _Call((metadata,), lambda reason: EpisodeStart(metadata, error=reason))
+        seeded = {**metadata, "episode_seed": seed} if seed is not None and isinstance(metadata, dict) else metadata
+        call = _Call((seeded,), lambda reason: EpisodeStart(metadata, error=reason))
         (start,) = await self._together("open_episode", [call])
         return start
 

@@ -109,7 +109,9 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
         """Start one sample, before its first response; called once, and again only if the process died.
 
         Args:
-            metadata: `extra_env_info` of the prompt, with its `tools` if there are any.
+            metadata: `extra_env_info` of the prompt, with its `tools` if there are any. A dict also has `episode_seed`,
+                an int for the random numbers of this sample's episode: samples of a prompt have different ones, and a
+                resumed run has the same again.
         """
         return EpisodeStart(metadata)
 

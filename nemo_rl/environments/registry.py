@@ -29,6 +29,8 @@ class EnvRegistryEntry(TypedDict):
 
 
 _MATH = "nemo_rl.environments.math_environment"
+_GAMES = "nemo_rl.environments.games"
+_ADAPTERS = "nemo_rl.environments.adapters"
 
 ENV_REGISTRY: dict[str, EnvRegistryEntry] = {
     "math": {"actor_class_fqn": f"{_MATH}.MathEnvironment"},
@@ -36,6 +38,11 @@ ENV_REGISTRY: dict[str, EnvRegistryEntry] = {
     "math_multi_reward": {"actor_class_fqn": f"{_MATH}.MathMultiRewardEnvironment"},
     "code": {"actor_class_fqn": "nemo_rl.environments.code_environment.CodeEnvironment"},
     "code_jaccard": {"actor_class_fqn": "nemo_rl.environments.code_jaccard_environment.CodeJaccardEnvironment"},
+    "sliding_puzzle_game": {"actor_class_fqn": f"{_GAMES}.sliding_puzzle.SlidingPuzzleEnv"},
+    "blackjack": {"actor_class_fqn": f"{_GAMES}.blackjack.BlackjackEnv"},
+    "gymnasium": {"actor_class_fqn": f"{_ADAPTERS}.gymnasium.GymnasiumEnvironment"},
+    "textarena": {"actor_class_fqn": f"{_ADAPTERS}.textarena.TextArenaEnvironment"},
+    "reasoning_gym": {"actor_class_fqn": f"{_ADAPTERS}.reasoning_gym.ReasoningGymEnvironment"},
 }
 
 

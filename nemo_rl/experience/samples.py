@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 class EnvironmentPort(PostProcessor, Protocol):
     """The methods of an environment that rollouts call; `environments.client.EnvironmentClient` implements them."""
 
-    async def open_episode(self, metadata: Any) -> EpisodeStart[Any]:
-        """Open the episode of one sample."""
+    async def open_episode(self, metadata: Any, seed: int) -> EpisodeStart[Any]:
+        """Open the episode of one sample, whose random numbers derive from `seed`."""
 
     async def step(self, message_log: list[Message], metadata: Any) -> StepResult:
         """Take one turn."""
@@ -93,6 +93,11 @@ class RolloutKey:
             self.run_seed, self.phase, self.step, self.round, group, sample.sample_index, sample.num_turns
         )
 
+    def episode_seed_of(self, sample: Trajectory) -> int:
+        """Return the seed with which the environment opens the episode of a sample."""
+        group = self.first_group + sample.group_index
+        return derive_seed(self.run_seed, self.phase, self.step, self.round, group, sample.sample_index, "episode")
+
 
 class SamplePlayer:
     """Plays samples; any number of them concurrently.
@@ -141,7 +146,7 @@ class SamplePlayer:
         try:
             started = time.perf_counter()
             with self.environments_busy.work():
-                start = await environment.open_episode(sample.extra_env_info)
+                start = await environment.open_episode(sample.extra_env_info, key.episode_seed_of(sample))
             sample.environment_s += time.perf_counter() - started
             _remember(sample, start.metadata)
             if self._begin(sample, start):

@@ -97,6 +97,7 @@ PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
     "nemo_rl.distributed.virtual_cluster": ("RayVirtualCluster", "init_ray"),
     "nemo_rl.distributed.worker_groups": ("RayWorkerGroup",),
     "nemo_rl.environments.interfaces": ("EnvironmentInterface", "EnvironmentReturn", "EpisodeStart"),
+    "nemo_rl.environments.games.sliding_puzzle": ("SlidingPuzzleEnv", "SlidingPuzzleGameLogic"),
     "nemo_rl.environments.math_environment": ("MathEnvironment",),
     "nemo_rl.evals.eval": ("EvalConfig", "MasterConfig", "evaluate", "pass_at_k", "consensus_at_k"),
     "nemo_rl.experience.rollouts": (),
@@ -113,7 +114,6 @@ PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
     "nemo_rl.utils.timer": ("Timer", "TimeoutChecker", "convert_to_seconds"),
 }
 PLANNED_PATHS = [
-    "nemo_rl.environments.games.sliding_puzzle",
     "nemo_rl.utils.nsys",
 ]
 RE_EXPORTS = ["algorithms/advantage_estimator.py", "algorithms/reward_functions.py", "algorithms/utils.py"]

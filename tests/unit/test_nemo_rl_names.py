@@ -96,7 +96,6 @@ LATER = [
     ("nemo_rl.algorithms.xtoken_off_policy_distillation", "setup", "cross-tokenizer distillation"),
     ("nemo_rl.data.datasets.eval_datasets", "_is_multimodal_dataset", "VLM"),
     ("nemo_rl.environments.code_environment", "CodeEnvironment", "code environment"),
-    ("nemo_rl.environments.games.sliding_puzzle", "SlidingPuzzleEnv", "sliding puzzle"),
     ("nemo_rl.environments.nemo_gym", "NemoGym", "NeMo-Gym"),
     ("nemo_rl.environments.reward_model_environment", "RewardModelEnvironment", "reward-model environment"),
     ("nemo_rl.experience.rollouts", "run_nemo_gym_rollout_sync", "NeMo-Gym"),

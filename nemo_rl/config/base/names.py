@@ -7,6 +7,7 @@ nothing.
 ARITHMETIC = "arithmetic"
 ARITHMETIC_SFT = "arithmetic_sft"
 ARITHMETIC_PREFERENCE = "arithmetic_preference"
+EPISODES = "episodes"
 GENERATED_DATASETS = {
     ARITHMETIC: "ResponseDataset",
     ARITHMETIC_SFT: "openai_format",
@@ -37,6 +38,7 @@ RESPONSE_DATASET_NAMES: tuple[str, ...] = (
     "ResponseDataset",
     ARITHMETIC,
     ARITHMETIC_SFT,
+    EPISODES,
 )
 """Built-in response data sets; `ResponseDataset` reads `data_path`; a dotted path names a user's class."""
 
@@ -67,12 +69,13 @@ VALIDATION_METRICS: tuple[str, ...] = (
 OVERRIDE_MARKER = "_override_"
 """Key of a mapping that replaces an inherited one as a whole."""
 
-BUILT_IN_ENVIRONMENTS: tuple[str, ...] = ("math", "math_default", "math_multi_reward")
+BUILT_IN_ENVIRONMENTS: tuple[str, ...] = (
+    *("math", "math_default", "math_multi_reward"),
+    *("sliding_puzzle_game", "blackjack", "gymnasium", "textarena", "reasoning_gym"),
+)
 """Environments of the library, as `nemo_rl.environments` registers them."""
 
-NOT_BUILT_ENVIRONMENTS: tuple[str, ...] = (
-    *("code", "code_jaccard", "mmau", "nemo_gym", "rag", "reward_model", "sliding_puzzle_game", "vlm"),
-)
+NOT_BUILT_ENVIRONMENTS: tuple[str, ...] = (*("code", "code_jaccard", "mmau", "nemo_gym", "rag", "reward_model", "vlm"),)
 """Environments of NeMo RL that do not exist here; a user's environment may have these names."""
 
 NOT_BUILT_DATASETS: tuple[str, ...] = (

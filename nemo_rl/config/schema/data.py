@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, NonNegativeInt, PositiveInt, PrivateAttr, Tag
 
-from nemo_rl.config.base.names import GENERATED_DATASETS
+from nemo_rl.config.base.names import EPISODES, GENERATED_DATASETS
 from nemo_rl.config.base.section import Section, Seed, derived
 
 Operand = Annotated[int, Field(ge=-(10**15), le=10**15)]
@@ -86,7 +86,8 @@ class DatasetDefaults(Section):
     system_prompt_file: str | None = None
     """Text file with the system message; null: none."""
     num_samples: PositiveInt | None = None
-    """Generated problems, only for the arithmetic data sets; null: 10,000 for training, 256 for validation."""
+    """Generated rows, only for the arithmetic data sets (null: 10,000 for training, 256 for validation) and for
+    episodes (null: 1,000,000 and 256)."""
     min_operand: Operand = 10
     """Smallest number in a problem, for arithmetic data sets only."""
     max_operand: Operand = 99
@@ -108,7 +109,10 @@ def numbers_without_effect(dataset_name: str | None) -> dict[str, str]:
     """Return the keys of generated problems that have no effect for this data set, with the reason."""
     if dataset_name in GENERATED_DATASETS:
         return {}
-    return dict.fromkeys(("num_samples", "min_operand", "max_operand"), "only arithmetic data sets generate problems")
+    numbers = dict.fromkeys(("min_operand", "max_operand"), "only arithmetic data sets generate problems")
+    if dataset_name == EPISODES:
+        return numbers
+    return {**numbers, "num_samples": "only arithmetic data sets and episodes generate rows"}
 
 
 def _one_or_many(value: object) -> str:

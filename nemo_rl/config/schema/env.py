@@ -11,6 +11,8 @@ from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.base.structure import NamedSections
+from nemo_rl.config.schema.adapters import GymnasiumConfig, ReasoningGymConfig, TextArenaConfig
+from nemo_rl.config.schema.games import BlackjackConfig, GameSection, SlidingPuzzleEnvironmentConfig
 
 
 class MathEnvironmentConfig(Section):
@@ -83,6 +85,11 @@ class BuiltInEnvironments(TypedDict, total=False):
     math: MathEnvironmentConfig
     code: CodeEnvironmentConfig
     code_jaccard: CodeJaccardEnvironmentConfig
+    sliding_puzzle_game: SlidingPuzzleEnvironmentConfig
+    blackjack: BlackjackConfig
+    gymnasium: GymnasiumConfig
+    textarena: TextArenaConfig
+    reasoning_gym: ReasoningGymConfig
 
 
 _LATER = (("should_use_nemo_gym", "NeMo-Gym"),)

@@ -19,6 +19,7 @@ from nemo_rl.data.datasets.conversation_datasets import (
     OpenAIFormatDataset,
     OpenAssistantDataset,
 )
+from nemo_rl.data.datasets.episodes import EpisodesDataset
 from nemo_rl.data.datasets.hub import HubSource, load_table
 from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
 from nemo_rl.data.datasets.registry import DatasetFactory, DatasetKind
@@ -154,6 +155,7 @@ DATASET_REGISTRY: dict[str, DatasetFactory] = {
     "ResponseDataset": ResponseDataset,
     "arithmetic": ArithmeticDataset.of_entry,
     "arithmetic_sft": WorkedSumsDataset,
+    "episodes": EpisodesDataset,
 }
 
 

@@ -49,7 +49,7 @@ class BoxedNumbers:
 
     post_processes_groups = False
 
-    async def open_episode(self, metadata: Any) -> EpisodeStart[Any]:
+    async def open_episode(self, metadata: Any, seed: int) -> EpisodeStart[Any]:
         return EpisodeStart(metadata)
 
     async def close_episode(self, metadata: Any) -> None:

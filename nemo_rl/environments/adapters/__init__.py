@@ -1,0 +1,1 @@
+"""Environments of other libraries, each with an extra that installs its library."""

@@ -1,0 +1,226 @@
+"""Play a text game with a model: one action in each turn, between `<action>` and `</action>`.
+
+    open_episode: TextGame.start(seed) ─► first message of the prompt
+    step:         text of the turn ─► action ─► TextGame.play(state, action) ─► message, reward, end
+
+Invariant: an episode is a function of its seeds and actions. Its whole state is in the metadata, so a process that died
+can be replaced in the middle of a game, and a resumed run repeats every episode.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, ClassVar, NotRequired, TypedDict
+
+import torch
+
+from nemo_rl.data.messages.content import content_text
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, EpisodeStart
+
+if TYPE_CHECKING:
+    from nemo_rl.data.interfaces import LLMMessageLogType
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+ACTION_END = "</action>"
+_ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+
+TRUNCATED = "truncated"
+"""Name of the metric of episodes that a limit of tokens or turns cut off."""
+
+
+class GameMetadata(TypedDict):
+    """State of an episode, from `open_episode` on.
+
+    Attributes:
+        game_state: State of the game, made of plain values.
+        num_moves: Number of actions so far, valid or not.
+        max_moves: Number of actions after which the episode ends; None: no limit.
+        invalid_actions: Number of turns without an action that the rules allow.
+        result: How the game ended, one of `TextGame.results`; None before its end.
+    """
+
+    game_state: dict[str, Any]
+    num_moves: int
+    max_moves: int | None
+    invalid_actions: NotRequired[int]
+    result: NotRequired[str | None]
+
+
+@dataclass(frozen=True)
+class GameStart:
+    """The beginning of a game.
+
+    Attributes:
+        state: state, made of plain values.
+        text: rules and situation, for the prompt.
+    """
+
+    state: dict[str, Any]
+    text: str
+
+
+@dataclass(frozen=True)
+class GameTurn:
+    """The effect of one action.
+
+    Attributes:
+        state: state after it.
+        text: answer to the model.
+        reward: reward of this action.
+        result: how the game ended, one of `TextGame.results`; None if it goes on.
+        is_valid: whether the rules allow the action.
+    """
+
+    state: dict[str, Any]
+    text: str
+    reward: float = 0.0
+    result: str | None = None
+    is_valid: bool = True
+
+
+class TextGame(ABC):
+    """The rules of a game for one player.
+
+    Attributes:
+        results: ways in which a game ends, the names of metrics; the last one is that of a player whose moves are used
+            up, with `out_of_moves_reward`.
+        out_of_moves_reward: reward for the move with which they are used up.
+    """
+
+    results: ClassVar[Sequence[str]] = ("solved", "failed")
+    out_of_moves_reward: ClassVar[float] = 0.0
+
+    @abstractmethod
+    def start(self, seed: int, split: str, episode_seed: int) -> GameStart:
+        """Set up a game.
+
+        Args:
+            seed: seed of the situation at the start, the same for all samples of a prompt.
+            split: "train" or "validation", whose situations differ.
+            episode_seed: seed of what happens afterwards, a different one for each sample.
+        """
+
+    @abstractmethod
+    def play(self, state: dict[str, Any], action: str) -> GameTurn:
+        """Take one action; `state` is not changed."""
+
+    def close(self, state: dict[str, Any]) -> None:  # noqa: B027  (optional hook)
+        """Release what a game holds, at the end of its episode."""
+
+    def metrics(self, states: Sequence[GameMetadata]) -> dict[str, float]:
+        """Compute further metrics of finished episodes."""
+        return {}
+
+
+class GameEnvironment(EnvironmentInterface[GameMetadata]):
+    """An environment that plays a `TextGame`.
+
+    Rows of the data set `episodes` have the seed of their game; rows of another data set may have the `game_state`
+    instead, and a prompt that shows it.
+
+    Args:
+        game: the rules.
+        max_moves: number of actions after which an episode ends without success; None: only the game ends it.
+    """
+
+    def __init__(self, game: TextGame, max_moves: int | None = None) -> None:
+        self.game = game
+        self._max_moves = max_moves
+
+    def open_episode(self, metadata: Any) -> EpisodeStart[GameMetadata]:
+        """Set up the game of a sample; its first message shows it.
+
+        Raises:
+            ValueError: the row has neither a seed nor a state.
+        """
+        given = metadata or {}
+        if "game_state" in given:
+            return EpisodeStart(_opened(given["game_state"], given.get("max_moves", self._max_moves)))
+        if "seed" not in given:
+            raise ValueError(
+                f"the row has neither the seed of a game nor a game_state, only {', '.join(given) or 'nothing'}. Use "
+                "dataset_name: episodes with processor: episode_data_processor, or rows with game_state."
+            )
+        start = self.game.start(given["seed"], given.get("split", "train"), given["episode_seed"])
+        return EpisodeStart(_opened(start.state, self._max_moves), {"role": "environment", "content": start.text})
+
+    def step(
+        self, message_log_batch: list["LLMMessageLogType"], metadata: list[GameMetadata]
+    ) -> EnvironmentReturn[GameMetadata]:
+        """Take one action in each of B games; `metadata` is that of `open_episode` or of the previous step."""
+        turns = [
+            self._turn(content_text(log[-1]["content"]), item)
+            for log, item in zip(message_log_batch, metadata, strict=True)
+        ]
+        after = [self._after(item, turn) for item, turn in zip(metadata, turns, strict=True)]
+        rewards = [
+            turn.reward + (self.game.out_of_moves_reward if turn.result != item.get("result") else 0.0)
+            for turn, item in zip(turns, after, strict=True)
+        ]
+        stops: list[list[str] | None] = [[ACTION_END] for _ in turns]
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": turn.text} for turn in turns],
+            metadata=after,
+            next_stop_strings=stops,
+            rewards=torch.tensor(rewards),
+            terminateds=torch.tensor([item.get("result") is not None for item in after]),
+        )
+
+    def close_episode(self, metadata: GameMetadata) -> None:
+        """Release the game of a sample."""
+        if "game_state" in (metadata or {}):
+            self.game.close(metadata["game_state"])
+
+    def global_post_process_and_metrics(
+        self, batch: "BatchedDataDict[Any]"
+    ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
+        """Compute metrics over B episodes; rewards are not changed.
+
+        The share of each result, and of truncated episodes, which a limit of tokens or turns cut off; `num_moves` and
+        `invalid_actions`, means over all episodes; and the metrics of the game.
+        """
+        states: list[GameMetadata] = batch["extra_env_info"]
+        ends = [state.get("result") for state in states]
+        shares = {result: ends.count(result) / len(ends) for result in self.game.results}
+        return batch, {
+            **shares,
+            TRUNCATED: ends.count(None) / len(ends),
+            "num_moves": fmean([state["num_moves"] for state in states]),
+            "invalid_actions": fmean([state.get("invalid_actions", 0) for state in states]),
+            **self.game.metrics(states),
+        }
+
+    def _turn(self, text: str, metadata: GameMetadata) -> GameTurn:
+        actions = _ACTION.findall(text)
+        if not actions:
+            message = "Invalid action: write one action between <action> and </action>."
+            return GameTurn(metadata["game_state"], message, is_valid=False)
+        return self.game.play(metadata["game_state"], actions[-1].strip())
+
+    def _after(self, before: GameMetadata, turn: GameTurn) -> GameMetadata:
+        num_moves, most = before["num_moves"] + 1, before["max_moves"]
+        is_over = most is not None and num_moves >= most
+        return {
+            "game_state": turn.state,
+            "num_moves": num_moves,
+            "max_moves": most,
+            "invalid_actions": before.get("invalid_actions", 0) + (not turn.is_valid),
+            "result": self.game.results[-1] if turn.result is None and is_over else turn.result,
+        }
+
+
+def observed(text: str) -> str:
+    """Return a situation between the tags that set it apart from other text."""
+    return f"<environment>\n{text}\n</environment>"
+
+
+def settings_of(cfg: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the settings of a game: those below `cfg` of its section, or the mapping itself."""
+    section = dict(cfg or {})
+    return dict(section["cfg"] or {}) if "cfg" in section else section
+
+
+def _opened(state: dict[str, Any], max_moves: int | None) -> GameMetadata:
+    return {"game_state": state, "num_moves": 0, "max_moves": max_moves, "invalid_actions": 0, "result": None}
