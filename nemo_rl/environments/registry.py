@@ -34,6 +34,10 @@ ENV_REGISTRY: dict[str, EnvRegistryEntry] = {
     "math": {"actor_class_fqn": f"{_MATH}.MathEnvironment"},
     "math_default": {"actor_class_fqn": f"{_MATH}.MathEnvironment"},
     "math_multi_reward": {"actor_class_fqn": f"{_MATH}.MathMultiRewardEnvironment"},
+    "reward_model": {
+        "actor_class_fqn": "nemo_rl.environments.reward_model_environment.RewardModelEnvironment",
+    },
+    "llm_judge": {"actor_class_fqn": "nemo_rl.environments.judges.llm_judge.LLMJudgeEnvironment"},
 }
 
 

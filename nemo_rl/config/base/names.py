@@ -63,11 +63,14 @@ VALIDATION_METRICS: tuple[str, ...] = (
 OVERRIDE_MARKER = "_override_"
 """Key of a mapping that replaces an inherited one as a whole."""
 
-BUILT_IN_ENVIRONMENTS: tuple[str, ...] = ("math", "math_default", "math_multi_reward")
+BUILT_IN_ENVIRONMENTS: tuple[str, ...] = (
+    *("math", "math_default", "math_multi_reward"),
+    *("reward_model", "llm_judge"),
+)
 """Environments of the library, as `nemo_rl.environments` registers them."""
 
 NOT_BUILT_ENVIRONMENTS: tuple[str, ...] = (
-    *("code", "code_jaccard", "mmau", "nemo_gym", "rag", "reward_model", "sliding_puzzle_game", "vlm"),
+    *("code", "code_jaccard", "mmau", "nemo_gym", "rag", "sliding_puzzle_game", "vlm"),
 )
 """Environments of NeMo RL that do not exist here; a user's environment may have these names."""
 

@@ -11,6 +11,7 @@ from pydantic import ConfigDict, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.base.structure import NamedSections
+from nemo_rl.config.schema.judges import LLMJudgeConfig, RewardModelEnvironmentConfig
 
 
 class MathEnvironmentConfig(Section):
@@ -40,6 +41,8 @@ class BuiltInEnvironments(TypedDict, total=False):
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
     math: MathEnvironmentConfig
+    reward_model: RewardModelEnvironmentConfig
+    llm_judge: LLMJudgeConfig
 
 
 _LATER = (("should_use_nemo_gym", "NeMo-Gym"),)
