@@ -38,7 +38,7 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
     def __init__(self, config: RewardModelEnvironmentConfig | Mapping[str, Any]) -> None:
         self.cfg = RewardModelEnvironmentConfig.of(config)
         tokenizer = get_tokenizer(_tokenizer_section(self.cfg), section="env.reward_model")
-        self._tokens = ConversationTokens(tokenizer, self.cfg.max_model_len, self.cfg.too_long)
+        self._tokens = ConversationTokens(tokenizer, self.cfg.max_model_len, self.cfg.too_long, self.cfg.ends_with_turn)
         self._ranks = ScoringRanks(self.cfg, tokenizer)
         self._passes = JoinedPasses(self._ranks.scores, self.cfg.batch_wait_ms / 1000, _MOST_ROWS_OF_A_PASS)
 

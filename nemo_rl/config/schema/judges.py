@@ -51,6 +51,10 @@ class RewardModelEnvironmentConfig(Section):
     """Checkpoint of run_rm.py to read instead of model_name: the folder step_<N>, or its folder of weights."""
     max_model_len: PositiveInt = derived("${policy.max_total_sequence_length}")
     """Most tokens of a conversation, in the tokens of the reward model."""
+    conversation_end: Literal["auto", "turn", "template"] = "auto"
+    """Last token of a conversation, at which the score is read: the one that ends the last turn (turn), as in training
+    by run_rm.py, or what the chat template writes last (template), often a line break, as most other programs have it.
+    auto: turn with checkpoint_path, else template."""
     too_long: Literal["error", "keep_end"] = "error"
     """A conversation with more tokens: its sample gets an error, or only its last tokens are scored."""
     resources: OwnDevicesConfig = Field(default_factory=OwnDevicesConfig)
@@ -63,6 +67,13 @@ class RewardModelEnvironmentConfig(Section):
     """Fields of the Hugging Face model config to change."""
     device: Literal["cuda", "cpu"] = derived("${cluster.device}")
     """Where the reward model computes."""
+
+    @property
+    def ends_with_turn(self) -> bool:
+        """True if a conversation ends with its last turn, whatever the chat template writes after it."""
+        return self.conversation_end == "turn" or (
+            self.conversation_end == "auto" and self.checkpoint_path is not None
+        )
 
     @model_validator(mode="after")
     def _scores(self) -> Self:

@@ -8,6 +8,7 @@ import signal
 import pytest
 import ray
 import torch
+from processes_for_tests import wait_until_gone
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nemo_rl.config import REPOSITORY_ROOT
@@ -51,14 +52,23 @@ def chat(question, answer):
 CHATS = [chat(f"{n}+{n + 3}=", f"{n}+{n + 3}={2 * n + 3};" * (1 + n % 3)) for n in range(7, 40, 2)]
 
 
-def reference_scores(folder, conversations, dtype):
-    model = AutoModelForSequenceClassification.from_pretrained(weights_folder(str(folder)), dtype=dtype).eval()
-    tokenizer = AutoTokenizer.from_pretrained(weights_folder(str(folder)))
-    with torch.no_grad():
-        return [
-            model(**tokenizer.apply_chat_template([one], return_tensors="pt", return_dict=True)).logits.item()
-            for one in conversations
-        ]
+def reference_scores(folder, conversations, dtype, drops_line_break):
+    """Score each conversation alone with transformers; the template of the model writes a line break at the end."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    scores = []
+    for conversation in conversations:
+        ids = tokenizer.apply_chat_template(conversation, return_dict=True)["input_ids"]
+        assert tokenizer.decode(ids[-1:]) == "\n"
+        with torch.no_grad():
+            scores.append(model(input_ids=torch.tensor([ids[:-1] if drops_line_break else ids])).logits.item())
+    return scores
+
+
+def differs(scores, expected):
+    """Return the largest difference, relative to the size of the scores."""
+    largest = max(map(abs, expected))
+    return max(abs(a - b) for a, b in zip(scores, expected, strict=True)) / largest
 
 
 def test_a_conversation_has_the_tokens_of_training(tokens):
@@ -153,6 +163,12 @@ def step_all(client, conversations):
     return asyncio.run(main())
 
 
+def pids_of_ranks():
+    named = [one for one in ray.util.list_named_actors(all_namespaces=True) if "reward_model" in one["name"]]
+    handles = [ray.get_actor(one["name"], namespace=one["namespace"]) for one in named]
+    return set(ray.get([handle.__ray_call__.remote(lambda worker: os.getpid()) for handle in handles]))
+
+
 def section(classifier, **keys):
     return {
         "model_name": str(TINY_CHAT),
@@ -169,7 +185,8 @@ def section(classifier, **keys):
 @pytest.mark.usefixtures("local_ray")
 class TestInAnActor:
     @pytest.fixture(scope="class")
-    def client(self, classifier):
+    @classmethod
+    def client(cls, classifier):
         client = create_env("reward_model", section(classifier, resources={"ranks_per_node": 2}), step_timeout_s=120.0)
         yield client
         client.shutdown()
@@ -177,9 +194,8 @@ class TestInAnActor:
     def test_scores_are_those_of_transformers(self, client: EnvironmentClient, classifier):
         results = step_all(client, CHATS)
         scores = [result.reward for result in results]
-        for dtype, tolerance in ((torch.float32, 2e-5), (torch.float64, 2e-5)):
-            expected = reference_scores(classifier, CHATS, dtype)
-            assert max(abs(a - b) for a, b in zip(scores, expected, strict=True)) < tolerance
+        for dtype in (torch.float32, torch.float64):
+            assert differs(scores, reference_scores(weights_folder(str(classifier)), CHATS, dtype, True)) < 1e-5
         assert max(scores) - min(scores) > 0.1
         assert all(result.terminated and result.error is None for result in results)
         assert [result.metadata for result in results] == [{"n": n} for n in range(len(CHATS))]
@@ -191,19 +207,24 @@ class TestInAnActor:
 
     def test_a_dead_rank_is_replaced(self, client: EnvironmentClient):
         before = step_all(client, CHATS[:4])
-        ranks = [one for one in ray.util.list_named_actors(all_namespaces=True) if "reward_model" in one["name"]]
+        ranks = pids_of_ranks()
         assert len(ranks) == 2
-        handle = ray.get_actor(ranks[0]["name"], namespace=ranks[0]["namespace"])
-        pid = ray.get(handle.__ray_call__.remote(lambda worker: os.getpid()))
-        os.kill(pid, signal.SIGKILL)
+        os.kill(ranks.pop(), signal.SIGKILL)
         after = step_all(client, CHATS[:4])
         assert [result.reward for result in after] == [result.reward for result in before]
         assert client.num_restarts == 0
 
-    def test_ranks_end_with_the_environment(self, classifier):
-        client = create_env("reward_model", section(classifier, too_long="keep_end"))
-        assert step_all(client, [chat("1+1=", "2" * 500)])[0].error is None
+    def test_a_hugging_face_classifier_gets_what_its_template_writes(self, classifier):
+        folder, earlier = weights_folder(str(classifier)), pids_of_ranks()
+        client = create_env(
+            "reward_model", section(classifier, model_name=str(folder), checkpoint_path=None, too_long="keep_end")
+        )
+        *results, long = step_all(client, [*CHATS, chat("1+1=", "2" * 500)])
+        expected = reference_scores(folder, CHATS, torch.float64, False)
+        assert differs([result.reward for result in results], expected) < 1e-5 and long.error is None
+        started = pids_of_ranks() - earlier
         client.shutdown()
+        assert len(started) == 1 and wait_until_gone(list(started)) == []
 
 
 @pytest.mark.ray
