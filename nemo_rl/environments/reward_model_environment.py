@@ -16,7 +16,7 @@ from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.judges.conversation_tokens import ConversationTokens
 from nemo_rl.environments.judges.joined_passes import JoinedPasses
-from nemo_rl.environments.judges.scoring_ranks import ScoringRanks, weights_folder
+from nemo_rl.environments.judges.scoring_ranks import ScoringRanks
 from nemo_rl.utils.errors import DataError
 
 if TYPE_CHECKING:
@@ -37,14 +37,12 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
 
     def __init__(self, config: RewardModelEnvironmentConfig | Mapping[str, Any]) -> None:
         self.cfg = RewardModelEnvironmentConfig.of(config)
-        tokenizer = get_tokenizer(_tokenizer_section(self.cfg), section="env.reward_model")
+        tokenizer = get_tokenizer(self.cfg.as_policy().tokenizer, section="env.reward_model")
         self._tokens = ConversationTokens(tokenizer, self.cfg.max_model_len, self.cfg.too_long, self.cfg.ends_with_turn)
         self._ranks = ScoringRanks(self.cfg, tokenizer)
         self._passes = JoinedPasses(self._ranks.scores, self.cfg.batch_wait_ms / 1000, _MOST_ROWS_OF_A_PASS)
 
-    async def step(
-        self, message_log_batch: list["LLMMessageLogType"], metadata: list[Any]
-    ) -> EnvironmentReturn[Any]:
+    async def step(self, message_log_batch: list["LLMMessageLogType"], metadata: list[Any]) -> EnvironmentReturn[Any]:
         """Score one conversation; B is 1, and concurrent calls share forward passes.
 
         Args:
@@ -88,11 +86,3 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
     def shutdown(self) -> None:
         """Stop the ranks of the reward model."""
         self._ranks.shutdown()
-
-
-def _tokenizer_section(config: RewardModelEnvironmentConfig) -> dict[str, Any]:
-    """Return the section of the tokenizer; that of a checkpoint comes with its weights."""
-    section = config.tokenizer.model_dump()
-    if config.checkpoint_path is not None and config.tokenizer.name == config.model_name:
-        section["name"] = str(weights_folder(config.checkpoint_path))
-    return section

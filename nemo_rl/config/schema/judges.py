@@ -4,18 +4,31 @@ Invariant: a section describes the judge completely; its environment gets nothin
 """
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.algorithms.rm import ScoringModelConfig
+from nemo_rl.config.schema.cluster import ClusterConfig, Device
 from nemo_rl.config.schema.model.parallel import DTensorConfig
-from nemo_rl.config.schema.model.policy import OwnDevicesConfig, TokenizerConfig
+from nemo_rl.config.schema.model.policy import OwnDevicesConfig, PolicyConfig, TokenizerConfig
+from nemo_rl.utils.errors import ConfigError
 
 _ONE_PASS = "rows of a pass are padded; batch_size is their number"
 _NOT_TRAINED = "the reward model is not trained here"
+_WEIGHTS = ("policy/weights/model", "weights/model", "model")
+"""Folders of a checkpoint that hold the sequence classifier, relative to a step, a model and its weights."""
 
 
 class RewardModelEnvironmentConfig(Section):
@@ -65,21 +78,67 @@ class RewardModelEnvironmentConfig(Section):
     """The scalar head; must stay enabled."""
     hf_config_overrides: dict[str, Any] | None = Field(default_factory=dict)
     """Fields of the Hugging Face model config to change."""
-    device: Literal["cuda", "cpu"] = derived("${cluster.device}")
+    device: Device = derived("${cluster.device}")
     """Where the reward model computes."""
+
+    def as_policy(self) -> PolicyConfig:
+        """Return the section of the model's ranks, as that of a policy that is not trained.
+
+        Raises:
+            ConfigError: checkpoint_path has no model.
+        """
+        model, tokenizer = self.model_name, self.tokenizer.model_dump()
+        if self.checkpoint_path is not None:
+            model = str(weights_folder(self.checkpoint_path))
+            tokenizer["name"] = model if self.tokenizer.name == self.model_name else self.tokenizer.name
+        return PolicyConfig.build(
+            model_name=model,
+            tokenizer=tokenizer,
+            precision=self.precision,
+            max_total_sequence_length=self.max_model_len,
+            train_micro_batch_size=self.batch_size,
+            hf_config_overrides=self.hf_config_overrides,
+            dtensor_cfg=self.dtensor_cfg.model_dump(),
+            reward_model_cfg=self.reward_model_cfg.model_dump(),
+            optimizer=None,
+            generation=None,
+        )
+
+    @property
+    def uses_gpu(self) -> bool:
+        """True if the reward model runs on GPUs."""
+        return ClusterConfig.build(device=self.device).uses_gpu
 
     @property
     def ends_with_turn(self) -> bool:
         """True if a conversation ends with its last turn, whatever the chat template writes after it."""
-        return self.conversation_end == "turn" or (
-            self.conversation_end == "auto" and self.checkpoint_path is not None
-        )
+        return self.conversation_end == "turn" or (self.conversation_end == "auto" and self.checkpoint_path is not None)
 
     @model_validator(mode="after")
     def _scores(self) -> Self:
         if not self.reward_model_cfg.enabled:
             raise PydanticCustomError("reward_model", "reward_model_cfg.enabled=false gives no scores; set it to true")
         return self
+
+
+def weights_folder(checkpoint_path: str) -> Path:
+    """Return the folder of a checkpoint that holds the model as a Hugging Face sequence classifier.
+
+    Args:
+        checkpoint_path: a step folder, the folder of its policy or weights, or the folder itself.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    given = Path(checkpoint_path).expanduser()
+    for folder in (given, *(given / below for below in _WEIGHTS)):
+        if (folder / "config.json").is_file():
+            return folder
+    raise ConfigError(
+        f"env.reward_model.checkpoint_path={checkpoint_path} has no model. It may be a folder step_<N> that run_rm.py "
+        "wrote with dtensor_cfg, its policy/weights, or any folder with config.json; a checkpoint of Megatron Core "
+        "has to be exported first (examples/converters/convert_megatron_to_hf.py)."
+    )
 
 
 def _pattern_with_a_group(pattern: str) -> str:
@@ -115,7 +174,7 @@ class LLMJudgeConfig(Section):
     template: str | None = None
     """User message of the request, with {question}, {conversation}, {answer}, {reference}, {rubric} and keys of the
     row's metadata; pairwise with {answer_a} and {answer_b}. Double other braces. null: the built-in one of the mode."""
-    score_pattern: Pattern = r"(?i)score\W{0,4}(-?\d+(?:\.\d+)?)"
+    score_pattern: Pattern = r"(?i)score[^\w.+-]{0,6}(-?\d+(?:\.\d+)?)"
     """Regular expression whose group is the score; its last match in the judge's text counts."""
     min_score: float = 1.0
     """Score that becomes the reward 0; a lower one is no answer."""

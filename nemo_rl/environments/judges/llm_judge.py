@@ -39,9 +39,7 @@ class LLMJudgeEnvironment(EnvironmentInterface[Any]):
         self._meter = JudgeMeter()
         self._questions = Questions(self.cfg, self._endpoint, self._meter)
 
-    async def step(
-        self, message_log_batch: list["LLMMessageLogType"], metadata: list[Any]
-    ) -> EnvironmentReturn[Any]:
+    async def step(self, message_log_batch: list["LLMMessageLogType"], metadata: list[Any]) -> EnvironmentReturn[Any]:
         """Judge one answer; B is 1.
 
         Args:

@@ -12,12 +12,12 @@ from processes_for_tests import wait_until_gone
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nemo_rl.config import REPOSITORY_ROOT
+from nemo_rl.config.schema.judges import weights_folder
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.messages.conversations import preference_preprocessor
 from nemo_rl.environments.client import EnvironmentClient
 from nemo_rl.environments.judges.conversation_tokens import ConversationTokens
 from nemo_rl.environments.judges.joined_passes import JoinedPasses
-from nemo_rl.environments.judges.scoring_ranks import weights_folder
 from nemo_rl.environments.utils import create_env
 from nemo_rl.utils.errors import ConfigError, DataError
 
@@ -76,9 +76,10 @@ def test_a_conversation_has_the_tokens_of_training(tokens):
         row = {"pair": {"context": conversation[:1], "completions": []}}
         row["pair"]["completions"] = [{"rank": rank, "completion": conversation[1:]} for rank in (0, 1)]
         trained = preference_preprocessor(row, TaskDataSpec("pairs"), tokens.tokenizer, None, 0)
-        assert tokens.of(conversation).tolist() == torch.cat(
-            [message["token_ids"] for message in trained["message_log_chosen"]]
-        ).tolist()
+        assert (
+            tokens.of(conversation).tolist()
+            == torch.cat([message["token_ids"] for message in trained["message_log_chosen"]]).tolist()
+        )
 
 
 def test_an_answer_cannot_end_its_turn(tokens):
