@@ -30,7 +30,7 @@ LAYERS: list[set[str]] = [
     {"experience"},
     {"algorithms", "evals"},
     {"launch"},
-    {"doctor"},
+    {"doctor", "regrade"},
 ]
 SHARED_LAYERS = [{"config", "utils", "host", "files", "compat", "optimizations"}]
 """Packages of one layer that may import each other, as long as no circle of files arises."""
