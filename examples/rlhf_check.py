@@ -49,9 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wins = [(points[1][key] > points[0][key]) + (points[1][key] == points[0][key]) / 2 for key in points[0]]
     rate = sum(wins) / len(wins)
     print(f"    {'points of 3 by the true preference':34} {means[0]:8.4f} -> {means[1]:8.4f}")
-    print(
-        f"    {'preferred to the answers before':34} {0.5:8.4f} -> {rate:8.4f}   {'ok' if rate > 0.5 else 'should: rise'}"
-    )
+    verdict = "ok" if rate > 0.5 else "should: rise"
+    verdict = "ok" if rate > 0.5 else "should: rise"
+    print(f"    {'preferred to the answers before':34} {0.5:8.4f} -> {rate:8.4f}   {verdict}")
     return 0 if rate > 0.5 else 1
 
 

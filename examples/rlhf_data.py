@@ -6,7 +6,7 @@ The readers of this example prefer answers that show their work, and right ones:
 that is written out and 1 point for the right result. The chats answer in both styles, as found on the web; the pairs
 compare two answers by the points. The reward model sees the pairs only, never the points.
 
-FOLDER/chats.jsonl  {"messages": [{"role": "user", "content": "37+85="}, {"role": "assistant", "content": "\\boxed{122}"}]}
+FOLDER/chats.jsonl  {"messages": [{"role": "user", "content": "37+85="}, {"role": "assistant", ...}]}
 FOLDER/pairs.jsonl  {"prompt": "37+85=", "chosen": "7+5=12, 3+8+1=12, \\boxed{122}", "rejected": "\\boxed{122}"}
 """
 

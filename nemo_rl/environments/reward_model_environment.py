@@ -1,8 +1,8 @@
 """An environment that rewards a conversation with the score of a reward model, and ends the episode.
 
 The model has ranks of its own (`judges.scoring_ranks`); samples whose turns end at about the same time are one forward
-pass (`judges.joined_passes`). Invariant: a reward is the model's score of this conversation; a score that is not finite,
-and a conversation that cannot be scored, are errors of their sample.
+pass (`judges.joined_passes`). Invariant: a reward is the model's score of this conversation; a score that is not
+finite, and a conversation that cannot be scored, are errors of their sample.
 """
 
 import math
@@ -42,7 +42,9 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
         self._ranks = ScoringRanks(self.cfg, tokenizer)
         self._passes = JoinedPasses(self._ranks.scores, self.cfg.batch_wait_ms / 1000, _MOST_ROWS_OF_A_PASS)
 
-    async def step(self, message_log_batch: list["LLMMessageLogType"], metadata: list[Any]) -> EnvironmentReturn[Any]:
+    async def step(  # type: ignore[override]  # may be a coroutine function
+        self, message_log_batch: list["LLMMessageLogType"], metadata: list[Any]
+    ) -> EnvironmentReturn[Any]:
         """Score one conversation; B is 1, and concurrent calls share forward passes.
 
         Args:

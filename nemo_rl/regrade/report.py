@@ -79,10 +79,8 @@ def write_tables(samples: Sequence[Regraded]) -> None:
         lines = [(before, now, str(number)) for (before, now), number in counted.most_common(_NUM_SHOWN)]
         console.print(_table(("before", "now", "samples"), lines))
         largest = sorted(changed, key=_size, reverse=True)[:_NUM_SHOWN]
-        lines = [
-            (e.sample.place, _text(e.sample.reward), _text(e.reward), e.error or _end_of_answer(e)) for e in largest
-        ]
-        console.print(_table(("sample", "before", "now", "answer, or why there is no reward"), lines))
+        titles = ("sample", "before", "now", "answer, or why there is no reward")
+        console.print(_table(titles, map(_change_line, largest)))
     console.print(Text(f"{len(changed)} of {len(samples)} rewards changed."))
 
 
@@ -103,6 +101,16 @@ def _file_lines(samples: Sequence[Regraded]) -> Iterator[tuple[str, ...]]:
         means = (_mean(before), _mean(now))
         missing = (before.count(None), now.count(None), sum(each.diverged is not None for each in found))
         yield (name, *map(str, numbers), *means, *map(str, missing))
+
+
+def _change_line(each: Regraded) -> tuple[str, ...]:
+    why = each.error or _end_of_answer(each)
+    return each.sample.place, _text(each.sample.reward), _text(each.reward), why
+
+
+def _change_line(each: Regraded) -> tuple[str, ...]:
+    why = each.error or _end_of_answer(each)
+    return each.sample.place, _text(each.sample.reward), _text(each.reward), why
 
 
 def _mean(rewards: Sequence[float | None]) -> str:

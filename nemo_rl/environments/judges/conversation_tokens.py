@@ -1,8 +1,8 @@
 """Turn finished conversations into the tokens that a reward model reads.
 
-A conversation has the same tokens as in the training of reward models (`preference_preprocessor`), or exactly those that
-its chat template writes. Invariant: no text of it, whoever wrote it, becomes a control token: an answer cannot end its own
-turn and write another one.
+A conversation has the same tokens as in the training of reward models (`preference_preprocessor`), or exactly those
+that its chat template writes. Invariant: no text of it, whoever wrote it, becomes a control token: an answer cannot end
+its own turn and write another one.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """One request to an OpenAI-compatible endpoint, and what can go wrong with it.
 
-Invariant: a request ends within its time limit with the judge's text or a `JudgeError`; of a response at most a megabyte
-is read; no error and no log line holds the key.
+Invariant: a request ends within its time limit with the judge's text or a `JudgeError`; of a response at most a
+megabyte is read; no error and no log line holds the key.
 """
 
 import asyncio

@@ -2,9 +2,9 @@
 
     step() of each sample ── score() ──► waiting ──► one pass at a time, on a thread ──► the score of each sample
 
-A sample waits `wait_s` for others if no pass runs; while one runs, all samples that arrive wait for the next. Invariant:
-each sample gets its own score or an error; if a pass raises, each of its samples is scored alone, so that one that
-cannot be scored costs no other.
+A sample waits `wait_s` for others if no pass runs; while one runs, all samples that arrive wait for the next.
+Invariant: each sample gets its own score or an error; if a pass raises, each of its samples is scored alone, so that
+one that cannot be scored costs no other.
 """
 
 import asyncio

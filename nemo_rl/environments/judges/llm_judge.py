@@ -1,7 +1,7 @@
 """An environment that asks a language model for the reward of an answer, and ends the episode.
 
-The judge is any OpenAI-compatible endpoint: a service, or a model of one's own under `vllm serve`. Invariant: a reward is
-a verdict that the judge wrote; a judge that is down, too slow or writes nonsense is an error of the sample.
+The judge is any OpenAI-compatible endpoint: a service, or your own model under `vllm serve`. Invariant: a reward is a
+verdict that the judge wrote; a judge that is down, too slow or writes nonsense is an error of the sample.
 """
 
 import asyncio
@@ -39,7 +39,9 @@ class LLMJudgeEnvironment(EnvironmentInterface[Any]):
         self._meter = JudgeMeter()
         self._questions = Questions(self.cfg, self._endpoint, self._meter)
 
-    async def step(self, message_log_batch: list["LLMMessageLogType"], metadata: list[Any]) -> EnvironmentReturn[Any]:
+    async def step(  # type: ignore[override]  # may be a coroutine function
+        self, message_log_batch: list["LLMMessageLogType"], metadata: list[Any]
+    ) -> EnvironmentReturn[Any]:
         """Judge one answer; B is 1.
 
         Args:

@@ -1,4 +1,4 @@
-"""The reward-model environment: scores against transformers, joined passes, long and broken conversations, a dead rank."""
+"""The reward-model environment: scores against transformers, joined passes, long conversations, NaN, a dead rank."""
 
 import asyncio
 import math
