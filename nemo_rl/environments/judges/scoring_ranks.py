@@ -5,6 +5,7 @@ died or hang are replaced once for a call; the call that fails again raises.
 """
 
 import logging
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,7 +42,8 @@ class ScoringRanks:
                 self._places,
                 config.as_policy(),
                 tokenizer,
-                name_prefix="reward_model",
+                # Ranks of an environment that is being replaced may still hold their names.
+                name_prefix=f"reward_model-{uuid.uuid4().hex[:8]}",
                 init_optimizer=False,
                 init_reference_model=False,
             )

@@ -232,12 +232,12 @@ class TestInAnActor:
 @pytest.mark.usefixtures("local_ray")
 def test_a_score_that_is_not_finite_is_an_error(classifier, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(weights_folder(str(classifier)))
-    torch.nn.init.constant_(model.score.weight, math.nan)
+    torch.nn.init.constant_(model.score.weight, 3e38)
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(TINY_CHAT).save_pretrained(tmp_path)
     client = create_env("reward_model", section(classifier, model_name=str(tmp_path), checkpoint_path=None))
     try:
         (result,) = step_all(client, CHATS[:1])
-        assert result.reward is None and result.error == "the reward model gave the score nan"
+        assert result.reward is None and result.error == "the reward model gave the score inf"
     finally:
         client.shutdown()
