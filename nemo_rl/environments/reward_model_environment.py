@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from transformers import AutoConfig
 
 from nemo_rl.config.schema.judges import RewardModelEnvironmentConfig
 from nemo_rl.data.tokenizer import get_tokenizer
@@ -17,7 +18,7 @@ from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentRet
 from nemo_rl.environments.judges.conversation_tokens import ConversationTokens
 from nemo_rl.environments.judges.joined_passes import JoinedPasses
 from nemo_rl.environments.judges.scoring_ranks import ScoringRanks
-from nemo_rl.utils.errors import DataError
+from nemo_rl.utils.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from nemo_rl.data.interfaces import LLMMessageLogType
@@ -37,6 +38,7 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
 
     def __init__(self, config: RewardModelEnvironmentConfig | Mapping[str, Any]) -> None:
         self.cfg = RewardModelEnvironmentConfig.of(config)
+        _require_classifier(self.cfg.as_policy().model_name)
         tokenizer = get_tokenizer(self.cfg.as_policy().tokenizer, section="env.reward_model")
         self._tokens = ConversationTokens(tokenizer, self.cfg.max_model_len, self.cfg.too_long, self.cfg.ends_with_turn)
         self._ranks = ScoringRanks(self.cfg, tokenizer)
@@ -88,3 +90,18 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
     def shutdown(self) -> None:
         """Stop the ranks of the reward model."""
         self._ranks.shutdown()
+
+
+def _require_classifier(model_name: str) -> None:
+    """Check that a model has a trained head for scores; a language model would get a random one.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    architectures = AutoConfig.from_pretrained(model_name).architectures or []
+    if not any(name.endswith("ForSequenceClassification") for name in architectures):
+        raise ConfigError(
+            f"env.reward_model: {model_name} is {' '.join(architectures) or 'no known model'}, not a sequence classifier, "
+            "and has no trained head for scores. Name a reward model, or a checkpoint of run_rm.py with "
+            "env.reward_model.checkpoint_path."
+        )

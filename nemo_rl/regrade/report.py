@@ -108,11 +108,6 @@ def _change_line(each: Regraded) -> tuple[str, ...]:
     return each.sample.place, _text(each.sample.reward), _text(each.reward), why
 
 
-def _change_line(each: Regraded) -> tuple[str, ...]:
-    why = each.error or _end_of_answer(each)
-    return each.sample.place, _text(each.sample.reward), _text(each.reward), why
-
-
 def _mean(rewards: Sequence[float | None]) -> str:
     known = [reward for reward in rewards if reward is not None]
     return f"{fmean(known):.4f}" if known else "-"

@@ -62,6 +62,7 @@ BROAD_EXCEPT_BOUNDARIES = {
     "distributed/worker_groups.py": "clean-up goes on whatever part of it fails",
     "optimizations/fork_server.py": "nothing of the program that was forked may run on in a worker",
     "environments/client.py": "a batch's failure is relayed to each waiting coroutine",
+    "environments/judges/joined_passes.py": "whatever a pass raises is relayed to each sample of it",
     "environments/grading/worker_main.py": "the verifier may be the user's own code",
     "models/dtensor/proof/children.py": "whatever the code of an architecture raises is the answer of a proof",
     "models/generation/vllm/ranks.py": "whatever broke a step of one rank is told to the rank that asked for it",

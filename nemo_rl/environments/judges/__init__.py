@@ -1,1 +1,1 @@
-"""Models that reward answers: the ranks of a reward model, and language models behind an HTTP endpoint."""
+"""Models that reward answers: the ranks of a reward model, and language models at an HTTP endpoint."""

@@ -7,6 +7,7 @@ died or hang are replaced once for a call; the call that fails again raises.
 import logging
 import uuid
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from ray.exceptions import RayActorError
@@ -37,7 +38,8 @@ class ScoringRanks:
     def __init__(self, config: RewardModelEnvironmentConfig, tokenizer: TokenizerType) -> None:
         self._pad_token_id = tokenizer.pad_token_id
         self._places = _places(config)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._places.shutdown)
             self._policy = Policy(
                 self._places,
                 config.as_policy(),
@@ -47,9 +49,7 @@ class ScoringRanks:
                 init_optimizer=False,
                 init_reference_model=False,
             )
-        except BaseException:
-            self._places.shutdown()
-            raise
+            undo.pop_all()
 
     def scores(self, rows: Sequence[Tensor]) -> list[float]:
         """Score B rows of tokens, each [T] int64.

@@ -18,6 +18,7 @@ from nemo_rl.data.messages.conversations import preference_preprocessor
 from nemo_rl.environments.client import EnvironmentClient
 from nemo_rl.environments.judges.conversation_tokens import ConversationTokens
 from nemo_rl.environments.judges.joined_passes import JoinedPasses
+from nemo_rl.environments.reward_model_environment import RewardModelEnvironment
 from nemo_rl.environments.utils import create_env
 from nemo_rl.utils.errors import ConfigError, DataError
 
@@ -108,6 +109,11 @@ def test_environment_messages_are_rendered_as_those_of_users(tokens):
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="has no model.*Megatron"):
         weights_folder(str(tmp_path))
+
+
+def test_a_language_model_has_no_scores():
+    with pytest.raises(ConfigError, match="Qwen2ForCausalLM, not a sequence classifier"):
+        RewardModelEnvironment({"model_name": str(TINY_CHAT), "max_model_len": 8, "device": "cpu"})
 
 
 def row(number):
