@@ -101,7 +101,7 @@ def _require_classifier(model_name: str) -> None:
     architectures = AutoConfig.from_pretrained(model_name).architectures or []
     if not any(name.endswith("ForSequenceClassification") for name in architectures):
         raise ConfigError(
-            f"env.reward_model: {model_name} is {' '.join(architectures) or 'no known model'}, not a sequence classifier, "
-            "and has no trained head for scores. Name a reward model, or a checkpoint of run_rm.py with "
+            f"env.reward_model: {model_name} is {' '.join(architectures) or 'no known model'}, not a sequence "
+            "classifier, and has no trained head for scores. Name a reward model, or a checkpoint of run_rm.py with "
             "env.reward_model.checkpoint_path."
         )

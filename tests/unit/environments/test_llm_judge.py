@@ -1,6 +1,7 @@
 """The LLM judge over a real local server that misbehaves: verdicts, retries, deadlines, memory, limits, secrets."""
 
 import asyncio
+import json
 import logging
 import re
 import time
@@ -9,7 +10,11 @@ import pytest
 import torch
 from judge_server import KEY, JudgeServer
 
+from nemo_rl.__main__ import main as nemo_rl_command
+from nemo_rl.config import load_config
 from nemo_rl.config.schema.judges import LLMJudgeConfig
+from nemo_rl.data.datasets.setup import setup_response_data
+from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.judges.endpoint import JudgeError
 from nemo_rl.environments.judges.llm_judge import LLMJudgeEnvironment
@@ -269,3 +274,39 @@ def test_the_environment_runs_in_its_actor(server):
         assert good.reward == pytest.approx(2 / 3) and bad.reward is None and "503" in bad.error
     finally:
         client.shutdown()
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("local_ray")
+def test_stored_samples_are_judged_again(server, tmp_path, capsys):
+    """`nemo_rl regrade` rewards the samples of a run by another environment, and leaves their file as it is."""
+    keys = [
+        "data.validation.num_samples=3",
+        f"env.llm_judge={{base_url: '{server.url}', model: judge, max_attempts: 1}}",
+    ]
+    config = load_config("examples/configs/grpo_math_cpu.yaml", keys)
+    data = setup_response_data(get_tokenizer(config.policy.tokenizer), config.data, config.env)
+    rows = []
+    for idx, (answer, reward) in enumerate([("two", 1.0), ("do:slow x", 0.0), ("do:down x", 1.0)]):
+        prompt = data.validation[idx]["message_log"][0]["content"]
+        content = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        rows.append({"idx": idx, "group": idx, "sample": 0, "task_name": "math", "content": content, "rewards": reward})
+    run = tmp_path / "exp_001"
+    run.mkdir()
+    stored = run / "val_data_step5.jsonl"
+    stored.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    before = stored.read_bytes()
+    command = [
+        "regrade",
+        str(tmp_path),
+        "--config",
+        "examples/configs/grpo_math_cpu.yaml",
+        "--environment",
+        "llm_judge",
+    ]
+    assert nemo_rl_command([*command, *keys]) == 0
+    graded = [json.loads(line) for line in (run / "regraded.jsonl").read_text().splitlines()]
+    assert [line["reward"] for line in graded] == [pytest.approx(2 / 3), pytest.approx(1 / 3), None]
+    assert "503" in graded[2]["error"] and stored.read_bytes() == before
+    assert "3 of 3 rewards changed." in capsys.readouterr().out
+    assert nemo_rl_command(command) == 2  # the new file exists
