@@ -9,7 +9,7 @@ _MILLION = 1e6
 
 @dataclass
 class JudgeMeter:
-    """What a judge was asked since the last `metrics`.
+    """Requests to a judge since the last `metrics`.
 
     Attributes:
         latencies_s: seconds of each request.

@@ -280,11 +280,9 @@ def test_the_environment_runs_in_its_actor(server):
 @pytest.mark.usefixtures("local_ray")
 def test_stored_samples_are_judged_again(server, tmp_path, capsys):
     """`nemo_rl regrade` rewards the samples of a run by another environment, and leaves their file as it is."""
-    keys = [
-        "data.validation.num_samples=3",
-        f"env.llm_judge={{base_url: '{server.url}', model: judge, max_attempts: 1}}",
-    ]
-    config = load_config("examples/configs/grpo_math_cpu.yaml", keys)
+    judge = f"env.llm_judge={{base_url: '{server.url}', model: judge, max_attempts: 1}}"
+    file, keys = "examples/configs/grpo_math_cpu.yaml", ["data.validation.num_samples=3", judge]
+    config = load_config(file, keys)
     data = setup_response_data(get_tokenizer(config.policy.tokenizer), config.data, config.env)
     rows = []
     for idx, (answer, reward) in enumerate([("two", 1.0), ("do:slow x", 0.0), ("do:down x", 1.0)]):
@@ -296,15 +294,8 @@ def test_stored_samples_are_judged_again(server, tmp_path, capsys):
     stored = run / "val_data_step5.jsonl"
     stored.write_text("".join(json.dumps(row) + "\n" for row in rows))
     before = stored.read_bytes()
-    command = [
-        "regrade",
-        str(tmp_path),
-        "--config",
-        "examples/configs/grpo_math_cpu.yaml",
-        "--environment",
-        "llm_judge",
-    ]
-    assert nemo_rl_command([*command, *keys]) == 0
+    command = ["regrade", str(tmp_path), "--config", file, "--environment", "llm_judge", *keys]
+    assert nemo_rl_command(command) == 0
     graded = [json.loads(line) for line in (run / "regraded.jsonl").read_text().splitlines()]
     assert [line["reward"] for line in graded] == [pytest.approx(2 / 3), pytest.approx(1 / 3), None]
     assert "503" in graded[2]["error"] and stored.read_bytes() == before
