@@ -32,12 +32,17 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
 
     Args:
         config: the section `env.reward_model`, or its dict.
+
+    Raises:
+        ConfigError: the section is off, or the model cannot be used.
     """
 
     reads_chat: ClassVar[bool] = True
 
     def __init__(self, config: RewardModelEnvironmentConfig | Mapping[str, Any]) -> None:
         self.cfg = RewardModelEnvironmentConfig.of(config)
+        if not self.cfg.enabled:
+            raise ConfigError("env.reward_model.enabled=false, but the environment is started. Set it to true.")
         _require_classifier(self.cfg.as_policy().model_name)
         tokenizer = get_tokenizer(self.cfg.as_policy().tokenizer, section="env.reward_model")
         self._tokens = ConversationTokens(tokenizer, self.cfg.max_model_len, self.cfg.too_long, self.cfg.ends_with_turn)
