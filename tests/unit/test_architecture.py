@@ -99,6 +99,7 @@ PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
     "nemo_rl.distributed.worker_groups": ("RayWorkerGroup",),
     "nemo_rl.environments.interfaces": ("EnvironmentInterface", "EnvironmentReturn", "EpisodeStart"),
     "nemo_rl.environments.math_environment": ("MathEnvironment",),
+    "nemo_rl.environments.reward_model_environment": ("RewardModelEnvironment", "RewardModelEnvironmentConfig"),
     "nemo_rl.evals.eval": ("EvalConfig", "MasterConfig", "evaluate", "pass_at_k", "consensus_at_k"),
     "nemo_rl.experience.rollouts": (),
     "nemo_rl.models.generation": ("GenerationInterface", "SamplingParams", "configure_generation_config"),
