@@ -1,4 +1,4 @@
-"""`nemo_rl` as a command: `nemo_rl doctor`, or `python -m nemo_rl doctor`.
+"""`nemo_rl` as a command: `nemo_rl doctor`, `nemo_rl regrade`, or `python -m nemo_rl doctor`.
 
 A subcommand is a module with `NAME`, `SUMMARY`, `DESCRIPTION`, `add_arguments(parser)` and `main(arguments)`, which is
 where it imports what is heavy.
@@ -9,8 +9,9 @@ import sys
 from collections.abc import Sequence
 
 from nemo_rl.doctor import command as doctor
+from nemo_rl.regrade import command as regrade
 
-COMMANDS = [doctor]
+COMMANDS = [doctor, regrade]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -32,7 +32,6 @@ NOT_BUILT: dict[str, tuple[str, tuple[str, ...]]] = {
     "nemo_rl.environments.code_environment": ("the code environment", ()),
     "nemo_rl.environments.code_jaccard_environment": ("the code environment", ()),
     "nemo_rl.environments.nemo_gym": _GYM,
-    "nemo_rl.environments.reward_model_environment": ("the reward-model environment", ()),
     "nemo_rl.environments.rewards": (_VISION, ()),
     "nemo_rl.environments.tools": ("the retrieval environment", ()),
     "nemo_rl.environments.vlm_environment": (_VISION, ()),

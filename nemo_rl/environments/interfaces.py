@@ -83,6 +83,9 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
             starts; None checks nothing. The environment still gets the dict.
         post_processes_groups: Whether `global_post_process_and_metrics` is called for the samples of each prompt as
             soon as they are finished; otherwise once for all samples of a collection.
+        reads_chat: Whether the conversations that `step` gets begin with the messages of the prompt, as the data has
+            them, for environments that render them again (a judge has its own chat template). Otherwise the prompt is
+            one message, its rendered text. Data without messages (`DatumSpec.chat`) gives that text in any case.
     """
 
     max_concurrent_steps: ClassVar[int] = 1
@@ -90,6 +93,7 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
     gives_answers: ClassVar[bool] = False
     config_class: ClassVar[type | None] = None
     post_processes_groups: ClassVar[bool] = False
+    reads_chat: ClassVar[bool] = False
 
     @abc.abstractmethod
     def step(

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.data.interfaces import Message
+from nemo_rl.data.interfaces import Chat, Message
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.data.messages.observations import ObservationRenderer
 from nemo_rl.environments.interfaces import EpisodeStart, StepResult
@@ -41,6 +41,10 @@ logger = logging.getLogger(__name__)
 
 class EnvironmentPort(PostProcessor, Protocol):
     """The methods of an environment that rollouts call; `environments.client.EnvironmentClient` implements them."""
+
+    @property
+    def reads_chat(self) -> bool:
+        """See `EnvironmentInterface.reads_chat`."""
 
     async def open_episode(self, metadata: Any, seed: int) -> EpisodeStart[Any]:
         """Open the episode of one sample, whose random numbers derive from `seed`."""
@@ -186,6 +190,7 @@ class SamplePlayer:
         entry = self._observations.first_of_prompt(sample.chat, observation)
         sample.message_log = [entry]
         sample.prompt_length = len(entry["token_ids"])
+        sample.chat = Chat(messages=[*sample.chat["messages"], observation], tools=sample.chat["tools"])
 
     async def _take_turns(
         self, sample: Trajectory, sampling: SamplingParams, prompt_stops: list[str] | None, key: RolloutKey
@@ -257,7 +262,8 @@ class SamplePlayer:
         started = time.perf_counter()
         environment = self._environments[sample.task_name]
         with self.environments_busy.work():
-            step = await environment.step(sample.turns, sample.extra_env_info)
+            conversation = sample.conversation if environment.reads_chat else sample.turns
+            step = await environment.step(conversation, sample.extra_env_info)
         sample.environment_s += time.perf_counter() - started
         return step
 

@@ -177,6 +177,14 @@ class Trajectory:
         """The messages without tokens: `role` and `content`."""
         return [{"role": m["role"], "content": m["content"]} for m in self.message_log]
 
+    @property
+    def conversation(self) -> list[Message]:
+        """As `turns`, with the messages of the prompt instead of its rendered text, if the data gives them."""
+        if self.chat is None:
+            return self.turns
+        first = next((n for n, m in enumerate(self.message_log) if "generation_logprobs" in m), len(self.message_log))
+        return [*self.chat["messages"], *self.turns[first:]]
+
 
 @dataclass
 class Rollouts:

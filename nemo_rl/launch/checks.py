@@ -151,7 +151,7 @@ def check_rewards(request: Request) -> Passed:
 
 def check_mesh(request: Request) -> Passed:
     """Check that each training backend can divide its model over its ranks."""
-    check_backends(request.config.models, request.config.cluster)
+    check_backends(request.config.models, request.config.model_cluster)
     return Passed("each model fits its ranks")
 
 
@@ -200,7 +200,7 @@ def check_memory(request: Request) -> Passed:
     with logs_of_library():  # the data check repeats the tokenizer's warnings
         roles = recipe_of(config, with_data=False).roles
     available = memory_of_a_rank(config.cluster, request.gpu_bytes, request.host_bytes)
-    told = log_memory(config.cluster, roles, available)
+    told = log_memory(config.model_cluster, roles, available)
     if config.cluster.uses_gpu and available is not None:
         warn_of_shortfalls(config, available, request.gpu_bytes, request.host_bytes)
     size = f"{available / 2**30:.3g} GiB" if available else "unknown"

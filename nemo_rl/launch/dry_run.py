@@ -123,7 +123,7 @@ def layout_lines(config: RunConfig, device: float) -> Iterator[str]:
     devices = f"{_count(cluster.gpus_per_node, 'GPU')} of {size}" if cluster.uses_gpu else f"CPUs, {size} for a rank"
     yield _line("cluster", f"{_count(cluster.num_nodes, 'node')} x {devices}")
     models = config.models
-    parts = divide_cluster(cluster, models)
+    parts = divide_cluster(config.model_cluster, models)
     topology = plan_topology(parts.get("policy", cluster), policy)
     for name in sorted(models, key=lambda name: name == "policy"):
         yield _line(name, _model_line(name, models, parts[name]))
@@ -175,7 +175,7 @@ def _line(name: str, text: str) -> str:
 def step_lines(config: MasterConfig) -> Iterator[str]:
     """Yield the lines about samples, updates, microbatches and tokens of a step, with samples of the maximum length."""
     policy, length = config.policy, config.policy.max_total_sequence_length
-    layout = ParallelLayout.of(policy, model_ranks(config.cluster, config.models)["policy"])
+    layout = ParallelLayout.of(policy, model_ranks(config.model_cluster, config.models)["policy"])
     rows_each = rows_per_sample(config)
     samples = policy.train_global_batch_size
     if isinstance(config, RolloutMasterConfig):

@@ -30,7 +30,7 @@ LAYERS: list[set[str]] = [
     {"experience"},
     {"algorithms", "evals"},
     {"launch"},
-    {"doctor"},
+    {"doctor", "regrade"},
 ]
 SHARED_LAYERS = [{"config", "utils", "host", "files", "sandbox", "compat", "optimizations"}]
 """Packages of one layer that may import each other, as long as no circle of files arises."""
@@ -62,6 +62,7 @@ BROAD_EXCEPT_BOUNDARIES = {
     "distributed/worker_groups.py": "clean-up goes on whatever part of it fails",
     "optimizations/fork_server.py": "nothing of the program that was forked may run on in a worker",
     "environments/client.py": "a batch's failure is relayed to each waiting coroutine",
+    "environments/judges/joined_passes.py": "whatever a pass raises is relayed to each sample of it",
     "environments/grading/worker_main.py": "the verifier may be the user's own code",
     "models/dtensor/proof/children.py": "whatever the code of an architecture raises is the answer of a proof",
     "models/generation/vllm/ranks.py": "whatever broke a step of one rank is told to the rank that asked for it",
@@ -99,6 +100,7 @@ PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
     "nemo_rl.environments.interfaces": ("EnvironmentInterface", "EnvironmentReturn", "EpisodeStart"),
     "nemo_rl.environments.games.sliding_puzzle": ("SlidingPuzzleEnv", "SlidingPuzzleGameLogic"),
     "nemo_rl.environments.math_environment": ("MathEnvironment",),
+    "nemo_rl.environments.reward_model_environment": ("RewardModelEnvironment", "RewardModelEnvironmentConfig"),
     "nemo_rl.evals.eval": ("EvalConfig", "MasterConfig", "evaluate", "pass_at_k", "consensus_at_k"),
     "nemo_rl.experience.rollouts": (),
     "nemo_rl.models.generation": ("GenerationInterface", "SamplingParams", "configure_generation_config"),

@@ -97,7 +97,6 @@ LATER = [
     ("nemo_rl.data.datasets.eval_datasets", "_is_multimodal_dataset", "VLM"),
     ("nemo_rl.environments.code_environment", "CodeEnvironment", "code environment"),
     ("nemo_rl.environments.nemo_gym", "NemoGym", "NeMo-Gym"),
-    ("nemo_rl.environments.reward_model_environment", "RewardModelEnvironment", "reward-model environment"),
     ("nemo_rl.experience.rollouts", "run_nemo_gym_rollout_sync", "NeMo-Gym"),
     ("nemo_rl.models.generation.vllm.config", "materialize_vllm_video_config", "VLM"),
     ("nemo_rl.models.megatron.community_import", "export_model_from_megatron", "Megatron"),

@@ -131,7 +131,7 @@ def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: fl
         backends = Logger(config.logger, folders.log_dir, config.algorithm.max_num_steps)
         resources.callback(backends.close)
         backends.log_hyperparams(config.model_dump())
-        log_memory(config.cluster, recipe.roles, memory_of_a_rank(config.cluster))
+        log_memory(config.model_cluster, recipe.roles, memory_of_a_rank(config.cluster))
         workers = _start_workers(config, recipe, folders, resources)
         threads = resources.enter_context(ExitStack())
         connect = partial(_connect, config, recipe, folders, backends, workers, threads)
@@ -181,7 +181,7 @@ def _start_workers(
     cluster, seed = config.cluster, config.algorithm.seed
     init_ray(str(folders.log_dir), optimizations=cluster.optimizations)
     environments = start_environments(config, recipe.data.task_env.values(), recipe.environments, resources)
-    places = place_models(cluster, recipe.roles)
+    places = place_models(config.model_cluster, recipe.roles)
     reserve(places.values(), config, recipe.roles, resources)
     settings = engine_settings(config.policy, cluster, seed, load_weights=False)
     assert config.policy.generation is not None, "engine_settings checks this"

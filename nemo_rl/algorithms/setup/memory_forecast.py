@@ -162,7 +162,7 @@ class _Forecast:
         """Return the plan of each group of devices."""
         if not config.models:
             return {"generation": MemoryPlan({}, {"generation": self.engine()}, {})}
-        ranks = model_ranks(self.cluster, config.models)
+        ranks = model_ranks(config.model_cluster, config.models)
         plans = {
             name: self.second_model(name, role, ranks[name], config)
             for name, role in config.models.items()

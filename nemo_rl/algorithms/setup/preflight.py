@@ -41,8 +41,8 @@ def check_added_models(config: MasterConfig, models: Mapping[str, Role]) -> None
         ConfigError: a key is wrong, or a model does not fit its mesh.
     """
     if models.keys() - config.models.keys():
-        report_findings(check_second_models(models, config.cluster))
-        check_backends(models, config.cluster)
+        report_findings(check_second_models(models, config.model_cluster))
+        check_backends(models, config.model_cluster)
 
 
 def check_reachable_models(config: RunConfig) -> None:

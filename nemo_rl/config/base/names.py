@@ -70,12 +70,12 @@ OVERRIDE_MARKER = "_override_"
 """Key of a mapping that replaces an inherited one as a whole."""
 
 BUILT_IN_ENVIRONMENTS: tuple[str, ...] = (
-    *("math", "math_default", "math_multi_reward"),
+    *("math", "math_default", "math_multi_reward", "code", "code_jaccard", "reward_model", "llm_judge"),
     *("sliding_puzzle_game", "blackjack", "gymnasium", "textarena", "reasoning_gym"),
 )
 """Environments of the library, as `nemo_rl.environments` registers them."""
 
-NOT_BUILT_ENVIRONMENTS: tuple[str, ...] = (*("code", "code_jaccard", "mmau", "nemo_gym", "rag", "reward_model", "vlm"),)
+NOT_BUILT_ENVIRONMENTS: tuple[str, ...] = ("mmau", "nemo_gym", "rag", "vlm")
 """Environments of NeMo RL that do not exist here; a user's environment may have these names."""
 
 NOT_BUILT_DATASETS: tuple[str, ...] = (

@@ -16,6 +16,7 @@ from nemo_rl.config.rules.files import PathKey, tokenizer_paths
 from nemo_rl.config.rules.loss import check_loss
 from nemo_rl.config.rules.named_parts import check_named_parts, check_venvs
 from nemo_rl.config.rules.overlap import check_one_overlap, check_overlap, check_rollout_runners
+from nemo_rl.config.rules.placement.judges import check_judge, left_by_judge
 from nemo_rl.config.rules.placement.roles import Role
 from nemo_rl.config.rules.placement.second_models import check_placements, check_second_models
 from nemo_rl.config.rules.placement.topology import divide_cluster
@@ -37,6 +38,7 @@ from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.data import DataConfig
 from nemo_rl.config.schema.env import EnvironmentMap
+from nemo_rl.config.schema.judges import RewardModelEnvironmentConfig
 from nemo_rl.config.schema.logger import LoggerConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
 from nemo_rl.config.schema.named_part import NamedPartConfig
@@ -75,8 +77,9 @@ class MasterConfig(RunConfig):
     @property
     def policy_cluster(self) -> ClusterConfig:
         """The part of the cluster that policy and generation have; all of it where a model is misplaced."""
-        misplaced = any(check_placements(self.models, self.cluster))
-        return self.cluster if misplaced else divide_cluster(self.cluster, self.models)["policy"]
+        cluster = self.model_cluster
+        misplaced = any(check_placements(self.models, cluster))
+        return cluster if misplaced else divide_cluster(cluster, self.models)["policy"]
 
     @property
     def worker_kinds(self) -> list[str]:
@@ -96,7 +99,7 @@ class MasterConfig(RunConfig):
         """See `RunConfig.findings`."""
         return chain(
             check_named_parts(self.named_parts),
-            check_second_models(self.models, self.cluster),
+            check_second_models(self.models, self.model_cluster),
             check_venvs(self.cluster, self.worker_kinds),
         )
 
@@ -108,6 +111,38 @@ class RolloutMasterConfig(MasterConfig):
 
     env: EnvironmentMap = Field(default_factory=dict)
     """Environments by name; data entries choose by env_name."""
+
+    @property
+    def reward_model(self) -> RewardModelEnvironmentConfig | None:
+        """The section of the reward model that rewards answers; None if no data names it."""
+        section = self.env.get("reward_model")
+        is_used = any(name == "reward_model" for _, name in self.env_entries())
+        return section if is_used and isinstance(section, RewardModelEnvironmentConfig) else None
+
+    @property
+    def model_cluster(self) -> ClusterConfig:
+        """See `RunConfig.model_cluster`: what a reward model leaves."""
+        return left_by_judge(self.cluster, self.reward_model)
+
+    def model_keys(self) -> Iterator[tuple[str, str, PolicyConfig]]:
+        """See `RunConfig.model_keys`."""
+        yield from super().model_keys()
+        if self.reward_model is not None:
+            yield "env.reward_model.model_name", "env.reward_model.tokenizer.name", self.reward_model.as_policy()
+
+    def path_keys(self) -> Iterator[PathKey]:
+        """See `RunConfig.path_keys`."""
+        yield from super().path_keys()
+        if (judge := self.reward_model) is not None:
+            yield PathKey("env.reward_model", judge, "model_name")
+            yield PathKey("env.reward_model", judge, "checkpoint_path")
+            yield from tokenizer_paths("env.reward_model.tokenizer", judge.tokenizer)
+
+    def findings(self) -> Findings:
+        """See `RunConfig.findings`."""
+        yield from super().findings()
+        if self.reward_model is not None:
+            yield from check_judge(self.reward_model, self.cluster)
 
     @property
     def worker_kinds(self) -> list[str]:

@@ -42,6 +42,11 @@ class RunConfig(Section):
         return {}
 
     @property
+    def model_cluster(self) -> ClusterConfig:
+        """The part of the cluster that models and engines have."""
+        return self.cluster
+
+    @property
     def keeps_reference(self) -> bool:
         """True if the policy's initial weights are kept for reference log-probabilities."""
         return False

@@ -24,6 +24,9 @@ def _known_optimizations(choice: str | list[str]) -> str | list[str]:
     return choice
 
 
+Device = Literal["cuda", "cpu"]
+"""Where models compute."""
+
 EnvVars = dict[str, Annotated[str, BeforeValidator(_as_text)]]
 """Environment variables of processes; numbers are written as text."""
 
@@ -83,7 +86,7 @@ class ClusterConfig(Section):
         "segment_size": "ranks are placed machine by machine, without regard to NVLink domains",
     }
 
-    device: Literal["cuda", "cpu"] = "cuda"
+    device: Device = "cuda"
     """Where policy and engines compute: on GPUs or on the CPU."""
     num_nodes: PositiveInt = 1
     """Machines in the run."""

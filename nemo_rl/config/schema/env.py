@@ -12,7 +12,8 @@ from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.base.structure import NamedSections
 from nemo_rl.config.schema.adapters import GymnasiumConfig, ReasoningGymConfig, TextArenaConfig
-from nemo_rl.config.schema.games import BlackjackConfig, GameSection, SlidingPuzzleEnvironmentConfig
+from nemo_rl.config.schema.games import BlackjackConfig, SlidingPuzzleEnvironmentConfig
+from nemo_rl.config.schema.judges import LLMJudgeConfig, RewardModelEnvironmentConfig
 
 
 class MathEnvironmentConfig(Section):
@@ -90,6 +91,8 @@ class BuiltInEnvironments(TypedDict, total=False):
     gymnasium: GymnasiumConfig
     textarena: TextArenaConfig
     reasoning_gym: ReasoningGymConfig
+    reward_model: RewardModelEnvironmentConfig
+    llm_judge: LLMJudgeConfig
 
 
 _LATER = (("should_use_nemo_gym", "NeMo-Gym"),)

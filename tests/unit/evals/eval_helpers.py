@@ -48,6 +48,7 @@ class BoxedNumbers:
     """An environment that compares the boxed number, without processes."""
 
     post_processes_groups = False
+    reads_chat = False
 
     async def open_episode(self, metadata: Any, seed: int) -> EpisodeStart[Any]:
         return EpisodeStart(metadata)

@@ -41,6 +41,7 @@ class ScriptedEnvironment:
     """Calls `judge(messages, metadata)` for every turn; `opened` and `closed` list the metadata of episodes."""
 
     post_processes_groups = False
+    reads_chat = False
 
     def __init__(self, judge: Callable[[list[dict[str, Any]], Any], StepResult]):
         self.judge = judge

@@ -91,7 +91,7 @@ def divide_cluster(cluster: ClusterConfig, models: Mapping[str, Role]) -> dict[s
     parts = {name: _own_part(cluster, devices) for name, devices in own.items()}
     parts["policy"] = cluster
     for devices in own.values():
-        parts["policy"] = _without(parts["policy"], devices)
+        parts["policy"] = without_devices(parts["policy"], devices)
     return {name: parts[role.shares_with or name] for name, role in models.items()}
 
 
@@ -104,7 +104,7 @@ def _own_part(cluster: ClusterConfig, devices: OwnDevicesConfig) -> ClusterConfi
     return cluster.model_copy(update={"num_nodes": nodes, "gpus_per_node": gpus, "ranks_per_node": None})
 
 
-def _without(cluster: ClusterConfig, devices: OwnDevicesConfig) -> ClusterConfig:
+def without_devices(cluster: ClusterConfig, devices: OwnDevicesConfig) -> ClusterConfig:
     """The part of a cluster that a model with its own devices leaves."""
     if not cluster.uses_gpu:
         return cluster

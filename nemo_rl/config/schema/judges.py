@@ -1,0 +1,218 @@
+"""Keys of environments that reward answers with a model: a reward model, or a language model that is asked.
+
+Invariant: a section describes the judge completely; its environment gets nothing else.
+"""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from nemo_rl.config.base.section import Section, derived
+from nemo_rl.config.schema.algorithms.rm import ScoringModelConfig
+from nemo_rl.config.schema.cluster import ClusterConfig, Device
+from nemo_rl.config.schema.model.parallel import DTensorConfig
+from nemo_rl.config.schema.model.policy import OwnDevicesConfig, PolicyConfig, TokenizerConfig
+from nemo_rl.utils.errors import ConfigError
+
+_ONE_PASS = "rows of a pass are padded; batch_size is their number"
+_NOT_TRAINED = "the reward model is not trained here"
+_WEIGHTS = ("policy/weights/model", "weights/model", "model")
+"""Folders of a checkpoint that hold the sequence classifier, relative to a step, a model and its weights."""
+
+
+class RewardModelEnvironmentConfig(Section):
+    """A reward model that scores finished conversations."""
+
+    place: ClassVar[str] = "env.reward_model"
+    later: ClassVar[dict[str, str]] = {
+        "dynamic_batching": "passes of a reward model by token budget",
+        "sequence_packing": "packed passes of a reward model",
+        "megatron_cfg": "reward models on Megatron Core",
+        "generation": "a reward model that writes (env.llm_judge asks one over HTTP)",
+    }
+    ignored: ClassVar[dict[str, str]] = {
+        "processor": "data entries name their processor",
+        "logprob_batch_size": _ONE_PASS,
+        "offload_optimizer_for_logprob": _NOT_TRAINED,
+        "max_grad_norm": _NOT_TRAINED,
+    }
+
+    enabled: bool = True
+    """Whether the environment may be used; data that names it is refused otherwise."""
+    model_name: str
+    """Hub id or folder of a sequence classifier with one label."""
+    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
+    """Tokenizer and chat template of the reward model, which need not be those of the policy."""
+    precision: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Number format of the forward pass."""
+    batch_size: PositiveInt = 4
+    """Conversations of one forward pass of a rank."""
+    batch_wait_ms: NonNegativeFloat = 5.0
+    """Milliseconds for which a conversation waits for others to join its pass, while no pass runs."""
+    checkpoint_path: str | None = None
+    """Checkpoint of run_rm.py to read instead of model_name: the folder step_<N>, or its folder of weights."""
+    max_model_len: PositiveInt = derived("${policy.max_total_sequence_length}")
+    """Most tokens of a conversation, in the tokens of the reward model."""
+    conversation_end: Literal["auto", "turn", "template"] = "auto"
+    """Last token of a conversation, at which the score is read: the one that ends the last turn (turn), as in training
+    by run_rm.py, or what the chat template writes last (template), often a line break, as most other programs have it.
+    auto: turn with checkpoint_path, else template."""
+    too_long: Literal["error", "keep_end"] = "error"
+    """A conversation with more tokens: its sample gets an error, or only its last tokens are scored."""
+    resources: OwnDevicesConfig = Field(default_factory=OwnDevicesConfig)
+    """Devices of the reward model; on GPUs they are taken from those of the cluster."""
+    dtensor_cfg: DTensorConfig = Field(default_factory=DTensorConfig)
+    """Parallel axes of the reward model's ranks."""
+    reward_model_cfg: ScoringModelConfig = Field(default_factory=ScoringModelConfig)
+    """The scalar head; must stay enabled."""
+    hf_config_overrides: dict[str, Any] | None = Field(default_factory=dict)
+    """Fields of the Hugging Face model config to change."""
+    device: Device = derived("${cluster.device}")
+    """Where the reward model computes."""
+
+    def as_policy(self) -> PolicyConfig:
+        """Return the section of the model's ranks, as that of a policy that is not trained.
+
+        Raises:
+            ConfigError: checkpoint_path has no model.
+        """
+        model, tokenizer = self.model_name, self.tokenizer.model_dump()
+        if self.checkpoint_path is not None:
+            model = str(weights_folder(self.checkpoint_path))
+            tokenizer["name"] = model if self.tokenizer.name == self.model_name else self.tokenizer.name
+        return PolicyConfig.build(
+            model_name=model,
+            tokenizer=tokenizer,
+            precision=self.precision,
+            max_total_sequence_length=self.max_model_len,
+            train_micro_batch_size=self.batch_size,
+            hf_config_overrides=self.hf_config_overrides,
+            dtensor_cfg=self.dtensor_cfg.model_dump(),
+            reward_model_cfg=self.reward_model_cfg.model_dump(),
+            optimizer=None,
+            generation=None,
+        )
+
+    @property
+    def uses_gpu(self) -> bool:
+        """True if the reward model runs on GPUs."""
+        return ClusterConfig.build(device=self.device).uses_gpu
+
+    @property
+    def ends_with_turn(self) -> bool:
+        """True if a conversation ends with its last turn, whatever the chat template writes after it."""
+        return self.conversation_end == "turn" or (self.conversation_end == "auto" and self.checkpoint_path is not None)
+
+    @model_validator(mode="after")
+    def _scores(self) -> Self:
+        if not self.reward_model_cfg.enabled:
+            raise PydanticCustomError("reward_model", "reward_model_cfg.enabled=false gives no scores; set it to true")
+        return self
+
+
+def weights_folder(checkpoint_path: str) -> Path:
+    """Return the folder of a checkpoint that holds the model as a Hugging Face sequence classifier.
+
+    Args:
+        checkpoint_path: a step folder, the folder of its policy or weights, or the folder itself.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    given = Path(checkpoint_path).expanduser()
+    for folder in (given, *(given / below for below in _WEIGHTS)):
+        if (folder / "config.json").is_file():
+            return folder
+    raise ConfigError(
+        f"env.reward_model.checkpoint_path={checkpoint_path} has no model. It may be a folder step_<N> that run_rm.py "
+        "wrote with dtensor_cfg, its policy/weights, or any folder with config.json; a checkpoint of Megatron Core "
+        "has to be exported first (examples/converters/convert_megatron_to_hf.py)."
+    )
+
+
+def _pattern_with_a_group(pattern: str) -> str:
+    try:
+        num_groups = re.compile(pattern).groups
+    except re.error as error:
+        raise PydanticCustomError("pattern", "{why}", {"why": f"not a regular expression: {error}"}) from None
+    if num_groups != 1:
+        raise PydanticCustomError(
+            "pattern", "{why}", {"why": f"it has {num_groups} groups; the one group (...) is what is read"}
+        )
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_pattern_with_a_group)]
+
+
+class LLMJudgeConfig(Section):
+    """A language model that is asked for a score, over an OpenAI-compatible endpoint."""
+
+    base_url: str
+    """Address of the endpoint up to its version, for example http://127.0.0.1:8000/v1."""
+    model: str
+    """Name of the model at the endpoint."""
+    api_key_env: str | None = None
+    """Environment variable with the key, which is never logged; null: no key is sent."""
+    mode: Literal["absolute", "pairwise"] = "absolute"
+    """Ask for a score of the answer, or which of the answer and the row's reference answer is better."""
+    system_prompt: str | None = None
+    """System message of the request; null: none."""
+    rubric: str = "Judge how correct, complete and helpful the answer is."
+    """Text for {rubric} of the template."""
+    template: str | None = None
+    """User message of the request, with {question}, {conversation}, {answer}, {reference}, {rubric} and keys of the
+    row's metadata; pairwise with {answer_a} and {answer_b}. Double other braces. null: the built-in one of the mode."""
+    score_pattern: Pattern = r"(?i)score[^\w.+-]{0,6}(-?\d+(?:\.\d+)?)"
+    """Regular expression whose group is the score; its last match in the judge's text counts."""
+    min_score: float = 1.0
+    """Score that becomes the reward 0; a lower one is no answer."""
+    max_score: float = 10.0
+    """Score that becomes the reward 1; a higher one is no answer."""
+    winner_pattern: Pattern = r"\[\[([ABC])\]\]"
+    """Regular expression whose group is A, B or C (a tie), with mode=pairwise; its last match counts."""
+    both_orders: bool = True
+    """With mode=pairwise: ask twice, with the answers exchanged, and take the mean."""
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature of the judge."""
+    max_tokens: PositiveInt = 512
+    """Most tokens of the judge's text."""
+    extra_body: dict[str, Any] = Field(default_factory=dict)
+    """More fields of the request."""
+    max_concurrency: PositiveInt = 32
+    """Requests at the same time."""
+    request_timeout_s: PositiveFloat = 60.0
+    """Seconds for one request."""
+    deadline_s: PositiveFloat = 300.0
+    """Seconds for one sample, with all requests and waits; then it gets an error."""
+    max_attempts: PositiveInt = 4
+    """Requests for one text, if the endpoint fails or answers without a score."""
+    backoff_s: PositiveFloat = 1.0
+    """Seconds before the second request, doubled for each further one unless the endpoint asks for more."""
+    max_backoff_s: PositiveFloat = 30.0
+    """Longest wait between two requests."""
+    cache_size: NonNegativeInt = 10000
+    """Judged texts that are remembered, the most recently used ones; 0: none."""
+    price_per_million_prompt_tokens: NonNegativeFloat = 0.0
+    """Price for the metric `cost`, in any currency."""
+    price_per_million_completion_tokens: NonNegativeFloat = 0.0
+    """Price for the metric `cost`, in the same currency."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.min_score >= self.max_score:
+            raise PydanticCustomError("scores", "min_score must be less than max_score")
+        if not self.base_url.startswith(("http://", "https://")):
+            raise PydanticCustomError("base_url", "base_url must begin with http:// or https://")
+        return self

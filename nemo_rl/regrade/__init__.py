@@ -1,0 +1,1 @@
+"""`nemo_rl regrade`: compute the rewards of stored samples again, without sampling."""

@@ -1,0 +1,79 @@
+"""Keys of judges: NeMo RL's reward-model section, devices, checkpoints, contradictions."""
+
+import pytest
+
+from nemo_rl.config import GRPOMasterConfig, PolicyConfig, load_config
+from nemo_rl.config.loading.all_errors import collect_errors
+from nemo_rl.config.runs.rollouts import RolloutMasterConfig
+from nemo_rl.utils.errors import ConfigError
+
+CPU = "examples/configs/grpo_math_cpu.yaml"
+ONE_GPU = "examples/configs/grpo_rm_1B.yaml"
+
+OF_NEMO_RL = """{enabled: true, model_name: examples/assets/tiny-chat, tokenizer: {name: examples/assets/tiny-chat},
+ precision: float32, batch_size: 4, checkpoint_path: null, max_model_len: 2048, logprob_batch_size: 4,
+ resources: {gpus_per_node: 1, num_nodes: 1}, reward_model_cfg: {enabled: true, reward_model_type: bradley_terry},
+ dtensor_cfg: {enabled: true, cpu_offload: false, sequence_parallel: false, tensor_parallel_size: 1},
+ dynamic_batching: {enabled: false}, sequence_packing: {enabled: false}, max_grad_norm: null, generation: null,
+ offload_optimizer_for_logprob: false, processor: null}""".replace("\n", "")
+
+
+def loaded(*overrides: str, file: str = CPU) -> RolloutMasterConfig:
+    return load_config(file, overrides, schema=GRPOMasterConfig)
+
+
+def test_the_section_of_nemo_rl_is_the_section_of_ranks():
+    config = loaded(f"env.reward_model={OF_NEMO_RL}", "data.default.env_name=reward_model")
+    assert config.reward_model is not None
+    section = config.reward_model.as_policy()
+    assert isinstance(section, PolicyConfig) and section.reward_model_cfg.enabled and section.generation is None
+    assert (section.max_total_sequence_length, section.logprob_batch_size) == (2048, 4)
+    assert section.model_name.endswith("examples/assets/tiny-chat") and not config.reward_model.uses_gpu
+    assert [key for key, _, _ in config.model_keys()] == ["policy.model_name", "env.reward_model.model_name"]
+
+
+def test_an_unused_section_takes_no_devices():
+    assert loaded(f"env.reward_model={OF_NEMO_RL}").reward_model is None
+
+
+def test_the_reward_model_has_gpus_that_the_policy_does_not_get():
+    assert not collect_errors(ONE_GPU, "grpo", ())
+    config = loaded("cluster.gpus_per_node=8", "env.reward_model.resources.gpus_per_node=4", file=ONE_GPU)
+    assert config.model_cluster.gpus_per_node == config.policy_cluster.gpus_per_node == 4
+    several = loaded("cluster.num_nodes=3", "env.reward_model.resources.num_nodes=1", file=ONE_GPU)
+    assert (several.model_cluster.num_nodes, several.cluster.num_nodes) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("env.reward_model.resources.gpus_per_node=null", "resources.gpus_per_node is not set"),
+        ("env.reward_model.resources.gpus_per_node=2", "leaves no device for the policy: cluster.gpus_per_node=2"),
+        ("env.reward_model.enabled=false", "enabled=false, but data names the environment"),
+        ("cluster.rollout_runners=1", "each runner would start a reward model of its own"),
+        ("env.reward_model.reward_model_cfg.enabled=false", "gives no scores"),
+        ("env.reward_model.sequence_packing={enabled: true}", "packed passes of a reward model"),
+        ("env.reward_model.batch_sise=1", "batch_size"),
+    ],
+)
+def test_contradictions_are_refused_before_anything_starts(override, reason):
+    with pytest.raises(ConfigError, match=reason):
+        loaded(override, file=ONE_GPU)
+
+
+def test_a_checkpoint_without_a_model_is_refused(tmp_path):
+    keys = [f"env.reward_model={OF_NEMO_RL}", "data.default.env_name=reward_model"]
+    config = loaded(*keys, f"env.reward_model.checkpoint_path={tmp_path}")
+    with pytest.raises(ConfigError, match="has no model"):
+        list(config.model_keys())
+
+
+def test_a_checkpoint_brings_its_tokenizer(tmp_path):
+    folder = tmp_path / "step_3/policy/weights/model"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    keys = [f"env.reward_model={OF_NEMO_RL}", "data.default.env_name=reward_model"]
+    config = loaded(*keys, f"env.reward_model.checkpoint_path={tmp_path / 'step_3'}")
+    assert config.reward_model is not None and config.reward_model.ends_with_turn
+    section = config.reward_model.as_policy()
+    assert section.model_name == section.tokenizer.name == str(folder)
