@@ -9,6 +9,9 @@ from nemo_rl.data.stored_rows import StoredScores
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.loss_function import AnyLossFunction
 
+type KeptScores = tuple[list[StoredScores | None], Tensor]
+"""Result of `keep_logprobs`: places of the scores of B rows, and `losses.mismatch.sequence_errors` `[B]` float32."""
+
 
 class LogprobOutputSpec(TypedDict):
     """Result of `get_logprobs`."""
@@ -89,9 +92,7 @@ class PolicyInterface(ABC):
         """Score every token under the weights the run started from."""
 
     @abstractmethod
-    def keep_logprobs(
-        self, data: BatchedDataDict[Any], *, of_reference: bool = False
-    ) -> tuple[list[StoredScores | None], Tensor]:
+    def keep_logprobs(self, data: BatchedDataDict[Any], *, of_reference: bool = False) -> KeptScores:
         """Score stored rows, and leave the scores in the object store."""
 
     @abstractmethod

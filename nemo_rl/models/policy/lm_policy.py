@@ -25,7 +25,6 @@ from nemo_rl.config import PolicyConfig, TimeoutsConfig, VenvConfig, report_find
 from nemo_rl.config.rules.model import check_backend
 from nemo_rl.data.model_rows import ROW_INPUTS, completed
 from nemo_rl.data.packing import MicrobatchStrategy
-from nemo_rl.data.stored_rows import StoredScores
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
@@ -43,6 +42,7 @@ from nemo_rl.models.policy.batching import (
     training_strategy,
 )
 from nemo_rl.models.policy.interfaces import (
+    KeptScores,
     LogprobOutputSpec,
     PolicyInterface,
     ReferenceLogprobOutputSpec,
@@ -272,14 +272,8 @@ class Policy(PolicyInterface):
         """
         return BatchedDataDict({"logprobs": self._score("get_logprobs", data)})
 
-    def keep_logprobs(
-        self, data: BatchedDataDict[Any], *, of_reference: bool = False
-    ) -> tuple[list[StoredScores | None], torch.Tensor]:
-        """Score stored rows as `get_logprobs` or `get_reference_policy_logprobs`; the scores stay in the object store.
-
-        Returns:
-            The places of the scores of the B rows, and the `losses.mismatch.sequence_errors` `[B]` float32 of each.
-        """
+    def keep_logprobs(self, data: BatchedDataDict[Any], *, of_reference: bool = False) -> KeptScores:
+        """Score stored rows as `get_logprobs` or `get_reference_policy_logprobs`; the scores stay in the store."""
         return of_rows(*self._run_scoring("keep_logprobs", data, None, of_reference=of_reference))
 
     def layer_outputs(self, token_ids: list[int]) -> tuple[list[str], list[torch.Tensor]]:

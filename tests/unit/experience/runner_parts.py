@@ -119,7 +119,7 @@ def make_runner(workers: Workers, num_runners: int, loop: EventLoopThread) -> Re
         environments={"game": ("runner_parts.LetterGrader", {})},
         cluster=ClusterConfig.build(device="cpu", gpus_per_node=0, timeouts=timeouts),
         tokenizer=AutoTokenizer.from_pretrained(_TOKENIZER),
-        limits=RolloutLimits(max_sequence_length=64, max_turns=2, timeout_s=120.0),
+        limits=RolloutLimits(max_sequence_length=256, max_turns=2, timeout_s=120.0),
         text_rules=TextRules(),
         import_path=import_path({}),
     )

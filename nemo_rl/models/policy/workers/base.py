@@ -32,7 +32,7 @@ from nemo_rl.host.device import device_for, to_host
 from nemo_rl.losses.loss_function import AnyLossFunction, LossMetrics, LossType
 from nemo_rl.models.huggingface.layers import recorded_outputs
 from nemo_rl.models.policy.metrics import reduce_metrics
-from nemo_rl.models.policy.stored_scores import Kept, keep
+from nemo_rl.models.policy.workers.kept_scores import Kept, keep
 from nemo_rl.models.policy.workers.loss_inputs import call_loss, input_builder
 from nemo_rl.models.training.finite import listed, not_finite, on_all_ranks, require_finite
 from nemo_rl.models.training.inputs import (
