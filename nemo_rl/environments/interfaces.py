@@ -83,6 +83,9 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
             starts; None checks nothing. The environment still gets the dict.
         post_processes_groups: Whether `global_post_process_and_metrics` is called for the samples of each prompt as
             soon as they are finished; otherwise once for all samples of a collection.
+        continues_episodes: Whether an episode can continue in another process, from its messages and `metadata` alone:
+            a run that resumes from a checkpoint then continues its unfinished samples. Otherwise they start again from
+            their prompts. None: yes, unless the class overrides `close_episode`, which releases what a process holds.
     """
 
     max_concurrent_steps: ClassVar[int] = 1
@@ -90,6 +93,7 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
     gives_answers: ClassVar[bool] = False
     config_class: ClassVar[type | None] = None
     post_processes_groups: ClassVar[bool] = False
+    continues_episodes: ClassVar[bool | None] = None
 
     @abc.abstractmethod
     def step(

@@ -20,6 +20,7 @@ from nemo_rl.environments.supervision import SupervisedActor, death_in_short
 from nemo_rl.experience.closings import Closings
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.idle_shares import BusySeconds
+from nemo_rl.experience.progress import GroupProgress
 from nemo_rl.experience.rollouts import RolloutKey, RolloutRunner
 from nemo_rl.experience.runners.actor import RunnerActor, RunnerSettings, Summary
 from nemo_rl.experience.trajectory import Rollouts
@@ -99,8 +100,9 @@ class RemoteRunner(RolloutRunner):
         sampling: SamplingParams,
         key: RolloutKey,
         closings: Closings,
+        progress: GroupProgress | None = None,
     ) -> Rollouts:
-        """Let a runner play the samples of one prompt; it closes the episodes."""
+        """Let a runner play the samples of one prompt from its start; it closes the episodes."""
         if prompts.get("row_inputs") is not None:
             raise ConfigError(
                 "Rollout runners do not take inputs next to the tokens yet. Use cluster.rollout_runners=0."

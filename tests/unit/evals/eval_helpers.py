@@ -48,6 +48,7 @@ class BoxedNumbers:
     """An environment that compares the boxed number, without processes."""
 
     post_processes_groups = False
+    continues_episodes = True
 
     async def open_episode(self, metadata: Any) -> EpisodeStart[Any]:
         return EpisodeStart(metadata)

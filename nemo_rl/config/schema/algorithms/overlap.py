@@ -33,6 +33,10 @@ class OverlapConfig(Section):
     in_flight_weight_updates: bool = False
     """ahead: running answers continue with new weights; false: each update of the engines waits until all started
     groups are finished. false with order=in_order repeats a run bit for bit."""
+    partial_responses: Literal["continue", "restart"] = "continue"
+    """ahead: unfinished groups in a checkpoint. continue: their finished samples, turns and the tokens so far are
+    stored, and a resumed run samples the rest; restart: it samples them again from their prompts. No effect with
+    in_flight_weight_updates=false, where a checkpoint waits until all started groups are finished."""
     max_inflight_prompts: PositiveInt | None = None
     """ahead: most prompts that are sampled at the same time; null: no limit."""
     max_buffered_groups: PositiveInt | None = None
