@@ -1,4 +1,4 @@
-"""Continue a response that an earlier run has begun.
+"""Continue a response that an earlier run has started.
 
 The tokens so far become a part of the prompt. The rest is sampled with another seed, because the first one would give
 the same random numbers again, on which the tokens so far depend. Invariant: the joined response has the tokens,

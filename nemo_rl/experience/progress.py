@@ -28,7 +28,7 @@ from nemo_rl.models.generation.interfaces import (
 )
 
 _MOST_ROUNDS = 10
-"""Times that engines are asked about samples that have begun another turn meanwhile; then that turn begins again."""
+"""Times that engines are asked about samples that have started another turn meanwhile; then that turn starts again."""
 _PLAIN = (type(None), bool, int, float, str, bytes, Tensor)
 """Types themselves, not their subclasses: to load those, code would have to be executed."""
 

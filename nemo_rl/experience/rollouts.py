@@ -296,9 +296,9 @@ class RolloutRunner:
         """Play the samples of one prompt, and let environments that allow it post-process them."""
         stops = (prompts.get("stop_strings") or [None] * prompts.size)[row]
         progress = progress or GroupProgress()
-        begun = progress.begin(_starts(prompts, row, num_generations))
+        playing = progress.begin(_starts(prompts, row, num_generations))
         samples = await _all_or_first_failure(
-            self._samples.play(sample, sampling, stops, key, closings) for sample in begun
+            self._samples.play(sample, sampling, stops, key, closings) for sample in playing
         )
         progress.rollouts = Rollouts(samples, await post_process(self._by_unit(groups=True), samples))
         return progress.rollouts
