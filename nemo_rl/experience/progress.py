@@ -1,4 +1,4 @@
-"""How far the samples of a group are, so that a checkpoint stores groups that are being played.
+"""The state of samples that are being played, for the checkpoint of a run that samples ahead.
 
     RolloutRunner.play_group ─► GroupProgress.begin ─► SamplePlayer notes what each sample waits for
     checkpoint ─► states_of: asks the engines for the responses so far, while all samples are played on

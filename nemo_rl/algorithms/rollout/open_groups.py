@@ -27,7 +27,7 @@ class DrawnPrompt:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the random numbers of a group come from; the same after a resume.
+    """Origin of the random numbers of a group; the same after a resume.
 
     Attributes:
         batch: number of the batch in which its prompt was drawn first, from 1.
@@ -52,8 +52,8 @@ class OpenGroup:
         position: its prompt in the data.
         task: samples it in the background; None for a finished group of a checkpoint, and for an unfinished one before
             the first step.
-        origin: where its random numbers come from.
-        progress: how far its samples are.
+        origin: names its random numbers.
+        progress: state of its samples.
         num_lost_tokens: tokens of its samples that its checkpoint has not stored.
     """
 
