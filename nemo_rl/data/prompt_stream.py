@@ -9,7 +9,7 @@ of them once.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
@@ -161,6 +161,11 @@ class PromptStream:
                     raise self._not_to_come(position)
                 self._take(self._batch_size)
             del self._first[position]
+
+    def prepare(self, positions: Sequence[PromptPosition]) -> PromptBatch:
+        """Prepare claimed prompts again, to continue their groups."""
+        rows = [position.row for position in positions]
+        return PromptBatch(self._loader.prepare(rows, counted=set(rows)), list(positions))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: epoch, the loader's state, and the prompts before it that are not trained on.

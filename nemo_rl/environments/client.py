@@ -133,6 +133,11 @@ class EnvironmentClient:
         return self._traits.reads_chat
 
     @property
+    def continues_episodes(self) -> bool:
+        """See `EnvironmentInterface.continues_episodes`."""
+        return self._traits.continues_episodes
+
+    @property
     def reads_collections(self) -> bool:
         """True if `global_post_process_and_metrics` is called for whole collections."""
         return "global_post_process_and_metrics" in self._traits.hooks and not self.post_processes_groups

@@ -86,6 +86,9 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
         reads_chat: Whether the conversations that `step` gets begin with the messages of the prompt, as the data has
             them, for environments that render them again (a judge has its own chat template). Otherwise the prompt is
             one message, its rendered text. Data without messages (`DatumSpec.chat`) gives that text in any case.
+        continues_episodes: Whether an episode can continue in another process, from its messages and `metadata` alone:
+            a run that resumes from a checkpoint then continues its unfinished samples. Otherwise they start again from
+            their prompts. None: yes, unless the class overrides `close_episode`, which releases what a process holds.
     """
 
     max_concurrent_steps: ClassVar[int] = 1
@@ -94,6 +97,7 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
     config_class: ClassVar[type | None] = None
     post_processes_groups: ClassVar[bool] = False
     reads_chat: ClassVar[bool] = False
+    continues_episodes: ClassVar[bool | None] = None
 
     @abc.abstractmethod
     def step(

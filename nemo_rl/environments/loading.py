@@ -90,6 +90,7 @@ class EnvironmentTraits:
         is_async: `step` is a coroutine function.
         steps_samples_alone: each sample is its own call of `step`.
         reads_chat: as `EnvironmentInterface.reads_chat`.
+        continues_episodes: an episode can continue in another process.
     """
 
     concurrency: int
@@ -99,6 +100,7 @@ class EnvironmentTraits:
     is_async: bool = False
     steps_samples_alone: bool = False
     reads_chat: bool = False
+    continues_episodes: bool = True
 
 
 @dataclass(frozen=True)
@@ -153,14 +155,16 @@ def _traits_there(path: str, folders: Sequence[str]) -> EnvironmentTraits:
 def _traits(loaded: tuple[EnvironmentClass, dict[str, Any]]) -> EnvironmentTraits:
     plain_class, options = loaded
     is_async, alone = inspect.iscoroutinefunction(plain_class.step), plain_class.steps_samples_alone
+    hooks, continues = own_hooks(plain_class), plain_class.continues_episodes
     return EnvironmentTraits(
         step_concurrency(plain_class),
-        own_hooks(plain_class),
+        hooks,
         options,
         plain_class.post_processes_groups,
         is_async,
         is_async if alone is None else alone,
         plain_class.reads_chat,
+        "close_episode" not in hooks if continues is None else continues,
     )
 
 

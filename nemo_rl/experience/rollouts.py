@@ -31,6 +31,7 @@ from nemo_rl.experience.event_loop import CLEAN_UP_S, BackgroundTask, EventLoopT
 from nemo_rl.experience.idle_shares import BusySeconds
 from nemo_rl.experience.metrics import mean_metrics
 from nemo_rl.experience.post_processing import post_process
+from nemo_rl.experience.progress import GroupProgress, StoredSamples, states_of
 from nemo_rl.experience.samples import EnvironmentPort, RolloutKey, RolloutLimits, SamplePlayer
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.models.generation.interfaces import GenerationInterface, SamplingParams
@@ -190,6 +191,20 @@ class RolloutRunner:
         """Return a group of a checkpoint as this runner would give it after playing it."""
         return rollouts
 
+    def stored_samples(self, groups: Sequence[GroupProgress]) -> list[StoredSamples | None]:
+        """Return the samples of groups for a checkpoint, while they are played on; see `progress.states_of`.
+
+        Raises:
+            DeadlineExceededError: it takes longer than `RolloutLimits.timeout_s`.
+        """
+
+        def can_continue(sample: Trajectory) -> bool:
+            return self._environments[sample.task_name].continues_episodes
+
+        asking = self._loop.start(states_of(groups, self._generation, can_continue), "the storing of unfinished groups")
+        asking.wait(self._limits.timeout_s)  # the failure of a group is raised by the step that takes it
+        return asking.future.result()
+
     def busy_seconds(self) -> BusySeconds:
         """Return the time during which engines and environments have worked."""
         return BusySeconds(self._generation.busy_seconds(), self._samples.environments_busy.seconds)
@@ -212,6 +227,7 @@ class RolloutRunner:
         num_generations: int,
         sampling: SamplingParams,
         key: RolloutKey,
+        progress: GroupProgress | None = None,
     ) -> Rollouts:
         """Sample `num_generations` responses to one prompt; the same ones that a collection of `prompts` samples.
 
@@ -224,6 +240,7 @@ class RolloutRunner:
             num_generations: samples.
             sampling: how to sample.
             key: names the collection.
+            progress: says where samples begin, and is filled in for `stored_samples`.
 
         Raises:
             ConfigError: the prompt names an environment that does not run.
@@ -231,7 +248,7 @@ class RolloutRunner:
         """
         self._check_environments([prompts["task_name"][row]])
         closings = Closings("group")
-        playing = self._play_group(prompts, row, num_generations, sampling, key, closings)
+        playing = self._play_group(prompts, row, num_generations, sampling, key, closings, progress)
         try:
             return await self._within_limit(playing, f"prompt {key.first_group + row} of {key.phase} step {key.step}")
         finally:
@@ -298,14 +315,17 @@ class RolloutRunner:
         sampling: SamplingParams,
         key: RolloutKey,
         closings: Closings,
+        progress: GroupProgress | None = None,
     ) -> Rollouts:
         """Play the samples of one prompt, and let environments that allow it post-process them."""
         stops = (prompts.get("stop_strings") or [None] * prompts.size)[row]
-        starts = _starts(prompts, row, num_generations)
+        progress = progress or GroupProgress()
+        playing = progress.begin(_starts(prompts, row, num_generations))
         samples = await _all_or_first_failure(
-            self._samples.play(start, sampling, stops, key, closings) for start in starts
+            self._samples.play(sample, sampling, stops, key, closings) for sample in playing
         )
-        return Rollouts(samples, await post_process(self._by_unit(groups=True), samples))
+        progress.rollouts = Rollouts(samples, await post_process(self._by_unit(groups=True), samples))
+        return progress.rollouts
 
     async def _post_process(self, groups: Sequence[Rollouts]) -> dict[str, float]:
         """Let environments post-process a collection whose groups are finished."""

@@ -22,12 +22,15 @@ from nemo_rl.data.messages.content import TextRules
 from nemo_rl.data.messages.observations import ObservationRenderer
 from nemo_rl.environments.interfaces import EpisodeStart, StepResult
 from nemo_rl.experience.closings import Closings
+from nemo_rl.experience.continued import joined, rest_of
 from nemo_rl.experience.post_processing import PostProcessor
+from nemo_rl.experience.progress import SampleProgress
 from nemo_rl.experience.trajectory import Outcome, Trajectory
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationRequest,
     GenerationResult,
+    ResponseSoFar,
     SamplingParams,
     VersionSpan,
 )
@@ -51,6 +54,10 @@ class EnvironmentPort(PostProcessor, Protocol):
 
     async def step(self, message_log: list[Message], metadata: Any) -> StepResult:
         """Take one turn."""
+
+    @property
+    def continues_episodes(self) -> bool:
+        """See `environments.interfaces.EnvironmentInterface`."""
 
     async def close_episode(self, metadata: Any) -> None:
         """Close the episode of one sample; never raises."""
@@ -136,28 +143,36 @@ class SamplePlayer:
 
     async def play(
         self,
-        sample: Trajectory,
+        progress: SampleProgress,
         sampling: SamplingParams,
         prompt_stops: list[str] | None,
         key: RolloutKey,
         closings: Closings,
     ) -> Trajectory:
-        """Play one sample in its own episode; fill in and return the trajectory."""
-        if self._has_no_room(sample):
-            return sample
-        environment = self._environments[sample.task_name]
-        _remember(sample, sample.extra_env_info)
-        try:
-            started = time.perf_counter()
-            with self.environments_busy.work():
-                start = await environment.open_episode(sample.extra_env_info, key.episode_seed_of(sample))
-            sample.environment_s += time.perf_counter() - started
-            _remember(sample, start.metadata)
-            if self._begin(sample, start):
-                await self._take_turns(sample, sampling, prompt_stops, key)
-        finally:
-            closings.start(environment.close_episode(sample.episode))
+        """Play one sample in its own episode, from where it is; fill in and return the trajectory."""
+        sample = progress.sample
+        if not progress.is_finished and not self._has_no_room(sample):
+            environment = self._environments[sample.task_name]
+            _remember(sample, sample.extra_env_info)
+            try:
+                if progress.is_open or await self._open(progress, prompt_stops, key):
+                    await self._take_turns(progress, sampling, prompt_stops, key)
+            finally:
+                closings.start(environment.close_episode(sample.episode))
+        progress.is_finished = True
         return sample
+
+    async def _open(self, progress: SampleProgress, prompt_stops: list[str] | None, key: RolloutKey) -> bool:
+        """Open the episode of a sample; return False when there is nothing to play."""
+        sample = progress.sample
+        started = time.perf_counter()
+        with self.environments_busy.work():
+            environment = self._environments[sample.task_name]
+            start = await environment.open_episode(sample.extra_env_info, key.episode_seed_of(sample))
+        sample.environment_s += time.perf_counter() - started
+        _remember(sample, start.metadata)
+        progress.is_open, progress.stops = True, prompt_stops
+        return self._begin(sample, start)
 
     def _has_no_room(self, sample: Trajectory) -> bool:
         if sample.loss_multiplier != 0 and sample.prompt_length < self._limits.max_sequence_length:
@@ -193,17 +208,19 @@ class SamplePlayer:
         sample.chat = Chat(messages=[*sample.chat["messages"], observation], tools=sample.chat["tools"])
 
     async def _take_turns(
-        self, sample: Trajectory, sampling: SamplingParams, prompt_stops: list[str] | None, key: RolloutKey
+        self, progress: SampleProgress, sampling: SamplingParams, prompt_stops: list[str] | None, key: RolloutKey
     ) -> None:
         """Alternate between engine and environment until the environment or a limit ends the sample."""
-        stops = prompt_stops
+        sample = progress.sample
         while True:
-            result = await self._take_turn(sample, _with_stops(sampling, stops), key)
+            if progress.finish_reason is None:
+                await self._take_turn(progress, _with_stops(sampling, progress.stops), key)
             step = await self._ask_environment(sample)
+            finish_reason, progress.finish_reason = progress.finish_reason, None
             if not _absorb(sample, step):
                 return
             if step.terminated or sample.num_turns >= self._limits.max_turns:
-                if result.finish_reason == "length":
+                if finish_reason == "length":
                     sample.outcome = Outcome.TRUNCATED
                 return
             try:
@@ -216,7 +233,7 @@ class SamplePlayer:
                 sample.outcome = Outcome.TRUNCATED
                 return
             sample.message_log.append({**step.observation, "token_ids": ids})
-            stops = prompt_stops if step.next_stop_strings is None else step.next_stop_strings
+            progress.stops = prompt_stops if step.next_stop_strings is None else step.next_stop_strings
 
     def _note_control_tokens(self, sample: Trajectory, observation: Message) -> None:
         """Count an observation whose text holds a control token, and report the first one of this process."""
@@ -233,14 +250,16 @@ class SamplePlayer:
                 "text" if self._text_rules.tools else "that token",
             )
 
-    async def _take_turn(self, sample: Trajectory, sampling: SamplingParams, key: RolloutKey) -> GenerationResult:
+    async def _take_turn(self, progress: SampleProgress, sampling: SamplingParams, key: RolloutKey) -> None:
+        sample = progress.sample
         prefix = [t for message in sample.message_log for t in message["token_ids"].tolist()]
         room = self._limits.max_sequence_length - len(prefix)
         if room < sampling.max_new_tokens:
             sampling = replace(sampling, max_new_tokens=room)
         started = time.perf_counter()
         request = GenerationRequest(prefix, sampling, key.seed_of(sample), sample.served_by, sample.row_inputs)
-        result = await self._generation.generate(request)
+        result = await self._respond(progress, request)
+        progress.finish_reason = result.finish_reason
         sample.served_by = result.served_by
         sample.generation_s += time.perf_counter() - started
         text = sampled_text(self._tokenizer, result.token_ids) if result.text is None else result.text
@@ -256,7 +275,17 @@ class SamplePlayer:
             VersionSpan(len(prefix) + span.start, span.version) for span in result.weight_versions
         ]
         sample.num_turns += 1
-        return result
+
+    async def _respond(self, progress: SampleProgress, request: GenerationRequest) -> GenerationResult:
+        """Sample a response, or the rest of one."""
+        nothing, so_far = ResponseSoFar.nothing(), progress.so_far
+        progress.request = rest_of(request, so_far)
+        if progress.request.sampling.max_new_tokens > 0:
+            rest = await self._generation.generate(progress.request)
+        else:  # the limits were lowered since
+            rest = GenerationResult(nothing.token_ids, nothing.logprobs, "length", [])
+        progress.request, progress.so_far = None, nothing
+        return joined(so_far, rest, request.sampling.stop_strings, self._tokenizer)
 
     async def _ask_environment(self, sample: Trajectory) -> StepResult:
         started = time.perf_counter()

@@ -39,15 +39,18 @@ OVERRIDES = (
     "cluster.max_actor_restarts=1000",
     "logger.tensorboard_enabled=false",
 )
+AHEAD = (
+    "grpo.overlap.mode=ahead",
+    "grpo.overlap.order=ready_first",
+    "grpo.overlap.in_flight_weight_updates=true",
+    "grpo.overlap.max_age_steps=2",
+    "+policy.generation.vllm_kwargs.max_num_seqs=4",  # so that answers are unfinished in checkpoints
+)
 MODES = {
     "none": (),
     "stream": ("grpo.overlap.mode=stream",),
-    "ahead": (
-        "grpo.overlap.mode=ahead",
-        "grpo.overlap.order=ready_first",
-        "grpo.overlap.in_flight_weight_updates=true",
-        "grpo.overlap.max_age_steps=2",
-    ),
+    "ahead continue": AHEAD,
+    "ahead restart": (*AHEAD, "grpo.overlap.partial_responses=restart"),
 }
 
 

@@ -11,122 +11,23 @@ s + age. Invariants: each started group is given exactly once; a group that has 
 import asyncio
 import contextlib
 import logging
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_rl.algorithms.rollout.open_groups import DrawnPrompt, OpenGroup, Origin, groups_of_step
 from nemo_rl.algorithms.rollout.source import FreshRollouts, Group, RolloutSource
 from nemo_rl.config import OverlapConfig, RolloutTrainingConfig
-from nemo_rl.data.prompt_stream import DataExhausted, PromptBatch, PromptPosition
-from nemo_rl.experience.event_loop import BackgroundTask, wait_for_any
+from nemo_rl.data.prompt_stream import DataExhausted
+from nemo_rl.experience.event_loop import wait_for_any
 from nemo_rl.experience.rollouts import RolloutKey
-from nemo_rl.experience.runners.stored import whole
-from nemo_rl.experience.trajectory import Rollouts, Trajectory
+from nemo_rl.experience.trajectory import Rollouts
 from nemo_rl.utils.errors import DeadlineExceededError, GenerationError
 
 logger = logging.getLogger(__name__)
 
 _NO_LIMIT = contextlib.nullcontext()
-
-
-@dataclass(frozen=True)
-class _Prompt:
-    """One drawn prompt: its batch, its row there, and the name of the batch's collection."""
-
-    batch: PromptBatch
-    row: int
-    key: RolloutKey
-
-    @property
-    def position(self) -> PromptPosition:
-        return self.batch.positions[self.row]
-
-
-@dataclass(eq=False)
-class OpenGroup:
-    """A group that was started and not given yet.
-
-    Attributes:
-        number: groups that were started before it.
-        last_step: the last step that may train on it.
-        position: its prompt in the data.
-        task: samples it in the background; None for a group of a checkpoint.
-        rollouts: its samples, once they are finished.
-    """
-
-    number: int
-    last_step: int
-    position: PromptPosition
-    task: BackgroundTask[Rollouts] | None = None
-    rollouts: Rollouts | None = None
-
-    @property
-    def is_finished(self) -> bool:
-        """True if no wait is needed to give it."""
-        return self.task is None or self.task.is_done
-
-    @property
-    def has_failed(self) -> bool:
-        """True if it has no samples, because sampling failed."""
-        return self.task is not None and self.task.failure is not None
-
-    def finished(self, timeout_s: float) -> Rollouts:
-        """Wait for the samples and return them; raises what `BackgroundTask.result` raises."""
-        if self.rollouts is None:
-            assert self.task is not None
-            self.rollouts = self.task.result(timeout_s)
-        return self.rollouts
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values for a checkpoint; only for a finished group."""
-        rollouts = self.finished(timeout_s=0.0)
-        return {
-            "number": self.number,
-            "last_step": self.last_step,
-            "position": list(self.position),
-            "trajectories": [trajectory.state_dict() for trajectory in whole(rollouts.trajectories)],
-            "metrics": rollouts.metrics,
-        }
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any], keep: Callable[[Rollouts], Rollouts]) -> "OpenGroup":
-        """Rebuild a group from its `state_dict`; `keep` as `RolloutRunner.keep`."""
-        samples = [Trajectory.from_state(sample) for sample in state["trajectories"]]
-        rollouts = keep(Rollouts(samples, dict(state["metrics"])))
-        return cls(state["number"], state["last_step"], PromptPosition(*state["position"]), rollouts=rollouts)
-
-
-_ORDERS: Mapping[str, Callable[[OpenGroup], tuple[int, ...]]] = {
-    "in_order": lambda group: (group.number,),
-    "ready_first": lambda group: (not group.is_finished, group.number),
-    "weight_fifo": lambda group: (group.last_step, not group.is_finished, group.number),
-    "freshest_first": lambda group: (not group.is_finished, -group.number),
-}
-"""How groups are preferred, by `overlap.order`: the smallest value first."""
-
-
-def groups_of_step(groups: Sequence[OpenGroup], count: int, step: int, order: str) -> list[OpenGroup]:
-    """Choose the groups that a step takes; they may still be running.
-
-    Each later step takes `count` groups too. So of the groups whose last step is d or earlier, all but
-    `count * (d - step)` have to be taken now (earliest deadline first). The rest follows the order.
-
-    Args:
-        groups: all open groups.
-        count: groups of a step.
-        step: number of the step.
-        order: as `overlap.order`.
-    """
-    ranked = sorted(groups, key=_ORDERS[order])
-    chosen: dict[OpenGroup, None] = {}
-    for last_step in sorted({group.last_step for group in groups}):
-        due = [group for group in ranked if group.last_step <= last_step]
-        later = [group for group in due if group not in chosen]
-        num_places = count * (last_step - step)
-        chosen |= dict.fromkeys(later[: max(0, len(later) - num_places)])
-    others = [group for group in ranked if group not in chosen]
-    return [*chosen, *others][:count]
 
 
 @dataclass
@@ -147,10 +48,12 @@ class AheadRollouts:
     num_steps: int
     metrics: dict[str, float] = field(default_factory=dict, init=False)
     _open: list[OpenGroup] = field(default_factory=list, init=False)
-    _drawn: deque[_Prompt] = field(default_factory=deque, init=False)
+    _drawn: deque[DrawnPrompt] = field(default_factory=deque, init=False)
     """Prompts that were drawn and not started."""
     _num_batches: int = field(default=0, init=False)
     _num_started: int = field(default=0, init=False)
+    _resumed: Counter[str] = field(default_factory=Counter, init=False)
+    """Tokens of the unfinished groups of a checkpoint, before the first step."""
     _failures: "_Failures" = field(init=False)
     _slots: asyncio.Semaphore | None = field(default=None, init=False)
 
@@ -168,15 +71,20 @@ class AheadRollouts:
     def next_groups(self, step: int) -> Iterator[Group]:
         """See `RolloutSource.next_groups`.
 
-        Sets `metrics` to those of the environments and `buffer_size`, the groups that were started for later steps.
+        Sets `metrics` to those of the environments; `buffer_size`, the groups that were started for later steps; and
+        for the first step after a resume the sampled tokens of unfinished groups: `num_continued_tokens` become part of
+        these groups, `num_restarted_tokens` are thrown away, and their samples start again.
         """
+        self._start_unfinished()
         age, count = self.overlap.max_age_steps, self.groups_per_step
         steps_left = self.num_steps - step
         self._start(step, (min(age, steps_left) + 1) * count)
         taken = self._take(step)
         self._start(step, min(age, steps_left) * count)
         rollouts = [group.finished(self.fresh.runner.group_limit_s) for group in taken]
-        self.metrics = self.fresh.runner.post_process(rollouts) | {"buffer_size": float(len(self._open))}
+        tokens = {name: float(self._resumed.pop(name, 0)) for name in ("num_continued_tokens", "num_restarted_tokens")}
+        buffer_size = {"buffer_size": float(len(self._open))}
+        self.metrics = self.fresh.runner.post_process(rollouts) | buffer_size | tokens
         for group, samples in zip(taken, rollouts, strict=True):
             yield Group((0, group.number), samples.trajectories, group.position)
 
@@ -188,16 +96,22 @@ class AheadRollouts:
             prompt = self._next_prompt()
             if prompt is None:
                 return
-            task = self.fresh.runner.start(
-                self._play(prompt),
-                f"the sampling of prompt {prompt.row} of batch {prompt.key.step}",
-                through_updates=self.overlap.in_flight_weight_updates,
-            )
             last_step = step + self.overlap.max_age_steps
-            self._open.append(OpenGroup(self._num_started, last_step, prompt.position, task))
+            origin = Origin(prompt.key.step, prompt.row)
+            group = OpenGroup(self._num_started, last_step, prompt.position, origin=origin)
+            self._sample(group, prompt)
+            self._open.append(group)
             self._num_started += 1
 
-    def _next_prompt(self) -> _Prompt | None:
+    def _sample(self, group: OpenGroup, prompt: DrawnPrompt) -> None:
+        """Sample a group in the background, from where it is."""
+        group.task = self.fresh.runner.start(
+            self._play(group, prompt),
+            f"the sampling of prompt {group.origin.row} of batch {group.origin.batch}",
+            through_updates=self.overlap.in_flight_weight_updates,
+        )
+
+    def _next_prompt(self) -> DrawnPrompt | None:
         if not self._drawn:
             try:
                 batch = self.fresh.prompts.next_batch()
@@ -206,20 +120,21 @@ class AheadRollouts:
             self._num_batches += 1
             # Named by the number of the batch, which is the step that trains on it where nothing is left out.
             key = RolloutKey(self.fresh.run_seed, "train", self._num_batches)
-            self._drawn.extend(_Prompt(batch, row, key) for row in range(batch.rows.size))
+            self._drawn.extend(DrawnPrompt(batch, row, key) for row in range(batch.rows.size))
         return self._drawn.popleft()
 
-    async def _play(self, prompt: _Prompt) -> Rollouts:
+    async def _play(self, group: OpenGroup, prompt: DrawnPrompt) -> Rollouts:
         """Sample one group, again after a failure as long as `max_generation_failures` allows it."""
         while True:
             async with self._slots or _NO_LIMIT:
                 try:
-                    group = await self.fresh.play(prompt.batch.rows, prompt.row, prompt.key)
+                    rollouts = await self.fresh.play(prompt.batch.rows, prompt.row, prompt.key, group.progress)
                 except (DeadlineExceededError, GenerationError) as failure:
+                    group.progress.forget()
                     self._failures.note(failure)
                 else:
                     self._failures.in_a_row = 0
-                    return group
+                    return rollouts
 
     def _take(self, step: int) -> list[OpenGroup]:
         """Wait for the groups of a step and remove them from the open ones.
@@ -245,16 +160,21 @@ class AheadRollouts:
         return sorted(taken, key=lambda group: group.number)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the finished groups, and the number of batches drawn.
+        """Return the groups, and the number of batches drawn.
 
         Without `in_flight_weight_updates` it waits for all groups: a resumed run has no older weights to sample them
-        from, and repeats the run bit for bit. With it, groups that are running are left out; the stream hands their
-        prompts out again.
+        from, and repeats the run bit for bit. With it, groups that are running are stored as far as
+        `partial_responses` asks for, and sampled on meanwhile.
         """
         if not self.overlap.in_flight_weight_updates:
             self.fresh.runner.wait_for_groups()
+        continues = self.overlap.partial_responses == "continue"
+        stored = self.fresh.runner.stored_samples([group.progress for group in self._open])
         return {
-            "groups": [group.state_dict() for group in self._open if group.is_finished and not group.has_failed],
+            "groups": [
+                group.state_dict(samples if samples is None or continues else samples.without_states())
+                for group, samples in zip(self._open, stored, strict=True)
+            ],
             "num_batches": self._num_batches,
             "num_started": self._num_started,
         }
@@ -265,6 +185,25 @@ class AheadRollouts:
         self._drawn.clear()
         self._num_batches, self._num_started = state["num_batches"], state["num_started"]
         self.fresh.prompts.claim(group.position for group in self._open)
+
+    def _start_unfinished(self) -> None:
+        """Start the unfinished groups of a checkpoint, when the engines have weights."""
+        groups = [group for group in self._open if group.has_to_start]
+        if not groups:
+            return
+        batch = self.fresh.prompts.prepare([group.position for group in groups])
+        for row, group in enumerate(groups):
+            if self.overlap.partial_responses == "restart":
+                group.restart()
+            self._resumed["num_continued_tokens"] += group.num_continued_tokens
+            self._resumed["num_restarted_tokens"] += group.num_lost_tokens
+            self._sample(group, DrawnPrompt(batch, row, group.origin.key(self.fresh.run_seed, row)))
+        logger.info(
+            "%d unfinished groups of the checkpoint continue: %d of their tokens are kept, and %d are sampled again.",
+            len(groups),
+            self._resumed["num_continued_tokens"],
+            self._resumed["num_restarted_tokens"],
+        )
 
 
 @dataclass

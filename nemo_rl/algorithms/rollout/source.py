@@ -21,6 +21,7 @@ from nemo_rl.data.prompt_stream import DataExhausted, PromptBatch, PromptPositio
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.event_loop import BackgroundTask
 from nemo_rl.experience.metrics import mean_metrics
+from nemo_rl.experience.progress import GroupProgress
 from nemo_rl.experience.rollouts import RolloutKey, RolloutRunner
 from nemo_rl.experience.runners.stored import whole
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
@@ -272,9 +273,11 @@ class FreshRollouts:
         ]
         return StartedGroups(self.runner, batch, key, tasks)
 
-    async def play(self, prompts: BatchedDataDict[Any], row: int, key: RolloutKey) -> Rollouts:
+    async def play(
+        self, prompts: BatchedDataDict[Any], row: int, key: RolloutKey, progress: GroupProgress | None = None
+    ) -> Rollouts:
         """Sample the group of one prompt; arguments and errors as `RolloutRunner.play_group`."""
-        return await self.runner.play_group(prompts, row, self.num_generations, self.sampling, key)
+        return await self.runner.play_group(prompts, row, self.num_generations, self.sampling, key, progress)
 
     def _next_batch(self, step: int) -> tuple[PromptBatch, RolloutKey]:
         batch = self.prompts.next_batch()

@@ -16,6 +16,7 @@ from nemo_rl.environments.client import EnvironmentClient
 from nemo_rl.experience.closings import Closings
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.idle_shares import BusySeconds
+from nemo_rl.experience.progress import GroupProgress
 from nemo_rl.experience.rollouts import RolloutKey, RolloutRunner
 from nemo_rl.experience.runners.actor import RunnerSettings
 from nemo_rl.experience.runners.share import RunnerShare, ranks_of_runner
@@ -78,8 +79,9 @@ class RemoteRunner(RolloutRunner):
         sampling: SamplingParams,
         key: RolloutKey,
         closings: Closings,
+        progress: GroupProgress | None = None,
     ) -> Rollouts:
-        """Let a runner play the samples of one prompt; it closes the episodes."""
+        """Let a runner play the samples of one prompt from its start; it closes the episodes."""
         if prompts.get("row_inputs") is not None:
             raise ConfigError(
                 "Rollout runners do not take inputs next to the tokens yet. Use cluster.rollout_runners=0."
@@ -95,7 +97,11 @@ class RemoteRunner(RolloutRunner):
         runner.busy = summary.busy
         for sample in summary.rollouts.trajectories:
             sample.group_index = row
-        return located(summary.rollouts, rows)
+        rollouts = located(summary.rollouts, rows)
+        if progress is not None:
+            progress.forget()  # a runner plays from the prompt
+            progress.rollouts = rollouts
+        return rollouts
 
     def keep(self, rollouts: Rollouts) -> Rollouts:
         """See `RolloutRunner.keep`: the tokens go to the object store."""

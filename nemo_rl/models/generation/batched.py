@@ -189,9 +189,17 @@ class BatchedEngine(SteppedEngine):
         """See `SteppedEngine.decode`."""
         return sampled_text(self._tokenizer, token_ids)
 
+    def sampled_so_far(self, request_id: str) -> tuple[list[int], list[float]]:
+        """See `SteppedEngine.sampled_so_far`."""
+        row = self._row(request_id)
+        return row.token_ids, row.logprobs
+
     def num_tokens(self, request_id: str) -> int:
         """See `SteppedEngine.num_tokens`."""
-        return next(len(row.token_ids) for row in (*self._active, *self._waiting) if row.request_id == request_id)
+        return len(self._row(request_id).token_ids)
+
+    def _row(self, request_id: str) -> _Row:
+        return next(row for row in (*self._active, *self._waiting) if row.request_id == request_id)
 
     def finish_loading(self, *, changed: bool) -> list[str]:
         """See `SteppedEngine.finish_loading`; unfinished rows are read again."""

@@ -5,6 +5,7 @@ Map (all of this runs on the rollout event loop, see `experience.event_loop`, un
     generate() ─► choose an engine ─► its outbox ─► _flush (next tick, one call per engine) ─► worker.submit
     generate() cancelled (deadline, another sample failed) ─► _flush ─► worker.abort
     _watch task per call ─► a failed call fails the engine's requests
+    responses_so_far() ─► worker.responses_so_far of each engine, which samples on
     _collect task per engine ─► collect of its workers (long poll) ─► resolves the futures of generate()
     engine is silent (hangs) ─► it is killed, then treated as dead
     engine dies ─► _revive: new actors, current weights (`load_weights`), unfinished requests submitted again
@@ -38,10 +39,11 @@ from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationRequest,
     GenerationResult,
+    ResponseSoFar,
     ServedBy,
     engine_of,
 )
-from nemo_rl.models.generation.members import Member, Pending, choose
+from nemo_rl.models.generation.members import Member, Pending, choose, responses_so_far
 from nemo_rl.models.generation.replacements import Replacements
 from nemo_rl.models.generation.scaling import EngineScaling
 from nemo_rl.models.generation.waits import Silence, Wait, Waits, give_up_waits, note_as_seen, some_answer
@@ -173,6 +175,18 @@ class EngineGroup(GenerationInterface):
             raise GenerationError(result.error)
         written_by = result.weight_versions[-1].version if result.weight_versions else self.weight_version
         return replace(result, served_by=ServedBy(member.index, member.num_starts, written_by))
+
+    async def responses_so_far(self, requests: Sequence[GenerationRequest]) -> list[ResponseSoFar | None]:
+        """See `GenerationInterface.responses_so_far`."""
+        asked = {id(request): request for request in requests}
+        of_engines = await asyncio.gather(
+            *(
+                responses_so_far(m, asked, partial(self._call, m.ranks[0], "responses_so_far"), self._silence_s)
+                for m in self._members
+            )
+        )
+        found = {key: response for of_engine in of_engines for key, response in of_engine.items()}
+        return [found.get(id(request)) for request in requests]
 
     def _enter_loop(self) -> None:
         """Serve the caller's event loop; drop requests that an earlier loop has left unfinished."""

@@ -5,7 +5,7 @@ log-probabilities come from the engine once and are never tokenised again.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypedDict
 
@@ -130,6 +130,34 @@ class GenerationResult:
         return cls(np.empty(0, np.int32), np.empty(0, np.float32), "abort", [], error)
 
 
+@dataclass(frozen=True, eq=False)
+class ResponseSoFar:
+    """The first part of a response; attributes as in `GenerationResult`."""
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    weight_versions: list[VersionSpan]
+
+    @classmethod
+    def nothing(cls) -> Self:
+        """Make a response without tokens."""
+        return cls(np.empty(0, np.int32), np.empty(0, np.float32), [])
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def followed_by(self, rest: "ResponseSoFar | GenerationResult") -> "ResponseSoFar":
+        """Join this part and the one after it."""
+        spans = [VersionSpan(len(self) + start, version) for start, version in rest.weight_versions]
+        if self.weight_versions and spans and spans[0].version == self.weight_versions[-1].version:
+            spans = spans[1:]
+        return ResponseSoFar(
+            np.concatenate([self.token_ids, rest.token_ids]).astype(np.int32),
+            np.concatenate([self.logprobs, rest.logprobs]).astype(np.float32),
+            self.weight_versions + spans,
+        )
+
+
 class EngineLoad(NamedTuple):
     """Load of an engine since its last report.
 
@@ -229,8 +257,10 @@ class Engine(Protocol):
 
     The protocol leaves open where it computes: in this process between two calls (`stepped.SteppedEngine`), in its own
     processes or on its own devices, or on a server. A class that reads `GenerationRequest.row_inputs` sets
-    `accepts_inputs = True`; the others never get requests with such inputs (`registry.engine_rows`). A class may have a
-    method `take_load() -> EngineLoad | None`.
+    `accepts_inputs = True`; the others never get requests with such inputs (`registry.engine_rows`). A class may have
+    a method `take_load() -> EngineLoad | None`, and a coroutine function `responses_so_far(ids) -> dict[str,
+    ResponseSoFar]`, which returns the tokens sampled so far for those of the requests that run, and does not end them.
+    Without it, a resumed run samples responses that a checkpoint found unfinished from their start.
     """
 
     def generate(self, request_id: str, request: GenerationRequest) -> Awaitable[GenerationResult]:
@@ -288,6 +318,18 @@ class GenerationInterface(ABC):
             GenerationError: the engine refused the request (too long, unknown token ids).
             WorkerDiedError: engines died more often than allowed.
         """
+
+    async def responses_so_far(self, requests: Sequence[GenerationRequest]) -> list[ResponseSoFar | None]:
+        """Return the tokens sampled so far for running requests, which continue.
+
+        Args:
+            requests: the objects that `generate` was called with.
+
+        Returns:
+            The response so far for each request, without tokens if the group cannot tell; None if the request has been
+            answered meanwhile.
+        """
+        return [ResponseSoFar.nothing() for _ in requests]
 
     def busy_seconds(self) -> list[float]:
         """Return for each engine the seconds with an open request since its start, NaN while it does not run.

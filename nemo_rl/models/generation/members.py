@@ -6,11 +6,20 @@ request carries its seed.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_rl.models.generation.interfaces import EngineLoad, GenerationRequest, GenerationResult, ServedBy
+from ray.exceptions import RayActorError
+
+from nemo_rl.models.generation.interfaces import (
+    EngineLoad,
+    GenerationRequest,
+    GenerationResult,
+    ResponseSoFar,
+    ServedBy,
+)
 from nemo_rl.utils.timer import BusyClock
 
 _MORE_FOR_PREFIX = 8
@@ -20,6 +29,8 @@ _SLOW = 1.5
 are noise, and the distribution of requests stays the same from run to run."""
 _ENOUGH_TOKENS = 256
 """Tokens of answers from which on an engine's speed counts."""
+_ARRIVAL_S = 10.0
+"""Seconds to wait for a response that the engine has finished already."""
 _KEPT = 0.98
 """Share of earlier answers in an engine's speed that remains with each answer."""
 
@@ -112,6 +123,39 @@ class Member:
         if len(result.token_ids):
             self.speed.note(now - pending.since, len(result.token_ids))
         pending.future.set_result(result)
+
+
+async def responses_so_far(
+    member: Member, requests: Mapping[int, GenerationRequest], ask: Callable[[list[str]], Any], limit_s: float
+) -> dict[int, ResponseSoFar | None]:
+    """Return the tokens that an engine has sampled so far for some requests.
+
+    An engine that is dead, being replaced or silent counts as one that has sampled none: it will get the requests
+    again. A response that is on its way is waited for.
+
+    Args:
+        member: the engine.
+        requests: by the `id()` of the object; those of other engines are left out.
+        ask: calls `responses_so_far` of its first worker.
+        limit_s: seconds to wait for the engine.
+
+    Returns:
+        By `id()` of the request; None for one that has been answered meanwhile.
+    """
+    mine = {key: pending for key, pending in member.unfinished.items() if id(pending.request) in requests}
+    unsent = {key for key, _ in member.outbox}
+    sent = [] if member.is_down else [key for key in mine if key not in unsent]
+    found: dict[str, ResponseSoFar] = {}
+    if sent:
+        with suppress(RayActorError, TimeoutError):
+            found = await asyncio.wait_for(ask(sent), limit_s)
+            arriving = [mine[key].future for key in sent if key not in found and not mine[key].future.done()]
+            if arriving:
+                await asyncio.wait(arriving, timeout=_ARRIVAL_S)
+    return {
+        id(pending.request): None if pending.future.done() else found.get(key, ResponseSoFar.nothing())
+        for key, pending in mine.items()
+    }
 
 
 def choose(members: Sequence[Member], prefix_at: ServedBy | None, weight_version: int) -> Member:

@@ -22,6 +22,7 @@ from nemo_rl.models.generation.interfaces import (
     FinishReason,
     GenerationRequest,
     GenerationResult,
+    ResponseSoFar,
     VersionSpan,
 )
 from nemo_rl.models.training.finite import listed
@@ -80,6 +81,10 @@ class SteppedEngine(ABC):
     @abstractmethod
     def remove_requests(self, request_ids: Collection[str]) -> list[Finished]:
         """Stop running requests; return them with their tokens so far and finish reason "abort"."""
+
+    @abstractmethod
+    def sampled_so_far(self, request_id: str) -> tuple[list[int], list[float]]:
+        """Return the tokens of the response of a running request, and their log-probabilities."""
 
     @abstractmethod
     def num_tokens(self, request_id: str) -> int:
@@ -144,6 +149,15 @@ class SteppedEngine(ABC):
     async def abort(self, request_ids: Collection[str]) -> None:
         """See `Engine.abort`."""
         self._answer(self.remove_requests([id_ for id_ in request_ids if id_ in self._running]))
+
+    async def responses_so_far(self, request_ids: Collection[str]) -> dict[str, ResponseSoFar]:
+        """See `Engine`; it reads the state between two steps."""
+        found = {}
+        for request_id in self._running.keys() & set(request_ids):
+            token_ids, logprobs = self.sampled_so_far(request_id)
+            spans = [span for span in self._running[request_id].versions if span.start < len(token_ids)]
+            found[request_id] = ResponseSoFar(np.array(token_ids, np.int32), np.array(logprobs, np.float32), spans)
+        return found
 
     async def begin_weight_update(self) -> None:
         """See `Engine.begin_weight_update`."""

@@ -4,6 +4,7 @@ Who waits for whom (all on the actor's only asyncio loop, so no two steps run at
 
     submit() ──► engine.generate() ─► _note ──► _finished ──► collect() (long poll)
     abort()  ──► engine.abort() ─────► (the same way, with the tokens so far)
+    responses_so_far() ──► between two steps, which go on
     begin_weight_update() ... receive_bucket() ... finish_weight_update() ◄── controller
 
 Invariant: each request gets exactly one result, however it ends.
@@ -24,6 +25,7 @@ from nemo_rl.models.generation.interfaces import (
     EngineSettings,
     GenerationRequest,
     GenerationResult,
+    ResponseSoFar,
     engine_of,
 )
 from nemo_rl.models.generation.registry import engine_rows, make_engine
@@ -77,6 +79,17 @@ class GenerationWorker:
     async def abort(self, request_ids: list[str]) -> None:
         """End requests; `collect` returns the running ones with their tokens so far."""
         await self._engine.abort(request_ids)
+
+    async def responses_so_far(self, request_ids: list[str]) -> dict[str, ResponseSoFar]:
+        """Return the tokens sampled so far for those of the requests that run, and continue them.
+
+        An engine that cannot tell is taken to have sampled none.
+        """
+        so_far = getattr(self._engine, "responses_so_far", None)
+        if so_far is None:
+            return {request_id: ResponseSoFar.nothing() for request_id in request_ids}
+        found: dict[str, ResponseSoFar] = await so_far(request_ids)
+        return found
 
     def _note(self, request_id: str, answer: asyncio.Future[GenerationResult]) -> None:
         failure = answer.exception()

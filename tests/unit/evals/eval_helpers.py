@@ -49,6 +49,7 @@ class BoxedNumbers:
 
     post_processes_groups = False
     reads_chat = False
+    continues_episodes = True
 
     async def open_episode(self, metadata: Any, seed: int) -> EpisodeStart[Any]:
         return EpisodeStart(metadata)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -31,7 +32,8 @@ class ScriptedEngine(GenerationInterface):
         limit = request.sampling.max_new_tokens
         reason = "length" if len(ids) > limit else "stop"
         ids = ids[:limit]
-        return GenerationResult(ids, [-0.5] * len(ids), reason, [VersionSpan(0, self.weight_version)])
+        arrays = np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32)
+        return GenerationResult(*arrays, reason, [VersionSpan(0, self.weight_version)])
 
     def shutdown(self) -> None:
         pass
@@ -42,6 +44,7 @@ class ScriptedEnvironment:
 
     post_processes_groups = False
     reads_chat = False
+    continues_episodes = True
 
     def __init__(self, judge: Callable[[list[dict[str, Any]], Any], StepResult]):
         self.judge = judge

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from rollout_parts import LetterTokenizer, ScriptedEngine, ScriptedEnvironment, graded, prompts
 
-from nemo_rl.algorithms.rollout.ahead import AheadRollouts, OpenGroup, groups_of_step
+from nemo_rl.algorithms.rollout.ahead import AheadRollouts
+from nemo_rl.algorithms.rollout.open_groups import OpenGroup, groups_of_step
 from nemo_rl.algorithms.rollout.source import DynamicSampling, FreshRollouts, Group
 from nemo_rl.algorithms.rollout.staleness import age
 from nemo_rl.config import OverlapConfig

@@ -37,6 +37,10 @@ class OverlapConfig(Section):
     """stop: training waits for each validation. The others validate while training goes on: hold_updates measures the
     weights of one step, and the next update of the engines waits for it; with through_updates nothing waits, and
     running answers continue with new weights, so that a validation measures several versions."""
+    partial_responses: Literal["continue", "restart"] = "continue"
+    """ahead: unfinished groups in a checkpoint. continue: their finished samples, turns and the tokens so far are
+    stored, and a resumed run samples the rest; restart: it samples them again from their prompts. No effect with
+    in_flight_weight_updates=false, where a checkpoint waits until all started groups are finished."""
     max_inflight_prompts: PositiveInt | None = None
     """ahead: most prompts that are sampled at the same time; null: no limit."""
     max_buffered_groups: PositiveInt | None = None

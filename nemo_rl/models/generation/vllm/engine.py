@@ -122,12 +122,16 @@ class VllmEngine(SteppedEngine):
         """See `SteppedEngine.remove_requests`."""
         removed = []
         for request_id in request_ids:
-            state = self._state(request_id)
-            token_ids = list(state.detokenizer.output_token_ids)
-            logprobs = sampled_logprobs(token_ids, state.logprobs_processor.logprobs)
+            token_ids, logprobs = self.sampled_so_far(request_id)
             removed.append(Finished(request_id, token_ids, logprobs, "abort"))
         self._engine.abort_request([self._vllm_ids.pop(request_id) for request_id in request_ids], internal=True)
         return removed
+
+    def sampled_so_far(self, request_id: str) -> tuple[list[int], list[float]]:
+        """See `SteppedEngine.sampled_so_far`."""
+        state = self._state(request_id)
+        token_ids = list(state.detokenizer.output_token_ids)
+        return token_ids, sampled_logprobs(token_ids, state.logprobs_processor.logprobs)
 
     def num_tokens(self, request_id: str) -> int:
         """See `SteppedEngine.num_tokens`."""

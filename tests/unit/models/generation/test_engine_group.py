@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
@@ -20,6 +21,7 @@ from nemo_rl.models.generation.interfaces import (
     EngineLoad,
     GenerationRequest,
     GenerationResult,
+    ResponseSoFar,
     SamplingParams,
     ServedBy,
     VersionSpan,
@@ -42,6 +44,7 @@ class FakeWorker:
         self.collect_failure: Exception | None = None
         self.submit_failure: Exception | None = None
         self.aborted: list[str] = []
+        self.asked: list[list[str]] = []
         self.load: EngineLoad | None = None
         self._finished: list[tuple[str, GenerationResult]] = []
         self._changed = asyncio.Event()
@@ -63,6 +66,17 @@ class FakeWorker:
             self.held.pop(request_id, None)
             self._finished.append((request_id, GenerationResult([], [], "abort", [])))
         self._changed.set()
+
+    async def responses_so_far(self, request_ids: list[str]) -> dict[str, ResponseSoFar]:
+        self._check_alive()
+        self.asked.append(list(request_ids))
+        return {
+            request_id: ResponseSoFar(
+                np.array(self.held[request_id].prompt_token_ids), np.zeros(1), [VersionSpan(0, 3)]
+            )
+            for request_id in request_ids
+            if request_id in self.held
+        }
 
     async def collect(self, poll_s: float) -> Collected:
         while self.hangs or not self._finished:
@@ -269,6 +283,24 @@ async def test_the_timeout_error_lists_engines_with_open_requests() -> None:
     fake.workers[1].answer(*fake.workers[1].held)
     await settle()
     assert group.describe_open() == "Generation engine 0 has 2 requests open: engine-0 (pid 17)\nstacks of [0]"
+
+
+async def test_responses_so_far_come_from_the_engines_that_write_them() -> None:
+    group, fake = make_group(2)
+    requests = [request(token) for token in (11, 12, 13, 14)]
+    tasks = [asyncio.create_task(group.generate(each)) for each in requests]
+    await settle()
+    fake.workers[0].answer(*list(fake.workers[0].held)[:1])  # on its way while the engines are asked
+    found = await group.responses_so_far([*requests, request(12)])
+    tokens = [None if part is None else part.token_ids.tolist() for part in found]
+    answered = tasks.index(next(task for task in tasks if task.done()))
+    assert tokens == [*(None if i == answered else [11 + i] for i in range(4)), None]
+    assert [len(worker.asked) for worker in fake.workers] == [1, 1]
+    fake.workers[1].is_dead = True
+    found = await group.responses_so_far(requests)
+    assert sorted(len(part) for part in found if part is not None) == [0, 0, 1]
+    for task in tasks:
+        task.cancel()
 
 
 async def test_results_reach_their_callers_in_any_order():

@@ -26,8 +26,9 @@ from generation_helpers import (
 )
 from tiny_models import make_char_tokenizer
 
+from nemo_rl.experience.continued import joined, rest_of
 from nemo_rl.models.generation.hf.engine import HfEngine
-from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams
+from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, ResponseSoFar, SamplingParams
 from nemo_rl.models.generation.sampling import bad_word_ids, banned_tokens, draw, filtered_logprobs
 from nemo_rl.utils.errors import GenerationError
 
@@ -229,6 +230,35 @@ def test_a_running_response_continues_with_new_weights(engine, model, temperatur
     assert (len(short.token_ids), short.weight_versions) == (2, [(0, 7)])
     for request, result in zip(requests, results, strict=False):
         check_spans(request, result, {7: model, 8: new}, [(0, 7), (5, 8)])
+
+
+def test_responses_so_far_continue_with_other_weights_and_disturb_nothing(engine, model):
+    """The first tokens are those of the old weights, the rest those of the new ones, given the first."""
+    new = make_model("qwen2", True, seed=3)
+    requests = [ask(prompt, seed=i) for i, prompt in enumerate(PROMPTS)]
+
+    async def interrupted() -> tuple[list[ResponseSoFar], list[GenerationResult]]:
+        answers = asyncio.ensure_future(answered(engine, requests))
+        while not engine._running or engine.num_tokens("0") < 5:
+            await asyncio.sleep(0)
+        found = await engine.responses_so_far([*map(str, range(len(requests))), "unknown"])
+        return [found[str(i)] for i in range(len(requests))], await answers
+
+    asyncio.run(load_weights(engine, model.named_parameters(), 7))
+    try:
+        expected = run(engine, requests)
+        parts, results = asyncio.run(interrupted())
+        assert asyncio.run(engine.responses_so_far(["0"])) == {}
+        asyncio.run(load_weights(engine, new.named_parameters(), 8))
+        rests = run(engine, [rest_of(request, part) for request, part in zip(requests, parts, strict=True)])
+    finally:
+        asyncio.run(load_weights(engine, model.named_parameters(), 0))
+    assert plain(results) == plain(expected)
+    for request, part, rest, result in zip(requests, parts, rests, results, strict=True):
+        assert part.token_ids.tolist() == result.token_ids.tolist()[:5]
+        whole = joined(part, rest, (), make_char_tokenizer())
+        assert (len(whole.token_ids), whole.finish_reason) == (12, "length")
+        check_spans(request, whole, {7: model, 8: new}, [(0, 7), (5, 8)])
 
 
 def test_an_update_to_the_same_weights_does_not_change_running_responses(engine, model):

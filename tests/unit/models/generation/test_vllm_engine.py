@@ -30,6 +30,7 @@ from generation_helpers import (
     make_model,
     make_settings,
     mixture_config,
+    plain,
     reference_logprobs,
     restrict_vocabulary,
     save_model,
@@ -54,6 +55,7 @@ from vllm_looks import (
 
 from nemo_rl.algorithms.rollout.sync_probe import suspect_layer
 from nemo_rl.config import ClusterConfig, PolicyConfig
+from nemo_rl.experience.continued import joined, rest_of
 from nemo_rl.models.dtensor.checkpoints.model_files import weights_by_name
 from nemo_rl.models.generation.factory import engine_settings
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationResult, SamplingParams
@@ -268,6 +270,31 @@ def test_a_running_response_continues_with_new_weights(engines, sender, name):
         check_spans(request, results[id_], {31: old, 32: new}, spans)
     again = engines.generate(name, requests[:1])[0]
     check_spans(requests[0], again, {31: old, 32: new}, [(0, 32)])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_responses_so_far_continue_with_other_weights_and_disturb_nothing(engines, sender, name):
+    old = update(engines, sender, name, seed=34)
+    requests = [ask(prompt, seed=i, max_new_tokens=200) for i, prompt in enumerate([PROMPTS[0], PROMPTS[3]])]
+    expected = engines.generate(name, requests)
+    ids = [f"so far {name} {i}" for i in range(len(requests))]
+    engines.call(name, "submit", list(zip(ids, requests, strict=True)))
+    parts = engines.call(name, "responses_so_far", [*ids, "unknown"])
+    while parts.keys() == set(ids) and not all(map(len, parts.values())):
+        parts = engines.call(name, "responses_so_far", ids)
+    assert parts.keys() == set(ids)
+    results: dict[str, GenerationResult] = {}
+    while len(results) < len(ids):
+        results.update(engines.call(name, "collect").results)
+    assert plain([results[id_] for id_ in ids]) == plain(expected)
+    assert engines.call(name, "responses_so_far", ids) == {}
+    new = update(engines, sender, name, seed=35)
+    rests = engines.generate(name, [rest_of(request, parts[id_]) for id_, request in zip(ids, requests, strict=True)])
+    for id_, request, rest in zip(ids, requests, rests, strict=True):
+        assert parts[id_].token_ids.tolist() == results[id_].token_ids.tolist()[: len(parts[id_])]
+        whole = joined(parts[id_], rest, (), make_char_tokenizer())
+        assert len(whole.token_ids) == 200
+        check_spans(request, whole, {34: old, 35: new}, [(0, 34), (len(parts[id_]), 35)])
 
 
 def test_aborted_requests_return_their_partial_response(engines, sender):

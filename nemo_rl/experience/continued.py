@@ -1,0 +1,74 @@
+"""Continue a response that an earlier run has started.
+
+The tokens so far become a part of the prompt. The rest is sampled with another seed, because the first one would give
+the same random numbers again, on which the tokens so far depend. Invariant: the joined response has the tokens,
+log-probabilities and weight versions of both parts, and ends where one response would have ended.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.models.generation.interfaces import (
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    ResponseSoFar,
+)
+from nemo_rl.utils.seed import derive_seed
+
+
+def rest_of(request: GenerationRequest, so_far: ResponseSoFar) -> GenerationRequest:
+    """Return the request for the rest of a response; without tokens so far, the request itself.
+
+    Args:
+        request: the request for the whole response.
+        so_far: its first part, shorter than `max_new_tokens`.
+    """
+    if not len(so_far):
+        return request
+    return replace(
+        request,
+        prompt_token_ids=request.prompt_token_ids + so_far.token_ids.tolist(),
+        sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - len(so_far)),
+        seed=derive_seed(request.seed, "continued", len(so_far)),
+    )
+
+
+def joined(
+    so_far: ResponseSoFar, rest: GenerationResult, stops: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> GenerationResult:
+    """Join a response from its two parts; without tokens so far, return the rest.
+
+    Engines look for stop strings in what they sample. So one that begins in the first part is looked for here, and the
+    tokens after it are dropped.
+
+    Args:
+        so_far: the first part.
+        rest: the result of `rest_of`.
+        stops: the stop strings of the request.
+        tokenizer: decodes both parts.
+    """
+    if not len(so_far):
+        return rest
+    end = _end_at_stop(so_far.token_ids.tolist(), rest.token_ids.tolist(), stops, tokenizer)
+    reason: FinishReason = rest.finish_reason if end == len(rest.token_ids) else "stop"
+    kept = ResponseSoFar(
+        rest.token_ids[:end], rest.logprobs[:end], [span for span in rest.weight_versions if span.start < end]
+    )
+    whole = so_far.followed_by(kept)
+    return GenerationResult(whole.token_ids, whole.logprobs, reason, whole.weight_versions, served_by=rest.served_by)
+
+
+def _end_at_stop(so_far: list[int], rest: list[int], stops: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return how many tokens of the rest belong to the response: all, or those up to the first stop string."""
+
+    def has_stop(end: int) -> bool:
+        text = str(tokenizer.decode(so_far + rest[:end]))
+        return any(stop in text for stop in stops)
+
+    if not stops or not has_stop(len(rest)):
+        return len(rest)
+    return bisect_left(range(len(rest)), True, key=has_stop)

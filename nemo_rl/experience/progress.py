@@ -1,0 +1,233 @@
+"""The state of samples that are being played, for the checkpoint of a run that samples ahead.
+
+    RolloutRunner.play_group ─► GroupProgress.begin ─► SamplePlayer notes what each sample waits for
+    checkpoint ─► states_of: asks the engines for the responses so far, while all samples are played on
+    resumed run ─► GroupProgress(stored=...) ─► begin ─► samples continue where they were
+
+A sample waits for its response or for its environment, or is finished. Its state is the trajectory so far, the tokens
+of the response that is being sampled, and the environment's metadata. Invariant: a state has all tokens that the engine
+had sampled when it was asked, so nothing is thrown away because it took long.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nemo_rl.experience.trajectory import Rollouts, Trajectory
+from nemo_rl.models.generation.interfaces import (
+    FinishReason,
+    GenerationInterface,
+    GenerationRequest,
+    ResponseSoFar,
+    VersionSpan,
+)
+
+_MOST_ROUNDS = 10
+"""Times that engines are asked about samples that have started another turn meanwhile; then that turn starts again."""
+_PLAIN = (type(None), bool, int, float, str, bytes, Tensor)
+"""Types themselves, not their subclasses: to load those, code would have to be executed."""
+
+
+@dataclass(eq=False)
+class SampleProgress:
+    """One sample that is being played.
+
+    Attributes:
+        sample: its trajectory so far.
+        is_open: its episode was opened.
+        is_finished: nothing more happens to it.
+        stops: stop strings of the turn, besides those of the run.
+        request: the request that the sample waits for; None if it waits for its environment.
+        so_far: first part of the turn's response, sampled by an earlier run.
+        finish_reason: end of the response that the environment has to answer; None while there is none.
+    """
+
+    sample: Trajectory
+    is_open: bool = False
+    is_finished: bool = False
+    stops: list[str] | None = None
+    request: GenerationRequest | None = None
+    so_far: ResponseSoFar = field(default_factory=ResponseSoFar.nothing)
+    finish_reason: FinishReason | None = None
+
+    def num_tokens(self, response: ResponseSoFar) -> int:
+        """Return the number of sampled tokens, with those of the response that is being sampled."""
+        return self.sample.response_length + len(self.so_far) + len(response)
+
+    def state_dict(self, response: ResponseSoFar) -> dict[str, Any]:
+        """Return tensors and plain values for a checkpoint.
+
+        Args:
+            response: tokens that the engine has sampled for `request`.
+        """
+        so_far = self.so_far.followed_by(response)
+        return {
+            "trajectory": self._trajectory(),
+            "episode": self.sample.episode,
+            "is_finished": self.is_finished,
+            "stops": self.stops,
+            "finish_reason": self.finish_reason,
+            "token_ids": torch.from_numpy(so_far.token_ids.astype(np.int64)),
+            "logprobs": torch.from_numpy(so_far.logprobs.copy()),
+            "weight_versions": [list(span) for span in so_far.weight_versions],
+        }
+
+    def _trajectory(self) -> dict[str, Any]:
+        """Return the state of the trajectory; later turns do not change it."""
+        without_inputs = replace(self.sample, row_inputs=None)  # they come with the prompt
+        return without_inputs.state_dict() | {
+            "extra_env_info": self.sample.extra_env_info,
+            "turn_rewards": list(self.sample.turn_rewards),
+            "reward_components": dict(self.sample.reward_components),
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], start: Trajectory) -> "SampleProgress":
+        """Rebuild a sample from its `state_dict`.
+
+        Args:
+            state: the state.
+            start: the same sample before its first turn; gives what belongs to the prompt.
+        """
+        sample = Trajectory.from_state(state["trajectory"])
+        sample.group_index, sample.chat, sample.row_inputs = start.group_index, start.chat, start.row_inputs
+        sample.episode = state["episode"]
+        so_far = ResponseSoFar(
+            state["token_ids"].numpy().astype(np.int32),
+            state["logprobs"].numpy(),
+            [VersionSpan(*span) for span in state["weight_versions"]],
+        )
+        return cls(
+            sample,
+            is_open=True,
+            is_finished=state["is_finished"],
+            stops=state["stops"],
+            so_far=so_far,
+            finish_reason=state["finish_reason"],
+        )
+
+
+def num_stored_tokens(state: Mapping[str, Any]) -> int:
+    """Return the number of sampled tokens in a state of `SampleProgress`."""
+    messages = state["trajectory"]["message_log"]
+    turns = sum(len(message["token_ids"]) for message in messages if "generation_logprobs" in message)
+    return turns + len(state["token_ids"])
+
+
+@dataclass(eq=False)
+class GroupProgress:
+    """The samples of one prompt that are being played.
+
+    Attributes:
+        stored: states of the samples in a checkpoint, None for one that starts from its prompt; empty: all do.
+        samples: empty before the group begins.
+        rollouts: the finished and post-processed samples; None before that.
+    """
+
+    stored: Sequence[Mapping[str, Any] | None] = ()
+    samples: list[SampleProgress] = field(default_factory=list)
+    rollouts: Rollouts | None = None
+
+    def begin(self, starts: Sequence[Trajectory]) -> list[SampleProgress]:
+        """Begin to play the group, each sample where its state says; return the samples.
+
+        Args:
+            starts: the samples before their first turn.
+        """
+        states, self.stored = self.stored or [None] * len(starts), ()
+        self.samples = [
+            SampleProgress(start) if state is None else SampleProgress.from_state(state, start)
+            for state, start in zip(states, starts, strict=True)
+        ]
+        return self.samples
+
+    def forget(self) -> None:
+        """Let the next `begin` start from the prompt."""
+        self.stored, self.samples = (), []
+
+
+@dataclass(frozen=True)
+class StoredSamples:
+    """The samples of an unfinished group, for a checkpoint.
+
+    Attributes:
+        states: as `GroupProgress.stored`.
+        num_lost_tokens: sampled tokens of samples without a state.
+    """
+
+    states: list[Mapping[str, Any] | None]
+    num_lost_tokens: int
+
+    def without_states(self) -> "StoredSamples":
+        """Return a group whose samples all start from the prompt."""
+        num_stored = sum(num_stored_tokens(state) for state in self.states if state is not None)
+        return StoredSamples([], self.num_lost_tokens + num_stored)
+
+
+async def states_of(
+    groups: Sequence[GroupProgress], generation: GenerationInterface, can_continue: Callable[[Trajectory], bool]
+) -> list[StoredSamples | None]:
+    """Return the samples of groups that are being played; they are played on.
+
+    Args:
+        groups: the groups.
+        generation: samples their responses.
+        can_continue: whether the episode of a sample can continue in another process.
+
+    Returns:
+        One for each group; None if it is finished. A sample has no state if its episode was not opened, cannot
+        continue, or has metadata that a checkpoint cannot hold, or if its request has bad words, which an engine sees
+        only if it samples the whole response.
+    """
+    responses: dict[int, tuple[GenerationRequest, ResponseSoFar]] = {}
+    for _ in range(_MOST_ROUNDS):
+        waiting = [sample.request for group in groups for sample in group.samples if sample.request is not None]
+        asked = [request for request in waiting if id(request) not in responses]
+        if not asked:
+            break
+        found = await generation.responses_so_far(asked)
+        # A request that has been answered meanwhile is asked for no more: its sample takes the answer first.
+        responses |= {id(r): (r, so_far) for r, so_far in zip(asked, found, strict=True) if so_far is not None}
+        await asyncio.sleep(0)
+    so_far = {key: response for key, (_, response) in responses.items()}
+    return [_stored(group, so_far, can_continue) for group in groups]
+
+
+def _stored(
+    group: GroupProgress, responses: Mapping[int, ResponseSoFar], can_continue: Callable[[Trajectory], bool]
+) -> StoredSamples | None:
+    if group.rollouts is not None:
+        return None
+    if not group.samples:
+        return StoredSamples(list(group.stored), 0)
+    states: list[Mapping[str, Any] | None] = []
+    num_lost_tokens = 0
+    for sample in group.samples:
+        response = responses.get(id(sample.request), ResponseSoFar.nothing())
+        state = sample.state_dict(response) if _can_continue(sample, can_continue) else None
+        if state is None or not is_plain(state):
+            state = None
+            num_lost_tokens += sample.num_tokens(response)
+        states.append(state)
+    return StoredSamples(states, num_lost_tokens)
+
+
+def _can_continue(sample: SampleProgress, can_continue: Callable[[Trajectory], bool]) -> bool:
+    if sample.is_finished:
+        return True
+    has_bad_words = sample.request is not None and bool(sample.request.sampling.bad_words)
+    return sample.is_open and not has_bad_words and can_continue(sample.sample)
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a checkpoint can hold a value: tensors, numbers, texts, and lists, tuples and dicts of them."""
+    if type(value) in (list, tuple):
+        return all(map(is_plain, value))
+    if type(value) is dict:
+        return all(map(is_plain, value)) and all(map(is_plain, value.values()))
+    return type(value) in _PLAIN
