@@ -49,7 +49,7 @@ class EnvironmentPort(PostProcessor, Protocol):
     def reads_chat(self) -> bool:
         """See `EnvironmentInterface.reads_chat`."""
 
-    async def open_episode(self, metadata: Any, seed: int) -> EpisodeStart[Any]:
+    async def open_episode(self, metadata: Any, seed: int | None = None) -> EpisodeStart[Any]:
         """Open the episode of one sample, whose random numbers derive from `seed`."""
 
     async def step(self, message_log: list[Message], metadata: Any) -> StepResult:

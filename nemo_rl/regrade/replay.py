@@ -68,7 +68,7 @@ async def replay(sample: StoredSample, datum: DatumSpec, name: str, environment:
     graded = Regraded(sample, name)
     if sample.row.get("outcome") == "prompt_too_long":
         return graded.fail("its prompt was too long for a response")
-    start = await environment.open_episode(datum["extra_env_info"], seed=0)
+    start = await environment.open_episode(datum["extra_env_info"])
     metadata = start.metadata
     try:
         prompt = _prompt(sample, datum, start, environment.reads_chat)

@@ -51,7 +51,7 @@ class BoxedNumbers:
     reads_chat = False
     continues_episodes = True
 
-    async def open_episode(self, metadata: Any, seed: int) -> EpisodeStart[Any]:
+    async def open_episode(self, metadata: Any, seed: int | None = None) -> EpisodeStart[Any]:
         return EpisodeStart(metadata)
 
     async def close_episode(self, metadata: Any) -> None:

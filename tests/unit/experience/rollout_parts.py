@@ -53,7 +53,7 @@ class ScriptedEnvironment:
         self.closed: list[Any] = []
         self.batches: list[BatchedDataDict[Any]] = []
 
-    async def open_episode(self, metadata: Any, seed: int) -> EpisodeStart[Any]:
+    async def open_episode(self, metadata: Any, seed: int | None = None) -> EpisodeStart[Any]:
         self.opened.append(metadata)
         return EpisodeStart(metadata)
 

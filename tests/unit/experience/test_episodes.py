@@ -53,7 +53,7 @@ class Counting(ScriptedEnvironment):
     observation: Any = None
     error: str | None = None
 
-    async def open_episode(self, metadata: Any, seed: int) -> EpisodeStart[Any]:
+    async def open_episode(self, metadata: Any, seed: int | None = None) -> EpisodeStart[Any]:
         await super().open_episode(metadata, seed)
         return EpisodeStart({**metadata, "episode": len(self.opened)}, self.observation, self.error)
 

@@ -198,8 +198,8 @@ def test_a_sample_that_cannot_continue_starts_again_and_its_tokens_are_counted(
     class Holding(ScriptedEnvironment):
         continues_episodes = problem != "episode"
 
-        async def open_episode(self, metadata: Any) -> Any:
-            start = await super().open_episode(metadata)
+        async def open_episode(self, metadata: Any, seed: int | None = None) -> Any:
+            start = await super().open_episode(metadata, seed)
             handle = {"handle": threading.Lock()} if problem == "metadata" else {}
             return type(start)({**start.metadata, **handle})
 
