@@ -39,7 +39,7 @@ class CodeEnvironmentConfig(Section):
     stop_strings: list[str] | None = Field(default_factory=lambda: ["</code>"])
     """Texts that end the turns of this environment, besides policy.generation.stop_strings."""
     sandbox: Literal["auto", "bubblewrap", "landlock"] = "auto"
-    """What locks programs up; auto: the first that works on the machine. Where none works, the run is refused."""
+    """Mechanism that locks programs up; auto: the first that works on the machine. Where none works, the run is refused."""
     reward: Literal["share", "all"] = "share"
     """Reward of a program: the share of the tests that it passes, or 1 only for all of them."""
     wall_time_s: PositiveFloat = 10.0
