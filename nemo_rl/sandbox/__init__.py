@@ -1,4 +1,4 @@
-"""Run programs that nobody trusts, locked up by the kernel.
+"""Run untrusted programs, locked up by the kernel.
 
     outcome = Sandbox(Limits(wall_time_s=5)).run(Program("print(6 * 7)"))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Language:
-    """How to run programs of a language.
+    """Command and files of a language.
 
     Attributes:
         file_name: Name of the file that gets the source.

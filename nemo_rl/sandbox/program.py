@@ -1,4 +1,4 @@
-"""What runs in a sandbox, its limits, and what came of it."""
+"""Programs of a sandbox, their limits, and their outcomes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run may use; a run that goes beyond is ended and the outcome says which limit it was.
+    """Limits of one run; a run that goes beyond is ended and the outcome says which limit it was.
 
     Attributes:
         wall_time_s: Seconds from the start of the program.
@@ -54,7 +54,7 @@ class Program:
 
 
 class End(StrEnum):
-    """Why a program ended."""
+    """Reasons why a program ended."""
 
     EXITED = "exited"
     """By itself, with any exit code, or by a signal that no limit sent."""
@@ -72,7 +72,7 @@ class End(StrEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run. When it is returned, no process and no file of the run exists any more.
+    """Outcome of a run. When it is returned, no process and no file of the run exists any more.
 
     Attributes:
         end: Why the program ended.
@@ -92,5 +92,5 @@ class Outcome:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the program ended by itself with exit code 0."""
+        """True if the program ended by itself with exit code 0."""
         return self.end is End.EXITED and self.exit_code == 0

@@ -1,4 +1,4 @@
-"""Run programs that nobody trusts, without network, files, other processes or unlimited resources."""
+"""Run untrusted programs, without network, files, other processes or unlimited resources."""
 
 import asyncio
 import fcntl
@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from nemo_rl.sandbox import scratch
 from nemo_rl.sandbox.languages import language_of, python
 from nemo_rl.sandbox.mechanisms import IN_ORDER, SCRATCH, Choice, Mechanism
 from nemo_rl.sandbox.plan import MAX_FILES, make_plan
 from nemo_rl.sandbox.program import Limits, Outcome, Program
+from nemo_rl.sandbox.scratch import is_beyond, remove
 from nemo_rl.sandbox.supervision import Launch, Supervision
 from nemo_rl.utils.errors import SandboxError
 
@@ -133,7 +133,7 @@ def _run(mechanism: Mechanism, limits: Limits, program: Program, cancelled: thre
             )
 
             def is_full() -> bool:
-                return not mechanism.has_own_files and scratch.is_beyond(folder, limits.scratch_mb << 20, MAX_FILES)
+                return not mechanism.has_own_files and is_beyond(folder, limits.scratch_mb << 20, MAX_FILES)
 
             return Supervision(launch, limits, is_full, cancelled).run()
 
@@ -148,12 +148,12 @@ def _scratch_of(mechanism: Mechanism) -> Iterator[str]:
     try:
         yield folder
     finally:
-        scratch.remove(folder)
+        remove(folder)
 
 
 @contextmanager
 def _sealed(content: bytes) -> Iterator[int]:
-    """Give a descriptor of a file in memory that nobody can change any more, at its beginning."""
+    """Give a descriptor of a file in memory that cannot be changed any more, at its beginning."""
     descriptor = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(descriptor, "wb", closefd=False) as file:

@@ -38,7 +38,7 @@ _OUT_OF_CPU_TIME = 128 + signal.SIGXCPU
 
 @dataclass
 class _Stream:
-    """What one pipe brought, up to a limit."""
+    """Bytes of one pipe, up to a limit."""
 
     limit: int
     kept: bytearray = field(default_factory=bytearray)
@@ -55,7 +55,7 @@ class _Stream:
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start a locked-up process.
+    """Command and descriptors of a locked-up process.
 
     Attributes:
         command: Returns the command line for the numbers of its two control descriptors.

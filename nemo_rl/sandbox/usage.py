@@ -10,7 +10,7 @@ _COUNTED = ("RssAnon:", "RssShmem:")
 
 @dataclass(frozen=True)
 class Usage:
-    """What several processes use together.
+    """Resources that several processes use together.
 
     Attributes:
         cpu_time_s: Processor seconds of the processes that live, and of their children that have ended.

@@ -42,7 +42,8 @@ class CodeEnvironmentConfig(Section):
     stop_strings: list[str] | None = Field(default_factory=lambda: ["</code>"])
     """Texts that end the turns of this environment, besides policy.generation.stop_strings."""
     sandbox: Literal["auto", "bubblewrap", "landlock"] = "auto"
-    """What locks programs up; auto: the first that works on the machine. Where none works, the run is refused."""
+    """Mechanism that locks programs up; auto: the first that works on the machine. Where none works, the run is
+    refused."""
     reward: Literal["share", "all"] = "share"
     """Reward of a program: the share of the tests that it passes, or 1 only for all of them."""
     wall_time_s: PositiveFloat = 10.0
@@ -75,7 +76,8 @@ class CodeJaccardEnvironmentConfig(Section):
 def stop_strings_of(environments: Mapping[str, Any], name: str | None) -> list[str] | None:
     """Return the stop strings of an environment that has a schema."""
     section = environments.get(name or "")
-    return getattr(section, "stop_strings", None) if isinstance(section, Section) else None
+    graded = MathEnvironmentConfig | CodeEnvironmentConfig | CodeJaccardEnvironmentConfig
+    return section.stop_strings if isinstance(section, graded) else None
 
 
 class BuiltInEnvironments(TypedDict, total=False):

@@ -26,7 +26,7 @@ _START_ALLOWANCE_S = 30.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """How many checks a solution passed.
+    """Result of the checks of a solution.
 
     Attributes:
         num_passed: Checks passed.
@@ -45,7 +45,7 @@ class Verdict:
 
     @property
     def is_right(self) -> bool:
-        """Whether all checks passed."""
+        """True if all checks passed."""
         return self.num_passed == self.num_checks
 
 
@@ -98,12 +98,12 @@ class Grader:
         done, failed = threading.Event(), threading.Event()
         with ThreadPoolExecutor(1, thread_name_prefix="checks") as thread:
             checking = thread.submit(self._run_checks, checks, done, failed)
+            outcome = None
             try:
                 outcome = self._sandbox.run(served, cancelled=done)
-            except BaseException:
-                failed.set()
-                raise
             finally:
+                if outcome is None:
+                    failed.set()
                 answers_in.close()  # the checks now see that no answer will come
             checking.result()
         return outcome if outcome.end is not End.CANCELLED else replace(outcome, end=End.EXITED)

@@ -153,7 +153,7 @@ PLANTED = {
     ),
     "env.math.stop_strings": (
         ("config/schema/env.py", "section.stop_strings", "None"),
-        {"MathEnvironmentConfig.stop_strings"},
+        {"MathEnvironmentConfig.stop_strings", "CodeJaccardEnvironmentConfig.stop_strings"},
     ),
     "data.*.processor": (
         ("data/datasets/setup.py", "entry.processor", "None"),

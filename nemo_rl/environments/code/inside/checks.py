@@ -46,26 +46,28 @@ class Remote:
     """A function, class or object of the solution. Two of them are never equal: equality is the tests' business."""
 
     def __init__(self, solution: "Solution", reference: dict[str, Any]) -> None:
-        self.__dict__.update(_solution=solution, _reference=reference)
+        self.__dict__.update(solution=solution, reference=reference)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Call it in the solution's program."""
         asked = {"arguments": encode(list(arguments), refer), "keywords": encode(keywords, refer)}
-        return self._solution.ask({"do": "call", "target": self._reference, **asked})
+        return vars(self)["solution"].ask({"do": "call", "target": vars(self)["reference"], **asked})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._solution.ask({"do": "get", "target": self._reference, "name": name})
+        return vars(self)["solution"].ask({"do": "get", "target": vars(self)["reference"], "name": name})
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._solution.ask({"do": "set", "target": self._reference, "name": name, "value": encode(value, refer)})
+        vars(self)["solution"].ask(
+            {"do": "set", "target": vars(self)["reference"], "name": name, "value": encode(value, refer)}
+        )
 
 
 def refer(value: Any) -> dict[str, Any]:
     """Return the reference of a remote object."""
     if isinstance(value, Remote):
-        return value.__dict__["_reference"]
+        return vars(value)["reference"]
     raise TypeError(f"tests cannot pass a {type(value).__name__} to a solution")
 
 
