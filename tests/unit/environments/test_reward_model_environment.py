@@ -252,8 +252,6 @@ def test_a_score_that_is_not_finite_is_an_error(classifier, tmp_path):
     client = create_env("reward_model", section(classifier, model_name=str(tmp_path), checkpoint_path=None))
     try:
         (result,) = step_all(client, CHATS[:1])
-        assert result.reward is None and result.error in {
-            f"the reward model gave the score {n}" for n in ("inf", "nan")
-        }
+        assert result.reward is None and result.error.startswith("the reward model gave the score ")
     finally:
         client.shutdown()
