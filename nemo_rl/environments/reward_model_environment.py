@@ -18,6 +18,7 @@ from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentRet
 from nemo_rl.environments.judges.conversation_tokens import ConversationTokens
 from nemo_rl.environments.judges.joined_passes import JoinedPasses
 from nemo_rl.environments.judges.scoring_ranks import ScoringRanks
+from nemo_rl.models.huggingface.comparison import is_classifier
 from nemo_rl.utils.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -103,10 +104,10 @@ def _require_classifier(model_name: str) -> None:
     Raises:
         ConfigError: it has none.
     """
-    architectures = AutoConfig.from_pretrained(model_name).architectures or []
-    if not any(name.endswith("ForSequenceClassification") for name in architectures):
+    config = AutoConfig.from_pretrained(model_name)
+    if not is_classifier(config):
         raise ConfigError(
-            f"env.reward_model: {model_name} is {' '.join(architectures) or 'no known model'}, not a sequence "
+            f"env.reward_model: {model_name} is {' '.join(config.architectures or ['no known model'])}, not a sequence "
             "classifier, and has no trained head for scores. Name a reward model, or a checkpoint of run_rm.py with "
             "env.reward_model.checkpoint_path."
         )

@@ -93,6 +93,7 @@ def environment_of(name: str, given: Any) -> EnvironmentClient | Start:
             hosted,
             cfg,
             step_timeout_s=timeouts.environment_s,
+            start_timeout_s=timeouts.setup_s,
             max_restarts=cluster.max_actor_restarts,
             runtime_env=make_actor_runtime_env(path, cluster.venvs.get(name), name, timeouts.venv_s),
         )
