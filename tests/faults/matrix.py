@@ -167,7 +167,6 @@ IN_CI = [
     Cell("policy rank", "sync", "SIGSTOP"),
     Cell("engine", "sampling", "SIGKILL"),
     Cell("gcs", "saving", "SIGKILL"),
-    Cell("policy rank", "sampling", "SIGKILL", "stream"),
 ]
 """Cells that run with the other tests; `pytest tests/faults -m long` runs all others."""
 

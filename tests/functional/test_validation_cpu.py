@@ -1,6 +1,5 @@
 """Validations that run while training goes on have the numbers of those that stop it, also in a killed run."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -40,27 +39,3 @@ def test_a_validation_of_one_version_has_the_numbers_of_one_that_stops_training_
     for step in range(0, 10, 2):
         assert meanwhile["validation", step, "min_weight_version"] == step
         assert meanwhile["validation", step, "max_weight_version"] == step
-
-
-@pytest.mark.long
-def test_an_engine_and_an_environment_that_die_during_a_validation_are_replaced(start_example: StartExample) -> None:
-    run = start_example(
-        "run_grpo.py",
-        CONFIG,
-        *SHORT,
-        "grpo.overlap.order=ready_first",
-        "grpo.overlap.in_flight_weight_updates=true",
-        "grpo.overlap.validation=through_updates",
-        "grpo.max_num_steps=30",
-        "checkpointing.enabled=false",
-    )
-    run.wait_for("step 3/30")
-    run.kill("ray::vllm_engine", "ray::GenerationWorker")
-    run.wait_for("step 9/30")
-    run.kill("ray::environment", "ray::EnvironmentActor")
-    metrics = finished(run)
-    assert re.search(r"Generation engine 0 died; restarting it[\s\S]*The actor of environment 'math' ended", run.log())
-    for step in range(0, 32, 2):
-        assert metrics["validation", step, "num_samples"] == 16
-        oldest, newest = (metrics["validation", step, f"{name}_weight_version"] for name in ("min", "max"))
-        assert step <= oldest <= newest <= 30
