@@ -138,7 +138,7 @@ class RunnerShare:
                 self.actor.replace(incarnation, death_in_short(death))
             except _NoSignOfLifeError:
                 reason = f"no sign of life for {self._silence_s:g} s (cluster.timeouts.rollout_runner_silence_s)"
-                await asyncio.to_thread(self.actor.end_hung, incarnation, reason)
+                self.actor.end_hung(incarnation, reason)  # on this loop, as `play` replaces the actor here too
 
     async def _look(self, handle: Any) -> None:
         """Wait for the loss of an engine for some time, and replace it.
