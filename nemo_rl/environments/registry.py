@@ -29,11 +29,14 @@ class EnvRegistryEntry(TypedDict):
 
 
 _MATH = "nemo_rl.environments.math_environment"
+_TOOLS = "nemo_rl.environments.tools"
 
 ENV_REGISTRY: dict[str, EnvRegistryEntry] = {
     "math": {"actor_class_fqn": f"{_MATH}.MathEnvironment"},
     "math_default": {"actor_class_fqn": f"{_MATH}.MathEnvironment"},
     "math_multi_reward": {"actor_class_fqn": f"{_MATH}.MathMultiRewardEnvironment"},
+    "rag": {"actor_class_fqn": f"{_TOOLS}.retriever.RAGEnvironment"},
+    "tools": {"actor_class_fqn": f"{_TOOLS}.environment.ToolEnvironment"},
 }
 
 

@@ -46,7 +46,7 @@ class EnvironmentPort(PostProcessor, Protocol):
         """Open the episode of one sample."""
 
     async def step(self, message_log: list[Message], metadata: Any) -> StepResult:
-        """Take one turn."""
+        """Take one turn of a conversation, whose messages have `token_ids`."""
 
     async def close_episode(self, metadata: Any) -> None:
         """Close the episode of one sample; never raises."""
@@ -205,7 +205,8 @@ class SamplePlayer:
             if len(ids) >= self._limits.max_sequence_length - sample.length:
                 sample.outcome = Outcome.TRUNCATED
                 return
-            sample.message_log.append({**step.observation, "token_ids": ids})
+            said = {name: value for name, value in step.observation.items() if name != "messages"}
+            sample.message_log.append({**said, "token_ids": ids})
             stops = prompt_stops if step.next_stop_strings is None else step.next_stop_strings
 
     def _note_control_tokens(self, sample: Trajectory, observation: Message) -> None:
@@ -252,7 +253,7 @@ class SamplePlayer:
         started = time.perf_counter()
         environment = self._environments[sample.task_name]
         with self.environments_busy.work():
-            step = await environment.step(sample.turns, sample.extra_env_info)
+            step = await environment.step(sample.message_log, sample.extra_env_info)
         sample.environment_s += time.perf_counter() - started
         return step
 
@@ -285,6 +286,7 @@ def _absorb(sample: Trajectory, step: StepResult) -> bool:
     earned = sum(components.values()) if components else float(step.reward)  # type: ignore[arg-type]
     sample.reward = (sample.reward or 0.0) + earned
     sample.turn_rewards.append(earned)
+    sample.invalid_tool_call_turns.append(step.invalid_tool_call)
     return True
 
 

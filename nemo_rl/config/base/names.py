@@ -7,8 +7,10 @@ nothing.
 ARITHMETIC = "arithmetic"
 ARITHMETIC_SFT = "arithmetic_sft"
 ARITHMETIC_PREFERENCE = "arithmetic_preference"
+ARITHMETIC_PRODUCTS = "arithmetic_products"
 GENERATED_DATASETS = {
     ARITHMETIC: "ResponseDataset",
+    ARITHMETIC_PRODUCTS: "ResponseDataset",
     ARITHMETIC_SFT: "openai_format",
     ARITHMETIC_PREFERENCE: "BinaryPreferenceDataset",
 }
@@ -32,6 +34,7 @@ RESPONSE_DATASET_NAMES: tuple[str, ...] = (
     "openai_format",
     "ResponseDataset",
     ARITHMETIC,
+    ARITHMETIC_PRODUCTS,
     ARITHMETIC_SFT,
 )
 """Built-in response data sets; `ResponseDataset` reads `data_path`; a dotted path names a user's class."""
@@ -63,11 +66,11 @@ VALIDATION_METRICS: tuple[str, ...] = (
 OVERRIDE_MARKER = "_override_"
 """Key of a mapping that replaces an inherited one as a whole."""
 
-BUILT_IN_ENVIRONMENTS: tuple[str, ...] = ("math", "math_default", "math_multi_reward")
+BUILT_IN_ENVIRONMENTS: tuple[str, ...] = ("math", "math_default", "math_multi_reward", "rag", "tools")
 """Environments of the library, as `nemo_rl.environments` registers them."""
 
 NOT_BUILT_ENVIRONMENTS: tuple[str, ...] = (
-    *("code", "code_jaccard", "mmau", "nemo_gym", "rag", "reward_model", "sliding_puzzle_game", "vlm"),
+    *("code", "code_jaccard", "mmau", "nemo_gym", "reward_model", "sliding_puzzle_game", "vlm"),
 )
 """Environments of NeMo RL that do not exist here; a user's environment may have these names."""
 

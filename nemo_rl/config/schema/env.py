@@ -11,6 +11,7 @@ from pydantic import ConfigDict, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.base.structure import NamedSections
+from nemo_rl.config.schema.tools import RAGEnvironmentConfig, ToolEnvironmentConfig
 
 
 class MathEnvironmentConfig(Section):
@@ -31,7 +32,7 @@ class MathEnvironmentConfig(Section):
 def stop_strings_of(environments: Mapping[str, Any], name: str | None) -> list[str] | None:
     """Return the stop strings of an environment that has a schema."""
     section = environments.get(name or "")
-    return section.stop_strings if isinstance(section, MathEnvironmentConfig) else None
+    return section.stop_strings if isinstance(section, MathEnvironmentConfig | ToolEnvironmentConfig) else None
 
 
 class BuiltInEnvironments(TypedDict, total=False):
@@ -40,6 +41,8 @@ class BuiltInEnvironments(TypedDict, total=False):
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
     math: MathEnvironmentConfig
+    tools: ToolEnvironmentConfig
+    rag: RAGEnvironmentConfig
 
 
 _LATER = (("should_use_nemo_gym", "NeMo-Gym"),)

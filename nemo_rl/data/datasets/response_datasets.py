@@ -11,7 +11,7 @@ from typing import Any
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import RowError
-from nemo_rl.data.datasets.arithmetic.problems import TRAIN, ArithmeticDataset
+from nemo_rl.data.datasets.arithmetic.problems import TRAIN, ArithmeticDataset, ProductsDataset
 from nemo_rl.data.datasets.arithmetic.worked import WorkedSumsDataset
 from nemo_rl.data.datasets.conversation_datasets import (
     MessagesDataset,
@@ -151,6 +151,7 @@ DATASET_REGISTRY: dict[str, DatasetFactory] = {
     "openai_format": OpenAIFormatDataset,
     "ResponseDataset": ResponseDataset,
     "arithmetic": ArithmeticDataset.of_entry,
+    "arithmetic_products": ProductsDataset.of_entry,
     "arithmetic_sft": WorkedSumsDataset,
 }
 
