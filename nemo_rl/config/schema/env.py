@@ -32,7 +32,8 @@ class MathEnvironmentConfig(Section):
 def stop_strings_of(environments: Mapping[str, Any], name: str | None) -> list[str] | None:
     """Return the stop strings of an environment that has a schema."""
     section = environments.get(name or "")
-    return section.stop_strings if isinstance(section, MathEnvironmentConfig | ToolEnvironmentConfig) else None
+    known = MathEnvironmentConfig | ToolEnvironmentConfig | RAGEnvironmentConfig
+    return section.stop_strings if isinstance(section, known) else None
 
 
 class BuiltInEnvironments(TypedDict, total=False):

@@ -43,8 +43,8 @@ class GraderConfig(NamedPartConfig):
 class ToolTokenizerConfig(Section):
     """The tokenizer whose chat template writes the tools and their calls."""
 
-    name: str = derived("${policy.tokenizer.name}")
-    """Hub id or folder."""
+    name: str | None = derived("${policy.tokenizer.name}")
+    """Hub id or folder; null where there is no policy, and then it has to be given."""
     chat_template: str | None = derived("${policy.tokenizer.chat_template}")
     """As policy.tokenizer.chat_template."""
     chat_template_kwargs: dict[str, Any] | None = derived("${policy.tokenizer.chat_template_kwargs}")
@@ -91,5 +91,7 @@ class RAGEnvironmentConfig(Section):
     """BM25: how much long documents are penalised, 0 to 1."""
     device: Literal["cpu"] = "cpu"
     """Device of the index; it is computed with numpy."""
+    stop_strings: list[str] | None = Field(default_factory=lambda: ["</retrieve>"])
+    """Texts that end the responses, besides policy.generation.stop_strings."""
     grader: GraderConfig | None = None
     """The environment that grades the answer of the last turn; null: the reward is 0."""

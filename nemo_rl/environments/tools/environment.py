@@ -27,6 +27,7 @@ from nemo_rl.environments.tools.grader import Grader
 from nemo_rl.environments.tools.parsing.template import choose_parser, looks_like_a_call, response_text
 from nemo_rl.environments.tools.parsing.vllm import ToolCall
 from nemo_rl.environments.tools.toolbox import Episode, make_toolbox
+from nemo_rl.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from nemo_rl.data.interfaces import LLMMessageLogType
@@ -90,6 +91,8 @@ class ToolEnvironment(EnvironmentInterface[ToolState]):
 
     def __init__(self, cfg: ToolEnvironmentConfig | Mapping[str, Any]) -> None:
         self.cfg = cfg if isinstance(cfg, ToolEnvironmentConfig) else ToolEnvironmentConfig.build(**cfg)
+        if self.cfg.tokenizer.name is None:
+            raise ConfigError("env.tools.tokenizer.name is null. Give the tokenizer of the model that writes the calls.")
         self._tokenizer = get_tokenizer(TokenizerConfig.build(**self.cfg.tokenizer.model_dump()))
         self._toolbox = make_toolbox(self.cfg)
         self._specs = self._toolbox.specs

@@ -5,10 +5,8 @@ Invariant: it is called as rollouts call an environment, so any environment can 
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from nemo_rl.config.schema.tools import GraderConfig
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, EpisodeStart
+from nemo_rl.environments.interfaces import EnvironmentInterface, EpisodeStart
 from nemo_rl.environments.loading import load_env_class, own_hooks, step_concurrency
 from nemo_rl.environments.registry import env_class_path
 
@@ -54,14 +52,3 @@ class Grader:
     def shutdown(self) -> Any:
         """See `EnvironmentInterface.shutdown`."""
         return self._env.shutdown()
-
-
-def without_reward(metadata: Any) -> EnvironmentReturn[Any]:
-    """End one conversation with a reward of 0."""
-    return EnvironmentReturn(
-        observations=[{"role": "environment", "content": ""}],
-        metadata=[metadata],
-        next_stop_strings=[None],
-        rewards=torch.zeros(1),
-        terminateds=torch.ones(1, dtype=torch.bool),
-    )

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ from nemo_rl.environments.tools.interfaces import OpenTools, ToolOutput, ToolSou
 from nemo_rl.environments.tools.sources.found import FoundTools
 
 _START_TIMEOUT_S = 60.0
+_CLOSE_TIMEOUT_S = 1.0
+_POLL_S = 0.02
 _ESCAPES = 6
 """Most bytes of JSON for one byte of text."""
 
@@ -113,8 +116,7 @@ class _OpenIsolated(OpenTools):
         """Let the object close itself, for one second, then kill the process and all that it started."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), 1.0)
+            await _ended(self._process, _CLOSE_TIMEOUT_S)
         await self._kill()
 
     async def _ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -124,7 +126,7 @@ class _OpenIsolated(OpenTools):
             async with asyncio.timeout(timeout_s):
                 self._process.stdin.write(json.dumps(request, default=str).encode() + b"\n")
                 await self._process.stdin.drain()
-                line = await self._process.stdout.readline()
+                line = await self._line(self._process, self._process.stdout)
         except TimeoutError as error:
             raise ToolProcessError(f"gave no answer in {timeout_s:g} s.") from error
         except (OSError, ValueError) as error:
@@ -134,13 +136,33 @@ class _OpenIsolated(OpenTools):
         reply: dict[str, Any] = json.loads(line)
         return reply
 
+    async def _line(self, process: asyncio.subprocess.Process, answers: asyncio.StreamReader) -> bytes:
+        """Read one line; b"" if the process ends without one, also while a process that it started holds the pipe."""
+        reading = asyncio.ensure_future(answers.readline())
+        ending = asyncio.ensure_future(_ended(process))
+        try:
+            await asyncio.wait([reading, ending], return_when=asyncio.FIRST_COMPLETED)
+            return reading.result() if reading.done() else b""
+        finally:
+            reading.cancel()
+            ending.cancel()
+
     async def _kill(self) -> None:
         process, self._process = self._process, None
         if process is None:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+        await _ended(process, _CLOSE_TIMEOUT_S)
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+async def _ended(process: asyncio.subprocess.Process, timeout_s: float = float("inf")) -> None:
+    """Wait until a process has ended; `Process.wait` also waits for those that hold its pipes."""
+    deadline = time.monotonic() + timeout_s
+    while process.returncode is None and time.monotonic() < deadline:
+        await asyncio.sleep(_POLL_S)
 
 
 def _is_late(error: BaseException) -> bool:
