@@ -118,7 +118,13 @@ def kind_of(step: int, recipe: Recipe, rng: random.Random) -> str:
     if rng.random() < recipe.bare_share:
         return "bare"
     drawn = rng.random()
-    return "guess" if drawn < recipe.guess_share else "fault" if drawn < recipe.guess_share + recipe.fault_share else "call"
+    return (
+        "guess"
+        if drawn < recipe.guess_share
+        else "fault"
+        if drawn < recipe.guess_share + recipe.fault_share
+        else "call"
+    )
 
 
 def collate(rows: list[Turns], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,9 +7,7 @@ from torch import Tensor
 from nemo_rl.experience.trajectory import Trajectory
 
 
-def set_invalid_tool_calls(
-    advantages: Tensor, mask: Tensor, trajectories: Sequence[Trajectory], value: float
-) -> None:
+def set_invalid_tool_calls(advantages: Tensor, mask: Tensor, trajectories: Sequence[Trajectory], value: float) -> None:
     """Write an advantage onto the tokens of invalid turns, in place.
 
     Args:

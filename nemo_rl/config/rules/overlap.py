@@ -55,9 +55,6 @@ def check_stream(grpo: GRPOConfig, policy: PolicyConfig, loss: ClippedPGLossConf
         not in ("grpo", "dr_grpo", "rloo"),
         "grpo.adv_estimator.std_level=batch uses the rewards of the whole step": estimator.std_level == "batch",
         "grpo.seq_logprob_error_threshold needs a separate forward pass": grpo.seq_logprob_error_threshold is not None,
-        f"{section}.invalid_tool_call_advantage is an advantage of tokens": (
-            algorithm.invalid_tool_call_advantage is not None
-        ),
         f"loss_fn.reference_policy_kl_penalty={loss.reference_policy_kl_penalty:g} needs a separate forward pass": (
             loss.reference_policy_kl_penalty != 0
         ),
@@ -100,6 +97,9 @@ def check_rollout_runners(
         f"{section}.adv_estimator.name={name} has advantages of tokens": name not in ("grpo", "dr_grpo", "rloo"),
         f"{section}.seq_logprob_error_threshold needs log-probabilities": (
             algorithm.seq_logprob_error_threshold is not None
+        ),
+        f"{section}.invalid_tool_call_advantage is an advantage of tokens": (
+            algorithm.invalid_tool_call_advantage is not None
         ),
         f"loss_fn.reference_policy_kl_penalty={loss.reference_policy_kl_penalty:g} needs log-probabilities": (
             loss.reference_policy_kl_penalty != 0

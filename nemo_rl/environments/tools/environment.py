@@ -92,7 +92,9 @@ class ToolEnvironment(EnvironmentInterface[ToolState]):
     def __init__(self, cfg: ToolEnvironmentConfig | Mapping[str, Any]) -> None:
         self.cfg = cfg if isinstance(cfg, ToolEnvironmentConfig) else ToolEnvironmentConfig.build(**cfg)
         if self.cfg.tokenizer.name is None:
-            raise ConfigError("env.tools.tokenizer.name is null. Give the tokenizer of the model that writes the calls.")
+            raise ConfigError(
+                "env.tools.tokenizer.name is null. Give the tokenizer of the model that writes the calls."
+            )
         self._tokenizer = get_tokenizer(TokenizerConfig.build(**self.cfg.tokenizer.model_dump()))
         self._toolbox = make_toolbox(self.cfg)
         self._specs = self._toolbox.specs

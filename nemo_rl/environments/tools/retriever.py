@@ -1,8 +1,8 @@
 """Retrieve documents from a local corpus by BM25, as a tool and as an environment.
 
-`RAGEnvironment` answers queries between `<retrieve>` and `</retrieve>`, with NeMo RL's keys; `RetrieverTools` offers the
-same index as a tool that is called through the chat template. Invariant: an index is built once in a process, and the
-documents of a query are in the order of their scores.
+`RAGEnvironment` answers queries between `<retrieve>` and `</retrieve>`, with NeMo RL's keys; `RetrieverTools` offers
+the same index as a tool that is called through the chat template. Invariant: an index is built once in a process, and
+the documents of a query are in the order of their scores.
 """
 
 import re
@@ -122,8 +122,8 @@ class RetrieverTools(EpisodeTools):
 class RAGEnvironment(EnvironmentInterface[dict[str, Any]]):
     """An environment that answers queries with documents and lets another one grade the final answer.
 
-    A response with `<retrieve>query</retrieve>` is answered with documents, and another turn follows; any other response
-    ends the episode.
+    A response with `<retrieve>query</retrieve>` is answered with documents, and another turn follows; any other
+    response ends the episode.
 
     Args:
         cfg: the `env.rag` section (or its dict).
@@ -211,9 +211,7 @@ def format_documents(documents: Sequence[str]) -> str:
 
 
 @lru_cache(maxsize=4)
-def _retriever(
-    name: str, split: str, column: str, num_results: int, k1: float, b: float, device: str
-) -> BM25Retriever:
+def _retriever(name: str, split: str, column: str, num_results: int, k1: float, b: float, device: str) -> BM25Retriever:
     entry = DatasetConfig.of({"data_path": name, "split": None if is_file_path(name) else split})
     table = load_table(entry, "train", HubSource(None, section="env.rag"))
     texts = [row.get(column) for row in table.rows]

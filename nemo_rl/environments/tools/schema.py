@@ -53,7 +53,9 @@ class ToolSpec:
             wrong = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
             raise ValueError("; ".join(wrong)) from None
         fields = self.arguments.model_fields
-        return {str(field.alias): getattr(made, name) for name, field in fields.items() if name in made.model_fields_set}
+        return {
+            str(field.alias): getattr(made, name) for name, field in fields.items() if name in made.model_fields_set
+        }
 
 
 def spec_of(function: Callable[..., Any], what: str) -> ToolSpec:
@@ -117,7 +119,5 @@ def _without_titles(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     return {
-        key: _without_titles(value)
-        for key, value in schema.items()
-        if not (key == "title" and isinstance(value, str))
+        key: _without_titles(value) for key, value in schema.items() if not (key == "title" and isinstance(value, str))
     }

@@ -95,9 +95,13 @@ def _source(entry: ToolConfig, place: str, config: ToolEnvironmentConfig) -> Too
     timeout_s = entry.timeout_s or config.timeout_s
     if entry.name == MCP:
         if not entry.command:
-            raise ConfigError(f"{place}.command is missing: name=mcp needs the program of the server and its arguments.")
+            raise ConfigError(
+                f"{place}.command is missing: name=mcp needs the program of the server and its arguments."
+            )
         if entry.isolate:
-            raise ConfigError(f"{place}.isolate=true: a server of MCP has a process of its own already. Remove the key.")
+            raise ConfigError(
+                f"{place}.isolate=true: a server of MCP has a process of its own already. Remove the key."
+            )
         variables = {name: str(value) for name, value in entry.kwargs.items()}
         return McpTools(
             entry.command, variables, shared=entry.shared, timeout_s=timeout_s, max_bytes=config.max_output_bytes

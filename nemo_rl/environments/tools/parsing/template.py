@@ -101,7 +101,9 @@ def rendered_calls(tokenizer: TokenizerType, tools: Sequence[dict[str, Any]]) ->
     Raises:
         ConfigError: the chat template leaves out the tools, the calls or the answers of tools.
     """
-    calls = [ToolCall("probe_tool", {"text": f'say "{word}" {{1, [2]}}', "count": n}) for n, word in ((3, "a"), (4, "b"))]
+    calls = [
+        ToolCall("probe_tool", {"text": f'say "{word}" {{1, [2]}}', "count": n}) for n, word in ((3, "a"), (4, "b"))
+    ]
     written = [
         {"id": f"call0000{n}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for n, call in enumerate(calls)
@@ -113,8 +115,8 @@ def rendered_calls(tokenizer: TokenizerType, tools: Sequence[dict[str, Any]]) ->
     missing = [name for name in (tool["function"]["name"] for tool in offered) if name not in prompt]
     if missing:
         raise ConfigError(
-            f"{where} does not write the tools {', '.join(missing)} into the prompt, so the model cannot know them. Use "
-            "a template for tools: policy.tokenizer.chat_template."
+            f"{where} does not write the tools {', '.join(missing)} into the prompt, so the model cannot know them. "
+            "Use a template for tools: policy.tokenizer.chat_template."
         )
     chat = render_chat([_QUESTION, answer], tokenizer, add_generation_prompt=False, tools=offered)
     added = chat[len(os.path.commonprefix([prompt, chat])) :]

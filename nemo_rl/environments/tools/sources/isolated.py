@@ -37,9 +37,7 @@ class IsolatedTools(ToolSource):
         memory_limit_mb: limit of the address space above that after the imports.
     """
 
-    def __init__(
-        self, found: FoundTools, name: str, *, timeout_s: float, max_bytes: int, memory_limit_mb: int
-    ) -> None:
+    def __init__(self, found: FoundTools, name: str, *, timeout_s: float, max_bytes: int, memory_limit_mb: int) -> None:
         self.specs = found.specs
         self._has_state = found.has_state
         self._arguments = {

@@ -81,7 +81,9 @@ def test_scores_equal_the_formula(k1: float, b: float) -> None:
     for query in ("cat", "the cat and the dog", "salty sea", "cat cat river rivers"):
         expected = reference.scores(query)
         found = retriever.ranking(query)
-        assert [position for position, _ in found] == [n for n in np.argsort(-expected, kind="stable") if expected[n] > 0]
+        assert [position for position, _ in found] == [
+            n for n in np.argsort(-expected, kind="stable") if expected[n] > 0
+        ]
         for position, score in found:
             assert score == pytest.approx(expected[position], rel=1e-5)
 

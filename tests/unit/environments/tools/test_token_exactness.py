@@ -13,15 +13,15 @@ import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from nemo_rl.algorithms.rollout.batches import build_training_batch
+from nemo_rl.data.collate_fn import rl_collate_fn
+from nemo_rl.data.interfaces import TaskDataSpec
+from nemo_rl.data.processors import math_hf_data_processor
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EpisodeStart, StepResult, split_return
 from nemo_rl.environments.tools.environment import ToolEnvironment
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
 from nemo_rl.experience.trajectory import Outcome
-from nemo_rl.data.interfaces import TaskDataSpec
-from nemo_rl.data.processors import math_hf_data_processor
-from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams, VersionSpan
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -147,10 +147,18 @@ def tokenizer_of(name: str, tmp_path: Path) -> Path:
 def calls_for(name: str) -> list[str]:
     """Return right calls and broken ones in the format of a template."""
     if name == "tiny-tools":
-        return ['[calculator(expression="12*34")]', '[calculator(expression="1/0")]', '[calc(x="é\\n")]', "[calculator("]
+        return [
+            '[calculator(expression="12*34")]',
+            '[calculator(expression="1/0")]',
+            '[calc(x="é\\n")]',
+            "[calculator(",
+        ]
     texts = [{"expression": "12*34"}, {"expression": "1/0"}, {"other": "<|im_end|> ünïcödé 漢字"}, {"expression": 3}]
     calls = [json.dumps({"name": "calculator", "arguments": each}, ensure_ascii=False) for each in texts]
-    return [f"<tool_call>\n{call}\n</tool_call>\n" for call in [*calls, '{"name": "calc', '{"name": "none", "arguments": {}}']]
+    return [
+        f"<tool_call>\n{call}\n</tool_call>\n"
+        for call in [*calls, '{"name": "calc', '{"name": "none", "arguments": {}}']
+    ]
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
@@ -166,9 +174,14 @@ def test_trained_tokens_are_the_sampled_ones(name: str, tmp_path: Path, loop: Ev
     spec = TaskDataSpec("tools", tools=schemas)
     rows = [
         math_hf_data_processor(
-            {"messages": [{"role": "user", "content": f"{n}*{n}="}, {"role": "assistant", "content": str(n * n)}],
-             "task_name": "tools"},
-            spec, tokenizer, 3000, n,
+            {
+                "messages": [{"role": "user", "content": f"{n}*{n}="}, {"role": "assistant", "content": str(n * n)}],
+                "task_name": "tools",
+            },
+            spec,
+            tokenizer,
+            3000,
+            n,
         )
         for n in range(NUM_EPISODES // 2)
     ]
