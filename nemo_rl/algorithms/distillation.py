@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.rollout.ahead import with_overlap
+from nemo_rl.algorithms.rollout.environments import response_data
 from nemo_rl.algorithms.rollout.source import FreshRollouts, RolloutSource, source_wrapper
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
 from nemo_rl.algorithms.runtime.run import Run, Stage

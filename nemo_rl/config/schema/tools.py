@@ -24,7 +24,7 @@ class ToolConfig(NamedPartConfig):
     shared: bool = False
     """Use one object, or one server, for all episodes; false: each episode has its own."""
     isolate: bool = False
-    """Run each episode's object in a process of its own, which is killed at a deadline and at the end of the episode."""
+    """Run each episode's object in a process of its own, which is killed at a deadline and at the episode's end."""
     memory_limit_mb: PositiveInt = 1024
     """With isolate: memory that the process may have above what it has after its imports."""
     timeout_s: PositiveFloat | None = None
