@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.rollout.ahead import with_overlap
+from nemo_rl.algorithms.rollout.environments import response_data
 from nemo_rl.algorithms.rollout.source import FreshRollouts, RolloutSource, source_wrapper
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
 from nemo_rl.algorithms.runtime.run import Run, Stage
@@ -19,7 +20,6 @@ from nemo_rl.algorithms.runtime.run import train_with_restarts as distillation_t
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.algorithms.teacher import TeacherScores, check_teacher_fits, check_vocab_equality
 from nemo_rl.config import DistillationConfig, DistillationMasterConfig
-from nemo_rl.data.datasets.setup import setup_response_data
 from nemo_rl.losses.distillation import DistillationLossFn
 from nemo_rl.losses.loss_function import AnyLossFunction
 from nemo_rl.models.policy.lm_policy import Policy
@@ -70,7 +70,7 @@ def recipe(config: DistillationMasterConfig, user_parts: UserParts = NOTHING) ->
 
     return RolloutRecipe(
         tokenizer=tokenizer,
-        data=user_parts.data(config, lambda: setup_response_data(tokenizer, config.data, config.env), sampled=True),
+        data=user_parts.data(config, lambda: response_data(tokenizer, config), sampled=True),
         loss_fn=user_parts.loss(DistillationLossFn(config.loss_fn), config.loss_fn),
         roles=config.models,
         stages=stages,

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.credit.advantages import AdvantageEstimator, AdvantageExtras, make_advantage_estimator
+from nemo_rl.algorithms.credit.invalid_tool_calls import set_invalid_tool_calls
 from nemo_rl.algorithms.credit.reward_shaping import scale_rewards, shape_rewards
 from nemo_rl.algorithms.rollout.ahead import with_overlap
 from nemo_rl.algorithms.rollout.batches import (
@@ -29,6 +30,7 @@ from nemo_rl.algorithms.rollout.batches import (
     masked_metrics,
     num_counted_samples,
 )
+from nemo_rl.algorithms.rollout.environments import response_data
 from nemo_rl.algorithms.rollout.source import DynamicSampling, FreshRollouts, RolloutSource, source_wrapper
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
 from nemo_rl.algorithms.runtime.run import Run, Stage, StepBatch
@@ -36,7 +38,6 @@ from nemo_rl.algorithms.runtime.run import train_with_restarts as grpo_train
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.compat.public_names import public_names
 from nemo_rl.config import AsyncGRPOConfig, GRPOConfig, GRPOMasterConfig, Role
-from nemo_rl.data.datasets.setup import setup_response_data
 from nemo_rl.data.stored_rows import NUM_STALE, NUM_WRITTEN, SAMPLE_ADVANTAGES, STORED_ROWS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Outcome, Trajectory, is_right
@@ -136,7 +137,7 @@ def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> Rollout
 
     return RolloutRecipe(
         tokenizer=tokenizer,
-        data=user_parts.data(config, lambda: setup_response_data(tokenizer, config.data, config.env), sampled=True),
+        data=user_parts.data(config, lambda: response_data(tokenizer, config), sampled=True),
         loss_fn=loss_fn,
         roles=config.models | {"policy": Role(config.policy, keeps_reference=needs_reference)},
         stages=stages,
@@ -278,6 +279,8 @@ class CreditAssignment:
             extras["logprobs_policy"] = batch["prev_logprobs"]
             extras["logprobs_reference"] = batch["reference_policy_logprobs"]
         advantages = self._estimator.compute_advantage(None, rewards_B, mask_BT, **extras)
+        if self._config.invalid_tool_call_advantage is not None:
+            set_invalid_tool_calls(advantages, mask_BT, trajectories, self._config.invalid_tool_call_advantage)
         if is_stored:
             batch[SAMPLE_ADVANTAGES] = advantages[:, 0].float()
         else:

@@ -5,7 +5,7 @@ Invariant: a carrier declares every field with its meaning; code adds no other k
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NotRequired, Protocol, TypedDict
@@ -120,6 +120,7 @@ class TaskDataSpec:
         system_prompt_file: UTF-8 text sent as the system message.
         stop_strings: Texts that end an answer, besides those of `policy.generation`.
         text_rules: Roles whose texts are encoded as ordinary text; None means `TextRules()`.
+        tools: Function schemas that every prompt offers, besides those of its row.
 
     Raises:
         DataError: A file is missing, is not UTF-8, or is not a template `str.format` accepts.
@@ -130,6 +131,7 @@ class TaskDataSpec:
     system_prompt_file: PathLike | None = None
     stop_strings: list[str] | None = None
     text_rules: TextRules | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
     prompt: str | None = field(default=None, init=False)
     system_prompt: str | None = field(default=None, init=False)
 

@@ -114,7 +114,11 @@ def multichoice_qa_processor(
     if datum_dict.get("subject") is not None:
         info["subject"] = str(datum_dict["subject"])
     spec = TaskDataSpec(
-        task_data_spec.task_name, None, task_data_spec.system_prompt_file, text_rules=task_data_spec.text_rules
+        task_data_spec.task_name,
+        None,
+        task_data_spec.system_prompt_file,
+        text_rules=task_data_spec.text_rules,
+        tools=task_data_spec.tools,
     )
     how = _Rendering(spec, tokenizer, max_seq_length, idx)
     return _prompt_datum([{"role": "user", "content": text}], info, datum_dict, how)
@@ -167,7 +171,8 @@ class _Rendering(NamedTuple):
 
 
 def _prompt_datum(prompt: list[Message], info: dict[str, Any], row: dict[str, Any], how: _Rendering) -> DatumSpec:
-    chat = Chat(messages=with_task_prompts(prompt, how.spec), tools=tools_of(row))
+    offered = [*(tools_of(row) or ()), *(dict(tool) for tool in how.spec.tools)]
+    chat = Chat(messages=with_task_prompts(prompt, how.spec), tools=offered or None)
     if chat["tools"] is not None:
         info["tools"] = chat["tools"]
     shown = chat if chat["messages"] else Chat(messages=[_NO_MESSAGE_YET], tools=chat["tools"])

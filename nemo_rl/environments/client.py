@@ -146,7 +146,7 @@ class EnvironmentClient:
         """Pass the last turn of one conversation to the environment.
 
         Calls that arrive in the same tick of the event loop are sent in one Ray call, unless the class steps each
-        sample alone. Only `role` and `content` of the messages are sent.
+        sample alone. Only `role` and `content` of the messages are sent, and `token_ids` if the class reads them.
 
         Args:
             message_log: The conversation so far.
@@ -159,7 +159,8 @@ class EnvironmentClient:
             WorkerDiedError: The environment cannot be started or kept running, or was shut down.
         """
         loop = self._running_loop()
-        texts = [{"role": turn["role"], "content": turn["content"]} for turn in message_log]
+        keys = ("role", "content", "token_ids") if self._traits.reads_token_ids else ("role", "content")
+        texts = [{key: turn[key] for key in keys} for turn in message_log]
         call = _Call((texts, metadata), lambda reason: StepResult.failed(reason, metadata))
         if self._traits.steps_samples_alone:
             results = await self._together("step", [call])

@@ -25,7 +25,8 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):  # noqa: UP046  (Metada
     Attributes:
         observations: B messages with `role` and `content`, a text or a list of text parts. The conversation
             continues through the chat template, where the role "environment" is rendered as "user" and other roles
-            ("tool") are unchanged.
+            ("tool") are unchanged. An observation of several messages has them in `messages` too, a list, which is
+            rendered instead.
         metadata: B items, passed to the next `step` of the same sample; None drops them.
         next_stop_strings: B lists of stop strings for the next turn only, which replace those of the prompt and are
             added to `policy.generation.stop_strings`; None keeps those of the prompt.
@@ -35,6 +36,8 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):  # noqa: UP046  (Metada
         errors: None, or B items: the reason why the sample's reward could not be computed, None
             if it was computed. The reward of a sample with a reason is ignored, and the sample does
             not train the model.
+        invalid_tool_calls: None, or [B] bool: whether the last turn has a tool call that cannot be made; see
+            `grpo.invalid_tool_call_advantage`.
     """
 
     observations: list[dict[str, Any]]
@@ -44,6 +47,7 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):  # noqa: UP046  (Metada
     terminateds: Tensor
     answers: list[str | None] | None = None
     errors: list[str | None] | None = None
+    invalid_tool_calls: list[bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
             same moment are one call, and all get their results when the slowest one has its own. None: yes if `step`
             is a coroutine function.
         gives_answers: Whether `step` takes the keyword `return_extracted_answer`.
+        reads_token_ids: Whether the messages of `step` also have their `token_ids`, [t] int64; otherwise only `role`
+            and `content`, a text without special tokens.
         config_class: Dataclass or pydantic model that the environment's section has to fit, checked before Ray
             starts; None checks nothing. The environment still gets the dict.
         post_processes_groups: Whether `global_post_process_and_metrics` is called for the samples of each prompt as
@@ -94,6 +100,7 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
     max_concurrent_steps: ClassVar[int] = 1
     steps_samples_alone: ClassVar[bool | None] = None
     gives_answers: ClassVar[bool] = False
+    reads_token_ids: ClassVar[bool] = False
     config_class: ClassVar[type | None] = None
     post_processes_groups: ClassVar[bool] = False
     reads_chat: ClassVar[bool] = False
@@ -167,6 +174,7 @@ class StepResult:
         next_stop_strings: Stop strings for the next turn only, which replace those of the prompt; None keeps those.
         answer: The extracted answer, if the environment extracts answers.
         error: Reason why `reward` is None: the environment raised, hung or died; otherwise None.
+        invalid_tool_call: Whether the turn has a tool call that cannot be made.
     """
 
     observation: dict[str, Any]
@@ -176,6 +184,7 @@ class StepResult:
     next_stop_strings: list[str] | None = None
     answer: str | None = None
     error: str | None = None
+    invalid_tool_call: bool = False
 
     @classmethod
     def failed(cls, error: str, metadata: Any = None) -> "StepResult":
@@ -214,4 +223,5 @@ def _one_result(outcome: EnvironmentReturn[Any], row: int, rewards: dict[str, li
         terminated=bool(outcome.terminateds[row]),
         next_stop_strings=outcome.next_stop_strings[row],
         answer=outcome.answers[row] if outcome.answers is not None else None,
+        invalid_tool_call=outcome.invalid_tool_calls is not None and bool(outcome.invalid_tool_calls[row]),
     )

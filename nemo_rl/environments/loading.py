@@ -91,6 +91,7 @@ class EnvironmentTraits:
         steps_samples_alone: each sample is its own call of `step`.
         reads_chat: as `EnvironmentInterface.reads_chat`.
         continues_episodes: an episode can continue in another process.
+        reads_token_ids: as `EnvironmentInterface.reads_token_ids`.
     """
 
     concurrency: int
@@ -101,6 +102,7 @@ class EnvironmentTraits:
     steps_samples_alone: bool = False
     reads_chat: bool = False
     continues_episodes: bool = True
+    reads_token_ids: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,7 @@ def _traits(loaded: tuple[EnvironmentClass, dict[str, Any]]) -> EnvironmentTrait
         is_async if alone is None else alone,
         plain_class.reads_chat,
         "close_episode" not in hooks if continues is None else continues,
+        plain_class.reads_token_ids,
     )
 
 

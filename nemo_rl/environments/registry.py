@@ -31,6 +31,7 @@ class EnvRegistryEntry(TypedDict):
 _MATH = "nemo_rl.environments.math_environment"
 _GAMES = "nemo_rl.environments.games"
 _ADAPTERS = "nemo_rl.environments.adapters"
+_TOOLS = "nemo_rl.environments.tools"
 
 ENV_REGISTRY: dict[str, EnvRegistryEntry] = {
     "math": {"actor_class_fqn": f"{_MATH}.MathEnvironment"},
@@ -47,6 +48,8 @@ ENV_REGISTRY: dict[str, EnvRegistryEntry] = {
         "actor_class_fqn": "nemo_rl.environments.reward_model_environment.RewardModelEnvironment",
     },
     "llm_judge": {"actor_class_fqn": "nemo_rl.environments.judges.llm_judge.LLMJudgeEnvironment"},
+    "rag": {"actor_class_fqn": f"{_TOOLS}.retriever.RAGEnvironment"},
+    "tools": {"actor_class_fqn": f"{_TOOLS}.environment.ToolEnvironment"},
 }
 
 

@@ -53,7 +53,7 @@ class EnvironmentPort(PostProcessor, Protocol):
         """Open the episode of one sample, whose random numbers derive from `seed`."""
 
     async def step(self, message_log: list[Message], metadata: Any) -> StepResult:
-        """Take one turn."""
+        """Take one turn of a conversation, whose messages have `token_ids`."""
 
     @property
     def continues_episodes(self) -> bool:
@@ -232,7 +232,8 @@ class SamplePlayer:
             if len(ids) >= self._limits.max_sequence_length - sample.length:
                 sample.outcome = Outcome.TRUNCATED
                 return
-            sample.message_log.append({**step.observation, "token_ids": ids})
+            said = {name: value for name, value in step.observation.items() if name != "messages"}
+            sample.message_log.append({**said, "token_ids": ids})
             progress.stops = prompt_stops if step.next_stop_strings is None else step.next_stop_strings
 
     def _note_control_tokens(self, sample: Trajectory, observation: Message) -> None:
@@ -291,7 +292,7 @@ class SamplePlayer:
         started = time.perf_counter()
         environment = self._environments[sample.task_name]
         with self.environments_busy.work():
-            conversation = sample.conversation if environment.reads_chat else sample.turns
+            conversation = sample.conversation if environment.reads_chat else sample.message_log
             step = await environment.step(conversation, sample.extra_env_info)
         sample.environment_s += time.perf_counter() - started
         return step
@@ -325,6 +326,7 @@ def _absorb(sample: Trajectory, step: StepResult) -> bool:
     earned = sum(components.values()) if components else float(step.reward)  # type: ignore[arg-type]
     sample.reward = (sample.reward or 0.0) + earned
     sample.turn_rewards.append(earned)
+    sample.invalid_tool_call_turns.append(step.invalid_tool_call)
     return True
 
 

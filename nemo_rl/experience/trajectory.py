@@ -65,6 +65,7 @@ class Trajectory:
         reward: total over turns; None when it could not be computed.
         turn_rewards: reward of each response turn, whose sum is `reward`; empty where no turn was rewarded.
         reward_components: named parts of the reward, for multi-reward environments.
+        invalid_tool_call_turns: for each rewarded turn, whether it has a tool call that cannot be made.
         outcome: how the rollout ended.
         error: description of what failed.
         answer: answer the grader extracted.
@@ -92,6 +93,7 @@ class Trajectory:
     reward: float | None = None
     turn_rewards: list[float] = field(default_factory=list)
     reward_components: dict[str, float] = field(default_factory=dict)
+    invalid_tool_call_turns: list[bool] = field(default_factory=list)
     outcome: Outcome = Outcome.FINISHED
     error: str | None = None
     answer: str | None = None

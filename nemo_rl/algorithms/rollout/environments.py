@@ -5,8 +5,12 @@ from contextlib import ExitStack
 from typing import Any
 
 from nemo_rl.config import RolloutMasterConfig
+from nemo_rl.config.schema.tools import ToolEnvironmentConfig
+from nemo_rl.data.datasets.setup import RunData, setup_response_data
+from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.environments.client import EnvironmentClient
 from nemo_rl.environments.registry import env_class_path
+from nemo_rl.environments.tools.offers import offered_tools
 from nemo_rl.environments.user_environments import environment_of, start_environment
 from nemo_rl.utils.errors import ConfigError
 
@@ -31,6 +35,21 @@ def check_environments(config: RolloutMasterConfig, tasks: Collection[str], user
             )
     for name in {*tasks, *user_parts}:
         environment_of(name, _given(name, user_parts))
+
+
+def response_data(tokenizer: TokenizerType, config: RolloutMasterConfig) -> RunData:
+    """Load the prompts of a run; those of an environment with tools offer the tools.
+
+    Raises:
+        ConfigError, DataError: the data cannot be used, or the tools or their parser cannot.
+    """
+    used = {entry.env_name for entry in (*config.data.train_entries, *config.data.validation_entries)}
+    tools = {
+        name: offered_tools(section, tokenizer, f"env.{name}")
+        for name, section in config.env.items()
+        if isinstance(section, ToolEnvironmentConfig) and name in used
+    }
+    return setup_response_data(tokenizer, config.data, config.env, tools)
 
 
 def start_environments(

@@ -8,8 +8,10 @@ ARITHMETIC = "arithmetic"
 ARITHMETIC_SFT = "arithmetic_sft"
 ARITHMETIC_PREFERENCE = "arithmetic_preference"
 EPISODES = "episodes"
+ARITHMETIC_PRODUCTS = "arithmetic_products"
 GENERATED_DATASETS = {
     ARITHMETIC: "ResponseDataset",
+    ARITHMETIC_PRODUCTS: "ResponseDataset",
     ARITHMETIC_SFT: "openai_format",
     ARITHMETIC_PREFERENCE: "BinaryPreferenceDataset",
 }
@@ -37,6 +39,7 @@ RESPONSE_DATASET_NAMES: tuple[str, ...] = (
     "CodeDataset",
     "ResponseDataset",
     ARITHMETIC,
+    ARITHMETIC_PRODUCTS,
     ARITHMETIC_SFT,
     EPISODES,
 )
@@ -71,11 +74,11 @@ OVERRIDE_MARKER = "_override_"
 
 BUILT_IN_ENVIRONMENTS: tuple[str, ...] = (
     *("math", "math_default", "math_multi_reward", "code", "code_jaccard", "reward_model", "llm_judge"),
-    *("sliding_puzzle_game", "blackjack", "gymnasium", "textarena", "reasoning_gym"),
+    *("sliding_puzzle_game", "blackjack", "gymnasium", "textarena", "reasoning_gym", "rag", "tools"),
 )
 """Environments of the library, as `nemo_rl.environments` registers them."""
 
-NOT_BUILT_ENVIRONMENTS: tuple[str, ...] = ("mmau", "nemo_gym", "rag", "vlm")
+NOT_BUILT_ENVIRONMENTS: tuple[str, ...] = ("mmau", "nemo_gym", "vlm")
 """Environments of NeMo RL that do not exist here; a user's environment may have these names."""
 
 NOT_BUILT_DATASETS: tuple[str, ...] = (

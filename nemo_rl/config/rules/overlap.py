@@ -97,6 +97,11 @@ def check_rollout_runners(
             f"{set_to} keeps tokens out of the driver, but grpo.adv_estimator.name={name} has advantages of tokens. "
             "Use 0, or grpo, dr_grpo or rloo."
         )
+    if algorithm.invalid_tool_call_advantage is not None:
+        yield (
+            f"{set_to} keeps tokens out of the driver, but grpo.invalid_tool_call_advantage is an advantage of tokens. "
+            "Use 0."
+        )
     generation = policy.generation if policy else None
     if generation is not None and generation.num_engines_file is not None:
         yield (

@@ -14,6 +14,7 @@ from nemo_rl.config.base.structure import NamedSections
 from nemo_rl.config.schema.adapters import GymnasiumConfig, ReasoningGymConfig, TextArenaConfig
 from nemo_rl.config.schema.games import BlackjackConfig, SlidingPuzzleEnvironmentConfig
 from nemo_rl.config.schema.judges import LLMJudgeConfig, RewardModelEnvironmentConfig
+from nemo_rl.config.schema.tools import RAGEnvironmentConfig, ToolEnvironmentConfig
 
 
 class MathEnvironmentConfig(Section):
@@ -76,8 +77,7 @@ class CodeJaccardEnvironmentConfig(Section):
 def stop_strings_of(environments: Mapping[str, Any], name: str | None) -> list[str] | None:
     """Return the stop strings of an environment that has a schema."""
     section = environments.get(name or "")
-    graded = MathEnvironmentConfig | CodeEnvironmentConfig | CodeJaccardEnvironmentConfig
-    return section.stop_strings if isinstance(section, graded) else None
+    return getattr(section, "stop_strings", None) if isinstance(section, Section) else None
 
 
 class BuiltInEnvironments(TypedDict, total=False):
@@ -95,6 +95,8 @@ class BuiltInEnvironments(TypedDict, total=False):
     reasoning_gym: ReasoningGymConfig
     reward_model: RewardModelEnvironmentConfig
     llm_judge: LLMJudgeConfig
+    tools: ToolEnvironmentConfig
+    rag: RAGEnvironmentConfig
 
 
 _LATER = (("should_use_nemo_gym", "NeMo-Gym"),)

@@ -11,7 +11,7 @@ from typing import Any
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import RowError
-from nemo_rl.data.datasets.arithmetic.problems import TRAIN, ArithmeticDataset
+from nemo_rl.data.datasets.arithmetic.problems import TRAIN, ArithmeticDataset, ProductsDataset
 from nemo_rl.data.datasets.arithmetic.worked import WorkedSumsDataset
 from nemo_rl.data.datasets.code_datasets import CODE_REGISTRY
 from nemo_rl.data.datasets.conversation_datasets import (
@@ -154,6 +154,7 @@ DATASET_REGISTRY: dict[str, DatasetFactory] = {
     **CODE_REGISTRY,
     "ResponseDataset": ResponseDataset,
     "arithmetic": ArithmeticDataset.of_entry,
+    "arithmetic_products": ProductsDataset.of_entry,
     "arithmetic_sft": WorkedSumsDataset,
     "episodes": EpisodesDataset,
 }

@@ -6,7 +6,7 @@ of each data set that are rendered at the start; later rows are reported when th
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -65,6 +65,7 @@ def setup_response_data(
     tokenizer: TokenizerType,
     data_config: DataConfig,
     environments: Mapping[str, Any] | Collection[str] | None = None,
+    tools: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
 ) -> RunData:
     """Load, check and combine all data sets of prompts.
 
@@ -75,6 +76,7 @@ def setup_response_data(
         tokenizer: Renders and tokenises prompts.
         data_config: `data` of the config.
         environments: `env` of the config, or its names. None when answers are not graded.
+        tools: Function schemas that the prompts of an environment offer, by its name.
 
     Raises:
         ConfigError, DataError: Any of the problems named at the top of this file.
@@ -90,6 +92,7 @@ def setup_response_data(
             TRIED_ROWS,
             over_long=False,
             stop_strings=stop_strings_of(sections, entry.env_name),
+            tools=(tools or {}).get(entry.env_name or "", ()),
         )
         for entry, _ in _entries(data_config)
     ]
@@ -121,6 +124,7 @@ class _Part:
         num_tried: number of rows that are rendered now.
         over_long: whether a row that is too long counts as a bad row.
         stop_strings: texts that end the answers to its prompts.
+        tools: function schemas that its prompts offer.
     """
 
     load: Loader
@@ -128,6 +132,7 @@ class _Part:
     num_tried: int
     over_long: bool
     stop_strings: list[str] | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 def _setup_supervised(
@@ -162,7 +167,7 @@ def _setup(tokenizer: TokenizerType, data_config: DataConfig, parts: list[_Part]
     entries, rules = _entries(data_config), text_rules(data_config)
     control = control_tokens_of(tokenizer)
     specs = [
-        TaskDataSpec(entry.env_name, entry.prompt_file, entry.system_prompt_file, part.stop_strings, rules)
+        TaskDataSpec(entry.env_name, entry.prompt_file, entry.system_prompt_file, part.stop_strings, rules, part.tools)
         for (entry, _), part in zip(entries, parts, strict=True)
     ]
     for (entry, role), part, spec in zip(entries, parts, specs, strict=True):

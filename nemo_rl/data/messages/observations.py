@@ -69,19 +69,20 @@ class ObservationRenderer:
         they are the bare text.
 
         Args:
-            observation: `role` and `content`; "environment" is rendered as "user".
+            observation: `role` and `content`; "environment" is rendered as "user". An observation of several messages
+                has them in `messages`.
             message_log: the conversation, whose last message was sampled.
             prompt_length: tokens before the first response.
 
         Raises:
             DataError: the content is not text, or the template refuses or leaves out the message.
         """
-        message = self.message(observation)
+        messages = [self.message(each) for each in observation.get("messages") or [observation]]
         prompt_ids = torch.cat([turn["token_ids"] for turn in message_log])[:prompt_length]
         if not self._is_chat(prompt_ids[-_LONGEST_OPENING:]):
-            return encode_text(message["content"], self._tokenizer)
+            return encode_text("\n".join(message["content"] for message in messages), self._tokenizer)
         return self._continuation(
-            self._added(message), self._head(message["role"]), message_log[-1]["token_ids"].tolist()
+            self._added(*messages), self._head(messages[0]["role"]), message_log[-1]["token_ids"].tolist()
         )
 
     def message(self, observation: Mapping[str, Any]) -> Message:
@@ -124,9 +125,9 @@ class ObservationRenderer:
         )
         return opened.removeprefix(closed).strip() if opened.startswith(closed) else ""
 
-    def _added(self, message: Message) -> str:
-        """Return the text after an assistant's words when `message` follows them."""
-        chat = [_QUESTION, {"role": "assistant", "content": _ANSWER}, message]
+    def _added(self, *messages: Message) -> str:
+        """Return the text after an assistant's words when `messages` follow them."""
+        chat = [_QUESTION, {"role": "assistant", "content": _ANSWER}, *messages]
         return render_chat(chat, self._tokenizer, add_generation_prompt=True).partition(_ANSWER)[2]
 
     def _find_head(self, role: str) -> str:

@@ -9,24 +9,21 @@ one line back, a result or an error.
     greeting  {"ready": true} | {"fatal": str}
 """
 
-import ctypes
 import json
 import os
-import resource
-import signal
 import sys
 from typing import TextIO
 
 from nemo_rl.environments.grading.grade import Verifier, load_verifier
+from nemo_rl.host.child_process import die_with_parent, limit_memory
 
-_PR_SET_PDEATHSIG = 1
 _MAX_ERROR_CHARS = 1000
 
 
 def main(verifier_name: str, parent_pid: int, memory_limit_mb: int) -> int:
     """Serve requests until their pipe closes; return the exit status."""
-    _die_with_parent(parent_pid)
-    _limit_memory(memory_limit_mb)
+    die_with_parent(parent_pid)
+    limit_memory(memory_limit_mb)  # so that an answer like 10^10^10 ends in a MemoryError
     requests, replies = _take_over_pipes()
     try:
         verifier = load_verifier(verifier_name)
@@ -66,23 +63,6 @@ def _take_over_pipes() -> tuple[TextIO, TextIO]:
     os.close(null)
     os.dup2(2, 1)
     return requests, replies
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel for SIGKILL when the parent ends; exit immediately if it has ended already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        os._exit(1)
-
-
-def _limit_memory(memory_limit_mb: int) -> None:
-    """Limit the memory, so that an answer like 10^10^10 ends in a MemoryError."""
-    limit = memory_limit_mb * 2**20
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
 if __name__ == "__main__":

@@ -87,7 +87,6 @@ class GRPOConfig(RolloutTrainingConfig):
     """Group relative policy optimisation: steps, groups, validation and processing of rewards."""
 
     later: ClassVar[dict[str, str]] = {
-        "invalid_tool_call_advantage": "an advantage for invalid tool calls",
         "malformed_thinking_advantage": "an advantage for malformed thinking tags",
     }
 
@@ -124,6 +123,9 @@ class GRPOConfig(RolloutTrainingConfig):
     """Lower bound of the final advantage; null: none."""
     advantage_clip_high: float | None = None
     """Upper bound of the final advantage; null: none."""
+    invalid_tool_call_advantage: float | None = None
+    """Advantage of the tokens of a turn whose tool call cannot be made (not readable, unknown tool, wrong arguments),
+    instead of the computed one; null: off."""
     reward_scaling: RewardScalingConfig = Field(default_factory=RewardScalingConfig)
     """Linear map of rewards."""
     reward_shaping: RewardShapingConfig = Field(default_factory=RewardShapingConfig)

@@ -1,13 +1,14 @@
-"""Generates sums, the task of the quick start.
+"""Generates sums, the task of the quick start, and products, the task of a model with a calculator.
 
-Chosen with `dataset_name: arithmetic`; needs no file and no network. Invariant: training and validation never share a
-sum, for all seeds and sizes.
+Chosen with `dataset_name: arithmetic` or `arithmetic_products`; needs no file and no network. Invariant: training and
+validation never share operands, for all seeds and sizes.
 
 The split depends on the sum alone: a hash of its sorted operands puts one sum in ten into
 validation, the rest into training. So `37+85` and `85+37` are in the same split.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -26,24 +27,34 @@ _ENUMERABLE = 2_000_000
 
 
 class ArithmeticRows(Sequence[FormattedRow]):
-    """Sums as formatted rows: `problem` ("37+85="), `answer` ("122"), `messages`, `task_name`.
+    """Sums or products as formatted rows: `problem` ("37+85="), `answer` ("122"), `messages`, `task_name`.
 
     Args:
         operands: [num_samples, num_operands] int64.
         task_name: Put into every row.
+        sign: Sign between the operands.
+        result: Computes the answer from the operands, as Python integers.
     """
 
-    def __init__(self, operands: np.ndarray, task_name: str | None) -> None:
+    def __init__(
+        self,
+        operands: np.ndarray,
+        task_name: str | None,
+        sign: str = "+",
+        result: Callable[[Sequence[int]], int] = sum,
+    ) -> None:
         self._operands = operands
         self._task_name = task_name
+        self._sign = sign
+        self._result = result
 
     def __len__(self) -> int:
         return len(self._operands)
 
     def __getitem__(self, position: Any) -> Any:
         numbers = self._operands[position].tolist()
-        problem = "+".join(map(str, numbers)) + "="
-        answer = str(sum(numbers))
+        problem = self._sign.join(map(str, numbers)) + "="
+        answer = str(self._result(numbers))
         return {
             "problem": problem,
             "answer": answer,
@@ -56,7 +67,7 @@ class ArithmeticRows(Sequence[FormattedRow]):
 
 
 class ArithmeticDataset(RawDataset):
-    """Sums of integers, determined by the arguments alone.
+    """Sums of integers, determined by the arguments alone; a subclass computes something else from the operands.
 
     No sum is repeated if the split has enough different sums (for up to two million possible sums;
     above that, repeats are rare).
@@ -126,7 +137,17 @@ class ArithmeticDataset(RawDataset):
         rng = np.random.default_rng(derive_seed(seed, "arithmetic", split))
         space = (high - low + 1) ** num_operands
         draw = _draw_enumerated if space <= _ENUMERABLE else _draw_at_random
-        return ArithmeticRows(draw(rng, split, num_samples, self._limits), self._task_name)
+        return self._rows_of(draw(rng, split, num_samples, self._limits))
+
+    def _rows_of(self, operands: np.ndarray) -> ArithmeticRows:
+        return ArithmeticRows(operands, self._task_name)
+
+
+class ProductsDataset(ArithmeticDataset):
+    """Products of integers ("347*582="); arguments and split as for sums."""
+
+    def _rows_of(self, operands: np.ndarray) -> ArithmeticRows:
+        return ArithmeticRows(operands, self._task_name, "*", math.prod)
 
 
 def is_validation(operands: np.ndarray) -> np.ndarray:

@@ -1,0 +1,54 @@
+"""The environment that grades the final answer of an episode with tools.
+
+Invariant: it is called as rollouts call an environment, so any environment can grade.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl.config.schema.tools import GraderConfig
+from nemo_rl.environments.interfaces import EnvironmentInterface, EpisodeStart
+from nemo_rl.environments.loading import load_env_class, own_hooks, step_concurrency
+from nemo_rl.environments.registry import env_class_path
+
+if TYPE_CHECKING:
+    from nemo_rl.data.interfaces import LLMMessageLogType
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+
+class Grader:
+    """An environment inside of another.
+
+    Args:
+        config: name of the environment, and its section.
+
+    Raises:
+        ConfigError: there is no such environment, or its section is wrong.
+    """
+
+    def __init__(self, config: GraderConfig) -> None:
+        env_class, _ = load_env_class(env_class_path(config.name))
+        self._env: EnvironmentInterface[Any] = env_class(dict(config.kwargs))  # type: ignore[call-arg]
+        self._hooks = own_hooks(env_class)
+        self.concurrency = step_concurrency(env_class)
+
+    def step(self, message_log: "LLMMessageLogType", metadata: Any) -> Any:
+        """Grade one conversation; a coroutine function's coroutine is returned as it is."""
+        texts = [{"role": turn["role"], "content": turn["content"]} for turn in message_log]
+        options = {"return_extracted_answer": True} if self._env.gives_answers else {}
+        return self._env.step([texts], [metadata], **options)
+
+    def open_episode(self, metadata: Any) -> Any:
+        """See `EnvironmentInterface.open_episode`."""
+        return self._env.open_episode(metadata) if "open_episode" in self._hooks else EpisodeStart(metadata)
+
+    def close_episode(self, metadata: Any) -> Any:
+        """See `EnvironmentInterface.close_episode`."""
+        return self._env.close_episode(metadata)
+
+    def post_process(self, batch: "BatchedDataDict[Any]") -> Any:
+        """See `EnvironmentInterface.global_post_process_and_metrics`."""
+        return self._env.global_post_process_and_metrics(batch)
+
+    def shutdown(self) -> Any:
+        """See `EnvironmentInterface.shutdown`."""
+        return self._env.shutdown()

