@@ -95,6 +95,9 @@ def check_rollout_runners(
         f"policy.train_global_batch_size={policy.train_global_batch_size} makes several updates of the {samples} "
         "answers of a step, which need log-probabilities": policy.train_global_batch_size != samples,
         f"{section}.adv_estimator.name={name} has advantages of tokens": name not in ("grpo", "dr_grpo", "rloo"),
+        f"{section}.adv_estimator.credit={algorithm.adv_estimator.credit} has advantages of turns": (
+            algorithm.adv_estimator.credit != "episode"
+        ),
         f"{section}.seq_logprob_error_threshold needs log-probabilities": (
             algorithm.seq_logprob_error_threshold is not None
         ),
