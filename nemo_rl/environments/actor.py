@@ -220,7 +220,7 @@ class EnvironmentActorAsync:
                 return await self._calls.step(message_logs, metadata)
         except TimeoutError:
             reason = f"gave no answer in {self._step_timeout_s:g} s (cluster.timeouts.environment_s)"
-            return [StepResult.failed(f"{type(self._env).__name__} {reason}", metadata[0])]
+            return [StepResult.failed(f"{type(self._env).__name__} {reason}", metadata[0], aborted=True)]
 
     async def open_episode(self, metadata: list[Any]) -> list[EpisodeStart[Any]]:
         """Open episodes one after another; an episode that raises gets an error."""

@@ -150,7 +150,7 @@ class EnvironmentClient:
         """
         loop = self._running_loop()
         texts = [{"role": turn["role"], "content": turn["content"]} for turn in message_log]
-        call = _Call((texts, metadata), lambda reason: StepResult.failed(reason, metadata))
+        call = _Call((texts, metadata), lambda reason: StepResult.failed(reason, metadata, aborted=True))
         if self._traits.steps_samples_alone:
             results = await self._together("step", [call])
             self._report_errors(results)
@@ -173,7 +173,7 @@ class EnvironmentClient:
         if "open_episode" not in self._traits.hooks:
             return EpisodeStart(metadata)
         self._running_loop()
-        call = _Call((metadata,), lambda reason: EpisodeStart(metadata, error=reason))
+        call = _Call((metadata,), lambda reason: EpisodeStart(metadata, error=reason, aborted=True))
         (start,) = await self._together("open_episode", [call])
         return start
 

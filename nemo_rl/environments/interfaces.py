@@ -54,11 +54,13 @@ class EpisodeStart(Generic[MetadataT]):  # noqa: UP046
         metadata: Metadata for the first `step`, which replaces the prompt's `extra_env_info`.
         observation: One more message of the prompt, with `role` and `content`; None adds no message.
         error: Reason why the episode could not be opened; such a sample is not played and does not train.
+        aborted: With an error: the environment missed its deadline or died, rather than to raise.
     """
 
     metadata: MetadataT
     observation: dict[str, Any] | None = None
     error: str | None = None
+    aborted: bool = False
 
 
 class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
@@ -157,6 +159,7 @@ class StepResult:
         next_stop_strings: Stop strings for the next turn only, which replace those of the prompt; None keeps those.
         answer: The extracted answer, if the environment extracts answers.
         error: Reason why `reward` is None: the environment raised, hung or died; otherwise None.
+        aborted: With an error: the environment hung or died, rather than to raise.
     """
 
     observation: dict[str, Any]
@@ -166,12 +169,13 @@ class StepResult:
     next_stop_strings: list[str] | None = None
     answer: str | None = None
     error: str | None = None
+    aborted: bool = False
 
     @classmethod
-    def failed(cls, error: str, metadata: Any = None) -> "StepResult":
+    def failed(cls, error: str, metadata: Any = None, *, aborted: bool = False) -> "StepResult":
         """Make the result of a sample whose reward could not be computed."""
         observation = {"role": "environment", "content": "Environment: not graded"}
-        return cls(observation, metadata, reward=None, terminated=True, error=error)
+        return cls(observation, metadata, reward=None, terminated=True, error=error, aborted=aborted)
 
 
 def split_return(outcome: EnvironmentReturn[Any], num_samples: int, name: str) -> list[StepResult]:

@@ -22,8 +22,9 @@ from nemo_rl.data.messages.content import TextRules
 from nemo_rl.data.messages.observations import ObservationRenderer
 from nemo_rl.environments.interfaces import EpisodeStart, StepResult
 from nemo_rl.experience.closings import Closings
+from nemo_rl.experience.limits import RolloutLimits
 from nemo_rl.experience.post_processing import PostProcessor
-from nemo_rl.experience.trajectory import Outcome, Trajectory
+from nemo_rl.experience.trajectory import Ending, Outcome, Trajectory
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationRequest,
@@ -50,21 +51,6 @@ class EnvironmentPort(PostProcessor, Protocol):
 
     async def close_episode(self, metadata: Any) -> None:
         """Close the episode of one sample; never raises."""
-
-
-@dataclass(frozen=True)
-class RolloutLimits:
-    """Bounds of a rollout.
-
-    Attributes:
-        max_sequence_length: tokens of prompt and all turns.
-        max_turns: response turns.
-        timeout_s: seconds for a whole collection, or for a group that is played alone.
-    """
-
-    max_sequence_length: int
-    max_turns: int
-    timeout_s: float
 
 
 @dataclass(frozen=True)
@@ -153,13 +139,13 @@ class SamplePlayer:
     def _has_no_room(self, sample: Trajectory) -> bool:
         if sample.loss_multiplier != 0 and sample.prompt_length < self._limits.max_sequence_length:
             return False
-        sample.outcome = Outcome.PROMPT_TOO_LONG
+        sample.outcome, sample.ended_by = Outcome.PROMPT_TOO_LONG, Ending.SEQUENCE_LENGTH
         return True
 
     def _begin(self, sample: Trajectory, start: EpisodeStart[Any]) -> bool:
         """Add the first observation to the prompt; return False when there is nothing to play."""
         if start.error is not None:
-            _fail(sample, start.error)
+            _fail(sample, start.error, aborted=start.aborted)
             return False
         if start.observation is None:
             return True
@@ -194,7 +180,12 @@ class SamplePlayer:
                 return
             if step.terminated or sample.num_turns >= self._limits.max_turns:
                 if result.finish_reason == "length":
-                    sample.outcome = Outcome.TRUNCATED
+                    _cut(sample, self._limits.bound_of(sample))
+                elif not step.terminated:
+                    sample.ended_by = Ending.MAX_TURNS
+                return
+            if self._limits.room(sample) <= 0:
+                _cut(sample, self._limits.bound_of(sample))
                 return
             try:
                 self._note_control_tokens(sample, step.observation)
@@ -203,7 +194,7 @@ class SamplePlayer:
                 _fail(sample, f"an observation cannot be rendered: {error}")
                 return
             if len(ids) >= self._limits.max_sequence_length - sample.length:
-                sample.outcome = Outcome.TRUNCATED
+                _cut(sample, Ending.SEQUENCE_LENGTH)
                 return
             sample.message_log.append({**step.observation, "token_ids": ids})
             stops = prompt_stops if step.next_stop_strings is None else step.next_stop_strings
@@ -225,12 +216,13 @@ class SamplePlayer:
 
     async def _take_turn(self, sample: Trajectory, sampling: SamplingParams, key: RolloutKey) -> GenerationResult:
         prefix = [t for message in sample.message_log for t in message["token_ids"].tolist()]
-        room = self._limits.max_sequence_length - len(prefix)
+        room = self._limits.room(sample)
         if room < sampling.max_new_tokens:
             sampling = replace(sampling, max_new_tokens=room)
         started = time.perf_counter()
         request = GenerationRequest(prefix, sampling, key.seed_of(sample), sample.served_by, sample.row_inputs)
         result = await self._generation.generate(request)
+        sample.num_prefix_hits += sample.served_by is not None and sample.served_by == result.served_by
         sample.served_by = result.served_by
         sample.generation_s += time.perf_counter() - started
         text = sampled_text(self._tokenizer, result.token_ids) if result.text is None else result.text
@@ -277,7 +269,7 @@ def _absorb(sample: Trajectory, step: StepResult) -> bool:
     _remember(sample, step.metadata)
     sample.answer = step.answer
     if step.error is not None or step.reward is None:
-        _fail(sample, step.error or "the environment returned no reward")
+        _fail(sample, step.error or "the environment returned no reward", aborted=step.aborted)
         return False
     components = step.reward if isinstance(step.reward, dict) else {}
     for name, value in components.items():
@@ -288,8 +280,14 @@ def _absorb(sample: Trajectory, step: StepResult) -> bool:
     return True
 
 
-def _fail(sample: Trajectory, reason: str) -> None:
+def _cut(sample: Trajectory, bound: Ending) -> None:
+    """End a sample at a bound."""
+    sample.outcome, sample.ended_by = Outcome.TRUNCATED, bound
+
+
+def _fail(sample: Trajectory, reason: str, *, aborted: bool = False) -> None:
     """End a sample that has no reward."""
     sample.outcome = Outcome.REWARD_ERROR
+    sample.ended_by = Ending.ABORT if aborted else Ending.FAILURE
     sample.error = reason
     sample.reward = None

@@ -53,7 +53,10 @@ def make_runner(
     """
     algorithm, cluster = config.algorithm, config.cluster
     limits = RolloutLimits(
-        config.policy.max_total_sequence_length, algorithm.max_rollout_turns, cluster.timeouts.rollout_s
+        config.policy.max_total_sequence_length,
+        algorithm.max_rollout_turns,
+        cluster.timeouts.rollout_s,
+        algorithm.max_episode_tokens,
     )
     rules = text_rules(config.data)
     if not cluster.rollout_runners:

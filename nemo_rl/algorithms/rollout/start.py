@@ -249,6 +249,7 @@ def _connect(
         layout,
         idle,
         workers.engines.load_metrics,
+        sorted(workers.environments),
     )
     parts = SessionParts(
         cadence=_cadence(config),
@@ -298,6 +299,7 @@ def make_validation(
         sampling_params(config.policy, recipe.tokenizer.eos_token_id, validation=True),
         algorithm.val_num_generations_per_prompt,
         algorithm.seed,
+        sorted(set(recipe.data.task_env.values())),
     )
 
     def validate(step: int) -> dict[str, float]:

@@ -4,7 +4,7 @@ Invariant: the samples of a validation depend on the run's seed and the data onl
 weights give the same numbers, and curves of two runs compare like with like.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ class Validator:
         sampling: how to sample.
         num_generations: samples per prompt.
         run_seed: seed of the run.
+        tasks: names of the run's environments; several of them have their own metrics.
     """
 
     batches: Iterable[BatchedDataDict[Any]]
@@ -32,6 +33,7 @@ class Validator:
     sampling: SamplingParams
     num_generations: int
     run_seed: int
+    tasks: Collection[str] = ()
 
     def validate(self) -> tuple[dict[str, float], list[Trajectory]]:
         """Roll out all validation prompts.
@@ -50,4 +52,13 @@ class Validator:
                 trajectory.group_index += offset
             trajectories += batch
         metrics = mean_metrics(collections) | validation_metrics(trajectories, self.num_generations)
-        return metrics, trajectories
+        return metrics | self._by_environment(trajectories), trajectories
+
+    def _by_environment(self, trajectories: list[Trajectory]) -> dict[str, float]:
+        """Compute the metrics of each environment, as `<environment>/<name>`, where there are several."""
+        metrics: dict[str, float] = {}
+        for task in self.tasks if len(self.tasks) > 1 else ():
+            own = [t for t in trajectories if t.task_name == task]
+            found = validation_metrics(own, self.num_generations) if own else {}
+            metrics |= {f"{task}/{name}": value for name, value in found.items()}
+        return metrics
