@@ -85,6 +85,9 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
             starts; None checks nothing. The environment still gets the dict.
         post_processes_groups: Whether `global_post_process_and_metrics` is called for the samples of each prompt as
             soon as they are finished; otherwise once for all samples of a collection.
+        pooled: Whether the environment may run in several actors, as many as the key `num_workers` of its section says
+            (default 1); all calls for an episode go to the same one. Otherwise it has one actor, and a key
+            `num_workers` is its own.
     """
 
     max_concurrent_steps: ClassVar[int] = 1
@@ -92,6 +95,7 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
     gives_answers: ClassVar[bool] = False
     config_class: ClassVar[type | None] = None
     post_processes_groups: ClassVar[bool] = False
+    pooled: ClassVar[bool] = False
 
     @abc.abstractmethod
     def step(
@@ -201,11 +205,26 @@ def _one_result(outcome: EnvironmentReturn[Any], row: int, rewards: dict[str, li
         error = f"the environment returned a reward that is not finite: {list(values.values())}"
     if error is not None:
         return StepResult.failed(error, metadata)
+    terminated, stop_strings = bool(outcome.terminateds[row]), outcome.next_stop_strings[row]
+    if not terminated:
+        check_message(outcome.observations[row], "observations")
+        if stop_strings is not None and not all(isinstance(text, str) for text in stop_strings):
+            raise ValueError(f"next_stop_strings has {stop_strings!r}, which is neither None nor a list of texts")
     return StepResult(
         observation=outcome.observations[row],
         metadata=metadata,
         reward=values if isinstance(outcome.rewards, dict) else values[""],
-        terminated=bool(outcome.terminateds[row]),
-        next_stop_strings=outcome.next_stop_strings[row],
+        terminated=terminated,
+        next_stop_strings=stop_strings,
         answer=outcome.answers[row] if outcome.answers is not None else None,
     )
+
+
+def check_message(message: Any, place: str) -> None:
+    """Check that an environment returned a message.
+
+    Raises:
+        ValueError: It is no dict with a text `role` and a `content`.
+    """
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or message.get("content") is None:
+        raise ValueError(f"{place} has {message!r:.200}, which is no dict with `role` and `content`")

@@ -89,6 +89,7 @@ class EnvironmentTraits:
         post_processes_groups: as `EnvironmentInterface.post_processes_groups`.
         is_async: `step` is a coroutine function.
         steps_samples_alone: each sample is its own call of `step`.
+        pooled: as `EnvironmentInterface.pooled`.
     """
 
     concurrency: int
@@ -97,6 +98,7 @@ class EnvironmentTraits:
     post_processes_groups: bool = False
     is_async: bool = False
     steps_samples_alone: bool = False
+    pooled: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,7 @@ def _traits(loaded: tuple[EnvironmentClass, dict[str, Any]]) -> EnvironmentTrait
         plain_class.post_processes_groups,
         is_async,
         is_async if alone is None else alone,
+        pooled=plain_class.pooled,
     )
 
 

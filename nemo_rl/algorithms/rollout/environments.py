@@ -5,9 +5,10 @@ from contextlib import ExitStack
 from typing import Any
 
 from nemo_rl.config import RolloutMasterConfig
-from nemo_rl.environments.client import EnvironmentClient
 from nemo_rl.environments.registry import env_class_path
 from nemo_rl.environments.user_environments import environment_of, start_environment
+from nemo_rl.environments.workers.keys import section_of, worker_keys
+from nemo_rl.environments.workers.start import Environment
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -31,11 +32,12 @@ def check_environments(config: RolloutMasterConfig, tasks: Collection[str], user
             )
     for name in {*tasks, *user_parts}:
         environment_of(name, _given(name, user_parts))
+        worker_keys(name, section_of(config.env[name]), config.cluster.timeouts.environment_s)
 
 
 def start_environments(
     config: RolloutMasterConfig, tasks: Collection[str], user_parts: Mapping[str, Any], resources: ExitStack
-) -> dict[str, EnvironmentClient]:
+) -> dict[str, Environment]:
     """Start the environments that do not run yet, in the background.
 
     Args:

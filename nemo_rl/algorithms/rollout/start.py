@@ -48,7 +48,7 @@ from nemo_rl.data.loader import build_loader
 from nemo_rl.data.messages.content import with_texts
 from nemo_rl.data.prompt_stream import PromptStream, training_stream
 from nemo_rl.distributed.virtual_cluster import init_ray
-from nemo_rl.environments.client import EnvironmentClient
+from nemo_rl.environments.workers.start import Environment
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.idle_shares import IdleShares
 from nemo_rl.experience.rollouts import RolloutRunner
@@ -105,7 +105,7 @@ class Workers:
 
     models: Mapping[str, Policy]
     engines: EngineGroup
-    environments: Mapping[str, EnvironmentClient]
+    environments: Mapping[str, Environment]
 
 
 def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: float = 0.0) -> Run:

@@ -15,8 +15,8 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.client import EnvironmentClient
 from nemo_rl.environments.supervision import SupervisedActor, death_in_short
+from nemo_rl.environments.workers.start import Environment
 from nemo_rl.experience.closings import Closings
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.idle_shares import BusySeconds
@@ -61,7 +61,7 @@ class RemoteRunner(RolloutRunner):
     def __init__(
         self,
         engines: EngineGroup,
-        environments: Mapping[str, EnvironmentClient],
+        environments: Mapping[str, Environment],
         settings: RunnerSettings,
         num_runners: int,
         loop: EventLoopThread,
