@@ -17,7 +17,7 @@ import pytest
 import ray
 from hostile_environments import Hostile, Pooled
 
-from nemo_rl.environments.workers.keys import WorkerKeys, worker_keys
+from nemo_rl.environments.workers.keys import WorkerKeys, own_keys, worker_keys
 from nemo_rl.environments.workers.pool import EnvironmentPool
 from nemo_rl.environments.workers.start import Environment, start_workers
 from nemo_rl.utils.errors import ConfigError
@@ -202,6 +202,19 @@ def test_open_episodes_are_bounded() -> None:
         assert max(asyncio.run(main())) == 2
     finally:
         environment.shutdown()
+
+
+@dataclass
+class OwnKeys:
+    size: int = 3
+    max_memory_gb: float = 1.0
+
+
+@pytest.mark.fast
+def test_keys_of_the_library_are_no_unknown_keys_of_the_environment() -> None:
+    section = {"size": 4, "max_memory_gb": 2.0, "step_timeout_s": 5.0}
+    assert own_keys(section, OwnKeys) == {"size": 4, "max_memory_gb": 2.0}
+    assert own_keys(section, None) == {"size": 4}
 
 
 @pytest.mark.fast

@@ -3,6 +3,7 @@
 Invariant: a wrong value is refused before Ray starts.
 """
 
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,13 +46,28 @@ def worker_keys(name: str, section: Mapping[str, Any], step_timeout_s: float) ->
     """
     given: dict[str, Any] = {key: section[key] for key in WORKER_KEYS if section.get(key) is not None}
     for key, value in given.items():
-        kind: type | tuple[type, ...] = (int, float) if key in ("step_timeout_s", "max_memory_gb") else int
-        if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < math.inf:
-            wanted = "an integer" if kind is int else "a number"
+        is_count = key not in ("step_timeout_s", "max_memory_gb")
+        if not _is_above_zero(value) or (is_count and not isinstance(value, int)):
+            wanted = "an integer" if is_count else "a number"
             raise ConfigError(f"env.{name}.{key}={value!r} must be {wanted} above 0, or null.")
     return WorkerKeys(**{"step_timeout_s": step_timeout_s, **given})
+
+
+def _is_above_zero(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def section_of(section: Mapping[str, Any] | BaseModel) -> dict[str, Any]:
     """Return the section of an environment as a dict, which the environment gets."""
     return section.model_dump() if isinstance(section, BaseModel) else dict(section)
+
+
+def own_keys(section: Mapping[str, Any], config_class: type | None) -> dict[str, Any]:
+    """Return the keys of a section that are the environment's own: all but those above that its class does not name.
+
+    Args:
+        section: the section.
+        config_class: `EnvironmentInterface.config_class`.
+    """
+    named = set(inspect.signature(config_class).parameters) if config_class is not None else set()
+    return {key: value for key, value in section.items() if key not in WORKER_KEYS or key in named}
