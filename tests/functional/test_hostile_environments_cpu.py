@@ -17,6 +17,7 @@ import pytest
 import ray
 from hostile_environments import Hostile, Pooled
 
+from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.environments.workers.keys import WorkerKeys, own_keys, worker_keys
 from nemo_rl.environments.workers.pool import EnvironmentPool
 from nemo_rl.environments.workers.start import Environment, start_workers
@@ -67,9 +68,9 @@ QUICK = ("raise", "lock", "no message", "fork and hang", "leak")
 """The cases that CI runs."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_ray() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+@pytest.fixture(scope="module")
+def own_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    init_ray(str(tmp_path_factory.mktemp("ray_logs")))
     yield
     ray.shutdown()
 

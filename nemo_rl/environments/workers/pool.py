@@ -1,9 +1,9 @@
 """Run one environment in several actors, and bound how many of its episodes are open.
 
-An episode takes a seat in one actor when it is opened, and keeps it until it is closed: an environment may keep the
-state of an episode in its process. The seat is found through a context variable, since a sample opens, steps and closes
+An episode takes a place in one actor when it is opened, and keeps it until it is closed: an environment may keep the
+state of an episode in its process. The place is found through a context variable, since a sample opens, steps and closes
 its episode in one asyncio task or in tasks that this task starts. Invariant: an actor that is busy, dead or slow delays
-only the episodes that have a seat in it.
+only the episodes that have a place in it.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class _Worker:
-    """One actor, and the number of episodes that have a seat in it."""
+    """One actor, and the number of episodes that have a place in it."""
 
     client: EnvironmentClient
     num_episodes: int = 0
@@ -33,14 +33,14 @@ class EnvironmentPool:
 
     Args:
         clients: one for each actor.
-        max_open_episodes: episodes that are open at the same time; None: any number. Others wait for a seat.
+        max_open_episodes: episodes that are open at the same time; None: any number. Others wait for a place.
     """
 
     def __init__(self, clients: Sequence[EnvironmentClient], max_open_episodes: int | None = None) -> None:
         self.name = clients[0].name
         self._workers = [_Worker(client) for client in clients]
         self._max_open_episodes = max_open_episodes
-        self._seat: ContextVar[_Worker | None] = ContextVar(f"seat in {self.name}", default=None)
+        self._place: ContextVar[_Worker | None] = ContextVar(f"place in {self.name}", default=None)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._free: asyncio.Semaphore | None = None
 
@@ -65,25 +65,25 @@ class EnvironmentPool:
         return self._workers[0].client.reads_collections
 
     async def open_episode(self, metadata: Any) -> EpisodeStart[Any]:
-        """Take a seat, after waiting for a free one where their number is bounded, and open the episode there."""
-        return await (await self._take_seat()).open_episode(metadata)
+        """Take a place, after waiting for a free one where their number is bounded, and open the episode there."""
+        return await (await self._take_place()).open_episode(metadata)
 
     async def step(self, message_log: "LLMMessageLogType", metadata: Any) -> StepResult:
-        """See `EnvironmentClient.step`; an episode that was never opened takes a seat now."""
-        seat = self._seat.get()
-        client = seat.client if seat is not None else await self._take_seat()
+        """See `EnvironmentClient.step`; an episode that was never opened takes a place now."""
+        place = self._place.get()
+        client = place.client if place is not None else await self._take_place()
         return await client.step(message_log, metadata)
 
     async def close_episode(self, metadata: Any) -> None:
-        """Close the episode and free its seat; without a seat nothing was opened."""
-        seat = self._seat.get()
-        if seat is None:
+        """Close the episode and free its place; without a place nothing was opened."""
+        place = self._place.get()
+        if place is None:
             return
-        self._seat.set(None)
+        self._place.set(None)
         try:
-            await seat.client.close_episode(metadata)
+            await place.client.close_episode(metadata)
         finally:
-            seat.num_episodes -= 1
+            place.num_episodes -= 1
             if self._free is not None:
                 self._free.release()
 
@@ -102,8 +102,8 @@ class EnvironmentPool:
         for worker in self._workers:
             worker.client.shutdown(timeout_s)
 
-    async def _take_seat(self) -> EnvironmentClient:
-        """Take a seat in the actor that has the fewest episodes."""
+    async def _take_place(self) -> EnvironmentClient:
+        """Take a place in the actor that has the fewest episodes."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # no episode outlives its event loop
             self._loop = loop
@@ -114,5 +114,5 @@ class EnvironmentPool:
             await self._free.acquire()
         worker = min(self._workers, key=lambda each: each.num_episodes)
         worker.num_episodes += 1
-        self._seat.set(worker)
+        self._place.set(worker)
         return worker.client

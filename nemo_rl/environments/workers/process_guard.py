@@ -1,4 +1,4 @@
-"""Bound what the process of an environment uses, from inside of it: memory, output and processes it leaves behind.
+"""Bound what the process of an environment uses, from inside of it: memory, output and processes it leaves.
 
 memory      a thread adds up the resident memory of the process and its descendants; above the limit it writes why,
 and ends them all. The driver starts the actor again and finds the reason in the log.
