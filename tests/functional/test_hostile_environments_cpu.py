@@ -70,7 +70,7 @@ QUICK = ("raise", "lock", "no message", "fork and hang", "leak")
 
 @pytest.fixture(scope="module")
 def own_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    init_ray(str(tmp_path_factory.mktemp("ray_logs")))
+    init_ray(str(tmp_path_factory.mktemp("ray_logs")), num_cpus=16)
     yield
     ray.shutdown()
 
@@ -112,6 +112,7 @@ def outcomes_of(name: str, folder: Path) -> tuple[list[Any], Environment]:
     return found, environment
 
 
+@pytest.mark.usefixtures("own_ray")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.long) for n in DEEDS])
 def test_a_hostile_sample_costs_itself_only(name: str, tmp_path: Path) -> None:
     deed = DEEDS[name]
@@ -144,6 +145,7 @@ def daemons() -> set[int]:
     return found
 
 
+@pytest.mark.usefixtures("own_ray")
 @pytest.mark.long
 def test_a_slow_leak_restarts_the_actor_and_costs_no_sample(tmp_path: Path) -> None:
     keys = WorkerKeys(step_timeout_s=30.0, max_memory_gb=0.6)
@@ -156,6 +158,7 @@ def test_a_slow_leak_restarts_the_actor_and_costs_no_sample(tmp_path: Path) -> N
     assert environment.num_restarts >= 1
 
 
+@pytest.mark.usefixtures("own_ray")
 def test_an_episode_stays_in_its_actor_and_a_slow_one_delays_only_that() -> None:
     environment = start_workers("pooled", Pooled, {}, WorkerKeys(num_workers=2))
     assert isinstance(environment, EnvironmentPool)
@@ -187,6 +190,7 @@ def test_an_episode_stays_in_its_actor_and_a_slow_one_delays_only_that() -> None
     assert found[0][1] >= 4.0
 
 
+@pytest.mark.usefixtures("own_ray")
 def test_open_episodes_are_bounded() -> None:
     environment = start_workers("pooled", Pooled, {}, WorkerKeys(max_open_episodes=2))
 

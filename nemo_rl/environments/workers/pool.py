@@ -1,8 +1,8 @@
 """Run one environment in several actors, and bound how many of its episodes are open.
 
 An episode takes a place in one actor when it is opened, and keeps it until it is closed: an environment may keep the
-state of an episode in its process. The place is found through a context variable, since a sample opens, steps and closes
-its episode in one asyncio task or in tasks that this task starts. Invariant: an actor that is busy, dead or slow delays
+state of an episode in its process. A context variable holds the place, since a sample opens, steps and closes its
+episode in one asyncio task or in tasks that this task starts. Invariant: an actor that is busy, dead or slow delays
 only the episodes that have a place in it.
 """
 
