@@ -1,4 +1,4 @@
-"""Places of episodes in several actors, and the bounds of an environment's process; without Ray."""
+"""Places of episodes in several actors, and the bounds and keys of an environment; without Ray."""
 
 import asyncio
 import io
@@ -7,15 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from processes_for_tests import is_alive, wait_until_gone
 
 from nemo_rl.environments.interfaces import EpisodeStart, StepResult
+from nemo_rl.environments.workers.keys import own_keys, worker_keys
 from nemo_rl.environments.workers.pool import EnvironmentPool
 from nemo_rl.environments.workers.process_guard import MEMORY_MARK, _BoundedText
 from nemo_rl.host.processes import descendants, end_descendants
+from nemo_rl.utils.errors import ConfigError
 
 pytestmark = pytest.mark.fast
 
@@ -157,3 +160,29 @@ def test_all_processes_below_one_are_ended() -> None:
     finally:
         tree.kill()
         tree.wait()
+
+
+@dataclass
+class OwnKeys:
+    size: int = 3
+    max_memory_gb: float = 1.0
+
+
+def test_keys_of_the_library_are_no_unknown_keys_of_the_environment() -> None:
+    section = {"size": 4, "max_memory_gb": 2.0, "step_timeout_s": 5.0}
+    assert own_keys(section, OwnKeys) == {"size": 4, "max_memory_gb": 2.0}
+    assert own_keys(section, None) == {"size": 4}
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"num_workers": 0}, "env.game.num_workers=0 must be an integer above 0"),
+        ({"num_workers": 1.5}, "must be an integer"),
+        ({"step_timeout_s": "soon"}, "env.game.step_timeout_s='soon' must be a number above 0"),
+        ({"max_memory_gb": -1}, "env.game.max_memory_gb=-1 must be a number above 0"),
+    ],
+)
+def test_wrong_keys_are_refused(section: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        worker_keys("game", section, 600.0)
