@@ -25,8 +25,14 @@ import torch
 from ray import cloudpickle
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.workers.process import ProcessIdentity, this_process
-from nemo_rl.environments.interfaces import EnvironmentInterface, EpisodeStart, StepResult, split_return
+from nemo_rl.distributed.workers.process import LoggedProcess, this_process
+from nemo_rl.environments.interfaces import (
+    EnvironmentInterface,
+    EpisodeStart,
+    StepResult,
+    check_message,
+    split_return,
+)
 from nemo_rl.environments.loading import (
     EnvironmentClass,
     EnvironmentTraits,
@@ -35,17 +41,23 @@ from nemo_rl.environments.loading import (
     load_env_class,
     step_concurrency,
 )
+from nemo_rl.environments.workers.process_guard import guard_process
+from nemo_rl.host.processes import end_descendants
 
 logger = logging.getLogger(__name__)
 
 _MAX_ERROR_CHARS = 2000
+_RAISED = (Exception, SystemExit, KeyboardInterrupt)
+"""What an environment may raise without ending its actor."""
 
 type Metrics = dict[str, float | int]
 
 
-def host_of(traits: EnvironmentTraits, step_timeout_s: float) -> Host:
-    """Return the class of the actor for an environment class, and its last argument if there is one."""
-    return Host(EnvironmentActorAsync, (step_timeout_s,)) if traits.is_async else Host(EnvironmentActor)
+def host_of(traits: EnvironmentTraits, step_timeout_s: float, max_memory_gb: float | None = None) -> Host:
+    """Return the class of the actor for an environment class, and its last arguments."""
+    if traits.is_async:
+        return Host(EnvironmentActorAsync, (max_memory_gb, step_timeout_s))
+    return Host(EnvironmentActor, (max_memory_gb,))
 
 
 def _made(
@@ -81,7 +93,7 @@ class _Calls:
         untouched = copy.deepcopy((message_logs, metadata))
         try:
             return await self.step_batch(message_logs, metadata)
-        except (Exception, SystemExit) as error:  # boundary: the environment is user code
+        except _RAISED as error:  # boundary: the environment is user code
             logger.warning(
                 "%s raised for a batch of %d; stepping each sample alone: %s",
                 type(self._env).__name__,
@@ -93,7 +105,7 @@ class _Calls:
     async def _step_one(self, message_log: Any, metadata: Any) -> StepResult:
         try:
             return (await self.step_batch([message_log], [copy.deepcopy(metadata)]))[0]
-        except (Exception, SystemExit) as error:  # boundary: the environment is user code
+        except _RAISED as error:  # boundary: the environment is user code
             return StepResult.failed(_describe(error), metadata)
 
     async def step_batch(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
@@ -108,15 +120,17 @@ class _Calls:
             start = await self._outcome(self._env.open_episode, copy.deepcopy(metadata))
             if not isinstance(start, EpisodeStart):
                 raise TypeError(f"open_episode returned {type(start).__name__}, not an EpisodeStart")
+            if start.observation is not None:
+                check_message(start.observation, "EpisodeStart.observation")
             return start
-        except (Exception, SystemExit) as error:  # boundary: the environment is user code
+        except _RAISED as error:  # boundary: the environment is user code
             return EpisodeStart(metadata, error=_describe(error))
 
     async def close_one(self, metadata: Any) -> str | None:
         """Close an episode; return its error, or None."""
         try:
             await self._outcome(self._env.close_episode, metadata)
-        except (Exception, SystemExit) as error:  # boundary: the environment is user code
+        except _RAISED as error:  # boundary: the environment is user code
             return _describe(error)
         return None
 
@@ -157,12 +171,17 @@ class EnvironmentActor:
     """The host of an environment whose `step` is a function."""
 
     def __init__(
-        self, env_class: "str | EnvironmentClass | bytes", cfg: dict[str, Any], import_path: Sequence[str] = ()
+        self,
+        env_class: "str | EnvironmentClass | bytes",
+        cfg: dict[str, Any],
+        import_path: Sequence[str] = (),
+        max_memory_gb: float | None = None,
     ) -> None:
+        guard_process(max_memory_gb)
         self._env = _made(env_class, cfg, import_path)
         self._calls = _Calls(self._env, _PrivateLoop().outcome)
 
-    def ready(self) -> ProcessIdentity:
+    def ready(self) -> LoggedProcess:
         """Return the actor's process, once the environment is constructed."""
         return this_process()
 
@@ -185,8 +204,11 @@ class EnvironmentActor:
         return _without_waiting(self._calls.post_process(batch))
 
     def shutdown(self) -> None:
-        """Let the environment release what it holds."""
-        self._env.shutdown()
+        """Let the environment release what it holds, and end the processes that it left."""
+        try:
+            self._env.shutdown()
+        finally:
+            end_descendants(os.getpid())
 
 
 class EnvironmentActorAsync:
@@ -200,14 +222,16 @@ class EnvironmentActorAsync:
         env_class: "str | EnvironmentClass | bytes",
         cfg: dict[str, Any],
         import_path: Sequence[str] = (),
+        max_memory_gb: float | None = None,
         step_timeout_s: float = 600.0,
     ) -> None:
+        guard_process(max_memory_gb)
         self._env = _made(env_class, cfg, import_path)
         self._calls = _Calls(self._env, self._outcome)
         self._step_timeout_s = step_timeout_s
         self._threads = ThreadPoolExecutor(step_concurrency(type(self._env)), "environment")
 
-    async def ready(self) -> ProcessIdentity:
+    async def ready(self) -> LoggedProcess:
         """Return the actor's process, once the environment is constructed."""
         return this_process()
 
@@ -219,8 +243,9 @@ class EnvironmentActorAsync:
             async with asyncio.timeout(self._step_timeout_s):
                 return await self._calls.step(message_logs, metadata)
         except TimeoutError:
-            reason = f"gave no answer in {self._step_timeout_s:g} s (cluster.timeouts.environment_s)"
-            return [StepResult.failed(f"{type(self._env).__name__} {reason}", metadata[0])]
+            keys = "its key step_timeout_s, or cluster.timeouts.environment_s"
+            reason = f"gave no answer in {self._step_timeout_s:g} s ({keys})"
+            return [StepResult.failed(f"{type(self._env).__name__} {reason}", metadata[0], aborted=True)]
 
     async def open_episode(self, metadata: list[Any]) -> list[EpisodeStart[Any]]:
         """Open episodes one after another; an episode that raises gets an error."""
@@ -237,8 +262,11 @@ class EnvironmentActorAsync:
         return await self._calls.post_process(batch)
 
     async def shutdown(self) -> None:
-        """Let the environment release what it holds."""
-        await self._outcome(self._env.shutdown)
+        """Let the environment release what it holds, and end the processes that it left."""
+        try:
+            await self._outcome(self._env.shutdown)
+        finally:
+            end_descendants(os.getpid())
 
     async def _outcome(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """Run a coroutine on the actor's event loop, a function on a thread."""

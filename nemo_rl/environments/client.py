@@ -38,7 +38,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.actor import host_of
 from nemo_rl.environments.interfaces import EnvironmentInterface, EpisodeStart, StepResult
 from nemo_rl.environments.loading import EnvironmentClass, launch_environment_actor, traits_of
-from nemo_rl.environments.supervision import SupervisedActor, answer_of, death_in_short
+from nemo_rl.environments.supervision import SupervisedActor, answer_of
 from nemo_rl.utils.errors import WorkerDiedError
 
 if TYPE_CHECKING:
@@ -57,11 +57,11 @@ class _Call:
 
     Attributes:
         arguments: arguments of the actor's method, which takes a list of each.
-        failed: makes the result of the sample from the reason, if the environment hung or died.
+        failed: makes the result of the sample from the reason of its failure, and whether the environment hung or died.
     """
 
     arguments: tuple[Any, ...]
-    failed: Callable[[str], Any]
+    failed: Callable[[str, bool], Any]
 
 
 @dataclass(eq=False)
@@ -81,11 +81,13 @@ class EnvironmentClient:
         name: For logs and errors, usually the task name.
         env_class: A class, its dotted path, or an environment object.
         cfg: Argument of the class's constructor.
-        step_timeout_s: Deadline of one sample's step (`cluster.timeouts.environment_s`).
+        step_timeout_s: Deadline of one sample's step (the section's `step_timeout_s`, or
+            `cluster.timeouts.environment_s`).
         start_timeout_s: Deadline of the actor's start.
         max_restarts: How often in a row the actor may be replaced without an answer in between
             (`cluster.max_actor_restarts`).
         runtime_env: Ray's runtime environment of the actor; see `make_actor_runtime_env`.
+        max_memory_gb: GiB that the actor and what it starts may use; None: no limit.
 
     Raises:
         ConfigError: There is no such class.
@@ -101,6 +103,7 @@ class EnvironmentClient:
         start_timeout_s: float = 300.0,
         max_restarts: int = 10,
         runtime_env: Mapping[str, Any] | None = None,
+        max_memory_gb: float | None = None,
     ) -> None:
         self.name = name
         self.num_calls = 0
@@ -108,7 +111,8 @@ class EnvironmentClient:
         self._traits = traits_of(env_class, runtime_env, start_timeout_s)
         self._step_timeout_s = step_timeout_s
         self._deadline_s = step_timeout_s + (_LATER_S if self._traits.is_async else 0.0)
-        host = host_of(self._traits, step_timeout_s)
+        self._max_memory_gb = max_memory_gb
+        host = host_of(self._traits, step_timeout_s, max_memory_gb)
         start = partial(launch_environment_actor, host, env_class, cfg, self._traits, runtime_env)
         self._actor = SupervisedActor(name, start, start_timeout_s=start_timeout_s, max_restarts=max_restarts)
         self._turns = asyncio.Semaphore()
@@ -138,6 +142,11 @@ class EnvironmentClient:
         return self._traits.continues_episodes
 
     @property
+    def is_pooled(self) -> bool:
+        """See `EnvironmentInterface.pooled`."""
+        return self._traits.pooled
+
+    @property
     def reads_collections(self) -> bool:
         """True if `global_post_process_and_metrics` is called for whole collections."""
         return "global_post_process_and_metrics" in self._traits.hooks and not self.post_processes_groups
@@ -161,7 +170,7 @@ class EnvironmentClient:
         loop = self._running_loop()
         keys = ("role", "content", "token_ids") if self._traits.reads_token_ids else ("role", "content")
         texts = [{key: turn[key] for key in keys} for turn in message_log]
-        call = _Call((texts, metadata), lambda reason: StepResult.failed(reason, metadata))
+        call = _Call((texts, metadata), lambda reason, aborted: StepResult.failed(reason, metadata, aborted=aborted))
         if self._traits.steps_samples_alone:
             results = await self._together("step", [call])
             self._report_errors(results)
@@ -190,7 +199,7 @@ class EnvironmentClient:
             return EpisodeStart(metadata)
         self._running_loop()
         seeded = {**metadata, "episode_seed": seed} if seed is not None and isinstance(metadata, dict) else metadata
-        call = _Call((seeded,), lambda reason: EpisodeStart(metadata, error=reason))
+        call = _Call((seeded,), lambda reason, aborted: EpisodeStart(metadata, error=reason, aborted=aborted))
         (start,) = await self._together("open_episode", [call])
         return start
 
@@ -200,7 +209,7 @@ class EnvironmentClient:
             return
         self._running_loop()
         try:
-            (error,) = await self._together("close_episode", [_Call((metadata,), str)])
+            (error,) = await self._together("close_episode", [_Call((metadata,), lambda reason, _: reason)])
         except WorkerDiedError:
             return  # the episode died with the actor; coroutines that wait for a step report it
         if error is not None:
@@ -228,9 +237,9 @@ class EnvironmentClient:
             except RayActorError:
                 continue  # `_call` has replaced the actor, or raises
             except TimeoutError:
-                reason = f"no answer in {self._step_timeout_s:g} s (cluster.timeouts.environment_s)"
+                reason = f"no answer in {self._step_timeout_s:g} s (step_timeout_s)"
             except RayTaskError as error:
-                reason = str(error).strip().splitlines()[-1]
+                reason = _last_line(error)
             else:
                 if outcome is None:
                     continue
@@ -285,11 +294,19 @@ class EnvironmentClient:
                     break  # one coroutine blocks all others, so this may be the fault of another
                 if len(batch) == 1:
                     return [self._too_slow(batch[0])]
-                apart = await asyncio.gather(*(self._together(method, [one]) for one in batch))
-                return [result for (result,) in apart]
+                return await self._apart(method, batch)
+            except RayTaskError as error:
+                if len(batch) == 1:
+                    return [batch[0].failed(f"its answer cannot be sent: {_last_line(error)}", False)]
+                return await self._apart(method, batch)
             except RayActorError:
                 continue
         return [await self._suspected(method, call) for call in batch]
+
+    async def _apart(self, method: str, batch: Sequence[_Call]) -> list[Any]:
+        """Make each call in its own Ray call."""
+        apart = await asyncio.gather(*(self._together(method, [one]) for one in batch))
+        return [result for (result,) in apart]
 
     async def _suspected(self, method: str, call: _Call) -> Any:
         """Make a call that may have ended the actor, while no other such call runs."""
@@ -300,10 +317,13 @@ class EnvironmentClient:
                 return self._too_slow(call)
             except RayActorError:
                 num_deaths = _DEATHS_BEFORE_SPLIT + 1
-                return call.failed(f"environment {self.name!r} died {num_deaths} times over this sample")
+                self._actor.note_blamed()
+                excess = self._actor.last_excess
+                why = f"; it used {excess}" if self._max_memory_gb is not None and excess is not None else ""
+                return call.failed(f"environment {self.name!r} died {num_deaths} times over this sample{why}", True)
 
     def _too_slow(self, call: _Call) -> Any:
-        return call.failed(f"environment {self.name!r} gave no answer in {self._step_timeout_s:g} s")
+        return call.failed(f"environment {self.name!r} gave no answer in {self._step_timeout_s:g} s", True)
 
     async def _answers(self, method: str, batch: Sequence[_Call]) -> list[Any]:
         """Make calls in one Ray call; errors as `_call`."""
@@ -337,7 +357,7 @@ class EnvironmentClient:
             except RayActorError as error:
                 if incarnation.ended_by_us:
                     return None
-                self._actor.replace(incarnation, death_in_short(error))
+                self._actor.replace(incarnation, await self._actor.cause_of_death(incarnation, error))
                 raise
         self._actor.note_answer()
         return outcome
@@ -352,3 +372,8 @@ class EnvironmentClient:
                 len(results),
                 errors[0],
             )
+
+
+def _last_line(error: RayTaskError) -> str:
+    """Return the line of Ray's report that names the error."""
+    return str(error).strip().splitlines()[-1]

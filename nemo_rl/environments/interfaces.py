@@ -58,11 +58,13 @@ class EpisodeStart(Generic[MetadataT]):  # noqa: UP046
         metadata: Metadata for the first `step`, which replaces the prompt's `extra_env_info`.
         observation: One more message of the prompt, with `role` and `content`; None adds no message.
         error: Reason why the episode could not be opened; such a sample is not played and does not train.
+        aborted: With an error: the environment missed its deadline or died, rather than to raise.
     """
 
     metadata: MetadataT
     observation: dict[str, Any] | None = None
     error: str | None = None
+    aborted: bool = False
 
 
 class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
@@ -95,6 +97,9 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
         continues_episodes: Whether an episode can continue in another process, from its messages and `metadata` alone:
             a run that resumes from a checkpoint then continues its unfinished samples. Otherwise they start again from
             their prompts. None: yes, unless the class overrides `close_episode`, which releases what a process holds.
+        pooled: Whether the environment may run in several actors, as many as the key `num_workers` of its section says
+            (default 1); all calls for an episode go to the same one. Otherwise it has one actor, and a key
+            `num_workers` is its own.
     """
 
     max_concurrent_steps: ClassVar[int] = 1
@@ -105,6 +110,7 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
     post_processes_groups: ClassVar[bool] = False
     reads_chat: ClassVar[bool] = False
     continues_episodes: ClassVar[bool | None] = None
+    pooled: ClassVar[bool] = False
 
     @abc.abstractmethod
     def step(
@@ -175,6 +181,7 @@ class StepResult:
         answer: The extracted answer, if the environment extracts answers.
         error: Reason why `reward` is None: the environment raised, hung or died; otherwise None.
         invalid_tool_call: Whether the turn has a tool call that cannot be made.
+        aborted: With an error: the environment hung or died, rather than to raise.
     """
 
     observation: dict[str, Any]
@@ -185,12 +192,13 @@ class StepResult:
     answer: str | None = None
     error: str | None = None
     invalid_tool_call: bool = False
+    aborted: bool = False
 
     @classmethod
-    def failed(cls, error: str, metadata: Any = None) -> "StepResult":
+    def failed(cls, error: str, metadata: Any = None, *, aborted: bool = False) -> "StepResult":
         """Make the result of a sample whose reward could not be computed."""
         observation = {"role": "environment", "content": "Environment: not graded"}
-        return cls(observation, metadata, reward=None, terminated=True, error=error)
+        return cls(observation, metadata, reward=None, terminated=True, error=error, aborted=aborted)
 
 
 def split_return(outcome: EnvironmentReturn[Any], num_samples: int, name: str) -> list[StepResult]:
@@ -216,12 +224,27 @@ def _one_result(outcome: EnvironmentReturn[Any], row: int, rewards: dict[str, li
         error = f"the environment returned a reward that is not finite: {list(values.values())}"
     if error is not None:
         return StepResult.failed(error, metadata)
+    terminated, stop_strings = bool(outcome.terminateds[row]), outcome.next_stop_strings[row]
+    if not terminated:
+        check_message(outcome.observations[row], "observations")
+        if stop_strings is not None and not all(isinstance(text, str) for text in stop_strings):
+            raise ValueError(f"next_stop_strings has {stop_strings!r}, which is neither None nor a list of texts")
     return StepResult(
         observation=outcome.observations[row],
         metadata=metadata,
         reward=values if isinstance(outcome.rewards, dict) else values[""],
-        terminated=bool(outcome.terminateds[row]),
-        next_stop_strings=outcome.next_stop_strings[row],
+        terminated=terminated,
+        next_stop_strings=stop_strings,
         answer=outcome.answers[row] if outcome.answers is not None else None,
         invalid_tool_call=outcome.invalid_tool_calls is not None and bool(outcome.invalid_tool_calls[row]),
     )
+
+
+def check_message(message: Any, place: str) -> None:
+    """Check that an environment returned a message.
+
+    Raises:
+        ValueError: It is no dict with a text `role` and a `content`.
+    """
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or message.get("content") is None:
+        raise ValueError(f"{place} has {message!r:.200}, which is no dict with `role` and `content`")

@@ -92,6 +92,7 @@ class EnvironmentTraits:
         reads_chat: as `EnvironmentInterface.reads_chat`.
         continues_episodes: an episode can continue in another process.
         reads_token_ids: as `EnvironmentInterface.reads_token_ids`.
+        pooled: as `EnvironmentInterface.pooled`.
     """
 
     concurrency: int
@@ -103,6 +104,7 @@ class EnvironmentTraits:
     reads_chat: bool = False
     continues_episodes: bool = True
     reads_token_ids: bool = False
+    pooled: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,7 @@ def _traits(loaded: tuple[EnvironmentClass, dict[str, Any]]) -> EnvironmentTrait
         plain_class.reads_chat,
         "close_episode" not in hooks if continues is None else continues,
         plain_class.reads_token_ids,
+        pooled=plain_class.pooled,
     )
 
 

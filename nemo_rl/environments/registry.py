@@ -11,8 +11,9 @@ from typing import Any, NotRequired, TypedDict
 from pydantic import BaseModel
 
 from nemo_rl.distributed.ray_actor_environment_registry import make_actor_runtime_env
-from nemo_rl.environments.client import EnvironmentClient
 from nemo_rl.environments.loading import ENVIRONMENTS
+from nemo_rl.environments.workers.keys import section_of, worker_keys
+from nemo_rl.environments.workers.start import Environment, start_workers
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -88,13 +89,13 @@ def create_env(
     *,
     step_timeout_s: float = 600.0,
     max_restarts: int = 10,
-) -> EnvironmentClient:
+) -> Environment:
     """Start the environment of a name in its own actor; do not wait until it is ready.
 
     Args:
         env_name: A registered name or the dotted path of a class.
         env_config: Its section of the configuration; the class is constructed with it as a dict.
-        step_timeout_s: Deadline of one step (`cluster.timeouts.environment_s`).
+        step_timeout_s: Deadline of one step (`cluster.timeouts.environment_s`), unless the section has one.
         max_restarts: How often its actor may be restarted (`cluster.max_actor_restarts`).
 
     Returns:
@@ -104,12 +105,12 @@ def create_env(
         ConfigError: The name is unknown, or its class cannot be imported or is not an environment.
     """
     path = env_class_path(env_name)
-    cfg = env_config.model_dump() if isinstance(env_config, BaseModel) else dict(env_config)
-    return EnvironmentClient(
+    cfg = section_of(env_config)
+    return start_workers(
         env_name,
         path,
         cfg,
-        step_timeout_s=step_timeout_s,
+        worker_keys(env_name, cfg, step_timeout_s),
         max_restarts=max_restarts,
         runtime_env=make_actor_runtime_env(path),
     )

@@ -14,8 +14,9 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from nemo_rl.distributed.workers.logs import end_processes, stopped_among
-from nemo_rl.distributed.workers.process import ProcessIdentity
+from nemo_rl.distributed.workers.logs import end_with_descendants, stopped_among, tail_of_logs
+from nemo_rl.distributed.workers.process import LoggedProcess
+from nemo_rl.environments.workers.process_guard import MEMORY_MARK
 from nemo_rl.utils.errors import WorkerDiedError
 
 logger = logging.getLogger(__name__)
@@ -34,10 +35,10 @@ class Incarnation:
     """
 
     handle: ActorHandle
-    ready: "ray.ObjectRef[ProcessIdentity]"
+    ready: "ray.ObjectRef[LoggedProcess]"
     ended_by_us: bool = False
     was_stopped: bool = False
-    process: ProcessIdentity | None = None
+    process: LoggedProcess | None = None
 
 
 class SupervisedActor:
@@ -54,6 +55,7 @@ class SupervisedActor:
         num_restarts: How often it was replaced.
         incarnation: The running actor; None if the next call starts one.
         failure: Why no further call is possible; None as long as calls are.
+        last_excess: How much memory the actor used that ended last because of that; None if there was none yet.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class SupervisedActor:
     ) -> None:
         self.num_restarts = 0
         self.failure: WorkerDiedError | None = None
+        self.last_excess: str | None = None
         self._name = f"{kind} {name!r}"
         self._start = start
         self._start_timeout_s = start_timeout_s
@@ -109,6 +112,20 @@ class SupervisedActor:
         """Note that the actor answered: the count of restarts in a row begins again."""
         self._restarts_in_a_row = 0
 
+    def note_blamed(self) -> None:
+        """Note that a death was the fault of a sample, which is not sent again: it does not count as one in a row."""
+        self._restarts_in_a_row = max(self._restarts_in_a_row - 1, 0)
+
+    async def cause_of_death(self, incarnation: Incarnation, error: RayActorError) -> str:
+        """Return why an actor died, as far as it is known: what it wrote about its memory, or Ray's report."""
+        if incarnation.process is not None:
+            tail = await asyncio.to_thread(tail_of_logs, incarnation.process)
+            excess = [line.partition(MEMORY_MARK)[2] for line in tail.splitlines() if MEMORY_MARK in line]
+            if excess:
+                self.last_excess = excess[-1]
+                return f"used {self.last_excess}"
+        return death_in_short(error)
+
     def end_hung(self, incarnation: Incarnation, reason: str) -> None:
         """Kill an actor that missed a deadline, once; its other calls are made again."""
         if incarnation.ended_by_us:
@@ -116,8 +133,8 @@ class SupervisedActor:
         incarnation.ended_by_us = True
         processes = [incarnation.process] if incarnation.process else []
         incarnation.was_stopped = bool(stopped_among(processes))
+        end_with_descendants(processes)  # before Ray's request, which a stopped process does not read
         self.replace(incarnation, reason)
-        end_processes(processes)  # a stopped process does not read Ray's request
 
     def replace(self, incarnation: Incarnation, reason: str) -> None:
         """Kill an actor, once, and count it against the limit of restarts."""

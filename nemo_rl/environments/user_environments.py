@@ -17,12 +17,15 @@ from nemo_rl.environments.client import EnvironmentClient
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, EpisodeStart
 from nemo_rl.environments.loading import class_path, plain_env_class
 from nemo_rl.environments.registry import env_class_path
+from nemo_rl.environments.workers.keys import section_of, worker_keys
+from nemo_rl.environments.workers.pool import EnvironmentPool
+from nemo_rl.environments.workers.start import Environment, start_workers
 from nemo_rl.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
-type Start = Callable[[dict[str, Any], ClusterConfig], EnvironmentClient]
+type Start = Callable[[dict[str, Any], ClusterConfig], Environment]
 """Configuration, deadlines and restarts -> a running environment."""
 
 
@@ -63,7 +66,7 @@ class ActorEnvironment(EnvironmentInterface[Any]):
         return ray.get(getattr(self._handle, method).remote(*arguments))
 
 
-def environment_of(name: str, given: Any) -> EnvironmentClient | Start:
+def environment_of(name: str, given: Any) -> Environment | Start:
     """Return the client of a running environment, or a function that starts one.
 
     Args:
@@ -75,7 +78,7 @@ def environment_of(name: str, given: Any) -> EnvironmentClient | Start:
     Raises:
         ConfigError: `given` is none of these.
     """
-    if isinstance(given, EnvironmentClient):
+    if isinstance(given, EnvironmentClient | EnvironmentPool):
         return given
     if isinstance(given, ActorHandle):
         if not hasattr(given, "step"):
@@ -85,14 +88,14 @@ def environment_of(name: str, given: Any) -> EnvironmentClient | Start:
     if not isinstance(hosted, str):
         plain_env_class(hosted)
 
-    def start(cfg: dict[str, Any], cluster: ClusterConfig) -> EnvironmentClient:
+    def start(cfg: dict[str, Any], cluster: ClusterConfig) -> Environment:
         path = hosted if isinstance(hosted, str) else class_path(plain_env_class(hosted)[0]) or ""
         timeouts = cluster.timeouts
-        return EnvironmentClient(
+        return start_workers(
             name,
             hosted,
             cfg,
-            step_timeout_s=timeouts.environment_s,
+            worker_keys(name, cfg, timeouts.environment_s),
             start_timeout_s=timeouts.setup_s,
             max_restarts=cluster.max_actor_restarts,
             runtime_env=make_actor_runtime_env(path, cluster.venvs.get(name), name, timeouts.venv_s),
@@ -102,15 +105,15 @@ def environment_of(name: str, given: Any) -> EnvironmentClient | Start:
 
 
 def start_environment(
-    environment: EnvironmentClient | Start,
+    environment: Environment | Start,
     section: Mapping[str, Any] | BaseModel,
     cluster: ClusterConfig,
     resources: ExitStack,
-) -> EnvironmentClient:
+) -> Environment:
     """Return a running environment; one that is started here gets its section of `env` and stops with `resources`."""
-    if isinstance(environment, EnvironmentClient):
+    if isinstance(environment, EnvironmentClient | EnvironmentPool):
         return environment
-    cfg = section.model_dump() if isinstance(section, BaseModel) else dict(section)
+    cfg = section_of(section)
     client = environment(cfg, cluster)
     resources.callback(client.shutdown)
     return client
@@ -133,7 +136,7 @@ def shutdown_environments(
         if any(environment is other for other in ended):
             continue
         ended.append(environment)
-        if isinstance(environment, EnvironmentClient):
+        if isinstance(environment, EnvironmentClient | EnvironmentPool):
             environment.shutdown()
         elif isinstance(environment, ActorHandle):
             if hasattr(environment, "shutdown"):

@@ -24,10 +24,10 @@ from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.cluster.node_checks import Shared, check_nodes
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
-from nemo_rl.environments.client import EnvironmentClient
 from nemo_rl.environments.loading import load_env_class
 from nemo_rl.environments.registry import env_class_path
 from nemo_rl.environments.user_environments import Start, environment_of, start_environment
+from nemo_rl.environments.workers.start import Environment
 from nemo_rl.evals.prompts import EvalPrompts, GivenPrompts, Prompts
 from nemo_rl.evals.records import AnswerRecord, RecordStore
 from nemo_rl.evals.report import EvalReport, make_report
@@ -252,7 +252,7 @@ def deferred_signals(config: EvalMasterConfig) -> Iterator[DeferredSignals]:
 
 @contextmanager
 def _started(
-    config: EvalMasterConfig, tokenizer: PreTrainedTokenizerBase, environment: EnvironmentClient | Start
+    config: EvalMasterConfig, tokenizer: PreTrainedTokenizerBase, environment: Environment | Start
 ) -> Iterator[Sampler]:
     """Run engines and environment during the block; end everything that was started here afterwards."""
     cluster = config.cluster

@@ -6,9 +6,22 @@ is left out.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from nemo_rl.experience.trajectory import Outcome, Rollouts, Trajectory, is_right
+from nemo_rl.experience.trajectory import Ending, Outcome, Rollouts, Trajectory, is_right
+
+OF_AN_ENVIRONMENT = (
+    "num_samples",
+    "reward",
+    "reward_error_rate",
+    "truncation_rate",
+    "avg_turns_per_sample",
+    "mean_gen_tokens_per_sample",
+    "mean_environment_s",
+    "ended_by_failure",
+    "ended_by_abort",
+)
+"""Metrics of training that a run of several environments has for each of them."""
 
 
 def mean(values: Sequence[float]) -> float:
@@ -55,7 +68,37 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "num_control_token_observations": float(sum(t.num_control_token_observations for t in trajectories)),
         "mean_environment_s": mean([t.environment_s for t in trajectories]),
     }
-    return _known(metrics) | _component_means(trajectories)
+    return _known(metrics) | _endings(trajectories) | _prefix_hits(trajectories) | _component_means(trajectories)
+
+
+def _endings(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Compute the share of the episodes that each cause has ended; the shares sum to 1."""
+    counts = Counter(t.ended_by for t in trajectories)
+    return {f"ended_by_{ending}": counts[ending] / max(len(trajectories), 1) for ending in Ending}
+
+
+def _prefix_hits(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Compute the share of later turns that an engine continued with the keys and values that it held."""
+    later = sum(max(t.num_turns - 1, 0) for t in trajectories)
+    return {"prefix_hit_rate": sum(t.num_prefix_hits for t in trajectories) / later} if later else {}
+
+
+def metrics_by_environment(
+    trajectories: Sequence[Trajectory], tasks: Collection[str], names: Collection[str]
+) -> dict[str, float]:
+    """Compute metrics for the samples of each environment, as `<environment>/<name>`.
+
+    Args:
+        trajectories: samples of any environments.
+        tasks: names of the environments of the run; with fewer than two there is nothing to tell apart.
+        names: metrics of `rollout_metrics`.
+    """
+    metrics: dict[str, float] = {}
+    for task in tasks if len(tasks) > 1 else ():
+        own = [t for t in trajectories if t.task_name == task]
+        found = rollout_metrics(own) if own else {"num_samples": 0.0}
+        metrics |= {f"{task}/{name}": found[name] for name in names if name in found}
+    return metrics
 
 
 def _known(metrics: dict[str, float]) -> dict[str, float]:

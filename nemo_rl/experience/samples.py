@@ -23,9 +23,10 @@ from nemo_rl.data.messages.observations import ObservationRenderer
 from nemo_rl.environments.interfaces import EpisodeStart, StepResult
 from nemo_rl.experience.closings import Closings
 from nemo_rl.experience.continued import joined, rest_of
+from nemo_rl.experience.limits import RolloutLimits
 from nemo_rl.experience.post_processing import PostProcessor
 from nemo_rl.experience.progress import SampleProgress
-from nemo_rl.experience.trajectory import Outcome, Trajectory
+from nemo_rl.experience.trajectory import Ending, Outcome, Trajectory
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationRequest,
@@ -61,21 +62,6 @@ class EnvironmentPort(PostProcessor, Protocol):
 
     async def close_episode(self, metadata: Any) -> None:
         """Close the episode of one sample; never raises."""
-
-
-@dataclass(frozen=True)
-class RolloutLimits:
-    """Bounds of a rollout.
-
-    Attributes:
-        max_sequence_length: tokens of prompt and all turns.
-        max_turns: response turns.
-        timeout_s: seconds for a whole collection, or for a group that is played alone.
-    """
-
-    max_sequence_length: int
-    max_turns: int
-    timeout_s: float
 
 
 @dataclass(frozen=True)
@@ -177,13 +163,13 @@ class SamplePlayer:
     def _has_no_room(self, sample: Trajectory) -> bool:
         if sample.loss_multiplier != 0 and sample.prompt_length < self._limits.max_sequence_length:
             return False
-        sample.outcome = Outcome.PROMPT_TOO_LONG
+        sample.outcome, sample.ended_by = Outcome.PROMPT_TOO_LONG, Ending.SEQUENCE_LENGTH
         return True
 
     def _begin(self, sample: Trajectory, start: EpisodeStart[Any]) -> bool:
         """Add the first observation to the prompt; return False when there is nothing to play."""
         if start.error is not None:
-            _fail(sample, start.error)
+            _fail(sample, start.error, aborted=start.aborted)
             return False
         if start.observation is None:
             return True
@@ -221,7 +207,12 @@ class SamplePlayer:
                 return
             if step.terminated or sample.num_turns >= self._limits.max_turns:
                 if finish_reason == "length":
-                    sample.outcome = Outcome.TRUNCATED
+                    _cut(sample, self._limits.bound_of(sample))
+                elif not step.terminated:
+                    sample.ended_by = Ending.MAX_TURNS
+                return
+            if self._limits.room(sample) <= 0:
+                _cut(sample, self._limits.bound_of(sample))
                 return
             try:
                 self._note_control_tokens(sample, step.observation)
@@ -230,7 +221,7 @@ class SamplePlayer:
                 _fail(sample, f"an observation cannot be rendered: {error}")
                 return
             if len(ids) >= self._limits.max_sequence_length - sample.length:
-                sample.outcome = Outcome.TRUNCATED
+                _cut(sample, Ending.SEQUENCE_LENGTH)
                 return
             said = {name: value for name, value in step.observation.items() if name != "messages"}
             sample.message_log.append({**said, "token_ids": ids})
@@ -254,13 +245,14 @@ class SamplePlayer:
     async def _take_turn(self, progress: SampleProgress, sampling: SamplingParams, key: RolloutKey) -> None:
         sample = progress.sample
         prefix = [t for message in sample.message_log for t in message["token_ids"].tolist()]
-        room = self._limits.max_sequence_length - len(prefix)
+        room = self._limits.room(sample)
         if room < sampling.max_new_tokens:
             sampling = replace(sampling, max_new_tokens=room)
         started = time.perf_counter()
         request = GenerationRequest(prefix, sampling, key.seed_of(sample), sample.served_by, sample.row_inputs)
         result = await self._respond(progress, request)
         progress.finish_reason = result.finish_reason
+        sample.num_prefix_hits += sample.served_by is not None and sample.served_by == result.served_by
         sample.served_by = result.served_by
         sample.generation_s += time.perf_counter() - started
         text = sampled_text(self._tokenizer, result.token_ids) if result.text is None else result.text
@@ -318,7 +310,7 @@ def _absorb(sample: Trajectory, step: StepResult) -> bool:
     _remember(sample, step.metadata)
     sample.answer = step.answer
     if step.error is not None or step.reward is None:
-        _fail(sample, step.error or "the environment returned no reward")
+        _fail(sample, step.error or "the environment returned no reward", aborted=step.aborted)
         return False
     components = step.reward if isinstance(step.reward, dict) else {}
     for name, value in components.items():
@@ -330,8 +322,14 @@ def _absorb(sample: Trajectory, step: StepResult) -> bool:
     return True
 
 
-def _fail(sample: Trajectory, reason: str) -> None:
+def _cut(sample: Trajectory, bound: Ending) -> None:
+    """End a sample at a bound."""
+    sample.outcome, sample.ended_by = Outcome.TRUNCATED, bound
+
+
+def _fail(sample: Trajectory, reason: str, *, aborted: bool = False) -> None:
     """End a sample that has no reward."""
     sample.outcome = Outcome.REWARD_ERROR
+    sample.ended_by = Ending.ABORT if aborted else Ending.FAILURE
     sample.error = reason
     sample.reward = None

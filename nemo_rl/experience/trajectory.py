@@ -31,6 +31,25 @@ class Outcome(StrEnum):
     PROMPT_TOO_LONG = "prompt_too_long"
 
 
+class Ending(StrEnum):
+    """What ended an episode; metrics have the share of each under `ended_by_<value>`."""
+
+    ENVIRONMENT = "environment"
+    """The environment: the episode is over."""
+    MAX_TURNS = "max_turns"
+    """`max_rollout_turns`; the environment would have gone on."""
+    TURN_TOKENS = "turn_tokens"
+    """Its last response was cut off at the token limit of a turn."""
+    EPISODE_TOKENS = "episode_tokens"
+    """`max_episode_tokens`: the last response was cut off there, or none is left for another."""
+    SEQUENCE_LENGTH = "sequence_length"
+    """The sequence is full: a prompt that is too long, a response that was cut off, or an observation with no room."""
+    FAILURE = "failure"
+    """The environment raised, or returned what cannot be used."""
+    ABORT = "abort"
+    """The environment missed its deadline, or its process died over the sample."""
+
+
 def is_right(reward: float | None) -> bool:
     """Return whether an answer with this reward counts as right in training metrics: the reward is above 0."""
     return reward is not None and reward > 0
@@ -67,11 +86,13 @@ class Trajectory:
         reward_components: named parts of the reward, for multi-reward environments.
         invalid_tool_call_turns: for each rewarded turn, whether it has a tool call that cannot be made.
         outcome: how the rollout ended.
+        ended_by: what ended the episode.
         error: description of what failed.
         answer: answer the grader extracted.
         weight_versions: versions of the weights that wrote the response turns; spans start at positions of the whole
             sequence.
         num_turns: response turns.
+        num_prefix_hits: later turns that went to the engine that holds the keys and values of their prefix.
         served_by: where the last response turn was written.
         extra_env_info: the environment's metadata after the last turn.
         episode: the last metadata that was not None, with which the episode is closed.
@@ -95,10 +116,12 @@ class Trajectory:
     reward_components: dict[str, float] = field(default_factory=dict)
     invalid_tool_call_turns: list[bool] = field(default_factory=list)
     outcome: Outcome = Outcome.FINISHED
+    ended_by: Ending = Ending.ENVIRONMENT
     error: str | None = None
     answer: str | None = None
     weight_versions: list[VersionSpan] = field(default_factory=list)
     num_turns: int = 0
+    num_prefix_hits: int = 0
     served_by: ServedBy | None = None
     extra_env_info: Any = None
     episode: Any = None
@@ -124,6 +147,7 @@ class Trajectory:
                 for message in self.message_log
             ],
             "outcome": str(self.outcome),
+            "ended_by": str(self.ended_by),
             "row_inputs": None if self.row_inputs is None else self.row_inputs.state_dict(),
             "weight_versions": [list(span) for span in self.weight_versions],
         }
@@ -134,7 +158,13 @@ class Trajectory:
         spans = [VersionSpan(*span) for span in state["weight_versions"]]
         stored = state.get("row_inputs")
         inputs = None if stored is None else RowInputs.from_state(stored)
-        rebuilt = {"outcome": Outcome(state["outcome"]), "weight_versions": spans, "row_inputs": inputs}
+        ended_by = Ending(state.get("ended_by", Ending.ENVIRONMENT))
+        rebuilt = {
+            "outcome": Outcome(state["outcome"]),
+            "ended_by": ended_by,
+            "weight_versions": spans,
+            "row_inputs": inputs,
+        }
         return cls(**{**state, **rebuilt})
 
     @property

@@ -72,6 +72,7 @@ def _describe(trajectory: Trajectory) -> dict[str, Any]:
         "turn_rewards": trajectory.turn_rewards,
         "reward_components": trajectory.reward_components,
         "outcome": str(trajectory.outcome),
+        "ended_by": str(trajectory.ended_by),
         "error": trajectory.error,
         "answer": trajectory.answer,
         "weight_versions": trajectory.weight_versions,

@@ -20,6 +20,7 @@ from nemo_rl.algorithms.credit.group_statistics import (
     std_with_floor,
     whiten,
 )
+from nemo_rl.algorithms.credit.turns import TurnCredit, per_token_of_turns, turn_advantage, with_total
 from nemo_rl.config import (
     AdvantageEstimatorConfig,
     ClippedPGLossConfig,
@@ -127,6 +128,56 @@ class DrGRPOAdvantageEstimator(GRPOAdvantageEstimator):
     def __init__(self, estimator_config: AdvantageEstimatorConfig, loss_config: ClippedPGLossConfig) -> None:
         self.leave_one_out = False
         self.normalize = False
+
+
+class PerTurnAdvantageEstimator:
+    """Group-relative advantages of each response turn, with the baseline and the deviation of another estimator.
+
+    See `nemo_rl.algorithms.credit.turns` for the formulas. What reward shaping changed of a sample's total reward
+    belongs to its last turn.
+    """
+
+    needs_logprobs = False
+
+    def __init__(self, inner: GRPOAdvantageEstimator, credit: TurnCredit, discount: float) -> None:
+        self.inner = inner
+        self.credit: TurnCredit = credit
+        self.discount = discount
+
+    def compute_advantage(
+        self,
+        prompt_ids: Tensor | None,
+        rewards: Tensor,
+        mask: Tensor,
+        **extras: Unpack[AdvantageExtras],
+    ) -> Tensor:
+        """See `AdvantageEstimator.compute_advantage`; `turn_rewards` and `turn_spans` are required.
+
+        Raises:
+            DataError: The rewards or the tokens of turns were not given.
+        """
+        if "turn_rewards" not in extras or "turn_spans" not in extras:
+            raise DataError(
+                f"grpo.adv_estimator.credit={self.credit} needs turn_rewards [B, N] and turn_spans [B, N, 2]; "
+                "they were not given."
+            )
+        spans, turn_rewards_BN = extras["turn_spans"], extras["turn_rewards"]
+        if spans.shape[1] == 0:  # no sample has a turn
+            return torch.zeros(mask.shape, dtype=rewards.dtype)
+        group_ids_B, valid_B = _groups(prompt_ids, rewards, extras)
+        has_turn_BN = (spans[..., 1] > 0) & (valid_B != 0)[:, None]
+        turn_rewards_BN = torch.nn.functional.pad(turn_rewards_BN, (0, spans.shape[1] - turn_rewards_BN.shape[1]))
+        advantage_BN = turn_advantage(
+            with_total(turn_rewards_BN, has_turn_BN, rewards),
+            has_turn_BN,
+            group_ids_B,
+            credit=self.credit,
+            discount=self.discount,
+            leave_one_out=self.inner.leave_one_out,
+            normalize=self.inner.normalize,
+            std_over_batch=self.inner.std_over_batch,
+        )
+        return per_token_of_turns(advantage_BN, spans, mask, rewards.dtype)
 
 
 class GDPOAdvantageEstimator:
@@ -311,7 +362,11 @@ def _named_estimator(config: AdvantageEstimatorConfig, loss_config: ClippedPGLos
     if ESTIMATORS.is_own(config.name):
         return ESTIMATORS.make(config.name, key, config.kwargs)
     built_in: Callable[..., AdvantageEstimator] = ESTIMATORS.class_of(config.name, f"{key}.name={config.name!r}")
-    return built_in(config, loss_config)
+    estimator = built_in(config, loss_config)
+    if config.credit == "episode":
+        return estimator
+    assert isinstance(estimator, GRPOAdvantageEstimator), "check_advantages refuses others"
+    return PerTurnAdvantageEstimator(estimator, config.credit, config.turn_discount)
 
 
 def _groups(prompt_ids: Tensor | None, rewards: Tensor, extras: AdvantageExtras) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ loss only if the policy wrote it, and a sample only if it has a reward, where th
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from typing import Any, TypedDict
 
@@ -25,7 +25,7 @@ from nemo_rl.data.prompt_stream import PromptStream
 from nemo_rl.data.stored_rows import NUM_STALE, NUM_WRITTEN, STORED_ROWS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.idle_shares import IdleShares
-from nemo_rl.experience.metrics import rollout_metrics
+from nemo_rl.experience.metrics import OF_AN_ENVIRONMENT, metrics_by_environment, rollout_metrics
 from nemo_rl.experience.runners.stored import lay_out, whole
 from nemo_rl.experience.trajectory import Outcome, Trajectory, is_right
 from nemo_rl.experience.trajectory_log import TrajectoryLog
@@ -44,6 +44,7 @@ class RolloutBatches:
         layout: `build_training_batch`, with all arguments but the trajectories bound.
         idle: measures how long trainer, engines and environments have nothing to do.
         engine_load: returns `GenerationInterface.load_metrics`, to be logged under `generation/`.
+        tasks: names of the run's environments; several of them have their own metrics.
 
     Attributes:
         rollouts: as passed; may be replaced before the first step.
@@ -59,6 +60,7 @@ class RolloutBatches:
         layout: Callable[[Sequence[Trajectory]], BatchedDataDict[Any]],
         idle: IdleShares,
         engine_load: Callable[[], dict[str, float]] = dict,
+        tasks: Collection[str] = (),
     ):
         self.rollouts = rollouts
         self._prompts = prompts
@@ -68,6 +70,7 @@ class RolloutBatches:
         self._layout = layout
         self._idle = idle
         self._engine_load = engine_load
+        self._tasks = tasks
 
     def next_batch(self, step: int, phase: Phase) -> StepBatch:
         """See `BatchSource.next_batch`.
@@ -93,7 +96,10 @@ class RolloutBatches:
             tensors,
             trajectories,
             num_prompts=len(groups),
-            metrics=rollout_metrics(trajectories) | overlap | self.rollouts.metrics,
+            metrics=rollout_metrics(trajectories)
+            | metrics_by_environment(trajectories, self._tasks, OF_AN_ENVIRONMENT)
+            | overlap
+            | self.rollouts.metrics,
             metrics_under={
                 "refit": self._refitter.last_sync,
                 "idle": self._idle.since_last_call(),

@@ -8,10 +8,11 @@ from nemo_rl.config import RolloutMasterConfig
 from nemo_rl.config.schema.tools import ToolEnvironmentConfig
 from nemo_rl.data.datasets.setup import RunData, setup_response_data
 from nemo_rl.data.interfaces import TokenizerType
-from nemo_rl.environments.client import EnvironmentClient
 from nemo_rl.environments.registry import env_class_path
 from nemo_rl.environments.tools.offers import offered_tools
 from nemo_rl.environments.user_environments import environment_of, start_environment
+from nemo_rl.environments.workers.keys import section_of, worker_keys
+from nemo_rl.environments.workers.start import Environment
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -35,6 +36,7 @@ def check_environments(config: RolloutMasterConfig, tasks: Collection[str], user
             )
     for name in {*tasks, *user_parts}:
         environment_of(name, _given(name, user_parts))
+        worker_keys(name, section_of(config.env[name]), config.cluster.timeouts.environment_s)
 
 
 def response_data(tokenizer: TokenizerType, config: RolloutMasterConfig) -> RunData:
@@ -54,7 +56,7 @@ def response_data(tokenizer: TokenizerType, config: RolloutMasterConfig) -> RunD
 
 def start_environments(
     config: RolloutMasterConfig, tasks: Collection[str], user_parts: Mapping[str, Any], resources: ExitStack
-) -> dict[str, EnvironmentClient]:
+) -> dict[str, Environment]:
     """Start the environments that do not run yet, in the background.
 
     Args:

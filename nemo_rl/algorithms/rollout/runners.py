@@ -8,9 +8,9 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config import RolloutMasterConfig
 from nemo_rl.data.messages.content import text_rules
-from nemo_rl.environments.client import EnvironmentClient
 from nemo_rl.environments.loading import import_path
 from nemo_rl.environments.registry import env_class_path
+from nemo_rl.environments.workers.start import Environment
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutRunner
 from nemo_rl.experience.runners.actor import RunnerSettings
@@ -42,7 +42,7 @@ def make_runner(
     config: RolloutMasterConfig,
     tokenizer: PreTrainedTokenizerBase,
     engines: EngineGroup,
-    environments: Mapping[str, EnvironmentClient],
+    environments: Mapping[str, Environment],
     loop: EventLoopThread,
     threads: ExitStack,
 ) -> RolloutRunner:
@@ -53,7 +53,10 @@ def make_runner(
     """
     algorithm, cluster = config.algorithm, config.cluster
     limits = RolloutLimits(
-        config.policy.max_total_sequence_length, algorithm.max_rollout_turns, cluster.timeouts.rollout_s
+        config.policy.max_total_sequence_length,
+        algorithm.max_rollout_turns,
+        cluster.timeouts.rollout_s,
+        algorithm.max_episode_tokens,
     )
     rules = text_rules(config.data)
     if not cluster.rollout_runners:

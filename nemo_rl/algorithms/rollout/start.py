@@ -47,7 +47,7 @@ from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.loader import build_loader
 from nemo_rl.data.prompt_stream import PromptStream, training_stream
 from nemo_rl.distributed.virtual_cluster import init_ray
-from nemo_rl.environments.client import EnvironmentClient
+from nemo_rl.environments.workers.start import Environment
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.idle_shares import IdleShares
 from nemo_rl.experience.rollouts import RolloutRunner
@@ -104,7 +104,7 @@ class Workers:
 
     models: Mapping[str, Policy]
     engines: EngineGroup
-    environments: Mapping[str, EnvironmentClient]
+    environments: Mapping[str, Environment]
 
 
 def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: float = 0.0) -> Run:
@@ -253,6 +253,7 @@ def _connect(
         layout,
         idle,
         workers.engines.load_metrics,
+        sorted(workers.environments),
     )
     parts = SessionParts(
         cadence=_cadence(config),
@@ -302,6 +303,7 @@ def validation_of(
         sampling_params(config.policy, recipe.tokenizer.eos_token_id, validation=True),
         algorithm.val_num_generations_per_prompt,
         algorithm.seed,
+        sorted(set(recipe.data.task_env.values())),
     )
     report = ValidationReport(trajectory_log, config.logger.num_val_samples_to_print)
     return make_validation(algorithm.overlap, validator, report, refitter)

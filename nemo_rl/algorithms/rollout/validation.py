@@ -10,7 +10,7 @@ weights give the same numbers, and curves of two runs compare like with like.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,7 @@ class Validator:
         sampling: how to sample.
         num_generations: samples per prompt.
         run_seed: seed of the run.
+        tasks: names of the run's environments; several of them have their own metrics.
     """
 
     batches: Iterable[BatchedDataDict[Any]]
@@ -45,6 +46,7 @@ class Validator:
     sampling: SamplingParams
     num_generations: int
     run_seed: int
+    tasks: Collection[str] = ()
 
     def validate(self) -> Rollouts:
         """Roll out all validation prompts; return the trajectories, and metrics for the prefix `validation/`."""
@@ -76,7 +78,16 @@ class Validator:
                 trajectory.group_index += offset
             trajectories += collection.trajectories
         metrics = mean_metrics(collections) | validation_metrics(trajectories, self.num_generations)
-        return Rollouts(trajectories, metrics)
+        return Rollouts(trajectories, metrics | self._by_environment(trajectories))
+
+    def _by_environment(self, trajectories: list[Trajectory]) -> dict[str, float]:
+        """Compute the metrics of each environment, as `<environment>/<name>`, where there are several."""
+        metrics: dict[str, float] = {}
+        for task in self.tasks if len(self.tasks) > 1 else ():
+            own = [t for t in trajectories if t.task_name == task]
+            found = validation_metrics(own, self.num_generations) if own else {}
+            metrics |= {f"{task}/{name}": value for name, value in found.items()}
+        return metrics
 
 
 @dataclass(frozen=True)

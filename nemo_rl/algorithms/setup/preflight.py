@@ -63,8 +63,11 @@ def check_environments(config: RunConfig) -> None:
     """Import the environments that the data names."""
     from nemo_rl.environments.loading import load_env_class
     from nemo_rl.environments.registry import env_class_path
+    from nemo_rl.environments.workers.keys import own_keys, section_of, worker_keys
 
     for name in sorted({str(name) for _, name in config.env_entries()}):
         env_class, _ = load_env_class(env_class_path(name))
         if isinstance(config, RolloutMasterConfig):
-            check_own_keys(env_class, f"env.{name}", config.env.get(name) or {})
+            section = section_of(config.env.get(name) or {})
+            worker_keys(name, section, config.cluster.timeouts.environment_s)
+            check_own_keys(env_class, f"env.{name}", own_keys(section, env_class.config_class))

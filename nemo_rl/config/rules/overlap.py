@@ -97,6 +97,11 @@ def check_rollout_runners(
             f"{set_to} keeps tokens out of the driver, but grpo.adv_estimator.name={name} has advantages of tokens. "
             "Use 0, or grpo, dr_grpo or rloo."
         )
+    if algorithm.adv_estimator.credit != "episode":
+        yield (
+            f"{set_to} keeps tokens out of the driver, but grpo.adv_estimator.credit={algorithm.adv_estimator.credit} "
+            "has advantages of turns. Use 0, or credit=episode."
+        )
     if algorithm.invalid_tool_call_advantage is not None:
         yield (
             f"{set_to} keeps tokens out of the driver, but grpo.invalid_tool_call_advantage is an advantage of tokens. "

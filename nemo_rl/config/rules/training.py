@@ -150,6 +150,10 @@ def check_grpo(grpo: GRPOConfig) -> Findings:
     yield from check_reward_shaping(grpo.reward_shaping)
 
 
+PER_TURN = ("grpo", "dr_grpo", "rloo")
+"""Estimators that can credit single turns."""
+
+
 def check_advantages(grpo: GRPOConfig, loss: ClippedPGLossConfig) -> Findings:
     """Check that options of the advantage estimator belong to the chosen estimator."""
     estimator = grpo.adv_estimator
@@ -173,6 +177,27 @@ def check_advantages(grpo: GRPOConfig, loss: ClippedPGLossConfig) -> Findings:
         )
     if estimator.kl_to_go and not loss.use_kl_in_reward:
         yield "grpo.adv_estimator.kl_to_go=true only works with loss_fn.use_kl_in_reward=true."
+    yield from _check_turn_credit(grpo)
+
+
+def _check_turn_credit(grpo: GRPOConfig) -> Findings:
+    """Check that advantages per turn have an estimator that can compute them, and rewards that belong to turns."""
+    estimator = grpo.adv_estimator
+    if estimator.credit == "episode":
+        if estimator.turn_discount != 1.0:
+            yield (
+                f"grpo.adv_estimator.turn_discount={estimator.turn_discount:g} only works with "
+                "grpo.adv_estimator.credit=turn_returns or turn_rewards, got episode."
+            )
+        return
+    key = f"grpo.adv_estimator.credit={estimator.credit}"
+    if estimator.name not in PER_TURN:
+        yield f"{key} only works with grpo.adv_estimator.name={', '.join(PER_TURN)}, got {estimator.name}."
+    if grpo.reward_scaling.enabled:
+        yield (
+            f"{key} uses the rewards of turns, which grpo.reward_scaling does not change. Set "
+            "grpo.reward_scaling.enabled=false, and scale the rewards in the environment."
+        )
 
 
 def check_early_stop(section: str, algorithm: RolloutTrainingConfig) -> Findings:

@@ -17,7 +17,19 @@ from nemo_rl.config.schema.judges import LLMJudgeConfig, RewardModelEnvironmentC
 from nemo_rl.config.schema.tools import RAGEnvironmentConfig, ToolEnvironmentConfig
 
 
-class MathEnvironmentConfig(Section):
+class EnvironmentSection(Section):
+    """Keys of every environment, which the library reads; environments without a schema may have them too."""
+
+    step_timeout_s: PositiveFloat | None = None
+    """Seconds for the environment to answer one sample; null: cluster.timeouts.environment_s."""
+    max_memory_gb: PositiveFloat | None = None
+    """Gibibytes that an actor of the environment may use, with the processes that it started; above this it is ended,
+    and started again. null: no limit."""
+    max_open_episodes: PositiveInt | None = None
+    """Episodes of this environment that are played at the same time; null: all."""
+
+
+class MathEnvironmentConfig(EnvironmentSection):
     """Comparison of the model's final answer with the known one."""
 
     num_workers: PositiveInt = 8

@@ -16,15 +16,21 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nemo_rl.distributed.workers.process import STACK_SIGNAL, ProcessIdentity, WorkerIdentity, process_start_ticks
-from nemo_rl.host.processes import PROCESS_STATES, state_of
+from nemo_rl.distributed.workers.process import (
+    STACK_SIGNAL,
+    LoggedProcess,
+    ProcessIdentity,
+    WorkerIdentity,
+    process_start_ticks,
+)
+from nemo_rl.host.processes import PROCESS_STATES, end_descendants, state_of
 
 _PROBE_TIMEOUT_S = 20.0
 _TAIL_BYTES = 64 * 1024
 _MAX_STACK_LINES = 80
 
 
-def tail_of_logs(worker: WorkerIdentity, num_lines: int = 20) -> str:
+def tail_of_logs(worker: LoggedProcess, num_lines: int = 20) -> str:
     """Return the last lines a worker wrote to stdout and stderr, each file under its path."""
     return _ask_nodes(_read_tails, [(worker, num_lines)])[0]
 
@@ -67,6 +73,11 @@ def end_processes(workers: Sequence[ProcessIdentity]) -> None:
     _ask_nodes(_kill_process, [(worker,) for worker in workers])
 
 
+def end_with_descendants(workers: Sequence[ProcessIdentity]) -> None:
+    """Send SIGKILL to processes on any node and to all processes below them."""
+    _ask_nodes(_kill_tree, [(worker,) for worker in workers])
+
+
 def wait_until_gone(workers: Sequence[WorkerIdentity], timeout_s: float) -> list[WorkerIdentity]:
     """Wait for the processes on this node to end.
 
@@ -106,7 +117,7 @@ def _answer_of(ref: Any, timeout_s: float) -> str:
         return f"(its node did not answer: {type(error).__name__})"
 
 
-def _read_tails(worker: WorkerIdentity, num_lines: int) -> str:
+def _read_tails(worker: LoggedProcess, num_lines: int) -> str:
     blocks = []
     for path in worker.log_paths:
         try:
@@ -160,6 +171,13 @@ def _kill_process(worker: ProcessIdentity) -> str:
     if _is_running(worker):
         os.kill(worker.pid, signal.SIGKILL)
     return "asked"
+
+
+def _kill_tree(worker: ProcessIdentity) -> str:
+    if _is_running(worker):
+        os.kill(worker.pid, signal.SIGSTOP)  # it starts no further processes
+        end_descendants(worker.pid)
+    return _kill_process(worker)
 
 
 def _without_addresses(stack: str) -> str:

@@ -44,28 +44,38 @@ class ProcessIdentity:
     node_id: str
 
 
-def this_process() -> ProcessIdentity:
+@dataclass(frozen=True, kw_only=True)
+class LoggedProcess(ProcessIdentity):
+    """A process whose output is in files.
+
+    Attributes:
+        log_paths: files on its node that receive the process's stdout and stderr.
+    """
+
+    log_paths: tuple[str, ...]
+
+
+def this_process() -> LoggedProcess:
     """Return the identity of this process, which runs an actor."""
-    node_id = ray.get_runtime_context().get_node_id()
-    return ProcessIdentity(pid=os.getpid(), start_ticks=process_start_ticks(os.getpid()), node_id=node_id)
+    node_id, pid = ray.get_runtime_context().get_node_id(), os.getpid()
+    ticks = process_start_ticks(pid)
+    return LoggedProcess(pid=pid, start_ticks=ticks, node_id=node_id, log_paths=redirected_outputs())
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerIdentity(ProcessIdentity):
+class WorkerIdentity(LoggedProcess):
     """Rank, process and node of a worker, reported by the worker.
 
     Attributes:
         name: actor name, `<prefix>-<node>-<local rank>`.
         rank: position in its group.
         node_ip: address of the node.
-        log_paths: files on that node that receive the process's stdout and stderr.
         stacks_path: file on that node that receives stacks on `STACK_SIGNAL`.
     """
 
     name: str
     rank: int
     node_ip: str
-    log_paths: tuple[str, ...]
     stacks_path: str
 
     def __str__(self) -> str:
@@ -87,7 +97,7 @@ class WorkerHost:
         self._name = name
         self._worker: Any = None
         configure_logging(name)
-        log_paths = _redirected_outputs()
+        log_paths = redirected_outputs()
         folder = Path(log_paths[-1]).parent if log_paths else Path(tempfile.mkdtemp(prefix="nemo_rl-"))
         stacks_path = folder / f"stacks-{os.getpid()}.txt"
         self._stacks_file = stacks_path.open("w")
@@ -195,7 +205,7 @@ def _waits_at(coroutine: Coroutine[Any, Any, Any]) -> str:
     return "\n".join(lines)
 
 
-def _redirected_outputs() -> tuple[str, ...]:
+def redirected_outputs() -> tuple[str, ...]:
     """Return the files to which Ray redirected stdout and stderr of this process."""
     paths = []
     for descriptor in (1, 2):

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.client import EnvironmentClient
+from nemo_rl.environments.workers.start import Environment
 from nemo_rl.experience.closings import Closings
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.idle_shares import BusySeconds
@@ -45,7 +45,7 @@ class RemoteRunner(RolloutRunner):
     def __init__(
         self,
         engines: EngineGroup,
-        environments: Mapping[str, EnvironmentClient],
+        environments: Mapping[str, Environment],
         settings: RunnerSettings,
         num_runners: int,
         loop: EventLoopThread,

@@ -23,6 +23,9 @@ class RolloutTrainingConfig(Section):
     """Training stops after this many passes over the training data."""
     max_rollout_turns: PositiveInt = 1
     """Most turns of model and environment in one rollout."""
+    max_episode_tokens: PositiveInt | None = None
+    """Most tokens that the model writes in all turns of one rollout; null: only policy.generation.max_new_tokens bounds
+    each turn, and policy.max_total_sequence_length all of it."""
     max_idle_steps: PositiveInt = 5
     """The run ends with an error after this many steps in a row without an update: no sample counts in the loss, or the
     gradients are not finite."""

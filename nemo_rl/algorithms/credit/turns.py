@@ -1,0 +1,100 @@
+"""Compute an advantage for each response turn of a sample, from the rewards of its turns.
+
+    turn_returns    the discounted return of a turn, `R_n = sum over m >= n of discount^(m - n) * r_m`, compared with
+                    the returns of the group at the same turn: the step-level advantage of GiGPO (arXiv 2505.10978),
+                    `(R - mean(R)) / std(R)`, with the number of the turn in place of the state
+    turn_rewards    the reward of each turn compared with the rewards of the group at the same turn, `a_m = (r_m -
+                    mean(r)) / std(r)`; a turn gets `sum over m >= n of discount^(m - n) * a_m`: MT-GRPO (arXiv
+                    2505.11821), whose first turn gets its own result plus that of the outcome, for any number of turns
+
+Both compare with `group_statistics.group_advantage`: baseline with or without the sample itself, divided by the
+deviation or not. Invariant: only turns that a sample has enter a statistic, so a group's later turns are compared among
+the samples that reached them.
+
+Legend: `B` samples, `T` tokens, `N` response turns of the sample with most.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nemo_rl.algorithms.credit.group_statistics import group_advantage
+
+type TurnCredit = Literal["turn_returns", "turn_rewards"]
+
+
+def turn_advantage(
+    turn_rewards_BN: Tensor,
+    has_turn_BN: Tensor,
+    group_ids_B: Tensor,
+    *,
+    credit: TurnCredit,
+    discount: float,
+    leave_one_out: bool,
+    normalize: bool,
+    std_over_batch: bool = False,
+) -> Tensor:
+    """Return the advantage of each turn, `[B, N]` float64, 0 where a sample has no such turn.
+
+    Args:
+        turn_rewards_BN: `[B, N]` float.
+        has_turn_BN: `[B, N]` bool, False also for all turns of samples that enter no statistic.
+        group_ids_B: `[B]` int64; rows with equal ids are answers to one prompt.
+        credit: see the module.
+        discount: Factor for each turn between a reward and the turn that gets it, from 0 to 1.
+        leave_one_out: As in `group_advantage`.
+        normalize: As in `group_advantage`.
+        std_over_batch: As in `group_advantage`; the deviation is over all turns of the batch.
+    """
+    rewards_BN = torch.where(has_turn_BN, turn_rewards_BN.double(), 0.0)
+    compared_BN = _discounted_sums(rewards_BN, discount) if credit == "turn_returns" else rewards_BN
+    num_turns = rewards_BN.shape[1]
+    same_turn_BN = torch.unique(group_ids_B, return_inverse=True)[1][:, None] * num_turns + torch.arange(num_turns)
+    advantage_BN = group_advantage(
+        compared_BN.flatten(),
+        same_turn_BN.flatten(),
+        has_turn_BN.flatten(),
+        leave_one_out=leave_one_out,
+        normalize=normalize,
+        std_over_batch=std_over_batch,
+    ).view_as(rewards_BN)
+    if credit == "turn_rewards":
+        advantage_BN = _discounted_sums(advantage_BN, discount)
+    return torch.where(has_turn_BN, advantage_BN, 0.0)
+
+
+def with_total(turn_rewards_BN: Tensor, has_turn_BN: Tensor, rewards_B: Tensor) -> Tensor:
+    """Return turn rewards that sum to `rewards_B [B]`: what is missing, a length penalty, goes to the last turn."""
+    missing_B = rewards_B - torch.where(has_turn_BN, turn_rewards_BN, 0.0).sum(1)
+    is_last_BN = has_turn_BN & ~torch.cat([has_turn_BN[:, 1:], torch.zeros_like(has_turn_BN[:, :1])], dim=1)
+    return turn_rewards_BN + is_last_BN * missing_B[:, None]
+
+
+def per_token_of_turns(advantage_BN: Tensor, turn_spans: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Give each token that counts the advantage of its turn, `[B, T]`.
+
+    Args:
+        advantage_BN: `[B, N]`.
+        turn_spans: `[B, N, 2]` int64, first token and end of each turn; 0, 0 after the last.
+        mask: `[B, T]`, non-zero on tokens that count, all of them within turns.
+        dtype: Of the result.
+    """
+    starts_BN, ends_BN = turn_spans.unbind(-1)
+    num_begun_BT = torch.zeros(mask.shape[0], mask.shape[1] + 1, dtype=torch.int64)
+    num_begun_BT.scatter_add_(1, starts_BN, (ends_BN > 0).long())
+    turn_BT = (num_begun_BT.cumsum(1)[:, :-1] - 1).clamp(min=0)
+    return torch.where(mask != 0, advantage_BN.gather(1, turn_BT).to(dtype), 0.0)
+
+
+def _discounted_sums(values_BN: Tensor, discount: float) -> Tensor:
+    """Return of each turn the sum of its value and all later ones, each times `discount` to the power of its distance.
+
+    Example:
+        >>> _discounted_sums(torch.tensor([[1.0, 0.0, 4.0]]), 0.5)
+        tensor([[2., 2., 4.]])
+    """
+    sums_BN = values_BN.clone()
+    for turn in reversed(range(sums_BN.shape[1] - 1)):
+        sums_BN[:, turn] += discount * sums_BN[:, turn + 1]
+    return sums_BN
