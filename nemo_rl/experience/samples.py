@@ -156,9 +156,10 @@ class SamplePlayer:
     async def _open(self, progress: SampleProgress, prompt_stops: list[str] | None) -> bool:
         """Open the episode of a sample; return False when there is nothing to play."""
         sample = progress.sample
+        environment = self._environments[sample.task_name]
         started = time.perf_counter()
         with self.environments_busy.work():
-            start = await self._environments[sample.task_name].open_episode(sample.extra_env_info)
+            start = await environment.open_episode(sample.extra_env_info)
         sample.environment_s += time.perf_counter() - started
         _remember(sample, start.metadata)
         progress.is_open, progress.stops = True, prompt_stops
