@@ -151,9 +151,9 @@ class SamplePlayer:
     async def _open(self, progress: SampleProgress, prompt_stops: list[str] | None, key: RolloutKey) -> bool:
         """Open the episode of a sample; return False when there is nothing to play."""
         sample = progress.sample
+        environment = self._environments[sample.task_name]
         started = time.perf_counter()
         with self.environments_busy.work():
-            environment = self._environments[sample.task_name]
             start = await environment.open_episode(sample.extra_env_info, key.episode_seed_of(sample))
         sample.environment_s += time.perf_counter() - started
         _remember(sample, start.metadata)

@@ -104,6 +104,6 @@ def _shown(value: Number) -> str:
     """Write integers with all digits, other numbers with up to 12 significant ones."""
     if isinstance(value, Fraction) and value.denominator == 1:
         return str(value.numerator)
-    if float(value).is_integer() and abs(value) < 2**53:
+    if float(value).is_integer() and abs(float(value)) < 2**53:
         return str(int(value))
     return f"{float(value):.12g}"

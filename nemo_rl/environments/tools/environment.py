@@ -104,7 +104,9 @@ class ToolEnvironment(EnvironmentInterface[ToolState]):
         self._threads = ThreadPoolExecutor(self._grader.concurrency, "grader")
         self._episodes: dict[str, Episode] = {}
 
-    async def open_episode(self, metadata: Any) -> EpisodeStart[ToolState]:
+    async def open_episode(  # type: ignore[override]  # may be a coroutine function
+        self, metadata: Any
+    ) -> EpisodeStart[ToolState]:
         """Open the tools of one episode, and the grader's episode."""
         key = uuid.uuid4().hex
         start = await self._graded(self._grader.open_episode, metadata)
@@ -113,7 +115,7 @@ class ToolEnvironment(EnvironmentInterface[ToolState]):
         state = ToolState(episode=key, counts=dict.fromkeys(COUNTS, 0), tool_s=0.0, row=start.metadata)
         return EpisodeStart(state, start.observation, start.error)
 
-    async def step(
+    async def step(  # type: ignore[override]  # may be a coroutine function
         self, message_log_batch: list["LLMMessageLogType"], metadata: list[ToolState]
     ) -> EnvironmentReturn[ToolState]:
         """Make the calls of one response, or grade it if it has none.
@@ -136,7 +138,7 @@ class ToolEnvironment(EnvironmentInterface[ToolState]):
         state = _counted(state, results, time.perf_counter() - started)
         return _turn(results, state, is_invalid=any(result.is_invalid for result in results))
 
-    async def close_episode(self, metadata: Any) -> None:
+    async def close_episode(self, metadata: Any) -> None:  # type: ignore[override]  # may be a coroutine function
         """Close the tools of an episode, and the grader's episode."""
         if not isinstance(metadata, dict) or "episode" not in metadata:
             return  # it was not opened
@@ -145,7 +147,7 @@ class ToolEnvironment(EnvironmentInterface[ToolState]):
             await episode.close()
         await self._graded(self._grader.close_episode, metadata["row"])
 
-    async def global_post_process_and_metrics(
+    async def global_post_process_and_metrics(  # type: ignore[override]  # may be a coroutine function
         self, batch: "BatchedDataDict[Any]"
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
         """Count calls over B samples, and let the grader correct rewards and add its metrics."""
@@ -161,7 +163,7 @@ class ToolEnvironment(EnvironmentInterface[ToolState]):
         own = {name: totals[name] for name in COUNTS} | {"share_with_tool_calls": with_calls, "mean_tool_s": waited}
         return graded, {**metrics, **own}
 
-    async def shutdown(self) -> None:
+    async def shutdown(self) -> None:  # type: ignore[override]  # may be a coroutine function
         """Close all episodes and shared tools, and the grader."""
         await asyncio.gather(*(episode.close() for episode in self._episodes.values()), return_exceptions=True)
         self._episodes.clear()

@@ -87,7 +87,8 @@ class CallParser:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         messages = [{"role": "user", "content": ""}]
-        return ChatCompletionRequest(model="policy", messages=messages, tools=self._tools or None)  # type: ignore[arg-type]
+        fields = {"model": "policy", "messages": messages, "tools": self._tools or None}
+        return ChatCompletionRequest.model_validate(fields)
 
 
 def _manager() -> Any:

@@ -130,7 +130,7 @@ class _Server:
         from mcp.client.stdio import StdioServerParameters, stdio_client
 
         program, *arguments = self._command
-        parameters = StdioServerParameters(command=program, args=arguments, env=self._variables)
+        parameters = StdioServerParameters(command=program, args=arguments, env=dict(self._variables))
         with open(os.devnull, "w", encoding="utf-8") as discarded:
             async with Client(stdio_client(parameters, errlog=discarded)) as client:
                 ready.set_result(client)
