@@ -37,6 +37,7 @@ class SlidingPuzzleConfig(Section):
     """The sliding puzzle."""
 
     game_config: SlidingPuzzleBoard = Field(default_factory=SlidingPuzzleBoard.build)
+    """The board."""
     max_moves: PositiveInt = 30
     """Actions after which an episode ends as failed; an invalid action counts too."""
 
@@ -45,6 +46,7 @@ class SlidingPuzzleEnvironmentConfig(GameSection):
     """The environment sliding_puzzle_game."""
 
     cfg: SlidingPuzzleConfig = Field(default_factory=SlidingPuzzleConfig.build)
+    """The board and the moves."""
 
 
 class BlackjackConfig(GameSection):

@@ -35,7 +35,7 @@ class Client:
         self.open: set[int] = set()
         self.most = 0
 
-    async def open_episode(self, metadata: Any) -> EpisodeStart[Any]:
+    async def open_episode(self, metadata: Any, seed: int | None = None) -> EpisodeStart[Any]:
         self.open.add(metadata)
         self.most = max(self.most, len(self.open))
         return EpisodeStart(metadata)

@@ -78,7 +78,7 @@ def share_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunnerShare]:
     """Make a runner with the engines 2 and 3 whose actors are the given ones, one after the other."""
     monkeypatch.setattr(ray, "kill", lambda handle: handle.die())
     monkeypatch.setattr(supervision, "stopped_among", lambda processes: [])
-    monkeypatch.setattr(supervision, "end_processes", lambda processes: None)
+    monkeypatch.setattr(supervision, "end_with_descendants", lambda processes: None)
 
     def make(engines: Engines, *handles: Handle) -> RunnerShare:
         coming = iter(handles)

@@ -189,11 +189,13 @@ class WaitingEnvironment:
     """
 
     post_processes_groups = False
+    reads_chat = False
+    continues_episodes = True
 
     def __init__(self, waits: LogNormal, num_turns: int):
         self._waits, self._num_turns = waits, num_turns
 
-    async def open_episode(self, metadata: Any) -> EpisodeStart[Any]:
+    async def open_episode(self, metadata: Any, seed: int | None = None) -> EpisodeStart[Any]:
         """See `EnvironmentPort.open_episode`."""
         return EpisodeStart(metadata)
 

@@ -1,6 +1,6 @@
 """Tools that run in the environment's process.
 
-Invariant: a call ends at its deadline. A function that hangs keeps its thread, but delays nobody; give a tool that may
+Invariant: a call ends at its deadline. A function that hangs keeps its thread, but delays no other call; give a tool that may
 hang or die a process of its own (`isolate: true`).
 """
 

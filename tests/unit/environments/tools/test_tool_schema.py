@@ -63,7 +63,7 @@ def test_wrong_arguments_are_named(arguments: dict[str, object], complaint: str)
         ("tools_for_tests.many", "parameter 'values' cannot be passed by name"),
         ("tools_for_tests.missing", "cannot be imported"),
         ("tools_for_tests.os", "is a module"),
-        ("calculater", "is unknown. Did you mean"),
+        ("calculatr", "is unknown. Did you mean"),
     ],
 )
 def test_what_is_no_tool_is_refused_by_name(name: str, complaint: str) -> None:
