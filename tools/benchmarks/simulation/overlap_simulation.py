@@ -48,6 +48,7 @@ from nemo_rl.algorithms.rollout.ahead import AheadRollouts
 from nemo_rl.algorithms.rollout.source import FreshRollouts, RolloutSource
 from nemo_rl.algorithms.rollout.staleness import check_staleness
 from nemo_rl.algorithms.rollout.streamed import StreamedRollouts
+from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.config import OverlapConfig
 from nemo_rl.data.loader import build_loader
 from nemo_rl.data.prompt_stream import PromptStream
@@ -171,7 +172,19 @@ class Simulation:
         if overlap.mode == "none":
             return self._fresh, partial(trainer.train, loss_fn=loss_fn)  # type: ignore[arg-type]
         groups = overlap.groups_per_part or max(1, self.workload.num_prompts // 4)
-        streamed = StreamedRollouts(self._fresh, trainer, loss_fn, [], _lengths, groups, nullcontext, False)  # type: ignore[arg-type]
+        streamed = StreamedRollouts(
+            inner=self._fresh,
+            policy=trainer,
+            loss_fn=loss_fn,  # type: ignore[arg-type]
+            stages=[],
+            stages_of_steps=[],
+            scores=[],
+            memory=MemorySharing(),
+            layout=_lengths,
+            groups_per_part=groups,
+            busy=nullcontext,
+            in_order=False,
+        )
         return streamed, partial(streamed.train, loss_fn=loss_fn)  # type: ignore[arg-type]
 
 
