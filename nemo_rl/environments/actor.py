@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_ERROR_CHARS = 2000
 _RAISED = (Exception, SystemExit, KeyboardInterrupt)
-"""What an environment may raise without ending its actor."""
+"""Errors of an environment that do not end its actor."""
 
 type Metrics = dict[str, float | int]
 

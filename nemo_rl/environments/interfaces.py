@@ -211,7 +211,7 @@ def split_return(outcome: EnvironmentReturn[Any], num_samples: int, name: str) -
     columns: dict[str, Any] = outcome._asdict() | {f"rewards {k}": v for k, v in components.items()}
     for field, column in columns.items():
         if column is not None and field != "rewards" and len(column) != num_samples:
-            raise ValueError(f"{name}.step returned {len(column)} {field} for {num_samples} samples")
+            raise ValueError(f"{name}.step returned {len(column)} {field.strip()} for {num_samples} samples")
     rewards = {key: [float(value) for value in column] for key, column in components.items()}
     return [_one_result(outcome, row, rewards) for row in range(num_samples)]
 

@@ -32,7 +32,7 @@ class Outcome(StrEnum):
 
 
 class Ending(StrEnum):
-    """What ended an episode; metrics have the share of each under `ended_by_<value>`."""
+    """The cause of the end of an episode; metrics have the share of each under `ended_by_<value>`."""
 
     ENVIRONMENT = "environment"
     """The environment: the episode is over."""

@@ -18,7 +18,7 @@ WORKER_KEYS = ("num_workers", "step_timeout_s", "max_memory_gb", "max_open_episo
 
 @dataclass(frozen=True)
 class WorkerKeys:
-    """How an environment is run.
+    """Processes of an environment, and their bounds.
 
     Attributes:
         num_workers: actors of a class with `EnvironmentInterface.pooled`; of others the key is their own.

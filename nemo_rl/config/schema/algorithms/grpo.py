@@ -44,7 +44,7 @@ class AdvantageEstimatorConfig(NamedPartConfig):
     """REINFORCE++ with use_kl_in_reward: subtract the KL of this and all later tokens, as its paper does; false: the KL
     of this token only, as NeMo RL does."""
     credit: Literal["episode", "turn_returns", "turn_rewards"] = "episode"
-    """What the tokens of a turn are credited with: the reward of the whole episode; the discounted return from this
+    """Credit of the tokens of a turn: the reward of the whole episode; the discounted return from this
     turn on, compared with the group's returns at the same turn; or the turn's reward, compared with the group's rewards
     at the same turn, plus the discounted results of later turns. Per turn with grpo, dr_grpo and rloo only."""
     turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0

@@ -1,7 +1,7 @@
 """Tools that run in the environment's process.
 
-Invariant: a call ends at its deadline. A function that hangs keeps its thread, but delays no other call. Give a tool that
-may hang or die a process of its own (`isolate: true`).
+Invariant: a call ends at its deadline. A function that hangs keeps its thread, but delays no other call. Give a tool
+that may hang or die a process of its own (`isolate: true`).
 """
 
 import asyncio
