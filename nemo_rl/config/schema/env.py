@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.base.structure import NamedSections
 from nemo_rl.config.schema.adapters import GymnasiumConfig, ReasoningGymConfig, TextArenaConfig
-from nemo_rl.config.schema.games import BlackjackConfig, SlidingPuzzleEnvironmentConfig
+from nemo_rl.config.schema.games import BlackjackConfig, GameSection, SlidingPuzzleEnvironmentConfig
 from nemo_rl.config.schema.judges import LLMJudgeConfig, RewardModelEnvironmentConfig
 from nemo_rl.config.schema.tools import RAGEnvironmentConfig, ToolEnvironmentConfig
 
@@ -89,7 +89,9 @@ class CodeJaccardEnvironmentConfig(Section):
 def stop_strings_of(environments: Mapping[str, Any], name: str | None) -> list[str] | None:
     """Return the stop strings of an environment that has a schema."""
     section = environments.get(name or "")
-    return getattr(section, "stop_strings", None) if isinstance(section, Section) else None
+    graded = MathEnvironmentConfig | CodeEnvironmentConfig | CodeJaccardEnvironmentConfig
+    with_turns = ToolEnvironmentConfig | RAGEnvironmentConfig | GameSection
+    return section.stop_strings if isinstance(section, graded | with_turns) else None
 
 
 class BuiltInEnvironments(TypedDict, total=False):
