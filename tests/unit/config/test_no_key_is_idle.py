@@ -158,11 +158,12 @@ PLANTED = {
     ),
     "env.math.stop_strings": (
         ("config/schema/env.py", "section.stop_strings", "None"),
-        {"MathEnvironmentConfig.stop_strings", "CodeJaccardEnvironmentConfig.stop_strings"},
+        {f"{name}EnvironmentConfig.stop_strings" for name in ("Math", "CodeJaccard", "Tool", "RAG")},
     ),
     "data.*.processor": (
         ("data/datasets/setup.py", "entry.processor", "None"),
         ("data/datasets/raw_dataset.py", "self.data_config.processor", "None"),
+        ("data/datasets/episodes.py", "config.processor", "None"),
         {"DatasetConfig.processor", "DatasetDefaults.processor", "SupervisedDatasetDefaults.processor"},
     ),
     "val_micro_batch_size": (
