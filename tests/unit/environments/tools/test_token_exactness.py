@@ -97,12 +97,14 @@ class DirectEnvironment:
     """A `ToolEnvironment` in this process."""
 
     post_processes_groups = False
+    reads_chat = False
+    continues_episodes = False
     reads_collections = False
 
     def __init__(self, environment: ToolEnvironment) -> None:
         self.environment = environment
 
-    async def open_episode(self, metadata: Any) -> EpisodeStart[Any]:
+    async def open_episode(self, metadata: Any, seed: int | None = None) -> EpisodeStart[Any]:
         return await self.environment.open_episode(metadata)
 
     async def step(self, message_log: list[dict[str, Any]], metadata: Any) -> StepResult:
