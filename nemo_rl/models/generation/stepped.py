@@ -82,9 +82,12 @@ class SteppedEngine(ABC):
     def remove_requests(self, request_ids: Collection[str]) -> list[Finished]:
         """Stop running requests; return them with their tokens so far and finish reason "abort"."""
 
-    @abstractmethod
-    def sampled_so_far(self, request_id: str) -> tuple[list[int], list[float]]:
-        """Return the tokens of the response of a running request, and their log-probabilities."""
+    def sampled_so_far(self, request_id: str) -> tuple[list[int], list[float]] | None:
+        """Return the tokens of the response of a running request, and their log-probabilities.
+
+        None, the default: they are not known, and a resumed run samples the response from its start.
+        """
+        return None
 
     @abstractmethod
     def num_tokens(self, request_id: str) -> int:
@@ -154,7 +157,10 @@ class SteppedEngine(ABC):
         """See `Engine`; it reads the state between two steps."""
         found = {}
         for request_id in self._running.keys() & set(request_ids):
-            token_ids, logprobs = self.sampled_so_far(request_id)
+            sampled = self.sampled_so_far(request_id)
+            if sampled is None:
+                continue
+            token_ids, logprobs = sampled
             spans = [span for span in self._running[request_id].versions if span.start < len(token_ids)]
             found[request_id] = ResponseSoFar(np.array(token_ids, np.int32), np.array(logprobs, np.float32), spans)
         return found
