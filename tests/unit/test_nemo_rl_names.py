@@ -95,7 +95,6 @@ LATER = [
     ("nemo_rl.algorithms.single_controller_utils", "WatchdogConfig", "single controller"),
     ("nemo_rl.algorithms.xtoken_off_policy_distillation", "setup", "cross-tokenizer distillation"),
     ("nemo_rl.data.datasets.eval_datasets", "_is_multimodal_dataset", "VLM"),
-    ("nemo_rl.environments.code_environment", "CodeEnvironment", "code environment"),
     ("nemo_rl.environments.nemo_gym", "NemoGym", "NeMo-Gym"),
     ("nemo_rl.experience.rollouts", "run_nemo_gym_rollout_sync", "NeMo-Gym"),
     ("nemo_rl.models.generation.vllm.config", "materialize_vllm_video_config", "VLM"),
@@ -110,7 +109,6 @@ LATER = [
     ("nemo_rl.models.generation.sglang.sglang_generation", "SGLangGeneration", "the generation backend sglang"),
     ("nemo_rl.algorithms.x_token", "anything", "cross-tokenizer distillation"),
     ("nemo_rl.models.value.interfaces", "ValueInterface", "PPO"),
-    ("nemo_rl.environments.tools.retriever", "RAGEnvironment", "retrieval"),
 ]
 
 

@@ -22,7 +22,7 @@ MAX_OPEN = 4096
 
 
 class Answer(NamedTuple):
-    """What a game of another library says to one action.
+    """Answer of a game of another library to one action.
 
     Attributes:
         text: for the model.

@@ -59,7 +59,7 @@ class ToolState(TypedDict):
 
 @dataclass(frozen=True)
 class CallResult:
-    """What became of one call.
+    """Outcome of one call.
 
     Attributes:
         text: what the model reads.

@@ -27,28 +27,28 @@ class Grader:
 
     def __init__(self, config: GraderConfig) -> None:
         env_class, _ = load_env_class(env_class_path(config.name))
-        self._env: EnvironmentInterface[Any] = env_class(dict(config.kwargs))  # type: ignore[call-arg]
+        self._environment: EnvironmentInterface[Any] = env_class(dict(config.kwargs))  # type: ignore[call-arg]
         self._hooks = own_hooks(env_class)
         self.concurrency = step_concurrency(env_class)
 
     def step(self, message_log: "LLMMessageLogType", metadata: Any) -> Any:
         """Grade one conversation; a coroutine function's coroutine is returned as it is."""
         texts = [{"role": turn["role"], "content": turn["content"]} for turn in message_log]
-        options = {"return_extracted_answer": True} if self._env.gives_answers else {}
-        return self._env.step([texts], [metadata], **options)
+        options = {"return_extracted_answer": True} if self._environment.gives_answers else {}
+        return self._environment.step([texts], [metadata], **options)
 
     def open_episode(self, metadata: Any) -> Any:
         """See `EnvironmentInterface.open_episode`."""
-        return self._env.open_episode(metadata) if "open_episode" in self._hooks else EpisodeStart(metadata)
+        return self._environment.open_episode(metadata) if "open_episode" in self._hooks else EpisodeStart(metadata)
 
     def close_episode(self, metadata: Any) -> Any:
         """See `EnvironmentInterface.close_episode`."""
-        return self._env.close_episode(metadata)
+        return self._environment.close_episode(metadata)
 
     def post_process(self, batch: "BatchedDataDict[Any]") -> Any:
         """See `EnvironmentInterface.global_post_process_and_metrics`."""
-        return self._env.global_post_process_and_metrics(batch)
+        return self._environment.global_post_process_and_metrics(batch)
 
     def shutdown(self) -> Any:
         """See `EnvironmentInterface.shutdown`."""
-        return self._env.shutdown()
+        return self._environment.shutdown()

@@ -1,4 +1,4 @@
-"""What a tool is made of: a class with state, the tools of one entry of the configuration, an open episode of them.
+"""Parts of a tool: a class with state, the tools of one entry of the configuration, an open episode of them.
 
 Invariant: whatever a tool does in a call becomes a `ToolOutput` of that call.
 """

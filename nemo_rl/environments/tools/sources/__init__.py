@@ -1,1 +1,1 @@
-"""Where tools come from, one file each: this process, a process of their own, an MCP server."""
+"""Sources of tools, one file each: this process, a process of their own, an MCP server."""
