@@ -82,11 +82,12 @@ class RunnerShare:
         )
 
     def _launch(self) -> Any:
-        """Start the actor, on the node of its first engine if that has room."""
+        """Start the actor on the node of its first engine."""
         self._given = self._workers()
         host: Any = ray.remote(RunnerActor)
         process = self.engines.workers.slot(self.ranks[0]).identity
-        where: Any = "SPREAD" if process is None else NodeAffinitySchedulingStrategy(process.node_id, soft=True)
+        # With soft=True Ray chooses any node for an actor that reserves no CPU.
+        where: Any = "SPREAD" if process is None else NodeAffinitySchedulingStrategy(process.node_id, soft=False)
         options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": _MOST_GROUPS, "scheduling_strategy": where}
         return host.options(**options).remote(replace(self.settings, engines=self._given))
 

@@ -1,4 +1,7 @@
-"""Runner actors on two Ray nodes: the same groups however many there are, whatever dies or is stopped."""
+"""Runner actors on two Ray nodes: the same groups however many there are, whatever dies or is stopped.
+
+The nodes need a process that has not started Ray: run this file alone (`pytest -n 0 -m long` with its path).
+"""
 
 import os
 import signal
@@ -23,7 +26,7 @@ from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.utils.errors import ConfigError
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(280)]
 
 PROMPTS = prompts(*"abcdefgh")
 NUM_GENERATIONS = 3
@@ -33,6 +36,8 @@ StartRunner = Callable[..., tuple[RemoteRunner, Workers]]
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[list[str]]:
     """Ray's ids of two nodes."""
+    if ray.is_initialized():
+        pytest.skip("this process has started Ray already; run this file alone")
     with ray_nodes(8, 8) as cluster:
         path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path.cwd())])}
         ray.init(address=cluster.address, log_to_driver=False, runtime_env={"env_vars": path})
@@ -109,7 +114,6 @@ def test_two_runners_play_on_the_nodes_of_their_engines(
         start(3)
 
 
-@pytest.mark.long
 def test_four_runners_play_what_one_plays(
     start: StartRunner, nodes: list[str], expected: list[tuple[Any, ...]]
 ) -> None:
