@@ -7,6 +7,7 @@ import torch
 from environments_for_tests import Decorated, GuessTheNumber, Slow, Wrong
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments import actor as environment_actor
 from nemo_rl.environments.actor import EnvironmentActor, EnvironmentActorAsync
 from nemo_rl.environments.interfaces import EnvironmentReturn
 from nemo_rl.environments.loading import load_env_class, plain_env_class
@@ -15,6 +16,16 @@ from nemo_rl.environments.utils import ENV_REGISTRY, create_env, env_class_path,
 from nemo_rl.utils.errors import ConfigError
 
 pytestmark = pytest.mark.fast
+
+
+@pytest.fixture(autouse=True)
+def unguarded(monkeypatch):
+    """Leave the test process as it is.
+
+    The guard makes its process the parent of orphans. Nothing here reaps them, so a dead raylet of a later test would
+    stay a zombie, which Ray's workers take for alive.
+    """
+    monkeypatch.setattr(environment_actor, "guard_process", lambda max_memory_gb: None)
 
 
 def say(text):
