@@ -139,8 +139,10 @@ class InstantEnvironment:
     """Environment that rewards by the length of the answer."""
 
     post_processes_groups = False
+    reads_chat = False
+    continues_episodes = False
 
-    async def open_episode(self, metadata: Any) -> EpisodeStart[Any]:
+    async def open_episode(self, metadata: Any, seed: int | None = None) -> EpisodeStart[Any]:
         """See `EnvironmentPort.open_episode`."""
         return EpisodeStart(metadata)
 
