@@ -192,6 +192,7 @@ class EventLoopThread:
         timeout_s: float,
         phase: str,
         describe: Callable[[], str] = str,
+        items: queue.SimpleQueue[ItemT] | None = None,
     ) -> Generator[ItemT, None, T]:
         """Run a coroutine, and yield the items that it passes on while it runs.
 
@@ -200,6 +201,7 @@ class EventLoopThread:
             timeout_s: limit for the whole coroutine. When it is cancelled, its end is awaited for `CLEAN_UP_S`.
             phase: for the message.
             describe: describes the pending work; called at the deadline.
+            items: holds the items that are not yielded yet; None: a new queue. The end of the coroutine is an item too.
 
         Returns:
             What the coroutine returns.
@@ -211,7 +213,7 @@ class EventLoopThread:
         """
         end = time.monotonic() + timeout_s
         ended = threading.Event()
-        items: queue.SimpleQueue[ItemT] = queue.SimpleQueue()
+        items = queue.SimpleQueue() if items is None else items
         future = asyncio.run_coroutine_threadsafe(_announced(start(items.put), ended), self._loop)
         woken = cast("queue.SimpleQueue[Any]", items)
         future.add_done_callback(lambda _: woken.put(_END))

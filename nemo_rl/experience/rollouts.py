@@ -19,6 +19,7 @@ Invariant: a group has the same samples whether it is played alone or in a colle
 import asyncio
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -52,14 +53,23 @@ class Collection:
 
     Args:
         groups: generator of the groups; it returns the metrics.
+        waiting: finished groups that the generator has not given yet.
 
     Attributes:
         metrics: reported by the environments; filled in when all groups are finished.
     """
 
-    def __init__(self, groups: Generator[list[Trajectory], None, dict[str, float]]):
+    def __init__(
+        self, groups: Generator[list[Trajectory], None, dict[str, float]], waiting: SimpleQueue[list[Trajectory]]
+    ):
         self._groups = groups
+        self._waiting = waiting
         self.metrics: dict[str, float] = {}
+
+    @property
+    def has_next(self) -> bool:
+        """Whether the next group, or the end, comes without a wait."""
+        return not self._waiting.empty()
 
     def __iter__(self) -> Iterator[list[Trajectory]]:
         self.metrics = yield from self._groups
@@ -128,13 +138,15 @@ class RolloutRunner:
             ConfigError: a prompt names an environment that does not run.
             DeadlineExceededError: the collection takes longer than the limit.
         """
+        waiting: SimpleQueue[list[Trajectory]] = SimpleQueue()
         groups = self._loop.stream(
             partial(self._run_all, prompts, num_generations, sampling, key),
             self._limits.timeout_s,
             f"The rollouts of {key.phase} step {key.step} (cluster.timeouts.rollout_s)",
             self._generation.describe_open,
+            waiting,
         )
-        return Collection(groups)
+        return Collection(groups, waiting)
 
     def start_group(
         self,

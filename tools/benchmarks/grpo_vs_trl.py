@@ -27,7 +27,7 @@ logger = logging.getLogger("grpo_vs_trl")
 
 OVERLAPS = {
     "none": [],
-    "stream": ["grpo.overlap.mode=stream"],
+    "stream": ["grpo.overlap.mode=stream", "grpo.overlap.order=ready_first"],
     "ahead": [
         "grpo.overlap.mode=ahead",
         "grpo.overlap.order=ready_first",

@@ -43,12 +43,14 @@ class Group:
         prompt: the prompt's position in the stream; None if it comes from elsewhere.
         trains: False leaves the group out of the batch; its prompt is still acknowledged with the batch. A group that a
             source does not give at all counts as not trained on: a resumed run samples its prompt again.
+        has_next: the source gives the next group without a wait.
     """
 
     order: tuple[int, int]
     trajectories: Sequence[Trajectory]
     prompt: PromptPosition | None = None
     trains: bool = True
+    has_next: bool = False
 
 
 def numbered(groups: Sequence[Group]) -> list[Trajectory]:
@@ -257,7 +259,7 @@ class FreshRollouts:
         collection = self.runner.stream(batch.rows, self.num_generations, self.sampling, key)
         for samples in collection:
             row = samples[0].group_index
-            yield Group((key.round, row), samples, batch.positions[row])
+            yield Group((key.round, row), samples, batch.positions[row], has_next=collection.has_next)
         self.metrics = collection.metrics
 
     def start(self, step: int) -> StartedGroups:

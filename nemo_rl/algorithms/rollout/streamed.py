@@ -7,8 +7,9 @@ All answers come from the current weights. Forward passes of stages are made for
 Invariant: an update equals the one of the whole batch up to the order of floating-point sums, because what stages and
 loss compute for a group does not depend on other groups; if it does (`config.rules.overlap.needs_whole_steps`), a run
 waits for all groups of a step.
-With `in_order` a part has consecutive groups, so the order of sums does not depend on which groups finish first, and a
-run repeats itself bit for bit.
+With `in_order` a part has a fixed number of consecutive groups, so the order of sums does not depend on which groups
+finish first, and a run repeats itself bit for bit. Otherwise a part has all groups that are finished when the policy is
+free, because large parts cost less time than many small ones.
 """
 
 import logging
@@ -47,7 +48,7 @@ class Arrivals:
     """Divides the groups of a step into parts, as they finish.
 
     Args:
-        groups_per_part: groups of a part.
+        groups_per_part: groups of a part; without `in_order` the least number.
         in_order: see `StreamedRollouts`.
     """
 
@@ -55,14 +56,21 @@ class Arrivals:
         self._groups_per_part = groups_per_part
         self._ordered = InOrder() if in_order else None
         self._ready: list[Group] = []
+        self._has_next = False
 
     def add(self, group: Group) -> None:
         """Take a finished group; errors as `InOrder.add`."""
         released = [group] if self._ordered is None else self._ordered.add(group)
         self._ready += [each for each in released if each.trains]
+        self._has_next = group.has_next
 
     def parts(self) -> Iterator[list[Group]]:
-        """Give the parts that are complete."""
+        """Give the parts that are complete; without `in_order` none as long as another group is finished already."""
+        if self._ordered is None:
+            if len(self._ready) >= self._groups_per_part and not self._has_next:
+                part, self._ready = self._ready, []
+                yield part
+            return
         while len(self._ready) >= self._groups_per_part:
             part, self._ready = self._ready[: self._groups_per_part], self._ready[self._groups_per_part :]
             yield part
@@ -89,9 +97,10 @@ class StreamedRollouts:
         scores: the scores of the parts.
         memory: as in `Run`.
         layout: as in `RolloutBatches`.
-        groups_per_part: groups of a part; the last part of a step may have fewer.
+        groups_per_part: groups of a part; the last part of a step may have fewer, and parts that are not `in_order` may
+            have more.
         busy: counts a block as work of the trainer.
-        in_order: parts have consecutive groups; False: those that finish first.
+        in_order: parts have consecutive groups; False: those that are finished.
     """
 
     inner: RolloutSource

@@ -20,7 +20,8 @@ class OverlapConfig(Section):
     """none: sampling and training take turns; stream: gradients of finished groups are computed while the rest of
     the step is sampled; ahead: the engines sample for later steps while the policy trains."""
     groups_per_part: PositiveInt | None = None
-    """stream: groups whose gradients are computed together; null: a fourth of num_prompts_per_step."""
+    """stream: groups whose gradients are computed together; null: a fourth of num_prompts_per_step. Only with
+    order=in_order it is also the largest number."""
     max_age_steps: PositiveInt = 1
     """ahead: most training steps between the weights that begin a group of answers and the step that trains on it.
     A prompt is started only if this holds for its group; no group is dropped."""
@@ -28,8 +29,8 @@ class OverlapConfig(Section):
     """ahead: the groups that a step trains on. in_order: the oldest, even if it has to wait for them. The others
     take finished groups first and wait only for those that would become too old: ready_first the oldest of them,
     weight_fifo those of the oldest weights, freshest_first the newest.
-    stream: in_order computes gradients of consecutive groups, and repeats a run bit for bit; the others those of the
-    groups that finish first."""
+    stream: in_order computes gradients of consecutive groups, and repeats a run bit for bit; the others those of all
+    groups that are finished when the policy is free, which takes less time."""
     in_flight_weight_updates: bool = False
     """ahead: running answers continue with new weights; false: each update of the engines waits until all started
     groups are finished. false with order=in_order repeats a run bit for bit."""
