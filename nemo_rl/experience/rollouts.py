@@ -203,6 +203,20 @@ class RolloutRunner:
         """Return a group of a checkpoint as this runner would give it after playing it."""
         return rollouts
 
+    def failed_group(self, prompts: BatchedDataDict[Any], row: int, num_generations: int, reason: str) -> Rollouts:
+        """Return samples of one prompt without responses and rewards.
+
+        Args:
+            prompts: collated `DatumSpec` rows.
+            row: the prompt's place among them, which is the group's index.
+            num_generations: samples.
+            reason: `Trajectory.error` of each.
+        """
+        samples = _starts(prompts, row, num_generations)
+        for sample in samples:
+            sample.fail(reason)
+        return self.keep(Rollouts(samples, {}))
+
     def stored_samples(self, groups: Sequence[GroupProgress]) -> list[StoredSamples | None]:
         """Return the samples of groups for a checkpoint, while they are played on; see `progress.states_of`.
 

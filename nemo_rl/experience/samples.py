@@ -169,14 +169,14 @@ class SamplePlayer:
     def _begin(self, sample: Trajectory, start: EpisodeStart[Any]) -> bool:
         """Add the first observation to the prompt; return False when there is nothing to play."""
         if start.error is not None:
-            _fail(sample, start.error, aborted=start.aborted)
+            sample.fail(start.error, aborted=start.aborted)
             return False
         if start.observation is None:
             return True
         try:
             self._add_to_prompt(sample, start.observation)
         except DataError as error:
-            _fail(sample, f"the first observation cannot be rendered: {error}")
+            sample.fail(f"the first observation cannot be rendered: {error}")
             return False
         return not self._has_no_room(sample)
 
@@ -218,7 +218,7 @@ class SamplePlayer:
                 self._note_control_tokens(sample, step.observation)
                 ids = self._observations.token_ids(step.observation, sample.message_log, sample.prompt_length)
             except DataError as error:
-                _fail(sample, f"an observation cannot be rendered: {error}")
+                sample.fail(f"an observation cannot be rendered: {error}")
                 return
             if len(ids) >= self._limits.max_sequence_length - sample.length:
                 _cut(sample, Ending.SEQUENCE_LENGTH)
@@ -310,7 +310,7 @@ def _absorb(sample: Trajectory, step: StepResult) -> bool:
     _remember(sample, step.metadata)
     sample.answer = step.answer
     if step.error is not None or step.reward is None:
-        _fail(sample, step.error or "the environment returned no reward", aborted=step.aborted)
+        sample.fail(step.error or "the environment returned no reward", aborted=step.aborted)
         return False
     components = step.reward if isinstance(step.reward, dict) else {}
     for name, value in components.items():
@@ -325,11 +325,3 @@ def _absorb(sample: Trajectory, step: StepResult) -> bool:
 def _cut(sample: Trajectory, bound: Ending) -> None:
     """End a sample at a bound."""
     sample.outcome, sample.ended_by = Outcome.TRUNCATED, bound
-
-
-def _fail(sample: Trajectory, reason: str, *, aborted: bool = False) -> None:
-    """End a sample that has no reward."""
-    sample.outcome = Outcome.REWARD_ERROR
-    sample.ended_by = Ending.ABORT if aborted else Ending.FAILURE
-    sample.error = reason
-    sample.reward = None

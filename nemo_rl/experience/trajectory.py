@@ -132,6 +132,18 @@ class Trajectory:
     environment_s: float = 0.0
     stored: StoredTokens | None = None
 
+    def fail(self, reason: str, *, aborted: bool = False) -> None:
+        """End the sample without a reward.
+
+        Args:
+            reason: what failed.
+            aborted: the environment missed its deadline, or its process died.
+        """
+        self.outcome = Outcome.REWARD_ERROR
+        self.ended_by = Ending.ABORT if aborted else Ending.FAILURE
+        self.error = reason
+        self.reward = None
+
     def state_dict(self) -> dict[str, Any]:
         """Return what training and metrics need of a finished sample, as tensors and plain values for a checkpoint.
 

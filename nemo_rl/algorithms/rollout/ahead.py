@@ -10,12 +10,14 @@ s + age. Invariants: each started group is given exactly once; a group that has 
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_rl.algorithms.rollout.group_failures import GroupFailures
 from nemo_rl.algorithms.rollout.open_groups import DrawnPrompt, OpenGroup, Origin, groups_of_step
 from nemo_rl.algorithms.rollout.source import FreshRollouts, Group, RolloutSource
 from nemo_rl.config import OverlapConfig, RolloutTrainingConfig
@@ -54,13 +56,13 @@ class AheadRollouts:
     _num_started: int = field(default=0, init=False)
     _resumed: Counter[str] = field(default_factory=Counter, init=False)
     """Tokens of the unfinished groups of a checkpoint, before the first step."""
-    _failures: "_Failures" = field(init=False)
+    _failures: GroupFailures = field(init=False)
     _slots: asyncio.Semaphore | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         limit = self.overlap.max_inflight_prompts
         self._slots = None if limit is None else asyncio.Semaphore(limit)
-        self._failures = _Failures(self.overlap.max_generation_failures)
+        self._failures = GroupFailures(self.overlap)
         self.fresh.prompts.attach("ahead", self)
 
     @property
@@ -71,9 +73,10 @@ class AheadRollouts:
     def next_groups(self, step: int) -> Iterator[Group]:
         """See `RolloutSource.next_groups`.
 
-        Sets `metrics` to those of the environments; `buffer_size`, the groups that were started for later steps; and
-        for the first step after a resume the sampled tokens of unfinished groups: `num_continued_tokens` become part of
-        these groups, `num_restarted_tokens` are thrown away, and their samples start again.
+        Sets `metrics` to those of the environments; `buffer_size`, the groups that were started for later steps;
+        `num_skipped_prompts`, the groups of the step whose samples failed (`GroupFailures`); and for the first step
+        after a resume the sampled tokens of unfinished groups: `num_continued_tokens` become part of these groups,
+        `num_restarted_tokens` are thrown away, and their samples start again.
         """
         self._start_unfinished()
         age, count = self.overlap.max_age_steps, self.groups_per_step
@@ -84,7 +87,10 @@ class AheadRollouts:
         rollouts = [group.finished(self.fresh.runner.group_limit_s) for group in taken]
         tokens = {name: float(self._resumed.pop(name, 0)) for name in ("num_continued_tokens", "num_restarted_tokens")}
         buffer_size = {"buffer_size": float(len(self._open))}
-        self.metrics = self.fresh.runner.post_process(rollouts) | buffer_size | tokens
+        num_skipped = sum(group.was_skipped for group in taken)
+        self._failures.check_step(len(taken), num_skipped)
+        skipped = {"num_skipped_prompts": float(num_skipped)}
+        self.metrics = self.fresh.runner.post_process(rollouts) | buffer_size | tokens | skipped
         for group, samples in zip(taken, rollouts, strict=True):
             yield Group((0, group.number), samples.trajectories, group.position)
 
@@ -124,17 +130,27 @@ class AheadRollouts:
         return self._drawn.popleft()
 
     async def _play(self, group: OpenGroup, prompt: DrawnPrompt) -> Rollouts:
-        """Sample one group, again after a failure as long as `max_generation_failures` allows it."""
-        while True:
-            async with self._slots or _NO_LIMIT:
-                try:
+        """Sample one group, again after failures, or give its samples as failed ones; see `GroupFailures`."""
+        for attempt in itertools.count(1):
+            try:
+                async with self._slots or _NO_LIMIT:
                     rollouts = await self.fresh.play(prompt.batch.rows, prompt.row, prompt.key, group.progress)
-                except (DeadlineExceededError, GenerationError) as failure:
-                    group.progress.forget()
-                    self._failures.note(failure)
-                else:
-                    self._failures.in_a_row = 0
-                    return rollouts
+            except (DeadlineExceededError, GenerationError) as failure:
+                group.progress.forget()
+                pause_s = self._failures.pause_before_next(attempt, failure)
+                if pause_s is None:
+                    return self._skip(group, prompt, failure)
+                await asyncio.sleep(pause_s)
+            else:
+                self._failures.note_success()
+                return rollouts
+        raise AssertionError("unreachable")
+
+    def _skip(self, group: OpenGroup, prompt: DrawnPrompt, failure: Exception) -> Rollouts:
+        group.was_skipped = True
+        reason = f"its group could not be sampled: {failure}"
+        group.progress.rollouts = self.fresh.failed(prompt.batch.rows, prompt.row, reason)
+        return group.progress.rollouts
 
     def _take(self, step: int) -> list[OpenGroup]:
         """Wait for the groups of a step and remove them from the open ones.
@@ -177,6 +193,7 @@ class AheadRollouts:
             ],
             "num_batches": self._num_batches,
             "num_started": self._num_started,
+            "num_skipped": self._failures.num_skipped,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -184,6 +201,7 @@ class AheadRollouts:
         self._open = [OpenGroup.from_state(group, self.fresh.runner.keep) for group in state["groups"]]
         self._drawn.clear()
         self._num_batches, self._num_started = state["num_batches"], state["num_started"]
+        self._failures.num_skipped = state.get("num_skipped", 0)
         self.fresh.prompts.claim(group.position for group in self._open)
 
     def _start_unfinished(self) -> None:
@@ -204,21 +222,6 @@ class AheadRollouts:
             self._resumed["num_continued_tokens"],
             self._resumed["num_restarted_tokens"],
         )
-
-
-@dataclass
-class _Failures:
-    """Counts groups in a row that failed."""
-
-    most: int
-    in_a_row: int = 0
-
-    def note(self, failure: Exception) -> None:
-        """Count a failure; raise it if there were too many."""
-        self.in_a_row += 1
-        if self.in_a_row > self.most:
-            raise failure
-        logger.warning("A group failed and is sampled again (%d of %d in a row): %s", self.in_a_row, self.most, failure)
 
 
 def with_overlap(fresh: FreshRollouts, groups_per_step: int, algorithm: RolloutTrainingConfig) -> RolloutSource:

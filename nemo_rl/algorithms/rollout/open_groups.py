@@ -56,6 +56,7 @@ class OpenGroup:
         origin: names its random numbers.
         progress: state of its samples.
         num_lost_tokens: tokens of its samples that its checkpoint has not stored.
+        was_skipped: its samples failed, because it could not be sampled.
     """
 
     number: int
@@ -65,6 +66,7 @@ class OpenGroup:
     origin: Origin = Origin(0, 0)
     progress: GroupProgress = field(default_factory=GroupProgress)
     num_lost_tokens: int = 0
+    was_skipped: bool = False
 
     @property
     def is_finished(self) -> bool:
@@ -105,7 +107,8 @@ class OpenGroup:
             return state | origin | {"samples": unfinished.states, "num_lost_tokens": unfinished.num_lost_tokens}
         assert self.progress.rollouts is not None
         trajectories = [trajectory.state_dict() for trajectory in whole(self.progress.rollouts.trajectories)]
-        return state | {"trajectories": trajectories, "metrics": self.progress.rollouts.metrics}
+        finished = {"trajectories": trajectories, "was_skipped": self.was_skipped}
+        return state | finished | {"metrics": self.progress.rollouts.metrics}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], keep: Callable[[Rollouts], Rollouts]) -> "OpenGroup":
@@ -119,6 +122,7 @@ class OpenGroup:
         if "trajectories" in state:
             samples = [Trajectory.from_state(sample) for sample in state["trajectories"]]
             group.progress.rollouts = keep(Rollouts(samples, dict(state["metrics"])))
+            group.was_skipped = state.get("was_skipped", False)
         else:
             group.origin, group.progress.stored = Origin(*state["origin"]), state["samples"]
             group.num_lost_tokens = state["num_lost_tokens"]

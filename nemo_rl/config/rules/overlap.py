@@ -28,6 +28,12 @@ def check_overlap(
                 "validation=stop."
             )
         return
+    failures = overlap.group_failures
+    if failures.max_skipped_prompts and failures.max_attempts_per_prompt is None:
+        yield (
+            f"{section}.overlap.group_failures.max_skipped_prompts={failures.max_skipped_prompts} skips prompts after "
+            "max_attempts_per_prompt attempts, which is null. Set it to the number of attempts."
+        )
     if overlap.validation == "through_updates" and cluster.rollout_runners:
         yield (
             f"{section}.overlap.validation=through_updates does not work with "

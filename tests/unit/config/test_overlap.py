@@ -6,6 +6,7 @@ import pytest
 
 from nemo_rl.algorithms.rollout.streamed import trains_in_parts
 from nemo_rl.config import GRPOMasterConfig, OverlapConfig, busy_engines, load_config
+from nemo_rl.config.schema.algorithms.overlap import GroupFailuresConfig
 from nemo_rl.utils.errors import ConfigError
 
 CPU = Path(__file__).resolve().parents[3] / "examples/configs/grpo_math_cpu.yaml"
@@ -58,6 +59,12 @@ def test_nothing_overlaps_unless_asked() -> None:
             {"validation": "hold_updates"},
         ),
         (("+async_rl={sampler: {name: weight_fifo}, max_inflight_prompts: 9}",), {"max_inflight_prompts": 9}),
+        (
+            ("+async_rl={rollout_failure: {max_infra_attempts_per_prompt: 3, max_skipped_prompts: 2}}",),
+            {
+                "group_failures": GroupFailuresConfig.build(max_attempts_per_prompt=3, max_skipped_prompts=2),
+            },
+        ),
     ],
 )
 def test_sections_of_nemo_rl_fill_in_the_overlap(overrides: tuple[str, ...], expected: dict[str, object]) -> None:
@@ -82,7 +89,8 @@ def test_sections_of_nemo_rl_fill_in_the_overlap(overrides: tuple[str, ...], exp
         (("grpo.overlap.mode=ahead", "grpo.overlap.max_age_steps=0"), "max_age_steps"),
         (("grpo.overlap.order=newest",), "in_order"),
         (("grpo.overlap.validation=hold_updates",), r"overlap.mode=none lets .* take turns"),
-        (("+async_rl={rollout_failure: {max_skipped_prompts: 3}}",), "not built yet"),
+        (("+async_rl={rollout_failure: {on_dropped_prompt: replace}}",), "shrink"),
+        (("grpo.overlap={mode: ahead, group_failures: {max_skipped_prompts: 1}}",), "max_attempts_per_prompt attempts"),
     ],
 )
 def test_an_overlap_that_cannot_work_is_refused(overrides: tuple[str, ...], message: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 from rollout_parts import LetterTokenizer, ScriptedEngine, ScriptedEnvironment, graded, prompts
 
 from nemo_rl.algorithms.rollout.ahead import AheadRollouts
+from nemo_rl.algorithms.rollout.group_failures import GroupFailures
 from nemo_rl.algorithms.rollout.open_groups import OpenGroup, groups_of_step
 from nemo_rl.algorithms.rollout.source import DynamicSampling, FreshRollouts, Group
 from nemo_rl.algorithms.rollout.staleness import age
@@ -20,6 +21,7 @@ from nemo_rl.data.prompt_stream import DataExhausted, PromptPosition, PromptStre
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutRunner
+from nemo_rl.experience.trajectory import Outcome
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
 from nemo_rl.utils.errors import GenerationError
 
@@ -31,17 +33,25 @@ SAMPLING = SamplingParams(max_new_tokens=8, stop_token_ids=(0,))
 class Uneven(ScriptedEngine):
     """Answers after 0 to 30 ms, as the prompt's letter decides, with the number of that letter."""
 
-    def __init__(self, failing: frozenset[int] = frozenset()):
+    def __init__(self, failing: frozenset[int] = frozenset(), failing_rows: frozenset[int] = frozenset()):
         super().__init__(lambda request: [request.prompt_token_ids[0], 97 + request.seed % 26, 0], weight_version=0)
         self.failing = failing
+        self.failing_rows = failing_rows
 
     async def generate(self, request: GenerationRequest) -> Any:
 
         await asyncio.sleep((request.prompt_token_ids[0] * 7 % 11) ** 2 / 4000)
+        if any(request.prompt_token_ids[0] == prompt_token(row) for row in self.failing_rows):
+            raise GenerationError(f"prompt {request.prompt_token_ids[0]} fails")
         if len(self.requests) in self.failing:
             self.requests.append(request)
             raise GenerationError(f"request {len(self.requests)} fails")
         return await super().generate(request)
+
+
+def prompt_token(row: int) -> int:
+    """The token of the prompt of a row."""
+    return int(collate([row])["message_log"][0][0]["token_ids"][0])
 
 
 def collate(rows: list[int]) -> BatchedDataDict[Any]:
@@ -190,6 +200,50 @@ def test_a_failed_group_is_sampled_again_until_too_many_fail_in_a_row(loop: Even
     assert patient.rows == list(range(NUM_PROMPTS))
     with pytest.raises(GenerationError, match="fails"):
         Trainer(loop, Uneven(frozenset({2}))).train()
+
+
+def test_a_prompt_that_fails_each_time_is_skipped_where_the_configuration_allows_it(loop: EventLoopThread) -> None:
+    keys = {"max_attempts_per_prompt": 2, "backoff_base_s": 0.01, "max_skipped_prompts": 1, "min_step_fraction": 0.75}
+    engine = Uneven(failing_rows=frozenset({7}))
+    trainer = Trainer(loop, engine, group_failures=keys)
+    skipped: list[Group] = []
+    num_skipped = 0.0
+    for _ in range(NUM_STEPS):
+        groups = trainer.take()
+        num_skipped += trainer.source.metrics["num_skipped_prompts"]
+        skipped += [group for group in groups if group.trajectories[0].reward is None]
+        assert len(groups) == PER_STEP, "the others of the step are trained on"
+    assert num_skipped == len(skipped) == 1
+    for sample in skipped[0].trajectories:
+        assert (sample.idx, sample.outcome, sample.response_length) == (7, Outcome.REWARD_ERROR, 0)
+        assert sample.error is not None and "could not be sampled: prompt" in sample.error
+    assert trainer.source.state_dict()["num_skipped"] == 1
+
+
+@pytest.mark.parametrize(
+    ("failing", "keys", "message"),
+    [
+        ({7}, {"max_skipped_prompts": 0}, "fails"),
+        ({7, 8}, {"max_skipped_prompts": 1, "min_step_fraction": 0}, "fails"),
+        ({7}, {"max_skipped_prompts": 1, "min_step_fraction": 0.9}, "1 of the 4 prompts of a step were skipped"),
+    ],
+)
+def test_too_many_skipped_prompts_end_the_run(
+    loop: EventLoopThread, failing: set[int], keys: dict[str, Any], message: str
+) -> None:
+    failures = {"max_attempts_per_prompt": 2, "backoff_base_s": 0.01, **keys}
+    trainer = Trainer(loop, Uneven(failing_rows=frozenset(failing)), group_failures=failures)
+    with pytest.raises(GenerationError, match=message):
+        trainer.train()
+
+
+def test_the_pause_before_an_attempt_doubles_up_to_its_limit() -> None:
+    keys = {"max_attempts_per_prompt": 6, "backoff_base_s": 1.5, "max_backoff_s": 7}
+    failures = GroupFailures(OverlapConfig.build(mode="ahead", group_failures=keys))
+    pauses = [failures.pause_before_next(attempt, GenerationError("no engine")) for attempt in range(1, 6)]
+    assert pauses == [1.5, 3.0, 6.0, 7.0, 7.0]
+    with pytest.raises(GenerationError, match="no engine"):
+        failures.pause_before_next(6, GenerationError("no engine"))
 
 
 def test_dynamic_sampling_takes_its_rounds_from_groups_that_were_sampled_ahead(loop: EventLoopThread) -> None:

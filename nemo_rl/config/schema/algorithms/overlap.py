@@ -4,13 +4,33 @@ NeMo RL's two sections say the same in other words. `AsyncGRPOConfig.overlap` an
 them.
 """
 
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base.section import Section
 
 _KV_CACHE = "engines always compute the keys and values of running requests again after an update of their weights"
+
+
+class GroupFailuresConfig(Section):
+    """What follows when a group of answers cannot be sampled, with `mode=ahead`.
+
+    A group fails when an engine cannot be kept running or a deadline passes. What an environment raises is recorded
+    with its sample and fails no group.
+    """
+
+    max_attempts_per_prompt: PositiveInt | None = None
+    """Attempts to sample the group of a prompt; null: max_generation_failures alone bounds the failures."""
+    backoff_base_s: NonNegativeFloat = 1.0
+    """Seconds before the second attempt; before each further one twice as many."""
+    max_backoff_s: NonNegativeFloat = 30.0
+    """Most seconds before an attempt."""
+    max_skipped_prompts: NonNegativeInt = 0
+    """Prompts that a run may skip after max_attempts_per_prompt; their samples have no reward and enter no loss. With
+    0, or after so many, the failure ends the run."""
+    min_step_fraction: Annotated[float, Field(ge=0, le=1)] = 0.9
+    """Least share of a step's prompts that must not be skipped; with less the run ends."""
 
 
 class OverlapConfig(Section):
@@ -47,7 +67,10 @@ class OverlapConfig(Section):
     max_buffered_groups: PositiveInt | None = None
     """ahead: most groups that are started but not trained on; null: as many as max_age_steps allows."""
     max_generation_failures: NonNegativeInt = 0
-    """ahead: failures of groups in a row after which the run ends; until then a failed group is sampled again."""
+    """ahead: failures of groups in a row after which the run ends; until then a failed group is sampled again. Not used
+    with group_failures.max_attempts_per_prompt."""
+    group_failures: GroupFailuresConfig = Field(default_factory=GroupFailuresConfig)
+    """ahead: attempts for each prompt, and prompts that may be skipped."""
 
 
 class AsyncGRPOConfig(Section):
@@ -90,12 +113,60 @@ class AsyncRLSamplerConfig(Section):
     """windowed: prefer the newest finished groups."""
 
 
+class AsyncRLRolloutFailureConfig(Section):
+    """NeMo RL's names for `overlap.group_failures`."""
+
+    idle: ClassVar[dict[str, str]] = {
+        "max_data_attempts_per_prompt": "what an environment raises is recorded with its sample, which gets no reward",
+        "max_consecutive_dropped_prompts": "max_skipped_prompts and min_step_batch_fraction bound all skipped prompts",
+        "max_replacement_attempts": "a skipped prompt is not replaced",
+        "replacement_reserve_prompts": "a skipped prompt is not replaced",
+        "native": "deadlines are keys of cluster.timeouts: rollout_s, engine_silence_s and environment_s",
+        "nemo_gym": "no environment is one of NeMo-Gym",
+    }
+
+    max_infra_attempts_per_prompt: PositiveInt = 5
+    """As overlap.group_failures.max_attempts_per_prompt."""
+    backoff_base_s: NonNegativeFloat = 1.0
+    """As overlap.group_failures.backoff_base_s."""
+    max_backoff_s: PositiveFloat = 30.0
+    """As overlap.group_failures.max_backoff_s."""
+    max_skipped_prompts: NonNegativeInt = 0
+    """As overlap.group_failures.max_skipped_prompts."""
+    min_step_batch_fraction: Annotated[float, Field(ge=0, le=1)] = 0.9
+    """As overlap.group_failures.min_step_fraction."""
+    on_dropped_prompt: Literal["shrink"] = "shrink"
+    """The samples of a skipped prompt enter no loss, so the step has fewer."""
+    max_data_attempts_per_prompt: PositiveInt = 2
+    """Has no effect."""
+    max_consecutive_dropped_prompts: NonNegativeInt = 0
+    """Has no effect."""
+    max_replacement_attempts: NonNegativeInt = 1
+    """Has no effect."""
+    replacement_reserve_prompts: NonNegativeInt = 1
+    """Has no effect."""
+    native: dict[str, Any] | None = None
+    """Has no effect."""
+    nemo_gym: dict[str, Any] | None = None
+    """Has no effect."""
+
+    @property
+    def group_failures(self) -> GroupFailuresConfig:
+        """The section `overlap.group_failures` with the same meaning."""
+        return GroupFailuresConfig(
+            max_attempts_per_prompt=self.max_infra_attempts_per_prompt,
+            backoff_base_s=self.backoff_base_s,
+            max_backoff_s=self.max_backoff_s,
+            max_skipped_prompts=self.max_skipped_prompts,
+            min_step_fraction=self.min_step_batch_fraction,
+        )
+
+
 class AsyncRLConfig(Section):
     """NeMo RL's newer section for overlap; running answers always continue with new weights."""
 
     later: ClassVar[dict[str, str]] = {
         "generation_router": "a router in front of the engines",
-        "rollout_failure": "limits for failures of rollouts by their kind",
     }
     idle: ClassVar[dict[str, str]] = {
         "recompute_kv_cache_after_weight_updates": _KV_CACHE,
@@ -109,6 +180,8 @@ class AsyncRLConfig(Section):
 
     sampler: AsyncRLSamplerConfig = Field(default_factory=AsyncRLSamplerConfig)
     """The groups that a step trains on."""
+    rollout_failure: AsyncRLRolloutFailureConfig = Field(default_factory=AsyncRLRolloutFailureConfig)
+    """As overlap.group_failures."""
     max_inflight_prompts: PositiveInt = 32
     """As overlap.max_inflight_prompts."""
     max_buffered_rollouts: PositiveInt = 64
@@ -133,4 +206,5 @@ class AsyncRLConfig(Section):
             in_flight_weight_updates=True,
             max_inflight_prompts=self.max_inflight_prompts,
             max_buffered_groups=self.max_buffered_rollouts,
+            group_failures=self.rollout_failure.group_failures,
         )
