@@ -48,7 +48,8 @@ class GroupFailures:
         elif attempt < most:
             count = f"attempt {attempt} of {most}"
         else:
-            return self._skip(failure)
+            self._skip(failure)
+            return None
         pause_s = min(keys.backoff_base_s * 2 ** (attempt - 1), keys.max_backoff_s)
         logger.warning("A group failed and is sampled again after %g s (%s): %s", pause_s, count, failure)
         return pause_s
