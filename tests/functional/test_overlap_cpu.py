@@ -36,6 +36,10 @@ def test_a_fixed_schedule_is_repeated_bit_for_bit_also_by_a_killed_run(
     for step in range(1, 9):
         waited, exposed = (metrics["timing/train", step, name] for name in ("generation", "exposed_generation"))
         assert 0 <= exposed <= waited
+        starved, bubble = (
+            metrics["timing/train", step, f"idle/{name}"] for name in ("buffer_starvation", "refit_bubble")
+        )
+        assert 0 <= starved <= exposed and 0 <= bubble <= metrics["timing/train", step, "weight_sync"]
     ages = [killed["train", step, "max_trajectory_age"] for step in range(1, 9)]
     assert ages == [0.0, 1.0, *[2.0] * 6]
     assert killed["train", 8, "buffer_size"] == 0

@@ -78,10 +78,11 @@ class RolloutBatches:
         Raises:
             ValueError: the source gave a group that is older than it states.
         """
-        with phase("weight_sync"), self._idle.trainer_waits():
+        waiting = self._waiting(phase)
+        with phase("weight_sync"), waiting("idle/refit_bubble"), self._idle.trainer_waits():
             self._refitter.ensure_fresh()
-        exposed = phase("exposed_generation") if self.rollouts.max_staleness else nullcontext()
-        with phase("generation"), exposed, self._idle.trainer_waits():
+        exposed, starved = waiting("exposed_generation"), waiting("idle/buffer_starvation")
+        with phase("generation"), exposed, starved, self._idle.trainer_waits():
             given = sorted(self.rollouts.next_groups(step), key=lambda group: group.order)
         self._refitter.before_training()
         groups = [group for group in given if group.trains]
@@ -108,6 +109,10 @@ class RolloutBatches:
             prompts=[group.prompt for group in given if group.prompt is not None],
             stale_BT=stale_BT,
         )
+
+    def _waiting(self, phase: Phase) -> Phase:
+        """Return what measures waits under NeMo RL's names; NeMo RL has them only where sampling runs ahead."""
+        return phase if self.rollouts.max_staleness else nullcontext
 
     def trained(self, step: int, batch: StepBatch) -> None:
         """See `BatchSource.trained`."""
