@@ -128,7 +128,7 @@ class Logger(LoggerInterface):
         self._repeated: frozenset[tuple[str, int]] = frozenset()
 
     def go_back(self) -> None:
-        """From now on, give groups of metrics that were logged before to the console only: steps are trained again."""
+        """Prepare for steps that are trained again: metrics that were logged already go to the console only."""
         self._repeated = frozenset(self._logged)
 
     def log_metrics(

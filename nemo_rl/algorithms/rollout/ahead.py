@@ -124,7 +124,7 @@ class AheadRollouts:
             except DataExhausted:
                 return None
             self._num_batches += 1
-            # Named by the number of the batch, which is the step that trains on it where nothing is left out.
+            # The key has the number of the batch as its step, because the step that will train on it is not known yet.
             key = RolloutKey(self.fresh.run_seed, "train", self._num_batches)
             self._drawn.extend(DrawnPrompt(batch, row, key) for row in range(batch.rows.size))
         return self._drawn.popleft()

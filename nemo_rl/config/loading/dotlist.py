@@ -1,4 +1,4 @@
-"""Rewrites overrides in OmegaConf's dotlist grammar, which `run_eval.py` of NeMo RL takes, to Hydra's grammar.
+"""Rewrite overrides in OmegaConf's dotlist grammar, which `run_eval.py` of NeMo RL takes, to Hydra's grammar.
 
 In a dotlist everything after the first `=` is one YAML value, and a missing key is added. Invariant: an override that
 is already in Hydra's grammar (`+key=value`, `~key`) passes unchanged.

@@ -1,4 +1,4 @@
-"""Imports the library of an adapter, or names the extra that installs it."""
+"""Import the library of an adapter, or name the extra that installs it."""
 
 import importlib
 from types import ModuleType

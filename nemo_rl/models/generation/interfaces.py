@@ -385,7 +385,7 @@ def verify_right_padding(
     """Check that `input_ids` holds only `pad_value` after each row's `input_lengths`.
 
     Returns:
-        Whether it does; if not, also a sentence that names the first wrong row.
+        True and None; or False and a message that names the first wrong row.
 
     Raises:
         ValueError: it does not, and `raise_error` is set.

@@ -1,7 +1,8 @@
 """Rules from the hub tensors of each family's layers to the parameters of Megatron Core.
 
-A new family is one entry of `FAMILIES`, composed of the functions above it. Names of parameters are those of Megatron
-Core's own modules (`get_gpt_decoder_block_spec` without Transformer Engine); `names` maps other names to them.
+To add a family, add an entry to `FAMILIES` that calls the functions above it. Rules use the parameter names of Megatron
+Core's own modules (`get_gpt_decoder_block_spec` without Transformer Engine). The module `names` maps the names of
+Transformer Engine's modules to these.
 """
 
 from collections.abc import Callable, Iterator, Mapping
