@@ -65,8 +65,10 @@ def overrides_of(mode: Mode, mean_s: float, arguments: argparse.Namespace) -> li
         "policy.max_total_sequence_length=256",
     ]
     overlap: dict[str, str | int] = {"mode": mode.name}
+    if mode.name != "none":
+        overlap["order"] = "ready_first"
     if mode.max_age:
-        overlap |= {"order": "ready_first", "in_flight_weight_updates": "true", "max_age_steps": mode.max_age}
+        overlap |= {"in_flight_weight_updates": "true", "max_age_steps": mode.max_age}
     return waiting + [f"grpo.overlap.{key}={value}" for key, value in overlap.items()]
 
 
