@@ -3,9 +3,11 @@
 Invariant: `dataset[i]` depends on the rows only, so any worker process and any resumed run gives the same datum.
 """
 
+import bisect
 import copy
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -185,15 +187,39 @@ class RowsWithPlace(Protocol):
         """Return the file (or data set) and line of a row."""
 
 
+@dataclass(frozen=True)
+class _FirstRows:
+    """The first rows of a part."""
+
+    part: RowsWithPlace
+    num_rows: int
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, idx: int) -> DatumSpec:
+        return self.part[idx]
+
+    def place(self, idx: int) -> tuple[str, int]:
+        """See `RowsWithPlace.place`."""
+        return self.part.place(idx)
+
+
 class MixedDataset(Dataset[DatumSpec]):
     """Several data sets one after another, as one; `idx` counts through all of them.
 
-    Attributes:
+    Args:
         parts: The data sets, in order.
+        names: The name of the data set of each part, None for one without; empty: no names.
+
+    Attributes:
+        parts: As passed.
+        names: One for each part.
     """
 
-    def __init__(self, parts: Sequence[RowsWithPlace]) -> None:
+    def __init__(self, parts: Sequence[RowsWithPlace], names: Sequence[str | None] = ()) -> None:
         self.parts = list(parts)
+        self.names = list(names) or [None] * len(self.parts)
         self._ends = list(accumulate(len(part) for part in self.parts))
 
     def __len__(self) -> int:
@@ -210,6 +236,33 @@ class MixedDataset(Dataset[DatumSpec]):
         """Return the file (or data set) and line of a row."""
         part, position = self._find(idx)
         return part.place(position)
+
+    @property
+    def rows_by_name(self) -> dict[str, range]:
+        """The rows of each named data set, whose parts are adjacent."""
+        found: dict[str, range] = {}
+        for name, part, end in zip(self.names, self.parts, self._ends, strict=True):
+            if name is not None:
+                start = found[name].start if name in found else end - len(part)
+                found[name] = range(start, end)
+        return found
+
+    def name_of(self, idx: int) -> str | None:
+        """Return the name of the data set of a row."""
+        return self.names[bisect.bisect(self._ends, idx)]
+
+    def first_rows(self, limit: int) -> "MixedDataset":
+        """Return the first rows of each part: as many of one as of another, and more where others are shorter.
+
+        Args:
+            limit: Rows of all parts; those that an equal division leaves over are of the longest part.
+        """
+        counts, left = [0] * len(self.parts), min(limit, len(self))
+        ranked = sorted(range(len(self.parts)), key=lambda index: len(self.parts[index]))
+        for num_parts, index in zip(range(len(ranked), 0, -1), ranked, strict=True):
+            counts[index] = min(len(self.parts[index]), left // num_parts)
+            left -= counts[index]
+        return MixedDataset([_FirstRows(part, n) for part, n in zip(self.parts, counts, strict=True)], self.names)
 
     def _find(self, idx: int) -> tuple[RowsWithPlace, int]:
         if not 0 <= idx < len(self):
