@@ -198,7 +198,7 @@ def _setup(tokenizer: TokenizerType, data_config: DataConfig, parts: list[_Part]
     sets = {name: MixedDataset(rows) for name, rows in validation.items()}
     env_names = sorted({entry.env_name for entry, _ in entries if entry.env_name})
     data = RunData(
-        train=_named(train, data_config),
+        train=MixedDataset(train, data_config.train_names),
         validation=sets.pop(None, None),
         bad_rows=bad_rows,
         named_validation={str(name): rows for name, rows in sets.items()},
@@ -207,12 +207,3 @@ def _setup(tokenizer: TokenizerType, data_config: DataConfig, parts: list[_Part]
     num_validation = sum(len(rows) for group in validation.values() for rows in group)
     logger.info("Data: %d training and %d validation rows.", len(data.train), num_validation)
     return data
-
-
-def _named(train: list[MixedDataset], data_config: DataConfig) -> MixedDataset:
-    """Join the data sets of the training entries; with shares each must have rows."""
-    names = data_config.train_names
-    for index, rows in enumerate(train if data_config.has_shares else ()):
-        if not len(rows):
-            raise DataError(f"data.train.{index} ({names[index]}) has no rows, but a weight. Leave the entry out.")
-    return MixedDataset(train, names)
