@@ -114,9 +114,7 @@ def check_shares(data: DataConfig, *, has_rewards: bool) -> Findings:
     for name, entry in named_entries(data):
         if name.startswith("data.validation") and entry.weight is not None:
             yield f"{name}.weight={entry.weight:g} has no effect: a validation takes all rows. Leave it out."
-    if data.curriculum is not None and data.has_user_data:
-        yield "data.curriculum needs the data sets of data.train, but the program passes its own. Leave it out."
-    elif data.has_shares:
+    if data.has_shares:
         yield from _check_weights(data)
         if data.curriculum is not None:
             yield from check_curriculum(data.curriculum, data.train_names, has_rewards=has_rewards)

@@ -13,6 +13,7 @@ from pydantic import Discriminator, Field, NonNegativeInt, PositiveFloat, Positi
 from nemo_rl.config.base.names import EPISODES, GENERATED_DATASETS
 from nemo_rl.config.base.section import Section, Seed, derived
 from nemo_rl.config.schema.curriculum import CurriculumConfig
+from nemo_rl.utils.errors import ConfigError
 
 Operand = Annotated[int, Field(ge=-(10**15), le=10**15)]
 """A number in a generated problem; the bound keeps sums exact for every tokenizer and verifier."""
@@ -216,7 +217,16 @@ class DataConfig(Section):
         return self._has_user_data
 
     def with_user_data(self) -> "DataConfig":
-        """Return this section for data that a program passes in place of `train` and `validation`."""
+        """Return this section for data that a program passes in place of `train` and `validation`.
+
+        Raises:
+            ConfigError: weights or a curriculum belong to the data sets that are replaced.
+        """
+        if self.has_shares:
+            raise ConfigError(
+                "data.train.<i>.weight and data.curriculum are for the data sets of data.train, but the program passes "
+                "its own training data. Leave them out, or let the run load data.train."
+            )
         own = self.model_copy(update={"train": None, "validation": None})
         own._has_user_data = True
         return own

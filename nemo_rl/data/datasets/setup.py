@@ -63,8 +63,8 @@ class RunData:
     @property
     def all_validation(self) -> MixedDataset | None:
         """All validation rows, those of `named_validation` with their names; None if there are none."""
-        sets = {None: self.validation, **self.named_validation}
-        parts = [(part, name) for name, rows in sets.items() if rows is not None for part in rows.parts]
+        parts = [] if self.validation is None else list(zip(self.validation.parts, self.validation.names, strict=True))
+        parts += [(part, name) for name, rows in self.named_validation.items() for part in rows.parts]
         return MixedDataset([part for part, _ in parts], [name for _, name in parts]) if parts else None
 
 

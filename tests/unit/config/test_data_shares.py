@@ -95,13 +95,10 @@ def test_weights_and_curricula_that_are_accepted() -> None:
     assert load(*WEIGHTS, "data.validation.name=easy", "data.train.0.name=math").data.train_names == ["math", "hard"]
 
 
-def test_a_program_that_passes_its_data_has_no_curriculum() -> None:
-    config = load("data.curriculum.accuracy={}")
-    config.data = config.data.with_user_data()
-    with pytest.raises(
-        ConfigError, match=r"data\.curriculum needs the data sets of data\.train, but the program passes"
-    ):
-        config.check()
+@pytest.mark.parametrize("keys", [WEIGHTS, ("data.curriculum.accuracy={}",)])
+def test_a_program_that_passes_its_data_has_no_shares(keys: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"weight and data\.curriculum are for the data sets of data\.train, but the"):
+        load(*keys).data.with_user_data()
 
 
 def test_other_algorithms_take_the_same_keys_and_none_without_rewards_a_rule_by_accuracy() -> None:
