@@ -295,10 +295,9 @@ def validation_of(
     if data is None:
         return None
     algorithm = config.algorithm
-    if algorithm.max_val_samples is not None:
-        data = data.first_rows(algorithm.max_val_samples)
-    batch_size = min(algorithm.val_batch_size or len(data), len(data))
-    loader = build_loader(data, batch_size, shuffle=False, seed=algorithm.seed, drop_last=False)
+    rows = data.first_rows(algorithm.max_val_samples or len(data))
+    batch_size = min(algorithm.val_batch_size or len(rows), len(rows))
+    loader = build_loader(rows, batch_size, shuffle=False, seed=algorithm.seed, drop_last=False)
     validator = Validator(
         loader,
         runner,

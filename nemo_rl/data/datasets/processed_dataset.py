@@ -187,24 +187,6 @@ class RowsWithPlace(Protocol):
         """Return the file (or data set) and line of a row."""
 
 
-@dataclass(frozen=True)
-class _FirstRows:
-    """The first rows of a part."""
-
-    part: RowsWithPlace
-    num_rows: int
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-    def __getitem__(self, idx: int) -> DatumSpec:
-        return self.part[idx]
-
-    def place(self, idx: int) -> tuple[str, int]:
-        """See `RowsWithPlace.place`."""
-        return self.part.place(idx)
-
-
 class MixedDataset(Dataset[DatumSpec]):
     """Several data sets one after another, as one; `idx` counts through all of them.
 
@@ -251,7 +233,7 @@ class MixedDataset(Dataset[DatumSpec]):
         """Return the name of the data set of a row."""
         return self.names[bisect.bisect(self._ends, idx)]
 
-    def first_rows(self, limit: int) -> "MixedDataset":
+    def first_rows(self, limit: int) -> "ChosenRows":
         """Return the first rows of each part: as many of one as of another, and more where others are shorter.
 
         Args:
@@ -262,7 +244,8 @@ class MixedDataset(Dataset[DatumSpec]):
         for num_parts, index in zip(range(len(ranked), 0, -1), ranked, strict=True):
             counts[index] = min(len(self.parts[index]), left // num_parts)
             left -= counts[index]
-        return MixedDataset([_FirstRows(part, n) for part, n in zip(self.parts, counts, strict=True)], self.names)
+        starts = [end - len(part) for part, end in zip(self.parts, self._ends, strict=True)]
+        return ChosenRows(self, [start + n for start, count in zip(starts, counts, strict=True) for n in range(count)])
 
     def _find(self, idx: int) -> tuple[RowsWithPlace, int]:
         if not 0 <= idx < len(self):
@@ -273,3 +256,27 @@ class MixedDataset(Dataset[DatumSpec]):
                 return part, idx - start
             start = end
         raise AssertionError("ends cover all rows")
+
+
+@dataclass(frozen=True)
+class ChosenRows(Dataset[DatumSpec]):
+    """Some rows of a data set, which keep their `idx`.
+
+    Attributes:
+        dataset: The data set.
+        rows: The rows, in order.
+    """
+
+    dataset: MixedDataset
+    rows: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, position: int) -> DatumSpec:
+        """Process a row."""
+        return self.dataset[self.rows[position]]
+
+    def place(self, idx: int) -> tuple[str, int]:
+        """Return the file (or data set) and line of a row of the data set."""
+        return self.dataset.place(idx)

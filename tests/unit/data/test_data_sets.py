@@ -12,6 +12,7 @@ from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.datasets import AllTaskProcessedDataset, MixedDataset, setup_response_data
 from nemo_rl.data.datasets.arithmetic.problems import ArithmeticDataset
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
+from nemo_rl.data.datasets.user_data import GivenRows
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.processors import math_data_processor, math_hf_data_processor
 from nemo_rl.utils.errors import ConfigError, DataError
@@ -282,12 +283,11 @@ def test_a_data_set_without_rows_is_refused(bare_tokenizer, two_files):
     [(9, [3, 3, 3]), (10, [3, 3, 4]), (2, [0, 1, 1]), (20, [3, 8, 9]), (25, [3, 8, 14]), (99, [3, 8, 40])],
 )
 def test_the_first_rows_are_equally_many_of_each_part(limit, counts):
-    parts = [list(range(size)) for size in (3, 8, 40)]
-    cut = MixedDataset(parts, ["a", "b", "c"]).first_rows(limit)
-    assert [len(part) for part in cut.parts] == counts
-    assert [part[i] for part, n in zip(cut.parts, counts, strict=True) for i in range(n)] == [
-        i for n in counts for i in range(n)
-    ]
-    assert [cut.name_of(row) for row in range(len(cut))] == [
-        name for name, n in zip("abc", counts, strict=True) for _ in range(n)
-    ]
+    sizes = (3, 8, 40)
+    mixed = MixedDataset([GivenRows([{}] * size) for size in sizes], ["a", "b", "c"])
+    rows = mixed.first_rows(limit)
+    starts = (0, 3, 11)
+    assert rows.rows == [start + n for start, count in zip(starts, counts, strict=True) for n in range(count)]
+    assert [rows[position]["idx"] for position in range(len(rows))] == rows.rows
+    assert [mixed.name_of(row) for row in (0, 2, 3, 10, 11, 50)] == ["a", "a", "b", "b", "c", "c"]
+    assert rows.place(12) == ("list", 1)

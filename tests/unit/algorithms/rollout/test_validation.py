@@ -64,7 +64,7 @@ def test_all_rows_that_are_asked_for_are_validated_once(asked: Any, batch_size: 
 
 
 def test_each_data_set_and_each_environment_is_validated_and_has_its_own_metrics() -> None:
-    """Rows 0 to 19 are of the long set, 20 to 22 of the short one, and the reward of a row is its number."""
+    """Rows without a name come first: 0 to 39. The long set has 40 to 59, the short one 60 to 62. Rewards are rows."""
     sets = (
         "data.validation=[{name: long, dataset_name: arithmetic, num_samples: 20},"
         " {name: short, dataset_name: arithmetic, num_samples: 3, env_name: own.Game, seed: 5},"
@@ -72,11 +72,10 @@ def test_each_data_set_and_each_environment_is_validated_and_has_its_own_metrics
     )
     runner = Runner()
     metrics = validated(runner, "data.train.num_samples=64", sets, "+env={own.Game: {}}", "grpo.max_val_samples=17")
-    # Rows without a name come first: 7 of them, then 7 of the long set and all 3 of the short one.
-    assert sum(runner.rows, []) == list(range(17))
+    assert sum(runner.rows, []) == [*range(7), *range(40, 47), *range(60, 63)]
     counts = {group: metrics[f"{group}/num_samples"] for group in ("long", "short", "math", "own.Game")}
     assert counts == {"long": 7, "short": 3, "math": 7, "own.Game": 10}
-    assert metrics["long/accuracy"] == metrics["math/accuracy"] == pytest.approx(10)
-    assert metrics["short/accuracy"] == pytest.approx(15)
-    assert metrics["own.Game/accuracy"] == pytest.approx((sum(range(7)) + 14 + 15 + 16) / 10)
+    assert metrics["long/accuracy"] == metrics["math/accuracy"] == pytest.approx(43)
+    assert metrics["short/accuracy"] == pytest.approx(61)
+    assert metrics["own.Game/accuracy"] == pytest.approx((sum(range(7)) + 60 + 61 + 62) / 10)
     assert metrics["num_samples"] == 17
