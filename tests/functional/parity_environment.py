@@ -1,7 +1,8 @@
-"""An environment that waits a moment in each step, counts the episodes that are open, and rewards texts at random."""
+"""An environment that waits a moment in each step, writes how many episodes are open, and rewards texts at random."""
 
 import asyncio
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,15 +11,16 @@ from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentRet
 
 
 class Parity(EnvironmentInterface[dict]):
-    """Rewards a conversation if its hash is even."""
+    """Rewards a conversation if its hash is even; the file `log` of its section gets a line for each episode."""
 
     def __init__(self, cfg: dict):
+        self.log = Path(cfg["log"])
         self.open: set[int] = set()
-        self.most_open = 0
 
     async def open_episode(self, metadata: dict) -> EpisodeStart[dict]:
         self.open.add(metadata["episode_seed"])
-        self.most_open = max(self.most_open, len(self.open))
+        with self.log.open("a") as file:
+            file.write(f"{len(self.open)}\n")
         return EpisodeStart(metadata)
 
     async def close_episode(self, metadata: dict) -> None:
@@ -35,6 +37,3 @@ class Parity(EnvironmentInterface[dict]):
             rewards=torch.tensor(even, dtype=torch.float32),
             terminateds=torch.ones(len(texts), dtype=torch.bool),
         )
-
-    def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float | int]]:
-        return batch, {"most_open_episodes": self.most_open}

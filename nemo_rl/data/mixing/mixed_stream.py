@@ -83,7 +83,7 @@ class MixedPromptStream:
         self._outstanding: dict[PromptPosition, None] = {}
         """Drawn prompts that were not acknowledged, in the order they were drawn."""
         self._waiting: dict[PromptPosition, None] = {}
-        """Those of them that were not handed out."""
+        """Outstanding prompts that were not handed out."""
         self._restored: frozenset[PromptPosition] = frozenset()
         """Prompts that an earlier process has drawn, and whose faults it has reported."""
         self._parts = StoredParts()
