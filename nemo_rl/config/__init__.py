@@ -57,6 +57,7 @@ from nemo_rl.config.schema.algorithms.sft import SFTConfig
 from nemo_rl.config.schema.algorithms.supervised import SupervisedConfig, SupervisedDataConfig
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.cluster import ClusterConfig, TimeoutsConfig, VenvConfig
+from nemo_rl.config.schema.curriculum import AccuracyRuleConfig, CurriculumConfig, CurriculumPhase
 from nemo_rl.config.schema.data import DataConfig, DatasetConfig, DatasetDefaults
 from nemo_rl.config.schema.env import MathEnvironmentConfig
 from nemo_rl.config.schema.logger import LoggerConfig, MlflowConfig, SwanlabConfig, TensorboardConfig, WandbConfig

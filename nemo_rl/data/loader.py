@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from nemo_rl.data.bad_rows import PLACES_SHOWN
 from nemo_rl.data.collate_fn import rl_collate_fn
+from nemo_rl.data.row_faults import RowFaults
 from nemo_rl.utils.errors import DataError
 from nemo_rl.utils.seed import derive_seed
 
@@ -81,8 +81,6 @@ class PromptLoader(StatefulDataLoader):
         **kwargs: For `StatefulDataLoader`.
 
     Attributes:
-        num_over_long: Number of too long prompts so far.
-        num_unusable: Number of rows so far that could not be rendered or encoded.
         epoch: Number of finished epochs.
         last_rows: Rows of the data set that are in the batch yielded last.
     """
@@ -97,15 +95,13 @@ class PromptLoader(StatefulDataLoader):
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, sampler=sampler, **kwargs)
-        self.epoch = self.num_over_long = self.num_unusable = 0
+        self.epoch = 0
         self.last_rows: list[int] = []
         self._accept_changes = accept_changes
-        self._max_bad_row_share = max_bad_row_share
         self._order = sampler
+        self._faults = RowFaults(dataset, sampler.num_rows, max_bad_row_share)
         self._num_rows_done = 0
         self._in_progress = False
-        self._counts_before = (0, 0)
-        """`num_over_long` and `num_unusable` before this epoch."""
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of the next epoch, or of the rest of a restored one."""
@@ -116,11 +112,21 @@ class PromptLoader(StatefulDataLoader):
         for batch in super().__iter__():
             self.last_rows = self._next_rows(self._size)
             self._num_rows_done += len(self.last_rows)
-            self._note_weightless(batch)
+            self._faults.note(batch)
             yield batch
         self._in_progress = False
         if self._num_rows_done == self._epoch_end:
             self._finish_epoch()
+
+    @property
+    def num_over_long(self) -> int:
+        """Number of too long prompts so far."""
+        return self._faults.num_over_long
+
+    @property
+    def num_unusable(self) -> int:
+        """Number of rows so far that could not be rendered or encoded."""
+        return self._faults.num_unusable
 
     @property
     def num_rows(self) -> int:
@@ -158,7 +164,7 @@ class PromptLoader(StatefulDataLoader):
         """
         assert self.collate_fn is not None
         batch = self.collate_fn([self.dataset[row] for row in rows])
-        self._note_weightless(batch, counted)
+        self._faults.note(batch, counted)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -187,6 +193,11 @@ class PromptLoader(StatefulDataLoader):
 
     def check_position(self, state_dict: dict[str, Any]) -> list[str]:
         """Return what has changed since a position was saved; errors as in `load_state_dict`."""
+        if "data_sets" in state_dict:
+            raise DataError(
+                "the checkpoint's position is in data sets that are drawn by weights; this run shuffles them together. "
+                "Set the same data.train.<i>.weight or data.curriculum, or start a new run in another checkpoint_dir."
+            )
         changed = [
             f"{key} was {state_dict.get(key)} and is {now}"
             for key, now in self._conditions().items()
@@ -221,19 +232,11 @@ class PromptLoader(StatefulDataLoader):
 
     def _begin_epoch(self, epoch: int) -> None:
         self.epoch, self._num_rows_done = epoch, 0
-        self._counts_before = self.num_over_long, self.num_unusable
+        self._faults.begin_epoch()
 
     def _finish_epoch(self) -> None:
         """Report the rows of this epoch that did not train, and go to the start of the next one."""
-        over_long, unusable = self._counts_before
-        if self.num_over_long > over_long:
-            logger.warning(
-                "%d rows of this epoch were longer than data.max_input_seq_length; they were "
-                "cut to a stub and did not train the model.",
-                self.num_over_long - over_long,
-            )
-        if self.num_unusable > unusable:
-            logger.warning("%d rows of this epoch could not be used.", self.num_unusable - unusable)
+        self._faults.report()
         self._begin_epoch(self.epoch + 1)
 
     def _move(self, changed: list[str]) -> None:
@@ -260,33 +263,6 @@ class PromptLoader(StatefulDataLoader):
             "shuffle": order.shuffle,
             "seed": order.seed,
         }
-
-    def _note_weightless(self, batch: Any, counted: Collection[int] = ()) -> None:
-        """Report the rows of a batch that do not train, and remove their faults from the batch."""
-        if "loss_multiplier" not in batch:
-            return
-        multipliers = dict(zip(batch["idx"], batch["loss_multiplier"].tolist(), strict=True))
-        faults = dict(zip(batch["idx"], batch.pop("fault", ()), strict=False))
-        for idx, multiplier in multipliers.items():
-            if multiplier or idx in counted:
-                continue
-            fault = faults.get(idx)
-            self.num_over_long += fault is None
-            self.num_unusable += fault is not None
-            if (self.num_over_long if fault is None else self.num_unusable) <= PLACES_SHOWN:
-                file, line = self.dataset.place(idx)
-                reason = fault or "longer than data.max_input_seq_length"
-                logger.warning("%s:%s: %s; kept with loss_multiplier 0.", file, line, reason)
-        self._check_share()
-
-    def _check_share(self) -> None:
-        num_unusable, num_rows = self.num_unusable - self._counts_before[1], self.num_rows
-        if num_unusable > self._max_bad_row_share * num_rows:
-            raise DataError(
-                f"{num_unusable} of {num_rows} training rows could not be used, more than "
-                f"data.max_bad_row_share={self._max_bad_row_share:g} allows; the log names the first ones. "
-                "Fix them, or raise that key to train on the rest."
-            )
 
 
 def build_loader(

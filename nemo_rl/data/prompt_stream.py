@@ -9,15 +9,13 @@ of them once.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
-from nemo_rl.config import RolloutMasterConfig, SupervisedMasterConfig
-from nemo_rl.data.collate_fn import rl_collate_fn
-from nemo_rl.data.datasets.processed_dataset import MixedDataset
-from nemo_rl.data.loader import PromptLoader, build_loader
+from nemo_rl.data.loader import PromptLoader
+from nemo_rl.data.stored_parts import StoredPart, StoredParts
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.errors import DataError
 
@@ -53,18 +51,92 @@ class PromptBatch:
     positions: list[PromptPosition]
 
 
-class StoredPart(Protocol):
-    """State that is stored with the position, such as groups that were sampled ahead of training."""
+type GroupRewards = Mapping[PromptPosition, Sequence[float]]
+"""The prompts of a step in order, each with the rewards of its samples; empty where there are none."""
+
+
+class Prompts(Protocol):
+    """Batches of prompts, epoch after epoch, and a position that a checkpoint stores. Used from one thread."""
+
+    @property
+    def epoch(self) -> int:
+        """Finished epochs."""
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches of one epoch."""
+
+    def next_batch(self) -> PromptBatch:
+        """Return the next batch.
+
+        After a stored position with unacknowledged prompts was loaded, these come first. Batches are then filled with
+        the prompts that follow, so the last batch of the run may be short.
+
+        Raises:
+            DataExhausted: all epochs are over.
+        """
+
+    def acknowledge(self, positions: Iterable[PromptPosition]) -> None:
+        """Mark prompts as trained on or dropped: a resumed run does not return them again.
+
+        Args:
+            positions: positions that `next_batch` returned; in any order, each once.
+
+        Raises:
+            ValueError: a prompt was never returned, or was acknowledged before.
+        """
+
+    def finish_step(self, step: int, rewards: GroupRewards) -> None:
+        """Note that a step was trained on: the prompts that follow may depend on it.
+
+        Args:
+            step: its number, from 1.
+            rewards: of its prompts.
+        """
+
+    def metrics(self, rewards: GroupRewards) -> dict[str, float]:
+        """Return metrics of the data sets of a step, before `finish_step`; empty where they are not told apart."""
+
+    def attach(self, name: str, part: StoredPart) -> None:
+        """Store and restore a part together with the position; only before the first step.
+
+        Args:
+            name: of its state in the checkpoint.
+            part: replaces an earlier one of this name.
+        """
+
+    def claim(self, positions: Iterable[PromptPosition]) -> None:
+        """Skip prompts whose groups a part has restored; they stay unacknowledged until they are trained on.
+
+        Raises:
+            ValueError: a prompt was acknowledged or claimed before.
+            DataError: the data changed, and a prompt is not among those to come.
+            DataExhausted: the data has no such prompt.
+        """
+
+    def prepare(self, positions: Sequence[PromptPosition]) -> PromptBatch:
+        """Prepare claimed prompts again, to continue their groups."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state: tensors, plain values, and lists and dicts of them."""
+        """Return the position."""
+
+    def check_position(self, state: dict[str, Any]) -> None:
+        """Refuse a stored position in other data; change nothing.
+
+        Raises:
+            DataError: the position belongs to other data.
+        """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a stored state; a part that holds groups calls `PromptStream.claim` for their prompts."""
+        """Go to a stored position; only before the first batch.
+
+        Raises:
+            DataError: the position, or a group that a part restores, belongs to other data.
+        """
 
 
 class PromptStream:
-    """Batches of prompts, epoch after epoch. Used from one thread.
+    """Batches of the epochs of one loader, which shuffles all rows together; a `Prompts`.
 
     Args:
         loader: one pass over it is an epoch.
@@ -86,7 +158,7 @@ class PromptStream:
         """Prompts that an earlier process has drawn, and whose faults it has reported."""
         self._changes: list[str] = []
         """Changes of the data since the loaded position was stored."""
-        self._parts: dict[str, StoredPart] = {}
+        self._parts = StoredParts()
 
     @property
     def epoch(self) -> int:
@@ -99,14 +171,7 @@ class PromptStream:
         return len(self._loader)
 
     def next_batch(self) -> PromptBatch:
-        """Return the next batch.
-
-        After a stored position with unacknowledged prompts was loaded, these come first. Batches are then filled with
-        the prompts that follow, so the last batch of the run may be short.
-
-        Raises:
-            DataExhausted: all epochs are over.
-        """
+        """See `Prompts.next_batch`."""
         size = self._batch_size
         while not self._first and self.epoch < self._max_epochs:
             epoch = self.epoch
@@ -124,36 +189,25 @@ class PromptStream:
         return self._first_batch()
 
     def acknowledge(self, positions: Iterable[PromptPosition]) -> None:
-        """Mark prompts as trained on or dropped: a resumed run does not return them again.
-
-        Args:
-            positions: positions that `next_batch` returned; in any order, each once.
-
-        Raises:
-            ValueError: a prompt was never returned, or was acknowledged before.
-        """
+        """See `Prompts.acknowledge`."""
         for position in positions:
             if position not in self._outstanding:
                 self._move_after(position)
             del self._outstanding[position]
 
-    def attach(self, name: str, part: StoredPart) -> None:
-        """Store and restore a part together with the position; only before the first step.
+    def finish_step(self, step: int, rewards: GroupRewards) -> None:
+        """See `Prompts.finish_step`: the order is fixed."""
 
-        Args:
-            name: of its state in the checkpoint.
-            part: replaces an earlier one of this name.
-        """
-        self._parts[name] = part
+    def metrics(self, rewards: GroupRewards) -> dict[str, float]:
+        """See `Prompts.metrics`."""
+        return {}
+
+    def attach(self, name: str, part: StoredPart) -> None:
+        """See `Prompts.attach`."""
+        self._parts.attach(name, part)
 
     def claim(self, positions: Iterable[PromptPosition]) -> None:
-        """Skip prompts whose groups a part has restored; they stay unacknowledged until they are trained on.
-
-        Raises:
-            ValueError: a prompt was acknowledged or claimed before.
-            DataError: the data changed, and a prompt is not among those to come.
-            DataExhausted: the data has no such prompt.
-        """
+        """See `Prompts.claim`."""
         for position in positions:
             while position not in self._first:
                 is_over = position.epoch < self.epoch or self.epoch >= self._max_epochs
@@ -163,7 +217,7 @@ class PromptStream:
             del self._first[position]
 
     def prepare(self, positions: Sequence[PromptPosition]) -> PromptBatch:
-        """Prepare claimed prompts again, to continue their groups."""
+        """See `Prompts.prepare`."""
         rows = [position.row for position in positions]
         return PromptBatch(self._loader.prepare(rows, counted=set(rows)), list(positions))
 
@@ -173,7 +227,7 @@ class PromptStream:
         `outstanding` lists these prompts as `[epoch, row]`, `parts` holds the state of each attached part. Both are
         left out if empty.
         """
-        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        parts = self._parts.state_dict()
         state = dict(self._position)
         if self._outstanding:
             state["outstanding"] = [list(position) for position in self._outstanding]
@@ -182,19 +236,11 @@ class PromptStream:
         return state
 
     def check_position(self, state: dict[str, Any]) -> None:
-        """Refuse a stored position in other data; change nothing.
-
-        Raises:
-            DataError: the position belongs to other data.
-        """
+        """See `Prompts.check_position`."""
         self._loader.check_position(state["loader"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a stored position; only before the first batch.
-
-        Raises:
-            DataError: the position, or a group that a part restores, belongs to other data.
-        """
+        """See `Prompts.load_state_dict`."""
         self._changes = self._loader.check_position(state["loader"])
         self._loader.load_state_dict(state["loader"])
         self._iterator = None
@@ -204,9 +250,7 @@ class PromptStream:
         self._outstanding = dict.fromkeys(p for p in stored if p.row < self._loader.num_rows)
         self._first = dict.fromkeys(self._outstanding)
         self._restored = frozenset(self._outstanding)
-        parts = state.get("parts", {})
-        for name in self._parts.keys() & parts.keys():
-            self._parts[name].load_state_dict(parts[name])
+        self._parts.load_state_dict(state.get("parts", {}))
         if self._first:
             logger.info("%d prompts that were drawn but not trained on come first.", len(self._first))
 
@@ -278,33 +322,3 @@ class PromptStream:
     def _drawn_to(self) -> dict[str, Any]:
         """Return the position after all drawn prompts, in whole batches of a pass."""
         return {"epoch": self.epoch, "loader": self._loader.state_dict()}
-
-
-def training_stream(
-    config: RolloutMasterConfig | SupervisedMasterConfig,
-    rows: MixedDataset,
-    batch_size: int,
-    collate_fn: Callable[[list[Any]], BatchedDataDict[Any]] = rl_collate_fn,
-) -> PromptStream:
-    """Build the stream of the rows that a run trains on.
-
-    Args:
-        config: sets order, epochs, and the treatment of bad rows and of a position in changed data.
-        rows: the training data.
-        batch_size: rows of a batch.
-        collate_fn: joins them.
-
-    Raises:
-        DataError: there are fewer rows than one batch.
-    """
-    loader = build_loader(
-        rows,
-        batch_size,
-        shuffle=config.data.shuffle,
-        seed=config.algorithm.seed,
-        num_workers=config.data.num_workers,
-        collate_fn=collate_fn,
-        accept_changes=bool(config.checkpointing.allow_changed),
-        max_bad_row_share=config.data.max_bad_row_share,
-    )
-    return PromptStream(loader, config.algorithm.max_num_epochs)

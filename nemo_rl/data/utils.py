@@ -41,11 +41,11 @@ def setup_response_data(
     config = DataConfig.of(data_config)
     if env_configs is None:
         data = setup.setup_response_data(tokenizer, config)
-        return data.train, data.validation
+        return data.train, data.all_validation
     sections = environment_sections(env_configs)
     data = setup.setup_response_data(tokenizer, config, sections)
     environments = {task: sections[name] for task, name in data.task_env.items()}
-    return data.train, data.validation, environments, dict(environments)
+    return data.train, data.all_validation, environments, dict(environments)
 
 
 def setup_preference_data(

@@ -90,7 +90,7 @@ def _with_data(samples: Sequence[StoredSample], data: RunData) -> list[Work]:
     Raises:
         ConfigError: the data has no such row.
     """
-    sets = {"train": data.train, "validation": data.validation}
+    sets = {"train": data.train, "validation": data.all_validation}
     read: dict[tuple[str, int], DatumSpec] = {}
     for sample in samples:
         rows, idx = sets[sample.phase], int(sample.row["idx"])

@@ -21,7 +21,7 @@ from nemo_rl.algorithms.rollout.staleness import age_metrics, check_staleness, n
 from nemo_rl.algorithms.rollout.sync_probe import SyncProbe
 from nemo_rl.algorithms.runtime.run import Phase, StepBatch
 from nemo_rl.data.model_rows import ROW_INPUTS, RowInputs, completed
-from nemo_rl.data.prompt_stream import PromptStream
+from nemo_rl.data.prompt_stream import GroupRewards, Prompts
 from nemo_rl.data.stored_rows import NUM_STALE, NUM_WRITTEN, STORED_ROWS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.idle_shares import IdleShares
@@ -53,7 +53,7 @@ class RolloutBatches:
     def __init__(
         self,
         rollouts: RolloutSource,
-        prompts: PromptStream,
+        prompts: Prompts,
         refitter: Refitter,
         probe: SyncProbe,
         trajectory_log: TrajectoryLog,
@@ -92,6 +92,7 @@ class RolloutBatches:
         check_staleness(trajectories, version, max_staleness)
         stale_BT = mark_stale(tensors, trajectories, version)
         self._probe.check(tensors, stale_BT)
+        rewards = _rewards(given)
         overlap = age_metrics(trajectories, version) | _discarded(given) if max_staleness else {}
         return StepBatch(
             tensors,
@@ -100,6 +101,7 @@ class RolloutBatches:
             metrics=rollout_metrics(trajectories)
             | metrics_by_environment(trajectories, self._tasks, OF_AN_ENVIRONMENT)
             | overlap
+            | self._prompts.metrics(rewards)
             | self.rollouts.metrics,
             metrics_under={
                 "refit": self._refitter.last_sync,
@@ -107,6 +109,7 @@ class RolloutBatches:
                 "generation": self._engine_load(),
             },
             prompts=[group.prompt for group in given if group.prompt is not None],
+            rewards=rewards,
             stale_BT=stale_BT,
         )
 
@@ -118,6 +121,7 @@ class RolloutBatches:
         """See `BatchSource.trained`."""
         self._trajectory_log.write_training(step, batch.trajectories, batch.tensors)
         self._prompts.acknowledge(batch.prompts)
+        self._prompts.finish_step(step, batch.rewards)
 
 
 def mark_stale(tensors: BatchedDataDict[Any], trajectories: Sequence[Trajectory], version: int) -> Tensor | None:
@@ -128,6 +132,15 @@ def mark_stale(tensors: BatchedDataDict[Any], trajectories: Sequence[Trajectory]
     if num_stale_B is not None:
         tensors[NUM_STALE] = num_stale_B
     return None
+
+
+def _rewards(groups: Sequence[Group]) -> GroupRewards:
+    """Return the rewards of the samples of each group whose prompt is from the stream."""
+    return {
+        group.prompt: [t.reward for t in group.trajectories if t.reward is not None and t.has_reward]
+        for group in groups
+        if group.prompt is not None
+    }
 
 
 def _discarded(groups: Sequence[Group]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 A source draws prompts and gives groups of graded trajectories, each when it is finished. Variants wrap each other
 instead of adding branches to a loop: `DynamicSampling` wraps any source. `batches.RolloutBatches` tells the prompt
 stream which prompts were trained on. A source that samples ahead of training stores its groups with the stream
-(`PromptStream.attach`). Invariant: the groups of a step do not depend on the order in which they finish.
+(`Prompts.attach`). Invariant: the groups of a step do not depend on the order in which they finish.
 """
 
 import bisect
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl.config import RolloutSourceConfig
-from nemo_rl.data.prompt_stream import DataExhausted, PromptBatch, PromptPosition, PromptStream
+from nemo_rl.data.prompt_stream import DataExhausted, PromptBatch, PromptPosition, Prompts
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.event_loop import BackgroundTask
 from nemo_rl.experience.metrics import mean_metrics
@@ -123,7 +123,7 @@ class SampledGroups:
         return {"groups": groups, "metrics": self.metrics}
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any], prompts: PromptStream) -> Self:
+    def from_state(cls, state: Mapping[str, Any], prompts: Prompts) -> Self:
         """Rebuild groups from their `state_dict`, and keep the stream from handing out their prompts."""
         groups = []
         for each in state["groups"]:
@@ -242,7 +242,7 @@ class FreshRollouts:
         metrics: reported by environments about the last groups.
     """
 
-    prompts: PromptStream
+    prompts: Prompts
     runner: RolloutRunner
     sampling: SamplingParams
     num_generations: int

@@ -45,7 +45,8 @@ from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
 from nemo_rl.config import Role, RolloutMasterConfig, busy_engines
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.loader import build_loader
-from nemo_rl.data.prompt_stream import PromptStream, training_stream
+from nemo_rl.data.prompt_stream import Prompts
+from nemo_rl.data.training_stream import training_stream
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.environments.workers.start import Environment
 from nemo_rl.experience.event_loop import EventLoopThread
@@ -209,7 +210,7 @@ def _connect(
     workers: Workers,
     threads: ExitStack,
     resume_path: Path | None,
-    prompts: PromptStream,
+    prompts: Prompts,
     started_at: float,
 ) -> Connection:
     """Build the parts of a run around its workers; `threads` ends the threads that they start."""
@@ -276,7 +277,7 @@ def shared_engines(config: RolloutMasterConfig, engines: EngineGroup) -> Engines
     return Engines(engines, config.cluster.timeouts.weight_sync_s) if generation.colocated.enabled else None
 
 
-def make_prompts(config: RolloutMasterConfig, recipe: RolloutRecipe) -> PromptStream:
+def make_prompts(config: RolloutMasterConfig, recipe: RolloutRecipe) -> Prompts:
     """Build the stream of training prompts."""
     num_prompts = int(config.algorithm.num_prompts_per_step * recipe.prompt_factor)
     return training_stream(config, recipe.data.train, num_prompts)
@@ -290,13 +291,13 @@ def validation_of(
     trajectory_log: TrajectoryLog,
 ) -> Validation | None:
     """Build the validation of a run; None without validation data."""
-    data = recipe.data.validation
+    data = recipe.data.all_validation
     if data is None:
         return None
     algorithm = config.algorithm
-    num_rows = min(len(data), algorithm.max_val_samples or len(data))
-    batch_size = min(algorithm.val_batch_size or num_rows, num_rows)
-    loader = build_loader(data, batch_size, shuffle=False, seed=algorithm.seed, drop_last=False, max_rows=num_rows)
+    rows = data.first_rows(algorithm.max_val_samples or len(data))
+    batch_size = min(algorithm.val_batch_size or len(rows), len(rows))
+    loader = build_loader(rows, batch_size, shuffle=False, seed=algorithm.seed, drop_last=False)
     validator = Validator(
         loader,
         runner,
@@ -304,6 +305,7 @@ def validation_of(
         algorithm.val_num_generations_per_prompt,
         algorithm.seed,
         sorted(set(recipe.data.task_env.values())),
+        data.name_of,
     )
     report = ValidationReport(trajectory_log, config.logger.num_val_samples_to_print)
     return make_validation(algorithm.overlap, validator, report, refitter)

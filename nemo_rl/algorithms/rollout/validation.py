@@ -10,6 +10,7 @@ weights give the same numbers, and curves of two runs compare like with like.
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,7 @@ class Validator:
         num_generations: samples per prompt.
         run_seed: seed of the run.
         tasks: names of the run's environments; several of them have their own metrics.
+        name_of: row -> name of its data set, which has its own metrics; None for none.
     """
 
     batches: Iterable[BatchedDataDict[Any]]
@@ -47,6 +49,7 @@ class Validator:
     num_generations: int
     run_seed: int
     tasks: Collection[str] = ()
+    name_of: Callable[[int], str | None] = lambda idx: None
 
     def validate(self) -> Rollouts:
         """Roll out all validation prompts; return the trajectories, and metrics for the prefix `validation/`."""
@@ -78,15 +81,20 @@ class Validator:
                 trajectory.group_index += offset
             trajectories += collection.trajectories
         metrics = mean_metrics(collections) | validation_metrics(trajectories, self.num_generations)
-        return Rollouts(trajectories, metrics | self._by_environment(trajectories))
+        return Rollouts(trajectories, metrics | self._by_group(trajectories))
 
-    def _by_environment(self, trajectories: list[Trajectory]) -> dict[str, float]:
-        """Compute the metrics of each environment, as `<environment>/<name>`, where there are several."""
+    def _by_group(self, trajectories: list[Trajectory]) -> dict[str, float]:
+        """Compute the metrics of each environment, if there are several, and of each data set with a name."""
+        groups: dict[str, list[Trajectory]] = defaultdict(list)
+        for trajectory in trajectories:
+            if len(self.tasks) > 1:
+                groups[trajectory.task_name].append(trajectory)
+            if (name := self.name_of(trajectory.idx)) is not None:
+                groups[name].append(trajectory)
         metrics: dict[str, float] = {}
-        for task in self.tasks if len(self.tasks) > 1 else ():
-            own = [t for t in trajectories if t.task_name == task]
-            found = validation_metrics(own, self.num_generations) if own else {}
-            metrics |= {f"{task}/{name}": value for name, value in found.items()}
+        for group, own in groups.items():
+            found = validation_metrics(own, self.num_generations)
+            metrics |= {f"{group}/{name}": value for name, value in found.items()}
         return metrics
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.algorithms.runtime.session import Session
-from nemo_rl.data.prompt_stream import PromptPosition
+from nemo_rl.data.prompt_stream import GroupRewards, PromptPosition
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.losses.loss_function import AnyLossFunction
@@ -41,6 +41,7 @@ class StepBatch:
         metrics_under: further metrics, by the prefix under which they are logged.
         rows_per_update: rows of one optimizer update; None takes `policy.train_global_batch_size`.
         prompts: positions in the data that are done with once the batch was trained on.
+        rewards: of the samples of each of these prompts, also of those that the batch leaves out.
         stale_BT: `[B, T]` bool, tokens that were sampled by weights older than the policy's; None if there are none.
     """
 
@@ -51,6 +52,7 @@ class StepBatch:
     metrics_under: dict[str, dict[str, float]] = field(default_factory=dict)
     rows_per_update: int | None = None
     prompts: Sequence[PromptPosition] = ()
+    rewards: GroupRewards = field(default_factory=dict)
     stale_BT: Tensor | None = None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from nemo_rl.algorithms.runtime.resume_check import check_resume
 from nemo_rl.algorithms.setup.checkpoint_size import check_space
 from nemo_rl.config import MasterConfig, Role, save_resolved
-from nemo_rl.data.prompt_stream import PromptStream
+from nemo_rl.data.prompt_stream import Prompts
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.logger import get_next_experiment_dir
 
@@ -41,7 +41,7 @@ class RunFolders:
         """Return the newest undamaged checkpoint, also one that this run has written; None if there is none."""
         return None if self.checkpoints is None else self.checkpoints.find_resumable()
 
-    def check_position(self, data: PromptStream) -> None:
+    def check_position(self, data: Prompts) -> None:
         """Check that the checkpoint's position belongs to this data; the session moves there later.
 
         Raises:

@@ -31,7 +31,8 @@ from nemo_rl.data.collate_fn import preference_collate_fn
 from nemo_rl.data.datasets.processed_dataset import MixedDataset
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.loader import build_loader
-from nemo_rl.data.prompt_stream import PromptStream, training_stream
+from nemo_rl.data.prompt_stream import GroupRewards, Prompts
+from nemo_rl.data.training_stream import training_stream
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.losses.loss_function import LossFunction
@@ -107,7 +108,7 @@ class WrittenBatches:
         rows_per_sample: rows of a batch that one sample takes; 2 for pairs.
     """
 
-    def __init__(self, rows: PromptStream, rows_per_sample: int):
+    def __init__(self, rows: Prompts, rows_per_sample: int):
         self._rows = rows
         self._rows_per_sample = rows_per_sample
 
@@ -117,14 +118,21 @@ class WrittenBatches:
             batch = self._rows.next_batch()
         tensors = batch.rows
         num_samples = tensors.size // self._rows_per_sample
+        rewards: GroupRewards = dict.fromkeys(batch.positions, ())
         metrics = {"total_num_tokens": float(tensors["input_lengths"].sum()), "num_samples": float(num_samples)}
         return StepBatch(
-            tensors, num_prompts=num_samples, metrics=metrics, rows_per_update=tensors.size, prompts=batch.positions
+            tensors,
+            num_prompts=num_samples,
+            metrics=metrics | self._rows.metrics(rewards),
+            rows_per_update=tensors.size,
+            prompts=batch.positions,
+            rewards=rewards,
         )
 
     def trained(self, step: int, batch: StepBatch) -> None:
         """See `BatchSource.trained`."""
         self._rows.acknowledge(batch.prompts)
+        self._rows.finish_step(step, batch.rewards)
 
 
 def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_at: float = 0.0) -> Run:
@@ -141,7 +149,7 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
         log_memory(config.cluster, recipe.roles, memory_of_a_rank(config.cluster))
         models = _start_models(config, recipe, folders, resources)
 
-        def connect(resume_path: Path | None, rows: PromptStream, started_at: float) -> Connection:
+        def connect(resume_path: Path | None, rows: Prompts, started_at: float) -> Connection:
             memory = share_memory(config.cluster, recipe.roles, models)
             parts = SessionParts(
                 cadence=_cadence(config, steps),
@@ -178,7 +186,7 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
         )
 
 
-def make_rows(config: SupervisedMasterConfig, recipe: SupervisedRecipe) -> PromptStream:
+def make_rows(config: SupervisedMasterConfig, recipe: SupervisedRecipe) -> Prompts:
     """Build the stream of training rows."""
     return training_stream(config, recipe.data.train, config.policy.train_global_batch_size, recipe.collate)
 

@@ -4,6 +4,7 @@ Invariant: nothing is read or downloaded; only names are checked.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from nemo_rl.config.base.availability import NOT_BUILT
@@ -15,6 +16,7 @@ from nemo_rl.config.base.names import (
     RESPONSE_DATASET_NAMES,
 )
 from nemo_rl.config.rules.broken_rules import Findings
+from nemo_rl.config.schema.curriculum import CurriculumConfig
 from nemo_rl.config.schema.data import DataConfig, DatasetConfig
 from nemo_rl.utils.did_you_mean import did_you_mean
 
@@ -41,8 +43,13 @@ def check_data(data: DataConfig, environments: Mapping[str, Any]) -> Findings:
     for name, entry in named_entries(data):
         yield from check_dataset(name, entry, RESPONSE_DATASET_NAMES)
         yield from check_environment(name, entry.env_name, environments)
-        if entry.name is not None:
-            yield f"{name}.name={entry.name!r}: GRPO validates on all data together. Leave the name out."
+        is_validated = name.startswith("data.validation") or entry.split_validation_size > 0
+        if is_validated and entry.name in environments:
+            yield (
+                f"{name}.name={entry.name!r} is the name of an environment, whose metrics of validation are under "
+                f"validation/{entry.name}/. Choose another name for the data set."
+            )
+    yield from check_shares(data, has_rewards=True)
 
 
 def check_environment(place: str, env_name: str | None, environments: Collection[str]) -> Findings:
@@ -92,6 +99,96 @@ def named_entries(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:
             yield from ((f"data.{side}.{i}", entry) for i, entry in enumerate(entries))
         elif entries is not None:
             yield f"data.{side}", entries
+
+
+def check_shares(data: DataConfig, *, has_rewards: bool) -> Findings:
+    """Check weights of data sets, and the curriculum.
+
+    Args:
+        data: the section.
+        has_rewards: whether the run rewards answers, so that it knows the accuracy of the policy.
+    """
+    if data.default.weight is not None:
+        yield f"data.default.weight={data.default.weight:g} is no weight of a data set. Set data.train.<i>.weight."
+        return
+    for name, entry in named_entries(data):
+        if name.startswith("data.validation") and entry.weight is not None:
+            yield f"{name}.weight={entry.weight:g} has no effect: a validation takes all rows. Leave it out."
+    if data.has_shares:
+        yield from _check_weights(data)
+        if data.curriculum is not None:
+            yield from check_curriculum(data.curriculum, data.train_names, has_rewards=has_rewards)
+
+
+def _check_weights(data: DataConfig) -> Findings:
+    entries, names = data.train_entries, data.train_names
+    if len(entries) < 2:
+        key = "data.curriculum" if data.curriculum is not None else f"data.train.weight={entries[0].weight:g}"
+        yield f"{key} needs several data sets, and data.train has {len(entries)}. Leave it out, or add entries."
+        return
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        same = [f"data.train.{index}" for index, other in enumerate(names) if other == name]
+        yield f"{' and '.join(same)} have the same name, {name}. Set data.train.<i>.name of each to another one."
+    weighted = [f"data.train.{index}.weight" for index, entry in enumerate(entries) if entry.weight is not None]
+    if data.curriculum is not None and data.curriculum.phases:
+        if weighted:
+            yield f"{', '.join(weighted)}: data.curriculum.phases has the weights. Leave one of the two out."
+    elif weighted and len(weighted) < len(entries):
+        without = [f"data.train.{index}" for index, entry in enumerate(entries) if entry.weight is None]
+        yield f"{', '.join(weighted)}: no weight is set for {', '.join(without)}. Give all entries one, or none."
+
+
+def check_curriculum(curriculum: CurriculumConfig, names: Sequence[str], *, has_rewards: bool) -> Findings:
+    """Check phases and the rule by accuracy.
+
+    Args:
+        curriculum: the section.
+        names: names of the training entries.
+        has_rewards: as in `check_shares`.
+    """
+    phases, accuracy = curriculum.phases, curriculum.accuracy
+    if not phases and accuracy is None:
+        yield "data.curriculum has no rule. Write data.curriculum.phases or data.curriculum.accuracy, or leave it out."
+    if curriculum.interpolation != "none" and len(phases) < 2:
+        yield (
+            f"data.curriculum.interpolation={curriculum.interpolation} needs two phases, and data.curriculum.phases "
+            f"has {len(phases)}. Leave it at none."
+        )
+    yield from _check_steps([phase.from_step for phase in phases])
+    for index, phase in enumerate(phases):
+        yield from _check_phase(f"data.curriculum.phases.{index}.weights", phase.weights, names)
+    for name in names:
+        if phases and all(phase.weights.get(name) == 0 for phase in phases):
+            yield f"data.curriculum.phases: the weight of {name} is 0 in all phases. Remove it from data.train."
+    if accuracy is not None and not has_rewards:
+        yield "data.curriculum.accuracy needs rewards, and this run samples no answers. Use data.curriculum.phases."
+    elif accuracy is not None and accuracy.min_share * len(names) > 1:
+        yield (
+            f"data.curriculum.accuracy.min_share={accuracy.min_share:g} for each of {len(names)} data sets is more "
+            f"than all prompts. Set it to at most {1 / len(names):.3g}."
+        )
+
+
+def _check_steps(steps: Sequence[int]) -> Findings:
+    if steps and steps[0] != 0:
+        yield f"data.curriculum.phases.0.from_step={steps[0]}: the first phase begins at 0, the start of the run."
+    for index, (before, now) in enumerate(pairwise(steps), start=1):
+        if now <= before:
+            yield (
+                f"data.curriculum.phases.{index}.from_step={now} does not follow {before}, that of the phase before. "
+                "Sort the phases by from_step, each step once."
+            )
+
+
+def _check_phase(key: str, weights: Mapping[str, float], names: Sequence[str]) -> Findings:
+    for name in weights:
+        if name not in names:
+            yield f"{key}.{name}: there is no such data set.{did_you_mean(name, names)} Names: {', '.join(names)}."
+    missing = [name for name in names if name not in weights]
+    if missing:
+        yield f"{key} has no weight for {', '.join(missing)}. Give each data set one; 0 draws no prompt from it."
+    elif not any(weights[name] for name in names):
+        yield f"{key}: all are 0, so that no prompt can be drawn. Give one data set a weight above 0."
 
 
 def check_dataset(name: str, entry: DatasetConfig, known: Sequence[str]) -> Findings:

@@ -5,7 +5,7 @@ from itertools import chain
 
 from nemo_rl.config.base.names import FEEDBACK_DATASET_NAMES
 from nemo_rl.config.rules.broken_rules import Findings
-from nemo_rl.config.rules.data import check_dataset, named_entries
+from nemo_rl.config.rules.data import check_dataset, check_shares, named_entries
 from nemo_rl.config.rules.model import check_backend, check_trainable
 from nemo_rl.config.rules.training import check_lengths, check_shards, check_validation
 from nemo_rl.config.schema.algorithms.dpo import DPOConfig
@@ -50,6 +50,7 @@ def check_datasets(data: DataConfig, known: Sequence[str]) -> Findings:
         yield f"data.train is empty. Name a data set, for example data.train.dataset_name={known[0]}, or a file."
     for name, entry in named_entries(data):
         yield from check_dataset(name, entry, known)
+    yield from check_shares(data, has_rewards=False)
 
 
 def check_best_metric(checkpointing: CheckpointingConfig, data: DataConfig) -> Findings:

@@ -3,19 +3,25 @@
 Invariant: a key that an entry of `train` or `validation` leaves out comes from `data.default`.
 """
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, NonNegativeInt, PositiveInt, PrivateAttr, Tag
+from pydantic import Discriminator, Field, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, Tag
 
 from nemo_rl.config.base.names import EPISODES, GENERATED_DATASETS
 from nemo_rl.config.base.section import Section, Seed, derived
+from nemo_rl.config.schema.curriculum import CurriculumConfig
+from nemo_rl.utils.errors import ConfigError
 
 Operand = Annotated[int, Field(ge=-(10**15), le=10**15)]
 """A number in a generated problem; the bound keeps sums exact for every tokenizer and verifier."""
 
+_DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
 _MEDIA = "multimodal data"
 _TEXT = "training on plain text"
+_LOADERS = "one data loader per data set (for shares of data sets set data.train.<i>.weight)"
 
 
 class DatasetDefaults(Section):
@@ -51,8 +57,13 @@ class DatasetDefaults(Section):
     repeat: PositiveInt = 1
     """Number of times all rows are repeated, one complete copy after another: validation then averages over several
     answers to a prompt. Rows set aside by split_validation_size come once."""
+    weight: PositiveFloat | None = None
+    """Share of the prompts of each step that come from this entry of data.train, over the sum of all weights; null for
+    all entries: their rows are shuffled together."""
     name: Annotated[str, Field(pattern=r"^[\w-]+$")] | None = None
-    """Name under which these rows are validated separately, as validation-<name>/ (SFT, DPO and reward models)."""
+    """Name of the data set in data.curriculum and in metrics; null: the first of env_name, dataset_name and data_path
+    that tells all training entries apart. Validation rows with a name are reported separately: under validation/<name>/
+    (GRPO and distillation) or validation-<name>/ (SFT, DPO and reward models)."""
     seed: Seed = 42
     """Seed of the split and of generated tasks."""
     input_key: str | None = None
@@ -147,8 +158,8 @@ class DataConfig(Section):
     place: ClassVar[str] = "data"
     later: ClassVar[dict[str, str]] = {
         "custom_dataloader": "a user's data loader",
-        "num_prompts_per_dataloader": "one data loader per data set",
-        "use_multiple_dataloader": "one data loader per data set",
+        "num_prompts_per_dataloader": _LOADERS,
+        "use_multiple_dataloader": _LOADERS,
     }
     ignored: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("add_bos", "add_eos", "add_generation_prompt"), "chat templates form the prompts"),
@@ -185,6 +196,8 @@ class DataConfig(Section):
     """Validation data: one entry, a list, or null."""
     default: DatasetDefaults = Field(default_factory=DatasetDefaults)
     """Values for entries that leave them out."""
+    curriculum: CurriculumConfig | None = None
+    """Weights of the entries of train that change during the run; null: they stay."""
     max_input_seq_length: PositiveInt | None = derived("${policy.max_total_sequence_length}")
     """Longest prompt in tokens; longer ones are cut short and excluded from the loss; null: no limit."""
     shuffle: bool = True
@@ -204,7 +217,16 @@ class DataConfig(Section):
         return self._has_user_data
 
     def with_user_data(self) -> "DataConfig":
-        """Return this section for data that a program passes in place of `train` and `validation`."""
+        """Return this section for data that a program passes in place of `train` and `validation`.
+
+        Raises:
+            ConfigError: weights or a curriculum belong to the data sets that are replaced.
+        """
+        if self.has_shares:
+            raise ConfigError(
+                "data.train.<i>.weight and data.curriculum are for the data sets of data.train, but the program passes "
+                "its own training data. Leave them out, or let the run load data.train."
+            )
         own = self.model_copy(update={"train": None, "validation": None})
         own._has_user_data = True
         return own
@@ -215,9 +237,30 @@ class DataConfig(Section):
         return _listed(self.train)
 
     @property
+    def train_names(self) -> list[str]:
+        """The name of each training entry; see `DatasetDefaults.name`."""
+        entries = self.train_entries
+        kinds = ([getattr(entry, key) for entry in entries] for key in ("env_name", "dataset_name", "data_path"))
+        told_apart = (names for values in kinds if len(set(names := list(map(_short, values))) - {""}) == len(entries))
+        derived = next(told_apart, [f"train_{index}" for index in range(len(entries))])
+        return [entry.name or name for entry, name in zip(entries, derived, strict=True)]
+
+    @property
+    def has_shares(self) -> bool:
+        """True if prompts are drawn from each training entry by its share; otherwise all rows are shuffled together."""
+        return self.curriculum is not None or any(entry.weight is not None for entry in self.train_entries)
+
+    @property
     def validation_entries(self) -> list[DatasetConfig]:
         """The validation entries, as a list."""
         return _listed(self.validation)
+
+
+def _short(value: str | None) -> str:
+    """Return the last part of a dotted path, or the name of a file without folder and ending."""
+    text = value or ""
+    last = Path(text).stem if "/" in text or Path(text).suffix in _DATA_FILES else text.rpartition(".")[2]
+    return re.sub(r"[^\w-]", "_", last)
 
 
 def _listed(entries: DatasetConfig | list[DatasetConfig] | None) -> list[DatasetConfig]:

@@ -3,9 +3,11 @@
 Invariant: `dataset[i]` depends on the rows only, so any worker process and any resumed run gives the same datum.
 """
 
+import bisect
 import copy
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -188,12 +190,18 @@ class RowsWithPlace(Protocol):
 class MixedDataset(Dataset[DatumSpec]):
     """Several data sets one after another, as one; `idx` counts through all of them.
 
-    Attributes:
+    Args:
         parts: The data sets, in order.
+        names: The name of the data set of each part, None for one without; empty: no names.
+
+    Attributes:
+        parts: As passed.
+        names: One for each part.
     """
 
-    def __init__(self, parts: Sequence[RowsWithPlace]) -> None:
+    def __init__(self, parts: Sequence[RowsWithPlace], names: Sequence[str | None] = ()) -> None:
         self.parts = list(parts)
+        self.names = list(names) or [None] * len(self.parts)
         self._ends = list(accumulate(len(part) for part in self.parts))
 
     def __len__(self) -> int:
@@ -211,6 +219,34 @@ class MixedDataset(Dataset[DatumSpec]):
         part, position = self._find(idx)
         return part.place(position)
 
+    @property
+    def rows_by_name(self) -> dict[str, range]:
+        """The rows of each named data set, whose parts are adjacent."""
+        found: dict[str, range] = {}
+        for name, part, end in zip(self.names, self.parts, self._ends, strict=True):
+            if name is not None:
+                start = found[name].start if name in found else end - len(part)
+                found[name] = range(start, end)
+        return found
+
+    def name_of(self, idx: int) -> str | None:
+        """Return the name of the data set of a row."""
+        return self.names[bisect.bisect(self._ends, idx)]
+
+    def first_rows(self, limit: int) -> "ChosenRows":
+        """Return the first rows of each part: as many of one as of another, and more where others are shorter.
+
+        Args:
+            limit: Rows of all parts; those that an equal division leaves over are of the longest part.
+        """
+        counts, left = [0] * len(self.parts), min(limit, len(self))
+        ranked = sorted(range(len(self.parts)), key=lambda index: len(self.parts[index]))
+        for num_parts, index in zip(range(len(ranked), 0, -1), ranked, strict=True):
+            counts[index] = min(len(self.parts[index]), left // num_parts)
+            left -= counts[index]
+        starts = [end - len(part) for part, end in zip(self.parts, self._ends, strict=True)]
+        return ChosenRows(self, [start + n for start, count in zip(starts, counts, strict=True) for n in range(count)])
+
     def _find(self, idx: int) -> tuple[RowsWithPlace, int]:
         if not 0 <= idx < len(self):
             raise IndexError(f"row {idx} of {len(self)}")
@@ -220,3 +256,27 @@ class MixedDataset(Dataset[DatumSpec]):
                 return part, idx - start
             start = end
         raise AssertionError("ends cover all rows")
+
+
+@dataclass(frozen=True)
+class ChosenRows(Dataset[DatumSpec]):
+    """Some rows of a data set, which keep their `idx`.
+
+    Attributes:
+        dataset: The data set.
+        rows: The rows, in order.
+    """
+
+    dataset: MixedDataset
+    rows: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, position: int) -> DatumSpec:
+        """Process a row."""
+        return self.dataset[self.rows[position]]
+
+    def place(self, idx: int) -> tuple[str, int]:
+        """Return the file (or data set) and line of a row of the data set."""
+        return self.dataset.place(idx)

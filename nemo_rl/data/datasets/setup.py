@@ -47,7 +47,7 @@ class RunData:
     """Training and validation rows of a run; the functions of this file return it.
 
     Attributes:
-        train: Training rows.
+        train: Training rows; those that the configuration names have the names of their entries.
         validation: Validation rows without a name, or None.
         bad_rows: Rows left out of any of the data sets, with their places.
         named_validation: Validation rows by the name of their entry.
@@ -59,6 +59,13 @@ class RunData:
     bad_rows: list[BadRow]
     named_validation: Mapping[str, MixedDataset] = field(default_factory=dict)
     task_env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def all_validation(self) -> MixedDataset | None:
+        """All validation rows, those of `named_validation` with their names; None if there are none."""
+        parts = [] if self.validation is None else list(zip(self.validation.parts, self.validation.names, strict=True))
+        parts += [(part, name) for name, rows in self.named_validation.items() for part in rows.parts]
+        return MixedDataset([part for part, _ in parts], [name for _, name in parts]) if parts else None
 
 
 def setup_response_data(
@@ -161,8 +168,8 @@ def _entries(data_config: DataConfig) -> list[tuple[DatasetConfig, str]]:
 
 
 def _setup(tokenizer: TokenizerType, data_config: DataConfig, parts: list[_Part]) -> RunData:
-    train: list[AllTaskProcessedDataset] = []
-    validation: dict[str | None, list[AllTaskProcessedDataset]] = {}
+    train: list[MixedDataset] = []
+    validation: dict[str | None, list[MixedDataset]] = {}
     bad_rows: list[BadRow] = []
     entries, rules = _entries(data_config), text_rules(data_config)
     control = control_tokens_of(tokenizer)
@@ -183,14 +190,15 @@ def _setup(tokenizer: TokenizerType, data_config: DataConfig, parts: list[_Part]
                 kept, tokenizer, spec, part.process, max_seq_length=data_config.max_input_seq_length
             )
             bad = bad + made.leave_out_unusable(part.num_tried, over_long=part.over_long)
-            (train if use == TRAIN else validation.setdefault(entry.name, [])).extend([made] * times)
+            parts_of_use = train if use == TRAIN else validation.setdefault(entry.name, [])
+            parts_of_use.append(MixedDataset([made] * times))
         bad = list(dict.fromkeys(bad))
         report_bad_rows(name, bad, raw.num_rows, data_config.max_bad_row_share, raw.first_columns)
         bad_rows += bad
     sets = {name: MixedDataset(rows) for name, rows in validation.items()}
     env_names = sorted({entry.env_name for entry, _ in entries if entry.env_name})
     data = RunData(
-        train=MixedDataset(train),
+        train=MixedDataset(train, data_config.train_names),
         validation=sets.pop(None, None),
         bad_rows=bad_rows,
         named_validation={str(name): rows for name, rows in sets.items()},

@@ -9,9 +9,10 @@ from data_helpers import data_config, entry, write_lines
 
 from nemo_rl.config import MathEnvironmentConfig
 from nemo_rl.data.collate_fn import rl_collate_fn
-from nemo_rl.data.datasets import AllTaskProcessedDataset, setup_response_data
+from nemo_rl.data.datasets import AllTaskProcessedDataset, MixedDataset, setup_response_data
 from nemo_rl.data.datasets.arithmetic.problems import ArithmeticDataset
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
+from nemo_rl.data.datasets.user_data import GivenRows
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.processors import math_data_processor, math_hf_data_processor
 from nemo_rl.utils.errors import ConfigError, DataError
@@ -249,3 +250,44 @@ def test_a_processed_dataset_chooses_the_processor_by_task(bare_tokenizer, tmp_p
     rows.append({"task_name": "none"})
     with pytest.raises(DataError, match="task 'none', for which there is no processor"):
         dataset[2]
+
+
+class NoRows:
+    """A user's data set class whose rows are gone."""
+
+    def __init__(self, **keys):
+        self.dataset = []
+
+
+def test_training_rows_have_the_names_of_their_entries(bare_tokenizer, two_files):
+    first = {"dataset_name": "arithmetic", "num_samples": 20, "split_validation_size": 4, "repeat": 2, "name": "sums"}
+    config = data_config(train=[first, two_files[1]], validation=[two_files[1], two_files[1] | {"name": "twice"}])
+    data = setup_response_data(bare_tokenizer, config, ["math", "other"])
+    assert data.train.rows_by_name == {"sums": range(40), "other": range(40, 41)}
+    assert [data.train.name_of(row) for row in (0, 39, 40)] == ["sums", "sums", "other"]
+    assert (len(data.validation), len(data.named_validation["sums"]), len(data.named_validation["twice"])) == (1, 4, 1)
+    names = [data.all_validation.name_of(row) for row in range(6)]
+    assert names == [None, "sums", "sums", "sums", "sums", "twice"]
+    assert [data.all_validation[row]["idx"] for row in range(6)] == list(range(6))
+
+
+def test_a_data_set_without_rows_is_refused(bare_tokenizer, two_files):
+    rowless = {"dataset_name": f"{__name__}.NoRows", "env_name": "math", "weight": 1.0}
+    config = data_config(train=[two_files[1] | {"weight": 2.0}, rowless])
+    with pytest.raises(DataError, match=r"data set .*NoRows has no rows\."):
+        setup_response_data(bare_tokenizer, config, ["math", "other"])
+
+
+@pytest.mark.parametrize(
+    ("limit", "counts"),
+    [(9, [3, 3, 3]), (10, [3, 3, 4]), (2, [0, 1, 1]), (20, [3, 8, 9]), (25, [3, 8, 14]), (99, [3, 8, 40])],
+)
+def test_the_first_rows_are_equally_many_of_each_part(limit, counts):
+    sizes = (3, 8, 40)
+    mixed = MixedDataset([GivenRows([{}] * size) for size in sizes], ["a", "b", "c"])
+    rows = mixed.first_rows(limit)
+    starts = (0, 3, 11)
+    assert rows.rows == [start + n for start, count in zip(starts, counts, strict=True) for n in range(count)]
+    assert [rows[position]["idx"] for position in range(len(rows))] == rows.rows
+    assert [mixed.name_of(row) for row in (0, 2, 3, 10, 11, 50)] == ["a", "a", "b", "b", "c", "c"]
+    assert rows.place(12) == ("list", 1)

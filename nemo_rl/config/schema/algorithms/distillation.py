@@ -30,7 +30,8 @@ class DistillationConfig(RolloutTrainingConfig):
     max_num_steps: PositiveInt = 1000
     """Training stops after this many steps."""
     max_num_epochs: PositiveInt = 10
-    """Training stops after this many passes over the training data."""
+    """Training stops after this many passes over the training data; with data.train.<i>.weight a pass is as many
+    prompts as all data sets have rows."""
     topk_logits_k: PositiveInt = 64
     """Logits that the teacher sends for each token: those of its k most likely tokens."""
     val_period: int = Field(default=20, ge=-1)
@@ -38,7 +39,7 @@ class DistillationConfig(RolloutTrainingConfig):
     val_batch_size: PositiveInt | None = 64
     """Prompts in one validation batch; null: all in one batch."""
     max_val_samples: PositiveInt | None = 512
-    """Prompts validated in total; null: all of the validation data."""
+    """Prompts validated in total, equally many of each data set if it has so many; null: all of the validation data."""
 
 
 class DistillationLossConfig(NamedPartConfig):

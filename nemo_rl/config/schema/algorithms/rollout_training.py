@@ -20,7 +20,8 @@ class RolloutTrainingConfig(Section):
     max_num_steps: PositiveInt = 1_000_000
     """Training stops after this many steps."""
     max_num_epochs: PositiveInt = 1
-    """Training stops after this many passes over the training data."""
+    """Training stops after this many passes over the training data; with data.train.<i>.weight a pass is as many
+    prompts as all data sets have rows."""
     max_rollout_turns: PositiveInt = 1
     """Most turns of model and environment in one rollout."""
     max_episode_tokens: PositiveInt | None = None
@@ -45,7 +46,7 @@ class RolloutTrainingConfig(Section):
     val_batch_size: PositiveInt | None = 256
     """Prompts in one validation batch; null: all in one batch."""
     max_val_samples: PositiveInt | None = 256
-    """Prompts validated in total; null: all of the validation data."""
+    """Prompts validated in total, equally many of each data set if it has so many; null: all of the validation data."""
     val_num_generations_per_prompt: PositiveInt = 1
     """Answers per validation prompt; more than 1 adds the metric pass_k, the share of prompts with a reward above 0."""
     stop_at_validation_metric: str | None = None

@@ -26,7 +26,8 @@ class SupervisedConfig(Section):
     max_num_steps: CountOrAll = 60
     """Training stops after this many steps; -1: never."""
     max_num_epochs: PositiveInt = 1
-    """Training stops after this many passes over the training data."""
+    """Training stops after this many passes over the training data; with data.train.<i>.weight a pass is as many rows
+    as all data sets have."""
     max_idle_steps: PositiveInt = 5
     """The run ends with an error after this many steps in a row without an update: no sample counts in the loss, or the
     gradients are not finite."""

@@ -26,11 +26,26 @@ class Runner:
     def collect(self, prompts: Any, num_generations: int, sampling: Any, key: Any) -> Rollouts:
         self.rows.append(prompts["idx"])
         found = [
-            Trajectory(group, sample, 0, "math", [], 2, reward=float(idx), outcome=Outcome.FINISHED)
-            for group, idx in enumerate(prompts["idx"])
+            Trajectory(group, sample, idx, task, [], 2, reward=float(idx), outcome=Outcome.FINISHED)
+            for group, (idx, task) in enumerate(zip(prompts["idx"], prompts["task_name"], strict=True))
             for sample in range(num_generations)
         ]
         return Rollouts(found, {"math/rows": float(len(found))})
+
+
+def validated(runner: Runner, *overrides: str) -> dict[str, float]:
+    """Return the metrics of a validation with the rows of a configuration."""
+    config = load_config(CONFIG, overrides)
+    tokenizer = get_tokenizer(config.policy.tokenizer)
+    data = setup_response_data(tokenizer, config.data, list(config.env))
+    recipe = RolloutRecipe(tokenizer, data, loss_fn=None, roles={}, stages=lambda roles: [])  # type: ignore[arg-type]
+    quiet = SimpleNamespace(ensure_fresh=lambda: None, write_validation=lambda step, trajectories: None)
+    validation = validation_of(config, recipe, runner, quiet, quiet)  # type: ignore[arg-type]
+    assert validation is not None
+    validation.start(1)
+    result = validation.finished(wait=False)
+    assert result is not None
+    return dict(result.metrics)
 
 
 @pytest.mark.parametrize(
@@ -39,20 +54,28 @@ class Runner:
 )
 def test_all_rows_that_are_asked_for_are_validated_once(asked: Any, batch_size: Any, batches: list[int]) -> None:
     overrides = [f"grpo.max_val_samples={asked}", f"grpo.val_batch_size={batch_size}", "data.train.num_samples=64"]
-    config = load_config(CONFIG, [*overrides, "data.validation.num_samples=23"])
-    tokenizer = get_tokenizer(config.policy.tokenizer)
-    data = setup_response_data(tokenizer, config.data, list(config.env))
-    recipe = RolloutRecipe(tokenizer, data, loss_fn=None, roles={}, stages=lambda roles: [])  # type: ignore[arg-type]
     runner = Runner()
-    quiet = SimpleNamespace(ensure_fresh=lambda: None, write_validation=lambda step, trajectories: None)
-    validation = validation_of(config, recipe, runner, quiet, quiet)  # type: ignore[arg-type]
-    assert validation is not None
-    validation.start(1)
-    result = validation.finished(wait=False)
-    assert result is not None
-    metrics = result.metrics
+    metrics = validated(runner, *overrides, "data.validation.num_samples=23")
     assert [len(rows) for rows in runner.rows] == batches
     assert sum(runner.rows, []) == list(range(sum(batches)))
     assert metrics["num_samples"] == sum(batches)
     assert metrics["accuracy"] == pytest.approx((sum(batches) - 1) / 2)
     assert metrics["math/rows"] == pytest.approx(sum(n * n for n in batches) / sum(batches))
+
+
+def test_each_data_set_and_each_environment_is_validated_and_has_its_own_metrics() -> None:
+    """Rows without a name come first: 0 to 39. The long set has 40 to 59, the short one 60 to 62. Rewards are rows."""
+    sets = (
+        "data.validation=[{name: long, dataset_name: arithmetic, num_samples: 20},"
+        " {name: short, dataset_name: arithmetic, num_samples: 3, env_name: own.Game, seed: 5},"
+        " {dataset_name: arithmetic, num_samples: 40, env_name: own.Game, seed: 6}]"
+    )
+    runner = Runner()
+    metrics = validated(runner, "data.train.num_samples=64", sets, "+env={own.Game: {}}", "grpo.max_val_samples=17")
+    assert sum(runner.rows, []) == [*range(7), *range(40, 47), *range(60, 63)]
+    counts = {group: metrics[f"{group}/num_samples"] for group in ("long", "short", "math", "own.Game")}
+    assert counts == {"long": 7, "short": 3, "math": 7, "own.Game": 10}
+    assert metrics["long/accuracy"] == metrics["math/accuracy"] == pytest.approx(43)
+    assert metrics["short/accuracy"] == pytest.approx(61)
+    assert metrics["own.Game/accuracy"] == pytest.approx((sum(range(7)) + 60 + 61 + 62) / 10)
+    assert metrics["num_samples"] == 17

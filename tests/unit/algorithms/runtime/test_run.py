@@ -251,6 +251,7 @@ def test_prompts_of_groups_that_are_left_out_are_done_with_the_step() -> None:
     source = batches_of(HalfOfThem(prompts), prompts)
     batch = source.next_batch(1, lambda name: nullcontext())
     assert (batch.tensors["idx"], batch.num_prompts, len(batch.prompts)) == ([2], 1, 2)
+    assert batch.rewards == dict.fromkeys(batch.prompts, [1.0]), "also of the group that is left out"
     assert prompts.state_dict()["loader"]["num_batches_done"] == 0
     source.trained(1, batch)
     assert prompts.state_dict()["loader"]["num_batches_done"] == 2
