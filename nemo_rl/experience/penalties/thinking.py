@@ -238,14 +238,15 @@ def thinking_reader(config: RewardPenaltyConfig, tokenizer: Any) -> ThinkingRead
     Raises:
         ConfigError: a token does not exist, or one of two is given and the tokenizer has none for the other.
     """
-    added = getattr(tokenizer, "get_added_vocab", dict)()
+    added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
     keys = ("think_open", "think_close")
     given = {key: getattr(config.ids, key) for key in keys}
     found = {key: added.get(tag) for key, tag in zip(keys, config.thinking_tags, strict=True)}
     ids = {key: found[key] if given[key] is None else given[key] for key in keys}
     check_token_ids(tokenizer, {key: [] if given[key] is None else [given[key]] for key in keys})
-    if all(value is not None for value in ids.values()):
-        return TokenTags(tokenizer, ids["think_open"], ids["think_close"])
+    opening, closing = ids.values()
+    if opening is not None and closing is not None:
+        return TokenTags(tokenizer, opening, closing)
     if all(value is None for value in given.values()):
         return TextTags(tokenizer, *config.thinking_tags)
     missing = next(key for key in keys if ids[key] is None)

@@ -1,6 +1,6 @@
 """Keys of `effort_levels`: how much a prompt asks the model to think, and what more than that costs."""
 
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -10,7 +10,7 @@ from nemo_rl.config.base.section import Section
 class EffortLevelConfig(Section):
     """One level. Each prompt has one, drawn from (seed, phase, row); all answers to it have the same."""
 
-    weight: Annotated[PositiveFloat, Field(le=1e6)] = 1.0
+    weight: PositiveFloat = 1.0
     """Share of the prompts with this level, relative to the weights of the others."""
     system_prompt: str | None = None
     """Text added to the end of the system message, or sent as one where there is none; null: none."""

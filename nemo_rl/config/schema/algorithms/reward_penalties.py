@@ -29,9 +29,7 @@ class OwnPenaltyConfig(NamedPartConfig):
 
 
 class RewardPenaltyConfig(Section):
-    """Penalties: an answer to which one applies keeps at most a reward of 0 for training. A reward below 0 stays, and
-    metrics show the reward of the environment.
-    """
+    """Penalties on the form of answers: an answer to which one applies has a reward of at most 0 for training."""
 
     penalize_duplicated_reasoning: bool = False
     """Penalise an answer that repeats its reasoning, or whose reasoning repeats itself, nearly word for word."""
