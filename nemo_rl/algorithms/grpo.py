@@ -38,7 +38,15 @@ from nemo_rl.algorithms.runtime.run import Run, Stage, StepBatch
 from nemo_rl.algorithms.runtime.run import train_with_restarts as grpo_train
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.compat.public_names import public_names
-from nemo_rl.config import AsyncGRPOConfig, EffortLevelConfig, GRPOConfig, GRPOMasterConfig, Role
+from nemo_rl.config import (
+    AsyncGRPOConfig,
+    EffortLevelConfig,
+    GRPOConfig,
+    GRPOMasterConfig,
+    RewardPenaltyConfig,
+    RewardPenaltyTokenIdsConfig,
+    Role,
+)
 from nemo_rl.data.effort_levels import with_effort_levels
 from nemo_rl.data.stored_rows import NUM_STALE, NUM_WRITTEN, SAMPLE_ADVANTAGES, STORED_ROWS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -51,7 +59,17 @@ from nemo_rl.models.policy.interfaces import ScoringModel
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.seed import set_seed
 
-__all__ = ["AsyncGRPOConfig", "GRPOConfig", "MasterConfig", "async_grpo_train", "grpo_train", "recipe", "setup"]
+__all__ = [
+    "AsyncGRPOConfig",
+    "GRPOConfig",
+    "MasterConfig",
+    "RewardPenaltyConfig",
+    "RewardPenaltyTokenIdsConfig",
+    "async_grpo_train",
+    "grpo_train",
+    "recipe",
+    "setup",
+]
 
 MasterConfig = GRPOMasterConfig
 async_grpo_train = grpo_train

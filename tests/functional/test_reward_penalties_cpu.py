@@ -1,4 +1,4 @@
-"""Penalties and levels of effort in a short run of GRPO: metrics, stored samples, runners, and rewards computed again."""
+"""Penalties and levels of effort in a short run of GRPO: metrics, stored samples, runners, regrading."""
 
 import json
 import subprocess

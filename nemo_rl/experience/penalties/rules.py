@@ -25,7 +25,7 @@ _REPEATED = 1 / 3
 
 
 class RewardPenalty(Protocol):
-    """A penalty; its object is pickled only by its configuration, so each process constructs its own."""
+    """A penalty; each process that plays rollouts constructs its own object."""
 
     def offending(self, turns: Sequence[SampledTurn]) -> Collection[int]:
         """Return the numbers, from 0, of the turns in which something is wrong.

@@ -194,7 +194,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["effort_levels={low: {system_prompt: ' '}}"], r"low\.system_prompt is empty"),
     (["effort_levels={a/b: {}}"], "a name of a level"),
     (["effort_levels={low: {weight: 0}}"], r"weight=0 .* Allowed"),
-    (["effort_levels={low: {over_budget_tokens: 5}}"], r"over_budget_tokens has no effect without .*max_thinking_tokens"),
+    (["effort_levels={low: {over_budget_tokens: 5}}"], "over_budget_tokens has no effect without"),
     (
         ["effort_levels={low: {max_thinking_tokens: 5}}", "grpo.adv_estimator.name=gdpo"],
         r"max_thinking_tokens changes the total reward, but .*gdpo",
@@ -293,7 +293,7 @@ ACCEPTED: list[list[str]] = [
     ["reward_penalties.penalize_unwanted_tokens=true", "reward_penalties.token_ids.unwanted=[3]"],
     ["reward_penalties.own={polite: {name: my_package.Polite, kwargs: {words: [please]}}}"],
     ["grpo.malformed_thinking_advantage=-5", "grpo.invalid_tool_call_advantage=-5"],
-    ["effort_levels={low: {system_prompt: Be brief., max_thinking_tokens: 9, over_budget_tokens: 3}, high: {weight: 2}}"],
+    ["effort_levels={low: {system_prompt: Short., max_thinking_tokens: 9, over_budget_tokens: 3}, high: {weight: 2}}"],
     ["loss_fn.kl_input_clamp_value=0", "loss_fn.kl_output_clamp_value=0"],
     ["loss_fn.reference_policy_kl_penalty=-0.01"],
     ["loss_fn.disable_ppo_ratio=true", "loss_fn.ratio_clip_c=3"],
