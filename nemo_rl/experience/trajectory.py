@@ -88,7 +88,7 @@ class Trajectory:
         penalties: for each penalty of the run, the numbers of the response turns to which it applies.
         malformed_thinking: first token and end of each thinking tag that is out of place, as positions in the whole
             sequence.
-        num_thinking_tokens: tokens of thinking in all turns; None if nobody has looked for them.
+        num_thinking_tokens: tokens of thinking in all turns; None if they were not looked for.
         effort: level of effort of the prompt; None in a run without levels.
         outcome: how the rollout ended.
         ended_by: what ended the episode.

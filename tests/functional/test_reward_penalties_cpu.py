@@ -1,4 +1,4 @@
-"""Penalties and levels of effort in a short run of GRPO: metrics, stored samples, runners, regrading."""
+"""Penalties and levels of effort in a short run of GRPO: metrics, stored samples, runners, rewards again."""
 
 import json
 import subprocess

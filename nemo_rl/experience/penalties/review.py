@@ -31,7 +31,7 @@ type Review = Callable[[Sequence[Trajectory]], None]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a review finds in an answer.
+    """The findings of a review of one answer.
 
     Attributes:
         penalties: for each penalty that is switched on, the turns to which it applies; empty for none.

@@ -1,7 +1,8 @@
-"""Penalties on trajectories: the same in the driver, a runner actor, a resumed run and a regrading."""
+"""Penalties on trajectories: the same in the driver, a runner actor, a resumed run and `nemo_rl regrade`."""
 
 import json
 import pickle
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from rollout_parts import LetterTokenizer, ScriptedEngine, ScriptedEnvironment, graded, prompts
 
 from nemo_rl.algorithms.rollout.batches import build_training_batch
@@ -19,11 +21,12 @@ from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.metrics import rollout_metrics, validation_metrics
 from nemo_rl.experience.penalties.review import AnswerReview, ReviewSettings, nothing
 from nemo_rl.experience.penalties.thinking import SampledTurn
+from nemo_rl.experience.progress import GroupProgress, SampleProgress
 from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
 from nemo_rl.experience.runners.stored import split
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.experience.trajectory_log import TrajectoryLog
-from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
+from nemo_rl.models.generation.interfaces import GenerationRequest, ResponseSoFar, SamplingParams
 from nemo_rl.regrade.penalties import review_again, turn_spans
 from nemo_rl.regrade.replay import Regraded
 from nemo_rl.regrade.report import write_file, write_tables
@@ -32,6 +35,7 @@ from nemo_rl.utils.errors import ConfigError
 
 pytestmark = pytest.mark.fast
 
+SAMPLING = SamplingParams(max_new_tokens=100)
 WELL, OPEN, EMPTY, UNWANTED = "(t)a", "(t", "(t) ", "(t)#"
 PENALTIES = RewardPenaltyConfig.build(
     penalize_malformed_think_tag=True,
@@ -69,7 +73,15 @@ def loop() -> Iterator[EventLoopThread]:
 def played(
     loop: EventLoopThread, *answers: str, review: Any = None, reward: float | None = 1.0, phase: str = "train"
 ) -> list[Trajectory]:
-    """Play one prompt, whose sample i says the i-th part of `answers`; `|` separates turns."""
+    """Play a prompt for each of `answers`, which is its response; `|` separates turns."""
+    runner, batch = runner_of(loop, *answers, review=review, reward=reward)
+    return runner.collect(batch, 1, SAMPLING, RolloutKey(1, phase, 1)).trajectories
+
+
+def runner_of(
+    loop: EventLoopThread, *answers: str, review: Any = None, reward: float | None = 1.0
+) -> tuple[RolloutRunner, BatchedDataDict[Any]]:
+    """Build a runner and its prompts; see `played`."""
 
     def script(request: GenerationRequest) -> list[int]:
         said = bytes(np.array(request.prompt_token_ids, np.uint8)).decode().split("!")
@@ -89,9 +101,7 @@ def played(
         loop,
         review=review or ReviewSettings(PENALTIES).make(LetterTokenizer()),
     )
-    texts = ["?" * number + " " for number in range(len(answers))]
-    sampling = SamplingParams(max_new_tokens=100)
-    return runner.collect(prompts(*texts), 1, sampling, RolloutKey(1, phase, 1)).trajectories
+    return runner, prompts(*("?" * number + " " for number in range(len(answers))))
 
 
 def test_each_penalty_names_the_turns_to_which_it_applies(loop: EventLoopThread) -> None:
@@ -205,6 +215,43 @@ def test_a_runner_makes_the_same_review_and_sends_its_notes_without_the_tokens(l
         assert (summary.penalties, summary.penalized_reward) == (sample.penalties, sample.penalized_reward)
         assert summary.penalized_turn_rewards == sample.penalized_turn_rewards
         assert summary.num_thinking_tokens == sample.num_thinking_tokens
+
+
+def test_a_group_that_is_played_alone_ahead_of_its_step_has_the_same_notes(loop: EventLoopThread) -> None:
+    answers, key = (WELL, OPEN, f"{WELL}|{EMPTY}"), RolloutKey(1, "train", 1)
+    runner, batch = runner_of(loop, *answers)
+    tasks = [runner.start_group(batch, row, 2, SAMPLING, key) for row in range(len(answers))]
+    alone = [sample for task in tasks for sample in task.result(runner.group_limit_s).trajectories]
+    together = [sample for group in runner.stream(batch, 2, SAMPLING, key) for sample in group]
+    together.sort(key=lambda sample: (sample.group_index, sample.sample_index))
+    assert [sample.penalties for sample in alone] == [sample.penalties for sample in together]
+    assert [sample.is_penalized for sample in alone] == [False, False, True, True, True, True]
+
+
+def test_a_sample_that_finished_before_its_group_was_stored_is_reviewed_with_the_group(loop: EventLoopThread) -> None:
+    runner, batch = runner_of(loop, WELL, OPEN)
+    key = RolloutKey(1, "train", 1)
+    runner_without, _ = runner_of(loop, WELL, OPEN, review=nothing)
+    (sample,) = runner_without.start_group(batch, 1, 1, SAMPLING, key).result(20.0).trajectories
+    assert sample.penalties == {}
+    state = SampleProgress(sample, is_open=True, is_finished=True).state_dict(ResponseSoFar.nothing())
+    progress = GroupProgress(stored=[state, None])
+    task = runner.start(runner.play_group(batch, 1, 2, SAMPLING, key, progress), "a resumed group")
+    assert [each.is_penalized for each in task.result(20.0).trajectories] == [True, True]
+
+
+def test_the_penalty_that_the_guide_shows_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = (Path(__file__).resolve().parents[3] / "docs/guides/reward-shaping.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"```python\n(# polite.py\n.*?)```", guide, re.DOTALL)
+    (section,) = (text for text in re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL) if "own:" in text)
+    (tmp_path / "polite.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = RewardPenaltyConfig.build(**yaml.safe_load(section)["reward_penalties"])
+    review = ReviewSettings(config).make(LetterTokenizer())
+    assert isinstance(review, AnswerReview)
+    for text, offending in (("Four, please.", []), ("Four.", [0])):
+        tokens = [ord(letter) for letter in text]
+        assert review.judge(tokens, [(0, len(tokens))]).penalties == {"impolite": offending}
 
 
 def test_a_resumed_run_keeps_the_notes_of_finished_groups(loop: EventLoopThread, tmp_path: Path) -> None:
