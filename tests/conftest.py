@@ -9,11 +9,16 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from nemo_rl.host.stop_signals import STOP_SIGNALS, handlers_kept
 
 # Finalizers of Ray objects from earlier tests wait for threads that a forked process does not have.
 os.register_at_fork(before=gc.disable, after_in_parent=gc.enable, after_in_child=lambda: (gc.freeze(), gc.enable()))
+
+# An example may take long on a machine with other load.
+settings.register_profile("without deadline", deadline=None)
+settings.load_profile("without deadline")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.credit.advantages import AdvantageEstimator, AdvantageExtras, make_advantage_estimator
-from nemo_rl.algorithms.credit.invalid_tool_calls import set_invalid_tool_calls
+from nemo_rl.algorithms.credit.efforts import effort_metrics, effort_penalty
+from nemo_rl.algorithms.credit.fixed_advantages import set_invalid_tool_calls, set_malformed_thinking
 from nemo_rl.algorithms.credit.reward_shaping import scale_rewards, shape_rewards
 from nemo_rl.algorithms.rollout.ahead import with_overlap
 from nemo_rl.algorithms.rollout.batches import (
@@ -37,9 +38,19 @@ from nemo_rl.algorithms.runtime.run import Run, Stage, StepBatch
 from nemo_rl.algorithms.runtime.run import train_with_restarts as grpo_train
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.compat.public_names import public_names
-from nemo_rl.config import AsyncGRPOConfig, GRPOConfig, GRPOMasterConfig, Role
+from nemo_rl.config import (
+    AsyncGRPOConfig,
+    EffortLevelConfig,
+    GRPOConfig,
+    GRPOMasterConfig,
+    RewardPenaltyConfig,
+    RewardPenaltyTokenIdsConfig,
+    Role,
+)
+from nemo_rl.data.effort_levels import with_effort_levels
 from nemo_rl.data.stored_rows import NUM_STALE, NUM_WRITTEN, SAMPLE_ADVANTAGES, STORED_ROWS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.penalties.review import ReviewSettings
 from nemo_rl.experience.trajectory import Outcome, Trajectory, is_right
 from nemo_rl.losses.loss_function import LossFunction
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
@@ -48,7 +59,17 @@ from nemo_rl.models.policy.interfaces import ScoringModel
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.seed import set_seed
 
-__all__ = ["AsyncGRPOConfig", "GRPOConfig", "MasterConfig", "async_grpo_train", "grpo_train", "recipe", "setup"]
+__all__ = [
+    "AsyncGRPOConfig",
+    "GRPOConfig",
+    "MasterConfig",
+    "RewardPenaltyConfig",
+    "RewardPenaltyTokenIdsConfig",
+    "async_grpo_train",
+    "grpo_train",
+    "recipe",
+    "setup",
+]
 
 MasterConfig = GRPOMasterConfig
 async_grpo_train = grpo_train
@@ -111,8 +132,12 @@ def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> Rollout
     set_seed(grpo.seed)
     tokenizer = user_parts.tokenizer_of(config.policy)
     loss_fn: LossFunction = user_parts.loss(ClippedPGLossFn(config.loss_fn), config.loss_fn)
-    credit = CreditAssignment(make_advantage_estimator(grpo, config.loss_fn), grpo)
+    credit = CreditAssignment(make_advantage_estimator(grpo, config.loss_fn), grpo, config.effort_levels)
+    marks_malformed = grpo.malformed_thinking_advantage is not None
+    review = ReviewSettings(config.reward_penalties, config.effort_levels, marks_malformed)
+    review.make(tokenizer)  # reports what is wrong with it before Ray starts
     needs_prev, needs_reference = forward_passes(config, loss_fn, credit)
+    data = user_parts.data(config, lambda: response_data(tokenizer, config), sampled=True)
 
     prompt_factor = grpo.batch_multiplier if grpo.use_dynamic_sampling else 1.0
     wrap_source = source_wrapper(grpo.rollout_source, "grpo.rollout_source")
@@ -137,13 +162,14 @@ def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> Rollout
 
     return RolloutRecipe(
         tokenizer=tokenizer,
-        data=user_parts.data(config, lambda: response_data(tokenizer, config), sampled=True),
+        data=with_effort_levels(data, config.effort_levels, grpo.seed, tokenizer, config.data),
         loss_fn=loss_fn,
         roles=config.models | {"policy": Role(config.policy, keeps_reference=needs_reference)},
         stages=stages,
         source=source,
         prompt_factor=prompt_factor,
         environments=user_parts.running_environments,
+        review=review,
     )
 
 
@@ -232,11 +258,23 @@ def _count_samples(tensors: BatchedDataDict[Any]) -> dict[str, float]:
 
 
 class CreditAssignment:
-    """The stage that writes advantages into a batch: scaling, shaping, group statistics, whitening."""
+    """The stage that writes advantages into a batch: penalties, scaling, shaping, group statistics, whitening.
 
-    def __init__(self, estimator: AdvantageEstimator, config: GRPOConfig):
+    Args:
+        estimator: the formula.
+        config: the section `grpo`.
+        effort_levels: the section `effort_levels`.
+    """
+
+    def __init__(
+        self,
+        estimator: AdvantageEstimator,
+        config: GRPOConfig,
+        effort_levels: Mapping[str, EffortLevelConfig] | None = None,
+    ):
         self._estimator = estimator
         self._config = config
+        self._effort_levels = effort_levels or {}
 
     @property
     def needs_logprobs(self) -> bool:
@@ -267,41 +305,53 @@ class CreditAssignment:
         is_stored = STORED_ROWS in batch
         # The tokens of stored rows have one advantage: as if each row had one token, where it has any.
         mask_BT = ((batch[NUM_WRITTEN][:, None] > 0) if is_stored else batch["token_mask"]) * weight_B[:, None]
-        rewards_B = self._training_rewards(trajectories)
+        effort_penalty_B = effort_penalty(trajectories, self._effort_levels)
+        rewards_B = self._training_rewards(trajectories) + effort_penalty_B.float()
         extras: AdvantageExtras = {
             "group_ids": torch.tensor([t.group_index for t in trajectories]),
             "valid_mask": torch.tensor([float(t.reward is not None) for t in trajectories]),
             "reward_components": self._components(trajectories),
-            "turn_rewards": _padded([t.turn_rewards for t in trajectories], 0.0, torch.float32),
+            "turn_rewards": _padded([t.penalized_turn_rewards for t in trajectories], 0.0, torch.float32),
             "turn_spans": _padded([t.turn_spans for t in trajectories], (0, 0), torch.int64),
         }
         if self.needs_logprobs:
             extras["logprobs_policy"] = batch["prev_logprobs"]
             extras["logprobs_reference"] = batch["reference_policy_logprobs"]
         advantages = self._estimator.compute_advantage(None, rewards_B, mask_BT, **extras)
-        if self._config.invalid_tool_call_advantage is not None:
-            set_invalid_tool_calls(advantages, mask_BT, trajectories, self._config.invalid_tool_call_advantage)
+        self._set_fixed(advantages, mask_BT, trajectories)
         if is_stored:
             batch[SAMPLE_ADVANTAGES] = advantages[:, 0].float()
         else:
             batch["advantages"] = advantages.float()
-        batch["positive_examples"] = torch.tensor([float(is_right(t.reward)) for t in trajectories])
+        batch["positive_examples"] = torch.tensor([float(is_right(t.penalized_reward)) for t in trajectories])
         return {
             "filtered_reward": float(masked_mean(rewards_B, weight_B)),
             **_spread("advantages", advantages, mask_BT, batch[NUM_WRITTEN] if is_stored else None),
+            **effort_metrics(trajectories, self._effort_levels, effort_penalty_B),
         }
 
+    def _set_fixed(self, advantages: Tensor, mask_BT: Tensor, trajectories: Sequence[Trajectory]) -> None:
+        """Write the fixed advantages of the section onto the tokens that they are for, in place."""
+        config = self._config
+        if config.invalid_tool_call_advantage is not None:
+            set_invalid_tool_calls(advantages, mask_BT, trajectories, config.invalid_tool_call_advantage)
+        if config.malformed_thinking_advantage is not None:
+            set_malformed_thinking(advantages, mask_BT, trajectories, config.malformed_thinking_advantage)
+
     def _training_rewards(self, trajectories: Sequence[Trajectory]) -> Tensor:
-        rewards_B = torch.tensor([t.reward or 0.0 for t in trajectories])
+        rewards_B = torch.tensor([t.penalized_reward or 0.0 for t in trajectories])
         lengths_B = torch.tensor([t.response_length for t in trajectories])
         truncated_B = torch.tensor([t.outcome == Outcome.TRUNCATED for t in trajectories])
         rewards_B = scale_rewards(rewards_B, self._config.reward_scaling)
         return shape_rewards(rewards_B, lengths_B, truncated_B, self._config.reward_shaping)
 
     def _components(self, trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
-        """Return the scaled reward components by name, each `[B]`; shaping applies to the total reward only."""
+        """Return the penalised, scaled reward components by name, each `[B]`; shaping is of the total reward only."""
         names = sorted({name for t in trajectories for name in t.reward_components})
-        rewards = {name: torch.tensor([t.reward_components.get(name, 0.0) for t in trajectories]) for name in names}
+        rewards = {
+            name: torch.tensor([t.after_penalties(t.reward_components.get(name, 0.0)) for t in trajectories])
+            for name in names
+        }
         return {name: scale_rewards(values_B, self._config.reward_scaling) for name, values_B in rewards.items()}
 
 

@@ -42,6 +42,7 @@ from nemo_rl.config.schema.algorithms.distillation import (
     TeacherConfig,
 )
 from nemo_rl.config.schema.algorithms.dpo import DPOConfig
+from nemo_rl.config.schema.algorithms.effort_levels import EffortLevelConfig
 from nemo_rl.config.schema.algorithms.evaluation import EvalConfig, EvalDataConfig
 from nemo_rl.config.schema.algorithms.grpo import (
     AdvantageEstimatorConfig,
@@ -51,6 +52,7 @@ from nemo_rl.config.schema.algorithms.grpo import (
 )
 from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
 from nemo_rl.config.schema.algorithms.overlap import AsyncGRPOConfig, AsyncRLConfig, OverlapConfig
+from nemo_rl.config.schema.algorithms.reward_penalties import RewardPenaltyConfig, RewardPenaltyTokenIdsConfig
 from nemo_rl.config.schema.algorithms.rm import RMConfig
 from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
 from nemo_rl.config.schema.algorithms.sft import SFTConfig

@@ -29,8 +29,8 @@ def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[Any]:
     Returns:
         `message_log` (list), `length` [B] int64, `loss_multiplier` [B] float32, `extra_env_info`
         (list), `task_name` (list, None where a datum has none), `idx` (list), `batch_max_length`
-        [B] int64 (the largest length, B times), `stop_strings` and `chat` (lists, None where absent). If a datum has
-        them, `row_inputs` (list), see `data.model_rows`; so do the functions below.
+        [B] int64 (the largest length, B times), `stop_strings`, `chat` and `effort` (lists, None where absent). If a
+        datum has them, `row_inputs` (list), see `data.model_rows`; so do the functions below.
     """
     length = torch.tensor([datum["length"] for datum in data_batch], dtype=torch.int64)
     batch: BatchedDataDict[Any] = BatchedDataDict(
@@ -43,6 +43,7 @@ def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[Any]:
         batch_max_length=length.max().expand(len(data_batch)).clone(),
         stop_strings=[datum.get("stop_strings") for datum in data_batch],
         chat=[datum.get("chat") for datum in data_batch],
+        effort=[datum.get("effort") for datum in data_batch],
         **row_inputs_of(data_batch),
     )
     return _with_faults(batch, data_batch)

@@ -57,6 +57,8 @@ class Chat(TypedDict):
     """Messages with `role` and `content`."""
     tools: list[dict[str, Any]] | None
     """Function schemas in OpenAI's form, None without any."""
+    template_kwargs: NotRequired[Mapping[str, Any]]
+    """Variables for the chat template, besides those of the tokenizer."""
 
 
 class DatumSpec(TypedDict):
@@ -78,6 +80,8 @@ class DatumSpec(TypedDict):
     """Chat from which `message_log` was rendered; an environment's first observation is rendered with it."""
     row_inputs: NotRequired[RowInputs]
     """Inputs of the model next to the tokens, for example pixel values; see `data.model_rows`."""
+    effort: NotRequired[str]
+    """Level of effort, see `data.effort_levels`."""
     fault: NotRequired[str]
     """Reason why the row cannot be used, in a datum that replaces it."""
 

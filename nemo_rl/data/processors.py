@@ -175,8 +175,7 @@ def _prompt_datum(prompt: list[Message], info: dict[str, Any], row: dict[str, An
     chat = Chat(messages=with_task_prompts(prompt, how.spec), tools=offered or None)
     if chat["tools"] is not None:
         info["tools"] = chat["tools"]
-    shown = chat if chat["messages"] else Chat(messages=[_NO_MESSAGE_YET], tools=chat["tools"])
-    entry = prompt_entry(shown, how.tokenizer, how.max_seq_length, how.spec.rules)
+    entry = opening_entry(chat, how.tokenizer, how.max_seq_length, how.spec.rules)
     datum = finished_datum([entry], info, row.get("task_name"), how.max_seq_length, how.idx)
     if datum["loss_multiplier"]:
         datum["chat"] = chat
@@ -187,20 +186,29 @@ _NO_MESSAGE_YET: Message = {"role": "user", "content": ""}
 """Stands for the environment's first message in a prompt without any; templates refuse a chat without messages."""
 
 
+def opening_entry(
+    chat: Chat, tokenizer: TokenizerType, longest: int | None = None, rules: TextRules | None = None
+) -> Message:
+    """Return the single entry of a prompt whose first message may still be missing; arguments as `prompt_entry`."""
+    shown: Chat = chat if chat["messages"] else {**chat, "messages": [_NO_MESSAGE_YET]}
+    return prompt_entry(shown, tokenizer, longest, rules)
+
+
 def prompt_entry(
     chat: Chat, tokenizer: TokenizerType, longest: int | None = None, rules: TextRules | None = None
 ) -> Message:
     """Return the single entry of a prompt's log: its rendered chat, generation prompt included.
 
     Args:
-        chat: messages and tools.
+        chat: messages and tools, and variables for the template.
         tokenizer: renders and tokenises.
         longest: see `encode_text`.
         rules: roles whose control tokens are ordinary text; None means `TextRules()`.
     """
     control, rules = control_tokens_of(tokenizer), rules or TextRules()
     messages, tools = control.quoted_chat(chat["messages"], rules), control.quoted_tools(chat["tools"], rules)
-    text = render_chat(messages, tokenizer, add_generation_prompt=True, tools=tools)
+    variables = chat.get("template_kwargs")
+    text = render_chat(messages, tokenizer, add_generation_prompt=True, tools=tools, template_kwargs=variables)
     return {"role": "user", "content": control.shown(text), "token_ids": encode_text(text, tokenizer, longest)}
 
 

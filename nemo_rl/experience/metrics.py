@@ -8,6 +8,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 
+from nemo_rl.experience.penalties.metrics import review_metrics
 from nemo_rl.experience.trajectory import Ending, Outcome, Rollouts, Trajectory, is_right
 
 OF_AN_ENVIRONMENT = (
@@ -68,7 +69,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "num_control_token_observations": float(sum(t.num_control_token_observations for t in trajectories)),
         "mean_environment_s": mean([t.environment_s for t in trajectories]),
     }
-    return _known(metrics) | _endings(trajectories) | _prefix_hits(trajectories) | _component_means(trajectories)
+    of_parts = _endings(trajectories) | _prefix_hits(trajectories) | _component_means(trajectories)
+    return _known(metrics) | of_parts | review_metrics(trajectories)
 
 
 def _endings(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -119,7 +121,7 @@ def validation_metrics(trajectories: Sequence[Trajectory], num_generations: int)
 
     `accuracy` is the mean reward, `pass_k` the share of prompts that are solved at least once. An answer solves its
     prompt if its reward is above 0. A sample whose grading failed counts as not solved in `pass_k` and is left out of
-    `accuracy`; `num_reward_errors` counts such samples.
+    `accuracy`; `num_reward_errors` counts such samples. Penalties change neither; their metrics are as in training.
     """
     rewards = [t.reward for t in trajectories if t.reward is not None]
     metrics = {
@@ -134,4 +136,4 @@ def validation_metrics(trajectories: Sequence[Trajectory], num_generations: int)
         for trajectory in trajectories:
             solved[trajectory.group_index] |= is_right(trajectory.reward)
         metrics["pass_k"] = mean([float(value) for value in solved.values()])
-    return _known(metrics)
+    return _known(metrics) | review_metrics(trajectories)

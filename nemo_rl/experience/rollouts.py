@@ -31,6 +31,7 @@ from nemo_rl.experience.closings import CLOSING_S, Closings
 from nemo_rl.experience.event_loop import CLEAN_UP_S, BackgroundTask, EventLoopThread
 from nemo_rl.experience.idle_shares import BusySeconds
 from nemo_rl.experience.metrics import mean_metrics
+from nemo_rl.experience.penalties.review import Review, nothing
 from nemo_rl.experience.post_processing import post_process
 from nemo_rl.experience.progress import GroupProgress, StoredSamples, states_of
 from nemo_rl.experience.samples import EnvironmentPort, RolloutKey, RolloutLimits, SamplePlayer
@@ -86,6 +87,7 @@ class RolloutRunner:
         loop: runs the coroutines.
         text_rules: which texts have their control tokens encoded as ordinary text; None: `TextRules()`.
         optimizations: value of `cluster.optimizations`.
+        review: notes penalties on finished samples.
     """
 
     def __init__(
@@ -97,8 +99,10 @@ class RolloutRunner:
         loop: EventLoopThread,
         text_rules: TextRules | None = None,
         optimizations: Choice = "auto",
+        review: Review = nothing,
     ):
         self._generation = generation
+        self._review = review
         self._optimizations: Choice = optimizations
         self._environments = environments
         self._samples = SamplePlayer(generation, environments, tokenizer, limits, text_rules)
@@ -343,13 +347,14 @@ class RolloutRunner:
         closings: Closings,
         progress: GroupProgress | None = None,
     ) -> Rollouts:
-        """Play the samples of one prompt, and let environments that allow it post-process them."""
+        """Play and review the samples of one prompt, and let environments that allow it post-process them."""
         stops = (prompts.get("stop_strings") or [None] * prompts.size)[row]
         progress = progress or GroupProgress()
         playing = progress.begin(_starts(prompts, row, num_generations))
         samples = await _all_or_first_failure(
             self._samples.play(sample, sampling, stops, key, closings) for sample in playing
         )
+        self._review(samples)
         progress.rollouts = Rollouts(samples, await post_process(self._by_unit(groups=True), samples))
         return progress.rollouts
 
@@ -390,6 +395,7 @@ async def _all_or_first_failure[T](coroutines: Iterable[Coroutine[Any, Any, T]])
 def _starts(prompts: BatchedDataDict[Any], group: int, num_generations: int) -> list[Trajectory]:
     """Make the empty trajectories of one prompt, each with its own copy of the message list."""
     messages, chats, inputs = prompts["message_log"][group], prompts.get("chat"), prompts.get("row_inputs")
+    efforts = prompts.get("effort")
     shared = {
         "idx": int(prompts["idx"][group]),
         "task_name": prompts["task_name"][group],
@@ -398,6 +404,7 @@ def _starts(prompts: BatchedDataDict[Any], group: int, num_generations: int) -> 
         "extra_env_info": prompts["extra_env_info"][group],
         "chat": chats[group] if chats else None,
         "row_inputs": inputs[group] if inputs else None,
+        "effort": efforts[group] if efforts else None,
     }
     return [
         Trajectory(group, sample, message_log=[dict(message) for message in messages], **shared)

@@ -7,6 +7,7 @@ Invariant: sampled token ids stay, more are only appended; an episode is closed 
 depends on (run seed, phase, step, round, group, sample, turn) and on nothing that varies between runs.
 """
 
+import json
 import logging
 import time
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.data.interfaces import Chat, Message
+from nemo_rl.data.interfaces import Message
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.data.messages.observations import ObservationRenderer
 from nemo_rl.environments.interfaces import EpisodeStart, StepResult
@@ -122,7 +123,8 @@ class SamplePlayer:
         self._environments = environments
         self._tokenizer = tokenizer
         self._text_rules = text_rules or TextRules()
-        self._observations = ObservationRenderer(tokenizer, self._text_rules)
+        self._observations: dict[str, ObservationRenderer] = {}
+        """By the variables of the chat template, as JSON."""
         self._has_reported = False
         self._limits = limits
         self.environments_busy = BusyClock()
@@ -188,10 +190,18 @@ class SamplePlayer:
                 "with `messages` and `tools`, or put the observation into the prompt there"
             )
         self._note_control_tokens(sample, observation)
-        entry = self._observations.first_of_prompt(sample.chat, observation)
+        entry = self._renderer(sample).first_of_prompt(sample.chat, observation)
         sample.message_log = [entry]
         sample.prompt_length = len(entry["token_ids"])
-        sample.chat = Chat(messages=[*sample.chat["messages"], observation], tools=sample.chat["tools"])
+        sample.chat = {**sample.chat, "messages": [*sample.chat["messages"], observation]}
+
+    def _renderer(self, sample: Trajectory) -> ObservationRenderer:
+        """Return the renderer of a sample's observations; the levels of effort may have different templates."""
+        variables = {} if sample.chat is None else sample.chat.get("template_kwargs", {})
+        key = json.dumps(variables, sort_keys=True, default=repr)
+        if key not in self._observations:
+            self._observations[key] = ObservationRenderer(self._tokenizer, self._text_rules, variables)
+        return self._observations[key]
 
     async def _take_turns(
         self, progress: SampleProgress, sampling: SamplingParams, prompt_stops: list[str] | None, key: RolloutKey
@@ -216,7 +226,7 @@ class SamplePlayer:
                 return
             try:
                 self._note_control_tokens(sample, step.observation)
-                ids = self._observations.token_ids(step.observation, sample.message_log, sample.prompt_length)
+                ids = self._renderer(sample).token_ids(step.observation, sample.message_log, sample.prompt_length)
             except DataError as error:
                 sample.fail(f"an observation cannot be rendered: {error}")
                 return
@@ -229,7 +239,7 @@ class SamplePlayer:
 
     def _note_control_tokens(self, sample: Trajectory, observation: Message) -> None:
         """Count an observation whose text holds a control token, and report the first one of this process."""
-        token = self._observations.control_token_in(observation)
+        token = self._renderer(sample).control_token_in(observation)
         if token is None:
             return
         sample.num_control_token_observations += 1

@@ -85,6 +85,11 @@ class Trajectory:
         turn_rewards: reward of each response turn, whose sum is `reward`; empty where no turn was rewarded.
         reward_components: named parts of the reward, for multi-reward environments.
         invalid_tool_call_turns: for each rewarded turn, whether it has a tool call that cannot be made.
+        penalties: for each penalty of the run, the numbers of the response turns to which it applies.
+        malformed_thinking: first token and end of each thinking tag that is out of place, as positions in the whole
+            sequence.
+        num_thinking_tokens: tokens of thinking in all turns; None if they were not looked for.
+        effort: level of effort of the prompt; None in a run without levels.
         outcome: how the rollout ended.
         ended_by: what ended the episode.
         error: description of what failed.
@@ -115,6 +120,10 @@ class Trajectory:
     turn_rewards: list[float] = field(default_factory=list)
     reward_components: dict[str, float] = field(default_factory=dict)
     invalid_tool_call_turns: list[bool] = field(default_factory=list)
+    penalties: dict[str, list[int]] = field(default_factory=dict)
+    malformed_thinking: list[tuple[int, int]] = field(default_factory=list)
+    num_thinking_tokens: int | None = None
+    effort: str | None = None
     outcome: Outcome = Outcome.FINISHED
     ended_by: Ending = Ending.ENVIRONMENT
     error: str | None = None
@@ -204,6 +213,35 @@ class Trajectory:
     def has_reward(self) -> bool:
         """True if the sample may enter baselines and the loss."""
         return self.reward is not None and self.loss_multiplier > 0
+
+    @property
+    def is_penalized(self) -> bool:
+        """True if a penalty applies to one of the turns."""
+        return any(self.penalties.values())
+
+    @property
+    def penalized_reward(self) -> float | None:
+        """The reward for training: with a penalty at most 0, so that none is better off than without."""
+        return self.reward if self.reward is None else self.after_penalties(self.reward)
+
+    @property
+    def penalized_turn_rewards(self) -> list[float]:
+        """Rewards of the turns whose sum is `penalized_reward`.
+
+        Offending turns pay what a penalty takes away, in equal shares; the last turn does if none of them is rewarded.
+        """
+        rewards = list(self.turn_rewards)
+        if self.reward is None or not self.is_penalized or not rewards:
+            return rewards
+        offending = sorted({turn for turns in self.penalties.values() for turn in turns if turn < len(rewards)})
+        payers = offending or [len(rewards) - 1]
+        for turn in payers:
+            rewards[turn] -= max(self.reward, 0.0) / len(payers)
+        return rewards
+
+    def after_penalties(self, value: float) -> float:
+        """Return a reward, or a component of one, as it is for training."""
+        return min(value, 0.0) if self.is_penalized else value
 
     @property
     def response_text(self) -> str:

@@ -29,6 +29,8 @@ class Regraded:
         components: named parts of the new reward.
         error: reason why there is no new reward.
         diverged: difference between the episode and the stored one; None if there is none.
+        penalties: as `Trajectory.penalties`, found again in the stored tokens; None for a sample without stored tokens,
+            as of a validation, or of a run without penalties.
     """
 
     sample: StoredSample
@@ -37,6 +39,13 @@ class Regraded:
     components: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     diverged: str | None = None
+    penalties: dict[str, list[int]] | None = None
+
+    @property
+    def penalized_reward(self) -> float | None:
+        """The new reward for training, as `Trajectory.penalized_reward`."""
+        is_penalized = self.penalties is not None and any(self.penalties.values())
+        return min(self.reward, 0.0) if is_penalized and self.reward is not None else self.reward
 
     def fail(self, reason: str) -> "Regraded":
         """Note why there is no reward, and return self."""

@@ -54,6 +54,8 @@ def _line(each: Regraded) -> dict[str, object]:
         "stored_reward": each.sample.reward,
         "reward": each.reward,
         "reward_components": each.components,
+        "penalized_reward": each.penalized_reward,
+        "penalties": each.penalties,
         "error": each.error,
         "diverged": each.diverged,
     }
@@ -82,6 +84,11 @@ def write_tables(samples: Sequence[Regraded]) -> None:
         titles = ("sample", "before", "now", "answer, or why there is no reward")
         console.print(_table(titles, map(_change_line, largest)))
     console.print(Text(f"{len(changed)} of {len(samples)} rewards changed."))
+    reviewed = [each for each in samples if each.penalties is not None]
+    if reviewed:
+        before = sum(any((each.sample.row.get("penalties") or {}).values()) for each in reviewed)
+        now = sum(any((each.penalties or {}).values()) for each in reviewed)
+        console.print(Text(f"{now} of {len(reviewed)} training samples are penalized now, {before} were before."))
 
 
 def _table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:

@@ -6,15 +6,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from nemo_rl.config import MasterConfig, RolloutMasterConfig, load_config
+from nemo_rl.config import GRPOMasterConfig, MasterConfig, RolloutMasterConfig, load_config
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
 from nemo_rl.data.datasets.setup import RunData, setup_response_data
+from nemo_rl.data.effort_levels import with_effort_levels
 from nemo_rl.data.interfaces import DatumSpec
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.environments.registry import env_class_path
 from nemo_rl.environments.user_environments import environment_of, start_environment
 from nemo_rl.experience.event_loop import EventLoopThread
+from nemo_rl.experience.penalties.review import AnswerReview, ReviewSettings
+from nemo_rl.regrade.penalties import review_again
 from nemo_rl.regrade.replay import Regraded, replay_all
 from nemo_rl.regrade.report import refuse_existing, write_file, write_tables
 from nemo_rl.regrade.stored_samples import StoredSample, read_samples, sample_files
@@ -38,8 +41,15 @@ def regrade(arguments: argparse.Namespace) -> None:
     samples = [sample for file in files for sample in read_samples(file)]
     by_environment = _by_environment(samples, arguments.environment)
     _check_names(by_environment, config)
-    data = setup_response_data(get_tokenizer(config.policy.tokenizer), config.data, config.env)
+    tokenizer = get_tokenizer(config.policy.tokenizer)
+    data = setup_response_data(tokenizer, config.data, config.env)
+    review = None
+    if isinstance(config, GRPOMasterConfig):
+        data = with_effort_levels(data, config.effort_levels, config.grpo.seed, tokenizer, config.data)
+        review = ReviewSettings(config.reward_penalties).make(tokenizer)
     graded = _graded({name: _with_data(found, data) for name, found in by_environment.items()}, config)
+    if isinstance(review, AnswerReview):
+        review_again(graded, review)
     graded.sort(key=lambda each: (files.index(each.sample.file), each.sample.line))
     write_file(output, graded)
     write_tables(graded)

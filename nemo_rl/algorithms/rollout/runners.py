@@ -12,6 +12,7 @@ from nemo_rl.environments.loading import import_path
 from nemo_rl.environments.registry import env_class_path
 from nemo_rl.environments.workers.start import Environment
 from nemo_rl.experience.event_loop import EventLoopThread
+from nemo_rl.experience.penalties.review import ReviewSettings
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutRunner
 from nemo_rl.experience.runners.actor import RunnerSettings
 from nemo_rl.experience.runners.client import RemoteRunner
@@ -45,8 +46,9 @@ def make_runner(
     environments: Mapping[str, Environment],
     loop: EventLoopThread,
     threads: ExitStack,
+    review: ReviewSettings,
 ) -> RolloutRunner:
-    """Build the object that plays rollouts; runner actors are registered on `threads`.
+    """Build the object that plays rollouts and reviews them; runner actors are registered on `threads`.
 
     Raises:
         ConfigError: there are fewer engines than runners.
@@ -60,7 +62,10 @@ def make_runner(
     )
     rules = text_rules(config.data)
     if not cluster.rollout_runners:
-        return RolloutRunner(engines, environments, tokenizer, limits, loop, rules, cluster.optimizations)
+        optimizations = cluster.optimizations
+        return RolloutRunner(
+            engines, environments, tokenizer, limits, loop, rules, optimizations, review.make(tokenizer)
+        )
     settings = RunnerSettings(
         engines=engines.workers.workers,
         workers_per_engine=engine_settings(config.policy, cluster, algorithm.seed, load_weights=False).num_workers,
@@ -70,6 +75,7 @@ def make_runner(
         limits=limits,
         text_rules=rules,
         import_path=import_path({}),
+        review=review,
     )
     keeps_texts = any(environment.reads_collections for environment in environments.values())
     runner = RemoteRunner(engines, environments, settings, cluster.rollout_runners, loop, keeps_texts=keeps_texts)

@@ -295,8 +295,9 @@ class FreshRollouts:
 class DynamicSampling:
     """DAPO's dynamic sampling (Yu et al. 2025, section 3.2): train only on groups whose rewards differ.
 
-    Collects until `num_groups` groups have more than one distinct reward. Rewards are compared after scaling, which may
-    clip different ones to the same value. The other groups are given with `trains=False`.
+    Collects until `num_groups` groups have more than one distinct reward. Rewards are compared after penalties, which
+    may make equal ones different, and scaling, which may clip different ones to the same value. The other groups are
+    given with `trains=False`.
 
     Args:
         inner: source to collect from.
@@ -383,5 +384,6 @@ class DynamicSampling:
         }
 
     def _rewards_differ(self, group: Group) -> bool:
-        rewards_G = torch.tensor([t.reward for t in group.trajectories if t.has_reward], dtype=torch.float64)
+        rewards = [t.penalized_reward for t in group.trajectories if t.has_reward]
+        rewards_G = torch.tensor(rewards, dtype=torch.float64)
         return len((self._scale(rewards_G) if self._scale else rewards_G).unique()) > 1

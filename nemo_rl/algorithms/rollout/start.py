@@ -51,6 +51,7 @@ from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.environments.workers.start import Environment
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.idle_shares import IdleShares
+from nemo_rl.experience.penalties.review import ReviewSettings
 from nemo_rl.experience.rollouts import RolloutRunner
 from nemo_rl.experience.trajectory_log import TrajectoryLog
 from nemo_rl.losses.loss_function import AnyLossFunction
@@ -80,6 +81,7 @@ class RolloutRecipe:
         needs_reward: whether samples without a reward are excluded from the loss.
         environments: user-supplied environments by task name, used instead of those in `env`; see
             `rollout.environments`.
+        review: what is noted on finished samples.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -91,6 +93,7 @@ class RolloutRecipe:
     prompt_factor: float = 1.0
     needs_reward: bool = True
     environments: Mapping[str, Any] = field(default_factory=dict)
+    review: ReviewSettings = field(default_factory=ReviewSettings)
 
 
 @dataclass(frozen=True)
@@ -217,7 +220,7 @@ def _connect(
     loop = EventLoopThread()
     threads.callback(loop.close)
     algorithm, cluster, policy = config.algorithm, config.cluster, workers.models["policy"]
-    runner = make_runner(config, recipe.tokenizer, workers.engines, workers.environments, loop, threads)
+    runner = make_runner(config, recipe.tokenizer, workers.engines, workers.environments, loop, threads, recipe.review)
     memory = share_memory(cluster, recipe.roles, workers.models, shared_engines(config, workers.engines))
     refitter = make_refitter(config.policy, cluster, policy, workers.engines, memory)
     refitter.before_update.append(runner.wait_for_groups)

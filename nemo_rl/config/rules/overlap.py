@@ -108,11 +108,9 @@ def check_rollout_runners(
             f"{set_to} keeps tokens out of the driver, but grpo.adv_estimator.credit={algorithm.adv_estimator.credit} "
             "has advantages of turns. Use 0, or credit=episode."
         )
-    if algorithm.invalid_tool_call_advantage is not None:
-        yield (
-            f"{set_to} keeps tokens out of the driver, but grpo.invalid_tool_call_advantage is an advantage of tokens. "
-            "Use 0."
-        )
+    for key in ("invalid_tool_call_advantage", "malformed_thinking_advantage"):
+        if getattr(algorithm, key) is not None:
+            yield f"{set_to} keeps tokens out of the driver, but grpo.{key} is an advantage of tokens. Use 0."
     generation = policy.generation if policy else None
     if generation is not None and generation.num_engines_file is not None:
         yield (

@@ -20,6 +20,8 @@ from nemo_rl.config.rules.placement.judges import check_judge, left_by_judge
 from nemo_rl.config.rules.placement.roles import Role
 from nemo_rl.config.rules.placement.second_models import check_placements, check_second_models
 from nemo_rl.config.rules.placement.topology import divide_cluster
+from nemo_rl.config.rules.rewards.efforts import check_effort_levels
+from nemo_rl.config.rules.rewards.penalties import check_reward_penalties
 from nemo_rl.config.rules.training import (
     check_advantages,
     check_batches,
@@ -30,9 +32,11 @@ from nemo_rl.config.rules.training import (
     check_validation,
 )
 from nemo_rl.config.runs.run import INHERITED, RunConfig
+from nemo_rl.config.schema.algorithms.effort_levels import EffortLevelConfig
 from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
 from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
 from nemo_rl.config.schema.algorithms.overlap import AsyncRLConfig
+from nemo_rl.config.schema.algorithms.reward_penalties import RewardPenaltyConfig
 from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
@@ -43,6 +47,8 @@ from nemo_rl.config.schema.logger import LoggerConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
 from nemo_rl.config.schema.named_part import NamedPartConfig
 
+_PENALTIES = "reward_penalties"
+
 
 class MasterConfig(RunConfig):
     """Base of the configurations of all algorithms that train: the sections that each of them has."""
@@ -52,7 +58,7 @@ class MasterConfig(RunConfig):
     later: ClassVar[dict[str, str]] = {
         "data_plane": "a separate data plane",
         "on_policy_distillation": "multi-teacher on-policy distillation",
-        "reward_penalties": "reward penalties",
+        _PENALTIES: "reward penalties of an algorithm other than GRPO",
         **dict.fromkeys(("ppo", "value", "value_loss_fn"), "PPO with a value model"),
     }
 
@@ -162,12 +168,18 @@ class RolloutMasterConfig(MasterConfig):
 class GRPOMasterConfig(RolloutMasterConfig):
     """Configuration of `examples/run_grpo.py`."""
 
+    later: ClassVar[dict[str, str]] = {key: text for key, text in MasterConfig.later.items() if key != _PENALTIES}
+
     grpo: GRPOConfig = Field(default_factory=GRPOConfig)
     """The algorithm."""
     loss_fn: ClippedPGLossConfig = Field(default_factory=ClippedPGLossConfig)
     """The policy-gradient loss."""
     async_rl: AsyncRLConfig | None = None
     """NeMo RL's newer section for overlap; fills in grpo.overlap unless it is null."""
+    reward_penalties: RewardPenaltyConfig = Field(default_factory=RewardPenaltyConfig)
+    """Penalties on the form of answers."""
+    effort_levels: dict[str, EffortLevelConfig] = Field(default_factory=dict)
+    """Levels of effort by name, of which each prompt has one; none by default."""
 
     @property
     def algorithm(self) -> GRPOConfig:
@@ -201,6 +213,8 @@ class GRPOMasterConfig(RolloutMasterConfig):
             check_one_overlap(self.grpo, self.async_rl),
             check_advantages(self.grpo, self.loss_fn),
             check_early_stop("grpo", self.grpo),
+            check_reward_penalties(self.reward_penalties),
+            check_effort_levels(self.effort_levels, self.grpo),
             check_loss(self.grpo, self.policy, self.loss_fn),
             check_generation(self.policy, self.policy_cluster),
             check_data(self.data, self.env),

@@ -53,10 +53,17 @@ class ObservationRenderer:
     Args:
         tokenizer: without a chat template all observations are bare text.
         rules: whether control tokens in observations are ordinary text; None means `TextRules()`.
+        template_kwargs: variables for the chat template, as in the `Chat` of the prompt.
     """
 
-    def __init__(self, tokenizer: TokenizerType, rules: TextRules | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: TokenizerType,
+        rules: TextRules | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._variables = template_kwargs
         self._rules = rules or TextRules()
         self._head = lru_cache(self._find_head)
 
@@ -102,7 +109,7 @@ class ObservationRenderer:
         """
         control = control_tokens_of(self._tokenizer)
         messages = [*control.quoted_chat(chat["messages"], self._rules), self.message(observation)]
-        quoted = Chat(messages=messages, tools=control.quoted_tools(chat["tools"], self._rules))
+        quoted: Chat = {**chat, "messages": messages, "tools": control.quoted_tools(chat["tools"], self._rules)}
         return prompt_entry(quoted, self._tokenizer, rules=TextRules(rows=False, tools=False))
 
     def control_token_in(self, observation: Mapping[str, Any]) -> str | None:
@@ -121,14 +128,16 @@ class ObservationRenderer:
     def _opening(self) -> str:
         """Return the header of an assistant turn; empty if the template writes none."""
         closed, opened = (
-            render_chat([_QUESTION], self._tokenizer, add_generation_prompt=header) for header in (False, True)
+            render_chat([_QUESTION], self._tokenizer, add_generation_prompt=header, template_kwargs=self._variables)
+            for header in (False, True)
         )
         return opened.removeprefix(closed).strip() if opened.startswith(closed) else ""
 
     def _added(self, *messages: Message) -> str:
         """Return the text after an assistant's words when `messages` follow them."""
         chat = [_QUESTION, {"role": "assistant", "content": _ANSWER}, *messages]
-        return render_chat(chat, self._tokenizer, add_generation_prompt=True).partition(_ANSWER)[2]
+        rendered = render_chat(chat, self._tokenizer, add_generation_prompt=True, template_kwargs=self._variables)
+        return rendered.partition(_ANSWER)[2]
 
     def _find_head(self, role: str) -> str:
         """Return the text that the template writes between an assistant's words and a message of this role."""

@@ -4,7 +4,7 @@ Invariant: special tokens come from the chat template, so none is doubled; they 
 quoted (`control_tokens`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -26,8 +26,16 @@ def render_chat(
     *,
     add_generation_prompt: bool,
     tools: list[dict[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
     """Render a chat to text with the tokenizer's chat template.
+
+    Args:
+        messages: Messages with `role` and `content`.
+        tokenizer: Has the chat template.
+        add_generation_prompt: Whether the header of the next assistant turn follows.
+        tools: Function schemas that the chat offers.
+        template_kwargs: Variables for the template; they replace those of `policy.tokenizer.chat_template_kwargs`.
 
     Raises:
         DataError: The tokenizer has no chat template, the template refuses these messages, or one of their parts
@@ -39,7 +47,7 @@ def render_chat(
             "policy.tokenizer.chat_template: null to send the bare text, a *.jinja file, or a "
             "template text."
         )
-    optional: dict[str, Any] = {} if tools is None else {"tools": tools}
+    optional: dict[str, Any] = ({} if tools is None else {"tools": tools}) | dict(template_kwargs or {})
     try:
         rendered = tokenizer.apply_chat_template(
             with_texts(messages),

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -26,6 +26,7 @@ from nemo_rl.environments.loading import extend_path
 from nemo_rl.environments.user_environments import environment_of, start_environment
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.idle_shares import BusySeconds
+from nemo_rl.experience.penalties.review import ReviewSettings
 from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
 from nemo_rl.experience.runners.engine_workers import EngineWorkers, RunnerEngines
 from nemo_rl.experience.runners.stored import split
@@ -49,6 +50,7 @@ class RunnerSettings:
         limits: bounds of rollouts.
         text_rules: as `RolloutRunner`.
         import_path: folders that the driver searches for modules.
+        review: what is noted on finished samples.
     """
 
     engines: Sequence[Any]
@@ -59,6 +61,7 @@ class RunnerSettings:
     limits: RolloutLimits
     text_rules: TextRules
     import_path: Sequence[str]
+    review: ReviewSettings = field(default_factory=ReviewSettings)
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class RunnerActor:
             self._loop,
             settings.text_rules,
             cluster.optimizations,
+            settings.review.make(settings.tokenizer),
         )
 
     def ready(self) -> ProcessIdentity:

@@ -96,7 +96,6 @@ def test_flat_data_keys_are_refused_with_their_new_path(write_yaml, key: str, pl
         "policy.draft.enabled=true",
         "policy.router_replay.enabled=true",
         "data_plane.enabled=true",
-        "reward_penalties={penalize_empty_final_answer: true}",
         "data.use_multiple_dataloader=true",
         "grpo.adv_estimator.name=opd",
         "checkpointing.model_save_format=torch_save",

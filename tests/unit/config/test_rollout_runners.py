@@ -23,6 +23,8 @@ ONE = "cluster.rollout_runners=1"
         "policy.train_global_batch_size=32",
         "grpo.seq_logprob_error_threshold=2.0",
         "loss_fn.reference_policy_kl_penalty=0.1",
+        "reward_penalties.penalize_empty_final_answer=true",
+        "effort_levels={low: {system_prompt: Be brief., max_thinking_tokens: 9}}",
     ],
 )
 def test_runners_are_accepted(override: str) -> None:
@@ -34,6 +36,12 @@ def test_runners_are_accepted(override: str) -> None:
 def test_advantages_of_tokens_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"keeps tokens out of the driver, but.*{name} has advantages of tokens"):
         load_config(CONFIGS / "grpo_math_cpu.yaml", [ONE, f"grpo.adv_estimator.name={name}"])
+
+
+@pytest.mark.parametrize("key", ["invalid_tool_call_advantage", "malformed_thinking_advantage"])
+def test_fixed_advantages_of_tokens_are_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} is an advantage of tokens. Use 0."):
+        load_config(CONFIGS / "grpo_math_cpu.yaml", [ONE, f"grpo.{key}=-1"])
 
 
 def test_engines_of_a_runner_do_not_leave() -> None:

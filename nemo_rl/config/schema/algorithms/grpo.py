@@ -92,10 +92,6 @@ class RewardShapingConfig(Section):
 class GRPOConfig(RolloutTrainingConfig):
     """Group relative policy optimisation: steps, groups, validation and processing of rewards."""
 
-    later: ClassVar[dict[str, str]] = {
-        "malformed_thinking_advantage": "an advantage for malformed thinking tags",
-    }
-
     ignored: ClassVar[dict[str, str]] = {
         "calculate_advantages_on_gpu": "advantages are a few numbers per answer and computed in the driver",
         "debug_payload_metrics": "sizes of messages are not reported",
@@ -132,6 +128,10 @@ class GRPOConfig(RolloutTrainingConfig):
     invalid_tool_call_advantage: float | None = None
     """Advantage of the tokens of a turn whose tool call cannot be made (not readable, unknown tool, wrong arguments),
     instead of the computed one; null: off."""
+    malformed_thinking_advantage: float | None = None
+    """Advantage of thinking tags that are out of place (see reward_penalties.penalize_malformed_think_tag), instead of
+    the computed one; where a tag is missing at the end of a turn, of the tag that was not closed, or of the last token
+    if the prompt has opened the thinking; null: off."""
     reward_scaling: RewardScalingConfig = Field(default_factory=RewardScalingConfig)
     """Linear map of rewards."""
     reward_shaping: RewardShapingConfig = Field(default_factory=RewardShapingConfig)

@@ -1,0 +1,1 @@
+"""Rules on what changes the training reward of an answer besides its environment."""

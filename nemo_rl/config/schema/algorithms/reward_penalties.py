@@ -1,0 +1,57 @@
+"""Keys of `reward_penalties`: what is wrong with an answer, whatever its environment rewards."""
+
+from pydantic import Field, NonNegativeInt
+
+from nemo_rl.config.base.section import Section
+from nemo_rl.config.schema.named_part import NamedPartConfig
+
+BUILT_IN = ("duplicated_reasoning", "empty_final_answer", "malformed_think_tag", "unwanted_tokens")
+"""Names of the built-in penalties, each switched on by `penalize_<name>`."""
+
+
+class RewardPenaltyTokenIdsConfig(Section):
+    """Token ids that penalties look for."""
+
+    unwanted: list[NonNegativeInt] | None = None
+    """Tokens that penalize_unwanted_tokens penalises."""
+    think_open: NonNegativeInt | None = None
+    """Token that opens the thinking; null: the tokenizer's token for the first of thinking_tags, or its text where that
+    is not a single token."""
+    think_close: NonNegativeInt | None = None
+    """Token that closes the thinking; null: as think_open, for the second of thinking_tags."""
+
+
+class OwnPenaltyConfig(NamedPartConfig):
+    """A penalty of your own."""
+
+    name: str
+    """Dotted path of the class."""
+
+
+class RewardPenaltyConfig(Section):
+    """Penalties on the form of answers: an answer to which one applies has a reward of at most 0 for training."""
+
+    penalize_duplicated_reasoning: bool = False
+    """Penalise an answer that repeats its reasoning, or whose reasoning repeats itself, nearly word for word."""
+    penalize_empty_final_answer: bool = False
+    """Penalise a turn with nothing but white space and special tokens after its thinking."""
+    penalize_malformed_think_tag: bool = False
+    """Penalise a turn whose thinking is opened twice, closed without being open, or not closed."""
+    penalize_unwanted_tokens: bool = False
+    """Penalise a turn with one of token_ids.unwanted."""
+    token_ids: RewardPenaltyTokenIdsConfig | None = None
+    """Token ids that penalties look for."""
+    thinking_tags: list[str] = ["<think>", "</think>"]
+    """Texts that open and close the thinking, for penalties, grpo.malformed_thinking_advantage and effort_levels."""
+    own: dict[str, OwnPenaltyConfig] = Field(default_factory=dict)
+    """Penalties of your own by name; metrics are penalized_by_<name>."""
+
+    @property
+    def ids(self) -> RewardPenaltyTokenIdsConfig:
+        """The section `token_ids`, with all keys null where it is null."""
+        return self.token_ids or RewardPenaltyTokenIdsConfig()
+
+    @property
+    def built_in(self) -> list[str]:
+        """Names of the built-in penalties that are switched on."""
+        return [name for name in BUILT_IN if getattr(self, f"penalize_{name}")]

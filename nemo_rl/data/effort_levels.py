@@ -1,0 +1,170 @@
+"""Give each prompt a level of effort: draw it, and render the prompt again with what the level says.
+
+Any environment and any processor whose data has `DatumSpec.chat` will do. Invariant: the level of a prompt depends on
+(run seed, phase, row) only, so all answers to it, any process, a resumed run and `nemo_rl regrade` have the same.
+"""
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.config import DataConfig, EffortLevelConfig
+from nemo_rl.data.datasets.processed_dataset import MixedDataset
+from nemo_rl.data.datasets.setup import RunData
+from nemo_rl.data.interfaces import Chat, DatumSpec, Message, TokenizerType
+from nemo_rl.data.messages.content import TextRules, content_text, text_rules
+from nemo_rl.data.messages.conversations import cut_to_stub
+from nemo_rl.data.processors import opening_entry
+from nemo_rl.utils.errors import ConfigError, DataError
+from nemo_rl.utils.seed import derive_seed
+
+_SEEDS = 2**63
+"""Number of values of `derive_seed`."""
+
+
+def drawn_level(levels: Mapping[str, EffortLevelConfig], run_seed: int, phase: str, row: int) -> str:
+    """Draw the level of a prompt, by the weights of the levels.
+
+    Args:
+        levels: the section `effort_levels`, not empty.
+        run_seed: seed of the run.
+        phase: "train", "validation", or the name of another validation set.
+        row: the prompt's row.
+    """
+    names = list(levels)
+    rest = derive_seed(run_seed, "effort", phase, row) / _SEEDS * sum(level.weight for level in levels.values())
+    for name in names:
+        rest -= levels[name].weight
+        if rest < 0:
+            return name
+    return names[-1]
+
+
+class EffortRows(MixedDataset):
+    """Prompts, each with its level of effort.
+
+    Args:
+        rows: the prompts without levels.
+        levels: the section `effort_levels`.
+        run_seed: seed of the run.
+        phase: as in `drawn_level`.
+        tokenizer: renders the prompts again.
+        max_seq_length: longest prompt in tokens; None means no limit.
+        rules: as in `prompt_entry`.
+
+    Raises:
+        DataError: the first prompt cannot be rendered with a level.
+    """
+
+    def __init__(
+        self,
+        rows: MixedDataset,
+        levels: Mapping[str, EffortLevelConfig],
+        run_seed: int,
+        phase: str,
+        tokenizer: TokenizerType,
+        max_seq_length: int | None = None,
+        rules: TextRules | None = None,
+    ) -> None:
+        super().__init__(rows.parts)
+        self._levels = levels
+        self._run_seed = run_seed
+        self._phase = phase
+        self._tokenizer = tokenizer
+        self._max_seq_length = max_seq_length
+        self._rules = rules
+        for name in levels if len(rows) else ():
+            self._with_level(rows[0], name)
+
+    def __getitem__(self, idx: int) -> DatumSpec:
+        """Process row `idx`.
+
+        Raises:
+            DataError: its prompt cannot be rendered with its level.
+        """
+        return self._with_level(super().__getitem__(idx), drawn_level(self._levels, self._run_seed, self._phase, idx))
+
+    def _with_level(self, datum: DatumSpec, name: str) -> DatumSpec:
+        datum["effort"] = name
+        level = self._levels[name]
+        if level.is_plain or not datum["loss_multiplier"]:
+            return datum
+        if "chat" not in datum or "row_inputs" in datum:
+            problem = "has inputs next to its tokens" if "row_inputs" in datum else "has no `chat`"
+            raise DataError(
+                f"effort_levels.{name} changes the prompt, but row {datum['idx']} {problem}, so it cannot be rendered "
+                "again. Let the data processor set `chat`, a dict with `messages` and `tools`, or leave out the levels."
+            )
+        chat = leveled(datum["chat"], level)
+        entry = opening_entry(chat, self._tokenizer, self._max_seq_length, self._rules)
+        changed: DatumSpec = {**datum, "message_log": [entry], "length": len(entry["token_ids"]), "chat": chat}
+        if self._max_seq_length is not None and changed["length"] > self._max_seq_length:
+            cut_to_stub(changed, self._max_seq_length)
+            del changed["chat"]
+        return changed
+
+
+def leveled(chat: Chat, level: EffortLevelConfig) -> Chat:
+    """Return a chat with the system prompt and the template's variables of a level; the given one stays as it is."""
+    messages: list[Message] = list(chat["messages"])
+    if level.system_prompt is not None:
+        is_first = bool(messages) and messages[0]["role"] == "system"
+        said = f"{content_text(messages[0]['content'])}\n\n" if is_first else ""
+        system = {"role": "system", "content": said + level.system_prompt}
+        messages = [system, *(messages[1:] if is_first else messages)]
+    variables = {**chat.get("template_kwargs", {}), **level.chat_template_kwargs}
+    return Chat(messages=messages, tools=chat["tools"], template_kwargs=variables)
+
+
+def with_effort_levels(
+    data: RunData,
+    levels: Mapping[str, EffortLevelConfig],
+    run_seed: int,
+    tokenizer: TokenizerType,
+    config: DataConfig,
+) -> RunData:
+    """Give the prompts of a run their levels; without levels return the same data.
+
+    Args:
+        data: the prompts.
+        levels: the section `effort_levels`.
+        run_seed: seed of the run.
+        tokenizer: renders the prompts again.
+        config: the section `data`.
+
+    Raises:
+        ConfigError: the chat template does not read a variable of a level.
+        DataError: a prompt cannot be rendered with a level.
+    """
+    if not levels:
+        return data
+    for name, level in levels.items():
+        _check_variables(f"effort_levels.{name}.chat_template_kwargs", level, tokenizer)
+
+    def rows(phase: str, inner: MixedDataset) -> EffortRows:
+        longest = config.max_input_seq_length
+        return EffortRows(inner, levels, run_seed, phase, tokenizer, longest, text_rules(config))
+
+    return replace(
+        data,
+        train=rows("train", data.train),
+        validation=None if data.validation is None else rows("validation", data.validation),
+        named_validation={name: rows(name, inner) for name, inner in data.named_validation.items()},
+    )
+
+
+def _check_variables(key: str, level: EffortLevelConfig, tokenizer: TokenizerType) -> None:
+    """Refuse variables that the chat template does not read: all levels would have the same prompt."""
+    taken = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
+    template = str(tokenizer.chat_template or "")
+    for variable in level.chat_template_kwargs:
+        if variable in taken:
+            raise ConfigError(f"{key}.{variable} is set by the library. Name a variable of the chat template.")
+        if not re.search(rf"\b{re.escape(variable)}\b", template):
+            raise ConfigError(
+                f"{key}.{variable}: the chat template of tokenizer {tokenizer.name_or_path!r} does not read "
+                f"{variable!r}, so the prompt would not change. Check the spelling, or use system_prompt."
+            )

@@ -1,0 +1,278 @@
+"""Find the thinking of a sampled turn.
+
+    tokens of a turn ─► ThinkingReader.read: tags ─► SampledTurn: blocks of thinking, final answer, tags out of place
+
+A tag is a single token of the tokenizer (Qwen3's `<think>`), or a text that may be spread over several tokens.
+Invariant: only sampled tokens are read, plus the end of the tokens before the turn, which may have opened the thinking.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
+
+from nemo_rl.config import RewardPenaltyConfig
+from nemo_rl.utils.errors import ConfigError
+
+_BEFORE = 64
+"""Tokens before a turn in which an opening tag is looked for; only white space may follow it."""
+
+
+class Tag(NamedTuple):
+    """A thinking tag.
+
+    Attributes:
+        start: first token, as a position in the turn.
+        end: position after its last token.
+        opens: whether it opens the thinking; otherwise it closes it.
+    """
+
+    start: int
+    end: int
+    opens: bool
+
+
+@dataclass(frozen=True)
+class TaggedTokens:
+    """Tokens with the tags among them.
+
+    Attributes:
+        tags: in order.
+        gap: returns the text before tag i, after the tag before it; i is the number of tags for the rest. Special
+            tokens are left out.
+    """
+
+    tags: Sequence[Tag]
+    gap: Callable[[int], str]
+
+
+class ThinkingReader(Protocol):
+    """Finds thinking tags."""
+
+    def read(self, token_ids: Sequence[int]) -> TaggedTokens:
+        """Find the tags among tokens."""
+
+
+@dataclass(frozen=True)
+class TokenTags:
+    """Finds tags that are single tokens; a `ThinkingReader`.
+
+    Attributes:
+        tokenizer: decodes the texts between tags.
+        open_id: token that opens the thinking.
+        close_id: token that closes it.
+    """
+
+    tokenizer: Any
+    open_id: int
+    close_id: int
+
+    def read(self, token_ids: Sequence[int]) -> TaggedTokens:
+        """See `ThinkingReader.read`."""
+        both = (self.open_id, self.close_id)
+        tags = [Tag(at, at + 1, token == self.open_id) for at, token in enumerate(token_ids) if token in both]
+        bounds = [0, *(bound for tag in tags for bound in (tag.start, tag.end)), len(token_ids)]
+
+        def gap(number: int) -> str:
+            return _decoded(self.tokenizer, token_ids[bounds[2 * number] : bounds[2 * number + 1]])
+
+        return TaggedTokens(tags, gap)
+
+
+@dataclass
+class TextTags:
+    """Finds tags in the text of tokens; a `ThinkingReader`.
+
+    Each token is decoded alone, so that it is known which tokens a tag is made of. Tags are found because they have
+    no characters of several tokens; of other texts, those may be lost.
+
+    Attributes:
+        tokenizer: decodes.
+        opening: text that opens the thinking.
+        closing: text that closes it.
+    """
+
+    tokenizer: Any
+    opening: str
+    closing: str
+    _pieces: dict[int, str] = field(default_factory=dict, init=False)
+
+    def read(self, token_ids: Sequence[int]) -> TaggedTokens:
+        """See `ThinkingReader.read`."""
+        pieces = [self._piece(token) for token in token_ids]
+        text, ends = "".join(pieces), list(accumulate(map(len, pieces)))
+        found = sorted((*_occurrences(text, self.opening), *_occurrences(text, self.closing)))
+        tags = [
+            Tag(bisect_right(ends, start), bisect_left(ends, end) + 1, text.startswith(self.opening, start))
+            for start, end in found
+        ]
+        bounds = [0, *(bound for span in found for bound in span), len(text)]
+        return TaggedTokens(tags, lambda number: text[bounds[2 * number] : bounds[2 * number + 1]])
+
+    def _piece(self, token: int) -> str:
+        if token not in self._pieces:
+            whole = str(self.tokenizer.decode([token], skip_special_tokens=False))
+            is_tag = whole in (self.opening, self.closing)
+            self._pieces[token] = whole if is_tag else _decoded(self.tokenizer, [token])
+        return self._pieces[token]
+
+
+def _decoded(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+def _occurrences(text: str, tag: str) -> list[tuple[int, int]]:
+    found, start = [], text.find(tag)
+    while start >= 0:
+        found.append((start, start + len(tag)))
+        start = text.find(tag, start + len(tag))
+    return found
+
+
+class _Structure(NamedTuple):
+    thinking: list[int]
+    """Gaps between tags that are thinking."""
+    malformed: list[tuple[int, int]]
+    is_closed: bool
+
+
+@dataclass(frozen=True)
+class SampledTurn:
+    """One sampled turn.
+
+    Attributes:
+        token_ids: its tokens.
+        start: position of its first token in the whole sequence.
+        opened: whether the tokens before it have opened the thinking.
+        tagged: its tokens with the tags among them.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    opened: bool
+    tagged: TaggedTokens
+
+    @cached_property
+    def _structure(self) -> _Structure:
+        is_open, opened_by = self.opened, (max(len(self.token_ids) - 1, 0), len(self.token_ids))
+        thinking, malformed = [], []
+        for number, tag in enumerate(self.tagged.tags):
+            if is_open:
+                thinking.append(number)
+            if tag.opens == is_open:
+                malformed.append((tag.start, tag.end))
+            elif tag.opens:
+                opened_by = (tag.start, tag.end)
+            is_open = tag.opens
+        if is_open:
+            thinking.append(len(self.tagged.tags))
+            malformed.append(opened_by)
+        return _Structure(thinking, sorted(malformed), not is_open)
+
+    @property
+    def malformed(self) -> list[tuple[int, int]]:
+        """Tokens of tags that are out of place: first one and end, as positions in the turn.
+
+        A tag is out of place if it opens thinking that is open, closes thinking that is not, or opens thinking that is
+        not closed until the end of the turn. If such thinking was open before the turn, the last token takes its place.
+        """
+        return self._structure.malformed
+
+    @property
+    def reasoning(self) -> list[str]:
+        """Texts of the thinking between tags, in order."""
+        return [self.tagged.gap(number) for number in self._structure.thinking]
+
+    @property
+    def final_answer(self) -> str:
+        """Text after the last tag, the whole text if there is no tag; empty if the thinking is not closed."""
+        return self.tagged.gap(len(self.tagged.tags)) if self._structure.is_closed else ""
+
+    @property
+    def text(self) -> str:
+        """Text without tags and special tokens."""
+        return "".join(map(self.tagged.gap, range(len(self.tagged.tags) + 1)))
+
+    @property
+    def num_thinking_tokens(self) -> int:
+        """Tokens within the thinking."""
+        ends = [0, *(tag.end for tag in self.tagged.tags)]
+        starts = [*(tag.start for tag in self.tagged.tags), len(self.token_ids)]
+        return sum(max(starts[number] - ends[number], 0) for number in self._structure.thinking)
+
+
+def sampled_turns(
+    reader: ThinkingReader, token_ids: Sequence[int], spans: Sequence[tuple[int, int]]
+) -> list[SampledTurn]:
+    """Read the sampled turns of a sequence.
+
+    Args:
+        reader: finds tags.
+        token_ids: the whole sequence.
+        spans: first token and end of each turn.
+    """
+    return [
+        SampledTurn(
+            token_ids[start:end],
+            start,
+            _is_opened(reader.read(token_ids[max(start - _BEFORE, 0) : start])),
+            reader.read(token_ids[start:end]),
+        )
+        for start, end in spans
+    ]
+
+
+def _is_opened(before: TaggedTokens) -> bool:
+    """Return whether tokens end with an opening tag, with or without white space after it."""
+    return bool(before.tags) and before.tags[-1].opens and not before.gap(len(before.tags)).strip()
+
+
+def thinking_reader(config: RewardPenaltyConfig, tokenizer: Any) -> ThinkingReader:
+    """Return what finds the thinking tags of a configuration.
+
+    They are found by token if `token_ids` gives both tokens, or if the tokenizer has a token of its own for each tag
+    whose id is not given; otherwise by text.
+
+    Raises:
+        ConfigError: a token does not exist, or one of two is given and the tokenizer has none for the other.
+    """
+    added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
+    keys = ("think_open", "think_close")
+    given = {key: getattr(config.ids, key) for key in keys}
+    found = {key: added.get(tag) for key, tag in zip(keys, config.thinking_tags, strict=True)}
+    ids = {key: found[key] if given[key] is None else given[key] for key in keys}
+    check_token_ids(tokenizer, {key: [] if given[key] is None else [given[key]] for key in keys})
+    opening, closing = ids.values()
+    if opening is not None and closing is not None:
+        return TokenTags(tokenizer, opening, closing)
+    if all(value is None for value in given.values()):
+        return TextTags(tokenizer, *config.thinking_tags)
+    missing = next(key for key in keys if ids[key] is None)
+    tag = config.thinking_tags[keys.index(missing)]
+    raise ConfigError(
+        f"reward_penalties.token_ids gives one thinking token, but {missing} is null and {tag!r} is not a token of the "
+        f"tokenizer {getattr(tokenizer, 'name_or_path', '')!r}. Give both ids, or neither: tags of several tokens are "
+        "found by their text (reward_penalties.thinking_tags)."
+    )
+
+
+def check_token_ids(tokenizer: Any, ids: dict[str, list[int]]) -> None:
+    """Check that tokens exist.
+
+    Args:
+        tokenizer: the tokenizer.
+        ids: tokens by their key in `reward_penalties.token_ids`.
+
+    Raises:
+        ConfigError: a token is not in the vocabulary.
+    """
+    size = len(tokenizer) if hasattr(tokenizer, "__len__") else None
+    for key, tokens in ids.items():
+        for token in tokens:
+            if size is not None and token >= size:
+                raise ConfigError(
+                    f"reward_penalties.token_ids.{key}: there is no token {token}; the tokenizer "
+                    f"{getattr(tokenizer, 'name_or_path', '')!r} has the tokens 0 to {size - 1}."
+                )
