@@ -61,9 +61,9 @@ def main() -> int:
                 run(block, names)
     try:
         run(last, names)
-    except SystemExit as error:  # as at the end of a script; a text is its message
-        if isinstance(error.code, str):
-            sys.stderr.write(f"{error.code}\n")
+    except SystemExit as request:  # as at the end of a script; a text is its message
+        if isinstance(request.code, str):
+            sys.stderr.write(f"{request.code}\n")
     except Exception:
         kind, error, place = sys.exc_info()
         while place is not None and place.tb_frame.f_code.co_filename != "<code>":
