@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.interfaces import Chat, Message
 from nemo_rl.data.messages.content import TextRules
-from nemo_rl.data.messages.observations import ObservationRenderer
+from nemo_rl.data.messages.observations import ObservationRenderer, messages_of
 from nemo_rl.environments.interfaces import EpisodeStart, StepResult
 from nemo_rl.experience.closings import Closings
 from nemo_rl.experience.continued import joined, rest_of
@@ -191,7 +191,8 @@ class SamplePlayer:
         entry = self._observations.first_of_prompt(sample.chat, observation)
         sample.message_log = [entry]
         sample.prompt_length = len(entry["token_ids"])
-        sample.chat = Chat(messages=[*sample.chat["messages"], observation], tools=sample.chat["tools"])
+        messages = [*sample.chat["messages"], *messages_of(observation)]
+        sample.chat = Chat(messages=messages, tools=sample.chat["tools"])
 
     async def _take_turns(
         self, progress: SampleProgress, sampling: SamplingParams, prompt_stops: list[str] | None, key: RolloutKey

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.base.structure import NamedSections
-from nemo_rl.config.schema.adapters import GymnasiumConfig, ReasoningGymConfig, TextArenaConfig
+from nemo_rl.config.schema.adapters import GymnasiumConfig, ReasoningGymConfig, TextArenaConfig, VerifiersConfig
 from nemo_rl.config.schema.games import BlackjackConfig, GameSection, SlidingPuzzleEnvironmentConfig
 from nemo_rl.config.schema.judges import LLMJudgeConfig, RewardModelEnvironmentConfig
 from nemo_rl.config.schema.sandbox import SandboxKeys
@@ -78,7 +78,7 @@ def stop_strings_of(environments: Mapping[str, Any], name: str | None) -> list[s
     """Return the stop strings of an environment that has a schema."""
     section = environments.get(name or "")
     graded = MathEnvironmentConfig | CodeEnvironmentConfig | CodeJaccardEnvironmentConfig
-    with_turns = ToolEnvironmentConfig | RAGEnvironmentConfig | GameSection
+    with_turns = ToolEnvironmentConfig | RAGEnvironmentConfig | GameSection | VerifiersConfig
     return section.stop_strings if isinstance(section, graded | with_turns) else None
 
 
@@ -95,6 +95,7 @@ class BuiltInEnvironments(TypedDict, total=False):
     gymnasium: GymnasiumConfig
     textarena: TextArenaConfig
     reasoning_gym: ReasoningGymConfig
+    verifiers: VerifiersConfig
     reward_model: RewardModelEnvironmentConfig
     llm_judge: LLMJudgeConfig
     tools: ToolEnvironmentConfig
