@@ -47,9 +47,9 @@ def template_message(observation: Mapping[str, Any]) -> Message:
     return {**observation, "role": _TEMPLATE_ROLES.get(role, role), "content": text}
 
 
-def messages_of(observation: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+def messages_of(observation: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the messages that an observation consists of: those in `messages`, or itself."""
-    return observation.get("messages") or [observation]
+    return [dict(each) for each in observation.get("messages") or [observation]]
 
 
 class ObservationRenderer:

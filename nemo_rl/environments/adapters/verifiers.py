@@ -222,13 +222,16 @@ def _loaded(config: VerifiersConfig) -> Any:
 
 @contextlib.contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Give the process its signal handlers back, which are Ray's and which each environment replaces."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    """Keep environments from replacing the signal handlers of their process, which are Ray's.
+
+    Each environment would do so when it is made, which fails on other threads than the main one.
+    """
+    set_handler = signal.signal
+    signal.signal = lambda number, handler: signal.getsignal(number)  # type: ignore[assignment]
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        signal.signal = set_handler
 
 
 def _rubrics(rubric: Any) -> list[Any]:

@@ -117,13 +117,13 @@ def test_what_goes_wrong_is_an_error_of_its_sample(kind: str, answer: str, reaso
 
 @needs_verifiers
 def test_environments_that_cannot_be_played_are_refused_and_signals_stay() -> None:
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), signal.signal
     make("single")
     with pytest.raises(ConfigError, match="needs tools"):
         make("tools")
     with pytest.raises(ConfigError, match="cannot be loaded: .*no kind 'other'"):
         make("other")
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), signal.signal) == before
 
 
 @needs_verifiers
