@@ -80,7 +80,7 @@ class _Interpreter(OpenTools):
         """See `OpenTools.call`."""
         try:
             return await self.python(**arguments)
-        except SandboxError as error:
+        except (SandboxError, OSError) as error:  # also too many open files or processes of this machine
             logger.warning("A program of the tool python could not be run: %s", error)
             return ToolOutput(text_of_error(error), "error")
 
