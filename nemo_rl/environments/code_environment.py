@@ -21,11 +21,11 @@ from nemo_rl.config.schema.env import CodeEnvironmentConfig
 from nemo_rl.data.messages.content import content_text
 from nemo_rl.environments.code.blocks import code_to_run, final_code
 from nemo_rl.environments.code.grading import Grader, Verdict
-from nemo_rl.environments.code.interpreter import observation_of, run_blocks
+from nemo_rl.environments.code.interpreter import came_to_end, limits_of, observation_of, program_of
 from nemo_rl.environments.code.tests import parse_tests
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.metrics import calculate_pass_rate_per_prompt
-from nemo_rl.sandbox import End, Limits, Sandbox
+from nemo_rl.sandbox import End, Sandbox
 from nemo_rl.utils.errors import NemoRLError
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ class CodeEnvironment(EnvironmentInterface[CodeEnvMetadata]):
 
     def __init__(self, cfg: CodeEnvironmentConfig | Mapping[str, Any]) -> None:
         self.cfg = cfg if isinstance(cfg, CodeEnvironmentConfig) else CodeEnvironmentConfig.build(**cfg)
-        self._sandbox = Sandbox(limits_of(self.cfg), self.cfg.sandbox)
+        limits = limits_of(self.cfg, wall_time_s=self.cfg.wall_time_s, cpu_time_s=self.cfg.cpu_time_s)
+        self._sandbox = Sandbox(limits, self.cfg.sandbox)
         self._grader = Grader(self._sandbox)
         self._threads = ThreadPoolExecutor(self.cfg.num_workers, thread_name_prefix="code")
 
@@ -154,8 +155,9 @@ class CodeEnvironment(EnvironmentInterface[CodeEnvMetadata]):
     def _run(self, block: str | None, text: str, metadata: CodeEnvMetadata) -> _Turn:
         assert block is not None
         blocks = [*metadata.get("blocks", ()), block]
-        outcome = run_blocks(blocks, self._sandbox, metadata.get("context") or {}, metadata.get("working_dir"))
-        if outcome.end is End.EXITED:  # a block that a limit ended would end every later run too
+        context, folder = metadata.get("context") or {}, metadata.get("working_dir")
+        outcome = self._sandbox.run(program_of(blocks, context, folder, self.cfg.scratch_mb << 20))
+        if came_to_end(outcome):
             metadata = {**metadata, "blocks": blocks}
         observation = observation_of(outcome, self.cfg.observation_chars)
         return _Turn(observation, metadata, terminated=self.cfg.terminate_on_evaluation, answer=block)
@@ -172,16 +174,3 @@ class CodeEnvironment(EnvironmentInterface[CodeEnvMetadata]):
 
     def _reward(self, verdict: Verdict) -> float:
         return verdict.share if self.cfg.reward == "share" else float(verdict.is_right)
-
-
-def limits_of(cfg: CodeEnvironmentConfig) -> Limits:
-    """Return the limits of one program."""
-    return Limits(
-        wall_time_s=cfg.wall_time_s,
-        cpu_time_s=cfg.cpu_time_s,
-        memory_mb=cfg.memory_mb,
-        processes=cfg.max_processes,
-        file_mb=cfg.file_mb,
-        scratch_mb=cfg.scratch_mb,
-        output_bytes=cfg.output_bytes,
-    )

@@ -56,7 +56,8 @@ class EpisodeStart(Generic[MetadataT]):  # noqa: UP046
 
     Attributes:
         metadata: Metadata for the first `step`, which replaces the prompt's `extra_env_info`.
-        observation: One more message of the prompt, with `role` and `content`; None adds no message.
+        observation: One more message of the prompt, with `role` and `content`, or several in `messages` as in
+            `EnvironmentReturn.observations`; None adds no message.
         error: Reason why the episode could not be opened; such a sample is not played and does not train.
         aborted: With an error: the environment missed its deadline or died, rather than to raise.
     """

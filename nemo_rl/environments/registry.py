@@ -45,6 +45,7 @@ ENV_REGISTRY: dict[str, EnvRegistryEntry] = {
     "gymnasium": {"actor_class_fqn": f"{_ADAPTERS}.gymnasium.GymnasiumEnvironment"},
     "textarena": {"actor_class_fqn": f"{_ADAPTERS}.textarena.TextArenaEnvironment"},
     "reasoning_gym": {"actor_class_fqn": f"{_ADAPTERS}.reasoning_gym.ReasoningGymEnvironment"},
+    "verifiers": {"actor_class_fqn": f"{_ADAPTERS}.verifiers.VerifiersEnvironment"},
     "reward_model": {
         "actor_class_fqn": "nemo_rl.environments.reward_model_environment.RewardModelEnvironment",
     },

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.interfaces import Message
 from nemo_rl.data.messages.content import TextRules
-from nemo_rl.data.messages.observations import ObservationRenderer
+from nemo_rl.data.messages.observations import ObservationRenderer, messages_of
 from nemo_rl.environments.interfaces import EpisodeStart, StepResult
 from nemo_rl.experience.closings import Closings
 from nemo_rl.experience.continued import joined, rest_of
@@ -193,7 +193,7 @@ class SamplePlayer:
         entry = self._renderer(sample).first_of_prompt(sample.chat, observation)
         sample.message_log = [entry]
         sample.prompt_length = len(entry["token_ids"])
-        sample.chat = {**sample.chat, "messages": [*sample.chat["messages"], observation]}
+        sample.chat = {**sample.chat, "messages": [*sample.chat["messages"], *messages_of(observation)]}
 
     def _renderer(self, sample: Trajectory) -> ObservationRenderer:
         """Return the renderer of a sample's observations; the levels of effort may have different templates."""

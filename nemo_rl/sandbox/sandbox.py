@@ -79,8 +79,8 @@ class Sandbox:
             raise
 
     def close(self) -> None:
-        """Wait for the runs of `run_async` and release the threads."""
-        self._threads.shutdown()
+        """Cancel the runs of `run_async` that wait, wait for the others, and release the threads."""
+        self._threads.shutdown(cancel_futures=True)
 
 
 def choose_mechanism(choice: Choice) -> Mechanism:

@@ -74,7 +74,7 @@ OVERRIDE_MARKER = "_override_"
 
 BUILT_IN_ENVIRONMENTS: tuple[str, ...] = (
     *("math", "math_default", "math_multi_reward", "code", "code_jaccard", "reward_model", "llm_judge"),
-    *("sliding_puzzle_game", "blackjack", "gymnasium", "textarena", "reasoning_gym", "rag", "tools"),
+    *("sliding_puzzle_game", "blackjack", "gymnasium", "textarena", "reasoning_gym", "verifiers", "rag", "tools"),
 )
 """Environments of the library, as `nemo_rl.environments` registers them."""
 

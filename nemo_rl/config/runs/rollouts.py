@@ -16,7 +16,7 @@ from nemo_rl.config.rules.files import PathKey, tokenizer_paths
 from nemo_rl.config.rules.loss import check_loss
 from nemo_rl.config.rules.named_parts import check_named_parts, check_venvs
 from nemo_rl.config.rules.overlap import check_one_overlap, check_overlap, check_rollout_runners
-from nemo_rl.config.rules.placement.judges import check_judge, left_by_judge
+from nemo_rl.config.rules.placement.judges import Judges, check_judges, left_by_judges
 from nemo_rl.config.rules.placement.roles import Role
 from nemo_rl.config.rules.placement.second_models import check_placements, check_second_models
 from nemo_rl.config.rules.placement.topology import divide_cluster
@@ -42,12 +42,14 @@ from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.data import DataConfig
 from nemo_rl.config.schema.env import EnvironmentMap
-from nemo_rl.config.schema.judges import RewardModelEnvironmentConfig
+from nemo_rl.config.schema.judge_engine import JudgeEngineConfig
+from nemo_rl.config.schema.judges import LLMJudgeConfig, RewardModelEnvironmentConfig
 from nemo_rl.config.schema.logger import LoggerConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
 from nemo_rl.config.schema.named_part import NamedPartConfig
 
 _PENALTIES = "reward_penalties"
+_REWARD_MODEL, _JUDGE = "env.reward_model", "env.llm_judge.engine"
 
 
 class MasterConfig(RunConfig):
@@ -126,29 +128,51 @@ class RolloutMasterConfig(MasterConfig):
         return section if is_used and isinstance(section, RewardModelEnvironmentConfig) else None
 
     @property
+    def llm_judge(self) -> LLMJudgeConfig | None:
+        """The section of the judge that engines of this run serve; None if no data names it, or it is elsewhere."""
+        section = self.env.get("llm_judge")
+        is_used = any(name == "llm_judge" for _, name in self.env_entries())
+        return section if is_used and isinstance(section, LLMJudgeConfig) and section.engine else None
+
+    @property
+    def judges(self) -> Judges:
+        """The sections of models with devices of their own that reward answers."""
+        judges: dict[str, RewardModelEnvironmentConfig | JudgeEngineConfig] = {}
+        if self.reward_model is not None:
+            judges[_REWARD_MODEL] = self.reward_model
+        if self.llm_judge is not None and self.llm_judge.engine is not None:
+            judges[_JUDGE] = self.llm_judge.engine
+        return judges
+
+    @property
     def model_cluster(self) -> ClusterConfig:
-        """See `RunConfig.model_cluster`: what a reward model leaves."""
-        return left_by_judge(self.cluster, self.reward_model)
+        """See `RunConfig.model_cluster`: what judges leave."""
+        return left_by_judges(self.cluster, self.judges)
 
     def model_keys(self) -> Iterator[tuple[str, str, PolicyConfig]]:
         """See `RunConfig.model_keys`."""
         yield from super().model_keys()
-        if self.reward_model is not None:
-            yield "env.reward_model.model_name", "env.reward_model.tokenizer.name", self.reward_model.as_policy()
+        sections: dict[str, RewardModelEnvironmentConfig | LLMJudgeConfig | None] = {
+            _REWARD_MODEL: self.reward_model,
+            _JUDGE: self.llm_judge,
+        }
+        for place, section in sections.items():
+            if section is not None:
+                yield f"{place}.model_name", f"{place}.tokenizer.name", section.as_policy()
 
     def path_keys(self) -> Iterator[PathKey]:
         """See `RunConfig.path_keys`."""
         yield from super().path_keys()
-        if (judge := self.reward_model) is not None:
-            yield PathKey("env.reward_model", judge, "model_name")
-            yield PathKey("env.reward_model", judge, "checkpoint_path")
-            yield from tokenizer_paths("env.reward_model.tokenizer", judge.tokenizer)
+        for place, judge in self.judges.items():
+            yield PathKey(place, judge, "model_name")
+            yield from tokenizer_paths(f"{place}.tokenizer", judge.tokenizer)
+        if self.reward_model is not None:
+            yield PathKey(_REWARD_MODEL, self.reward_model, "checkpoint_path")
 
     def findings(self) -> Findings:
         """See `RunConfig.findings`."""
         yield from super().findings()
-        if self.reward_model is not None:
-            yield from check_judge(self.reward_model, self.cluster)
+        yield from check_judges(self.judges, self.cluster)
 
     @property
     def worker_kinds(self) -> list[str]:

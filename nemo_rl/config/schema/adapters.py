@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, PositiveInt
 
+from nemo_rl.config.base.section import Section
 from nemo_rl.config.schema.games import GameSection
 
 
@@ -44,3 +45,14 @@ class ReasoningGymConfig(GameSection):
     """Name of the task, such as chain_sum."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Settings of the task."""
+
+
+class VerifiersConfig(Section):
+    """An environment of the package verifiers, version 0.1 (extra verifiers)."""
+
+    id: str
+    """Module with a function load_environment, or the name of an installed environment."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments for load_environment."""
+    stop_strings: list[str] | None = None
+    """Texts that end the turns, besides policy.generation.stop_strings."""

@@ -11,9 +11,10 @@ from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.base.structure import NamedSections
-from nemo_rl.config.schema.adapters import GymnasiumConfig, ReasoningGymConfig, TextArenaConfig
+from nemo_rl.config.schema.adapters import GymnasiumConfig, ReasoningGymConfig, TextArenaConfig, VerifiersConfig
 from nemo_rl.config.schema.games import BlackjackConfig, GameSection, SlidingPuzzleEnvironmentConfig
 from nemo_rl.config.schema.judges import LLMJudgeConfig, RewardModelEnvironmentConfig
+from nemo_rl.config.schema.sandbox import SandboxKeys
 from nemo_rl.config.schema.tools import RAGEnvironmentConfig, ToolEnvironmentConfig
 
 
@@ -44,7 +45,7 @@ class MathEnvironmentConfig(EnvironmentSection):
     """Seconds for one answer; afterwards it counts as a reward error."""
 
 
-class CodeEnvironmentConfig(Section):
+class CodeEnvironmentConfig(SandboxKeys):
     """Programs of the model, run in a sandbox and graded with tests."""
 
     num_workers: PositiveInt = 8
@@ -54,25 +55,12 @@ class CodeEnvironmentConfig(Section):
     one ends the episode."""
     stop_strings: list[str] | None = Field(default_factory=lambda: ["</code>"])
     """Texts that end the turns of this environment, besides policy.generation.stop_strings."""
-    sandbox: Literal["auto", "bubblewrap", "landlock"] = "auto"
-    """Mechanism that locks programs up; auto: the first that works on the machine. Where none works, the run is
-    refused."""
     reward: Literal["share", "all"] = "share"
     """Reward of a program: the share of the tests that it passes, or 1 only for all of them."""
     wall_time_s: PositiveFloat = 10.0
     """Seconds for one program: for each input, for all calls of the tests, or for the blocks of an episode together."""
     cpu_time_s: PositiveFloat = 10.0
     """Processor seconds for the same."""
-    memory_mb: PositiveInt = 512
-    """Memory of a program in MiB."""
-    max_processes: PositiveInt = 16
-    """Processes and threads of a program."""
-    file_mb: PositiveInt = 16
-    """Size of each file that a program writes, in MiB."""
-    scratch_mb: PositiveInt = 64
-    """Size of all its files together, in MiB."""
-    output_bytes: PositiveInt = 262144
-    """Bytes of output after which a program is ended."""
     observation_chars: PositiveInt = 4000
     """Longest output in an observation; of a longer one the middle is left out."""
 
@@ -90,7 +78,7 @@ def stop_strings_of(environments: Mapping[str, Any], name: str | None) -> list[s
     """Return the stop strings of an environment that has a schema."""
     section = environments.get(name or "")
     graded = MathEnvironmentConfig | CodeEnvironmentConfig | CodeJaccardEnvironmentConfig
-    with_turns = ToolEnvironmentConfig | RAGEnvironmentConfig | GameSection
+    with_turns = ToolEnvironmentConfig | RAGEnvironmentConfig | GameSection | VerifiersConfig
     return section.stop_strings if isinstance(section, graded | with_turns) else None
 
 
@@ -107,6 +95,7 @@ class BuiltInEnvironments(TypedDict, total=False):
     gymnasium: GymnasiumConfig
     textarena: TextArenaConfig
     reasoning_gym: ReasoningGymConfig
+    verifiers: VerifiersConfig
     reward_model: RewardModelEnvironmentConfig
     llm_judge: LLMJudgeConfig
     tools: ToolEnvironmentConfig

@@ -21,6 +21,7 @@ from pydantic_core import PydanticCustomError
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.algorithms.rm import ScoringModelConfig
 from nemo_rl.config.schema.cluster import ClusterConfig, Device
+from nemo_rl.config.schema.judge_engine import JudgeEngineConfig
 from nemo_rl.config.schema.model.parallel import DTensorConfig
 from nemo_rl.config.schema.model.policy import OwnDevicesConfig, PolicyConfig, TokenizerConfig
 from nemo_rl.utils.errors import ConfigError
@@ -39,7 +40,7 @@ class RewardModelEnvironmentConfig(Section):
         "dynamic_batching": "passes of a reward model by token budget",
         "sequence_packing": "packed passes of a reward model",
         "megatron_cfg": "reward models on Megatron Core",
-        "generation": "a reward model that writes (env.llm_judge asks one over HTTP)",
+        "generation": "a reward model that writes (env.llm_judge asks one)",
     }
     ignored: ClassVar[dict[str, str]] = {
         "processor": "data entries name their processor",
@@ -157,12 +158,16 @@ Pattern = Annotated[str, AfterValidator(_pattern_with_a_group)]
 
 
 class LLMJudgeConfig(Section):
-    """A language model that is asked for a score, over an OpenAI-compatible endpoint."""
+    """A language model that is asked for a score, over an OpenAI-compatible endpoint or on engines of the run."""
 
-    base_url: str
-    """Address of the endpoint up to its version, for example http://127.0.0.1:8000/v1."""
-    model: str
+    place: ClassVar[str] = "env.llm_judge"
+
+    base_url: str | None = None
+    """Address of the endpoint up to its version, for example http://127.0.0.1:8000/v1; null with engine."""
+    model: str | None = None
     """Name of the model at the endpoint."""
+    engine: JudgeEngineConfig | None = None
+    """Engines that the run starts for the judge, in place of an endpoint; null: the judge is at base_url."""
     api_key_env: str | None = None
     """Environment variable with the key, which is never logged; null: no key is sent."""
     mode: Literal["absolute", "pairwise"] = "absolute"
@@ -189,7 +194,7 @@ class LLMJudgeConfig(Section):
     max_tokens: PositiveInt = 512
     """Most tokens of the judge's text."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
-    """More fields of the request."""
+    """More fields of the request to an endpoint."""
     max_concurrency: PositiveInt = 32
     """Requests at the same time."""
     request_timeout_s: PositiveFloat = 60.0
@@ -213,6 +218,30 @@ class LLMJudgeConfig(Section):
     def _fits_together(self) -> Self:
         if self.min_score >= self.max_score:
             raise PydanticCustomError("scores", "min_score must be less than max_score")
-        if not self.base_url.startswith(("http://", "https://")):
+        if (self.engine is None) == (self.base_url is None):
+            raise PydanticCustomError("judge", "give either base_url, the address of a judge, or engine to start one")
+        if self.engine is not None:
+            if given := [key for key in ("model", "api_key_env", "extra_body") if getattr(self, key)]:
+                raise PydanticCustomError(
+                    "judge", "{keys} belong to base_url, not to engine; remove them", {"keys": ", ".join(given)}
+                )
+            return self
+        if self.model is None:
+            raise PydanticCustomError("model", "model is null: name the model at base_url")
+        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
             raise PydanticCustomError("base_url", "base_url must begin with http:// or https://")
         return self
+
+    @property
+    def judge_name(self) -> str:
+        """Name of the model that judges."""
+        return self.engine.model_name if self.engine else str(self.model)
+
+    def as_policy(self) -> PolicyConfig:
+        """Return the section of the model on the run's engines.
+
+        Raises:
+            ConfigError: a key of `engine.generation` is wrong.
+        """
+        assert self.engine is not None, "a judge at base_url has no section of a model"
+        return self.engine.as_policy(self.temperature, self.max_tokens)

@@ -7,18 +7,19 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from nemo_rl.config.base.part_names import PartName
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.named_part import NamedPartConfig
+from nemo_rl.config.schema.sandbox import SandboxKeys
 
-ToolName = Annotated[str, PartName(("calculator", "retriever", "mcp"))]
+ToolName = Annotated[str, PartName(("calculator", "python", "retriever", "mcp"))]
 
 
 class ToolConfig(NamedPartConfig):
     """One tool, or several that belong together."""
 
     name: ToolName
-    """calculator; retriever; mcp, the tools of the server that command starts; or the dotted path of a function, or of
-    a class derived from EpisodeTools."""
+    """calculator; python, programs in a sandbox; retriever; mcp, the tools of the server that command starts; or the
+    dotted path of a function, or of a class derived from EpisodeTools."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the class, or of the server's environment variables with mcp."""
+    """Arguments of the class, keys of the sandbox with python, or the server's environment variables with mcp."""
     command: list[str] | None = None
     """With mcp: program and arguments that start the server."""
     shared: bool = False
@@ -29,6 +30,17 @@ class ToolConfig(NamedPartConfig):
     """With isolate: memory that the process may have above what it has after its imports."""
     timeout_s: PositiveFloat | None = None
     """Deadline of one call; null: that of the environment."""
+
+
+class PythonToolConfig(SandboxKeys):
+    """Arguments (`kwargs`) of the tool python; timeout_s of its entry is the limit of a program's wall time."""
+
+    stateful: bool = False
+    """Whether a program sees the variables of the episode's earlier ones, which then run again before it."""
+    num_workers: PositiveInt = 8
+    """Programs that run at the same time; further calls wait, which does not count against their limits."""
+    cpu_time_s: PositiveFloat | None = None
+    """Processor seconds of a program; null: as many as it has seconds of wall time."""
 
 
 class GraderConfig(NamedPartConfig):

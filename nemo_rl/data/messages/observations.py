@@ -47,6 +47,11 @@ def template_message(observation: Mapping[str, Any]) -> Message:
     return {**observation, "role": _TEMPLATE_ROLES.get(role, role), "content": text}
 
 
+def messages_of(observation: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages that an observation consists of: those in `messages`, or itself."""
+    return [dict(each) for each in observation.get("messages") or [observation]]
+
+
 class ObservationRenderer:
     """Renders observations to tokens.
 
@@ -84,7 +89,7 @@ class ObservationRenderer:
         Raises:
             DataError: the content is not text, or the template refuses or leaves out the message.
         """
-        messages = [self.message(each) for each in observation.get("messages") or [observation]]
+        messages = [self.message(each) for each in messages_of(observation)]
         prompt_ids = torch.cat([turn["token_ids"] for turn in message_log])[:prompt_length]
         if not self._is_chat(prompt_ids[-_LONGEST_OPENING:]):
             return encode_text("\n".join(message["content"] for message in messages), self._tokenizer)
@@ -102,13 +107,14 @@ class ObservationRenderer:
         return control_tokens_of(self._tokenizer).quoted(message, of_tools=True) if self._rules.tools else message
 
     def first_of_prompt(self, chat: Chat, observation: Mapping[str, Any]) -> Message:
-        """Return the single log entry of a prompt whose last message is an observation.
+        """Return the single log entry of a prompt whose last message, or messages, are an observation.
 
         Raises:
             DataError: the content is not text, or the template refuses the chat.
         """
         control = control_tokens_of(self._tokenizer)
-        messages = [*control.quoted_chat(chat["messages"], self._rules), self.message(observation)]
+        added = (self.message(each) for each in messages_of(observation))
+        messages = [*control.quoted_chat(chat["messages"], self._rules), *added]
         quoted: Chat = {**chat, "messages": messages, "tools": control.quoted_tools(chat["tools"], self._rules)}
         return prompt_entry(quoted, self._tokenizer, rules=TextRules(rows=False, tools=False))
 

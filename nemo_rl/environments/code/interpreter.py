@@ -6,31 +6,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.environments.code.inside.values import NotPlainError, encode
+from nemo_rl.config.schema.sandbox import SandboxKeys
+from nemo_rl.environments.code.inside.values import COMPLETED, RAISED, NotPlainError, encode
 from nemo_rl.environments.code.programs import source_of
-from nemo_rl.sandbox import End, Outcome, Program, Sandbox
+from nemo_rl.sandbox import End, Limits, Outcome, Program
 from nemo_rl.utils.errors import DataError
 
 _LEFT_OUT = "\n... {} characters left out ...\n"
 
 
-def run_blocks(
-    blocks: Sequence[str], sandbox: Sandbox, context: Mapping[str, Any], working_dir: str | None = None
-) -> Outcome:
-    """Run blocks in one fresh program; its output is that of the last one.
+def program_of(
+    blocks: Sequence[str], context: Mapping[str, Any], working_dir: str | None = None, max_bytes: int = 0
+) -> Program:
+    """Return one fresh program that runs blocks; its output is that of the last one.
 
     Nothing of a block lives on in a process: the earlier ones run again, which any process of the environment can do
     after a restart. They have to give the same variables again, so random numbers need a seed.
 
     Args:
         blocks: Code of the episode, oldest first.
-        sandbox: Where they run; its limits hold for all blocks together.
         context: Variables that the first block starts with: plain data.
         working_dir: A folder whose files are copied into the scratch folder.
+        max_bytes: Most bytes of these files.
 
     Raises:
-        DataError: A variable is no plain data, or the folder does not fit into the scratch folder.
-        SandboxError: The program could not be locked up.
+        DataError: A variable is no plain data, or the folder is too large.
     """
     try:
         start = encode(dict(context))
@@ -38,8 +38,26 @@ def run_blocks(
         raise DataError(f"The context of a sample must be plain data of Python: {error}.") from error
     session = json.dumps({"blocks": list(blocks), "context": start}).encode()
     files = {"session.json": session, "values.py": source_of("values").encode()}
-    given = files_of(working_dir, sandbox.limits.scratch_mb << 20) if working_dir else {}
-    return sandbox.run(Program(source_of("session"), files={**given, **files}))
+    given = files_of(working_dir, max_bytes) if working_dir else {}
+    return Program(source_of("session"), files={**given, **files})
+
+
+def came_to_end(outcome: Outcome) -> bool:
+    """Return whether all blocks ran to their end, also with an exception; others would end every later run too."""
+    return outcome.end is End.EXITED and outcome.exit_code in (COMPLETED, RAISED)
+
+
+def limits_of(keys: SandboxKeys, *, wall_time_s: float, cpu_time_s: float) -> Limits:
+    """Return the limits of one program."""
+    return Limits(
+        wall_time_s=wall_time_s,
+        cpu_time_s=cpu_time_s,
+        memory_mb=keys.memory_mb,
+        processes=keys.max_processes,
+        file_mb=keys.file_mb,
+        scratch_mb=keys.scratch_mb,
+        output_bytes=keys.output_bytes,
+    )
 
 
 def files_of(folder: str, max_bytes: int) -> dict[str, bytes]:
@@ -58,13 +76,19 @@ def files_of(folder: str, max_bytes: int) -> dict[str, bytes]:
     return {str(path.relative_to(place)): path.read_bytes() for path in paths}
 
 
-def observation_of(outcome: Outcome, max_chars: int) -> str:
-    """Return what a model is told about a run: its output, an error, or the limit that ended it."""
+def text_of_outcome(outcome: Outcome) -> str:
+    """Return what a model is told about a run: its output, an error, and the limit that ended it."""
     text = (outcome.stdout + outcome.stderr).strip("\n")
     if outcome.end is not End.EXITED:
         text += f"\nThe program was ended: it went beyond the limit of {outcome.end}."
     elif outcome.exit_code > 128:
         text += f"\nThe program was ended by signal {outcome.exit_code - 128}."
+    return text
+
+
+def observation_of(outcome: Outcome, max_chars: int) -> str:
+    """Return the observation after a run; the middle of a long output is left out."""
+    text = text_of_outcome(outcome)
     if len(text) > max_chars:
         half = max_chars // 2
         text = text[:half] + _LEFT_OUT.format(len(text) - 2 * half) + text[-half:]

@@ -8,12 +8,12 @@ import asyncio
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from nemo_rl.config.schema.judges import LLMJudgeConfig
+from nemo_rl.environments.judges.interfaces import JudgeError, JudgeModel, JudgeText
 from nemo_rl.utils.errors import ConfigError
 
 _LARGEST_RESPONSE = 2**20
@@ -22,37 +22,7 @@ _TRANSIENT = frozenset((408, 409, 425, 429))
 """Statuses below 500 after which the same request may succeed."""
 
 
-class JudgeError(Exception):
-    """A judge gave no verdict.
-
-    Args:
-        reason: what happened.
-        may_pass: whether the same request may succeed later.
-        wait_s: seconds that the endpoint asks to wait.
-    """
-
-    def __init__(self, reason: str, *, may_pass: bool = True, wait_s: float = 0.0) -> None:
-        super().__init__(reason)
-        self.may_pass = may_pass
-        self.wait_s = wait_s
-
-
-@dataclass(frozen=True)
-class JudgeText:
-    """The answer of a judge.
-
-    Attributes:
-        text: what it wrote.
-        prompt_tokens: tokens of the request, 0 if the endpoint does not say.
-        completion_tokens: tokens of the answer, 0 if the endpoint does not say.
-    """
-
-    text: str
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
-class Endpoint:
+class Endpoint(JudgeModel):
     """The chat endpoint of a judge.
 
     Args:
@@ -63,7 +33,8 @@ class Endpoint:
     """
 
     def __init__(self, config: LLMJudgeConfig) -> None:
-        self._config = config
+        super().__init__(config)
+        assert config.base_url is not None, "a judge without it is on the run's engines"
         self._url = f"{config.base_url.rstrip('/')}/chat/completions"
         self._key = _key(config.api_key_env)
         headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
@@ -71,19 +42,11 @@ class Endpoint:
         self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=None, follow_redirects=False)
 
     def body(self, prompt: str) -> dict[str, Any]:
-        """Return the body of the request that asks a prompt."""
-        config = self._config
-        system = [] if config.system_prompt is None else [{"role": "system", "content": config.system_prompt}]
-        return {
-            "model": config.model,
-            "messages": [*system, {"role": "user", "content": prompt}],
-            "temperature": config.temperature,
-            "max_tokens": config.max_tokens,
-            **config.extra_body,
-        }
+        """See `JudgeModel.body`: with the fields of the configuration."""
+        return {**super().body(prompt), **self._config.extra_body}
 
-    async def ask(self, body: Mapping[str, Any]) -> JudgeText:
-        """Send a request.
+    async def ask(self, body: Mapping[str, Any], attempt: int = 0) -> JudgeText:
+        """See `JudgeModel.ask`.
 
         Raises:
             JudgeError: the endpoint cannot be reached, takes too long, refuses, or answers with something else than a

@@ -1,7 +1,8 @@
 """An environment that asks a language model for the reward of an answer, and ends the episode.
 
-The judge is any OpenAI-compatible endpoint: a service, or your own model under `vllm serve`. Invariant: a reward is a
-verdict that the judge wrote; a judge that is down, too slow or writes nonsense is an error of the sample.
+The judge is any OpenAI-compatible endpoint (a service, or your own model under `vllm serve`), or a model on engines
+that the environment starts. Invariant: a reward is a verdict that the judge wrote; a judge that is down, too slow or
+writes nonsense is an error of the sample.
 """
 
 import asyncio
@@ -12,7 +13,9 @@ import torch
 
 from nemo_rl.config.schema.judges import LLMJudgeConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from nemo_rl.environments.judges.endpoint import Endpoint, JudgeError
+from nemo_rl.environments.judges.endpoint import Endpoint
+from nemo_rl.environments.judges.engines import JudgeEngines
+from nemo_rl.environments.judges.interfaces import JudgeError, JudgeModel
 from nemo_rl.environments.judges.meter import JudgeMeter
 from nemo_rl.environments.judges.questions import Questions
 from nemo_rl.environments.judges.verdicts import JudgePrompts, read_reward
@@ -35,9 +38,9 @@ class LLMJudgeEnvironment(EnvironmentInterface[Any]):
     def __init__(self, config: LLMJudgeConfig | Mapping[str, Any]) -> None:
         self.cfg = LLMJudgeConfig.of(config)
         self._prompts = JudgePrompts(self.cfg)
-        self._endpoint = Endpoint(self.cfg)
+        self._model: JudgeModel = JudgeEngines(self.cfg) if self.cfg.engine else Endpoint(self.cfg)
         self._meter = JudgeMeter()
-        self._questions = Questions(self.cfg, self._endpoint, self._meter)
+        self._questions = Questions(self.cfg, self._model, self._meter)
 
     async def step(  # type: ignore[override]  # may be a coroutine function
         self, message_log_batch: list["LLMMessageLogType"], metadata: list[Any]
@@ -82,4 +85,5 @@ class LLMJudgeEnvironment(EnvironmentInterface[Any]):
         return batch, self._meter.metrics(self.cfg) | mean
 
     def shutdown(self) -> None:
-        """Connections end with the process."""
+        """Stop the engines of the judge; connections to an endpoint end with the process."""
+        self._model.close()

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from nemo_rl.config.schema.judges import LLMJudgeConfig
-from nemo_rl.environments.judges.endpoint import Endpoint, JudgeError
+from nemo_rl.environments.judges.interfaces import JudgeError, JudgeModel
 from nemo_rl.environments.judges.meter import JudgeMeter
 
 type Reader = Callable[[str], float]
@@ -29,13 +29,13 @@ class Questions:
 
     Args:
         config: the section `env.llm_judge`.
-        endpoint: takes the requests.
+        model: takes the requests.
         meter: counts them.
     """
 
-    def __init__(self, config: LLMJudgeConfig, endpoint: Endpoint, meter: JudgeMeter) -> None:
+    def __init__(self, config: LLMJudgeConfig, model: JudgeModel, meter: JudgeMeter) -> None:
         self._config = config
-        self._endpoint = endpoint
+        self._model = model
         self._meter = meter
         self._slots = asyncio.Semaphore(config.max_concurrency)
         self._remembered: OrderedDict[str, float] = OrderedDict()
@@ -52,7 +52,7 @@ class Questions:
         Raises:
             JudgeError: the judge gave no verdict.
         """
-        body = self._endpoint.body(prompt)
+        body = self._model.body(prompt)
         key = hashlib.sha256(json.dumps([body, kind], sort_keys=True).encode()).hexdigest()
         if key in self._remembered:
             self._remembered.move_to_end(key)
@@ -89,7 +89,7 @@ class Questions:
                 end = min(end, now + config.deadline_s)
                 try:
                     async with asyncio.timeout(end - now):
-                        return await self._one(body, read)
+                        return await self._one(body, read, attempt)
                 except TimeoutError:
                     break
                 except JudgeError as error:
@@ -103,15 +103,18 @@ class Questions:
             await asyncio.sleep(wait_s)
         raise JudgeError(f"no verdict in {config.deadline_s:g} s (deadline_s); the last error: {last}", may_pass=False)
 
-    async def _one(self, body: dict[str, object], read: Reader) -> float:
+    async def _one(self, body: dict[str, object], read: Reader, attempt: int) -> float:
         started = time.perf_counter()
         try:
-            answer = await self._endpoint.ask(body)
+            answer = await self._model.ask(body, attempt)
         finally:
             self._meter.latencies_s.append(time.perf_counter() - started)
         self._meter.prompt_tokens += answer.prompt_tokens
         self._meter.completion_tokens += answer.completion_tokens
-        return read(answer.text)
+        try:
+            return read(answer.text)
+        except JudgeError as error:
+            raise JudgeError(str(error), may_pass=not self._model.repeats_itself) from None
 
     def _wait_s(self, attempt: int, error: JudgeError) -> float:
         """Return the seconds before the next request: doubled each time, with jitter, or what the endpoint asks."""

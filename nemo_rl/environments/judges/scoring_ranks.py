@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nemo_rl.config.schema.judges import RewardModelEnvironmentConfig
 from nemo_rl.data.interfaces import TokenizerType
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.judges.conversation_tokens import padded
+from nemo_rl.environments.judges.places import places_of
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError
 
@@ -37,7 +37,7 @@ class ScoringRanks:
 
     def __init__(self, config: RewardModelEnvironmentConfig, tokenizer: TokenizerType) -> None:
         self._pad_token_id = tokenizer.pad_token_id
-        self._places = _places(config)
+        self._places = places_of("reward_model", config.resources, on_gpus=config.uses_gpu)
         with ExitStack() as undo:
             undo.callback(self._places.shutdown)
             self._policy = Policy(
@@ -73,16 +73,3 @@ class ScoringRanks:
         """Stop the ranks and release their places."""
         self._policy.shutdown()
         self._places.shutdown()
-
-
-def _places(config: RewardModelEnvironmentConfig) -> RayVirtualCluster:
-    """Return the bundles of the ranks: on CPUs processes next to the others, on GPUs devices of their own."""
-    on_gpus, resources = config.uses_gpu, config.resources
-    per_node = (resources.gpus_per_node or 1) if on_gpus else (resources.ranks_per_node or 1)
-    return RayVirtualCluster(
-        [per_node] * (resources.num_nodes or 1),
-        use_gpus=on_gpus,
-        num_gpus_per_node=per_node,
-        name="reward_model",
-        placement_group_strategy="STRICT_SPREAD",
-    )

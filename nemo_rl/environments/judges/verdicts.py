@@ -11,7 +11,7 @@ from typing import Any
 from nemo_rl.config.schema.judges import LLMJudgeConfig
 from nemo_rl.data.interfaces import Message
 from nemo_rl.data.messages.content import content_text
-from nemo_rl.environments.judges.endpoint import JudgeError
+from nemo_rl.environments.judges.interfaces import JudgeError
 from nemo_rl.utils.errors import ConfigError, DataError
 
 _SHOWN_CHARS = 200

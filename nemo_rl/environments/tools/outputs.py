@@ -26,6 +26,16 @@ def cut_to_bytes(text: str, max_bytes: int) -> str:
     return f"{kept}\n[cut: {len(text) - len(kept)} more characters]"
 
 
+def cut_middle(text: str, max_bytes: int) -> str:
+    """Cut the middle out of a text with more than `max_bytes` bytes of UTF-8, and say so: both ends may matter."""
+    encoded = text.encode("utf-8", "replace")
+    if len(encoded) <= max_bytes:
+        return encoded.decode("utf-8")
+    half = max_bytes // 2
+    head, tail = encoded[:half].decode("utf-8", "ignore"), encoded[len(encoded) - half :].decode("utf-8", "ignore")
+    return f"{head}\n[cut: {len(text) - len(head) - len(tail)} characters]\n{tail}"
+
+
 def text_of_error(error: BaseException) -> str:
     """Describe what a tool raised, for the model."""
     return f"Error: {type(error).__name__}: {error}"[:_MAX_ERROR_CHARS].encode("utf-8", "replace").decode("utf-8")

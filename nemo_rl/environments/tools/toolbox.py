@@ -14,10 +14,9 @@ from nemo_rl.environments.tools.schema import ToolSpec
 from nemo_rl.environments.tools.sources.found import find_tools
 from nemo_rl.environments.tools.sources.isolated import IsolatedTools
 from nemo_rl.environments.tools.sources.local import LocalTools
-from nemo_rl.environments.tools.sources.mcp import McpTools
+from nemo_rl.environments.tools.sources.mcp import MCP, McpTools
+from nemo_rl.environments.tools.sources.sandboxed import PYTHON, SandboxedPython
 from nemo_rl.utils.errors import ConfigError
-
-MCP = "mcp"
 
 
 class Toolbox:
@@ -106,6 +105,10 @@ def _source(entry: ToolConfig, place: str, config: ToolEnvironmentConfig) -> Too
         return McpTools(
             entry.command, variables, shared=entry.shared, timeout_s=timeout_s, max_bytes=config.max_output_bytes
         )
+    if entry.name == PYTHON:
+        if entry.isolate or entry.shared:
+            raise ConfigError(f"{place}: each program of name=python has a sandbox. Remove isolate and shared.")
+        return SandboxedPython(entry.kwargs, f"{place}.kwargs", timeout_s, config.max_output_bytes)
     if entry.command:
         raise ConfigError(f"{place}.command belongs to name=mcp, not to name={entry.name}.")
     found = find_tools(entry.name, entry.kwargs, f"{place}.name={entry.name!r}")

@@ -153,6 +153,7 @@ def make_engines(
     where: RayVirtualCluster,
     cluster: ClusterConfig,
     num_engines_file: str | None = None,
+    name_prefix: str | None = None,
 ) -> EngineGroup:
     """Start one worker on every bundle; blocks until all are built.
 
@@ -161,6 +162,7 @@ def make_engines(
         where: the bundles; their number on each machine is a multiple of an engine's workers.
         cluster: deadlines and restarts.
         num_engines_file: `policy.generation.num_engines_file`.
+        name_prefix: beginning of the names of the workers; None: the backend.
 
     Raises:
         ConfigError: the bundles of a machine do not divide into engines.
@@ -178,7 +180,7 @@ def make_engines(
     workers = RayWorkerGroup(
         where,
         builder.in_environment(cluster.venvs.get("generation"), "generation", timeouts.venv_s),
-        name_prefix=f"{settings.backend}_engine",
+        name_prefix=name_prefix or f"{settings.backend}_engine",
         env_vars=engine_kind(settings.backend).environment(settings.device) | settings.env_vars,
         setup_timeout_s=timeouts.setup_s,
         call_timeout_s=timeouts.weight_sync_s,

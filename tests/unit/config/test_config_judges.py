@@ -77,3 +77,55 @@ def test_a_checkpoint_brings_its_tokenizer(tmp_path):
     assert config.reward_model is not None and config.reward_model.ends_with_turn
     section = config.reward_model.as_policy()
     assert section.model_name == section.tokenizer.name == str(folder)
+
+
+ENGINE = "{model_name: examples/assets/tiny-chat, max_model_len: 512, generation: {backend: hf, top_p: 0.9}}"
+ON_ENGINES = (
+    f"env.llm_judge={{engine: {ENGINE}, temperature: 0.5, max_tokens: 20}}",
+    "data.default.env_name=llm_judge",
+)
+
+
+def test_a_judge_on_engines_has_the_section_of_a_policy():
+    config = loaded(*ON_ENGINES)
+    assert config.llm_judge is not None and config.llm_judge.engine is not None
+    section = config.llm_judge.as_policy()
+    assert section.generation is not None
+    generation = section.generation
+    assert (generation.backend, generation.top_p) == ("hf", 0.9)
+    assert (generation.temperature, generation.max_new_tokens) == (0.5, 20)
+    assert (generation.engine.max_model_len, section.precision) == (512, "bfloat16")
+    assert [key for key, _, _ in config.model_keys()][1] == "env.llm_judge.engine.model_name"
+    assert section.tokenizer.name.endswith("examples/assets/tiny-chat") and not config.llm_judge.engine.uses_gpu
+    assert loaded(ON_ENGINES[0]).llm_judge is None  # no data names it
+
+
+def test_all_judges_together_have_gpus_that_the_policy_does_not_get():
+    judge = ("env.llm_judge={engine: {model_name: examples/assets/tiny-chat, resources: {gpus_per_node: 2}}}",)
+    entries = (f"{{dataset_name: OpenMathInstruct-2, env_name: {name}}}" for name in ("reward_model", "llm_judge"))
+    both = (*judge, f"data.train=[{', '.join(entries)}]", "grpo.val_period=0", "cluster.gpus_per_node=4")
+    assert loaded(*both, file=ONE_GPU).model_cluster.gpus_per_node == 1
+    with pytest.raises(ConfigError, match="leave no device for the policy: cluster.gpus_per_node=3"):
+        loaded(*both[:-1], "cluster.gpus_per_node=3", file=ONE_GPU)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("env.llm_judge.base_url=http://127.0.0.1/v1", "either base_url"),
+        ("env.llm_judge.engine=null", "either base_url"),
+        ("env.llm_judge.model=x", "model belong to base_url"),
+        ("env.llm_judge.engine.generation={temperature: 1}", "write env.llm_judge.temperature"),
+        ("env.llm_judge.engine.generation={colocated: {enabled: true}}", "has no meaning for a judge"),
+        ("env.llm_judge.engine.generation={top: 1}", "there is no key top"),
+        ("cluster.rollout_runners=1", "start engines of its own"),
+    ],
+)
+def test_contradictions_of_a_judge_on_engines_are_refused(override, reason):
+    with pytest.raises(ConfigError, match=reason):
+        loaded(*ON_ENGINES, override)
+
+
+def test_a_judge_at_an_address_needs_a_model():
+    with pytest.raises(ConfigError, match="name the model at base_url"):
+        loaded("env.llm_judge={base_url: 'http://127.0.0.1/v1'}", "data.default.env_name=llm_judge")

@@ -2,7 +2,8 @@
 
 Started as `main.py` next to `session.json` with `blocks` and `context`, the variables that they start with. As in an
 interactive Python, the value of an expression at the end of a block is printed. Earlier blocks only rebuild the
-variables: their output is dropped.
+variables: their output is dropped. The exit code says that all blocks came to their end: `COMPLETED`, or `RAISED` if
+the last one raised an exception.
 """
 
 import ast
@@ -11,11 +12,12 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 sys.path.insert(0, os.getcwd())
 
-from values import decode
+from values import COMPLETED, RAISED, decode
 
 
 def run(block: str, names: dict[str, Any]) -> None:
@@ -32,25 +34,44 @@ def run(block: str, names: dict[str, Any]) -> None:
             sys.stdout.write(f"{value!r}\n")
 
 
-def main() -> None:
-    """Run all blocks."""
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Drop what Python code, other code of this process and its children write to both streams."""
+    kept = [os.dup(1), os.dup(2)]
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        for stream in (1, 2):
+            os.dup2(nowhere.fileno(), stream)
+        try:
+            yield
+        finally:
+            for stream, descriptor in zip((1, 2), kept, strict=True):
+                os.dup2(descriptor, stream)
+                os.close(descriptor)
+
+
+def main() -> int:
+    """Run all blocks; return the exit code."""
     with open("session.json", encoding="utf-8") as file:
         session = json.load(file)
     names = {"__name__": "__main__", **decode(session["context"])}
     *earlier, last = session["blocks"]
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+    with silenced():
         for block in earlier:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception, SystemExit):
                 run(block, names)
     try:
         run(last, names)
+    except SystemExit as request:  # as at the end of a script; a text is its message
+        if isinstance(request.code, str):
+            sys.stderr.write(f"{request.code}\n")
     except Exception:
         kind, error, place = sys.exc_info()
         while place is not None and place.tb_frame.f_code.co_filename != "<code>":
             place = place.tb_next
         traceback.print_exception(kind, error, place)
-        sys.exit(1)
+        return RAISED
+    return COMPLETED
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,6 +14,8 @@ from itertools import islice
 from types import GeneratorType
 from typing import Any
 
+COMPLETED, RAISED = 64, 65
+"""Exit codes of `session`: the last block came to its end, or raised an exception."""
 MAX_BYTES = 8 << 20
 """Length of one message."""
 _MAX_ITEMS = 100_000  # of an iterator, which may have no end

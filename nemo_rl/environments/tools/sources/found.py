@@ -20,6 +20,8 @@ BUILT_IN_TOOLS = {
     "retriever": f"{_HERE}.retriever.RetrieverTools",
 }
 """Dotted path of the function or class of each built-in tool."""
+OTHER_NAMES = ("python", "mcp")
+"""Names of entries that lead to other sources."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def find_tools(name: str, kwargs: Mapping[str, Any], what: str) -> FoundTools:
     """
     path = BUILT_IN_TOOLS.get(name, name)
     if "." not in path:
-        raise ConfigError(f"{what} is unknown.{did_you_mean(name, BUILT_IN_TOOLS)} {_advice()}")
+        raise ConfigError(f"{what} is unknown.{did_you_mean(name, [*BUILT_IN_TOOLS, *OTHER_NAMES])} {_advice()}")
     found = import_dotted(path, ConfigError, what, _advice())
     if inspect.isclass(found) and issubclass(found, EpisodeTools):
         _check_arguments(found, kwargs, what)
@@ -80,7 +82,7 @@ def find_tools(name: str, kwargs: Mapping[str, Any], what: str) -> FoundTools:
 
 
 def _advice() -> str:
-    names = ", ".join([*BUILT_IN_TOOLS, "mcp"])
+    names = ", ".join([*BUILT_IN_TOOLS, *OTHER_NAMES])
     return f"Choose one of {names}, or the dotted path of a function or of a class derived from EpisodeTools."
 
 

@@ -17,6 +17,8 @@ from nemo_rl.environments.tools.outputs import cut_to_bytes, text_of_error
 from nemo_rl.environments.tools.schema import ToolSpec
 from nemo_rl.utils.errors import ConfigError
 
+MCP = "mcp"
+"""Name of the entries of servers."""
 START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 15.0
 

@@ -23,6 +23,8 @@ from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
 from nemo_rl.experience.trajectory import Outcome
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams, VersionSpan
+from nemo_rl.sandbox import why_unavailable
+from nemo_rl.sandbox.mechanisms import IN_ORDER
 
 ROOT = Path(__file__).resolve().parents[4]
 SHARED = ROOT / "../shared/data/tokenizers"
@@ -35,6 +37,7 @@ TEMPLATES = {
     "tiny-tools": (ROOT / "examples/assets/tiny-tools", None),
 }
 """Folder of the tokenizer, and another file with its chat template."""
+NO_SANDBOX = all(why_unavailable(one) for one in IN_ORDER)
 NUM_EPISODES = 30
 MAX_TURNS = 4
 
@@ -152,11 +155,13 @@ def calls_for(name: str) -> list[str]:
         return [
             '[calculator(expression="12*34")]',
             '[calculator(expression="1/0")]',
+            '[python(code="print(6 * 7)\\n1 / 0")]',
             '[calc(x="é\\n")]',
             "[calculator(",
         ]
     texts = [{"expression": "12*34"}, {"expression": "1/0"}, {"other": "<|im_end|> ünïcödé 漢字"}, {"expression": 3}]
     calls = [json.dumps({"name": "calculator", "arguments": each}, ensure_ascii=False) for each in texts]
+    calls.append(json.dumps({"name": "python", "arguments": {"code": "print('<|im_end|>', 6 * 7)\n1 / 0"}}))
     return [
         f"<tool_call>\n{call}\n</tool_call>\n"
         for call in [*calls, '{"name": "calc', '{"name": "none", "arguments": {}}']
@@ -168,7 +173,8 @@ def test_trained_tokens_are_the_sampled_ones(name: str, tmp_path: Path, loop: Ev
     folder = tokenizer_of(name, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     keys = {"name": str(folder), "chat_template": "default", "chat_template_kwargs": None}
-    environment = ToolEnvironment({"tools": [{"name": "calculator"}], "tokenizer": keys})
+    tools = [{"name": "calculator"}, *([] if NO_SANDBOX else [{"name": "python"}])]
+    environment = ToolEnvironment({"tools": tools, "tokenizer": keys})
     engine = RandomModelEngine(tokenizer, calls_for(name))
     limits = RolloutLimits(max_sequence_length=3000, max_turns=MAX_TURNS, timeout_s=200.0)
     runner = RolloutRunner(engine, {"tools": DirectEnvironment(environment)}, tokenizer, limits, loop)  # type: ignore[arg-type]
