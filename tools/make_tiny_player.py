@@ -1,11 +1,11 @@
 """Make `examples/assets/tiny-player`: a small chat model that plays the example games at random.
 
-It trains a small Qwen2 with plain supervised steps on the CPU on games of a player who draws each action at random
+It trains a small Qwen3 with plain supervised steps on the CPU on games of a player who draws each action at random
 among those that the rules allow. So the model knows how a turn is written and how the games answer, and nothing about
 which action is good: that is left to reinforcement learning. Invariant: one seed gives one model; no situation that
 starts an episode of validation starts a game of its training data.
 
-    uv run --extra cpu python tools/make_tiny_player.py --output examples/assets/tiny-player --steps 130
+    uv run --extra cpu python tools/make_tiny_player.py --output examples/assets/tiny-player
 """
 
 import argparse
@@ -21,14 +21,17 @@ from statistics import fmean
 import torch
 from make_tiny_chat_model import Recipe, prompt_ids, train_on
 from tiny_models import (
+    CHAT_TEMPLATE,
+    PAD_TOKEN,
     TURN_END,
     TURN_START,
+    TinyArch,
     TinyShape,
     make_char_tokenizer,
     make_tiny_model,
     save_tiny_checkpoint,
 )
-from tokenizers import AddedToken
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from nemo_rl.config.schema.games import SlidingPuzzleBoard
@@ -41,17 +44,29 @@ logger = logging.getLogger("make_tiny_player")
 WORD = r"<environment>\n|\n</environment>|</?\w+>|(?:user|assistant)\n| ?[A-Za-z]+| ?\d+| ?_|\s|[^\w\s]"
 """A token: a tag with its line break, a word, number or empty cell with the space before it, one other character."""
 ACTIONS = {"puzzle": ("up", "down", "left", "right"), "blackjack": ("hit", "stand")}
-MAX_MOVES = 8
+MAX_MOVES = 6
+FIRST_TURNS = 3
+"""Turns of the games of the first two thirds of the steps, which are cheap; then up to `MAX_MOVES`."""
 NUM_TEXTS = 300
 """Games whose words become tokens."""
 NUM_MEASURED = 50
 """Games in which the finished model is measured."""
-SHAPE = TinyShape(hidden_size=96, intermediate_size=192, num_layers=3, num_heads=3, num_kv_heads=3, max_positions=1024)
+ARCH: TinyArch = "qwen3"
+"""transformers loads the stored tokenizer of this one; for qwen2 it makes another from the vocabulary."""
+SHAPE = TinyShape(
+    hidden_size=96,
+    intermediate_size=192,
+    num_layers=3,
+    num_heads=3,
+    num_kv_heads=3,
+    max_positions=1024,
+    initializer_range=0.1,
+)
 
 
 def make_games() -> dict[str, TextGame]:
     """Return the games of the example configurations."""
-    board = SlidingPuzzleBoard.build(size=3, shuffle_moves=6, min_shuffle_moves=1)
+    board = SlidingPuzzleBoard.build(size=3, shuffle_moves=4, min_shuffle_moves=1)
     return {"puzzle": SlidingPuzzleGame(board, MAX_MOVES), "blackjack": BlackjackGame()}
 
 
@@ -112,13 +127,28 @@ def allowed_share(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, ga
 def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
     """Make a tokenizer with a token for each byte and for each word of `texts`; every string encodes exactly.
 
-    The words are added tokens, because the tokenizer class of a Qwen2 model replaces model and splitting of a stored
-    tokenizer by its own.
+    The words are no added tokens, because a run takes those for control tokens.
     """
-    tokenizer = make_char_tokenizer(SHAPE.max_positions)
-    words = sorted({word for text in texts for word in re.findall(WORD, text) if len(word) > 1})
-    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
-    return tokenizer
+    base = make_char_tokenizer(SHAPE.max_positions)
+    alphabet = sorted(base.get_vocab(), key=base.get_vocab().__getitem__)
+    plain = sorted({word for text in texts for word in re.findall(WORD, text) if len(word) > 1})
+    words = [word.replace(" ", "Ġ").replace("\n", "Ċ") for word in plain]
+    pieces = [(symbol, -10.0) for symbol in alphabet] + [(word, -1.0) for word in words]
+    tokenizer = Tokenizer(models.Unigram(pieces, None, False))
+    split = pre_tokenizers.Split(Regex(WORD), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(base.added_tokens_decoder.values()))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=TURN_END,
+        pad_token=PAD_TOKEN,
+        padding_side="right",
+        model_max_length=SHAPE.max_positions,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -126,7 +156,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=130, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=160, help="optimizer steps")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     return parser.parse_args()
 
@@ -136,12 +166,12 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
-    recipe = Recipe(arguments.seed, arguments.steps, 0, batch_size=8)
+    recipe = Recipe(arguments.seed, arguments.steps, 0, batch_size=16, learning_rate=2e-3)
     games, rng = make_games(), random.Random(recipe.seed)
     played = [random_game(name, game, rng) for name, game in games.items() for _ in range(NUM_TEXTS)]
     tokenizer = make_tokenizer([f"{game.prompt}\n{TURN_START}user\n{game.text}" for game in played])
     vocab_size = -(-len(tokenizer) // 8) * 8
-    model = make_tiny_model("qwen2", TinyShape(**{**vars(SHAPE), "vocab_size": vocab_size}), seed=recipe.seed)
+    model = make_tiny_model(ARCH, TinyShape(**{**vars(SHAPE), "vocab_size": vocab_size}), seed=recipe.seed)
     logger.info("%d tokens, %d parameters", len(tokenizer), model.num_parameters())
     save_tiny_checkpoint(arguments.output, model, tokenizer)
     tokenizer = AutoTokenizer.from_pretrained(arguments.output)  # as every run loads it
@@ -149,7 +179,8 @@ def main() -> None:
 
     def draw(step: int, generator: random.Random) -> list[tuple[str, str]]:
         name = "blackjack" if step % 4 == 0 else "puzzle"  # games of about equal length need little padding
-        drawn = [random_game(name, games[name], generator) for _ in range(recipe.batch_size)]
+        num_turns = FIRST_TURNS if 3 * step < 2 * recipe.steps else MAX_MOVES
+        drawn = [random_game(name, games[name], generator, num_turns) for _ in range(recipe.batch_size)]
         return [(game.prompt, game.text) for game in drawn]
 
     train_on(model, tokenizer, recipe, draw)
