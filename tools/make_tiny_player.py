@@ -156,7 +156,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=160, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=600, help="optimizer steps")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     return parser.parse_args()
 
