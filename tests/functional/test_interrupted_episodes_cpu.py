@@ -10,6 +10,8 @@ import yaml
 from example_runs import REPOSITORY, ExampleRun, Metrics, StartExample, of_training, read_metrics
 from trained_samples import resumed_tokens, sequences, trained
 
+from nemo_rl.environments.games.text_game import ACTION_END
+
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
 
 NUM_STEPS = 5
@@ -21,7 +23,6 @@ SHORT = (
     f"data.train.num_samples={NUM_PROMPTS}",
     "grpo.num_generations_per_prompt=4",
     f"policy.train_global_batch_size={EPISODES_PER_STEP}",
-    "policy.generation.stop_strings=[</action>]",
     "grpo.val_period=0",
     "grpo.val_at_start=false",
     "checkpointing.save_period=2",
@@ -49,6 +50,7 @@ def journaled(folder: Path, name: str) -> tuple[str, Path]:
         "defaults": str(example),
         "data": {"default": {"env_name": environment}},
         "env": {environment: puzzle | {"journal": str(journal)}},
+        "policy": {"generation": {"stop_strings": [ACTION_END]}},
     }
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -88,7 +90,7 @@ def killed_and_resumed(start: StartExample, folder: Path, *overrides: str) -> tu
 
 
 def wait_for_second_turns(run: ExampleRun, journal: Path, timeout_s: float = 60) -> None:
-    """Wait until episodes begun after now have a second turn and others are still being played."""
+    """Wait until episodes opened after now have a second turn and others are still being played."""
     run.processes()
     before, end = events_of(journal), time.monotonic() + timeout_s
     while time.monotonic() < end:
