@@ -41,33 +41,34 @@ LIKELIEST = ("policy.generation.top_p=1.0e-6",)
 """Each token is the likeliest one, also after an interruption within a turn."""
 
 
-def journaled(folder: Path, name: str) -> tuple[str, Path]:
+def journaled(folder: Path) -> tuple[str, Path]:
     """Write a configuration of the example whose environment keeps a journal; return the paths of both."""
     example = REPOSITORY / "examples/configs/grpo_sliding_puzzle_cpu.yaml"
     puzzle = yaml.safe_load(example.read_text())["env"]["sliding_puzzle_game"]
-    environment, journal = "journaled_puzzle.JournaledPuzzle", folder / f"{name}.journal"
+    environment, journal = "journaled_puzzle.JournaledPuzzle", folder / "journal"
     config = {
         "defaults": str(example),
         "data": {"default": {"env_name": environment}},
         "env": {environment: puzzle | {"journal": str(journal)}},
         "policy": {"generation": {"stop_strings": [ACTION_END]}},
     }
-    path = folder / f"{name}.yaml"
+    path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     return str(path), journal
 
 
 def started(start: StartExample, folder: Path, name: str, *overrides: str) -> tuple[ExampleRun, Path]:
-    """Start a run with checkpoints in `folder` and its logs below `name`; return it and its journal."""
-    config, journal = journaled(folder, name)
+    """Start a run with checkpoints in `folder` and its logs below `name`; return it and the journal of all runs."""
+    config, journal = journaled(folder)
     overrides = (*SHORT, *overrides, f"checkpointing.checkpoint_dir={folder}/checkpoints")
     environment = {"PYTHONPATH": f"{REPOSITORY}:{Path(__file__).parent}"}
     return start("run_grpo.py", config, *overrides, logs=name, environment=environment), journal
 
 
 def uninterrupted(start: StartExample, folder: Path, *overrides: str) -> ExampleRun:
-    run, _ = started(start, folder, "uninterrupted", *overrides, "checkpointing.enabled=false")
+    run, journal = started(start, folder, "uninterrupted", *overrides, "checkpointing.enabled=false")
     assert run.finish() == 0, run.log()[-3000:]
+    journal.unlink()
     return run
 
 
@@ -103,7 +104,7 @@ def wait_for_second_turns(run: ExampleRun, journal: Path, timeout_s: float = 60)
 
 
 def events_of(journal: Path) -> Counter[str]:
-    return Counter(journal.read_text().splitlines())
+    return Counter(journal.read_text().splitlines() if journal.exists() else [])
 
 
 def metrics_of(*runs: ExampleRun) -> Metrics:
