@@ -12,7 +12,7 @@ from trained_samples import resumed_tokens, sequences, trained
 
 from nemo_rl.environments.games.text_game import ACTION_END
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
 
 NUM_STEPS = 5
 NUM_PROMPTS = 20
@@ -124,7 +124,6 @@ def test_metrics_are_equal_bit_for_bit(start_example: StartExample, tmp_path: Pa
     assert metrics_of(*runs) == expected
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("responses", ["continue", "restart"])
 def test_episodes_in_a_checkpoint_are_played_to_the_same_end(
     start_example: StartExample, tmp_path: Path, responses: str
