@@ -1,11 +1,11 @@
 """Make `examples/assets/tiny-player`: a small chat model that plays the example games at random.
 
-It trains a small Qwen2 with plain supervised steps on the CPU on games of a player who draws each action at random
+It trains a small Qwen3 with plain supervised steps on the CPU on games of a player who draws each action at random
 among those that the rules allow. So the model knows how a turn is written and how the games answer, and nothing about
 which action is good: that is left to reinforcement learning. Invariant: one seed gives one model; no situation that
 starts an episode of validation starts a game of its training data.
 
-    uv run --extra cpu python tools/make_tiny_player.py --output examples/assets/tiny-player --steps 130
+    uv run --extra cpu python tools/make_tiny_player.py --output examples/assets/tiny-player
 """
 
 import argparse
@@ -14,22 +14,25 @@ import random
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
-from make_tiny_chat_model import Recipe, train_on
+from make_tiny_chat_model import Recipe, prompt_ids, train_on
 from tiny_models import (
     CHAT_TEMPLATE,
-    NUM_RESERVED_TOKENS,
     PAD_TOKEN,
     TURN_END,
     TURN_START,
+    TinyArch,
     TinyShape,
+    make_char_tokenizer,
     make_tiny_model,
     save_tiny_checkpoint,
 )
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from nemo_rl.config.schema.games import SlidingPuzzleBoard
 from nemo_rl.environments.games.blackjack import BlackjackGame
@@ -38,54 +41,105 @@ from nemo_rl.environments.games.text_game import TextGame
 
 logger = logging.getLogger("make_tiny_player")
 
-WORD = r"</?\w+>| ?[A-Za-z]+|\d+|\s|[^\w\s]|_"
-"""A token: a tag, a word with the space before it, a number, one other character."""
+WORD = r"<environment>\n|\n</environment>|</?\w+>|(?:user|assistant)\n| ?[A-Za-z]+| ?\d+| ?_|\s|[^\w\s]"
+"""A token: a tag with its line break, a word, number or empty cell with the space before it, one other character."""
 ACTIONS = {"puzzle": ("up", "down", "left", "right"), "blackjack": ("hit", "stand")}
-MAX_MOVES = 8
-NUM_TURNS = 5
-"""Turns of a game in the training data."""
+MAX_MOVES = 6
+FIRST_TURNS = 3
+"""Turns of the games of the first two thirds of the steps, which are cheap; then up to `MAX_MOVES`."""
 NUM_TEXTS = 300
 """Games whose words become tokens."""
-SHAPE = TinyShape(hidden_size=96, intermediate_size=384, num_layers=3, num_heads=3, num_kv_heads=1, max_positions=1024)
+NUM_MEASURED = 50
+"""Games in which the finished model is measured."""
+ARCH: TinyArch = "qwen3"
+"""transformers loads the stored tokenizer of this one; for qwen2 it makes another from the vocabulary."""
+SHAPE = TinyShape(
+    hidden_size=96,
+    intermediate_size=192,
+    num_layers=3,
+    num_heads=3,
+    num_kv_heads=3,
+    max_positions=1024,
+    initializer_range=0.1,
+)
 
 
 def make_games() -> dict[str, TextGame]:
     """Return the games of the example configurations."""
-    board = SlidingPuzzleBoard.build(size=3, shuffle_moves=6, min_shuffle_moves=1)
+    board = SlidingPuzzleBoard.build(size=3, shuffle_moves=4, min_shuffle_moves=1)
     return {"puzzle": SlidingPuzzleGame(board, MAX_MOVES), "blackjack": BlackjackGame()}
 
 
-def random_game(name: str, game: TextGame, rng: random.Random) -> tuple[str, str]:
-    """Play the first turns of a game at random; return the first message, and what follows it."""
+@dataclass(frozen=True)
+class PlayedGame:
+    """The first turns of a game.
+
+    Attributes:
+        prompt: first message.
+        text: what follows it, turns of the player and answers of the game.
+        allowed: actions that the rules allow, for each turn.
+    """
+
+    prompt: str
+    text: str
+    allowed: list[list[str]]
+
+
+def random_game(name: str, game: TextGame, rng: random.Random, num_turns: int = MAX_MOVES) -> PlayedGame:
+    """Play the first turns of a game of training at random."""
     seed = rng.randrange(2**31)
     start = game.start(seed, "train", seed)
-    state, words = start.state, []
-    for number in range(NUM_TURNS):
-        options = [(action, game.play(state, action)) for action in ACTIONS[name]]
-        action, turn = rng.choice([option for option in options if option[1].is_valid])
+    state, words, allowed = start.state, [], []
+    for number in range(num_turns):
+        turns = {action: game.play(state, action) for action in ACTIONS[name]}
+        allowed.append([action for action, turn in turns.items() if turn.is_valid])
+        action = rng.choice(allowed[-1])
+        turn = turns[action]
         words.append(f"<action>{action}</action>")
-        if turn.result is not None or number == NUM_TURNS - 1:
+        if turn.result is not None or number == num_turns - 1:
             break
         words.append(f"{TURN_END}\n{TURN_START}user\n{turn.text}{TURN_END}\n{TURN_START}assistant\n")
         state = turn.state
-    return start.text, "".join(words)
+    return PlayedGame(start.text, "".join(words), allowed)
+
+
+@torch.no_grad()
+def allowed_share(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, games: list[PlayedGame]) -> float:
+    """Return the mean probability that a turn of the model has an action that the rules allow.
+
+    Args:
+        model: the player.
+        tokenizer: its tokenizer.
+        games: games whose turns are measured.
+    """
+    [tag], shares = tokenizer("<action>")["input_ids"], []
+    for game in games:
+        prompt = prompt_ids(tokenizer, game.prompt)
+        ids = torch.tensor(prompt + tokenizer(game.text)["input_ids"])
+        chances = model(ids[None]).logits[0].softmax(-1)
+        places = [place for place in range(len(prompt), len(ids)) if ids[place] == tag]
+        for place, actions in zip(places, game.allowed, strict=True):
+            allowed = tokenizer.convert_tokens_to_ids(actions)
+            shares.append(float(chances[place - 1, tag] * chances[place, allowed].sum()))
+    return fmean(shares)
 
 
 def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Make a tokenizer with a token for each byte and for each word of `texts`; every string encodes exactly."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    specials = [PAD_TOKEN, TURN_START, TURN_END]
-    specials += [f"<|reserved_{index}|>" for index in range(NUM_RESERVED_TOKENS)]
+    """Make a tokenizer with a token for each byte and for each word of `texts`; every string encodes exactly.
+
+    The words are no added tokens, because a run takes those for control tokens.
+    """
+    base = make_char_tokenizer(SHAPE.max_positions)
+    alphabet = sorted(base.get_vocab(), key=base.get_vocab().__getitem__)
     plain = sorted({word for text in texts for word in re.findall(WORD, text) if len(word) > 1})
-    words = [word.replace(" ", "Ġ") for word in plain]
-    pieces = [(symbol, -10.0) for symbol in alphabet + specials] + [(word, -1.0) for word in words]
+    words = [word.replace(" ", "Ġ").replace("\n", "Ċ") for word in plain]
+    pieces = [(symbol, -10.0) for symbol in alphabet] + [(word, -1.0) for word in words]
     tokenizer = Tokenizer(models.Unigram(pieces, None, False))
     split = pre_tokenizers.Split(Regex(WORD), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    tokenizer.add_special_tokens(list(base.added_tokens_decoder.values()))
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=TURN_END,
@@ -102,7 +156,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=130, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=600, help="optimizer steps")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     return parser.parse_args()
 
@@ -112,22 +166,30 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
-    recipe = Recipe(arguments.seed, arguments.steps, 0, batch_size=24)
+    recipe = Recipe(arguments.seed, arguments.steps, 0, batch_size=16, learning_rate=2e-3)
     games, rng = make_games(), random.Random(recipe.seed)
     played = [random_game(name, game, rng) for name, game in games.items() for _ in range(NUM_TEXTS)]
-    tokenizer = make_tokenizer([f"{start} {rest} user assistant" for start, rest in played])
+    tokenizer = make_tokenizer([f"{game.prompt}\n{TURN_START}user\n{game.text}" for game in played])
     vocab_size = -(-len(tokenizer) // 8) * 8
-    model = make_tiny_model("qwen2", TinyShape(**{**vars(SHAPE), "vocab_size": vocab_size}), seed=recipe.seed)
+    model = make_tiny_model(ARCH, TinyShape(**{**vars(SHAPE), "vocab_size": vocab_size}), seed=recipe.seed)
     logger.info("%d tokens, %d parameters", len(tokenizer), model.num_parameters())
+    save_tiny_checkpoint(arguments.output, model, tokenizer)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.output)  # as every run loads it
     started = time.monotonic()
 
     def draw(step: int, generator: random.Random) -> list[tuple[str, str]]:
-        names = generator.choices(list(games), weights=(3, 1), k=recipe.batch_size)
-        return [random_game(name, games[name], generator) for name in names]
+        name = "blackjack" if step % 4 == 0 else "puzzle"  # games of about equal length need little padding
+        num_turns = FIRST_TURNS if 3 * step < 2 * recipe.steps else MAX_MOVES
+        drawn = [random_game(name, games[name], generator, num_turns) for _ in range(recipe.batch_size)]
+        return [(game.prompt, game.text) for game in drawn]
 
     train_on(model, tokenizer, recipe, draw)
     logger.info("trained in %.0f s", time.monotonic() - started)
     save_tiny_checkpoint(arguments.output, model.to(torch.bfloat16), tokenizer)
+    stored = type(model).from_pretrained(arguments.output, dtype=torch.float32).eval()
+    for name, game in games.items():
+        measured = [random_game(name, game, rng) for _ in range(NUM_MEASURED)]
+        logger.info("%s: %.3f of the actions are allowed", name, allowed_share(stored, tokenizer, measured))
 
 
 if __name__ == "__main__":

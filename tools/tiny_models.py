@@ -61,6 +61,8 @@ class TinyShape:
         num_kv_heads: key/value heads (grouped-query attention).
         max_positions: longest sequence in tokens.
         tie_embeddings: whether the output head is the embedding matrix.
+        initializer_range: standard deviation of the initial weights. About `hidden_size ** -0.5` lets a narrow model
+            attend to single tokens after few steps; the default is that of wide models.
     """
 
     vocab_size: int = 264
@@ -71,6 +73,7 @@ class TinyShape:
     num_kv_heads: int = 2
     max_positions: int = 2048
     tie_embeddings: bool = True
+    initializer_range: float = 0.02
 
 
 def make_char_tokenizer(model_max_length: int = 2048) -> PreTrainedTokenizerFast:
@@ -161,6 +164,7 @@ def tiny_config(arch: TinyArch, shape: TinyShape) -> PretrainedConfig:
         head_dim=shape.hidden_size // shape.num_heads,
         max_position_embeddings=shape.max_positions,
         tie_word_embeddings=shape.tie_embeddings,
+        initializer_range=shape.initializer_range,
         use_cache=True,
         bos_token_id=None,
         pad_token_id=256,

@@ -4,14 +4,14 @@ With a learning rate of 0 all weight versions are the same weights. So with one 
 on the same tokens, whatever finishes when, and a likeliest answer is the same whether it was interrupted or not.
 """
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from example_runs import REPOSITORY, ExampleRun, StartExample, of_training, read_metrics
+from example_runs import REPOSITORY, ExampleRun, StartExample
+from trained_samples import resumed_tokens, sequences, trained
 from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -39,20 +39,6 @@ AHEAD = (
 )
 LIKELIEST = ("policy.generation.top_p=1.0e-6",)
 """Each token is the likeliest one; a run refuses temperature=0."""
-Sample = tuple[int, int, tuple[int, ...]]
-
-
-def trained(*runs: ExampleRun) -> list[dict[str, Any]]:
-    """The samples of each step, from the newest run that trained on it."""
-    steps: dict[str, Path] = {}
-    for run in runs:
-        steps |= {path.name: path for path in run.log_dir.glob("exp_*/train_data_step*.jsonl")}
-    return [json.loads(line) for path in steps.values() for line in path.read_text().splitlines()]
-
-
-def sequences(samples: list[dict[str, Any]]) -> Counter[Sample]:
-    """Row of the data, place in the group and tokens of each sample."""
-    return Counter((sample["idx"], sample["sample"], tuple(sample["token_ids"])) for sample in samples)
 
 
 def finished(start: StartExample, name: str, *overrides: str) -> ExampleRun:
@@ -70,14 +56,6 @@ def killed_and_resumed(start: StartExample, folder: Path, *overrides: str) -> tu
     resumed = start("run_grpo.py", "grpo_math_cpu.yaml", *overrides, logs="resumed")
     assert resumed.finish() == 0, resumed.log()[-3000:]
     return killed, resumed
-
-
-def resumed_tokens(run: ExampleRun) -> tuple[float, float]:
-    """Continued and restarted tokens of a run."""
-    metrics = of_training(read_metrics(run.log_dir))
-    names = "num_continued_tokens", "num_restarted_tokens"
-    continued, restarted = (sum(value for key, value in metrics.items() if key[2] == name) for name in names)
-    return continued, restarted
 
 
 def test_a_continued_answer_has_the_tokens_of_an_uninterrupted_one(start_example: StartExample, tmp_path: Path) -> None:

@@ -263,5 +263,6 @@ def _moved(state: dict[str, Any], place: tuple[int, int]) -> dict[str, Any]:
 
 
 def _grid_text(grid: Sequence[Sequence[int]]) -> str:
-    width = len(str(len(grid) ** 2 - 1))
-    return "\n".join(" ".join((str(tile) if tile else "_").rjust(width) for tile in row) for row in grid)
+    """Return a line for each row; a space before each tile makes it the same token in every column."""
+    width = len(str(len(grid) ** 2 - 1)) + 1
+    return "\n".join("".join((str(tile) if tile else "_").rjust(width) for tile in row) for row in grid)

@@ -71,7 +71,7 @@ def test_actions_that_the_rules_forbid_change_nothing(action):
     state = state_of((1, 2, 3), (4, 5, 6), (7, 8, 0))
     turn = SlidingPuzzleGame.turn(state, action)
     assert not turn.is_valid and turn.state is state and turn.reward == 0
-    assert turn.text.startswith(f"Invalid action: {action}\n<environment>\n1 2 3\n")
+    assert turn.text.startswith(f"Invalid action: {action}\n<environment>\n 1 2 3\n")
 
 
 def test_the_last_move_is_rewarded():
@@ -134,7 +134,7 @@ def test_an_episode_begins_with_rules_and_board(env):
     start = env.open_episode({"seed": 5, "split": "train", "episode_seed": 0})
     text = start.observation["content"]
     grid = start.metadata["game_state"]["grid"]
-    assert text.startswith("Slide the tiles until the board is\n1 2 3\n4 5 6\n7 8 _\nActions: up, down, ")
+    assert text.startswith("Slide the tiles until the board is\n 1 2 3\n 4 5 6\n 7 8 _\nActions: up, down, ")
     assert text.endswith("</environment>\n3 moves are left.")
     assert SlidingPuzzleGameLogic.render(start.metadata["game_state"]) in text
     assert {tile for row in grid for tile in row} == set(range(9))
