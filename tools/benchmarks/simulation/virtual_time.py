@@ -6,8 +6,8 @@ lets it take some.
 """
 
 import asyncio
+import queue
 import selectors
-from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
@@ -73,20 +73,21 @@ class VirtualLoop(EventLoopThread):
         timeout_s: float,
         phase: str,
         describe: Callable[[], str] = str,
+        items: queue.SimpleQueue[ItemT] | None = None,
     ) -> Generator[ItemT, None, T]:
         """See `EventLoopThread.stream`; without deadlines."""
-        items: deque[ItemT] = deque()
+        ready: queue.SimpleQueue[ItemT] = queue.SimpleQueue() if items is None else items
         news = asyncio.Event()
 
         def hand_over(item: ItemT) -> None:
-            items.append(item)
+            ready.put(item)
             news.set()
 
         running = self._loop.create_task(start(hand_over))
         running.add_done_callback(lambda _: news.set())
-        while items or not running.done():
-            if items:
-                yield items.popleft()
+        while not ready.empty() or not running.done():
+            if not ready.empty():
+                yield ready.get()
                 continue
             news.clear()
             self._loop.run_until_complete(news.wait())
