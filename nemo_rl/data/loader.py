@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from nemo_rl.data.collate_fn import rl_collate_fn
-from nemo_rl.data.row_faults import RowFaults
+from nemo_rl.data.streams.row_faults import RowFaults
 from nemo_rl.utils.errors import DataError
 from nemo_rl.utils.seed import derive_seed
 

@@ -69,7 +69,7 @@ class Collection:
 
     @property
     def has_next(self) -> bool:
-        """Whether the next group, or the end, comes without a wait."""
+        """True if the next group, or the end, comes without a wait."""
         return not self._waiting.empty()
 
     def __iter__(self) -> Iterator[list[Trajectory]]:

@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 from nemo_rl.data.loader import PromptLoader, build_loader
-from nemo_rl.data.prompt_stream import PromptStream
+from nemo_rl.data.streams.prompt_stream import PromptStream
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 

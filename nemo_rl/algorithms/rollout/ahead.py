@@ -21,7 +21,7 @@ from nemo_rl.algorithms.rollout.group_failures import GroupFailures
 from nemo_rl.algorithms.rollout.open_groups import DrawnPrompt, OpenGroup, Origin, groups_of_step
 from nemo_rl.algorithms.rollout.source import FreshRollouts, Group, RolloutSource
 from nemo_rl.config import OverlapConfig, RolloutTrainingConfig
-from nemo_rl.data.prompt_stream import DataExhausted
+from nemo_rl.data.streams.prompt_stream import DataExhausted
 from nemo_rl.experience.event_loop import wait_for_any
 from nemo_rl.experience.rollouts import RolloutKey
 from nemo_rl.experience.trajectory import Rollouts

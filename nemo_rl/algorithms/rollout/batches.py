@@ -21,8 +21,8 @@ from nemo_rl.algorithms.rollout.staleness import age_metrics, check_staleness, n
 from nemo_rl.algorithms.rollout.sync_probe import SyncProbe
 from nemo_rl.algorithms.runtime.run import Phase, StepBatch
 from nemo_rl.data.model_rows import ROW_INPUTS, RowInputs, completed
-from nemo_rl.data.prompt_stream import GroupRewards, Prompts
 from nemo_rl.data.stored_rows import NUM_STALE, NUM_WRITTEN, STORED_ROWS
+from nemo_rl.data.streams.prompt_stream import GroupRewards, Prompts
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.idle_shares import IdleShares
 from nemo_rl.experience.metrics import OF_AN_ENVIRONMENT, metrics_by_environment, rollout_metrics
@@ -115,7 +115,7 @@ class RolloutBatches:
 
     def _waiting(self, phase: Phase) -> Phase:
         """Return what measures waits under NeMo RL's names; NeMo RL has them only where sampling runs ahead."""
-        return phase if self.rollouts.max_staleness else nullcontext
+        return phase if self.rollouts.max_staleness else lambda _: nullcontext()
 
     def trained(self, step: int, batch: StepBatch) -> None:
         """See `BatchSource.trained`."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_rl.data.prompt_stream import PromptBatch, PromptPosition
+from nemo_rl.data.streams.prompt_stream import PromptBatch, PromptPosition
 from nemo_rl.experience.event_loop import BackgroundTask
 from nemo_rl.experience.progress import GroupProgress, StoredSamples, num_stored_tokens
 from nemo_rl.experience.rollouts import RolloutKey

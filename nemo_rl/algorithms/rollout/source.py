@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl.config import RolloutSourceConfig
-from nemo_rl.data.prompt_stream import DataExhausted, PromptBatch, PromptPosition, Prompts
+from nemo_rl.data.streams.prompt_stream import DataExhausted, PromptBatch, PromptPosition, Prompts
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.event_loop import BackgroundTask
 from nemo_rl.experience.metrics import mean_metrics

@@ -22,7 +22,7 @@ class Versioned(Protocol):
 
 @dataclass(frozen=True)
 class StoredVersion:
-    """The version of the policy's weights, stored with the position in the data; a `prompt_stream.StoredPart`.
+    """The version of the policy's weights, stored with the position in the data; a `stored_parts.StoredPart`.
 
     Attributes:
         policy: the model under training.

@@ -45,8 +45,8 @@ from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
 from nemo_rl.config import Role, RolloutMasterConfig, busy_engines
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.loader import build_loader
-from nemo_rl.data.prompt_stream import Prompts
-from nemo_rl.data.training_stream import training_stream
+from nemo_rl.data.streams.prompt_stream import Prompts
+from nemo_rl.data.streams.training_stream import training_stream
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.environments.workers.start import Environment
 from nemo_rl.experience.event_loop import EventLoopThread

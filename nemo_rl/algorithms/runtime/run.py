@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.algorithms.runtime.session import Session
-from nemo_rl.data.prompt_stream import GroupRewards, PromptPosition
+from nemo_rl.data.streams.prompt_stream import GroupRewards, PromptPosition
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.losses.loss_function import AnyLossFunction

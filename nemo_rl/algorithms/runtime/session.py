@@ -27,7 +27,7 @@ from nemo_rl.algorithms.runtime.resume_check import DATA_POSITION_FILE
 from nemo_rl.algorithms.runtime.saving import CheckpointSaver, Savable
 from nemo_rl.algorithms.runtime.validations import Validation, Validations
 from nemo_rl.config import CheckpointingConfig
-from nemo_rl.data.prompt_stream import DataExhausted
+from nemo_rl.data.streams.prompt_stream import DataExhausted
 from nemo_rl.files.safe_load import load_plain
 from nemo_rl.host.stop_signals import DeferredSignals
 from nemo_rl.utils.checkpoint import CheckpointManager

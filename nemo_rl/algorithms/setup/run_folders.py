@@ -14,7 +14,7 @@ from typing import Any
 from nemo_rl.algorithms.runtime.resume_check import check_resume
 from nemo_rl.algorithms.setup.checkpoint_size import check_space
 from nemo_rl.config import MasterConfig, Role, save_resolved
-from nemo_rl.data.prompt_stream import Prompts
+from nemo_rl.data.streams.prompt_stream import Prompts
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.logger import get_next_experiment_dir
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_rl.data.loader import EpochSampler
-from nemo_rl.data.prompt_stream import PromptPosition
+from nemo_rl.data.streams.prompt_stream import PromptPosition
 from nemo_rl.utils.seed import derive_seed
 
 

@@ -17,9 +17,9 @@ from nemo_rl.data.datasets.processed_dataset import MixedDataset
 from nemo_rl.data.mixing.curriculum import Curriculum
 from nemo_rl.data.mixing.data_set import DataSetRows
 from nemo_rl.data.mixing.shares import Division, evenly_spread
-from nemo_rl.data.prompt_stream import DataExhausted, GroupRewards, PromptBatch, PromptPosition
-from nemo_rl.data.row_faults import RowFaults
-from nemo_rl.data.stored_parts import StoredPart, StoredParts
+from nemo_rl.data.streams.prompt_stream import DataExhausted, GroupRewards, PromptBatch, PromptPosition
+from nemo_rl.data.streams.row_faults import RowFaults
+from nemo_rl.data.streams.stored_parts import StoredPart, StoredParts
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.errors import DataError
 

@@ -17,7 +17,7 @@ from nemo_rl.algorithms.runtime.run import Phase, Run, StepBatch, train_with_res
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
 from nemo_rl.algorithms.runtime.validations import InTurn
 from nemo_rl.config import CheckpointingConfig, LoggerConfig
-from nemo_rl.data.prompt_stream import PromptPosition
+from nemo_rl.data.streams.prompt_stream import PromptPosition
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.files.safe_load import load_plain
 from nemo_rl.utils.checkpoint import CheckpointManager

@@ -11,7 +11,7 @@ import torch
 from numbered_prompts import Rows, make_loader, make_stream
 
 from nemo_rl.data.loader import PromptLoader
-from nemo_rl.data.prompt_stream import DataExhausted, PromptPosition, PromptStream
+from nemo_rl.data.streams.prompt_stream import DataExhausted, PromptPosition, PromptStream
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.files.safe_load import load_plain
 from nemo_rl.utils.errors import DataError

@@ -17,7 +17,7 @@ from nemo_rl.algorithms.rollout.source import DynamicSampling, FreshRollouts, Gr
 from nemo_rl.algorithms.rollout.staleness import age
 from nemo_rl.config import OverlapConfig
 from nemo_rl.data.loader import build_loader
-from nemo_rl.data.prompt_stream import DataExhausted, PromptPosition, PromptStream
+from nemo_rl.data.streams.prompt_stream import DataExhausted, PromptPosition, PromptStream
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutRunner

@@ -18,7 +18,7 @@ from nemo_rl.algorithms.rollout.ahead import AheadRollouts
 from nemo_rl.algorithms.rollout.source import FreshRollouts
 from nemo_rl.config import OverlapConfig
 from nemo_rl.data.loader import build_loader
-from nemo_rl.data.prompt_stream import PromptStream
+from nemo_rl.data.streams.prompt_stream import PromptStream
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentInterface, StepResult
 from nemo_rl.environments.loading import traits_of

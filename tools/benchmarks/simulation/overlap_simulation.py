@@ -51,7 +51,7 @@ from nemo_rl.algorithms.rollout.streamed import StreamedRollouts
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.config import OverlapConfig
 from nemo_rl.data.loader import build_loader
-from nemo_rl.data.prompt_stream import PromptStream
+from nemo_rl.data.streams.prompt_stream import PromptStream
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.rollouts import RolloutLimits, RolloutRunner
 from nemo_rl.experience.trajectory import Trajectory

@@ -14,7 +14,7 @@ _KV_CACHE = "engines always compute the keys and values of running requests agai
 
 
 class GroupFailuresConfig(Section):
-    """What follows when a group of answers cannot be sampled, with `mode=ahead`.
+    """Attempts for groups of answers that cannot be sampled, with `mode=ahead`.
 
     A group fails when an engine cannot be kept running or a deadline passes. What an environment raises is recorded
     with its sample and fails no group.

@@ -15,7 +15,7 @@ from nemo_rl.algorithms.rollout.batches import build_training_batch, mask_mismat
 from nemo_rl.algorithms.rollout.source import DynamicSampling, Group
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig, RewardScalingConfig
-from nemo_rl.data.prompt_stream import DataExhausted
+from nemo_rl.data.streams.prompt_stream import DataExhausted
 from nemo_rl.experience.trajectory import Outcome, Trajectory
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.utils.errors import NothingToLearnError

@@ -18,7 +18,7 @@ from nemo_rl.algorithms.rollout.sync_probe import SyncProbe
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.config import load_config
-from nemo_rl.data.prompt_stream import PromptPosition
+from nemo_rl.data.streams.prompt_stream import PromptPosition
 from nemo_rl.experience.trajectory import Outcome, Trajectory
 from nemo_rl.models.generation.interfaces import VersionSpan
 from nemo_rl.weight_sync.transport import TransportSpec

@@ -8,7 +8,7 @@ from nemo_rl.algorithms.runtime.saving import Savable
 from nemo_rl.algorithms.runtime.session import Cadence, Resumable, Session, SessionParts
 from nemo_rl.algorithms.runtime.validations import InTurn, Validation
 from nemo_rl.config import CheckpointingConfig, LoggerConfig
-from nemo_rl.data.prompt_stream import DataExhausted
+from nemo_rl.data.streams.prompt_stream import DataExhausted
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.logger import Logger
 

@@ -21,7 +21,7 @@ from nemo_rl.algorithms.runtime.run import Run, StepBatch, train
 from nemo_rl.algorithms.runtime.session import Cadence
 from nemo_rl.algorithms.setup.roles import start_together
 from nemo_rl.algorithms.setup.run_folders import RunFolders
-from nemo_rl.data.prompt_stream import DataExhausted, PromptPosition, PromptStream
+from nemo_rl.data.streams.prompt_stream import DataExhausted, PromptPosition, PromptStream
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.idle_shares import BusySeconds, IdleShares
 from nemo_rl.experience.rollouts import Collection

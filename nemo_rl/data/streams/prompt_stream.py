@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from nemo_rl.data.loader import PromptLoader
-from nemo_rl.data.stored_parts import StoredPart, StoredParts
+from nemo_rl.data.streams.stored_parts import StoredPart, StoredParts
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.errors import DataError
 

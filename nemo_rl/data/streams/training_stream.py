@@ -9,7 +9,7 @@ from nemo_rl.data.datasets.processed_dataset import MixedDataset
 from nemo_rl.data.loader import build_loader
 from nemo_rl.data.mixing.curriculum import Curriculum
 from nemo_rl.data.mixing.mixed_stream import MixedPromptStream
-from nemo_rl.data.prompt_stream import Prompts, PromptStream
+from nemo_rl.data.streams.prompt_stream import Prompts, PromptStream
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 type Collate = Callable[[list[Any]], BatchedDataDict[Any]]
