@@ -12,7 +12,7 @@ from dataclasses import replace
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config import DataConfig, EffortLevelConfig
-from nemo_rl.data.datasets.processed_dataset import MixedDataset
+from nemo_rl.data.datasets.processed_dataset import MixedDataset, RowsWithPlace
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.interfaces import Chat, DatumSpec, Message, TokenizerType
 from nemo_rl.data.messages.content import TextRules, content_text, text_rules
@@ -43,8 +43,8 @@ def drawn_level(levels: Mapping[str, EffortLevelConfig], run_seed: int, phase: s
     return names[-1]
 
 
-class EffortRows(MixedDataset):
-    """Prompts, each with its level of effort.
+class EffortRows:
+    """Prompts, each with its level of effort; a part of a `MixedDataset`.
 
     Args:
         rows: the prompts without levels.
@@ -54,6 +54,7 @@ class EffortRows(MixedDataset):
         tokenizer: renders the prompts again.
         max_seq_length: longest prompt in tokens; None means no limit.
         rules: as in `prompt_entry`.
+        first_row: number of the first prompt among the rows of all parts.
 
     Raises:
         DataError: the first prompt cannot be rendered with a level.
@@ -61,23 +62,28 @@ class EffortRows(MixedDataset):
 
     def __init__(
         self,
-        rows: MixedDataset,
+        rows: RowsWithPlace,
         levels: Mapping[str, EffortLevelConfig],
         run_seed: int,
         phase: str,
         tokenizer: TokenizerType,
         max_seq_length: int | None = None,
         rules: TextRules | None = None,
+        first_row: int = 0,
     ) -> None:
-        super().__init__(rows.parts)
+        self._rows = rows
         self._levels = levels
         self._run_seed = run_seed
         self._phase = phase
         self._tokenizer = tokenizer
         self._max_seq_length = max_seq_length
         self._rules = rules
+        self._first_row = first_row
         for name in levels if len(rows) else ():
             self._with_level(rows[0], name)
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def __getitem__(self, idx: int) -> DatumSpec:
         """Process row `idx`.
@@ -85,7 +91,12 @@ class EffortRows(MixedDataset):
         Raises:
             DataError: its prompt cannot be rendered with its level.
         """
-        return self._with_level(super().__getitem__(idx), drawn_level(self._levels, self._run_seed, self._phase, idx))
+        level = drawn_level(self._levels, self._run_seed, self._phase, self._first_row + idx)
+        return self._with_level(self._rows[idx], level)
+
+    def place(self, idx: int) -> tuple[str, int]:
+        """Return the file (or data set) and line of a row."""
+        return self._rows.place(idx)
 
     def _with_level(self, datum: DatumSpec, name: str) -> DatumSpec:
         datum["effort"] = name
@@ -144,9 +155,12 @@ def with_effort_levels(
     for name, level in levels.items():
         _check_variables(f"effort_levels.{name}.chat_template_kwargs", level, tokenizer)
 
-    def rows(phase: str, inner: MixedDataset) -> EffortRows:
-        longest = config.max_input_seq_length
-        return EffortRows(inner, levels, run_seed, phase, tokenizer, longest, text_rules(config))
+    def rows(phase: str, inner: MixedDataset) -> MixedDataset:
+        longest, rules, start, parts = config.max_input_seq_length, text_rules(config), 0, []
+        for part in inner.parts:
+            parts.append(EffortRows(part, levels, run_seed, phase, tokenizer, longest, rules, start))
+            start += len(part)
+        return MixedDataset(parts, inner.names)
 
     return replace(
         data,

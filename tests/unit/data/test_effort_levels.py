@@ -129,6 +129,19 @@ def test_training_and_validation_have_levels_and_a_run_without_levels_is_unchang
     assert "effort" not in data.train[0]
 
 
+def test_levels_leave_names_of_data_sets_and_joined_validation_sets_as_they_are(qwen3):
+    parts = [problems(qwen3, count).parts[0] for count in (3, 4)]
+    plain = RunData(MixedDataset(parts, ["sums", "more"]), problems(qwen3, 2), [], {"hard": problems(qwen3, 5)})
+    data = with_effort_levels(plain, LEVELS, 7, qwen3, DataConfig.build())
+    assert data.train.rows_by_name == {"sums": range(3), "more": range(3, 7)}
+    assert [data.train[row]["effort"] for row in range(7)] == [drawn_level(LEVELS, 7, "train", r) for r in range(7)]
+    expected = [drawn_level(LEVELS, 7, "validation", row) for row in range(2)]
+    expected += [drawn_level(LEVELS, 7, "hard", row) for row in range(5)]
+    assert data.all_validation is not None
+    assert [data.all_validation[row]["effort"] for row in range(7)] == expected
+    assert data.all_validation.first_rows(4)[3]["effort"] == expected[3]
+
+
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
