@@ -239,18 +239,17 @@ def thinking_reader(config: RewardPenaltyConfig, tokenizer: Any) -> ThinkingRead
         ConfigError: a token does not exist, or one of two is given and the tokenizer has none for the other.
     """
     added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
-    keys = ("think_open", "think_close")
-    given = {key: getattr(config.ids, key) for key in keys}
-    found = {key: added.get(tag) for key, tag in zip(keys, config.thinking_tags, strict=True)}
-    ids = {key: found[key] if given[key] is None else given[key] for key in keys}
-    check_token_ids(tokenizer, {key: [] if given[key] is None else [given[key]] for key in keys})
+    given = {"think_open": config.ids.think_open, "think_close": config.ids.think_close}
+    tags = dict(zip(given, config.thinking_tags, strict=True))
+    ids = {key: added.get(tags[key]) if value is None else value for key, value in given.items()}
+    check_token_ids(tokenizer, {key: [] if value is None else [value] for key, value in given.items()})
     opening, closing = ids.values()
     if opening is not None and closing is not None:
         return TokenTags(tokenizer, opening, closing)
     if all(value is None for value in given.values()):
         return TextTags(tokenizer, *config.thinking_tags)
-    missing = next(key for key in keys if ids[key] is None)
-    tag = config.thinking_tags[keys.index(missing)]
+    missing = next(key for key, value in ids.items() if value is None)
+    tag = tags[missing]
     raise ConfigError(
         f"reward_penalties.token_ids gives one thinking token, but {missing} is null and {tag!r} is not a token of the "
         f"tokenizer {getattr(tokenizer, 'name_or_path', '')!r}. Give both ids, or neither: tags of several tokens are "

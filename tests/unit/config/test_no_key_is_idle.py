@@ -158,7 +158,8 @@ PLANTED = {
     ),
     "env.math.stop_strings": (
         ("config/schema/env.py", "section.stop_strings", "None"),
-        {f"{name}EnvironmentConfig.stop_strings" for name in ("Math", "CodeJaccard", "Tool", "RAG")},
+        {f"{name}EnvironmentConfig.stop_strings" for name in ("Math", "CodeJaccard", "Tool", "RAG")}
+        | {"VerifiersConfig.stop_strings"},
     ),
     "data.*.processor": (
         ("data/datasets/setup.py", "entry.processor", "None"),

@@ -54,4 +54,10 @@ class RewardPenaltyConfig(Section):
     @property
     def built_in(self) -> list[str]:
         """Names of the built-in penalties that are switched on."""
-        return [name for name in BUILT_IN if getattr(self, f"penalize_{name}")]
+        switches = (
+            self.penalize_duplicated_reasoning,
+            self.penalize_empty_final_answer,
+            self.penalize_malformed_think_tag,
+            self.penalize_unwanted_tokens,
+        )
+        return [name for name, is_on in zip(BUILT_IN, switches, strict=True) if is_on]
