@@ -32,7 +32,7 @@ def test_real_gsm8k_rows_are_read(shared_data, chat_tokenizer):
     first = data.train[0]
     assert first["extra_env_info"]["ground_truth"] == "72"
     assert "Natalia sold clips" in first["message_log"][0]["content"]
-    answers = [row["messages"][1]["content"] for row in data.train.parts[0].dataset]
+    answers = [row["messages"][1]["content"] for row in data.train.parts[0].parts[0].dataset]
     assert all(re.fullmatch(r"-?\d+(\.\d+)?", answer) for answer in answers)
 
 
