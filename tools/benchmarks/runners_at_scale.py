@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     options = parser.parse_args()
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     runner = make_runner(options)
     for samples in options.samples:
         parts = measure(runner, samples, options)

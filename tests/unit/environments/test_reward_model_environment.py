@@ -9,6 +9,7 @@ import pytest
 import ray
 import torch
 from processes_for_tests import wait_until_gone
+from processor_for_tests import expected_with_avx512
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nemo_rl.config import REPOSITORY_ROOT
@@ -220,6 +221,7 @@ class TestInAnActor:
         assert math.isfinite(good.reward) and bad.reward is None
         assert "tokens for the reward model, which reads 96" in bad.error
 
+    @expected_with_avx512
     def test_a_dead_rank_is_replaced(self, client: EnvironmentClient):
         before = step_all(client, CHATS[:4])
         ranks = pids_of_ranks()

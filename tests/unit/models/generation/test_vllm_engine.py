@@ -35,6 +35,7 @@ from generation_helpers import (
     restrict_vocabulary,
     save_model,
 )
+from processor_for_tests import expected_with_avx512
 from tiny_models import make_char_tokenizer
 from transformers import PreTrainedModel
 from vllm_looks import (
@@ -67,6 +68,7 @@ from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts
 
 pytestmark = [
+    expected_with_avx512,
     pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra cpu or vllm"),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from architectures import PACKS, REFUSED_AT_LOAD, REFUSED_BY_PROBE, WAY_OUT, random_model
 from policy_helpers import VOCAB
+from processor_for_tests import expected_with_avx512
 from torch import Tensor
 from transformers import AttentionMaskInterface, PreTrainedModel
 
@@ -77,6 +78,7 @@ def test_a_layer_that_reads_neighbouring_tokens_is_noticed() -> None:
         verify_division(model)
 
 
+@expected_with_avx512
 @pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "mistral", "deepseek_v3"])
 def test_padded_rows_use_the_packed_attention_and_keep_the_gradients(model_type) -> None:
     ids = (torch.arange(40) * 7 + 3).view(2, 20) % VOCAB
