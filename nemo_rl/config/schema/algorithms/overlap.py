@@ -50,7 +50,7 @@ class OverlapConfig(Section):
     take finished groups first and wait only for those that would become too old: ready_first the oldest of them,
     weight_fifo those of the oldest weights, freshest_first the newest.
     stream: in_order computes gradients of consecutive groups, and repeats a run bit for bit; the others those of all
-    groups that are finished when the policy is free, which takes less time."""
+    groups that are finished when the policy is free."""
     in_flight_weight_updates: bool = False
     """ahead: running answers continue with new weights; false: each update of the engines waits until all started
     groups are finished. false with order=in_order repeats a run bit for bit."""
