@@ -9,12 +9,18 @@ large model takes all of its cores, with or without this optimization.
 Invariant: the number of threads changes no bit of a small model's answers, so that a resumed run draws the same tokens.
 Attention does not divide rows among threads (`VLLM_CPU_ATTN_SPLIT_KV`; latent attention does, and stays on one thread),
 and `thread_count_changes_bits` tests the matrix products.
+
+Weights are always packed on the threads that the process started with (`packing_threads`). oneDNN's layout of a packed
+weight may depend on the number of threads, and vLLM keeps one compiled product per shape and number of rows for all
+weights of a process: with weights of another layout it computes wrong numbers, without an error. Without AVX-512 this
+happens to weights with 192 rows.
 """
 
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _set_num_threads = torch.set_num_threads
 """Kept before vLLM's CPU worker replaces it by a function that does nothing."""
+_THREADS_AT_START = torch.get_num_threads()
+"""One, unless `OMP_NUM_THREADS` in the run's configuration sets another number."""
 
 TINY_MODEL = 2_000_000
 """Parameters below which a second thread saves nothing when a model decodes."""
@@ -152,7 +160,9 @@ def thread_count_changes_bits(shapes: Iterable[tuple[int, int]], dtype: torch.dt
     generator = torch.Generator().manual_seed(0)
     try:
         for shape in shapes:
-            handler = _custom_ops.create_onednn_mm(torch.randn(shape, generator=generator).to(dtype).t())
+            weight = torch.randn(shape, generator=generator).to(dtype)
+            with packing_threads():
+                handler = _custom_ops.create_onednn_mm(weight.t())
             for count in _CHECKED_ROWS:
                 rows = torch.randn(count, shape[1], generator=generator).to(dtype)
                 set_threads(2)
@@ -164,6 +174,17 @@ def thread_count_changes_bits(shapes: Iterable[tuple[int, int]], dtype: torch.dt
         return False
     except RuntimeError:  # oneDNN has no such product here, so vLLM takes another kernel, which is not tested here
         return True
+    finally:
+        set_threads(before)
+
+
+@contextmanager
+def packing_threads() -> Iterator[None]:
+    """Compute on the threads that the process started with; loads and updates of weights belong in this block."""
+    before = torch.get_num_threads()
+    set_threads(_THREADS_AT_START)
+    try:
+        yield
     finally:
         set_threads(before)
 

@@ -9,7 +9,6 @@ import pytest
 import ray
 import torch
 from processes_for_tests import wait_until_gone
-from processor_for_tests import expected_with_avx512
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nemo_rl.config import REPOSITORY_ROOT
@@ -221,14 +220,13 @@ class TestInAnActor:
         assert math.isfinite(good.reward) and bad.reward is None
         assert "tokens for the reward model, which reads 96" in bad.error
 
-    @expected_with_avx512
     def test_a_dead_rank_is_replaced(self, client: EnvironmentClient):
         before = step_all(client, CHATS[:4])
         ranks = pids_of_ranks()
         assert len(ranks) == 2
         os.kill(ranks.pop(), signal.SIGKILL)
         after = step_all(client, CHATS[:4])
-        assert [result.reward for result in after] == [result.reward for result in before]
+        assert differs([result.reward for result in after], [result.reward for result in before]) < 1e-6
         assert client.num_restarts == 0
 
     def test_a_hugging_face_classifier_gets_what_its_template_writes(self, classifier):

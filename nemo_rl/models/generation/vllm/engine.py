@@ -48,7 +48,7 @@ from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.optimizations.switch import is_on
 from nemo_rl.optimizations.vllm.bursts import BurstExecutor
 from nemo_rl.optimizations.vllm.inspection import inspect_here
-from nemo_rl.optimizations.vllm.threads import ThreadChoice, cores_of_each, start_threads
+from nemo_rl.optimizations.vllm.threads import ThreadChoice, cores_of_each, packing_threads, start_threads
 from nemo_rl.utils.errors import GenerationError, NonFiniteError
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class VllmEngine(SteppedEngine):
             # vLLM would leave a file in the temporary folder.
             uniproc_executor.get_file_store_init_method = _nameless_file
         # This usage context sets the batch limits that the arguments leave open: those of offline generation.
-        with refusing_non_finite(settings.model_name):
+        with packing_threads(), refusing_non_finite(settings.model_name):
             self._engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         self._cache = CacheWatch(self._scheduler)
         self._threads = self._start_threads(settings)
@@ -176,15 +176,18 @@ class VllmEngine(SteppedEngine):
 
     def start_loading(self) -> None:
         """See `SteppedEngine.start_loading`."""
-        self._engine.collective_rpc(begin_reload)
+        with packing_threads():
+            self._engine.collective_rpc(begin_reload)
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """See `Engine.load_tensors`; the other ranks load the tensors that they receive themselves."""
-        load_tensors(self._engine.model_executor.driver_worker, tensors)
+        with packing_threads():
+            load_tensors(self._engine.model_executor.driver_worker, tensors)
 
     def finish_loading(self, *, changed: bool) -> list[str]:
         """See `SteppedEngine.finish_loading`; vLLM computes running requests again from their tokens so far."""
-        own, *of_others = self._engine.collective_rpc(finish_reload)
+        with packing_threads():
+            own, *of_others = self._engine.collective_rpc(finish_reload)
         if changed:
             self._engine.reset_prefix_cache(reset_running_requests=True)
         return own + [f"{name} of worker {rank}" for rank, names in enumerate(of_others, start=1) for name in names]

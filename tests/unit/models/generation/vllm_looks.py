@@ -156,6 +156,46 @@ def bits_change(engine: Any, shape: tuple[int, int]) -> bool:
     return thread_count_changes_bits([shape], torch.float32)
 
 
+def bits_change_of_sums_by_threads(engine: Any) -> bool:
+    """Return whether products are noticed whose last digits depend on the number of threads."""
+    import torch
+    from vllm import _custom_ops
+
+    from nemo_rl.optimizations.vllm.threads import thread_count_changes_bits
+
+    product = _custom_ops.onednn_mm
+
+    def divided(*arguments: Any) -> Any:
+        result = product(*arguments)
+        return result if torch.get_num_threads() == 1 else result.nextafter(torch.tensor(torch.inf))
+
+    with mock.patch.object(_custom_ops, "onednn_mm", divided):
+        return thread_count_changes_bits([(64, 64)], torch.float32)
+
+
+def record_packing(engine: Any) -> None:
+    """Record the number of threads of each packing of a weight from now on."""
+    import torch
+    from vllm import _custom_ops
+
+    pack = _custom_ops.create_onednn_mm
+    engine._packed_on = []
+
+    def packed(*arguments: Any) -> Any:
+        engine._packed_on.append(torch.get_num_threads())
+        return pack(*arguments)
+
+    engine._stop_recording = mock.patch.object(_custom_ops, "create_onednn_mm", packed)
+    engine._stop_recording.start()
+
+
+def take_packing(engine: Any) -> list[int]:
+    """Return the numbers of threads since `record_packing`, and stop recording."""
+    engine._stop_recording.stop()
+    counts: list[int] = engine._packed_on
+    return counts
+
+
 def threads_of_sizes(engine: Any, tiny: int, small: int, num_cores: int, adapts: bool = True) -> tuple[int, str]:
     """Call `threads_at_start` with other bounds: below the first number of parameters tiny, below the second small."""
     from nemo_rl.optimizations.vllm import threads
