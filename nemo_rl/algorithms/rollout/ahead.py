@@ -10,7 +10,6 @@ s + age. Invariants: each started group is given exactly once; a group that has 
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -131,7 +130,9 @@ class AheadRollouts:
 
     async def _play(self, group: OpenGroup, prompt: DrawnPrompt) -> Rollouts:
         """Sample one group, again after failures, or give its samples as failed ones; see `GroupFailures`."""
-        for attempt in itertools.count(1):
+        attempt = 0
+        while True:
+            attempt += 1
             try:
                 async with self._slots or _NO_LIMIT:
                     rollouts = await self.fresh.play(prompt.batch.rows, prompt.row, prompt.key, group.progress)
@@ -144,7 +145,6 @@ class AheadRollouts:
             else:
                 self._failures.note_success()
                 return rollouts
-        raise AssertionError("unreachable")
 
     def _skip(self, group: OpenGroup, prompt: DrawnPrompt, failure: Exception) -> Rollouts:
         group.was_skipped = True

@@ -19,7 +19,7 @@ from nemo_rl.data.mixing.data_set import DataSetRows
 from nemo_rl.data.mixing.shares import Division, evenly_spread
 from nemo_rl.data.streams.prompt_stream import DataExhausted, GroupRewards, PromptBatch, PromptPosition
 from nemo_rl.data.streams.row_faults import RowFaults
-from nemo_rl.data.streams.stored_parts import StoredPart, StoredParts
+from nemo_rl.data.streams.stored_parts import StoredPart, StoredParts, unfinished_state
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.errors import DataError
 
@@ -159,10 +159,9 @@ class MixedPromptStream:
         return self._prepared(positions, counted={position.row for position in positions})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: the state of each data set, of the division and of the curriculum, and `outstanding`.
+        """Return the position: the state of each data set, of the division and of the curriculum.
 
-        `outstanding` lists the drawn prompts that are not trained on as `[epoch, row]`, `parts` holds the state of each
-        attached part. Both are left out if empty.
+        See `unfinished_state` for the drawn prompts that are not trained on.
         """
         loader = {
             **self._settings,
@@ -171,13 +170,8 @@ class MixedPromptStream:
             "data_sets": {name: data_set.state_dict() for name, data_set in self._data_sets.items()},
             "owed": self._division.state_dict(),
         }
-        state: dict[str, Any] = {"epoch": self.epoch, "loader": loader, "curriculum": self._curriculum.state_dict()}
-        parts = self._parts.state_dict()
-        if self._outstanding:
-            state["outstanding"] = [list(position) for position in self._outstanding]
-        if parts:
-            state["parts"] = parts
-        return state
+        state = {"epoch": self.epoch, "loader": loader, "curriculum": self._curriculum.state_dict()}
+        return state | unfinished_state(self._outstanding, self._parts)
 
     def check_position(self, state: dict[str, Any]) -> None:
         """See `Prompts.check_position`."""

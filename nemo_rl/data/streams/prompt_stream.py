@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from nemo_rl.data.loader import PromptLoader
-from nemo_rl.data.streams.stored_parts import StoredPart, StoredParts
+from nemo_rl.data.streams.stored_parts import StoredPart, StoredParts, unfinished_state
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.errors import DataError
 
@@ -224,16 +224,9 @@ class PromptStream:
     def state_dict(self) -> dict[str, Any]:
         """Return the position: epoch, the loader's state, and the prompts before it that are not trained on.
 
-        `outstanding` lists these prompts as `[epoch, row]`, `parts` holds the state of each attached part. Both are
-        left out if empty.
+        See `unfinished_state` for these.
         """
-        parts = self._parts.state_dict()
-        state = dict(self._position)
-        if self._outstanding:
-            state["outstanding"] = [list(position) for position in self._outstanding]
-        if parts:
-            state["parts"] = parts
-        return state
+        return self._position | unfinished_state(self._outstanding, self._parts)
 
     def check_position(self, state: dict[str, Any]) -> None:
         """See `Prompts.check_position`."""

@@ -1,6 +1,6 @@
 """Parts of a run whose state a checkpoint stores together with the position in the data."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 
@@ -32,3 +32,18 @@ class StoredParts:
         """Restore the parts that have a stored state."""
         for name in self._parts.keys() & state.keys():
             self._parts[name].load_state_dict(state[name])
+
+
+def unfinished_state(outstanding: Iterable[tuple[int, int]], parts: StoredParts) -> dict[str, Any]:
+    """Return the entries of a stream's state about prompts that were drawn and not trained on.
+
+    Args:
+        outstanding: epoch and row of each of these prompts.
+        parts: the parts that hold their groups.
+
+    Returns:
+        `outstanding`, a list of `[epoch, row]`, and `parts`, the state of each part by its name. Empty ones are left
+        out.
+    """
+    entries = {"outstanding": [list(position) for position in outstanding], "parts": parts.state_dict()}
+    return {name: entry for name, entry in entries.items() if entry}
