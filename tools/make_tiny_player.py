@@ -1,9 +1,10 @@
-"""Make `examples/assets/tiny-player`: a small chat model that plays the example games at random.
+"""Make `examples/assets/tiny-player`: a small chat model that plays the example games badly.
 
-It trains a small Qwen3 with plain supervised steps on the CPU on games of a player who draws each action at random
-among those that the rules allow. So the model knows how a turn is written and how the games answer, and nothing about
-which action is good: that is left to reinforcement learning. Invariant: one seed gives one model; no situation that
-starts an episode of validation starts a game of its training data.
+It trains a small Qwen3 with plain supervised steps on the CPU on games of a weak player: a quarter of the actions are
+the best ones, the others are drawn at random among those that the rules allow. So the model knows how a turn is written
+and how the games answer, and it has seen good actions without preferring them much: that is left to reinforcement
+learning. Invariant: one seed gives one model. No situation that starts an episode of validation starts a game of its
+training data, and where a board of validation occurs later, the action is random.
 
     uv run --extra cpu python tools/make_tiny_player.py --output examples/assets/tiny-player
 """
@@ -13,10 +14,12 @@ import logging
 import random
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 from make_tiny_chat_model import Recipe, prompt_ids, train_on
@@ -35,9 +38,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from nemo_rl.config.schema.games import SlidingPuzzleBoard
-from nemo_rl.environments.games.blackjack import BlackjackGame
-from nemo_rl.environments.games.sliding_puzzle import SlidingPuzzleGame
-from nemo_rl.environments.games.text_game import TextGame
+from nemo_rl.environments.games.blackjack import BlackjackGame, hand_value
+from nemo_rl.environments.games.blackjack_values import Hands, optimal_policy
+from nemo_rl.environments.games.references import Grid, solution_lengths
+from nemo_rl.environments.games.sliding_puzzle import SlidingPuzzleGame, is_held_out
+from nemo_rl.environments.games.text_game import GameTurn, TextGame
 
 logger = logging.getLogger("make_tiny_player")
 
@@ -45,8 +50,12 @@ WORD = r"<environment>\n|\n</environment>|</?\w+>|(?:user|assistant)\n| ?[A-Za-z
 """A token: a tag with its line break, a word, number or empty cell with the space before it, one other character."""
 ACTIONS = {"puzzle": ("up", "down", "left", "right"), "blackjack": ("hit", "stand")}
 MAX_MOVES = 6
+SHUFFLE_MOVES = 8
+"""Twice as many as in the example configuration: from few boards the player would learn the boards by heart."""
 FIRST_TURNS = 3
 """Turns of the games of the first two thirds of the steps, which are cheap; then up to `MAX_MOVES`."""
+SKILL = 0.25
+"""Share of the best actions in the training data; all others are random."""
 NUM_TEXTS = 300
 """Games whose words become tokens."""
 NUM_MEASURED = 50
@@ -65,8 +74,8 @@ SHAPE = TinyShape(
 
 
 def make_games() -> dict[str, TextGame]:
-    """Return the games of the example configurations."""
-    board = SlidingPuzzleBoard.build(size=3, shuffle_moves=4, min_shuffle_moves=1)
+    """Return the games of the training data: those of the example configurations, with more boards."""
+    board = SlidingPuzzleBoard.build(size=3, shuffle_moves=SHUFFLE_MOVES, min_shuffle_moves=1)
     return {"puzzle": SlidingPuzzleGame(board, MAX_MOVES), "blackjack": BlackjackGame()}
 
 
@@ -85,15 +94,38 @@ class PlayedGame:
     allowed: list[list[str]]
 
 
-def random_game(name: str, game: TextGame, rng: random.Random, num_turns: int = MAX_MOVES) -> PlayedGame:
-    """Play the first turns of a game of training at random."""
+@cache
+def _moves_to_solution() -> dict[Grid, int]:
+    return solution_lengths(3)
+
+
+def best_actions(name: str, turns: Mapping[str, GameTurn], state: Mapping[str, Any]) -> list[str]:
+    """Return the best of the allowed actions; all of them on a board of validation.
+
+    Args:
+        name: key of `make_games`.
+        turns: result of each allowed action.
+        state: situation before it.
+    """
+    if name == "blackjack":
+        hands = Hands(*hand_value(state["player"]), state["dealer"])
+        return ["hit" if optimal_policy(hands) else "stand"]
+    if is_held_out(state["grid"]):
+        return list(turns)
+    left = {action: _moves_to_solution()[tuple(map(tuple, turn.state["grid"]))] for action, turn in turns.items()}
+    return [action for action, moves in left.items() if moves == min(left.values())]
+
+
+def weak_game(name: str, game: TextGame, rng: random.Random, num_turns: int = MAX_MOVES) -> PlayedGame:
+    """Play the first turns of a game of training; the share `SKILL` of the actions are the best ones."""
     seed = rng.randrange(2**31)
     start = game.start(seed, "train", seed)
     state, words, allowed = start.state, [], []
     for number in range(num_turns):
-        turns = {action: game.play(state, action) for action in ACTIONS[name]}
-        allowed.append([action for action, turn in turns.items() if turn.is_valid])
-        action = rng.choice(allowed[-1])
+        results = {action: game.play(state, action) for action in ACTIONS[name]}
+        turns = {action: turn for action, turn in results.items() if turn.is_valid}
+        allowed.append(list(turns))
+        action = rng.choice(best_actions(name, turns, state) if rng.random() < SKILL else allowed[-1])
         turn = turns[action]
         words.append(f"<action>{action}</action>")
         if turn.result is not None or number == num_turns - 1:
@@ -156,19 +188,19 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=600, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=1500, help="optimizer steps")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Train on random games and store the model in bfloat16."""
+    """Train on games of the weak player and store the model in bfloat16."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     recipe = Recipe(arguments.seed, arguments.steps, 0, batch_size=16, learning_rate=2e-3)
     games, rng = make_games(), random.Random(recipe.seed)
-    played = [random_game(name, game, rng) for name, game in games.items() for _ in range(NUM_TEXTS)]
+    played = [weak_game(name, game, rng) for name, game in games.items() for _ in range(NUM_TEXTS)]
     tokenizer = make_tokenizer([f"{game.prompt}\n{TURN_START}user\n{game.text}" for game in played])
     vocab_size = -(-len(tokenizer) // 8) * 8
     model = make_tiny_model(ARCH, TinyShape(**{**vars(SHAPE), "vocab_size": vocab_size}), seed=recipe.seed)
@@ -180,7 +212,7 @@ def main() -> None:
     def draw(step: int, generator: random.Random) -> list[tuple[str, str]]:
         name = "blackjack" if step % 4 == 0 else "puzzle"  # games of about equal length need little padding
         num_turns = FIRST_TURNS if 3 * step < 2 * recipe.steps else MAX_MOVES
-        drawn = [random_game(name, games[name], generator, num_turns) for _ in range(recipe.batch_size)]
+        drawn = [weak_game(name, games[name], generator, num_turns) for _ in range(recipe.batch_size)]
         return [(game.prompt, game.text) for game in drawn]
 
     train_on(model, tokenizer, recipe, draw)
@@ -188,7 +220,7 @@ def main() -> None:
     save_tiny_checkpoint(arguments.output, model.to(torch.bfloat16), tokenizer)
     stored = type(model).from_pretrained(arguments.output, dtype=torch.float32).eval()
     for name, game in games.items():
-        measured = [random_game(name, game, rng) for _ in range(NUM_MEASURED)]
+        measured = [weak_game(name, game, rng) for _ in range(NUM_MEASURED)]
         logger.info("%s: %.3f of the actions are allowed", name, allowed_share(stored, tokenizer, measured))
 
 
