@@ -14,7 +14,7 @@ Invariant: nothing here knows a loss or an advantage; each part that was started
 next part starts.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,12 +47,14 @@ from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.loader import build_loader
 from nemo_rl.data.streams.prompt_stream import Prompts
 from nemo_rl.data.streams.training_stream import training_stream
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.environments.workers.start import Environment
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.idle_shares import IdleShares
 from nemo_rl.experience.penalties.review import ReviewSettings
 from nemo_rl.experience.rollouts import RolloutRunner
+from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.experience.trajectory_log import TrajectoryLog
 from nemo_rl.losses.loss_function import AnyLossFunction
 from nemo_rl.models.generation.engine_group import EngineGroup
@@ -226,21 +228,8 @@ def _connect(
     refitter.before_update.append(runner.wait_for_groups)
     prompts.attach("weights", StoredVersion(policy))
     trajectory_log = TrajectoryLog(folders.log_dir, config.logger.save_trajectories)
-    rollouts = FreshRollouts(
-        prompts,
-        runner,
-        sampling_params(config.policy, recipe.tokenizer.eos_token_id, validation=False),
-        algorithm.num_generations_per_prompt,
-        algorithm.seed,
-    )
-    layout = partial(
-        build_training_batch,
-        pad_token_id=recipe.tokenizer.pad_token_id,
-        mask_truncated=algorithm.overlong_filtering,
-        needs_reward=recipe.needs_reward,
-    )
-    idle = IdleShares(runner.busy_seconds)
-    groups = recipe.source(rollouts)
+    layout, idle = _layout(config, recipe), IdleShares(runner.busy_seconds)
+    groups = recipe.source(_fresh_rollouts(config, recipe, prompts, runner))
     streamed: StreamedRollouts | None = None
     if trains_in_parts(config, recipe.roles):
         streamed = streamed_rollouts(
@@ -271,6 +260,30 @@ def _connect(
     )
     session = Session(parts, resume_path, started_at)
     return Connection(session, source, stages, memory, streamed, was_changed=lambda: source.rollouts is not sampled)
+
+
+def _fresh_rollouts(
+    config: RolloutMasterConfig, recipe: RolloutRecipe, prompts: Prompts, runner: RolloutRunner
+) -> FreshRollouts:
+    return FreshRollouts(
+        prompts,
+        runner,
+        sampling_params(config.policy, recipe.tokenizer.eos_token_id, validation=False),
+        config.algorithm.num_generations_per_prompt,
+        config.algorithm.seed,
+    )
+
+
+def _layout(
+    config: RolloutMasterConfig, recipe: RolloutRecipe
+) -> Callable[[Sequence[Trajectory]], BatchedDataDict[Any]]:
+    """Return `build_training_batch` with all arguments but the trajectories."""
+    return partial(
+        build_training_batch,
+        pad_token_id=recipe.tokenizer.pad_token_id,
+        mask_truncated=config.algorithm.overlong_filtering,
+        needs_reward=recipe.needs_reward,
+    )
 
 
 def shared_engines(config: RolloutMasterConfig, engines: EngineGroup) -> Engines | None:

@@ -79,6 +79,8 @@ class BlackjackEnv(GameEnvironment):
         cfg: `env.blackjack`: `max_moves`.
     """
 
+    continues_episodes = True
+
     def __init__(self, cfg: Mapping[str, Any] | None = None) -> None:
         super().__init__(BlackjackGame(), BlackjackConfig.build(**(cfg or {})).max_moves)
 

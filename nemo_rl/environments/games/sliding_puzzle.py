@@ -182,6 +182,8 @@ class SlidingPuzzleEnv(GameEnvironment):
         cfg: `env.sliding_puzzle_game`, or what is below its `cfg`; None: the defaults.
     """
 
+    continues_episodes = True
+
     def __init__(self, cfg: Mapping[str, Any] | None = None) -> None:
         settings = SlidingPuzzleConfig.build(**settings_of(cfg))
         super().__init__(SlidingPuzzleGame(settings.game_config, settings.max_moves), settings.max_moves)

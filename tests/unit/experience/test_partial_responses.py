@@ -20,6 +20,9 @@ from nemo_rl.config import OverlapConfig
 from nemo_rl.data.loader import build_loader
 from nemo_rl.data.streams.prompt_stream import PromptStream
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.games.blackjack import BlackjackEnv
+from nemo_rl.environments.games.sliding_puzzle import SlidingPuzzleEnv
+from nemo_rl.environments.games.text_game import GameEnvironment
 from nemo_rl.environments.interfaces import EnvironmentInterface, StepResult
 from nemo_rl.environments.loading import traits_of
 from nemo_rl.experience.continued import joined, rest_of
@@ -280,6 +283,8 @@ def test_episodes_continue_unless_a_process_holds_something() -> None:
 
     classes = (Plain, Closing, ClosingButStored)
     assert [traits_of(each, {}).continues_episodes for each in classes] == [True, False, True]
+    games = (GameEnvironment, SlidingPuzzleEnv, BlackjackEnv)
+    assert [traits_of(each, {}).continues_episodes for each in games] == [False, True, True]
 
 
 def letters(text: str, *spans: tuple[int, int]) -> Any:

@@ -1,0 +1,66 @@
+"""Features in combinations that no other run has: penalties with streaming, weights with other algorithms."""
+
+from pathlib import Path
+
+import pytest
+from example_runs import REPOSITORY, StartExample, finished, of_training, read_metrics
+from test_reward_penalties_cpu import CONFIG, OVERRIDES
+
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
+
+SUMS = """
+  train:
+    - {name: easy, dataset_name: %(dataset)s, num_samples: 300, max_operand: 9, seed: 1, weight: 3}
+    - {name: hard, dataset_name: %(dataset)s, num_samples: 300, max_operand: 99, seed: 2, weight: 1}
+"""
+STEPS = range(1, 5)
+
+
+def weighted(folder: Path, example: str, dataset: str) -> str:
+    """Write a configuration of an example with two data sets, and return its path."""
+    path = folder / "config.yaml"
+    path.write_text(f"defaults: {REPOSITORY}/examples/configs/{example}\ndata:{SUMS % {'dataset': dataset}}")
+    return str(path)
+
+
+def test_penalties_have_the_same_effect_on_gradients_of_parts(start_example: StartExample, tmp_path: Path) -> None:
+    whole = finished(start_example, "run_grpo.py", CONFIG, OVERRIDES, tmp_path)
+    run = start_example("run_grpo.py", CONFIG, *OVERRIDES, "grpo.overlap.mode=stream", logs="stream")
+    assert run.finish() == 0, run.log()[-3000:]
+    parts = of_training(read_metrics(run.log_dir))
+    assert 0 < whole["train", 1, "penalized_by_unwanted_tokens"] < 1
+    assert parts.keys() >= whole.keys()
+    for key, value in whole.items():
+        assert parts[key] == pytest.approx(value, abs=3e-5 if "grad_norm" in key[2] else 1e-6), key
+
+
+def test_weights_hold_for_all_prompts_that_dynamic_sampling_draws(start_example: StartExample, tmp_path: Path) -> None:
+    overrides = (
+        *(f"grpo.max_num_steps={len(STEPS)}", "grpo.val_at_start=false", "grpo.val_period=0"),
+        *("grpo.num_prompts_per_step=8", "policy.train_global_batch_size=64", "grpo.num_generations_per_prompt=8"),
+        *("grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=2", "checkpointing.enabled=false"),
+    )
+    config = weighted(tmp_path, "grpo_math_cpu.yaml", "arithmetic")
+    metrics = finished(start_example, "run_grpo.py", config, overrides, tmp_path)
+    for step in STEPS:
+        assert metrics["train", step, "share/easy"] + metrics["train", step, "share/hard"] == pytest.approx(1)
+        assert metrics["train", step, "num_prompts"] == 8
+    mean = sum(metrics["train", step, "share/easy"] for step in STEPS) / len(STEPS)
+    assert mean == pytest.approx(0.75, abs=1 / 16), "one prompt of the 16 of a round"
+
+
+def test_weights_hold_in_every_step_of_a_distillation(start_example: StartExample, tmp_path: Path) -> None:
+    overrides = (
+        *(f"distillation.max_num_steps={len(STEPS)}", "distillation.val_at_start=false", "distillation.val_period=0"),
+        *("distillation.num_prompts_per_step=16", "policy.train_global_batch_size=16", "checkpointing.enabled=false"),
+    )
+    config = weighted(tmp_path, "distillation_math_cpu.yaml", "arithmetic")
+    metrics = finished(start_example, "run_distillation.py", config, overrides, tmp_path)
+    assert [metrics["train", step, "share/easy"] for step in STEPS] == [0.75] * len(STEPS)
+
+
+def test_weights_hold_in_every_step_of_dpo(start_example: StartExample, tmp_path: Path) -> None:
+    overrides = (f"dpo.max_num_steps={len(STEPS)}", "dpo.val_period=0", "dpo.val_at_end=false")
+    config = weighted(tmp_path, "dpo_cpu.yaml", "arithmetic_preference")
+    metrics = finished(start_example, "run_dpo.py", config, (*overrides, "checkpointing.enabled=false"), tmp_path)
+    assert [metrics["train", step, "share/easy"] for step in STEPS] == [0.75] * len(STEPS)
