@@ -1,8 +1,8 @@
 """The interface of environments, and what they return.
 
 A user implements `EnvironmentInterface`; the actor that hosts it turns its `EnvironmentReturn` into one `StepResult`
-for each sample, which rollouts get from `client`. Invariant: a sample whose reward could not be computed has the reason
-in `errors`; a number is always a real reward.
+for each sample, which rollouts get from `workers.client`. Invariant: a sample whose reward could not be computed has
+the reason in `errors`; a number is always a real reward.
 """
 
 import abc

@@ -11,8 +11,8 @@ from typing import Any, NotRequired, TypedDict
 from pydantic import BaseModel
 
 from nemo_rl.distributed.ray_actor_environment_registry import make_actor_runtime_env
-from nemo_rl.environments.loading import ENVIRONMENTS
 from nemo_rl.environments.workers.keys import section_of, worker_keys
+from nemo_rl.environments.workers.loading import ENVIRONMENTS
 from nemo_rl.environments.workers.start import Environment, start_workers
 from nemo_rl.utils.errors import ConfigError
 

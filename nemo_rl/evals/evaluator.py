@@ -24,9 +24,9 @@ from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.cluster.node_checks import Shared, check_nodes
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
-from nemo_rl.environments.loading import load_env_class
 from nemo_rl.environments.registry import env_class_path
 from nemo_rl.environments.user_environments import Start, environment_of, start_environment
+from nemo_rl.environments.workers.loading import load_env_class
 from nemo_rl.environments.workers.start import Environment
 from nemo_rl.evals.prompts import EvalPrompts, GivenPrompts, Prompts
 from nemo_rl.evals.records import AnswerRecord, RecordStore

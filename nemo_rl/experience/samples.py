@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class EnvironmentPort(PostProcessor, Protocol):
-    """The methods of an environment that rollouts call; `environments.client.EnvironmentClient` implements them."""
+    """The methods of an environment that rollouts call; `EnvironmentClient` and `EnvironmentPool` implement them."""
 
     @property
     def reads_chat(self) -> bool:

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.ray, pytest.mark.v
 
 SUMS = """
   train:
-    - {name: easy, dataset_name: %(dataset)s, num_samples: 300, max_operand: 9, seed: 1, weight: 3}
+    - {name: easy, dataset_name: %(dataset)s, num_samples: 300, min_operand: 10, max_operand: 29, seed: 1, weight: 3}
     - {name: hard, dataset_name: %(dataset)s, num_samples: 300, max_operand: 99, seed: 2, weight: 1}
 """
 STEPS = range(1, 5)

@@ -61,7 +61,7 @@ BROAD_EXCEPT_BOUNDARIES = {
     "distributed/cluster/local_ray.py": "Ray raises a plain Exception when its parts do not start in time",
     "distributed/worker_groups.py": "clean-up goes on whatever part of it fails",
     "optimizations/fork_server.py": "nothing of the program that was forked may run on in a worker",
-    "environments/client.py": "a batch's failure is relayed to each waiting coroutine",
+    "environments/workers/client.py": "a batch's failure is relayed to each waiting coroutine",
     "environments/judges/joined_passes.py": "whatever a pass raises is relayed to each sample of it",
     "environments/adapters/verifiers.py": "environment and rubric are the user's own code",
     "environments/code/inside/checks.py": "whatever a test raises is a failed check",

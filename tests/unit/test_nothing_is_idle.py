@@ -28,6 +28,10 @@ def library() -> dict[str, ast.Module]:
     }
 
 
+PASSES_ON = {"environments/workers": "environments"}
+"""Folders whose calls of hooks count as calls of their own package, because they pass on what others call."""
+
+
 def last_name(node: ast.expr) -> str:
     """Return `ABC` of `abc.ABC` and `Generic` of `Generic[T]`."""
     if isinstance(node, ast.Subscript):
@@ -58,8 +62,9 @@ def calls_of_its_own(node: ast.ClassDef) -> Iterator[str]:
 
 
 def package_of(file: str) -> str:
-    """Return the folder of a file; a folder below it is another package."""
-    return str(Path(file).parent)
+    """Return the folder of a file; a folder below it is another package, unless it only passes calls on."""
+    folder = str(Path(file).parent)
+    return PASSES_ON.get(folder, folder)
 
 
 def is_hook(node: ast.stmt) -> bool:

@@ -33,7 +33,7 @@ from nemo_rl.data.stored_rows import with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.tensor_transport import pack_tensors
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from nemo_rl.environments.loading import import_path
+from nemo_rl.environments.workers.loading import import_path
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.metrics import rollout_metrics
 from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits

@@ -57,7 +57,7 @@ PARTS = (
     ("inputs of the model", re.compile(r"prepare_inputs|model_runner|input_batch|block_table|/worker/")),
     ("outputs, detokenizing", re.compile(r"output_processor|detokenizer|process_outputs|logprobs")),
     ("vLLM, other", re.compile(r"/vllm/")),
-    ("rollouts in the driver", re.compile(r"experience/|engine_group|environments/client")),
+    ("rollouts in the driver", re.compile(r"experience/|engine_group|environments/workers/client")),
     ("batches and tensors", re.compile(r"batched_data_dict|rollout/batches|packing/|models/inputs")),
     ("logging", re.compile(r"logger|log_backends|trajectory_log|logging")),
     ("Ray", re.compile(r"/ray/|ray::")),

@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config import RolloutMasterConfig
 from nemo_rl.data.messages.content import text_rules
-from nemo_rl.environments.loading import import_path
 from nemo_rl.environments.registry import env_class_path
+from nemo_rl.environments.workers.loading import import_path
 from nemo_rl.environments.workers.start import Environment
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.penalties.review import ReviewSettings

@@ -61,9 +61,9 @@ def check_reachable_models(config: RunConfig) -> None:
 
 def check_environments(config: RunConfig) -> None:
     """Import the environments that the data names."""
-    from nemo_rl.environments.loading import load_env_class
     from nemo_rl.environments.registry import env_class_path
     from nemo_rl.environments.workers.keys import own_keys, section_of, worker_keys
+    from nemo_rl.environments.workers.loading import load_env_class
 
     for name in sorted({str(name) for _, name in config.env_entries()}):
         env_class, _ = load_env_class(env_class_path(name))

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.schema.tools import GraderConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EpisodeStart
-from nemo_rl.environments.loading import load_env_class, own_hooks, step_concurrency
 from nemo_rl.environments.registry import env_class_path
+from nemo_rl.environments.workers.loading import load_env_class, own_hooks, step_concurrency
 
 if TYPE_CHECKING:
     from nemo_rl.data.interfaces import LLMMessageLogType

@@ -12,8 +12,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl.environments.client import EnvironmentClient
 from nemo_rl.environments.interfaces import EpisodeStart, StepResult
+from nemo_rl.environments.workers.client import EnvironmentClient
 
 if TYPE_CHECKING:
     from nemo_rl.data.interfaces import LLMMessageLogType

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from nemo_rl.environments.client import EnvironmentClient
 from nemo_rl.environments.interfaces import EnvironmentInterface
-from nemo_rl.environments.loading import EnvironmentClass
+from nemo_rl.environments.workers.client import EnvironmentClient
 from nemo_rl.environments.workers.keys import WorkerKeys
+from nemo_rl.environments.workers.loading import EnvironmentClass
 from nemo_rl.environments.workers.pool import EnvironmentPool
 
 type Environment = EnvironmentClient | EnvironmentPool

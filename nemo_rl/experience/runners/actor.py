@@ -22,8 +22,8 @@ from nemo_rl.data.stored_rows import PackedRows
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.tensor_transport import pack_tensors
 from nemo_rl.distributed.workers.process import ProcessIdentity, this_process
-from nemo_rl.environments.loading import extend_path
 from nemo_rl.environments.user_environments import environment_of, start_environment
+from nemo_rl.environments.workers.loading import extend_path
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.idle_shares import BusySeconds
 from nemo_rl.experience.penalties.review import ReviewSettings

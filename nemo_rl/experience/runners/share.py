@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_rl.data.stored_rows import PackedRows
-from nemo_rl.environments.supervision import SupervisedActor, answer_of, death_in_short
+from nemo_rl.environments.workers.supervision import SupervisedActor, answer_of, death_in_short
 from nemo_rl.experience.idle_shares import BusySeconds
 from nemo_rl.experience.runners.actor import RunnerActor, RunnerSettings, Summary
 from nemo_rl.models.generation.engine_group import EngineGroup

@@ -36,7 +36,7 @@ BUDGETS = {
         DATA | ENGINES,
     ),
     "environment actor": Budget(
-        ("nemo_rl.environments.client", "nemo_rl.environments.math_environment"),
+        ("nemo_rl.environments.workers.client", "nemo_rl.environments.math_environment"),
         2100,
         DATA | ENGINES | MODELS,
     ),

@@ -7,12 +7,12 @@ import torch
 from environments_for_tests import Decorated, GuessTheNumber, Slow, Wrong
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments import actor as environment_actor
-from nemo_rl.environments.actor import EnvironmentActor, EnvironmentActorAsync
 from nemo_rl.environments.interfaces import EnvironmentReturn
-from nemo_rl.environments.loading import load_env_class, plain_env_class
 from nemo_rl.environments.metrics import calculate_pass_rate_per_prompt
 from nemo_rl.environments.utils import ENV_REGISTRY, create_env, env_class_path, register_env
+from nemo_rl.environments.workers import actor as environment_actor
+from nemo_rl.environments.workers.actor import EnvironmentActor, EnvironmentActorAsync
+from nemo_rl.environments.workers.loading import load_env_class, plain_env_class
 from nemo_rl.utils.errors import ConfigError
 
 pytestmark = pytest.mark.fast

@@ -21,9 +21,9 @@ from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.processors import math_hf_data_processor
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.client import EnvironmentClient
 from nemo_rl.environments.interfaces import EpisodeStart
 from nemo_rl.environments.utils import create_env
+from nemo_rl.environments.workers.client import EnvironmentClient
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
 from nemo_rl.models.generation.interfaces import (
@@ -176,7 +176,7 @@ def test_a_slow_coroutine_is_cancelled_and_its_neighbours_continue(make):
 
 @pytest.mark.long
 def test_a_coroutine_that_blocks_has_its_actor_killed_and_alone_gets_an_error(make, monkeypatch):
-    monkeypatch.setattr("nemo_rl.environments.client._LATER_S", 0.5)
+    monkeypatch.setattr("nemo_rl.environments.workers.client._LATER_S", 0.5)
     client = make(Tools, step_timeout_s=1.0)
     results, _ = play_tools(client, [{"block_s": 60.0}, *[{"wait_s": 0.3}] * 4])
     assert [result.reward for result in results] == [None, *[1.0] * 4]

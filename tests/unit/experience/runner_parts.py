@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from nemo_rl.config import ClusterConfig
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from nemo_rl.environments.loading import import_path
+from nemo_rl.environments.workers.loading import import_path
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.rollouts import RolloutLimits
 from nemo_rl.experience.runners.actor import RunnerSettings

@@ -175,7 +175,7 @@ def test_a_group_of_an_unknown_environment_is_refused_before_it_starts(loop: Eve
 
 
 def test_an_environment_class_declares_whether_groups_are_enough() -> None:
-    from nemo_rl.environments.loading import traits_of
+    from nemo_rl.environments.workers.loading import traits_of
 
     class Plain(EnvironmentInterface[Any]):
         def step(self, message_log_batch: list[Any], metadata: list[Any]) -> EnvironmentReturn[Any]:

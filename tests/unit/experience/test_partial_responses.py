@@ -24,7 +24,7 @@ from nemo_rl.environments.games.blackjack import BlackjackEnv
 from nemo_rl.environments.games.sliding_puzzle import SlidingPuzzleEnv
 from nemo_rl.environments.games.text_game import GameEnvironment
 from nemo_rl.environments.interfaces import EnvironmentInterface, StepResult
-from nemo_rl.environments.loading import traits_of
+from nemo_rl.environments.workers.loading import traits_of
 from nemo_rl.experience.continued import joined, rest_of
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.progress import GroupProgress, is_plain, states_of

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import ActorDiedError
 
 from nemo_rl.config import ClusterConfig
-from nemo_rl.environments import supervision
+from nemo_rl.environments.workers import supervision
 from nemo_rl.experience.runners.share import RunnerShare
 
 pytestmark = [pytest.mark.fast, pytest.mark.asyncio]

@@ -12,7 +12,7 @@ from nemo_rl.algorithms import grpo, sft
 from nemo_rl.algorithms.rollout import start as rollout_start
 from nemo_rl.algorithms.supervised import start as supervised_start
 from nemo_rl.config import REPOSITORY_ROOT, GRPOMasterConfig, SFTMasterConfig, load_config
-from nemo_rl.environments.loading import load_env_class
+from nemo_rl.environments.workers.loading import load_env_class
 from nemo_rl.launch.checks import Moment, make_checks
 from nemo_rl.launch.command_line import launch
 from nemo_rl.models.huggingface.reachable import TIMEOUT_VARIABLE, TOKENIZER_FILE, check_reachable

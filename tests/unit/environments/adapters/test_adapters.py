@@ -10,8 +10,8 @@ import torch
 
 from nemo_rl.environments.adapters.packages import library
 from nemo_rl.environments.adapters.replayed_game import Answer, ReplayedGame
-from nemo_rl.environments.loading import load_env_class
 from nemo_rl.environments.registry import env_class_path
+from nemo_rl.environments.workers.loading import load_env_class
 from nemo_rl.utils.errors import ConfigError
 
 

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 from nemo_rl.data.interfaces import Chat
 from nemo_rl.data.messages.observations import ObservationRenderer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.loading import load_env_class
 from nemo_rl.environments.registry import env_class_path
 from nemo_rl.environments.utils import create_env
+from nemo_rl.environments.workers.loading import load_env_class
 from nemo_rl.utils.errors import ConfigError
 
 TOKENIZER = Path(__file__).resolve().parents[4] / "tests/assets/tokenizers/qwen3"

@@ -35,10 +35,10 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.actor import host_of
 from nemo_rl.environments.interfaces import EnvironmentInterface, EpisodeStart, StepResult
-from nemo_rl.environments.loading import EnvironmentClass, launch_environment_actor, traits_of
-from nemo_rl.environments.supervision import SupervisedActor, answer_of
+from nemo_rl.environments.workers.actor import host_of
+from nemo_rl.environments.workers.loading import EnvironmentClass, launch_environment_actor, traits_of
+from nemo_rl.environments.workers.supervision import SupervisedActor, answer_of
 from nemo_rl.utils.errors import WorkerDiedError
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from nemo_rl.environments.interfaces import (
     check_message,
     split_return,
 )
-from nemo_rl.environments.loading import (
+from nemo_rl.environments.workers.loading import (
     EnvironmentClass,
     EnvironmentTraits,
     Host,
