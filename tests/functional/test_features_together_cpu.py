@@ -44,7 +44,7 @@ def test_weights_hold_for_all_prompts_that_dynamic_sampling_draws(start_example:
     metrics = finished(start_example, "run_grpo.py", config, overrides, tmp_path)
     for step in STEPS:
         assert metrics["train", step, "share/easy"] + metrics["train", step, "share/hard"] == pytest.approx(1)
-        assert metrics["train", step, "num_prompts"] == 8
+        assert 0 < metrics["train", step, "reward"] < 1, "every group has right and wrong answers"
     mean = sum(metrics["train", step, "share/easy"] for step in STEPS) / len(STEPS)
     assert mean == pytest.approx(0.75, abs=1 / 16), "one prompt of the 16 of a round"
 
