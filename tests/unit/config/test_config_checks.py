@@ -437,7 +437,7 @@ def test_wrong_configs_are_refused_in_seconds_and_before_ray(write_yaml, tmp_pat
     assert run.returncode == 2
     assert run.stderr.startswith("\n") and "Error: " in run.stderr and message in run.stderr
     assert "Ray" not in run.stderr and "Traceback" not in run.stderr
-    # Processor time, which other processes lengthen least; an idle machine needs a sixth of the limit, and a slow one half.
+    # Processor time, which other processes lengthen least; an idle machine needs a sixth of the limit.
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert seconds < (25 if name in IMPORTS_TORCH else 9)
 
