@@ -1,0 +1,52 @@
+"""The interface of a dialect."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from nemo_rl.experience.agents.calls import CallAnswer, CallError, CallRequest
+
+type Body = Mapping[str, Any]
+type SessionMemory = dict[str, Any]
+"""What a dialect keeps of a session between its requests, by keys of its own, for example stored conversations."""
+
+
+class Event(NamedTuple):
+    """A server-sent event.
+
+    Attributes:
+        data: JSON value, or the text "[DONE]".
+        name: value of its field `event`; None leaves the field out.
+    """
+
+    data: Mapping[str, Any] | str
+    name: str | None = None
+
+
+class Dialect(Protocol):
+    """Translates one API. Objects have no state; what a session keeps is in its memory.
+
+    Attributes:
+        path: path of the API below the endpoint's address, for example `/v1/chat/completions`.
+    """
+
+    path: str
+
+    def read(self, body: Body, memory: SessionMemory) -> CallRequest:
+        """Read a request.
+
+        Raises:
+            CallError: a field is wrong (400), or asks for something that the endpoint does not do (400).
+        """
+
+    def response(
+        self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
+    ) -> Mapping[str, Any]:
+        """Write the answers as the JSON body of a response."""
+
+    def events(
+        self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
+    ) -> Iterator[Event]:
+        """Write the answers as the events of a streamed response, for a request with `"stream": true`."""
+
+    def error(self, error: CallError) -> Mapping[str, Any]:
+        """Write an error as the JSON body of a response."""
