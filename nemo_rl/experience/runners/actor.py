@@ -100,6 +100,7 @@ class RunnerActor:
             settings.text_rules,
             cluster.optimizations,
             settings.review.make(settings.tokenizer),
+            cluster.agent_endpoint,
         )
 
     def ready(self) -> ProcessIdentity:

@@ -191,6 +191,7 @@ class WaitingEnvironment:
     post_processes_groups = False
     reads_chat = False
     continues_episodes = True
+    agent_section = None
 
     def __init__(self, waits: LogNormal, num_turns: int):
         self._waits, self._num_turns = waits, num_turns

@@ -102,6 +102,7 @@ class DirectEnvironment:
     post_processes_groups = False
     reads_chat = False
     continues_episodes = False
+    agent_section = None
     reads_collections = False
 
     def __init__(self, environment: ToolEnvironment) -> None:
