@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_rl.experience.agents.dialects.interface import Event
-from nemo_rl.experience.agents.dialects.response_items import Item, begun
+from nemo_rl.experience.agents.dialects.response_items import Item, empty_item
 
 type Data = Mapping[str, Any]
 
@@ -20,7 +20,7 @@ def _response_events(response: Data) -> Iterator[Data]:
     yield {"type": "response.created", "response": {**response, **unfinished}}
     yield {"type": "response.in_progress", "response": {**response, **unfinished}}
     for index, item in enumerate(response["output"]):
-        yield {"type": "response.output_item.added", "output_index": index, "item": begun(item)}
+        yield {"type": "response.output_item.added", "output_index": index, "item": empty_item(item)}
         yield from _content_events(item, {"item_id": item["id"], "output_index": index})
         yield {"type": "response.output_item.done", "output_index": index, "item": item}
     yield {"type": f"response.{response['status']}", "response": response}

@@ -146,7 +146,7 @@ def items_of(answer: CallAnswer) -> list[Item]:
     return items
 
 
-def begun(item: Item) -> Item:
+def empty_item(item: Item) -> Item:
     """Return an item as it is before its content is written."""
     empty: Sequence[Any] | str = "" if item["type"] == "function_call" else []
     return {**item, ("arguments" if item["type"] == "function_call" else "content"): empty, "status": "in_progress"}
