@@ -26,7 +26,7 @@ class CallRequest:
         seed: the program's own seed; None without one.
         temperature: softmax temperature that the program asks for; None: the run's.
         top_p: as `SamplingParams.top_p`; None: the run's.
-        top_k: as `SamplingParams.top_k`; None: the run's.
+        top_k: as `SamplingParams.top_k`, and -1 for all tokens; None: the run's.
         template_kwargs: variables for the chat template.
         continues_last: the last message is the beginning of the answer.
     """
@@ -76,6 +76,7 @@ class CallAnswer:
         token_ids: sampled tokens.
         logprobs: of the sampled tokens, under the distribution that they were drawn from.
         num_cached_tokens: tokens of the prompt that belong to the session's earlier calls.
+        token_texts: text of each sampled token; may be empty if the request asks for no log probabilities.
     """
 
     id: str
@@ -88,6 +89,7 @@ class CallAnswer:
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     num_cached_tokens: int = 0
+    token_texts: Sequence[str] = ()
 
     @property
     def message(self) -> Message:

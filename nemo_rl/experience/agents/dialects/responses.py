@@ -1,0 +1,151 @@
+"""OpenAI's Responses API, `/v1/responses`.
+
+The conversation of each response is kept in the session's memory under the response's id, without its instructions,
+unless the request says `"store": false`. A request with this id as `previous_response_id` continues it.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from nemo_rl.data.interfaces import Message
+from nemo_rl.experience.agents.calls import CallAnswer, CallError, CallRequest
+from nemo_rl.experience.agents.dialects.fields import Fields
+from nemo_rl.experience.agents.dialects.interface import Body, Event, SessionMemory
+from nemo_rl.experience.agents.dialects.openai_form import error_body, prompt_token_ids, token_ids
+from nemo_rl.experience.agents.dialects.response_events import stream_events
+from nemo_rl.experience.agents.dialects.response_items import items_of, read_items
+from nemo_rl.experience.agents.dialects.sampling import sampling_fields
+from nemo_rl.experience.agents.dialects.tools import flat_tools, reads_tool_calls
+
+_STORED = "responses"
+_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
+    "background": (False,),
+    "context_management": ([],),
+    "conversation": (),
+    "n": (1,),
+    "prompt": (),
+    "truncation": ("disabled",),
+}
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class Responses:
+    """The dialect of OpenAI's Responses API. See `Dialect`."""
+
+    path = "/v1/responses"
+
+    def read(self, body: Body, memory: SessionMemory) -> CallRequest:
+        """See `Dialect.read`.
+
+        Raises:
+            CallError: also if `previous_response_id` is no response of the session (404).
+        """
+        fields = Fields(body)
+        _refuse_unsupported(fields)
+        fields.flag("store")
+        messages = [*_instructions(fields), *_earlier(fields, memory), *read_items(fields)]
+        if not messages:
+            raise fields.wrong("input", "a text or a list of at least one item")
+        tools = flat_tools(fields)
+        return CallRequest(
+            messages=messages,
+            tools=tools,
+            reads_tool_calls=reads_tool_calls(fields, tools),
+            **sampling_fields(fields, ("max_output_tokens",)),
+        )
+
+    def response(
+        self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
+    ) -> Mapping[str, Any]:
+        """See `Dialect.response`."""
+        (answer,) = answers
+        response = _response(body, request, answer)
+        if body.get("store") is not False:
+            own = request.messages[1:] if body.get("instructions") else request.messages
+            memory.setdefault(_STORED, {})[response["id"]] = (*own, answer.message)
+        return response
+
+    def events(
+        self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
+    ) -> Iterator[Event]:
+        """See `Dialect.events`."""
+        yield from stream_events(self.response(body, request, answers, memory))
+
+    def error(self, error: CallError) -> Mapping[str, Any]:
+        """See `Dialect.error`."""
+        return error_body(error)
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    fields.refuse(_UNSUPPORTED)
+    text = fields.object("text")
+    if text is not None:
+        text.refuse({"format": ({"type": "text"},)})
+    if _LOGPROBS in fields.items("include"):
+        raise fields.unsupported("include", "Use /v1/chat/completions with logprobs.")
+
+
+def _instructions(fields: Fields) -> list[Message]:
+    text = fields.text("instructions")
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _earlier(fields: Fields, memory: SessionMemory) -> Sequence[Message]:
+    """Return the conversation that `previous_response_id` names."""
+    name = "previous_response_id"
+    response_id = fields.text(name)
+    if response_id is None:
+        return ()
+    stored = memory.get(_STORED, {}).get(response_id)
+    if stored is None:
+        message = (
+            f"{name}={response_id!r} is no response of this session that was stored. Give the id of one of its "
+            'responses to a request without "store": false, or the whole conversation in input.'
+        )
+        raise CallError(404, message, "previous_response_not_found", name)
+    return stored
+
+
+def _response(body: Body, request: CallRequest, answer: CallAnswer) -> dict[str, Any]:
+    """Return the response with its own fields, and those of the request that the API repeats."""
+    is_cut = answer.finish_reason == "length"
+    return {
+        "id": f"resp_{answer.id}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "incomplete" if is_cut else "completed",
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "instructions": body.get("instructions"),
+        "max_output_tokens": request.max_tokens,
+        "metadata": body.get("metadata") or {},
+        "model": body.get("model") or "",
+        "output": items_of(answer),
+        "parallel_tool_calls": True,
+        "previous_response_id": body.get("previous_response_id"),
+        "store": body.get("store") is not False,
+        "temperature": request.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": [
+            {"type": "function", "strict": False, "parameters": None, **each["function"]} for each in request.tools
+        ],
+        "top_p": request.top_p,
+        "truncation": "disabled",
+        "usage": _usage(answer),
+        **prompt_token_ids(body, [answer]),
+        **token_ids(body, answer),
+    }
+
+
+def _usage(answer: CallAnswer) -> Mapping[str, Any]:
+    prompt, sampled = len(answer.prompt_token_ids), len(answer.token_ids)
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": answer.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": sampled,
+        # Tokens of the reasoning are not counted apart.
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + sampled,
+    }
