@@ -104,6 +104,7 @@ class Trajectory:
         chat: messages and tools that the prompt was rendered from; None if the data does not give them.
         row_inputs: inputs of the model next to the tokens; None for most data.
         num_control_token_observations: observations whose texts hold control tokens.
+        agent_counts: numbers of what happened between the sample's program and the endpoint; empty without a program.
         generation_s: seconds spent waiting for the engine.
         environment_s: seconds spent waiting for the environment.
         stored: place of tokens and texts in the object store; None: they are in `message_log`.
@@ -137,6 +138,7 @@ class Trajectory:
     chat: Chat | None = None
     row_inputs: RowInputs | None = None
     num_control_token_observations: int = 0
+    agent_counts: dict[str, float] = field(default_factory=dict)
     generation_s: float = 0.0
     environment_s: float = 0.0
     stored: StoredTokens | None = None

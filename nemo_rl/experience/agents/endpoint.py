@@ -244,7 +244,7 @@ def _is_retry(request: Request) -> bool:
 
 
 def _headers(error: CallError) -> dict[str, str]:
-    """Return the headers of an error; those that a repetition cannot help say so to the packages openai and anthropic."""
+    """Return the headers of an error; clients repeat a request only after status 429."""
     return {"retry-after": "1"} if error.status == 429 else {"x-should-retry": "false"}
 
 

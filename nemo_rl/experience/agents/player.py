@@ -149,8 +149,9 @@ def _metadata(sample: Trajectory, endpoint: AgentEndpoint, key: str) -> dict[str
 async def _unless_failed(step: Awaitable[StepResult], session: AgentSession) -> StepResult:
     """Wait for the end of a program, or raise the failure of its session."""
     running = asyncio.ensure_future(step)
+    ends: set[asyncio.Future[Any]] = {running, session.failure}
     try:
-        await asyncio.wait([running, session.failure], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if session.failure.done():
             session.failure.result()
         return await running
@@ -161,7 +162,7 @@ async def _unless_failed(step: Awaitable[StepResult], session: AgentSession) -> 
 def _note(sample: Trajectory, session: AgentSession) -> None:
     """Write what happened in a session into its sample."""
     sample.num_prefix_hits = session.counts["prefix_hits"]
-    sample.counts = {name: float(session.counts[name]) for name in _COUNTS}
+    sample.agent_counts = {name: float(session.counts[name]) for name in _COUNTS}
     bound = session.bound
     if bound is not None:
         sample.ended_by = bound

@@ -10,7 +10,8 @@ from typing import Literal
 
 from nemo_rl.data.interfaces import Message
 from nemo_rl.experience.agents.call_tree import Call, CallTree
-from nemo_rl.experience.trajectory import Branch, Trajectory
+from nemo_rl.experience.branches import Branch
+from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.models.generation.interfaces import VersionSpan
 
 type Credit = Literal["all", "last"]

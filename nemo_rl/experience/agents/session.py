@@ -257,6 +257,7 @@ class AgentSession:
             result.token_ids.tolist(),
             result.logprobs.tolist(),
             num_cached_tokens=len(prefix) - prompt.added["token_ids"].numel(),
+            token_texts=self._token_texts(result) if request.reads_token_texts else (),
         )
         call = Call(
             call_id,
@@ -269,6 +270,9 @@ class AgentSession:
         )
         self.tree.add(call, request, answer.message)
         return answer
+
+    def _token_texts(self, result: GenerationResult) -> list[str]:
+        return [str(self.parts.tokenizer.decode([token])) for token in result.token_ids.tolist()]
 
     def _sampling(self, request: CallRequest, num_prompt_tokens: int) -> SamplingParams:
         """Return the run's sampling with what the request may change.
@@ -300,7 +304,7 @@ class AgentSession:
             sampling,
             temperature=sampling.temperature if request.temperature is None else request.temperature,
             top_p=sampling.top_p if request.top_p is None else request.top_p,
-            top_k=sampling.top_k if request.top_k is None else request.top_k,
+            top_k=sampling.top_k if request.top_k is None else (request.top_k if request.top_k > 0 else None),
         )
 
 
