@@ -221,9 +221,9 @@ async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
     try:
         await server.serve(sockets=[listener])
     finally:
-        listener.close()
-        for each in server.servers:
+        for each in getattr(server, "servers", ()):  # there are none before it has started
             each.close()
+        listener.close()
 
 
 def _parsed(raw: bytes) -> dict[str, Any]:

@@ -146,7 +146,7 @@ class AgentSession:
             self.counts["retries"] += 1
         else:
             exchange = self._exchanges[identity] = _Exchange(self._start(request))
-        answers = await asyncio.shield(exchange.task)
+        answers = await _result(exchange.task)
         exchange.is_delivered = True
         return answers
 
@@ -315,6 +315,21 @@ def _message(answer: CallAnswer, result: GenerationResult) -> Message:
         "token_ids": torch.from_numpy(np.array(result.token_ids, dtype=np.int64)),
         "generation_logprobs": torch.from_numpy(np.array(result.logprobs, dtype=np.float32)),
     }
+
+
+async def _result(task: "asyncio.Task[list[CallAnswer]]") -> list[CallAnswer]:
+    """Wait for a task, which goes on if the client goes away.
+
+    Raises:
+        CallError: the request is refused, its sample has ended, or the run fails.
+    """
+    await asyncio.wait([task])
+    if task.cancelled():
+        raise CallError(401, "The sample of this key has ended.", "invalid_api_key")
+    error = task.exception()
+    if error is None or isinstance(error, CallError):
+        return task.result()
+    raise CallError(500, f"The run cannot answer: {type(error).__name__}.", "engine_failed")
 
 
 def _was_refused(task: "asyncio.Task[list[CallAnswer]]") -> bool:
