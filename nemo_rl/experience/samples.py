@@ -104,7 +104,7 @@ class RolloutKey:
         return derive_seed(self.run_seed, self.phase, self.step, self.round, group, sample.sample_index, "episode")
 
     def call_seed_of(self, sample: Trajectory, *parts: int | str) -> int:
-        """Return the seed of an answer to the program of a sample, which `parts` tell apart from the others."""
+        """Return a seed for the program of a sample, or for one of its answers, which `parts` tell apart."""
         group = self.first_group + sample.group_index
         return derive_seed(self.run_seed, self.phase, self.step, self.round, group, sample.sample_index, "call", *parts)
 

@@ -100,7 +100,7 @@ class AgentPlayer:
         key = endpoint.open(session)
         started = asyncio.get_running_loop().time()
         try:
-            step = await _unless_failed(step_of(sample.conversation, _metadata(sample, endpoint, key)), session)
+            step = await _unless_failed(step_of(sample.conversation, _metadata(sample, endpoint, key, seed_of("program"))), session)
         finally:
             endpoint.close(key)
             await session.close()
@@ -132,7 +132,7 @@ class AgentPlayer:
         return self._settings[name]
 
 
-def _metadata(sample: Trajectory, endpoint: AgentEndpoint, key: str) -> dict[str, Any]:
+def _metadata(sample: Trajectory, endpoint: AgentEndpoint, key: str, seed: int) -> dict[str, Any]:
     """Return the metadata of a sample with what its program needs."""
     chat = sample.chat
     task = {
@@ -141,7 +141,7 @@ def _metadata(sample: Trajectory, endpoint: AgentEndpoint, key: str) -> dict[str
         "model": MODEL,
         "messages": sample.conversation if chat is None else list(chat["messages"]),
         "tools": None if chat is None else chat["tools"],
-        "seed": (sample.extra_env_info or {}).get("episode_seed", 0),
+        "seed": seed,
     }
     return {**(sample.extra_env_info or {}), KEY: task}
 
