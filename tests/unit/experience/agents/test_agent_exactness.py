@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 from agent_parts import ROOT, TOKENIZERS, ProgramEnvironment, play
 from openai import AsyncOpenAI
 from random_model import RandomModelEngine, teacher_forced
