@@ -5,7 +5,6 @@ keeps that thread, and no other program waits for it.
 """
 
 import asyncio
-import contextlib
 import inspect
 import logging
 import os
@@ -100,13 +99,20 @@ def find_callable(path: str, kwargs: Mapping[str, Any]) -> tuple[Callable[..., A
     if not callable(found):
         raise ConfigError(f"{what} cannot be called. {_ADVICE}")
     call = found if inspect.isroutine(found) else found.__call__
-    with contextlib.suppress(ValueError):  # a function without a signature
-        try:
-            inspect.signature(call).bind(None, **kwargs)
-        except TypeError as error:
-            given = f"a task and kwargs={dict(kwargs)}"
-            raise ConfigError(f"{what} cannot be called with {given}: {error}. {_ADVICE}") from None
+    _check_arguments(call, kwargs, what)
     return call, kwargs
+
+
+def _check_arguments(call: Callable[..., Any], kwargs: Mapping[str, Any], what: str) -> None:
+    try:
+        signature = inspect.signature(call)
+    except ValueError:  # a function of C without one
+        return
+    try:
+        signature.bind(None, **kwargs)
+    except TypeError as error:
+        given = f"a task and kwargs={dict(kwargs)}"
+        raise ConfigError(f"{what} cannot be called with {given}: {error}. {_ADVICE}") from None
 
 
 def _described(error: BaseException) -> str:

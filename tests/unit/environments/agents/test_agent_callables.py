@@ -94,7 +94,7 @@ def test_a_program_sees_the_named_fields_of_its_row(fields: Any, seen: str, endp
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("raises", "LookupError: 'no luck with ***' (programs_for_tests.py:"),
+        ("raises", "LookupError: no luck with *** (programs_for_tests.py:"),
         ("exits", "SystemExit: 3"),
         ("exits_async", "SystemExit: 3"),
         ("interrupts", "KeyboardInterrupt"),
