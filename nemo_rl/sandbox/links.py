@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-
 _MAX_LINKS = 40
 """Links on the way to one path, as in the kernel."""
 

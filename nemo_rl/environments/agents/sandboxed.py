@@ -1,7 +1,7 @@
 """Programs that are processes in a sandbox, from which they reach the endpoint and nothing else.
 
-Invariant: such a program sees its task, its own files and the Python of the run; it has no other row, no variable of the
-run and no network but the endpoint's port.
+Invariant: such a program sees its task, its own files and the Python of the run; it has no other row, no variable of
+the run and no network but the endpoint's port.
 """
 
 import os

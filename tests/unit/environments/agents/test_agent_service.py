@@ -105,12 +105,9 @@ def service() -> Iterator[Service]:
 def test_a_service_gets_the_task_and_returns_the_reward(service: Service, endpoint: FakeEndpoint) -> None:
     (result,) = played(endpoint.url, {"service": service.url}, [{"do": "well"}], tools=[{"type": "function"}])
     assert result.reward == 1.0 and result.answer == "4" and endpoint.calls == {KEY: 1}
-    assert service.tasks == [
-        {
-            **{"messages": [{"role": "user", "content": "4"}], "tools": [{"type": "function"}], "row": {"do": "well"}},
-            **{"base_url": endpoint.url, "api_key": KEY, "model": "policy", "seed": 7, "timeout_s": 300.0},
-        }
-    ]
+    given = {"messages": [{"role": "user", "content": "4"}], "tools": [{"type": "function"}], "row": {"do": "well"}}
+    more = {"base_url": endpoint.url, "api_key": KEY, "model": "policy", "seed": 7, "timeout_s": 300.0}
+    assert service.tasks == [given | more]
 
 
 @pytest.mark.parametrize(
