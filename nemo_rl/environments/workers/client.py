@@ -142,6 +142,11 @@ class EnvironmentClient:
         return self._traits.continues_episodes
 
     @property
+    def runs_agents(self) -> bool:
+        """See `EnvironmentInterface.runs_agents`."""
+        return self._traits.runs_agents
+
+    @property
     def is_pooled(self) -> bool:
         """See `EnvironmentInterface.pooled`."""
         return self._traits.pooled

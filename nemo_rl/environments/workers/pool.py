@@ -70,6 +70,11 @@ class EnvironmentPool:
         return self._workers[0].client.continues_episodes
 
     @property
+    def runs_agents(self) -> bool:
+        """See `EnvironmentInterface.runs_agents`."""
+        return self._workers[0].client.runs_agents
+
+    @property
     def reads_collections(self) -> bool:
         """See `EnvironmentClient.reads_collections`."""
         return self._workers[0].client.reads_collections
