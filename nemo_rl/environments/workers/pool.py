@@ -7,7 +7,7 @@ only the episodes that have a place in it.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -70,9 +70,9 @@ class EnvironmentPool:
         return self._workers[0].client.continues_episodes
 
     @property
-    def runs_agents(self) -> bool:
-        """See `EnvironmentInterface.runs_agents`."""
-        return self._workers[0].client.runs_agents
+    def agent_section(self) -> Mapping[str, Any] | None:
+        """See `EnvironmentClient.agent_section`."""
+        return self._workers[0].client.agent_section
 
     @property
     def reads_collections(self) -> bool:

@@ -117,16 +117,17 @@ class ReasoningReader:
         with importing():
             from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
             from vllm.reasoning import ReasoningParserManager
-        known = ReasoningParserManager.list_registered()
+        manager: Any = ReasoningParserManager
+        known = manager.list_registered()
         if name not in known:
             raise ConfigError(
                 f"reasoning_parser={name!r} is unknown.{did_you_mean(name, known)} vLLM has: {', '.join(known)}."
             )
-        self._class: Any = ReasoningParserManager.get_reasoning_parser(name)
+        self._class = manager.get_reasoning_parser(name)
         self._tokenizer = tokenizer
         self._request = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": ""}]})
         try:
-            self._class(tokenizer)
+            self._class(self._tokenizer)
         except Exception as error:  # boundary: parsers raise errors of any kind for a tokenizer that is not theirs
             raise ConfigError(f"reasoning_parser={name!r} cannot read what this tokenizer writes: {error}") from error
 
