@@ -100,7 +100,9 @@ class AgentPlayer:
         key = endpoint.open(session)
         started = asyncio.get_running_loop().time()
         try:
-            step = await _unless_failed(step_of(sample.conversation, _metadata(sample, endpoint, key, seed_of("program"))), session)
+            step = await _unless_failed(
+                step_of(sample.conversation, _metadata(sample, endpoint, key, seed_of("program"))), session
+            )
         finally:
             endpoint.close(key)
             await session.close()

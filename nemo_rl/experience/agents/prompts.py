@@ -15,6 +15,7 @@ from nemo_rl.data.messages.rendering import encode_text, render_chat
 from nemo_rl.data.processors import prompt_entry
 from nemo_rl.experience.agents.call_tree import Call, CallTree, parsed_calls
 from nemo_rl.experience.agents.calls import CallRequest
+from nemo_rl.utils.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class PromptRenderer:
         """Return the tokens of a request.
 
         Raises:
-            DataError: the messages cannot be rendered.
+            DataError: the messages cannot be rendered, or token ids are unknown.
         """
         if request.prompt is not None:
             return self._plain(request.prompt, tree)
@@ -72,11 +73,14 @@ class PromptRenderer:
         return Prompt(prompt.parent, added)
 
     def _plain(self, prompt: str | Sequence[int], tree: CallTree) -> Prompt:
-        """Return the tokens of a plain completion."""
+        """Return the tokens of a plain completion; errors as `prompt`."""
         parent = tree.find_plain(prompt, self._text)
         if isinstance(prompt, str):
             rest = prompt if parent is None else prompt.removeprefix(self._text(parent.token_ids))
             return Prompt(parent, {"role": "user", "content": rest, "token_ids": encode_text(rest, self.tokenizer)})
+        unknown = [token for token in prompt if not 0 <= token < len(self.tokenizer)]
+        if unknown:
+            raise DataError(f"the token ids {unknown[:5]} are not among the {len(self.tokenizer)} of the tokenizer")
         known = 0 if parent is None else len(parent.token_ids)
         ids = list(prompt[known:])
         added = {"role": "user", "content": self._text(ids), "token_ids": torch.tensor(ids, dtype=torch.int64)}
