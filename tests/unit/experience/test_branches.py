@@ -58,7 +58,7 @@ def branch(text: str, version: int = 4, *, trains: bool = True) -> Branch:
 
 def sample(main: str, *branches: Branch, index: int = 0, version: int = 4, **values: Any) -> Trajectory:
     first = branch(main, version)
-    values = {"reward": 1.0, "turn_rewards": [1.0]} | values
+    given: dict[str, Any] = {"reward": 1.0, "turn_rewards": [1.0]} | values
     return Trajectory(
         0,
         index,
@@ -68,7 +68,7 @@ def sample(main: str, *branches: Branch, index: int = 0, version: int = 4, **val
         first.prompt_length,
         weight_versions=first.weight_versions,
         branches=list(branches),
-        **values,
+        **given,
     )
 
 
@@ -170,7 +170,7 @@ def test_an_update_has_the_rows_of_its_samples(samples: list[Trajectory]) -> Non
     assert rows_per_update(samples, 3) == [5]
     with pytest.raises(DataError, match="3 samples do not divide into optimizer updates of 2 samples"):
         rows_per_update(samples, 2)
-    batch = BatchedDataDict(row=torch.arange(5))
+    batch: BatchedDataDict[Any] = BatchedDataDict(row=torch.arange(5))
     assert [part["row"].tolist() for part in global_batches(batch, [1, 3, 1], allow_partial=False)] == [
         [0],
         [1, 2, 3],

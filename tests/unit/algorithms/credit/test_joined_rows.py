@@ -159,7 +159,7 @@ def test_fixed_advantages_reach_the_turns_and_tags_of_branches() -> None:
     made = samples()
     made[1].invalid_tool_call_turns = [False, True]
     made[2].malformed_thinking = [(2, 3), (10, 11)]
-    options = {"invalid_tool_call_advantage": -7.0, "malformed_thinking_advantage": -9.0}
+    options: dict[str, Any] = {"invalid_tool_call_advantage": -7.0, "malformed_thinking_advantage": -9.0}
     batch, _ = credited(made, adv_estimator={"name": "dr_grpo"}, **options)
     assert of_rows(batch)[1:6] == [[0.75] * 3, [-7.0], [-9.0], [-1.0], [-1.0, -9.0]]
 
@@ -198,7 +198,7 @@ def test_without_branches_nothing_is_copied() -> None:
 
 
 def test_samples_and_rows_have_to_fit() -> None:
-    batch = BatchedDataDict(input_lengths=torch.ones(3))
+    batch: BatchedDataDict[Any] = BatchedDataDict(input_lengths=torch.ones(3))
     with pytest.raises(ValueError, match="The 2 samples have 3 conversations, but the batch has 4 rows"):
         JoinedRows.of(samples()[:2], BatchedDataDict(input_lengths=torch.ones(4)))
     assert JoinedRows.of(samples()[:2], batch).num_rows_B.tolist() == [1, 2]

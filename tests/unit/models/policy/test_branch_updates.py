@@ -73,16 +73,17 @@ def test_the_gradient_is_that_of_all_rows(packing: bool, sequence_level: bool, t
     values = {"sequence_packing": {"enabled": True, "train_mb_tokens": 40}} if packing else {}
     config = policy_config(name, train_global_batch_size=4, **values)
     with process_group():
-        worker = PolicyWorker(DTensorBackend(config, CPU), config)
+        backend: Any = DTensorBackend(config, CPU)
+        worker = PolicyWorker(backend, config)
         gradients: dict[str, torch.Tensor] = {}
-        step = worker.backend.clip_and_step
+        step = backend.clip_and_step
 
         def step_and_keep() -> Any:
-            named = worker.backend.model.hf.named_parameters()
+            named = backend.model.hf.named_parameters()
             gradients.update({key: value.grad.detach().clone() for key, value in named})
             return step()
 
-        worker.backend.clip_and_step = step_and_keep  # type: ignore[method-assign]
+        backend.clip_and_step = step_and_keep
         sharded = shard_batch(batch.tensors, 1, training_strategy(config))
         result = worker.train(sharded.data[0], sharded.sizes[0], ClippedPGLossFn(loss), count_valid(batch.tensors))
     assert not result.skipped
