@@ -1,5 +1,6 @@
 """Samples of several conversations: their rows, states, stored rows, logs, metrics and reviews."""
 
+import asyncio
 import json
 import pickle
 from dataclasses import replace
@@ -28,6 +29,7 @@ from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.experience.trajectory_log import TrajectoryLog
 from nemo_rl.models.generation.interfaces import ResponseSoFar, VersionSpan
 from nemo_rl.models.policy.batching import global_batches
+from nemo_rl.regrade.replay import replay
 from nemo_rl.regrade.stored_samples import read_samples
 from nemo_rl.utils.errors import DataError
 
@@ -260,3 +262,11 @@ def test_penalties_see_the_turns_of_all_conversations() -> None:
     assert [(start, tokens[start]) for start, _ in made.malformed_thinking] == [(7, "("), (13, ")")]
     assert [row.malformed_thinking for row in rows_of([made])] == [[(7, 8)], [(5, 6)]]
     assert made.num_thinking_tokens == 3
+
+
+def test_a_sample_of_several_conversations_is_not_played_again(tmp_path: Path, samples: list[Trajectory]) -> None:
+    TrajectoryLog(tmp_path, enabled=True).write_validation(1, samples)
+    stored = list(read_samples(tmp_path / "val_data_step1.jsonl"))[1]
+    none: Any = None
+    graded = asyncio.run(replay(stored, none, "task", none))
+    assert graded.reward is None and graded.error is not None and "several conversations" in graded.error
