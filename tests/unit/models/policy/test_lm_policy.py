@@ -145,10 +145,11 @@ def test_the_optimizer_state_is_offloaded_from_log_prob_passes_to_the_next_updat
 
 
 @ray_test
-def test_evaluation_changes_nothing_and_takes_a_partial_batch(policy) -> None:
+@pytest.mark.parametrize("gbs", [6, [6, 2]])
+def test_evaluation_changes_nothing_and_takes_a_partial_batch(policy, gbs) -> None:
     data = random_batch(rows=8)
     before = policy.get_logprobs(data)["logprobs"]
-    result = policy.train(data, ReportsRank(), eval_mode=True, gbs=6)
+    result = policy.train(data, ReportsRank(), eval_mode=True, gbs=gbs)
     assert result["loss"].shape == (2,)
     assert "lr" not in result["metrics"] and not result["grad_norm"].any()
     valid = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
