@@ -52,6 +52,7 @@ class _ItemReader:
         self._reasoning: list[str] = []
         self._open: Message | None = None
         self._answer_id: str | None = None
+        # The last message with calls that only results follow, with the id of its answer.
         self._called: tuple[str, Message] | None = None
 
     def add(self, item: Fields) -> None:

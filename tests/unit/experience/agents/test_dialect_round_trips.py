@@ -58,7 +58,7 @@ HISTORIES = [chat_history, responses_history, stored_history, messages_history]
 
 
 @pytest.mark.parametrize("history", HISTORIES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(found=answers())
 def test_an_answer_that_is_sent_back_is_the_same_message(history, found):
     before, message, after = history(found)
@@ -67,7 +67,7 @@ def test_an_answer_that_is_sent_back_is_the_same_message(history, found):
 
 
 @pytest.mark.parametrize("history", [chat_history, responses_history, messages_history])
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(found=answers())
 def test_without_its_reasoning_all_else_is_the_same(history, found):
     _, message, _ = history(found, keeps_reasoning=False)
