@@ -288,7 +288,7 @@ def test_only_the_choice_none_turns_off_the_parsing_of_calls(path):
     [
         (CHAT, "always", "tool_choice"),
         (CHAT, 5, "tool_choice"),
-        (CHAT, {"type": "function", "function": {"name": "wether"}}, "tool_choice.function.name"),
+        (CHAT, {"type": "function", "function": {"name": "weathr"}}, "tool_choice.function.name"),
         (CHAT, {"type": "allowed_tools", "allowed_tools": {}}, "tool_choice.type"),
         (RESPONSES, {"type": "web_search"}, "tool_choice.type"),
         (MESSAGES, {"type": "tool", "name": "other"}, "tool_choice.name"),
@@ -299,7 +299,7 @@ def test_a_wrong_choice_of_tools_is_refused(path, choice, parameter):
 
 
 def test_a_name_that_is_nearly_a_tool_is_suggested():
-    choice = {"type": "function", "function": {"name": "wether"}}
+    choice = {"type": "function", "function": {"name": "weathr"}}
     error = refused(CHAT, "tool_choice.function.name", tools=[TOOLS[CHAT]], tool_choice=choice)
     assert "'weather'" in error.message
 

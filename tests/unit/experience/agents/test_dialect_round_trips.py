@@ -196,11 +196,11 @@ def test_reasoning_of_other_models_is_read_from_its_summary_or_left_out():
 
 
 def test_the_beginning_of_an_answer_is_continued():
-    begun = [USER, {"role": "assistant", "content": "The best"}]
-    assert MESSAGES.read({"messages": begun, "max_tokens": 5}, {}).continues_last
+    started = [USER, {"role": "assistant", "content": "The best"}]
+    assert MESSAGES.read({"messages": started, "max_tokens": 5}, {}).continues_last
     assert not MESSAGES.read({"messages": [USER], "max_tokens": 5}, {}).continues_last
-    assert not CHAT.read({"messages": begun}, {}).continues_last
-    continued = {"messages": begun, "continue_final_message": True, "add_generation_prompt": False}
+    assert not CHAT.read({"messages": started}, {}).continues_last
+    continued = {"messages": started, "continue_final_message": True, "add_generation_prompt": False}
     assert CHAT.read(continued, {}).continues_last
 
 
