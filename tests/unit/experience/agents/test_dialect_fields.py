@@ -298,10 +298,10 @@ def test_a_wrong_choice_of_tools_is_refused(path, choice, parameter):
     refused(path, parameter, tools=[TOOLS[path]], tool_choice=choice)
 
 
-def test_a_name_that_is_nearly_a_tool_is_suggested():
+def test_the_error_about_an_unknown_tool_names_the_known_ones():
     choice = {"type": "function", "function": {"name": "weathr"}}
     error = refused(CHAT, "tool_choice.function.name", tools=[TOOLS[CHAT]], tool_choice=choice)
-    assert "'weather'" in error.message
+    assert "of the request: weather." in error.message
 
 
 @pytest.mark.parametrize("path", PATHS)
