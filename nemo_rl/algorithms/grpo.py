@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.algorithms.credit.advantages import AdvantageEstimator, AdvantageExtras, make_advantage_estimator
 from nemo_rl.algorithms.credit.efforts import effort_metrics, effort_penalty
 from nemo_rl.algorithms.credit.fixed_advantages import set_invalid_tool_calls, set_malformed_thinking
+from nemo_rl.algorithms.credit.joined_rows import JoinedRows
 from nemo_rl.algorithms.credit.reward_shaping import scale_rewards, shape_rewards
 from nemo_rl.algorithms.rollout.ahead import with_overlap
 from nemo_rl.algorithms.rollout.batches import (
@@ -185,7 +186,7 @@ class PolicyScoring:
         policy: the model that scores.
         needs_prev: whether `prev_logprobs` are computed separately from the update.
         needs_reference: whether `reference_policy_logprobs` are computed.
-        max_sequence_error: mask samples whose training/generation ratio exceeds this; None for never.
+        max_sequence_error: mask rows whose training/generation ratio exceeds this; None for never.
         corrects_staleness: whether the loss itself accounts for stale tokens; see `apply`.
     """
 
@@ -213,7 +214,7 @@ class PolicyScoring:
             Metrics of the mismatch of sequences, and of the mask that follows from it.
         """
         tensors = batch.tensors
-        rewards = [trajectory.reward for trajectory in batch.trajectories]
+        rewards = [row.reward for row in batch.rows]
         if STORED_ROWS in tensors:
             return self._score_stored(tensors, rewards)
         stale_BT = None if self.corrects_staleness else batch.stale_BT
@@ -289,45 +290,55 @@ class CreditAssignment:
         return self.assign(batch.tensors, batch.trajectories)
 
     def assign(self, batch: BatchedDataDict[Any], trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Write `advantages [B, T]` and `positive_examples [B]` into the batch.
+        """Write `advantages [R, T]` and `positive_examples [R]` into the batch.
 
-        A sample that the loss leaves out (`sample_mask` 0) still enters baselines and deviations, because its reward
-        shows how hard the prompt is; its own advantage is 0. Whitening over tokens uses the tokens that count.
+        Rewards, baselines and deviations are of samples, and the estimator gets each sample once, with its rows joined
+        (`credit.joined_rows`). A sample that the loss leaves out (`sample_mask` 0) still enters baselines and
+        deviations, because its reward shows how hard the prompt is; its own advantage is 0. Whitening over tokens uses
+        the tokens that count.
 
         Args:
-            batch: a training batch whose rows are the trajectories, in order.
-            trajectories: B rollouts.
+            batch: a training batch of R rows, those of the trajectories in order.
+            trajectories: B rollouts, each of one row or, with branches, of several.
 
         Returns:
-            Metrics: shaped reward and spread of the advantages.
+            Metrics: shaped reward of the samples, and spread of the advantages.
         """
-        weight_B = batch["sample_mask"]
         is_stored = STORED_ROWS in batch
+        joined = JoinedRows.of(trajectories, batch)
         # The tokens of stored rows have one advantage: as if each row had one token, where it has any.
-        mask_BT = ((batch[NUM_WRITTEN][:, None] > 0) if is_stored else batch["token_mask"]) * weight_B[:, None]
+        written_RT = (batch[NUM_WRITTEN][:, None] > 0) if is_stored else batch["token_mask"]
+        mask_RT = written_RT * batch["sample_mask"][:, None]
+        mask_BT = joined.join(mask_RT)
         effort_penalty_B = effort_penalty(trajectories, self._effort_levels)
         rewards_B = self._training_rewards(trajectories) + effort_penalty_B.float()
-        extras: AdvantageExtras = {
+        extras = self._extras(trajectories)
+        if self.needs_logprobs:
+            extras["logprobs_policy"] = joined.join(batch["prev_logprobs"])
+            extras["logprobs_reference"] = joined.join(batch["reference_policy_logprobs"])
+        advantages_BT = self._estimator.compute_advantage(None, rewards_B, mask_BT, **extras)
+        self._set_fixed(advantages_BT, mask_BT, trajectories)
+        advantages_RT = joined.cut(advantages_BT)
+        if is_stored:
+            batch[SAMPLE_ADVANTAGES] = advantages_RT[:, 0].float()
+        else:
+            batch["advantages"] = advantages_RT.float()
+        positive_B = torch.tensor([float(is_right(t.penalized_reward)) for t in trajectories])
+        batch["positive_examples"] = joined.repeat(positive_B)
+        return {
+            "filtered_reward": float(masked_mean(rewards_B, joined.largest(batch["sample_mask"]))),
+            **_spread("advantages", advantages_RT, mask_RT, batch[NUM_WRITTEN] if is_stored else None),
+            **effort_metrics(trajectories, self._effort_levels, effort_penalty_B),
+        }
+
+    def _extras(self, trajectories: Sequence[Trajectory]) -> AdvantageExtras:
+        """Return what the estimator gets of samples besides rewards and tokens."""
+        return {
             "group_ids": torch.tensor([t.group_index for t in trajectories]),
             "valid_mask": torch.tensor([float(t.reward is not None) for t in trajectories]),
             "reward_components": self._components(trajectories),
             "turn_rewards": _padded([t.penalized_turn_rewards for t in trajectories], 0.0, torch.float32),
             "turn_spans": _padded([t.turn_spans for t in trajectories], (0, 0), torch.int64),
-        }
-        if self.needs_logprobs:
-            extras["logprobs_policy"] = batch["prev_logprobs"]
-            extras["logprobs_reference"] = batch["reference_policy_logprobs"]
-        advantages = self._estimator.compute_advantage(None, rewards_B, mask_BT, **extras)
-        self._set_fixed(advantages, mask_BT, trajectories)
-        if is_stored:
-            batch[SAMPLE_ADVANTAGES] = advantages[:, 0].float()
-        else:
-            batch["advantages"] = advantages.float()
-        batch["positive_examples"] = torch.tensor([float(is_right(t.penalized_reward)) for t in trajectories])
-        return {
-            "filtered_reward": float(masked_mean(rewards_B, weight_B)),
-            **_spread("advantages", advantages, mask_BT, batch[NUM_WRITTEN] if is_stored else None),
-            **effort_metrics(trajectories, self._effort_levels, effort_penalty_B),
         }
 
     def _set_fixed(self, advantages: Tensor, mask_BT: Tensor, trajectories: Sequence[Trajectory]) -> None:

@@ -101,6 +101,9 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
         pooled: Whether the environment may run in several actors, as many as the key `num_workers` of its section says
             (default 1); all calls for an episode go to the same one. Otherwise it has one actor, and a key
             `num_workers` is its own.
+        runs_agents: Whether `step` runs a program that samples from the policy itself, through an endpoint of the run.
+            Each sample is then one call of `step`, without a response before it; its metadata, a dict, also has `agent`
+            with the endpoint's address and a key. See `nemo_rl.environments.agents`.
     """
 
     max_concurrent_steps: ClassVar[int] = 1
@@ -112,6 +115,7 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
     reads_chat: ClassVar[bool] = False
     continues_episodes: ClassVar[bool | None] = None
     pooled: ClassVar[bool] = False
+    runs_agents: ClassVar[bool] = False
 
     @abc.abstractmethod
     def step(

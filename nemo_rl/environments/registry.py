@@ -52,6 +52,7 @@ ENV_REGISTRY: dict[str, EnvRegistryEntry] = {
     "llm_judge": {"actor_class_fqn": "nemo_rl.environments.judges.llm_judge.LLMJudgeEnvironment"},
     "rag": {"actor_class_fqn": f"{_TOOLS}.retriever.RAGEnvironment"},
     "tools": {"actor_class_fqn": f"{_TOOLS}.environment.ToolEnvironment"},
+    "agent": {"actor_class_fqn": "nemo_rl.environments.agents.environment.AgentEnvironment"},
 }
 
 

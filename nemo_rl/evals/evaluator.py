@@ -275,7 +275,16 @@ def _started(
             config.generation.engine.max_model_len, config.eval.max_rollout_turns, cluster.timeouts.rollout_s
         )
         rules = text_rules(config.data)
-        runner = RolloutRunner(engines, {name: running}, tokenizer, limits, loop, rules, cluster.optimizations)
+        runner = RolloutRunner(
+            engines,
+            {name: running},
+            tokenizer,
+            limits,
+            loop,
+            rules,
+            cluster.optimizations,
+            endpoint=cluster.agent_endpoint,
+        )
         yield Sampler(runner, sampling_params(config.policy, tokenizer.eos_token_id, validation=False))
 
 

@@ -64,13 +64,13 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "mean_gen_tokens_per_sample": mean(responses),
         "max_gen_tokens_per_sample": float(max(responses, default=0)),
         "mean_total_tokens_per_sample": mean([t.length for t in trajectories]),
-        "mean_env_tokens_per_sample": mean([t.length - t.prompt_length - t.response_length for t in trajectories]),
+        "mean_env_tokens_per_sample": mean([t.length - t.num_prompt_tokens - t.response_length for t in trajectories]),
         "total_num_tokens": float(sum(t.length for t in trajectories)),
         "num_control_token_observations": float(sum(t.num_control_token_observations for t in trajectories)),
         "mean_environment_s": mean([t.environment_s for t in trajectories]),
     }
     of_parts = _endings(trajectories) | _prefix_hits(trajectories) | _component_means(trajectories)
-    return _known(metrics) | of_parts | review_metrics(trajectories)
+    return _known(metrics) | of_parts | _branches(trajectories) | review_metrics(trajectories)
 
 
 def _endings(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -83,6 +83,18 @@ def _prefix_hits(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Compute the share of later turns that an engine continued with the keys and values that it held."""
     later = sum(max(t.num_turns - 1, 0) for t in trajectories)
     return {"prefix_hit_rate": sum(t.num_prefix_hits for t in trajectories) / later} if later else {}
+
+
+def _branches(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Compute the number of rows, and of branches per sample, if a sample has branches."""
+    counts = [len(t.branches) for t in trajectories]
+    if not any(counts):
+        return {}
+    return {
+        "num_rows": float(len(counts) + sum(counts)),
+        "mean_branches_per_sample": mean(counts),
+        "max_branches_per_sample": float(max(counts)),
+    }
 
 
 def metrics_by_environment(

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nemo_rl.experience.branches import num_written_tokens
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.models.generation.interfaces import (
     FinishReason,
@@ -114,9 +115,9 @@ class SampleProgress:
 
 def num_stored_tokens(state: Mapping[str, Any]) -> int:
     """Return the number of sampled tokens in a state of `SampleProgress`."""
-    messages = state["trajectory"]["message_log"]
-    turns = sum(len(message["token_ids"]) for message in messages if "generation_logprobs" in message)
-    return turns + len(state["token_ids"])
+    sample = state["trajectory"]
+    logs = [sample["message_log"], *(branch["message_log"] for branch in sample.get("branches", ()))]
+    return sum(map(num_written_tokens, logs)) + len(state["token_ids"])
 
 
 @dataclass(eq=False)

@@ -25,6 +25,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.compat.public_names import public_names
+from nemo_rl.config.schema.agent_endpoint import AgentEndpointConfig
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.closings import CLOSING_S, Closings
@@ -88,6 +89,7 @@ class RolloutRunner:
         text_rules: which texts have their control tokens encoded as ordinary text; None: `TextRules()`.
         optimizations: value of `cluster.optimizations`.
         review: notes penalties on finished samples.
+        endpoint: section of the endpoint for agents; None: its defaults.
     """
 
     def __init__(
@@ -100,12 +102,13 @@ class RolloutRunner:
         text_rules: TextRules | None = None,
         optimizations: Choice = "auto",
         review: Review = nothing,
+        endpoint: AgentEndpointConfig | None = None,
     ):
         self._generation = generation
         self._review = review
         self._optimizations: Choice = optimizations
         self._environments = environments
-        self._samples = SamplePlayer(generation, environments, tokenizer, limits, text_rules)
+        self._samples = SamplePlayer(generation, environments, tokenizer, limits, text_rules, endpoint)
         self._limits = limits
         self._loop = loop
         self._started: set[BackgroundTask[Rollouts]] = set()

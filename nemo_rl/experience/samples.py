@@ -12,16 +12,19 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.config.schema.agent_endpoint import AgentEndpointConfig
 from nemo_rl.data.interfaces import Message
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.data.messages.observations import ObservationRenderer, messages_of
 from nemo_rl.environments.interfaces import EpisodeStart, StepResult
+from nemo_rl.experience.agents.player import AgentPlayer
 from nemo_rl.experience.closings import Closings
 from nemo_rl.experience.continued import joined, rest_of
 from nemo_rl.experience.limits import RolloutLimits
@@ -61,6 +64,10 @@ class EnvironmentPort(PostProcessor, Protocol):
     def continues_episodes(self) -> bool:
         """See `environments.interfaces.EnvironmentInterface`."""
 
+    @property
+    def agent_section(self) -> Mapping[str, Any] | None:
+        """The section of an environment with `runs_agents`; None for other environments."""
+
     async def close_episode(self, metadata: Any) -> None:
         """Close the episode of one sample; never raises."""
 
@@ -96,6 +103,11 @@ class RolloutKey:
         group = self.first_group + sample.group_index
         return derive_seed(self.run_seed, self.phase, self.step, self.round, group, sample.sample_index, "episode")
 
+    def call_seed_of(self, sample: Trajectory, *parts: int | str) -> int:
+        """Return a seed for the program of a sample, or for one of its answers, which `parts` tell apart."""
+        group = self.first_group + sample.group_index
+        return derive_seed(self.run_seed, self.phase, self.step, self.round, group, sample.sample_index, "call", *parts)
+
 
 class SamplePlayer:
     """Plays samples; any number of them concurrently.
@@ -106,6 +118,7 @@ class SamplePlayer:
         tokenizer: decodes responses that come without a text, and encodes observations.
         limits: bounds.
         text_rules: which texts have their control tokens encoded as ordinary text; None: `TextRules()`.
+        endpoint: section of the endpoint for agents; None: its defaults.
 
     Attributes:
         environments_busy: measures the time during which an environment opens an episode or takes a turn.
@@ -118,6 +131,7 @@ class SamplePlayer:
         tokenizer: PreTrainedTokenizerBase,
         limits: RolloutLimits,
         text_rules: TextRules | None = None,
+        endpoint: AgentEndpointConfig | None = None,
     ):
         self._generation = generation
         self._environments = environments
@@ -127,6 +141,7 @@ class SamplePlayer:
         """By the variables of the chat template, as JSON."""
         self._has_reported = False
         self._limits = limits
+        self._agents = AgentPlayer(generation, tokenizer, limits, self._text_rules, endpoint or AgentEndpointConfig())
         self.environments_busy = BusyClock()
 
     async def play(
@@ -144,7 +159,12 @@ class SamplePlayer:
             _remember(sample, sample.extra_env_info)
             try:
                 if progress.is_open or await self._open(progress, prompt_stops, key):
-                    await self._take_turns(progress, sampling, prompt_stops, key)
+                    if environment.agent_section is None:
+                        await self._take_turns(progress, sampling, prompt_stops, key)
+                    else:
+                        await self._run_agent(
+                            sample, environment.agent_section, _with_stops(sampling, prompt_stops), key
+                        )
             finally:
                 closings.start(environment.close_episode(sample.episode))
         progress.is_finished = True
@@ -236,6 +256,15 @@ class SamplePlayer:
             said = {name: value for name, value in step.observation.items() if name != "messages"}
             sample.message_log.append({**said, "token_ids": ids})
             progress.stops = prompt_stops if step.next_stop_strings is None else step.next_stop_strings
+
+    async def _run_agent(
+        self, sample: Trajectory, section: Mapping[str, Any], sampling: SamplingParams, key: RolloutKey
+    ) -> None:
+        """Run the program of a sample to its end."""
+        step_of = self._environments[sample.task_name].step
+        played = await self._agents.play(sample, section, step_of, sampling, partial(key.call_seed_of, sample))
+        if _absorb(sample, played.step):
+            played.spread_reward()
 
     def _note_control_tokens(self, sample: Trajectory, observation: Message) -> None:
         """Count an observation whose text holds a control token, and report the first one of this process."""

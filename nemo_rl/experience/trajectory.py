@@ -7,19 +7,21 @@ a reward of zero always means that the grader returned zero.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Self
-
-from torch import Tensor
+from typing import Any, Self
 
 from nemo_rl.data.interfaces import Chat, Message, RowInputs
 from nemo_rl.data.messages.content import content_text
-from nemo_rl.data.stored_rows import PackedRows, SharedPrompt
+from nemo_rl.experience.branches import (
+    Branch,
+    StoredTokens,
+    messages_state,
+    num_tokens,
+    num_written_tokens,
+    spans_of_turns,
+)
 from nemo_rl.models.generation.interfaces import ServedBy, VersionSpan
 
-if TYPE_CHECKING:
-    from ray import ObjectRef
-
-_OF_THE_EPISODE = ("extra_env_info", "episode", "chat", "served_by", "stored")
+_NOT_STORED = ("extra_env_info", "episode", "chat", "served_by", "stored", "branch")
 
 
 class Outcome(StrEnum):
@@ -55,22 +57,13 @@ def is_right(reward: float | None) -> bool:
     return reward is not None and reward > 0
 
 
-@dataclass(frozen=True)
-class StoredTokens:
-    """The place of the tokens and texts of a trajectory that has only their numbers; see `runners.stored`.
-
-    Attributes:
-        prompt: what other trajectories may share with it.
-        rows: reference of the tokens and texts of its group; None before the driver has it.
-    """
-
-    prompt: SharedPrompt
-    rows: "ObjectRef[PackedRows] | None" = None
-
-
 @dataclass
 class Trajectory:
     """One sample's message log with its reward.
+
+    Lengths, turns and positions are those of all conversations of the sample, as if they were laid end to end: first
+    `message_log`, then the branches. Tokens that several conversations have count in each of them. Texts are those of
+    `message_log`.
 
     Attributes:
         group_index: index of the prompt in the step, from 0; samples of a group share it.
@@ -79,23 +72,23 @@ class Trajectory:
         task_name: environment that graded the sample.
         message_log: messages with `role`, `content`, `token_ids` [t] int64; assistant turns also
             `generation_logprobs` [t] float32.
-        prompt_length: tokens before the first response.
+        prompt_length: tokens of `message_log` before the first response.
         loss_multiplier: weight from the data set, 0 masks the sample.
         reward: total over turns; None when it could not be computed.
         turn_rewards: reward of each response turn, whose sum is `reward`; empty where no turn was rewarded.
         reward_components: named parts of the reward, for multi-reward environments.
         invalid_tool_call_turns: for each rewarded turn, whether it has a tool call that cannot be made.
         penalties: for each penalty of the run, the numbers of the response turns to which it applies.
-        malformed_thinking: first token and end of each thinking tag that is out of place, as positions in the whole
-            sequence.
+        malformed_thinking: first token and end of each thinking tag that is out of place, as positions like those of
+            `turn_spans`.
         num_thinking_tokens: tokens of thinking in all turns; None if they were not looked for.
         effort: level of effort of the prompt; None in a run without levels.
         outcome: how the rollout ended.
         ended_by: what ended the episode.
         error: description of what failed.
         answer: answer the grader extracted.
-        weight_versions: versions of the weights that wrote the response turns; spans start at positions of the whole
-            sequence.
+        weight_versions: versions of the weights that wrote the response turns of `message_log`; spans start at its
+            positions.
         num_turns: response turns.
         num_prefix_hits: later turns that went to the engine that holds the keys and values of their prefix.
         served_by: where the last response turn was written.
@@ -104,9 +97,13 @@ class Trajectory:
         chat: messages and tools that the prompt was rendered from; None if the data does not give them.
         row_inputs: inputs of the model next to the tokens; None for most data.
         num_control_token_observations: observations whose texts hold control tokens.
+        agent_counts: numbers of what happened between the sample's program and the endpoint; empty without a program.
         generation_s: seconds spent waiting for the engine.
         environment_s: seconds spent waiting for the environment.
         stored: place of tokens and texts in the object store; None: they are in `message_log`.
+        branches: further conversations of the sample.
+        branch: number of the conversation in a row of a sample with branches (`rows.rows_of`), 0 for `message_log` of
+            the sample; None for a sample.
     """
 
     group_index: int
@@ -137,9 +134,12 @@ class Trajectory:
     chat: Chat | None = None
     row_inputs: RowInputs | None = None
     num_control_token_observations: int = 0
+    agent_counts: dict[str, float] = field(default_factory=dict)
     generation_s: float = 0.0
     environment_s: float = 0.0
     stored: StoredTokens | None = None
+    branches: list[Branch] = field(default_factory=list)
+    branch: int | None = None
 
     def fail(self, reason: str, *, aborted: bool = False) -> None:
         """End the sample without a reward.
@@ -161,12 +161,10 @@ class Trajectory:
         Raises:
             DataError: the row has its own position rule, which is a function and cannot be stored.
         """
-        state = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _OF_THE_EPISODE}
+        state = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _NOT_STORED}
         return state | {
-            "message_log": [
-                {name: value.clone() if isinstance(value, Tensor) else value for name, value in message.items()}
-                for message in self.message_log
-            ],
+            "message_log": messages_state(self.message_log),
+            "branches": [branch.state_dict() for branch in self.branches],
             "outcome": str(self.outcome),
             "ended_by": str(self.ended_by),
             "row_inputs": None if self.row_inputs is None else self.row_inputs.state_dict(),
@@ -185,28 +183,47 @@ class Trajectory:
             "ended_by": ended_by,
             "weight_versions": spans,
             "row_inputs": inputs,
+            "branches": [Branch.from_state(branch) for branch in state.get("branches", ())],
         }
         return cls(**{**state, **rebuilt})
 
     @property
+    def conversations(self) -> list["Trajectory | Branch"]:
+        """The sample itself, for its `message_log`, and its branches."""
+        return [self, *self.branches]
+
+    @property
+    def logs(self) -> list[list[Message]]:
+        """The messages of each conversation."""
+        return [conversation.message_log for conversation in self.conversations]
+
+    @property
+    def all_weight_versions(self) -> list[VersionSpan]:
+        """The versions of the weights that wrote any conversation; spans start at positions of their conversation."""
+        return [span for conversation in self.conversations for span in conversation.weight_versions]
+
+    @property
     def length(self) -> int:
         """Number of all tokens, prompt included."""
-        return sum(message["token_ids"].numel() for message in self.message_log)
+        return sum(map(num_tokens, self.logs))
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Number of tokens before the first response of each conversation."""
+        return sum(conversation.prompt_length for conversation in self.conversations)
 
     @property
     def response_length(self) -> int:
         """Number of tokens written by the policy."""
-        return sum(m["token_ids"].numel() for m in self.message_log if "generation_logprobs" in m)
+        return sum(map(num_written_tokens, self.logs))
 
     @property
     def turn_spans(self) -> list[tuple[int, int]]:
-        """First token and end of each response turn, as positions in the whole sequence."""
+        """First token and end of each response turn, as positions in the conversations laid end to end."""
         spans, start = [], 0
-        for message in self.message_log:
-            end = start + message["token_ids"].numel()
-            if "generation_logprobs" in message:
-                spans.append((start, end))
-            start = end
+        for log in self.logs:
+            spans += spans_of_turns(log, start)
+            start += num_tokens(log)
         return spans
 
     @property

@@ -1,7 +1,8 @@
 """Write conversations and rewards to JSONL files.
 
 `train_data_step<N>.jsonl` has one line per sample with texts, tokens, log-probabilities and advantages;
-`val_data_step<N>.jsonl` one per validation sample. Invariant: a step's file is written whole or not at all, so a
+`val_data_step<N>.jsonl` one per validation sample. A sample with branches has a line for each conversation, with its
+number as `branch`. Invariant: a step's file is written whole or not at all, so a
 resumed run overwrites the files of a killed one; a full disk does not end the run.
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 from nemo_rl.data.messages.content import with_texts
 from nemo_rl.data.stored_rows import with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.rows import rows_of
 from nemo_rl.experience.runners.stored import messages_of
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.files.atomic_write import write_atomically
@@ -37,15 +39,15 @@ class TrajectoryLog:
         self._output = OptionalOutput(f"Conversations in {folder}")
 
     def write_training(self, step: int, trajectories: Sequence[Trajectory], batch: BatchedDataDict[Any]) -> None:
-        """Write a training step's samples; row i of `batch` belongs to trajectory i."""
+        """Write a training step's samples; `batch` has their rows (`rows.rows_of`)."""
         if not self._enabled:
             return
-        self._write(f"train_data_step{step}.jsonl", _lines(trajectories, batch))
+        self._write(f"train_data_step{step}.jsonl", _lines(rows_of(trajectories), batch))
 
     def write_validation(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Write a validation's samples."""
         if self._enabled:
-            self._write(f"val_data_step{step}.jsonl", [_describe(t) for t in trajectories])
+            self._write(f"val_data_step{step}.jsonl", [_describe(t) for t in rows_of(trajectories)])
 
     def _write(self, name: str, lines: Iterable[dict[str, Any]]) -> None:
         with self._output.attempt():
@@ -66,6 +68,7 @@ def _describe(trajectory: Trajectory) -> dict[str, Any]:
         "idx": trajectory.idx,
         "group": trajectory.group_index,
         "sample": trajectory.sample_index,
+        **({} if trajectory.branch is None else {"branch": trajectory.branch}),
         "task_name": trajectory.task_name,
         "content": with_texts(messages_of(trajectory)),
         "rewards": trajectory.reward,

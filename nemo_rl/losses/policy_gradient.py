@@ -107,7 +107,7 @@ class ClippedPGLossFn:
                 `prev_logprobs [B, T]` unless the update is on-policy; `reference_policy_logprobs
                 [B, T]` if `needs_reference`. May hold `positive_examples [B]`, 1 for answers with a positive
                 reward (without it a positive advantage decides), and, without `prev_logprobs`,
-                `num_counted_samples [B]`, in every row the samples of the global batch that have a token that counts
+                `num_counted_samples [B]`, in every row the rows of the global batch that have a token that counts
                 (without it `global_valid_seqs`).
             global_valid_seqs: `sum(sample_mask)` over the global batch.
             global_valid_toks: Tokens that count in the global batch.
@@ -220,13 +220,15 @@ def _sequence_metrics(
 def sequence_mean(
     loss_BT: Tensor, batch: PolicyBatch, global_valid_seqs: Tensor | float, sample_length: float | None = None
 ) -> Tensor:
-    """Return `sum_b sample_mask_b * (sum over the sample's tokens / its length) / global_valid_seqs`.
+    """Return `sum_b sample_mask_b * (sum over the row's tokens / its length) / global_valid_seqs`.
+
+    Each row is a sequence: a sample with several conversations counts once for each of them.
 
     Args:
         loss_BT: A value per token.
         batch: Masks and lengths.
         global_valid_seqs: `sum(sample_mask)` over the global batch.
-        sample_length: Length that each sample is divided by; None: its own number of tokens.
+        sample_length: Length that each row is divided by; None: its own number of tokens.
     """
     length_B = batch.num_tokens_B if sample_length is None else sample_length
     per_sample_B = safe_divide(masked_sum(loss_BT, batch.mask_BT, dim=-1), length_B)

@@ -77,6 +77,8 @@ async def replay(sample: StoredSample, datum: DatumSpec, name: str, environment:
     graded = Regraded(sample, name)
     if sample.row.get("outcome") == "prompt_too_long":
         return graded.fail("its prompt was too long for a response")
+    if "branch" in sample.row:
+        return graded.fail("it has several conversations, which do not say in which order its turns were taken")
     start = await environment.open_episode(datum["extra_env_info"])
     metadata = start.metadata
     try:

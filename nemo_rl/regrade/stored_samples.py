@@ -67,7 +67,7 @@ def sample_files(folder: Path, only: str | None = None) -> list[Path]:
 
 
 def read_samples(file: Path) -> Iterator[StoredSample]:
-    """Yield the samples of a file.
+    """Yield the samples of a file; of one with several conversations the first (`branch` 0).
 
     Raises:
         DataError: a line is no stored sample.
@@ -83,4 +83,5 @@ def read_samples(file: Path) -> Iterator[StoredSample]:
                 raise DataError(f"{file}:{number} is no JSON object: {error}") from error
             if missing:
                 raise DataError(f"{file}:{number} is no stored sample: it lacks {', '.join(sorted(missing))}.")
-            yield StoredSample(file, number, phase, row)
+            if not row.get("branch"):
+                yield StoredSample(file, number, phase, row)

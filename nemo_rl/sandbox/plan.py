@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.sandbox.languages import DEVICES, SYSTEM_LIBRARIES, Language
+from nemo_rl.sandbox.links import with_links
 from nemo_rl.sandbox.mechanisms import Mechanism, is_privileged
 from nemo_rl.sandbox.program import Limits, Program
 
@@ -17,7 +18,12 @@ OWN_PROCESSES = 2
 
 
 def make_plan(
-    mechanism: Mechanism, limits: Limits, program: Program, language: Language, scratch: str
+    mechanism: Mechanism,
+    limits: Limits,
+    program: Program,
+    language: Language,
+    scratch: str,
+    handover: int | None = None,
 ) -> dict[str, Any]:
     """Return what the code inside needs to know, as values that `marshal` writes.
 
@@ -27,18 +33,21 @@ def make_plan(
         program: What to run.
         language: The language of the program.
         scratch: Path of the scratch folder as the program sees it.
+        handover: Descriptor over which the code inside gives what `Handover` takes.
 
     Raises:
         ValueError: A file of the program is outside of its scratch folder.
     """
-    files = {**program.files, language.file_name: program.source.encode(errors="surrogatepass")}
+    readable = [*SYSTEM_LIBRARIES, *language.readable]
+    source = {} if program.command else {language.file_name: program.source.encode(errors="surrogatepass")}
+    files = {**program.files, **source}
     outside = [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]
     if outside:
         raise ValueError(f"Files of a program must be inside of its scratch folder, and these are not: {outside}.")
     return {
         "namespaces": mechanism.namespaces,
         "needs_landlock": mechanism.name == "landlock",
-        "readable": [*SYSTEM_LIBRARIES, *language.readable],
+        "readable": with_links([*readable, *program.readable]) if program.readable else readable,
         "devices": list(DEVICES),
         "scratch": scratch,
         "scratch_bytes": limits.scratch_mb << 20,
@@ -49,9 +58,15 @@ def make_plan(
         "user_number": threading.get_native_id(),
         "inherited": list(program.inherited),
         "limits": _kernel_limits(mechanism, limits),
-        "arguments": [*language.command, *program.arguments],
-        "environment": {"PATH": "/usr/bin:/bin", "HOME": scratch, "TMPDIR": scratch, "LANG": "C.UTF-8"},
+        "arguments": list(program.command or [*language.command, *program.arguments]),
+        "environment": {**_variables(scratch), **program.environment},
+        "handover": handover,
+        "port": None if program.address is None else program.address[1],
     }
+
+
+def _variables(scratch: str) -> dict[str, str]:
+    return {"PATH": "/usr/bin:/bin", "HOME": scratch, "TMPDIR": scratch, "LANG": "C.UTF-8"}
 
 
 def _may_fork(mechanism: Mechanism) -> bool:

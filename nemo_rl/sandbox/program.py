@@ -33,24 +33,35 @@ class Limits:
 
 @dataclass(frozen=True)
 class Program:
-    """Source code to run, with what it may see.
+    """Source code or a command to run, with what it may see.
 
     Attributes:
         source: Text of the program.
         language: Name of its language in `nemo_rl.sandbox.languages.LANGUAGES`.
-        arguments: Arguments of its command line.
+        command: Command line to run in place of a source; the first item is an absolute path.
+        arguments: Arguments of the source's command line.
+        environment: Environment variables besides PATH, HOME, TMPDIR and LANG, or in place of them.
+        readable: Absolute paths of files and folders that it may read and execute, besides those of the language.
         stdin: Bytes of its standard input.
         files: Content of files in the scratch folder, which is its current folder, by relative path.
         inherited: Open file descriptors of this process that the program gets under the same numbers. Pipes are the
             only way to talk with a running program; it cannot tell apart who else holds them.
+        address: Host and port of the one TCP server that it may connect to, which it finds at the same port of
+            127.0.0.1; None for no network. It needs a mechanism with namespaces.
+        returned: Names of files that are read from the scratch folder when it has ended.
     """
 
-    source: str
+    source: str = ""
     language: str = "python"
+    command: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    readable: tuple[str, ...] = ()
     stdin: bytes = b""
     files: Mapping[str, bytes] = field(default_factory=dict)
     inherited: tuple[int, ...] = ()
+    address: tuple[str, int] | None = None
+    returned: tuple[str, ...] = ()
 
 
 class End(StrEnum):
@@ -81,6 +92,7 @@ class Outcome:
         stderr: Standard error in the same way.
         wall_time_s: Seconds from its start to its end.
         cpu_time_s: Processor seconds, of the start of the sandbox too.
+        files: Content of the files of `Program.returned` that it left, each at most `Limits.output_bytes`.
     """
 
     end: End
@@ -89,6 +101,7 @@ class Outcome:
     stderr: str
     wall_time_s: float
     cpu_time_s: float
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def succeeded(self) -> bool:

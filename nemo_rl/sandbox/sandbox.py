@@ -11,9 +11,11 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from nemo_rl.sandbox.handover import Handover
 from nemo_rl.sandbox.languages import language_of, python
 from nemo_rl.sandbox.mechanisms import IN_ORDER, SCRATCH, Choice, Mechanism
 from nemo_rl.sandbox.plan import MAX_FILES, make_plan
@@ -31,8 +33,9 @@ class Sandbox:
     """Runs programs, each alone and locked up; safe to use from several threads at once.
 
     A program sees a scratch folder that is empty but for its files and is its current folder, the files of its
-    language read-only, and nothing else: no network, no environment variables, no `/proc`, no other process. When `run`
-    returns, its processes and its scratch folder are gone.
+    language read-only, and nothing else: no network, no environment variables, no `/proc`, no other process, unless the
+    `Program` names paths, variables or the address of one server. When `run` returns, its processes and its scratch
+    folder are gone.
 
     Args:
         limits: What each run may use.
@@ -120,22 +123,39 @@ def why_unavailable(mechanism: Mechanism) -> str | None:
 
 
 def _run(mechanism: Mechanism, limits: Limits, program: Program, cancelled: threading.Event) -> Outcome:
+    if program.address is not None and not mechanism.has_own_files:
+        raise SandboxError(
+            "A program that may connect to a server needs namespaces, which this machine does not allow."
+        )
+    if program.address is None and not program.returned:
+        return _supervised(mechanism, limits, program, cancelled, None)
+    with Handover(program.address) as handover:
+        return _supervised(mechanism, limits, program, cancelled, handover)
+
+
+def _supervised(
+    mechanism: Mechanism, limits: Limits, program: Program, cancelled: threading.Event, handover: Handover | None
+) -> Outcome:
     language = language_of(program.language)
+    channel = () if handover is None else (handover.inside,)
     with _scratch_of(mechanism) as folder, _sealed(program.stdin) as stdin:
-        plan = make_plan(mechanism, limits, program, language, folder)
+        plan = make_plan(mechanism, limits, program, language, folder, *channel)
         with _sealed(marshal.dumps(plan)) as plan_file:
             command = [python().command[0], "-I", "-S", _JAIL, str(plan_file)]
             readable = [*plan["readable"], *python().readable, _JAIL]
             launch = Launch(
                 lambda control, info: mechanism.wrap([*command, str(control)], readable, info),
                 stdin,
-                (plan_file, *program.inherited),
+                (plan_file, *channel, *program.inherited),
             )
 
             def is_full() -> bool:
                 return not mechanism.has_own_files and is_beyond(folder, limits.scratch_mb << 20, MAX_FILES)
 
-            return Supervision(launch, limits, is_full, cancelled).run()
+            outcome = Supervision(launch, limits, is_full, cancelled).run()
+        if handover is None:
+            return outcome
+        return replace(outcome, files=handover.files(program.returned, limits.output_bytes))
 
 
 @contextmanager

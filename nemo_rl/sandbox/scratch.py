@@ -4,6 +4,7 @@ Needed only where programs share the machine's files; otherwise the folder is in
 """
 
 import os
+import stat
 import uuid
 
 
@@ -54,3 +55,28 @@ def _bytes_of(path: str) -> int:
 
 def _raise(error: OSError) -> None:
     raise error
+
+
+def read_file(folder: str | int, name: str, max_bytes: int) -> bytes | None:
+    """Read a file that a program left in its scratch folder; return None if there is none that can be read.
+
+    Links, pipes and larger files count as none: a link would lead to a file that the program could not read.
+
+    Args:
+        folder: path of the folder, or a descriptor of it.
+        name: name of the file, without folders.
+        max_bytes: largest size.
+    """
+    opened = folder if isinstance(folder, int) else os.open(folder, os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(name, flags, dir_fd=opened), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return None
+            content = file.read(max_bytes + 1)
+    except OSError:
+        return None
+    finally:
+        if not isinstance(folder, int):
+            os.close(opened)
+    return content if len(content) <= max_bytes else None

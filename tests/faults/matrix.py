@@ -164,9 +164,7 @@ CELLS += [
 ]
 IN_CI = [
     Cell("policy rank", "training", "SIGKILL"),
-    Cell("policy rank", "sync", "SIGSTOP"),
     Cell("engine", "sampling", "SIGKILL"),
-    Cell("gcs", "saving", "SIGKILL"),
 ]
 """Cells that run with the other tests; `pytest tests/faults -m long` runs all others."""
 

@@ -112,6 +112,7 @@ def test_an_environment_that_always_raises_ends_the_run(start_example: StartExam
     assert not list((tmp_path / "checkpoints").glob("step_*"))
 
 
+@pytest.mark.long
 def test_two_ranks_survive_the_death_of_one_of_two_separate_engines(
     start_example: StartExample, grpo_example: GRPOExample
 ) -> None:
@@ -137,6 +138,7 @@ def test_two_ranks_survive_the_death_of_one_of_two_separate_engines(
         assert metrics["train", step, "loss"] == pytest.approx(expected["train", step, "loss"], abs=1e-4)
 
 
+@pytest.mark.long
 def test_a_dead_environment_is_replaced_and_a_dead_policy_rank_ends_the_run(
     start_example: StartExample,
 ) -> None:
@@ -199,6 +201,7 @@ def test_a_dead_ray_process_ends_the_run_and_is_named(start_example: StartExampl
     assert run.survivors() == []
 
 
+@pytest.mark.long
 def test_the_hugging_face_engine_runs_with_dynamic_batching(start_example: StartExample) -> None:
     run = start_example(
         "run_grpo.py",

@@ -121,6 +121,7 @@ def expected_advantages(row: dict) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(240)
+@pytest.mark.long
 def test_each_token_gets_the_discounted_return_of_its_turn(tmp_path: Path) -> None:
     write_parts(tmp_path / "my_project")
     done = run(tmp_path, config(), "logger.save_trajectories=true")

@@ -71,6 +71,7 @@ def test_no_prompt_is_lost_or_trained_twice_when_answers_continue_through_update
     assert 0 < max(ages) <= 3
 
 
+@pytest.mark.long
 def test_a_policy_learns_from_answers_of_older_weights(start_example: StartExample) -> None:
     run = start_example(
         "run_grpo.py",
@@ -118,6 +119,7 @@ def test_other_features_work_with_answers_that_were_sampled_ahead(
         pytest.param("run_distillation.py", "distillation_math_cpu.yaml", (), marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_streaming_makes_forward_passes_for_parts(
     script: str, config: str, overrides: tuple[str, ...], start_example: StartExample
 ) -> None:
@@ -133,8 +135,16 @@ def test_streaming_makes_forward_passes_for_parts(
     assert runs["stream"] == {key: pytest.approx(value, rel=3e-5, abs=1e-6) for key, value in runs["none"].items()}
 
 
-def test_streaming_equals_sampling_and_training_in_turns_and_repeats_itself(start_example: StartExample) -> None:
-    short = ("grpo.max_num_steps=10", "grpo.val_period=0", "grpo.val_at_start=false", "checkpointing.enabled=false")
+@pytest.mark.parametrize("steps", [4, pytest.param(10, marks=pytest.mark.long)])
+def test_streaming_equals_sampling_and_training_in_turns_and_repeats_itself(
+    steps: int, start_example: StartExample
+) -> None:
+    short = (
+        f"grpo.max_num_steps={steps}",
+        "grpo.val_period=0",
+        "grpo.val_at_start=false",
+        "checkpointing.enabled=false",
+    )
     two_ranks = ("cluster.ranks_per_node=2",)
     stream = ("grpo.overlap.mode=stream",)
     runs = {}

@@ -23,6 +23,7 @@ def test_the_script_stays_short() -> None:
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(240)
+@pytest.mark.long
 def test_the_policy_learns_what_the_script_rewards(tmp_path: Path) -> None:
     """The second number is not rewarded directly, but rises with the rewarded one."""
     command = [sys.executable, str(SCRIPT), "grpo.max_num_steps=4", "grpo.val_period=4"]

@@ -58,6 +58,7 @@ def killed_and_resumed(start: StartExample, folder: Path, *overrides: str) -> tu
     return killed, resumed
 
 
+@pytest.mark.long
 def test_a_continued_answer_has_the_tokens_of_an_uninterrupted_one(start_example: StartExample, tmp_path: Path) -> None:
     in_turns = finished(start_example, "none", *LIKELIEST)
     runs = killed_and_resumed(start_example, tmp_path, *LIKELIEST)

@@ -45,6 +45,7 @@ def same_tensors(one: Path, other: Path) -> bool:
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_a_killed_run_with_a_critic_resumes_both_models_bit_for_bit(
     start_example: StartExample, program: Path, tmp_path: Path
 ) -> None:

@@ -45,7 +45,7 @@ logger:
 STEPS = range(1, 9)
 
 
-@pytest.mark.parametrize("mode", ["none", "ahead"])
+@pytest.mark.parametrize("mode", [pytest.param("none", marks=pytest.mark.long), "ahead"])
 def test_two_environments_with_a_curriculum_in_a_killed_run(
     start_example: StartExample, tmp_path: Path, mode: str
 ) -> None:

@@ -40,6 +40,7 @@ def start_ahead(start_example: StartExample, tmp_path: Path) -> StartExample:
     return partial(start_example, environment={"PYTHONPATH": str(REPOSITORY)})
 
 
+@pytest.mark.long
 def test_the_ratio_follows_the_older_policy_and_a_killed_run_repeats_its_metrics_bit_for_bit(
     start_ahead: StartExample, tmp_path: Path
 ) -> None:
@@ -53,6 +54,7 @@ def test_the_ratio_follows_the_older_policy_and_a_killed_run_repeats_its_metrics
     assert metrics["train", 1, "token_mult_prob_error"] < 1.01
 
 
+@pytest.mark.long
 def test_importance_weights_account_for_stale_tokens_and_a_new_engine_is_no_reason_to_stop(
     start_ahead: StartExample, tmp_path: Path
 ) -> None:

@@ -29,6 +29,7 @@ def finished(run: ExampleRun) -> Metrics:
     return read_metrics(run.log_dir)
 
 
+@pytest.mark.long
 def test_a_validation_of_one_version_has_the_numbers_of_one_that_stops_training_also_in_a_killed_run(
     start_example: StartExample, tmp_path: Path
 ) -> None:

@@ -141,6 +141,7 @@ class InstantEnvironment:
     post_processes_groups = False
     reads_chat = False
     continues_episodes = False
+    agent_section = None
 
     async def open_episode(self, metadata: Any, seed: int | None = None) -> EpisodeStart[Any]:
         """See `EnvironmentPort.open_episode`."""

@@ -2,8 +2,9 @@
 
     engines get the policy's weights ─► rollouts ─► [B, T] tensors ─► check of the engines (first batch)
 
-Invariants: rows are ordered by group, then sample, whatever the order in which they finished; a token counts in the
-loss only if the policy wrote it, and a sample only if it has a reward, where the algorithm learns from rewards.
+Invariants: rows are ordered by group, then sample, then conversation, whatever the order in which they finished; a
+token counts in the loss only if the policy wrote it, and a sample only if it has a reward, where the algorithm learns
+from rewards. Losses and their metrics take each row as a sequence; rewards and metrics of rollouts are of samples.
 """
 
 import math
@@ -26,6 +27,7 @@ from nemo_rl.data.streams.prompt_stream import GroupRewards, Prompts
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.idle_shares import IdleShares
 from nemo_rl.experience.metrics import OF_AN_ENVIRONMENT, metrics_by_environment, rollout_metrics
+from nemo_rl.experience.rows import rows_of, rows_per_update
 from nemo_rl.experience.runners.stored import lay_out, whole
 from nemo_rl.experience.trajectory import Outcome, Trajectory, is_right
 from nemo_rl.experience.trajectory_log import TrajectoryLog
@@ -45,6 +47,7 @@ class RolloutBatches:
         idle: measures how long trainer, engines and environments have nothing to do.
         engine_load: returns `GenerationInterface.load_metrics`, to be logged under `generation/`.
         tasks: names of the run's environments; several of them have their own metrics.
+        samples_per_update: samples of one optimizer update, `policy.train_global_batch_size`; None: those of a step.
 
     Attributes:
         rollouts: as passed; may be replaced before the first step.
@@ -61,6 +64,7 @@ class RolloutBatches:
         idle: IdleShares,
         engine_load: Callable[[], dict[str, float]] = dict,
         tasks: Collection[str] = (),
+        samples_per_update: int | None = None,
     ):
         self.rollouts = rollouts
         self._prompts = prompts
@@ -71,12 +75,14 @@ class RolloutBatches:
         self._idle = idle
         self._engine_load = engine_load
         self._tasks = tasks
+        self._samples_per_update = samples_per_update
 
     def next_batch(self, step: int, phase: Phase) -> StepBatch:
         """See `BatchSource.next_batch`.
 
         Raises:
             ValueError: the source gave a group that is older than it states.
+            DataError: samples have branches, and do not divide into optimizer updates.
         """
         waiting = self._waiting(phase)
         with phase("weight_sync"), waiting("idle/refit_bubble"), self._idle.trainer_waits():
@@ -108,6 +114,7 @@ class RolloutBatches:
                 "idle": self._idle.since_last_call(),
                 "generation": self._engine_load(),
             },
+            rows_per_update=rows_per_update(trajectories, self._samples_per_update or len(trajectories)),
             prompts=[group.prompt for group in given if group.prompt is not None],
             rewards=rewards,
             stale_BT=stale_BT,
@@ -125,10 +132,11 @@ class RolloutBatches:
 
 
 def mark_stale(tensors: BatchedDataDict[Any], trajectories: Sequence[Trajectory], version: int) -> Tensor | None:
-    """Return `stale_tokens`; for stored rows write `NUM_STALE` into the batch instead."""
+    """Return `stale_tokens` of the rows of trajectories; for stored rows write `NUM_STALE` into the batch instead."""
+    rows = rows_of(trajectories)
     if STORED_ROWS not in tensors:
-        return stale_tokens(trajectories, version)
-    num_stale_B = num_stale_tokens(trajectories, version)
+        return stale_tokens(rows, version)
+    num_stale_B = num_stale_tokens(rows, version)
     if num_stale_B is not None:
         tensors[NUM_STALE] = num_stale_B
     return None
@@ -150,12 +158,12 @@ def _discarded(groups: Sequence[Group]) -> dict[str, float]:
 
 
 class TrainingBatch(TypedDict, total=False):
-    """The tensors that policy and losses read. B samples, T tokens of the longest sample."""
+    """The tensors that policy and losses read. B rows, T tokens of the longest row."""
 
     input_ids: Tensor  # [B, T] int64, right-padded with pad_token_id
     input_lengths: Tensor  # [B] int64
     token_mask: Tensor  # [B, T] float32, 1 on tokens the policy wrote, 0 on all else
-    sample_mask: Tensor  # [B] float32, 0 removes the sample from the loss
+    sample_mask: Tensor  # [B] float32, 0 removes the row from the loss
     generation_logprobs: Tensor  # [B, T] float32, 0 wherever token_mask is 0
     teacher_topk_logits: Tensor  # [B, T, k] float32, after token t, over the temperature; distillation only
     teacher_topk_indices: Tensor  # [B, T, k] int64
@@ -164,21 +172,22 @@ class TrainingBatch(TypedDict, total=False):
     reference_policy_logprobs: Tensor  # [B, T] float32; absent without a KL term
     positive_examples: Tensor  # [B] float32, 1 on answers with a positive reward
     row_inputs: list[RowInputs]  # B; absent where rows are token ids only
-    num_counted_samples: Tensor  # [B] float32, all equal: samples with a token that counts; absent with prev_logprobs
+    num_counted_samples: Tensor  # [B] float32, all equal: rows with a token that counts; absent with prev_logprobs
 
 
 def build_training_batch(
     trajectories: Sequence[Trajectory], pad_token_id: int, *, mask_truncated: bool, needs_reward: bool = True
 ) -> BatchedDataDict[TrainingBatch]:
-    """Lay trajectories out as tensors.
+    """Lay trajectories out as tensors, one row for each conversation of each (`experience.rows.rows_of`).
 
     Args:
-        trajectories: B rollouts. If the tokens of all are stored elsewhere, so are those of the batch
-            (`data.stored_rows`).
+        trajectories: rollouts with B conversations. If the tokens of all are stored elsewhere, so are those of the
+            batch (`data.stored_rows`).
         pad_token_id: id written after the end of a sample.
         mask_truncated: exclude samples that hit a length limit from the loss (overlong filtering).
         needs_reward: exclude samples without a reward from the loss.
     """
+    trajectories = rows_of(trajectories)
     weights_B = torch.tensor([_weight(t, mask_truncated, needs_reward) for t in trajectories])
     if all(trajectory.stored is not None for trajectory in trajectories):
         rows = lay_out(trajectories, pad_token_id)
@@ -220,12 +229,12 @@ def _weight(trajectory: Trajectory, mask_truncated: bool, needs_reward: bool) ->
 
 
 def num_counted_samples(batch: BatchedDataDict[TrainingBatch]) -> int:
-    """Count the samples of a batch that have a token that counts in the loss."""
+    """Count the rows of a batch that have a token that counts in the loss."""
     return int(_counted_samples(batch).sum())
 
 
 def _counted_samples(batch: BatchedDataDict[TrainingBatch]) -> Tensor:
-    """Return `[B]` bool: samples with a token that counts in the loss."""
+    """Return `[B]` bool: rows with a token that counts in the loss."""
     if STORED_ROWS in batch:
         return (batch[NUM_WRITTEN] > 0) & (batch["sample_mask"] != 0)
     return _counted(batch).any(1)
@@ -234,19 +243,19 @@ def _counted_samples(batch: BatchedDataDict[TrainingBatch]) -> Tensor:
 def mask_mismatched_sequences(
     batch: BatchedDataDict[TrainingBatch], rewards: Sequence[float | None], threshold: float | None
 ) -> dict[str, float]:
-    """Measure how much training and generation log-probs of each sample disagree, and mask those beyond a threshold.
+    """Measure how much training and generation log-probs of each row disagree, and mask those beyond a threshold.
 
-    The error of a sample is the mean over its tokens of `exp(|prev - generation|)`. Sets `sample_mask` to 0 where it
+    The error of a row is the mean over its tokens of `exp(|prev - generation|)`. Sets `sample_mask` to 0 where it
     exceeds `threshold`.
 
     Args:
         batch: with `prev_logprobs`.
-        rewards: of the B samples; a positive one is a right answer.
+        rewards: of the samples of the B rows; a positive one is a right answer.
         threshold: largest error that stays in the loss; None masks nothing.
 
     Returns:
-        Metrics: largest, smallest and mean error of the samples with a token that counts, before and after masking (0
-        if there is no such sample); the number of masked samples, and the share of them that was right.
+        Metrics: largest, smallest and mean error of the rows with a token that counts, before and after masking (0 if
+        there is no such row); the number of masked rows, and the share of them that was right.
     """
     counted_BT = _counted(batch)
     errors_B = sequence_errors(batch["prev_logprobs"][:, 1:], batch["generation_logprobs"][:, 1:], counted_BT)
@@ -256,7 +265,7 @@ def mask_mismatched_sequences(
 def mask_sequences(
     batch: BatchedDataDict[TrainingBatch], errors_B: Tensor, rewards: Sequence[float | None], threshold: float | None
 ) -> dict[str, float]:
-    """Do as `mask_mismatched_sequences`, with the errors of the samples."""
+    """Do as `mask_mismatched_sequences`, with the errors of the rows."""
     exceeds_B = errors_B > (math.inf if threshold is None else threshold)
     before = _error_metrics(errors_B, _counted_samples(batch))
     batch["sample_mask"] = batch["sample_mask"] * (~exceeds_B)
@@ -267,7 +276,7 @@ def mask_sequences(
 
 
 def masked_metrics(num_masked: float = 0.0, num_right: float = 0.0) -> dict[str, float]:
-    """Build the metrics of masking: number of masked samples, and the share of them that was right (0 for none)."""
+    """Build the metrics of masking: number of masked rows, and the share of them that was right (0 for none)."""
     return {"num_masked_seqs": num_masked, "masked_correct_pct": num_right / max(num_masked, 1.0)}
 
 

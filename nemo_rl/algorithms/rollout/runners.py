@@ -63,9 +63,8 @@ def make_runner(
     rules = text_rules(config.data)
     if not cluster.rollout_runners:
         optimizations = cluster.optimizations
-        return RolloutRunner(
-            engines, environments, tokenizer, limits, loop, rules, optimizations, review.make(tokenizer)
-        )
+        reviewer, endpoint = review.make(tokenizer), cluster.agent_endpoint
+        return RolloutRunner(engines, environments, tokenizer, limits, loop, rules, optimizations, reviewer, endpoint)
     settings = RunnerSettings(
         engines=engines.workers.workers,
         workers_per_engine=engine_settings(config.policy, cluster, algorithm.seed, load_weights=False).num_workers,

@@ -41,7 +41,7 @@ class StoredVersion:
 
 def age(trajectory: Trajectory, version: int) -> int:
     """Return by how many versions the oldest weights that wrote a trajectory precede `version`; 0 for no tokens."""
-    return max((version - span.version for span in trajectory.weight_versions), default=0)
+    return max((version - span.version for span in trajectory.all_weight_versions), default=0)
 
 
 def check_staleness(trajectories: Sequence[Trajectory], version: int, max_staleness: int) -> None:
@@ -67,7 +67,7 @@ def stale_tokens(trajectories: Sequence[Trajectory], version: int) -> Tensor | N
     """Mark the tokens of a batch that older weights wrote.
 
     Args:
-        trajectories: B rollouts, the longest of T tokens.
+        trajectories: B rows, the longest of T tokens.
         version: of the policy's current weights.
 
     Returns:

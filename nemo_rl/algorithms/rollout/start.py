@@ -247,6 +247,7 @@ def _connect(
         idle,
         workers.engines.load_metrics,
         sorted(workers.environments),
+        config.policy.train_global_batch_size,
     )
     parts = SessionParts(
         cadence=_cadence(config),

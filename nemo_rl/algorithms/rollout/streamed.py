@@ -146,7 +146,9 @@ class StreamedRollouts:
             self.memory.hand_to(("policy",))
             self.policy.accumulate(part.tensors, self.loss_fn)
 
-    def train(self, data: BatchedDataDict[Any], loss_fn: AnyLossFunction, *, gbs: int | None = None) -> TrainResult:
+    def train(
+        self, data: BatchedDataDict[Any], loss_fn: AnyLossFunction, *, gbs: int | Sequence[int] | None = None
+    ) -> TrainResult:
         """Make the update of a step; see `runtime.run.Trainer`.
 
         Raises:

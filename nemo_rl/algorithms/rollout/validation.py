@@ -204,7 +204,7 @@ class BackgroundValidation:
 
 def _version_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return the oldest and the newest version of the weights that wrote answers; empty if none was written."""
-    versions = [span.version for trajectory in trajectories for span in trajectory.weight_versions]
+    versions = [span.version for trajectory in trajectories for span in trajectory.all_weight_versions]
     if not versions:
         return {}
     return {"min_weight_version": float(min(versions)), "max_weight_version": float(max(versions))}

@@ -20,6 +20,7 @@ from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.algorithms.runtime.session import Session
 from nemo_rl.data.streams.prompt_stream import GroupRewards, PromptPosition
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.rows import rows_of
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.losses.loss_function import AnyLossFunction
 from nemo_rl.models.generation.interfaces import GenerationInterface
@@ -35,11 +36,12 @@ class StepBatch:
 
     Attributes:
         tensors: the batch of B rows; stages write into it.
-        trajectories: the B rollouts that the rows were made from, in the order of the rows; empty for written data.
+        trajectories: the rollouts that the rows were made from, in order; one with branches has several rows. Empty for
+            written data.
         num_prompts: prompts, or samples of written data, that the batch consumes.
         metrics: metrics of making the batch, logged under `train/`.
         metrics_under: further metrics, by the prefix under which they are logged.
-        rows_per_update: rows of one optimizer update; None takes `policy.train_global_batch_size`.
+        rows_per_update: rows of one optimizer update, or of each; None takes `policy.train_global_batch_size`.
         prompts: positions in the data that are done with once the batch was trained on.
         rewards: of the samples of each of these prompts, also of those that the batch leaves out.
         stale_BT: `[B, T]` bool, tokens that were sampled by weights older than the policy's; None if there are none.
@@ -50,10 +52,15 @@ class StepBatch:
     num_prompts: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     metrics_under: dict[str, dict[str, float]] = field(default_factory=dict)
-    rows_per_update: int | None = None
+    rows_per_update: int | Sequence[int] | None = None
     prompts: Sequence[PromptPosition] = ()
     rewards: GroupRewards = field(default_factory=dict)
     stale_BT: Tensor | None = None
+
+    @property
+    def rows(self) -> list[Trajectory]:
+        """The part of a rollout that each of the B rows was made from (`experience.rows.rows_of`)."""
+        return rows_of(self.trajectories)
 
 
 class BatchSource(Protocol):
@@ -93,8 +100,10 @@ class Stage(Protocol):
 class Trainer(Protocol):
     """Makes the update of a step; the policy, or an object that has computed a part of it before."""
 
-    def train(self, data: BatchedDataDict[Any], loss_fn: AnyLossFunction, *, gbs: int | None = None) -> TrainResult:
-        """Make one optimizer update per global batch of `gbs` rows."""
+    def train(
+        self, data: BatchedDataDict[Any], loss_fn: AnyLossFunction, *, gbs: int | Sequence[int] | None = None
+    ) -> TrainResult:
+        """Make one optimizer update per global batch of `gbs` rows, as `PolicyInterface.train`."""
 
 
 def cannot_recover(run: "Run", failure: Exception) -> None:

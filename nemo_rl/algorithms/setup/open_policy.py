@@ -4,6 +4,7 @@ The policy is a `models.policy.lm_policy.Policy` with defaults for one batch at 
 Invariant: what is started here ends with `shutdown`, the `with` block or the Python process.
 """
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, cast
@@ -61,7 +62,7 @@ class OpenPolicy(Policy):
         data: BatchedDataDict[Any],
         loss_fn: AnyLossFunction,
         eval_mode: bool = False,
-        gbs: int | None = None,
+        gbs: int | Sequence[int] | None = None,
         mbs: int | None = None,
     ) -> TrainResult:
         """Train as `Policy.train` does; `gbs=None` makes one update of the whole batch.

@@ -75,6 +75,7 @@ OVERRIDE_MARKER = "_override_"
 BUILT_IN_ENVIRONMENTS: tuple[str, ...] = (
     *("math", "math_default", "math_multi_reward", "code", "code_jaccard", "reward_model", "llm_judge"),
     *("sliding_puzzle_game", "blackjack", "gymnasium", "textarena", "reasoning_gym", "verifiers", "rag", "tools"),
+    "agent",
 )
 """Environments of the library, as `nemo_rl.environments` registers them."""
 

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, Pos
 from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base.section import Section
+from nemo_rl.config.schema.agent_endpoint import AgentEndpointConfig
 from nemo_rl.optimizations.table import OPTIMIZATIONS
 
 
@@ -111,6 +112,8 @@ class ClusterConfig(Section):
     """Actors, spread over the nodes, that play rollouts; 0: the driver does. With runners, tokens and texts stay in
     Ray's object store, and the driver sees lengths, rewards and versions. Each runner has engines and environment
     processes of its own. For GRPO, see docs/design-docs/rollout-runners.md."""
+    agent_endpoint: AgentEndpointConfig = Field(default_factory=AgentEndpointConfig)
+    """The HTTP endpoint from which agent programs sample."""
     venvs: dict[str, VenvConfig] = Field(default_factory=dict)
     """Separate Python environments, for `policy` (with a teacher), `generation` or an environment by its name in env;
     all other workers use the driver's interpreter."""

@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.base.structure import NamedSections
 from nemo_rl.config.schema.adapters import GymnasiumConfig, ReasoningGymConfig, TextArenaConfig, VerifiersConfig
+from nemo_rl.config.schema.agents import AgentEnvironmentConfig
 from nemo_rl.config.schema.games import BlackjackConfig, GameSection, SlidingPuzzleEnvironmentConfig
 from nemo_rl.config.schema.judges import LLMJudgeConfig, RewardModelEnvironmentConfig
 from nemo_rl.config.schema.sandbox import SandboxKeys
@@ -100,6 +101,7 @@ class BuiltInEnvironments(TypedDict, total=False):
     llm_judge: LLMJudgeConfig
     tools: ToolEnvironmentConfig
     rag: RAGEnvironmentConfig
+    agent: AgentEnvironmentConfig
 
 
 _LATER = (("should_use_nemo_gym", "NeMo-Gym"),)

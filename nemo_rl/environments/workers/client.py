@@ -109,6 +109,7 @@ class EnvironmentClient:
         self.num_calls = 0
         runtime_env = runtime_env or {}
         self._traits = traits_of(env_class, runtime_env, start_timeout_s)
+        self._section = cfg
         self._step_timeout_s = step_timeout_s
         self._deadline_s = step_timeout_s + (_LATER_S if self._traits.is_async else 0.0)
         self._max_memory_gb = max_memory_gb
@@ -140,6 +141,11 @@ class EnvironmentClient:
     def continues_episodes(self) -> bool:
         """See `EnvironmentInterface.continues_episodes`."""
         return self._traits.continues_episodes
+
+    @property
+    def agent_section(self) -> Mapping[str, Any] | None:
+        """The section of an environment with `EnvironmentInterface.runs_agents`; None for other environments."""
+        return self._section if self._traits.runs_agents else None
 
     @property
     def is_pooled(self) -> bool:

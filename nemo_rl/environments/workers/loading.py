@@ -93,6 +93,7 @@ class EnvironmentTraits:
         continues_episodes: an episode can continue in another process.
         reads_token_ids: as `EnvironmentInterface.reads_token_ids`.
         pooled: as `EnvironmentInterface.pooled`.
+        runs_agents: as `EnvironmentInterface.runs_agents`.
     """
 
     concurrency: int
@@ -105,6 +106,7 @@ class EnvironmentTraits:
     continues_episodes: bool = True
     reads_token_ids: bool = False
     pooled: bool = False
+    runs_agents: bool = False
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,7 @@ def _traits(loaded: tuple[EnvironmentClass, dict[str, Any]]) -> EnvironmentTrait
         "close_episode" not in hooks if continues is None else continues,
         plain_class.reads_token_ids,
         pooled=plain_class.pooled,
+        runs_agents=plain_class.runs_agents,
     )
 
 

@@ -7,7 +7,7 @@ only the episodes that have a place in it.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -68,6 +68,11 @@ class EnvironmentPool:
     def continues_episodes(self) -> bool:
         """See `EnvironmentInterface.continues_episodes`."""
         return self._workers[0].client.continues_episodes
+
+    @property
+    def agent_section(self) -> Mapping[str, Any] | None:
+        """See `EnvironmentClient.agent_section`."""
+        return self._workers[0].client.agent_section
 
     @property
     def reads_collections(self) -> bool:

@@ -29,6 +29,7 @@ class CallRequest:
         top_k: as `SamplingParams.top_k`, and -1 for all tokens; None: the run's.
         template_kwargs: variables for the chat template.
         continues_last: the last message is the beginning of the answer.
+        reads_token_texts: whether the dialect writes the texts of single tokens.
     """
 
     messages: Sequence[Message] = ()
@@ -44,6 +45,7 @@ class CallRequest:
     top_k: int | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     continues_last: bool = False
+    reads_token_texts: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class CallAnswer:
         token_ids: sampled tokens.
         logprobs: of the sampled tokens, under the distribution that they were drawn from.
         num_cached_tokens: tokens of the prompt that belong to the session's earlier calls.
-        token_texts: text of each sampled token; may be empty if the request asks for no log probabilities.
+        token_texts: text of each sampled token; empty unless `CallRequest.reads_token_texts`.
     """
 
     id: str

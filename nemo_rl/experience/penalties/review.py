@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_rl.config import EffortLevelConfig, RewardPenaltyConfig
+from nemo_rl.experience.branches import spans_of_turns
 from nemo_rl.experience.penalties.rules import (
     PENALTIES,
     DuplicatedReasoning,
@@ -21,7 +22,13 @@ from nemo_rl.experience.penalties.rules import (
     RewardPenalty,
     UnwantedTokens,
 )
-from nemo_rl.experience.penalties.thinking import ThinkingReader, check_token_ids, sampled_turns, thinking_reader
+from nemo_rl.experience.penalties.thinking import (
+    SampledTurn,
+    ThinkingReader,
+    check_token_ids,
+    sampled_turns,
+    thinking_reader,
+)
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.utils.errors import ConfigError
 
@@ -35,7 +42,8 @@ class Verdict:
 
     Attributes:
         penalties: for each penalty that is switched on, the turns to which it applies; empty for none.
-        malformed_thinking: first token and end of each tag that is out of place, in the whole sequence.
+        malformed_thinking: first token and end of each tag that is out of place, as positions in the conversations
+            laid end to end.
         num_thinking_tokens: tokens of thinking in all turns.
     """
 
@@ -61,23 +69,43 @@ class AnswerReview:
         for sample in samples:
             if sample.reward is None:
                 continue
-            token_ids = [token for message in sample.message_log for token in message["token_ids"].tolist()]
-            verdict = self.judge(token_ids, sample.turn_spans)
+            conversations = [
+                ([token for message in log for token in message["token_ids"].tolist()], spans_of_turns(log))
+                for log in sample.logs
+            ]
+            verdict = self.judge_all(conversations)
             sample.penalties = verdict.penalties
             sample.malformed_thinking = verdict.malformed_thinking
             sample.num_thinking_tokens = verdict.num_thinking_tokens
 
     def judge(self, token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> Verdict:
+        """Review one answer that is one conversation; arguments and errors as in `judge_all`."""
+        return self.judge_all([(token_ids, spans)])
+
+    def judge_all(self, conversations: Sequence[tuple[Sequence[int], Sequence[tuple[int, int]]]]) -> Verdict:
         """Review one answer.
 
+        Turns are numbered through all conversations of the answer.
+
         Args:
-            token_ids: the whole sequence.
-            spans: first token and end of each sampled turn.
+            conversations: for each, its whole sequence of tokens, and first token and end of each sampled turn in it.
 
         Raises:
             ValueError: a penalty names a turn that does not exist.
         """
-        turns = sampled_turns(self.reader, token_ids, spans)
+        turns: list[SampledTurn] = []
+        malformed: list[tuple[int, int]] = []
+        offset = 0
+        for token_ids, spans in conversations:
+            own = sampled_turns(self.reader, token_ids, spans)
+            for turn in own:
+                start = offset + turn.start
+                malformed += [(start + first, start + end) for first, end in turn.malformed]
+            turns += own
+            offset += len(token_ids)
+        return Verdict(self._offending(turns), malformed, sum(turn.num_thinking_tokens for turn in turns))
+
+    def _offending(self, turns: Sequence[SampledTurn]) -> dict[str, list[int]]:
         found = {name: sorted(set(penalty.offending(turns))) for name, penalty in self.penalties.items()}
         for name, numbers in found.items():
             if not all(number in range(len(turns)) for number in numbers):
@@ -85,8 +113,7 @@ class AnswerReview:
                     f"reward_penalties.own.{name}: offending returned the turns {numbers} of an answer with "
                     f"{len(turns)}. Return numbers from 0 to {len(turns) - 1}."
                 )
-        malformed = [(turn.start + first, turn.start + end) for turn in turns for first, end in turn.malformed]
-        return Verdict(found, malformed, sum(turn.num_thinking_tokens for turn in turns))
+        return found
 
 
 def nothing(samples: Sequence[Trajectory]) -> None:

@@ -100,6 +100,7 @@ class RunnerActor:
             settings.text_rules,
             cluster.optimizations,
             settings.review.make(settings.tokenizer),
+            cluster.agent_endpoint,
         )
 
     def ready(self) -> ProcessIdentity:
@@ -162,6 +163,7 @@ class RunnerActor:
 
 def _sent(sample: Trajectory) -> Trajectory:
     """Prepare the tensors of a whole sample for sending."""
-    sample.message_log = pack_tensors([dict(message) for message in sample.message_log])
+    for conversation in sample.conversations:
+        conversation.message_log = pack_tensors([dict(message) for message in conversation.message_log])
     sample.extra_env_info = sample.episode = None
     return sample

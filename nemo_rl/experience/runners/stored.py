@@ -4,7 +4,7 @@ The driver sees lengths, rewards, versions and outcomes. Tokens and texts are in
 group; the driver owns the references, so they outlive the runner.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,14 @@ from nemo_rl.data.stored_rows import (
     NUM_WRITTEN,
     STORED_ROWS,
     PackedRows,
-    SharedPrompt,
     StoredRow,
     fetched,
     pack_rows,
     shared_prompts,
 )
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.trajectory import Rollouts, StoredTokens, Trajectory
+from nemo_rl.experience.branches import StoredTokens
+from nemo_rl.experience.trajectory import Rollouts, Trajectory
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -51,36 +51,46 @@ def split(samples: Sequence[Trajectory], *, keeps_texts: bool) -> tuple[list[Tra
         samples: finished samples.
         keeps_texts: the summaries have the texts of all messages; False: of those before the first response.
     """
-    packed = pack_rows([sample.message_log for sample in samples])
-    prompts = shared_prompts(packed)
-    return [_summary(sample, prompt, keeps_texts) for sample, prompt in zip(samples, prompts, strict=True)], packed
+    packed = pack_rows([log for sample in samples for log in sample.logs])
+    places = (StoredTokens(prompt, index) for index, prompt in enumerate(shared_prompts(packed)))
+    return [_summary(sample, places, keeps_texts) for sample in samples], packed
 
 
-def _summary(sample: Trajectory, prompt: SharedPrompt, keeps_texts: bool) -> Trajectory:
-    log: list[Any] = []
-    is_prompt = True
-    for message in sample.message_log:
-        is_prompt = is_prompt and "generation_logprobs" not in message
-        counted: dict[str, Any] = {"role": message["role"], "token_ids": TokenCount(message["token_ids"].numel())}
-        if "generation_logprobs" in message:
-            counted["generation_logprobs"] = counted["token_ids"]
-        log.append(counted | {"content": message["content"] if keeps_texts or is_prompt else ""})
+def _summary(sample: Trajectory, places: Iterator[StoredTokens], keeps_texts: bool) -> Trajectory:
+    """Return a sample without tokens; `places` gives those of its conversations and of later samples."""
+    num_prompt = next((n for n, m in enumerate(sample.message_log) if "generation_logprobs" in m), None)
     return replace(
         sample,
-        message_log=log,
+        message_log=_counted(sample.message_log, None if keeps_texts else num_prompt),
         extra_env_info=None,
         episode=None,
         chat=None,
         served_by=None,
-        stored=StoredTokens(prompt),
+        stored=next(places),
+        branches=[
+            replace(branch, message_log=_counted(branch.message_log, None if keeps_texts else 0), stored=next(places))
+            for branch in sample.branches
+        ],
     )
+
+
+def _counted(log: Sequence[Message], num_texts: int | None) -> list[Any]:
+    """Return messages with numbers of tokens in place of tokens; the first `num_texts` keep their texts, None: all."""
+    counted = []
+    for number, message in enumerate(log):
+        count = TokenCount(message["token_ids"].numel())
+        text = message["content"] if num_texts is None or number < num_texts else ""
+        written = {"generation_logprobs": count} if "generation_logprobs" in message else {}
+        counted.append({"role": message["role"], "token_ids": count, **written, "content": text})
+    return counted
 
 
 def located(rollouts: Rollouts, rows: "ObjectRef[Any]") -> Rollouts:
     """Tell the summaries of a group where its tokens are; whole samples stay as they are."""
     for sample in rollouts.trajectories:
-        if sample.stored is not None:
-            sample.stored = replace(sample.stored, rows=rows)
+        for conversation in sample.conversations:
+            if conversation.stored is not None:
+                conversation.stored = replace(conversation.stored, rows=rows)
     return rollouts
 
 
@@ -95,35 +105,50 @@ def whole(samples: Sequence[Trajectory]) -> list[Trajectory]:
 
 
 def _with_tokens(sample: Trajectory, packed: PackedRows) -> Trajectory:
-    start, log = packed.start_of(sample.sample_index), []
-    texts = packed.messages_of(sample.sample_index)
-    for counted, text in zip(sample.message_log, texts, strict=True):
+    branches = [
+        replace(branch, message_log=_messages(branch.message_log, branch.stored, packed), stored=None)
+        for branch in sample.branches
+    ]
+    log = _messages(sample.message_log, sample.stored, packed)
+    return replace(sample, message_log=log, stored=None, branches=branches)
+
+
+def _messages(counted_log: Sequence[Any], place: StoredTokens | None, packed: PackedRows) -> list[Message]:
+    """Return the messages of one conversation with their tokens and texts."""
+    assert place is not None, "the conversations of a sample are stored together"
+    start, log = packed.start_of(place.index), []
+    for counted, text in zip(counted_log, packed.messages_of(place.index), strict=True):
         end = start + counted["token_ids"].numel()
         message: Any = dict(text, token_ids=torch.from_numpy(packed.token_ids[start:end].astype(np.int64)))
         if "generation_logprobs" in counted:
             message["generation_logprobs"] = torch.from_numpy(packed.logprobs[start:end].copy())
         log.append(message)
         start = end
-    return replace(sample, message_log=log, stored=None)
+    return log
 
 
 def messages_of(trajectory: Trajectory) -> list[Message]:
-    """Return the messages of a trajectory without tokens, from the object store if they are there."""
+    """Return the messages of a row without tokens, from the object store if they are there."""
     if trajectory.stored is None or trajectory.stored.rows is None:
         return trajectory.turns
     packed = fetched([trajectory.stored.rows])[trajectory.stored.rows]
-    return packed.messages_of(trajectory.sample_index)
+    return packed.messages_of(trajectory.stored.index)
 
 
 def lay_out(trajectories: Sequence[Trajectory], pad_token_id: int) -> BatchedDataDict[Any]:
-    """Return the rows of a batch in the order of the trajectories, whose tokens are all stored."""
+    """Return the rows of a batch, whose tokens are all stored.
+
+    Args:
+        trajectories: one for each row, in order.
+        pad_token_id: as `StoredRow.pad_token_id`.
+    """
     lengths = [trajectory.length for trajectory in trajectories]
     width = max(lengths)
     rows = []
     for trajectory in trajectories:
         stored = trajectory.stored
         assert stored is not None and stored.rows is not None, "a runner has stored the tokens"
-        rows.append(StoredRow(stored.rows, trajectory.sample_index, width, pad_token_id, stored.prompt))
+        rows.append(StoredRow(stored.rows, stored.index, width, pad_token_id, stored.prompt))
     return BatchedDataDict(
         {
             "input_lengths": torch.tensor(lengths, dtype=torch.int64),

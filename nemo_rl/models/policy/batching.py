@@ -7,6 +7,7 @@ microbatches, filler rows are added that do not count in the loss and whose scor
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -135,13 +136,15 @@ def with_filler_rows(data: BatchedDataDict[Any], count: int) -> BatchedDataDict[
     return type(data).from_batches([data, fillers])
 
 
-def global_batches(data: BatchedDataDict[Any], size: int, *, allow_partial: bool) -> Iterator[BatchedDataDict[Any]]:
-    """Cut a batch into consecutive global batches of `size` rows.
+def global_batches(
+    data: BatchedDataDict[Any], size: int | Sequence[int], *, allow_partial: bool
+) -> Iterator[BatchedDataDict[Any]]:
+    """Cut a batch into consecutive global batches, the rows of one optimizer update each.
 
     Args:
         data: the rows.
-        size: rows of one optimizer update.
-        allow_partial: let the last global batch be shorter (evaluation).
+        size: number of rows of all global batches, or of each.
+        allow_partial: let the last global batch be shorter (evaluation), if all have the same number.
 
     Raises:
         DataError: the rows do not divide, or there are none.
@@ -149,6 +152,15 @@ def global_batches(data: BatchedDataDict[Any], size: int, *, allow_partial: bool
     rows = data.check_rows()
     if rows == 0:
         raise DataError("The batch has no rows.")
+    if isinstance(size, int):
+        _check_divides(rows, size, allow_partial)
+        return (data.slice(start, min(start + size, rows)) for start in range(0, rows, size))
+    if sum(size) != rows or min(size) < 1:
+        raise DataError(f"gbs={list(size)} has to be at least one row for each update, {rows} rows in total.")
+    return (data.slice(end - count, end) for count, end in zip(size, accumulate(size), strict=True))
+
+
+def _check_divides(rows: int, size: int, allow_partial: bool) -> None:
     if rows % size and not allow_partial:
         below, above = rows // size * size, -(-rows // size) * size
         nearest = ", ".join(str(n) for n in (below, above) if n)
@@ -156,7 +168,6 @@ def global_batches(data: BatchedDataDict[Any], size: int, *, allow_partial: bool
             f"{rows} rows do not divide into global batches of {size} rows (one optimizer update each). "
             f"Nearest numbers of rows: {nearest}; or set policy.train_global_batch_size to a divisor of {rows}."
         )
-    return (data.slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
 def count_valid(batch: BatchedDataDict[Any]) -> tuple[float, float]:

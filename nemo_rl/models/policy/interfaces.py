@@ -1,6 +1,7 @@
 """The interface between a policy and the algorithms; `lm_policy.Policy` implements it."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, Protocol, TypedDict
 
 from torch import Tensor
@@ -76,10 +77,10 @@ class PolicyInterface(ABC):
         data: BatchedDataDict[Any],
         loss_fn: AnyLossFunction,
         eval_mode: bool = False,
-        gbs: int | None = None,
+        gbs: int | Sequence[int] | None = None,
         mbs: int | None = None,
     ) -> TrainResult:
-        """Make one optimizer update per global batch of `gbs` rows, in order."""
+        """Make one optimizer update per global batch of `gbs` rows, in order; a sequence has the rows of each."""
 
     @abstractmethod
     def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[LogprobOutputSpec]:

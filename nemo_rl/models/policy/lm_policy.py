@@ -12,7 +12,7 @@ Invariant: results do not depend on the number of ranks or on how microbatches a
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from os import PathLike
 from pathlib import Path
@@ -168,7 +168,7 @@ class Policy(PolicyInterface):
         data: BatchedDataDict[Any],
         loss_fn: AnyLossFunction,
         eval_mode: bool = False,
-        gbs: int | None = None,
+        gbs: int | Sequence[int] | None = None,
         mbs: int | None = None,
     ) -> TrainResult:
         """Make one optimizer update per global batch, in the order of the rows.
@@ -182,7 +182,7 @@ class Policy(PolicyInterface):
                 needs.
             loss_fn: called in every rank on each microbatch, with global denominators.
             eval_mode: compute loss and metrics, change nothing; the last global batch may be partial.
-            gbs: rows of one update; None takes `train_global_batch_size`.
+            gbs: rows of one update, or of each update; None takes `train_global_batch_size`.
             mbs: rows of one microbatch, padded or packed; None forms microbatches as configured.
 
         Raises:

@@ -15,6 +15,7 @@ import marshal
 import os
 import sys
 
+import handover
 import identity
 import landlock
 import seccomp
@@ -49,6 +50,8 @@ def main(plan_file: int, control: int) -> int:
 def _run_in_own_namespaces(plan: Plan, control: int) -> int:
     identity.end_with_parent()
     _enter_namespaces(plan["is_privileged"])
+    if plan["port"] is not None:
+        handover.start_loopback()
     init = os.fork()
     if init:
         os.write(control, f"init {init}\n".encode())
@@ -92,13 +95,16 @@ def _become_the_program(plan: Plan, control: int) -> None:
         os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
         with open(name, "wb") as file:
             file.write(content)
+    if plan["handover"] is not None:
+        handover.give(plan["handover"], plan["port"])
+    may_connect = plan["port"] is not None
     identity.limit(plan["limits"])
     if plan["needs_landlock"] or landlock.is_available():
-        landlock.restrict(plan["readable"], [plan["scratch"]], plan["devices"])
+        landlock.restrict(plan["readable"], [plan["scratch"]], plan["devices"], may_connect)
     for descriptor in plan["inherited"]:
         os.set_inheritable(descriptor, True)
     os.set_inheritable(control, False)
-    seccomp.install(plan["namespaces"] != "none", plan["may_fork"], os.getpid())
+    seccomp.install(plan["namespaces"] != "none", plan["may_fork"], may_connect, os.getpid())
     os.write(control, b"ready\n")
     os.execve(plan["arguments"][0], plan["arguments"], plan["environment"])
 

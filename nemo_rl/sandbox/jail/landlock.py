@@ -44,18 +44,19 @@ def is_available() -> bool:
         return False
 
 
-def restrict(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str]) -> None:
+def restrict(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], may_connect: bool) -> None:
     """Allow reading and executing some paths, everything below others, and nothing else; needs `no_new_privs`.
 
     Args:
         readable: Files and folders that may be read and executed.
         writable: Folders in which files may be made, changed and removed.
         devices: Device files that may be read and written.
+        may_connect: Whether TCP is allowed, within the program's own namespace of networks.
     """
     version = abi()
     handled = _ALL_OF_ABI.get(version, _ALL)
     sizes = "QQQ" if version >= 6 else "QQ" if version >= 4 else "Q"
-    fields = (handled, _TCP, _SCOPES)[: len(sizes)]
+    fields = (handled, 0 if may_connect else _TCP, _SCOPES)[: len(sizes)]
     attributes = struct.pack(sizes, *fields)
     ruleset = syscall("landlock_create_ruleset", attributes, len(attributes), 0)
     for path in readable:

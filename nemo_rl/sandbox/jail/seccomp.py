@@ -32,6 +32,9 @@ _CHANGES_OF_METADATA = (
     *("chmod", "fchmod", "fchmodat", "fchmodat2", "utimensat", "utime", "utimes", "futimesat", "mknod", "mknodat"),
 )
 """Landlock does not cover these, so they need a file system of the program's own."""
+_NETWORK = ("socket", "connect", "bind", "listen", "accept", "accept4")
+"""Calls for a program that may use the network of its own namespace."""
+_INTERNET = (2, 10)  # AF_INET and AF_INET6
 
 type Instruction = tuple[int, int, int, int]
 
@@ -41,26 +44,32 @@ def is_supported() -> bool:
     return MACHINE in _ARCHITECTURES
 
 
-def install(own_namespaces: bool, may_fork: bool, pid: int) -> None:
+def install(own_namespaces: bool, may_fork: bool, may_connect: bool, pid: int) -> None:
     """Install the filter; needs `no_new_privs`.
 
     Args:
         own_namespaces: Whether the program has namespaces of processes and mounts of its own. Otherwise it may signal
             only itself and change no metadata of files.
         may_fork: Whether it may start processes, and not only threads.
+        may_connect: Whether it may use TCP and UDP. Sockets of other families are refused, because Unix sockets in the
+            file system belong to no namespace.
         pid: Its process id.
     """
-    instructions = program(own_namespaces, may_fork, pid)
+    instructions = program(own_namespaces, may_fork, may_connect, pid)
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in instructions))
     filter_program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(instructions), ctypes.addressof(code)))
     prctl(PR_SET_SECCOMP, _MODE_FILTER, filter_program)
 
 
-def program(own_namespaces: bool, may_fork: bool, pid: int) -> list[Instruction]:
+def program(own_namespaces: bool, may_fork: bool, may_connect: bool, pid: int) -> list[Instruction]:
     """Return the filter's instructions; the arguments are those of `install`."""
     column = list(_ARCHITECTURES).index(MACHINE)
     rules = _rules(own_namespaces, may_fork, pid)
-    refused = {*(() if may_fork else _PROCESSES), *(() if own_namespaces else _CHANGES_OF_METADATA)}
+    refused = {
+        *(() if may_fork else _PROCESSES),
+        *(() if own_namespaces else _CHANGES_OF_METADATA),
+        *(() if may_connect else _NETWORK),
+    }
     found: list[Instruction] = [
         *[(_LOAD, 0, 0, _ARCHITECTURE_AT), (_EQUAL, 1, 0, _ARCHITECTURES[MACHINE]), (_RETURN, 0, 0, _KILL)],
         *[(_LOAD, 0, 0, _NUMBER_AT), (_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _UNKNOWN)],
@@ -80,6 +89,7 @@ def _rules(own_namespaces: bool, may_fork: bool, pid: int) -> dict[str, list[Ins
         "clone3": [(_RETURN, 0, 0, _UNKNOWN)],  # its flags are in memory; the C library falls back to clone
         # An unconnected datagram socket could send to any socket in the file system, which Landlock does not restrict.
         "socketpair": [*_load(1, 0xF), (_EQUAL, 0, 1, 1), (_RETURN, 0, 0, _ALLOW), _refuse()],
+        "socket": _only(0, _INTERNET),
         "prlimit64": _only(0, (0,)),
         "prctl": _only(0, (15, 16, 0x53564D41)),  # names of threads and of memory
         "fcntl": _except(1, (8, 10, 15)),  # F_SETOWN, F_SETSIG and F_SETOWN_EX send signals

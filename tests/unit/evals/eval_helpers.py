@@ -50,6 +50,7 @@ class BoxedNumbers:
     post_processes_groups = False
     reads_chat = False
     continues_episodes = True
+    agent_section = None
 
     async def open_episode(self, metadata: Any, seed: int | None = None) -> EpisodeStart[Any]:
         return EpisodeStart(metadata)

@@ -45,6 +45,7 @@ class ScriptedEnvironment:
     post_processes_groups = False
     reads_chat = False
     continues_episodes = True
+    agent_section = None
 
     def __init__(self, judge: Callable[[list[dict[str, Any]], Any], StepResult]):
         self.judge = judge

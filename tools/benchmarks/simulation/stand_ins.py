@@ -4,7 +4,7 @@ import asyncio
 import heapq
 import random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,6 +191,7 @@ class WaitingEnvironment:
     post_processes_groups = False
     reads_chat = False
     continues_episodes = True
+    agent_section = None
 
     def __init__(self, waits: LogNormal, num_turns: int):
         self._waits, self._num_turns = waits, num_turns
@@ -245,7 +246,9 @@ class SimulatedTrainer:
         result: Any = {}
         return result
 
-    def train(self, data: BatchedDataDict[Any], loss_fn: AnyLossFunction, *, gbs: int | None = None) -> TrainResult:
+    def train(
+        self, data: BatchedDataDict[Any], loss_fn: AnyLossFunction, *, gbs: int | Sequence[int] | None = None
+    ) -> TrainResult:
         """Take the time of a whole update."""
         self.accumulate(data, loss_fn)
         return self.finish_update(data, loss_fn)

@@ -73,11 +73,21 @@ class CallParser:
         Args:
             text: a response with its special tokens, without the token that ends the turn.
         """
+        return [ToolCall(name, _arguments(arguments)) for name, arguments in self.content_and_calls(text)[1]]
+
+    def content_and_calls(self, text: str) -> tuple[str, list[tuple[str, str]]]:
+        """Return the text of a response without its calls, and name and arguments of each call, as text.
+
+        Args:
+            text: as for `calls`; if no call can be read, all of it is the text without calls.
+        """
         try:
             found = self._new().extract_tool_calls(text, self._request)
         except Exception:  # boundary: whatever a parser raises, the model wrote a text that it cannot read
-            return []
-        return [ToolCall(call.function.name, _arguments(call.function.arguments)) for call in found.tool_calls]
+            return text, []
+        if not found.tool_calls:
+            return text, []
+        return found.content or "", [(call.function.name, call.function.arguments) for call in found.tool_calls]
 
     def _new(self) -> Any:
         return self._parser_class(self._tokenizer, self._request.tools)
@@ -89,6 +99,45 @@ class CallParser:
         messages = [{"role": "user", "content": ""}]
         fields = {"model": "policy", "messages": messages, "tools": self._tools or None}
         return ChatCompletionRequest.model_validate(fields)
+
+
+class ReasoningReader:
+    """One of vLLM's reasoning parsers.
+
+    Args:
+        name: name of the parser.
+        tokenizer: tokenizer of the model.
+
+    Raises:
+        ConfigError: there is no such parser, or it cannot work with this tokenizer.
+    """
+
+    def __init__(self, name: str, tokenizer: TokenizerType) -> None:
+        _manager()  # says what to install if vLLM is missing
+        with importing():
+            from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+            from vllm.reasoning import ReasoningParserManager
+        manager: Any = ReasoningParserManager
+        known = manager.list_registered()
+        if name not in known:
+            raise ConfigError(
+                f"reasoning_parser={name!r} is unknown.{did_you_mean(name, known)} vLLM has: {', '.join(known)}."
+            )
+        self._class = manager.get_reasoning_parser(name)
+        self._tokenizer = tokenizer
+        self._request = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": ""}]})
+        try:
+            self._class(self._tokenizer)
+        except Exception as error:  # boundary: parsers raise errors of any kind for a tokenizer that is not theirs
+            raise ConfigError(f"reasoning_parser={name!r} cannot read what this tokenizer writes: {error}") from error
+
+    def split(self, text: str) -> tuple[str | None, str]:
+        """Return the reasoning of a response, None without any, and the rest of its text."""
+        try:
+            reasoning, content = self._class(self._tokenizer).extract_reasoning(text, self._request)
+        except Exception:  # boundary: whatever a parser raises, the model wrote a text that it cannot read
+            return None, text
+        return reasoning, content or ""
 
 
 def _manager() -> Any:

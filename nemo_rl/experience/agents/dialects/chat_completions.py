@@ -36,7 +36,7 @@ class ChatCompletions:
         """See `Dialect.read`."""
         fields = Fields(body)
         _refuse_functions(fields)
-        fields.flag("logprobs")
+        reads_logprobs = fields.flag("logprobs")
         options = fields.object("stream_options")
         if options is not None:
             options.flag("include_usage")
@@ -47,6 +47,7 @@ class ChatCompletions:
             tools=tools,
             reads_tool_calls=reads_tool_calls(fields, tools),
             continues_last=_continues_last(fields, messages),
+            reads_token_texts=bool(reads_logprobs),
             **sampling_fields(fields, ("max_completion_tokens", "max_tokens")),
         )
 

@@ -33,11 +33,12 @@ class Completions:
     def read(self, body: Body, memory: SessionMemory) -> CallRequest:
         """See `Dialect.read`."""
         fields = Fields(body)
-        fields.integer("logprobs", 0, 1)
+        reads_logprobs = fields.integer("logprobs", 0, 1) is not None
         options = fields.object("stream_options")
         if options is not None:
             options.flag("include_usage")
-        return CallRequest(prompt=_prompt(fields), **sampling_fields(fields, ("max_tokens",)))
+        sampling = sampling_fields(fields, ("max_tokens",))
+        return CallRequest(prompt=_prompt(fields), reads_token_texts=reads_logprobs, **sampling)
 
     def response(
         self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory

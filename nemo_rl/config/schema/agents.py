@@ -1,0 +1,92 @@
+"""Keys of `env.agent`: a program that plays each sample through an endpoint of the run."""
+
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic_core import PydanticCustomError
+
+from nemo_rl.config.schema.sandbox import SandboxKeys
+from nemo_rl.config.schema.tools import GraderConfig
+
+_BELONGS_TO = {"kwargs": "program", "environment": "command", "readable": "command"}
+
+
+class AgentEnvironmentConfig(SandboxKeys):
+    """A program that is started for each sample, calls the model as often as it wants, and returns the reward."""
+
+    place: ClassVar[str] = "env.agent"
+
+    program: str | None = None
+    """Dotted path of a function, a coroutine function, or a class whose objects are called, which gets an AgentTask."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """With program: further arguments of the function, or arguments of the class."""
+    command: list[str] | None = None
+    """Program and arguments of a process that is started for each sample."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """With command: environment variables besides those that the library sets."""
+    service: str | None = None
+    """Address to which each task is posted as JSON, and which answers with the reward."""
+    timeout_s: PositiveFloat = 300.0
+    """Seconds for one program; afterwards it is ended and its sample has an error. Only a function on a thread
+    continues; its result is ignored."""
+    step_timeout_s: PositiveFloat = 600.0
+    """Seconds for a program and its grading together."""
+    max_open_episodes: PositiveInt = 64
+    """Programs that run at the same time; others wait, which does not count against their deadline."""
+    num_workers: PositiveInt = 1
+    """Processes among which the programs are divided; more help where functions compute much."""
+    max_memory_gb: PositiveFloat | None = None
+    """Gibibytes that each of these processes may use, with all that it started; null: no limit."""
+    row_fields: list[str] | None = None
+    """Fields of the row that the program gets, such as ground_truth; null: all with program and service, none with
+    command."""
+    grader: GraderConfig | None = None
+    """The environment that grades the answer of the program; null: the program returns the reward."""
+    sandbox: Literal["auto", "bubblewrap", "landlock", "none"] = "auto"  # type: ignore[assignment]  # one choice more
+    """With command: mechanism that locks it up, so that it reaches only the endpoint; auto: the first that works on the
+    machine. none: the command has all rights of the run."""
+    readable: list[str] = Field(default_factory=list)
+    """With command in a sandbox: files and folders that it may read, besides itself and the Python of the run."""
+    memory_mb: PositiveInt = 4096
+    """With command in a sandbox: memory in MiB."""
+    max_processes: PositiveInt = 64
+    """With command in a sandbox: processes and threads."""
+    file_mb: PositiveInt = 64
+    """With command in a sandbox: size of each file that it writes, in MiB."""
+    scratch_mb: PositiveInt = 256
+    """With command in a sandbox: size of all its files together, in MiB."""
+    output_bytes: PositiveInt = 1048576
+    """With command: bytes of output after which it is ended."""
+    tool_parser: str | None = None
+    """Parser of vLLM that finds tool calls in an answer of the model; null: one that reads what the chat template
+    writes."""
+    reasoning_parser: str | None = None
+    """Parser of vLLM that separates the reasoning from an answer; null: an answer is one text."""
+    max_calls: PositiveInt = 64
+    """Calls of the model that one program may make; further ones are refused."""
+    sampling: Literal["run", "request"] = "run"
+    """Whose temperature and top_p apply: those of the run, or those of each request."""
+    credit: Literal["all", "last"] = "all"
+    """Conversations of a program that its reward trains: all, or the one that ended last."""
+    history: Literal["keep", "template"] = "keep"
+    """Earlier answers in a conversation: keep the tokens that were sampled, or render them again with the chat
+    template."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        ways = [key for key in ("program", "command", "service") if getattr(self, key)]
+        if len(ways) != 1:
+            given = ", ".join(ways) or "none of them"
+            raise PydanticCustomError(
+                "agent", "give exactly one of program, command and service; there is {given}", {"given": given}
+            )
+        for key, owner in _BELONGS_TO.items():
+            if getattr(self, key) and owner not in ways:
+                raise PydanticCustomError("agent", "{key} belongs to {owner}; remove it", {"key": key, "owner": owner})
+        if self.timeout_s >= self.step_timeout_s:
+            raise PydanticCustomError(
+                "agent",
+                "timeout_s={timeout} must be less than step_timeout_s={step}, which also covers the grading; raise it",
+                {"timeout": f"{self.timeout_s:g}", "step": f"{self.step_timeout_s:g}"},
+            )
+        return self

@@ -1,0 +1,208 @@
+"""The environment `agent`: runs one program for each sample, and rewards what it did.
+
+    metadata: row + `agent` ─► task ─► program ─► result ─► reward
+                                                    └─ answer ─► grader ─► reward
+
+A step is a whole episode: when it returns, the program has ended. Invariant: a reward always comes from the program or
+the grader, everything else is the error of one sample, and the key of a sample is neither in its metadata nor in its
+error.
+"""
+
+import asyncio
+import inspect
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from nemo_rl.config.schema.agents import AgentEnvironmentConfig
+from nemo_rl.environments.agents.callables import CallableProgram
+from nemo_rl.environments.agents.commands import CommandProgram
+from nemo_rl.environments.agents.interfaces import AgentError, AgentProgram, AgentTask
+from nemo_rl.environments.agents.results import AgentResult
+from nemo_rl.environments.agents.sandboxed import SandboxedCommand
+from nemo_rl.environments.agents.service import ServiceProgram
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.tools.grader import Grader
+from nemo_rl.utils.errors import NemoRLError
+
+if TYPE_CHECKING:
+    from nemo_rl.data.interfaces import LLMMessageLogType
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+AGENT = "agent"
+"""Key of the metadata that has the endpoint's address and the sample's key."""
+PLAYED = "played"
+"""Key of the metadata that a step adds, see `_Played`."""
+CALL_REWARDS = "call_rewards"
+"""Key of the metadata that a step adds where the program rewarded single calls: their rewards by id."""
+
+
+@dataclass(frozen=True)
+class _Graded:
+    """What a sample gets.
+
+    Attributes:
+        rewards: its reward, or one for each component.
+        answer: the graded text.
+        row: metadata of the grader's last step; None without a grader.
+    """
+
+    rewards: Mapping[str, float]
+    answer: str | None
+    row: Any = None
+
+
+class AgentEnvironment(EnvironmentInterface[dict[str, Any]]):
+    """An environment that runs a program for each sample.
+
+    Args:
+        cfg: the `env.agent` section (or its dict).
+
+    Raises:
+        ConfigError: the program or the grader cannot be used, or this machine cannot lock the command up.
+    """
+
+    runs_agents: ClassVar[bool] = True
+    reads_chat: ClassVar[bool] = True
+    gives_answers: ClassVar[bool] = True
+    continues_episodes: ClassVar[bool | None] = False
+    pooled: ClassVar[bool] = True
+    config_class: ClassVar[type | None] = AgentEnvironmentConfig
+
+    def __init__(self, cfg: AgentEnvironmentConfig | Mapping[str, Any]) -> None:
+        self.cfg = AgentEnvironmentConfig.of(cfg)
+        self._program = program_of(self.cfg)
+        self._grader = None if self.cfg.grader is None else Grader(self.cfg.grader)
+        self._threads = ThreadPoolExecutor(self._grader.concurrency if self._grader else 1, "grader")
+
+    async def step(  # type: ignore[override]  # may be a coroutine function
+        self,
+        message_log_batch: list["LLMMessageLogType"],
+        metadata: list[dict[str, Any]],
+        return_extracted_answer: bool = False,
+    ) -> EnvironmentReturn[dict[str, Any]]:
+        """Run the program of one sample; B is 1.
+
+        Args:
+            message_log_batch: B conversations, which are not read.
+            metadata: B rows, with `agent`: `base_url`, `api_key`, `model`, `messages`, `tools` and `seed`.
+            return_extracted_answer: Fill `answers`.
+        """
+        (given,) = metadata
+        row = {name: value for name, value in given.items() if name != AGENT}
+        task, started = self._task(given[AGENT], row), time.perf_counter()
+        try:
+            result = await self._program.run(task)
+            graded = await self._graded(task, row, result)
+        except (AgentError, NemoRLError, OSError) as error:
+            return _episode(row, _Graded({"": 0.0}, None), str(error).replace(task.api_key, "***"))
+        played = {"seconds": time.perf_counter() - started, "metrics": dict(result.metrics), "row": graded.row}
+        row |= {PLAYED: played, **({CALL_REWARDS: dict(result.call_rewards)} if result.call_rewards else {})}
+        return _episode(row, graded, None, with_answer=return_extracted_answer)
+
+    async def global_post_process_and_metrics(  # type: ignore[override]  # may be a coroutine function
+        self, batch: "BatchedDataDict[Any]"
+    ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
+        """Average the metrics of B programs, and let the grader correct rewards and add its metrics."""
+        played = [metadata[PLAYED] for metadata in batch["extra_env_info"]]
+        metrics: dict[str, float | int] = {}
+        if self._grader is not None:
+            rows = batch.copy()
+            rows["extra_env_info"] = [one["row"] for one in played]
+            batch, metrics = await self._called(self._grader.post_process, rows)
+        own = {name: _mean(one["metrics"].get(name) for one in played) for one in played for name in one["metrics"]}
+        return batch, {**metrics, **own, "mean_program_s": _mean(one["seconds"] for one in played)}
+
+    async def shutdown(self) -> None:  # type: ignore[override]  # may be a coroutine function
+        """Release what the programs share, and the grader."""
+        await self._program.shutdown()
+        if self._grader is not None:
+            await self._called(self._grader.shutdown)
+        self._threads.shutdown(wait=False)
+
+    def _task(self, agent: Mapping[str, Any], row: Mapping[str, Any]) -> AgentTask:
+        fields = self.cfg.row_fields
+        if fields is None:
+            fields = [] if self.cfg.command else list(row)
+        return AgentTask(
+            messages=agent["messages"],
+            tools=agent.get("tools"),
+            row={name: row[name] for name in fields if name in row},
+            base_url=agent["base_url"],
+            api_key=agent["api_key"],
+            model=agent["model"],
+            seed=agent["seed"],
+            timeout_s=self.cfg.timeout_s,
+        )
+
+    async def _graded(self, task: AgentTask, row: Mapping[str, Any], result: AgentResult) -> _Graded:
+        """Return the program's reward, or that of the grader for the program's answer.
+
+        Raises:
+            AgentError: there is none.
+        """
+        if self._grader is None:
+            if result.reward is None:
+                raise AgentError("the program returned no reward, and env.agent.grader is null")
+            return _Graded({"": result.reward}, result.answer)
+        if result.answer is None:
+            raise AgentError("the program returned no answer for env.agent.grader")
+        start = await self._called(self._grader.open_episode, dict(row))
+        if start.error is not None:
+            raise AgentError(f"the grader failed: {start.error}")
+        try:
+            log = [*task.messages, {"role": "assistant", "content": result.answer}]
+            graded: EnvironmentReturn[Any] = await self._called(self._grader.step, log, start.metadata)
+        finally:
+            await self._called(self._grader.close_episode, start.metadata)
+        error = graded.errors[0] if graded.errors is not None else None
+        if error is not None:
+            raise AgentError(f"the grader failed: {error}")
+        components = graded.rewards if isinstance(graded.rewards, dict) else {"": graded.rewards}
+        answer = graded.answers[0] if graded.answers is not None else result.answer
+        return _Graded({name: float(column[0]) for name, column in components.items()}, answer, graded.metadata[0])
+
+    async def _called(self, method: Any, *arguments: Any) -> Any:
+        """Call a method of the grader on one of its threads; a coroutine continues here."""
+        outcome = await asyncio.get_running_loop().run_in_executor(self._threads, method, *arguments)
+        return await outcome if inspect.iscoroutine(outcome) else outcome
+
+
+def program_of(cfg: AgentEnvironmentConfig) -> AgentProgram:
+    """Return what starts the programs of a section.
+
+    Raises:
+        ConfigError: the program cannot be used, or this machine cannot lock it up.
+    """
+    if cfg.program is not None:
+        return CallableProgram(cfg.program, cfg.kwargs)
+    if cfg.service is not None:
+        return ServiceProgram(cfg.service)
+    assert cfg.command is not None, "the section has one of the three"
+    if cfg.sandbox == "none":
+        return CommandProgram(cfg.command, cfg.environment, cfg.output_bytes)
+    return SandboxedCommand(cfg)
+
+
+def _episode(
+    row: dict[str, Any], graded: _Graded, error: str | None, *, with_answer: bool = False
+) -> EnvironmentReturn[dict[str, Any]]:
+    rewards = {name: torch.tensor([value], dtype=torch.float64) for name, value in graded.rewards.items()}
+    return EnvironmentReturn(
+        observations=[{"role": "environment", "content": ""}],
+        metadata=[row],
+        next_stop_strings=[None],
+        rewards=rewards.get("", rewards),
+        terminateds=torch.ones(1, dtype=torch.bool),
+        answers=[graded.answer] if with_answer else None,
+        errors=[error],
+    )
+
+
+def _mean(numbers: Iterable[float | None]) -> float:
+    given = [number for number in numbers if number is not None]
+    return sum(given) / max(len(given), 1)

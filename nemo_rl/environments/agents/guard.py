@@ -1,0 +1,106 @@
+"""Run a command, and end with it every process that it started: run as `python -I -S guard.py`.
+
+The first line of standard input is JSON with the command and its environment. Where standard input ends, because the
+process that started this one wants so or has died, the command is ended. Invariant: when this process ends, no
+process of the command exists; it adopts orphans to find them. It imports only the standard library.
+"""
+
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+
+_PR_SET_CHILD_SUBREAPER = 36
+_LOOK_S = 0.2
+_AGAIN_S = 0.005
+_NOT_FOUND, _NOT_EXECUTABLE = 127, 126
+
+
+def main() -> int:
+    """Return the exit status of the command, 128 + n after signal n."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    plan = json.loads(_first_line())
+    try:
+        process = subprocess.Popen(plan["command"], stdin=subprocess.DEVNULL, env=plan["environment"])
+    except OSError as error:
+        sys.stderr.write(f"{error}\n")
+        return _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
+    status = _wait(process.pid)
+    process.returncode = status
+    _end_all()
+    return status if status >= 0 else 128 - status
+
+
+def _first_line() -> bytes:
+    """Read one line without reading ahead."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        data = os.read(0, 1)
+        if not data:
+            sys.exit(1)
+        line += data
+    return bytes(line)
+
+
+def _wait(pid: int) -> int:
+    """Return the status of a child, -n after signal n; SIGKILL where standard input ended before it."""
+    pidfd = os.pidfd_open(pid)
+    while True:
+        ready, _, _ = select.select([0, pidfd], [], [], _LOOK_S)
+        status = _reap(pid)
+        if status is not None:
+            return status
+        if 0 in ready:
+            return -signal.SIGKILL
+
+
+def _reap(pid: int) -> int | None:
+    """Take note of children that have ended; return the status of one of them if it is among them."""
+    found = None
+    while True:
+        try:
+            ended, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return found
+        if ended == 0:
+            return found
+        if ended == pid:
+            found = os.waitstatus_to_exitcode(status)
+
+
+def _end_all() -> None:
+    """Kill all processes below this one, also those that start meanwhile."""
+    while below := _below(os.getpid()):
+        for pid in below:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        _reap(0)
+        select.select([], [], [], _AGAIN_S)
+
+
+def _below(pid: int) -> list[int]:
+    """Return all processes below one, with those that have ended and are not reaped."""
+    found = _children(pid)
+    for each in found:
+        found += _children(each)
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    place, found = f"/proc/{pid}/task", []
+    try:
+        for thread in os.listdir(place):
+            with open(f"{place}/{thread}/children", encoding="ascii") as file:
+                found += [int(child) for child in file.read().split()]
+    except OSError:  # it has ended meanwhile
+        pass
+    return found
+
+
+if __name__ == "__main__":
+    os._exit(main())

@@ -1,0 +1,78 @@
+"""What an agent program gets, and what starts one.
+
+Invariant: the key of a task is in no `repr`.
+"""
+
+import abc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_rl.environments.agents.results import AgentResult
+
+
+@dataclass(frozen=True)
+class AgentTask:
+    """One sample, as its program gets it.
+
+    Several programs run in one process, so a function passes `base_url` and `api_key` to its client; environment
+    variables are only for processes that it starts.
+
+    Attributes:
+        messages: messages of the prompt, as the data has them.
+        tools: tools of the row in OpenAI's form; None without any.
+        row: fields of the row that the program may see, see `env.agent.row_fields`.
+        base_url: address of the endpoint, up to `/v1`.
+        api_key: key of this sample; calls with it are the sample's calls.
+        model: name of the model for requests.
+        seed: seed of this sample; those of one prompt have different ones.
+        timeout_s: seconds until the program is ended.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None
+    row: Mapping[str, Any]
+    base_url: str
+    api_key: str = field(repr=False)
+    model: str
+    seed: int
+    timeout_s: float
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables with which clients of OpenAI and Anthropic find the endpoint."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": self.api_key,
+        }
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        """The fields by name, for programs that read JSON."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+class AgentError(Exception):
+    """A program failed, or returned something that is no result; the text is the error of its sample."""
+
+
+class AgentProgram(abc.ABC):
+    """Starts one program for each task; several run at the same time."""
+
+    @abc.abstractmethod
+    async def run(self, task: AgentTask) -> AgentResult:
+        """Run the program until its end or its deadline; cancelling this call ends it.
+
+        Raises:
+            AgentError: it failed, is too slow, or returned no result.
+        """
+
+    async def shutdown(self) -> None:  # noqa: B027  (optional hook)
+        """Release what the programs share."""
+
+
+def too_slow(task: AgentTask) -> AgentError:
+    """Make the error of a program that missed its deadline."""
+    return AgentError(f"the program gave no result in {task.timeout_s:g} s (env.agent.timeout_s) and was ended")

@@ -1,0 +1,94 @@
+"""Programs behind an HTTP service, which may be anywhere.
+
+Invariant: a request is cancelled at the deadline of its task; of a response at most a megabyte is read.
+"""
+
+import asyncio
+import json
+import logging
+
+import httpx
+
+from nemo_rl.environments.agents.interfaces import AgentError, AgentProgram, AgentTask, too_slow
+from nemo_rl.environments.agents.results import AgentResult, read_result
+
+logger = logging.getLogger(__name__)
+
+_LARGEST_RESPONSE = 2**20
+_SHOWN_CHARS = 200
+_MAX_ATTEMPTS = 4
+_BACKOFF_S = 0.5
+_BUSY = 429
+
+
+class _MayPassError(Exception):
+    """The same request may succeed later."""
+
+
+class ServiceProgram(AgentProgram):
+    """A service to which each task is posted; it answers when the program has ended.
+
+    Args:
+        url: its address.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._client: httpx.AsyncClient | None = None
+
+    async def run(self, task: AgentTask) -> AgentResult:
+        """See `AgentProgram.run`; a service that cannot be reached or is broken is asked again, for the whole task."""
+        try:
+            async with asyncio.timeout(task.timeout_s):
+                return await self._answered(json.dumps(task.as_json).encode())
+        except TimeoutError:
+            raise too_slow(task) from None
+        except (TypeError, ValueError) as error:
+            raise AgentError(f"the task cannot be written as JSON: {error}") from None
+
+    async def shutdown(self) -> None:
+        """Close the connections."""
+        if self._client is not None:
+            await self._client.aclose()
+
+    async def _answered(self, body: bytes) -> AgentResult:
+        for attempt in range(_MAX_ATTEMPTS):
+            try:
+                return await self._post(body)
+            except _MayPassError as error:
+                reason = str(error)
+            if attempt + 1 < _MAX_ATTEMPTS:
+                await asyncio.sleep(_BACKOFF_S * 2**attempt)
+        raise AgentError(f"{reason}, {_MAX_ATTEMPTS} times")
+
+    async def _post(self, body: bytes) -> AgentResult:
+        if self._client is None:  # constructed here, in the event loop that uses it
+            limits = httpx.Limits(max_connections=None)
+            self._client = httpx.AsyncClient(timeout=None, limits=limits, follow_redirects=False)
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        try:
+            async with self._client.stream("POST", self._url, content=body, headers=headers) as response:
+                content = bytearray()
+                async for chunk in response.aiter_raw():
+                    content += chunk
+                    if len(content) > _LARGEST_RESPONSE:
+                        raise AgentError(f"the service {self._url} sent more than {_LARGEST_RESPONSE} bytes")
+        except httpx.TransportError as error:
+            raise _MayPassError(f"the service {self._url} failed: {_reason(error)}") from None
+        except httpx.HTTPError as error:
+            raise AgentError(f"the service {self._url} failed: {_reason(error)}") from None
+        return self._read(response.status_code, bytes(content))
+
+    def _read(self, status: int, content: bytes) -> AgentResult:
+        shown = content[:_SHOWN_CHARS].decode(errors="replace")
+        if status != httpx.codes.OK:
+            kind = _MayPassError if status >= httpx.codes.INTERNAL_SERVER_ERROR or status == _BUSY else AgentError
+            raise kind(f"the service {self._url} answered with status {status}: {shown}")
+        try:
+            return read_result(json.loads(content))
+        except (ValueError, RecursionError) as error:
+            raise AgentError(f"the service {self._url} sent no result: {error}: {shown}") from None
+
+
+def _reason(error: httpx.HTTPError) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,101 @@
+"""Read an answer's tokens: its reasoning, its tool calls and its text.
+
+Invariant: parsers see the text with its special tokens, programs see it without.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_rl.data.interfaces import TokenizerType
+from nemo_rl.environments.tools.parsing.template import choose_parser, response_text
+from nemo_rl.environments.tools.parsing.vllm import CallParser, ReasoningReader
+from nemo_rl.experience.agents.calls import AnsweredToolCall, CallRequest
+from nemo_rl.models.generation.texts import sampled_text
+
+
+@dataclass(frozen=True)
+class ReadAnswer:
+    """The parts of an answer; attributes as in `CallAnswer`."""
+
+    content: str
+    reasoning: str | None = None
+    tool_calls: Sequence[AnsweredToolCall] = ()
+    stop_string: str | None = None
+
+
+@dataclass
+class AnswerReader:
+    """Reads answers of one environment's programs.
+
+    Args:
+        tokenizer: decodes.
+        tool_parser: name of vLLM's parser; None: the first one that reads what the chat template writes.
+        reasoning_parser: name of vLLM's parser; None: reasoning stays in the content.
+
+    Raises:
+        ConfigError: there is no such parser, or it does not read what the chat template writes.
+    """
+
+    tokenizer: TokenizerType
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    _parsers: dict[str, CallParser] = field(default_factory=dict, init=False)
+    """By the tools, as JSON."""
+    _name: str | None = field(default=None, init=False)
+    _reasoning: ReasoningReader | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.reasoning_parser is not None:
+            self._reasoning = ReasoningReader(self.reasoning_parser, self.tokenizer)
+
+    def read(self, token_ids: list[int], request: CallRequest, call_id: str) -> ReadAnswer:
+        """Read the tokens of an answer.
+
+        Args:
+            token_ids: the tokens.
+            request: the request that they answer.
+            call_id: begins the ids of tool calls.
+        """
+        parses_tools = bool(request.tools) and request.reads_tool_calls
+        if not parses_tools and self._reasoning is None:
+            text, stop = _before_stop(sampled_text(self.tokenizer, token_ids), request.stop)
+            return ReadAnswer(text, stop_string=stop)
+        text, stop = _before_stop(response_text(token_ids, self.tokenizer), request.stop)
+        reasoning: str | None = None
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.split(text)
+        if not parses_tools:
+            return ReadAnswer(self._shown(text), reasoning, stop_string=stop)
+        content, calls = self._parser(request.tools).content_and_calls(text)
+        answered = [
+            AnsweredToolCall(f"{call_id}-{number}", name, arguments) for number, (name, arguments) in enumerate(calls)
+        ]
+        return ReadAnswer(self._shown(content), reasoning, answered, stop)
+
+    def _parser(self, tools: Sequence[Any]) -> CallParser:
+        """Return the parser for some tools; the first one is checked against the chat template."""
+        key = json.dumps(list(tools), sort_keys=True, default=repr)
+        if key not in self._parsers:
+            schemas = [dict(tool) for tool in tools]
+            if self._name is None:
+                parser, _ = choose_parser(self.tool_parser, self.tokenizer, schemas)
+                self._name = parser.name
+            self._parsers[key] = CallParser(self._name, self.tokenizer, schemas)
+        return self._parsers[key]
+
+    def _shown(self, text: str) -> str:
+        """Return a text without special tokens."""
+        for token in self.tokenizer.all_special_tokens:
+            text = text.replace(token, "")
+        return text
+
+
+def _before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """Return the text before the first stop string, and that string; None if there is none."""
+    found = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
+    if not found:
+        return text, None
+    place, stop = min(found)
+    return text[:place], stop

@@ -1,0 +1,200 @@
+"""The calls of one sample as a tree: a call whose history continues an earlier answer is a child of that call.
+
+    root: [system, user] ─► answer a ─┬─ [..., a, tool] ─► answer b      the history of b continues a
+                                      └─ [..., a, user] ─► answer c      and so does that of c
+    root: [summary, user] ─► answer d                                    another history: another tree
+
+A history is found by a digest of its messages, tools and template variables. Invariant: the tokens of a child begin
+with all tokens of its parent, so no sampled token is ever tokenised again.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nemo_rl.data.interfaces import Message
+from nemo_rl.data.messages.content import content_text
+from nemo_rl.experience.agents.calls import CallRequest
+from nemo_rl.models.generation.interfaces import ServedBy, VersionSpan
+
+type Digest = bytes
+
+
+@dataclass(eq=False)
+class Call:
+    """A call that was answered.
+
+    Attributes:
+        id: identifies it within the session.
+        number: its place in the order of the answers.
+        parent: the call whose answer its history continues; None if it continues none.
+        added: message before the answer, with the `token_ids` that follow those of the parent.
+        answer: message with `content`, `token_ids` and `generation_logprobs`.
+        weight_versions: spans of the answer's tokens.
+        served_by: the engine that wrote the answer.
+    """
+
+    id: str
+    number: int
+    parent: "Call | None"
+    added: Message
+    answer: Message
+    weight_versions: Sequence[VersionSpan]
+    served_by: ServedBy | None
+
+    @property
+    def path(self) -> "list[Call]":
+        """The calls from the root to this one."""
+        calls: list[Call] = []
+        call: Call | None = self
+        while call is not None:
+            calls.append(call)
+            call = call.parent
+        return calls[::-1]
+
+    @property
+    def log(self) -> list[Message]:
+        """All messages up to the answer."""
+        return [message for call in self.path for message in (call.added, call.answer)]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens up to the end of the answer."""
+        return [token for message in self.log for token in message["token_ids"].tolist()]
+
+
+@dataclass(frozen=True)
+class History:
+    """The history of a request.
+
+    Attributes:
+        parent: the call that it continues; None if it continues none.
+        num_known: messages of the request that the parent's tokens stand for.
+    """
+
+    parent: Call | None = None
+    num_known: int = 0
+
+
+@dataclass
+class CallTree:
+    """The calls of one sample, in the order in which they were answered."""
+
+    calls: list[Call] = field(default_factory=list)
+    _by_history: dict[Digest, Call] = field(default_factory=dict)
+    """Calls by the digest of their history with the answer; of equal ones the newest."""
+    _plain: list[Call] = field(default_factory=list)
+    """Plain completions."""
+
+    def find(self, request: CallRequest) -> History:
+        """Find the call that a request continues: the one that stands for most of its messages."""
+        digests = list(_digests(request))
+        for known in range(len(request.messages) - 1, 0, -1):
+            call = self._by_history.get(digests[known])
+            if call is not None and request.messages[known - 1]["role"] == "assistant":
+                return History(call, known)
+        return History()
+
+    def find_plain(self, prompt: str | Sequence[int], text_of: Callable[[list[int]], str]) -> Call | None:
+        """Find the plain completion with most tokens that a prompt begins with.
+
+        Args:
+            prompt: text or token ids.
+            text_of: decodes tokens, with special ones.
+        """
+        known: Call | None = None
+        for call in self._plain:
+            ids = call.token_ids
+            begins = prompt.startswith(text_of(ids)) if isinstance(prompt, str) else list(prompt[: len(ids)]) == ids
+            if begins and (known is None or len(ids) >= len(known.token_ids)):
+                known = call
+        return known
+
+    def add(self, call: Call, request: CallRequest, message: Message) -> None:
+        """Add an answered call.
+
+        Args:
+            call: the call.
+            request: what it answers.
+            message: the answer as the program gets it.
+        """
+        self.calls.append(call)
+        if request.prompt is not None:
+            self._plain.append(call)
+            return
+        if request.continues_last:
+            *messages, begun = request.messages
+            request = replace(request, messages=messages)
+            message = {**message, "content": str(begun.get("content") or "") + str(message["content"])}
+        *_, history = _digests(request)
+        self._by_history[_with_message(history, message)] = call
+
+    def leaves(self) -> list[Call]:
+        """Return the calls that no other one continues, in order."""
+        parents = {id(call.parent) for call in self.calls}
+        return [call for call in self.calls if id(call) not in parents]
+
+
+def _digests(request: CallRequest) -> Iterator[Digest]:
+    """Yield the digests of the first 0, 1, ... messages of a request."""
+    around = {"tools": list(request.tools), "template_kwargs": dict(request.template_kwargs)}
+    digest = _hash(_json(around).encode())
+    yield digest
+    for message in request.messages:
+        digest = _with_message(digest, message)
+        yield digest
+
+
+def _with_message(digest: Digest, message: Message) -> Digest:
+    return _hash(digest + _json(_identity(message)).encode())
+
+
+def _identity(message: Message) -> list[Any]:
+    """Return what makes two messages equal.
+
+    Clients drop the reasoning of an answer and white space around it, and write the arguments of calls in other ways.
+    """
+    text = content_text(message.get("content") or "")
+    if message["role"] == "assistant":
+        text = text.strip()
+    calls = [
+        [call.get("id"), call["function"]["name"], _value(call["function"].get("arguments"))]
+        for call in message.get("tool_calls") or ()
+    ]
+    return [message["role"], text, calls, message.get("tool_call_id"), message.get("name")]
+
+
+def _value(arguments: Any) -> Any:
+    """Return the arguments of a call as a value; text that is no JSON stays text."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def parsed_calls(message: Message) -> Message:
+    """Return a message whose tool calls have arguments as values, which chat templates expect."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    parsed = [
+        {**call, "function": {**call["function"], "arguments": _value(call["function"].get("arguments"))}}
+        for call in calls
+    ]
+    return {**message, "tool_calls": parsed}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=True, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else repr(value)
+
+
+def _hash(data: bytes) -> Digest:
+    return hashlib.blake2b(data, digest_size=16).digest()

@@ -1,0 +1,264 @@
+"""The HTTP endpoint: it finds the session of a request's key, and lets its dialect translate.
+
+    request ─► key ─► session ─► dialect.read ─► session.answers ─► dialect.response or events ─► response
+
+Invariants: a request without the key of an open session is answered with status 401, whatever it asks for; keys appear
+in no log and in no message.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import secrets
+import socket
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from nemo_rl.config.schema.agent_endpoint import AgentEndpointConfig
+from nemo_rl.experience.agents.calls import CallError
+from nemo_rl.experience.agents.dialects.interface import Dialect
+from nemo_rl.experience.agents.dialects.registry import DIALECTS
+from nemo_rl.experience.agents.session import AgentSession
+from nemo_rl.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MODEL = "policy"
+"""Name of the model; requests may name any other."""
+_MINUTE_S = 60.0
+_START_S = 30.0
+_STOP_S = 2.0
+
+
+@dataclass(eq=False)
+class _Client:
+    """A program with an open session."""
+
+    session: AgentSession
+    arrivals: deque[float] = field(default_factory=deque)
+    """Times of the requests of the last minute."""
+
+
+class AgentEndpoint:
+    """Serves the sessions of one event loop.
+
+    Args:
+        config: the section.
+    """
+
+    def __init__(self, config: AgentEndpointConfig) -> None:
+        self._config = config
+        self._clients: dict[str, _Client] = {}
+        self._serving: asyncio.Task[None] | None = None
+        self._port = 0
+
+    @property
+    def address(self) -> str:
+        """The endpoint's URL, without a path."""
+        host = self._config.public_host or self._config.host
+        if host in ("0.0.0.0", "::"):  # noqa: S104  (this asks whether it is)
+            import ray  # deferred: evaluations and tests may run without Ray
+
+            host = ray.util.get_node_ip_address()
+        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
+
+    async def start(self) -> None:
+        """Listen, and serve in a task of the running loop; does nothing if it serves already.
+
+        Raises:
+            ConfigError: the address cannot be used.
+        """
+        if self._serving is not None and not self._serving.done():
+            return
+        config = self._config
+        try:
+            listener = socket.create_server((config.host, config.port), backlog=1024)
+        except OSError as error:
+            raise ConfigError(
+                f"cluster.agent_endpoint: cannot listen on {config.host}:{config.port}: {error}. Choose another host "
+                "or port; port=0 takes a free one."
+            ) from error
+        self._port = listener.getsockname()[1]
+        server = uvicorn.Server(
+            uvicorn.Config(self.application(), log_level="warning", access_log=False, lifespan="off", ws="none")
+        )
+        self._serving = asyncio.create_task(_serve(server, listener))
+        async with asyncio.timeout(_START_S):
+            while not server.started:
+                await asyncio.sleep(0.01)
+
+    def open(self, session: AgentSession) -> str:
+        """Serve a session; return its key."""
+        key = f"sk-{secrets.token_urlsafe(32)}"
+        self._clients[key] = _Client(session)
+        return key
+
+    def close(self, key: str) -> None:
+        """Refuse further requests with a key."""
+        self._clients.pop(key, None)
+
+    async def stop(self) -> None:
+        """Stop to listen."""
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.wait([self._serving], timeout=_STOP_S)
+
+    def application(self) -> Starlette:
+        """Return the application that answers requests."""
+        routes = [
+            *(Route(dialect.path, self._handler(dialect), methods=["POST"]) for dialect in DIALECTS),
+            Route("/v1/models", self._models, methods=["GET"]),
+            *(Route(path, self._tokenize, methods=["POST"]) for path in ("/tokenize", "/v1/tokenize")),
+        ]
+        handlers: dict[Any, Any] = {HTTPException: _other_path, CallError: _refused}
+        return Starlette(routes=routes, exception_handlers=handlers)
+
+    def _handler(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
+        async def handle(request: Request) -> Response:
+            try:
+                return await self._answer(dialect, request)
+            except CallError as error:
+                return JSONResponse(dialect.error(error), error.status, _headers(error))
+
+        return handle
+
+    async def _answer(self, dialect: Dialect, request: Request) -> Response:
+        session = self._session(request)
+        raw = await self._body(request)
+        body = _parsed(raw)
+        call = dialect.read(body, session.memory)
+        identity = hashlib.blake2b(dialect.path.encode() + b"\n" + raw, digest_size=16).hexdigest()
+        answers = await session.answers(call, identity, is_retry=_is_retry(request))
+        if await request.is_disconnected():
+            session.note_undelivered(identity)
+        if not body.get("stream"):
+            return JSONResponse(dialect.response(body, call, answers, session.memory))
+
+        async def lines() -> AsyncIterator[bytes]:
+            for event in dialect.events(body, call, answers, session.memory):
+                data = event.data if isinstance(event.data, str) else json.dumps(event.data, ensure_ascii=False)
+                yield (f"event: {event.name}\n" if event.name else "").encode() + f"data: {data}\n\n".encode()
+
+        return StreamingResponse(lines(), media_type="text/event-stream")
+
+    async def _models(self, request: Request) -> Response:
+        self._session(request)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "nemo_rl"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _tokenize(self, request: Request) -> Response:
+        """Return the tokens that a prompt or the messages of a conversation would have."""
+        session = self._session(request)
+        body = _parsed(await self._body(request))
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        dialect = next(each for each in DIALECTS if each.path == path)
+        tokens = session.token_ids(dialect.read({"model": MODEL, **body}, session.memory))
+        most = session.parts.limits.max_sequence_length
+        return JSONResponse({"count": len(tokens), "max_model_len": most, "tokens": tokens})
+
+    def _session(self, request: Request) -> AgentSession:
+        """Return the session of a request's key.
+
+        Raises:
+            CallError: there is no such session, or it sends too many requests.
+        """
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        key = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        client = self._clients.get(key)
+        if client is None:
+            raise CallError(
+                401,
+                "The API key is missing or unknown, or its sample has ended. Send the key that the program was given, "
+                "as `Authorization: Bearer KEY` or `x-api-key: KEY`.",
+                "invalid_api_key",
+            )
+        self._note_arrival(client)
+        return client.session
+
+    def _note_arrival(self, client: _Client) -> None:
+        most, now = self._config.max_requests_per_minute, time.monotonic()
+        if most is None:
+            return
+        while client.arrivals and client.arrivals[0] <= now - _MINUTE_S:
+            client.arrivals.popleft()
+        if len(client.arrivals) >= most:
+            message = f"This key may send {most} requests in a minute (cluster.agent_endpoint.max_requests_per_minute)."
+            raise CallError(429, message, "rate_limit_exceeded")
+        client.arrivals.append(now)
+
+    async def _body(self, request: Request) -> bytes:
+        """Read the body of a request, and no more than allowed.
+
+        Raises:
+            CallError: it is too large.
+        """
+        most = int(self._config.max_request_mb * 2**20)
+        parts: list[bytes] = []
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > most:
+                message = f"The body is larger than {most} bytes (cluster.agent_endpoint.max_request_mb)."
+                raise CallError(413, message, "request_too_large")
+            parts.append(part)
+        return b"".join(parts)
+
+
+async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
+    """Serve until the task is cancelled."""
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        for each in getattr(server, "servers", ()):  # there are none before it has started
+            each.close()
+        listener.close()
+
+
+def _parsed(raw: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CallError(400, f"The body is no valid JSON: {error}.", "invalid_json") from error
+    if not isinstance(body, dict):
+        raise CallError(400, f"The body is a {type(body).__name__}; it must be a JSON object.", "invalid_json")
+    return body
+
+
+def _is_retry(request: Request) -> bool:
+    """Return whether the client says that it sends a request again; the packages openai and anthropic do."""
+    with contextlib.suppress(ValueError):
+        return int(request.headers.get("x-stainless-retry-count", "0")) > 0
+    return False
+
+
+def _headers(error: CallError) -> dict[str, str]:
+    """Return the headers of an error; clients repeat a request only after status 429."""
+    return {"retry-after": "1"} if error.status == 429 else {"x-should-retry": "false"}
+
+
+def _as_json(error: CallError) -> Response:
+    kind = "authentication_error" if error.status == 401 else "invalid_request_error"
+    about = {"message": error.message, "type": kind, "param": error.parameter, "code": error.code}
+    return JSONResponse({"error": about}, error.status, _headers(error))
+
+
+async def _refused(_: Request, error: CallError) -> Response:
+    return _as_json(error)
+
+
+async def _other_path(request: Request, error: HTTPException) -> Response:
+    known = ", ".join(dialect.path for dialect in DIALECTS)
+    message = f"{request.method} {request.url.path}: {error.detail}. The endpoint has POST {known}, GET /v1/models."
+    return _as_json(CallError(error.status_code, message, "not_found"))

@@ -1,0 +1,172 @@
+"""Play a sample of an agent environment: its program runs, and calls the endpoint.
+
+    play ─► session, key ─► environment.step (runs the program to its end) ─► reward
+                 ▲                    │ HTTP
+                 └──── endpoint ◄─────┘                session's tree ─► conversations of the sample
+
+Invariant: what a program sampled is recorded however it ends, and its key is worth nothing afterwards.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from nemo_rl.config.schema.agent_endpoint import AgentEndpointConfig
+from nemo_rl.data.interfaces import Message, TokenizerType
+from nemo_rl.data.messages.content import TextRules
+from nemo_rl.environments.interfaces import StepResult
+from nemo_rl.experience.agents.answers import AnswerReader
+from nemo_rl.experience.agents.endpoint import MODEL, AgentEndpoint
+from nemo_rl.experience.agents.recording import Credit, record, spread_reward
+from nemo_rl.experience.agents.session import AgentSession, CallSeed, SessionParts, SessionSettings
+from nemo_rl.experience.limits import RolloutLimits
+from nemo_rl.experience.trajectory import Ending, Outcome, Trajectory
+from nemo_rl.models.generation.interfaces import GenerationInterface, SamplingParams
+
+KEY = "agent"
+"""Key of the metadata that an agent environment gets: what its program needs to call the endpoint."""
+CALL_REWARDS = "call_rewards"
+"""Key of the metadata that it returns: rewards of single calls, by their ids."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """The end of a program.
+
+    Attributes:
+        step: the result of its environment.
+        spread_reward: divides the reward over the response turns, once the sample has it.
+    """
+
+    step: StepResult
+    spread_reward: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class _AgentSettings:
+    """What a player needs of an environment's section."""
+
+    session: SessionSettings
+    credit: Credit
+
+
+@dataclass
+class AgentPlayer:
+    """Plays samples of agent environments; any number of them concurrently, on one event loop.
+
+    Attributes:
+        generation: the engines.
+        tokenizer: of the policy.
+        limits: bounds of a sample.
+        text_rules: as `RolloutRunner`.
+        config: the endpoint's section.
+    """
+
+    generation: GenerationInterface
+    tokenizer: TokenizerType
+    limits: RolloutLimits
+    text_rules: TextRules
+    config: AgentEndpointConfig
+    _endpoint: AgentEndpoint | None = field(default=None, init=False)
+    _settings: dict[str, _AgentSettings] = field(default_factory=dict, init=False)
+    """By environment."""
+
+    async def play(
+        self,
+        sample: Trajectory,
+        section: Mapping[str, Any],
+        step_of: Callable[[list[Message], Any], Awaitable[StepResult]],
+        sampling: SamplingParams,
+        seed_of: CallSeed,
+    ) -> Played:
+        """Run the program of a sample to its end, and write what it sampled into the sample.
+
+        Args:
+            sample: has only its prompt.
+            section: of its environment.
+            step_of: the method `step` of its environment.
+            sampling: of the run.
+            seed_of: makes the seeds of answers.
+
+        Raises:
+            Exception: an engine cannot answer any more, or the environment cannot be kept running.
+        """
+        endpoint = await self._started()
+        settings = self._settings_of(sample.task_name, section)
+        parts = SessionParts(self.generation, self.tokenizer, self.text_rules, self.limits, sampling)
+        session = AgentSession(parts, settings.session, seed_of)
+        key = endpoint.open(session)
+        started = asyncio.get_running_loop().time()
+        try:
+            step = await _unless_failed(step_of(sample.conversation, _metadata(sample, endpoint, key, seed_of("program"))), session)
+        finally:
+            endpoint.close(key)
+            await session.close()
+        sample.generation_s += session.generation_s
+        sample.environment_s += max(asyncio.get_running_loop().time() - started - session.generation_s, 0.0)
+        calls = record(sample, session.tree, settings.credit)
+        _note(sample, session)
+        rewards = step.metadata.pop(CALL_REWARDS, None) if isinstance(step.metadata, dict) else None
+        return Played(step, partial(spread_reward, sample, calls, rewards or {}))
+
+    async def _started(self) -> AgentEndpoint:
+        """Return the endpoint, which the first sample starts."""
+        if self._endpoint is None:
+            self._endpoint = AgentEndpoint(self.config)
+        await self._endpoint.start()
+        return self._endpoint
+
+    def _settings_of(self, name: str, section: Mapping[str, Any]) -> _AgentSettings:
+        if name not in self._settings:
+            reader = AnswerReader(self.tokenizer, section.get("tool_parser"), section.get("reasoning_parser"))
+            session = SessionSettings(
+                reader,
+                max_calls=section.get("max_calls", SessionSettings.max_calls),
+                max_concurrent_calls=self.config.max_concurrent_calls,
+                sampling=section.get("sampling", SessionSettings.sampling),
+                history=section.get("history", SessionSettings.history),
+            )
+            self._settings[name] = _AgentSettings(session, section.get("credit", "all"))
+        return self._settings[name]
+
+
+def _metadata(sample: Trajectory, endpoint: AgentEndpoint, key: str, seed: int) -> dict[str, Any]:
+    """Return the metadata of a sample with what its program needs."""
+    chat = sample.chat
+    task = {
+        "base_url": f"{endpoint.address}/v1",
+        "api_key": key,
+        "model": MODEL,
+        "messages": sample.conversation if chat is None else list(chat["messages"]),
+        "tools": None if chat is None else chat["tools"],
+        "seed": seed,
+    }
+    return {**(sample.extra_env_info or {}), KEY: task}
+
+
+async def _unless_failed(step: Awaitable[StepResult], session: AgentSession) -> StepResult:
+    """Wait for the end of a program, or raise the failure of its session."""
+    running = asyncio.ensure_future(step)
+    ends: set[asyncio.Future[Any]] = {running, session.failure}
+    try:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if session.failure.done():
+            session.failure.result()
+        return await running
+    finally:
+        running.cancel()
+
+
+def _note(sample: Trajectory, session: AgentSession) -> None:
+    """Write what happened in a session into its sample."""
+    sample.num_prefix_hits = session.counts["prefix_hits"]
+    sample.agent_counts = {name: float(session.counts[name]) for name in _COUNTS}
+    bound = session.bound
+    if bound is not None:
+        sample.ended_by = bound
+        sample.outcome = sample.outcome if bound is Ending.MAX_TURNS else Outcome.TRUNCATED
+
+
+_COUNTS = ("asked", "retries", "undelivered", "refused", "unlike_template", "new_trees")

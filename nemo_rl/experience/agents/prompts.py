@@ -1,0 +1,136 @@
+"""The tokens of a request: those of the call that it continues, and those of its new messages."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+
+from nemo_rl.data.interfaces import Chat, Message, TokenizerType
+from nemo_rl.data.messages.content import TextRules
+from nemo_rl.data.messages.observations import ObservationRenderer
+from nemo_rl.data.messages.rendering import encode_text, render_chat
+from nemo_rl.data.processors import prompt_entry
+from nemo_rl.experience.agents.call_tree import Call, CallTree, parsed_calls
+from nemo_rl.experience.agents.calls import CallRequest
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The tokens before an answer.
+
+    Attributes:
+        parent: the call whose tokens come first; None without one.
+        added: message with the `token_ids` after them.
+    """
+
+    parent: Call | None
+    added: Message
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens."""
+        known = [] if self.parent is None else self.parent.token_ids
+        return known + list(self.added["token_ids"].tolist())
+
+
+@dataclass
+class PromptRenderer:
+    """Renders the requests of one sample.
+
+    Attributes:
+        tokenizer: renders and encodes.
+        text_rules: as `RolloutRunner`.
+        history: see `SessionSettings.history`.
+        counts: `unlike_template` counts requests whose kept tokens differ from what the chat template makes of the
+            whole history, and `new_trees` those for which a new tree was started.
+    """
+
+    tokenizer: TokenizerType
+    text_rules: TextRules
+    history: Literal["keep", "template"]
+    counts: Counter[str]
+    _renderers: dict[str, ObservationRenderer] = field(default_factory=dict)
+    """By the variables of the chat template, as JSON."""
+
+    def prompt(self, request: CallRequest, tree: CallTree) -> Prompt:
+        """Return the tokens of a request.
+
+        Raises:
+            DataError: the messages cannot be rendered.
+        """
+        if request.prompt is not None:
+            return self._plain(request.prompt, tree)
+        if not request.continues_last:
+            return self._chat(request, tree)
+        *messages, begun = request.messages
+        prompt = self._chat(replace(request, messages=messages), tree)
+        ids = encode_text(str(begun.get("content") or ""), self.tokenizer)
+        added = {**prompt.added, "token_ids": torch.cat([prompt.added["token_ids"], ids])}
+        return Prompt(prompt.parent, added)
+
+    def _plain(self, prompt: str | Sequence[int], tree: CallTree) -> Prompt:
+        """Return the tokens of a plain completion."""
+        parent = tree.find_plain(prompt, self._text)
+        if isinstance(prompt, str):
+            rest = prompt if parent is None else prompt.removeprefix(self._text(parent.token_ids))
+            return Prompt(parent, {"role": "user", "content": rest, "token_ids": encode_text(rest, self.tokenizer)})
+        known = 0 if parent is None else len(parent.token_ids)
+        ids = list(prompt[known:])
+        added = {"role": "user", "content": self._text(ids), "token_ids": torch.tensor(ids, dtype=torch.int64)}
+        return Prompt(parent, added)
+
+    def _chat(self, request: CallRequest, tree: CallTree) -> Prompt:
+        history = tree.find(request)
+        parent, new = history.parent, _for_template(request.messages[history.num_known :])
+        if parent is None or not new:
+            return Prompt(None, self._first(request))
+        last = {"role": new[-1]["role"], "content": "\n".join(str(message["content"]) for message in new)}
+        prompt_length = parent.path[0].added["token_ids"].numel()
+        ids = self._renderer(request).token_ids({**last, "messages": new}, parent.log, prompt_length)
+        prompt = Prompt(parent, {**last, "token_ids": ids})
+        if self._text(prompt.token_ids) == self._text(encode_text(self._rendered(request), self.tokenizer).tolist()):
+            return prompt
+        self.counts["unlike_template"] += 1
+        if self.history == "keep":
+            return prompt
+        self.counts["new_trees"] += 1
+        return Prompt(None, self._first(request))
+
+    def _first(self, request: CallRequest) -> Message:
+        """Render a conversation that continues no call."""
+        chat: Chat = {
+            "messages": _for_template(request.messages),
+            "tools": _tools(request),
+            "template_kwargs": request.template_kwargs,
+        }
+        return prompt_entry(chat, self.tokenizer, rules=self.text_rules)
+
+    def _rendered(self, request: CallRequest) -> str:
+        return render_chat(
+            _for_template(request.messages),
+            self.tokenizer,
+            add_generation_prompt=True,
+            tools=_tools(request),
+            template_kwargs=request.template_kwargs,
+        )
+
+    def _text(self, token_ids: list[int]) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _renderer(self, request: CallRequest) -> ObservationRenderer:
+        key = json.dumps(dict(request.template_kwargs), sort_keys=True, default=repr)
+        if key not in self._renderers:
+            self._renderers[key] = ObservationRenderer(self.tokenizer, self.text_rules, request.template_kwargs)
+        return self._renderers[key]
+
+
+def _for_template(messages: Sequence[Message]) -> list[Message]:
+    """Return messages as chat templates expect them: with a text, and with the arguments of calls as values."""
+    return [{**message, "content": message.get("content") or ""} for message in map(parsed_calls, messages)]
+
+
+def _tools(request: CallRequest) -> list[dict[str, object]] | None:
+    return [dict(tool) for tool in request.tools] or None

@@ -1,0 +1,104 @@
+"""The conversations of a sample besides its first one, and what all conversations have in common.
+
+A program that edits or summarizes its history, runs sub-agents or samples in parallel makes calls of the model that do
+not continue each other. Each chain of calls is a conversation, of which `rows.rows_of` makes a row of the training
+batch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+from torch import Tensor
+
+from nemo_rl.data.interfaces import Message
+from nemo_rl.data.stored_rows import PackedRows, SharedPrompt
+from nemo_rl.models.generation.interfaces import VersionSpan
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+
+@dataclass(frozen=True)
+class StoredTokens:
+    """The place of the tokens and texts of a conversation that has only their numbers; see `runners.stored`.
+
+    Attributes:
+        prompt: what other rows may share with it.
+        index: its place among the rows.
+        rows: reference of the tokens and texts of its group; None before the driver has it.
+    """
+
+    prompt: SharedPrompt
+    index: int
+    rows: "ObjectRef[PackedRows] | None" = None
+
+
+@dataclass
+class Branch:
+    """A further conversation of a sample.
+
+    Each sampled token is trained once: a message that an earlier conversation of the sample trains is here without
+    `generation_logprobs`.
+
+    Attributes:
+        message_log: as `Trajectory.message_log`.
+        prompt_length: tokens before the first response that has `generation_logprobs`.
+        weight_versions: as `Trajectory.weight_versions`; spans start at positions of this conversation.
+        trains: False leaves the conversation out of the loss.
+        stored: as `Trajectory.stored`.
+    """
+
+    message_log: list[Message]
+    prompt_length: int
+    weight_versions: list[VersionSpan] = field(default_factory=list)
+    trains: bool = True
+    stored: StoredTokens | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values for a checkpoint."""
+        return {
+            "message_log": messages_state(self.message_log),
+            "prompt_length": self.prompt_length,
+            "weight_versions": [list(span) for span in self.weight_versions],
+            "trains": self.trains,
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Self:
+        """Rebuild a conversation from its `state_dict`."""
+        return cls(**{**state, "weight_versions": [VersionSpan(*span) for span in state["weight_versions"]]})
+
+
+def messages_state(log: Sequence[Message]) -> list[Message]:
+    """Return a copy of messages for a checkpoint; later changes of their tensors do not reach it."""
+    return [
+        {name: value.clone() if isinstance(value, Tensor) else value for name, value in message.items()}
+        for message in log
+    ]
+
+
+def num_tokens(log: Sequence[Message]) -> int:
+    """Return the number of tokens of messages."""
+    return sum(message["token_ids"].numel() for message in log)
+
+
+def num_written_tokens(log: Sequence[Message]) -> int:
+    """Return the number of tokens that the policy wrote."""
+    return sum(message["token_ids"].numel() for message in log if "generation_logprobs" in message)
+
+
+def spans_of_turns(log: Sequence[Message], start: int = 0) -> list[tuple[int, int]]:
+    """Return first token and end of each response turn.
+
+    Args:
+        log: the messages of one conversation.
+        start: position of its first token.
+    """
+    spans = []
+    for message in log:
+        end = start + message["token_ids"].numel()
+        if "generation_logprobs" in message:
+            spans.append((start, end))
+        start = end
+    return spans
