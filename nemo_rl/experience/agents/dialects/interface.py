@@ -7,7 +7,7 @@ from nemo_rl.experience.agents.calls import CallAnswer, CallError, CallRequest
 
 type Body = Mapping[str, Any]
 type SessionMemory = dict[str, Any]
-"""What a dialect keeps of a session between its requests, by keys of its own, for example stored conversations."""
+"""Data that a dialect keeps of a session between its requests, by keys of its own, for example conversations."""
 
 
 class Event(NamedTuple):

@@ -124,15 +124,17 @@ def blocks_of(answer: CallAnswer) -> list[Block]:
 def _input_of(call: AnsweredToolCall) -> Mapping[str, Any]:
     """Return the arguments of a call as an object; see `UNPARSED` for those that are none."""
     parsed = _parsed(call.arguments)
-    return {UNPARSED: call.arguments} if parsed is None else parsed
+    # An object of the model that looks like the one of a text is written as a text too, to be read as it was.
+    return {UNPARSED: call.arguments} if parsed is None or _is_unparsed(parsed) else parsed
 
 
 def _arguments_of(given: Mapping[str, Any]) -> str:
     """Return the arguments of an input as text."""
-    unparsed = given.get(UNPARSED)
-    if len(given) == 1 and isinstance(unparsed, str) and _parsed(unparsed) is None:
-        return unparsed
-    return json.dumps(given, ensure_ascii=False)
+    return str(given[UNPARSED]) if _is_unparsed(given) else json.dumps(given, ensure_ascii=False)
+
+
+def _is_unparsed(given: Mapping[str, Any]) -> bool:
+    return len(given) == 1 and isinstance(given.get(UNPARSED), str)
 
 
 def _parsed(arguments: str) -> Mapping[str, Any] | None:

@@ -4,6 +4,7 @@ One message of the model is several items: its reasoning, its text, and each of 
 `items_of` writes for an answer are read as one message that equals `CallAnswer.message`.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ _TEXTS = ("input_text", "output_text", "text", "refusal")
 _REASONING_TEXTS = ("reasoning_text", "summary_text", "text")
 _ROLES = ("system", "developer", "user", "assistant")
 _KINDS = ("message", "function_call", "function_call_output", "reasoning")
+_ITEM_ID = re.compile(r"(?:rs|msg|fc)_(.+)_\d+")
+"""Matches the `id` of an item that `items_of` has written: the answer's id, and the place of the item in it."""
 
 
 def read_items(fields: Fields) -> list[Message]:
@@ -39,14 +42,18 @@ def read_items(fields: Fields) -> list[Message]:
 class _ItemReader:
     """Joins the items of one message of the model.
 
-    Such a message begins with reasoning, a text or a call, and ends before the next reasoning, before a text that
-    follows a text or a call, and before a message or result of others.
+    Items of one answer have its id in their own. Where a program has left it out, a message begins with reasoning, a
+    text or a call, and ends before the next reasoning, before a text that follows a text or a call, and before a
+    message or result of others.
     """
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
         self._reasoning: list[str] = []
         self._open: Message | None = None
+        self._answer_id: str | None = None
+        # The last message with calls that only results follow, with the id of its answer.
+        self._called: tuple[str, Message] | None = None
 
     def add(self, item: Fields) -> None:
         """Read the next item.
@@ -75,12 +82,12 @@ class _ItemReader:
         return self._messages
 
     def _add_reasoning(self, item: Fields) -> None:
-        name = "content" if item.items("content") else "summary"
-        texts = [part_text(part, _REASONING_TEXTS) for part in item.objects(name)]
         if self._open is not None:
             self._close()
+        self._begin(item)
+        name = "content" if item.items("content") else "summary"
         # Reasoning that is encrypted, of another model, has no text.
-        self._reasoning += texts
+        self._reasoning += [part_text(part, _REASONING_TEXTS) for part in item.objects(name)]
 
     def _add_message(self, item: Fields) -> None:
         role = item.one_of("role", _ROLES)
@@ -88,16 +95,31 @@ class _ItemReader:
         if role == "assistant":
             if self._open is not None:
                 self._close()
+            self._begin(item)
             self._opened()["content"] = content
             return
         self._close()
+        self._called = None
         self._messages.append({"role": "system" if role == "developer" else role, "content": content})
 
     def _add_call(self, item: Fields) -> None:
         arguments = item.required_text("arguments", may_be_empty=True)
         name = item.required_text("name", may_be_empty=True)
         call = tool_call(item.required_text("call_id"), name, arguments)
+        answer_id = _answer_id(item)
+        # Some programs put the result of each call right after the call.
+        if self._open is None and self._called is not None and self._called[0] == answer_id:
+            self._called[1]["tool_calls"].append(call)
+            return
+        self._begin(item)
         self._opened().setdefault("tool_calls", []).append(call)
+
+    def _begin(self, item: Fields) -> None:
+        """End the message of another answer than the item's."""
+        answer_id = _answer_id(item)
+        if answer_id is not None and self._answer_id not in (None, answer_id):
+            self._close()
+        self._answer_id = answer_id or self._answer_id
 
     def _opened(self) -> Message:
         """Return the model's message that items are added to."""
@@ -114,7 +136,16 @@ class _ItemReader:
             self._opened()
         if self._open is not None:
             self._messages.append(self._open)
+            has_calls = self._answer_id is not None and "tool_calls" in self._open
+            self._called = (self._answer_id or "", self._open) if has_calls else None
             self._open = None
+        self._answer_id = None
+
+
+def _answer_id(item: Fields) -> str | None:
+    """Return the id of the answer that an item is of; None if it is not one of the endpoint's."""
+    match = _ITEM_ID.fullmatch(item.text("id") or "")
+    return None if match is None else match.group(1)
 
 
 def items_of(answer: CallAnswer) -> list[Item]:
@@ -126,22 +157,22 @@ def items_of(answer: CallAnswer) -> list[Item]:
     status = "incomplete" if answer.finish_reason == "length" else "completed"
     if answer.reasoning is not None:
         thought = {"type": "reasoning_text", "text": answer.reasoning}
-        base: Item = {"id": f"rs_{answer.id}", "type": "reasoning", "summary": []}
+        base: Item = {"id": f"rs_{answer.id}_0", "type": "reasoning", "summary": []}
         items.append({**base, "content": [thought], "status": status})
     if answer.content or not answer.tool_calls:
         text: Item = {"type": "output_text", "text": answer.content, "annotations": [], "logprobs": []}
-        base = {"id": f"msg_{answer.id}", "type": "message", "role": "assistant"}
+        base = {"id": f"msg_{answer.id}_{len(items)}", "type": "message", "role": "assistant"}
         items.append({**base, "content": [text], "status": status})
     items += [
         {
-            "id": f"fc_{call.id}",
+            "id": f"fc_{answer.id}_{place}",
             "type": "function_call",
             "call_id": call.id,
             "name": call.name,
             "arguments": call.arguments,
             "status": status,
         }
-        for call in answer.tool_calls
+        for place, call in enumerate(answer.tool_calls, len(items))
     ]
     return items
 

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_rl.experience.agents.dialects.fields import Fields
-from nemo_rl.utils.did_you_mean import did_you_mean
 
 type Tool = dict[str, Any]
+
+_SHOWN_TOOLS = 20
 
 
 def nested_tools(fields: Fields) -> list[Tool]:
@@ -88,7 +89,9 @@ def _check_named(choice: Fields, tools: list[Tool]) -> None:
     name = named.required_text("name")
     known = [tool["function"]["name"] for tool in tools]
     if name not in known:
-        raise named.wrong("name", f"a name of one of the {len(known)} tools.{did_you_mean(name, known)}".rstrip("."))
+        raise named.wrong(
+            "name", f"the name of a tool of the request: {', '.join(known[:_SHOWN_TOOLS]) or 'it has none'}"
+        )
 
 
 def _check_type(tool: Fields, allowed: str) -> None:
