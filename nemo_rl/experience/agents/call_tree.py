@@ -125,9 +125,9 @@ class CallTree:
             self._plain.append(call)
             return
         if request.continues_last:
-            *messages, begun = request.messages
+            *messages, beginning = request.messages
             request = replace(request, messages=messages)
-            message = {**message, "content": str(begun.get("content") or "") + str(message["content"])}
+            message = {**message, "content": str(beginning.get("content") or "") + str(message["content"])}
         *_, history = _digests(request)
         self._by_history[_with_message(history, message)] = call
 

@@ -66,9 +66,9 @@ class PromptRenderer:
             return self._plain(request.prompt, tree)
         if not request.continues_last:
             return self._chat(request, tree)
-        *messages, begun = request.messages
+        *messages, beginning = request.messages
         prompt = self._chat(replace(request, messages=messages), tree)
-        ids = encode_text(str(begun.get("content") or ""), self.tokenizer)
+        ids = encode_text(str(beginning.get("content") or ""), self.tokenizer)
         added = {**prompt.added, "token_ids": torch.cat([prompt.added["token_ids"], ids])}
         return Prompt(prompt.parent, added)
 

@@ -167,7 +167,7 @@ def check(engine: RandomModelEngine, samples: list[Trajectory], pad: int) -> flo
 
 
 CASES = [
-    *((name, 4) for name in ("minimind", "qwen3", "tiny-tools")),
+    *((name, 6) for name in ("minimind", "qwen3", "tiny-tools")),
     *(pytest.param(name, 40, marks=pytest.mark.long) for name in TEMPLATES),
 ]
 
