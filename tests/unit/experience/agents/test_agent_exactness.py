@@ -142,9 +142,9 @@ def tokenizer_of(name: str, tmp_path: Path) -> Any:
 
 def calls_for(name: str) -> list[str]:
     if name == "tiny-tools":
-        return ['[calculator(expression="12*34")]', "[calculator("]
+        return [*['[calculator(expression="12*34")]'] * 3, "[calculator("]
     right = json.dumps({"name": "calculator", "arguments": {"expression": "12*34"}})
-    return [f"<tool_call>\n{right}\n</tool_call>\n", '<tool_call>\n{"name": "calc\n</tool_call>\n']
+    return [*[f"<tool_call>\n{right}\n</tool_call>\n"] * 3, '<tool_call>\n{"name": "calc\n</tool_call>\n']
 
 
 def check(engine: RandomModelEngine, samples: list[Trajectory], pad: int) -> float:
