@@ -65,7 +65,7 @@ class AgentEnvironmentConfig(SandboxKeys):
     max_calls: PositiveInt = 64
     """Calls of the model that one program may make; further ones are refused."""
     sampling: Literal["run", "request"] = "run"
-    """Whose temperature and top_p apply: those of the run, or those of each request."""
+    """Source of temperature and top_p: the run, or each request."""
     credit: Literal["all", "last"] = "all"
     """Conversations of a program that its reward trains: all, or the one that ended last."""
     history: Literal["keep", "template"] = "keep"

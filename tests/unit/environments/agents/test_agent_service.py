@@ -1,4 +1,4 @@
-"""Agent programs behind an HTTP service that works, fails, is slow and answers nonsense."""
+"""Agent programs of an HTTP service that works, fails, is slow and answers nonsense."""
 
 import asyncio
 import contextlib
