@@ -47,12 +47,24 @@ if os.fork() == 0:
 """
 
 
+@pytest.fixture
+def endpoint() -> Iterator[FakeEndpoint]:
+    with FakeEndpoint() as endpoint:
+        yield endpoint
+
+
 @pytest.fixture(params=["none", IN_A_SANDBOX])
 def sandbox(request: pytest.FixtureRequest) -> Iterator[str]:
     """Give each way to run a command, and check that it leaves no folder."""
     before = left_folders()
     yield request.param
     assert left_folders() <= before
+
+
+@pytest.fixture
+def other() -> Iterator[FakeEndpoint]:
+    with FakeEndpoint() as endpoint:
+        yield endpoint
 
 
 def command(code: str, sandbox: str, **keys: Any) -> dict[str, Any]:
@@ -176,8 +188,9 @@ asyncio.run(program.run(AgentTask([], None, {{}}, "", "", "", 0, 100)))
 
 
 @pytest.mark.skipif(NO_NAMESPACES, reason="no namespaces here")
-def test_a_sandboxed_command_reaches_only_the_endpoint(endpoint: FakeEndpoint, tmp_path: Path) -> None:
-    other = FakeEndpoint()
+def test_a_sandboxed_command_reaches_only_the_endpoint(
+    endpoint: FakeEndpoint, other: FakeEndpoint, tmp_path: Path
+) -> None:
     secret = tmp_path / "secret"
     secret.write_text("secret")
     tmp_path.chmod(0o777)
@@ -204,7 +217,6 @@ tried("processes", lambda: os.listdir("/proc/1"))
 result(call() == "4")
 """
     (result,) = played(endpoint.url, command(code, "auto"))
-    other.close()
     del os.environ["AGENT_TEST_SECRET"]
     assert result.reward == 1.0 and result.answer is None, (result.error, result.answer)
     assert not other.calls

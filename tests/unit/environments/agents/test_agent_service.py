@@ -96,6 +96,12 @@ def _handler(service: Service) -> type[BaseHTTPRequestHandler]:
 
 
 @pytest.fixture
+def endpoint() -> Iterator[FakeEndpoint]:
+    with FakeEndpoint() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
 def service() -> Iterator[Service]:
     service = Service()
     yield service
