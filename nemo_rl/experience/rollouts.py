@@ -25,7 +25,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.compat.public_names import public_names
-from nemo_rl.config.schema.agent_endpoint import AgentEndpointConfig
+from nemo_rl.config.schema.agents import AgentEndpointConfig
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.closings import CLOSING_S, Closings

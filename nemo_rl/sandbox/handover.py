@@ -1,4 +1,4 @@
-"""What a program reaches while it runs, and what is read of it afterwards: one server, and files.
+"""Let a program reach one server while it runs, and read its files when it has ended.
 
     program ── connects ──► 127.0.0.1:port in its namespace ──► listening socket, held here ──► relay ──► server
     scratch folder ◄── descriptor, held here ── read after the end

@@ -1,17 +1,55 @@
-"""Keys of `env.agent`: a program that plays each sample through an endpoint of the run."""
+"""Keys of `env.agent`, a program that plays each sample, and of `cluster.agent_endpoint`, which it calls."""
 
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
+from nemo_rl.config.base.section import Section
 from nemo_rl.config.schema.sandbox import SandboxKeys
 from nemo_rl.config.schema.tools import GraderConfig
 
 _BELONGS_TO = {"kwargs": "program", "environment": "command", "readable": "command"}
 
 
-class AgentEnvironmentConfig(SandboxKeys):
+class AgentKeys(Section):
+    """Keys of every agent environment: how its programs sample, and what is trained."""
+
+    tool_parser: str | None = None
+    """Parser of vLLM that finds tool calls in an answer of the model; null: one that reads what the chat template
+    writes."""
+    reasoning_parser: str | None = None
+    """Parser of vLLM that separates the reasoning from an answer; null: an answer is one text."""
+    max_calls: PositiveInt = 64
+    """Calls of the model that one program may make; further ones are refused."""
+    sampling: Literal["run", "request"] = "run"
+    """Source of temperature and top_p: the run, or each request."""
+    credit: Literal["all", "last"] = "all"
+    """Conversations of a program that its reward trains: all, or the one that ended last."""
+    history: Literal["keep", "template"] = "keep"
+    """Earlier answers in a conversation: keep the tokens that were sampled, or render them again with the chat
+    template."""
+
+
+class AgentEndpointConfig(Section):
+    """The endpoint that the programs of agent environments call; it runs where rollouts are played."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Programs on other machines need "0.0.0.0"; every request needs the key of a sample in any
+    case."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port to listen on; 0: a free one. With cluster.rollout_runners it must be 0."""
+    public_host: str | None = None
+    """Host in the addresses that programs get; null: host, or the address of the machine for "0.0.0.0"."""
+    max_request_mb: PositiveFloat = 16.0
+    """Largest body of a request, in MiB; larger ones are answered with status 413."""
+    max_concurrent_calls: PositiveInt = 64
+    """Requests of one sample's program that are answered at the same time; further ones get status 429."""
+    max_requests_per_minute: PositiveInt | None = None
+    """Requests of one sample's program within a minute; further ones get status 429; null: no limit."""
+
+
+class AgentEnvironmentConfig(AgentKeys, SandboxKeys):
     """A program that is started for each sample, calls the model as often as it wants, and returns the reward."""
 
     place: ClassVar[str] = "env.agent"
@@ -57,20 +95,6 @@ class AgentEnvironmentConfig(SandboxKeys):
     """With command in a sandbox: size of all its files together, in MiB."""
     output_bytes: PositiveInt = 1048576
     """With command: bytes of output after which it is ended."""
-    tool_parser: str | None = None
-    """Parser of vLLM that finds tool calls in an answer of the model; null: one that reads what the chat template
-    writes."""
-    reasoning_parser: str | None = None
-    """Parser of vLLM that separates the reasoning from an answer; null: an answer is one text."""
-    max_calls: PositiveInt = 64
-    """Calls of the model that one program may make; further ones are refused."""
-    sampling: Literal["run", "request"] = "run"
-    """Whose temperature and top_p apply: those of the run, or those of each request."""
-    credit: Literal["all", "last"] = "all"
-    """Conversations of a program that its reward trains: all, or the one that ended last."""
-    history: Literal["keep", "template"] = "keep"
-    """Earlier answers in a conversation: keep the tokens that were sampled, or render them again with the chat
-    template."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, Pos
 from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base.section import Section
-from nemo_rl.config.schema.agent_endpoint import AgentEndpointConfig
+from nemo_rl.config.schema.agents import AgentEndpointConfig
 from nemo_rl.optimizations.table import OPTIMIZATIONS
 
 

@@ -8,12 +8,8 @@ the grader, everything else is the error of one sample, and the key of a sample 
 error.
 """
 
-import asyncio
-import inspect
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -21,12 +17,12 @@ import torch
 from nemo_rl.config.schema.agents import AgentEnvironmentConfig
 from nemo_rl.environments.agents.callables import CallableProgram
 from nemo_rl.environments.agents.commands import CommandProgram
+from nemo_rl.environments.agents.grading import AnswerGrader, Grade
 from nemo_rl.environments.agents.interfaces import AgentError, AgentProgram, AgentTask
 from nemo_rl.environments.agents.results import AgentResult
 from nemo_rl.environments.agents.sandboxed import SandboxedCommand
 from nemo_rl.environments.agents.service import ServiceProgram
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from nemo_rl.environments.tools.grader import Grader
 from nemo_rl.utils.errors import NemoRLError
 
 if TYPE_CHECKING:
@@ -36,24 +32,9 @@ if TYPE_CHECKING:
 AGENT = "agent"
 """Key of the metadata that has the endpoint's address and the sample's key."""
 PLAYED = "played"
-"""Key of the metadata that a step adds, see `_Played`."""
+"""Key of the metadata that a step adds: seconds and metrics of the program, and the grader's metadata."""
 CALL_REWARDS = "call_rewards"
 """Key of the metadata that a step adds where the program rewarded single calls: their rewards by id."""
-
-
-@dataclass(frozen=True)
-class _Graded:
-    """What a sample gets.
-
-    Attributes:
-        rewards: its reward, or one for each component.
-        answer: the graded text.
-        row: metadata of the grader's last step; None without a grader.
-    """
-
-    rewards: Mapping[str, float]
-    answer: str | None
-    row: Any = None
 
 
 class AgentEnvironment(EnvironmentInterface[dict[str, Any]]):
@@ -76,8 +57,7 @@ class AgentEnvironment(EnvironmentInterface[dict[str, Any]]):
     def __init__(self, cfg: AgentEnvironmentConfig | Mapping[str, Any]) -> None:
         self.cfg = AgentEnvironmentConfig.of(cfg)
         self._program = program_of(self.cfg)
-        self._grader = None if self.cfg.grader is None else Grader(self.cfg.grader)
-        self._threads = ThreadPoolExecutor(self._grader.concurrency if self._grader else 1, "grader")
+        self._grader = None if self.cfg.grader is None else AnswerGrader(self.cfg.grader)
 
     async def step(  # type: ignore[override]  # may be a coroutine function
         self,
@@ -99,7 +79,7 @@ class AgentEnvironment(EnvironmentInterface[dict[str, Any]]):
             result = await self._program.run(task)
             graded = await self._graded(task, row, result)
         except (AgentError, NemoRLError, OSError) as error:
-            return _episode(row, _Graded({"": 0.0}, None), str(error).replace(task.api_key, "***"))
+            return _episode(row, Grade({"": 0.0}), str(error).replace(task.api_key, "***"))
         played = {"seconds": time.perf_counter() - started, "metrics": dict(result.metrics), "row": graded.row}
         row |= {PLAYED: played, **({CALL_REWARDS: dict(result.call_rewards)} if result.call_rewards else {})}
         return _episode(row, graded, None, with_answer=return_extracted_answer)
@@ -111,9 +91,7 @@ class AgentEnvironment(EnvironmentInterface[dict[str, Any]]):
         played = [metadata[PLAYED] for metadata in batch["extra_env_info"]]
         metrics: dict[str, float | int] = {}
         if self._grader is not None:
-            rows = batch.copy()
-            rows["extra_env_info"] = [one["row"] for one in played]
-            batch, metrics = await self._called(self._grader.post_process, rows)
+            batch, metrics = await self._grader.post_process(batch, [one["row"] for one in played])
         own = {name: _mean(one["metrics"].get(name) for one in played) for one in played for name in one["metrics"]}
         return batch, {**metrics, **own, "mean_program_s": _mean(one["seconds"] for one in played)}
 
@@ -121,8 +99,7 @@ class AgentEnvironment(EnvironmentInterface[dict[str, Any]]):
         """Release what the programs share, and the grader."""
         await self._program.shutdown()
         if self._grader is not None:
-            await self._called(self._grader.shutdown)
-        self._threads.shutdown(wait=False)
+            await self._grader.shutdown()
 
     def _task(self, agent: Mapping[str, Any], row: Mapping[str, Any]) -> AgentTask:
         fields = self.cfg.row_fields
@@ -139,37 +116,19 @@ class AgentEnvironment(EnvironmentInterface[dict[str, Any]]):
             timeout_s=self.cfg.timeout_s,
         )
 
-    async def _graded(self, task: AgentTask, row: Mapping[str, Any], result: AgentResult) -> _Graded:
+    async def _graded(self, task: AgentTask, row: Mapping[str, Any], result: AgentResult) -> Grade:
         """Return the program's reward, or that of the grader for the program's answer.
 
         Raises:
             AgentError: there is none.
         """
-        if self._grader is None:
-            if result.reward is None:
-                raise AgentError("the program returned no reward, and env.agent.grader is null")
-            return _Graded({"": result.reward}, result.answer)
-        if result.answer is None:
-            raise AgentError("the program returned no answer for env.agent.grader")
-        start = await self._called(self._grader.open_episode, dict(row))
-        if start.error is not None:
-            raise AgentError(f"the grader failed: {start.error}")
-        try:
-            log = [*task.messages, {"role": "assistant", "content": result.answer}]
-            graded: EnvironmentReturn[Any] = await self._called(self._grader.step, log, start.metadata)
-        finally:
-            await self._called(self._grader.close_episode, start.metadata)
-        error = graded.errors[0] if graded.errors is not None else None
-        if error is not None:
-            raise AgentError(f"the grader failed: {error}")
-        components = graded.rewards if isinstance(graded.rewards, dict) else {"": graded.rewards}
-        answer = graded.answers[0] if graded.answers is not None else result.answer
-        return _Graded({name: float(column[0]) for name, column in components.items()}, answer, graded.metadata[0])
-
-    async def _called(self, method: Any, *arguments: Any) -> Any:
-        """Call a method of the grader on one of its threads; a coroutine continues here."""
-        outcome = await asyncio.get_running_loop().run_in_executor(self._threads, method, *arguments)
-        return await outcome if inspect.iscoroutine(outcome) else outcome
+        if self._grader is not None:
+            if result.answer is None:
+                raise AgentError("the program returned no answer for env.agent.grader")
+            return await self._grader.grade(task.messages, row, result.answer)
+        if result.reward is None:
+            raise AgentError("the program returned no reward, and env.agent.grader is null")
+        return Grade({"": result.reward}, result.answer)
 
 
 def program_of(cfg: AgentEnvironmentConfig) -> AgentProgram:
@@ -189,7 +148,7 @@ def program_of(cfg: AgentEnvironmentConfig) -> AgentProgram:
 
 
 def _episode(
-    row: dict[str, Any], graded: _Graded, error: str | None, *, with_answer: bool = False
+    row: dict[str, Any], graded: Grade, error: str | None, *, with_answer: bool = False
 ) -> EnvironmentReturn[dict[str, Any]]:
     rewards = {name: torch.tensor([value], dtype=torch.float64) for name, value in graded.rewards.items()}
     return EnvironmentReturn(

@@ -1,4 +1,4 @@
-"""What an agent program gets, and what starts one.
+"""The task that an agent program gets, and the interface of what starts one.
 
 Invariant: the key of a task is in no `repr`.
 """

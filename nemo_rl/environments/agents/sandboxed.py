@@ -4,6 +4,7 @@ Invariant: such a program sees its task, its own files and the Python of the run
 the run and no network but the endpoint's port.
 """
 
+import asyncio
 import os
 import sys
 import sysconfig
@@ -78,8 +79,8 @@ class SandboxedCommand(AgentProgram):
         return self._result(task, outcome)
 
     async def shutdown(self) -> None:
-        """Release the threads."""
-        self._sandbox.close()
+        """Wait for the programs that run, at most as long as their limits allow."""
+        await asyncio.to_thread(self._sandbox.close)
 
     def _result(self, task: AgentTask, outcome: Outcome) -> AgentResult:
         if outcome.end is End.WALL_TIME:

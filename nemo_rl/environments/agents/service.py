@@ -1,4 +1,4 @@
-"""Programs that run in an HTTP service, which may be anywhere.
+"""Programs that an HTTP service runs, which may be anywhere.
 
 Invariant: a request is cancelled at the deadline of its task; of a response at most a megabyte is read.
 """

@@ -26,7 +26,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from nemo_rl.config.schema.agent_endpoint import AgentEndpointConfig
+from nemo_rl.config.schema.agents import AgentEndpointConfig
 from nemo_rl.experience.agents.calls import CallError
 from nemo_rl.experience.agents.dialects.interface import Dialect
 from nemo_rl.experience.agents.dialects.registry import DIALECTS

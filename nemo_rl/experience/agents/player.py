@@ -9,11 +9,11 @@ Invariant: what a program sampled is recorded however it ends, and its key is wo
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from nemo_rl.config.schema.agent_endpoint import AgentEndpointConfig
+from nemo_rl.config.schema.agents import AgentEndpointConfig, AgentKeys
 from nemo_rl.data.interfaces import Message, TokenizerType
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.environments.interfaces import StepResult
@@ -110,8 +110,8 @@ class AgentPlayer:
         sample.environment_s += max(asyncio.get_running_loop().time() - started - session.generation_s, 0.0)
         calls = record(sample, session.tree, settings.credit)
         _note(sample, session)
-        rewards = step.metadata.pop(CALL_REWARDS, None) if isinstance(step.metadata, dict) else None
-        return Played(step, partial(spread_reward, sample, calls, rewards or {}))
+        step, rewards = _without_key(step)
+        return Played(step, partial(spread_reward, sample, calls, rewards))
 
     async def _started(self) -> AgentEndpoint:
         """Return the endpoint, which the first sample starts."""
@@ -122,15 +122,15 @@ class AgentPlayer:
 
     def _settings_of(self, name: str, section: Mapping[str, Any]) -> _AgentSettings:
         if name not in self._settings:
-            reader = AnswerReader(self.tokenizer, section.get("tool_parser"), section.get("reasoning_parser"))
+            keys = AgentKeys.build(**{each: section[each] for each in AgentKeys.model_fields if each in section})
             session = SessionSettings(
-                reader,
-                max_calls=section.get("max_calls", SessionSettings.max_calls),
+                AnswerReader(self.tokenizer, keys.tool_parser, keys.reasoning_parser),
+                max_calls=keys.max_calls,
                 max_concurrent_calls=self.config.max_concurrent_calls,
-                sampling=section.get("sampling", SessionSettings.sampling),
-                history=section.get("history", SessionSettings.history),
+                sampling=keys.sampling,
+                history=keys.history,
             )
-            self._settings[name] = _AgentSettings(session, section.get("credit", "all"))
+            self._settings[name] = _AgentSettings(session, keys.credit)
         return self._settings[name]
 
 
@@ -146,6 +146,17 @@ def _metadata(sample: Trajectory, endpoint: AgentEndpoint, key: str, seed: int) 
         "seed": seed,
     }
     return {**(sample.extra_env_info or {}), KEY: task}
+
+
+def _without_key(step: StepResult) -> tuple[StepResult, Mapping[str, float]]:
+    """Return the result of a step without the sample's key, and the rewards of single calls.
+
+    An environment that is too slow or dies gives back the metadata that it got.
+    """
+    if not isinstance(step.metadata, dict):
+        return step, {}
+    metadata = {name: value for name, value in step.metadata.items() if name not in (KEY, CALL_REWARDS)}
+    return replace(step, metadata=metadata), step.metadata.get(CALL_REWARDS) or {}
 
 
 async def _unless_failed(step: Awaitable[StepResult], session: AgentSession) -> StepResult:

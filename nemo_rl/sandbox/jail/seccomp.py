@@ -34,7 +34,7 @@ _CHANGES_OF_METADATA = (
 """Landlock does not cover these, so they need a file system of the program's own."""
 _NETWORK = ("socket", "connect", "bind", "listen", "accept", "accept4")
 """Calls for a program that may use the network of its own namespace."""
-_INTERNET = (2, 10)  # AF_INET and AF_INET6
+_INTERNET, _STREAM = (2, 10), 1  # AF_INET and AF_INET6, SOCK_STREAM
 
 type Instruction = tuple[int, int, int, int]
 
@@ -51,8 +51,8 @@ def install(own_namespaces: bool, may_fork: bool, may_connect: bool, pid: int) -
         own_namespaces: Whether the program has namespaces of processes and mounts of its own. Otherwise it may signal
             only itself and change no metadata of files.
         may_fork: Whether it may start processes, and not only threads.
-        may_connect: Whether it may use TCP and UDP. Sockets of other families are refused, because Unix sockets in the
-            file system belong to no namespace.
+        may_connect: Whether it may use TCP. Other sockets are refused, because Unix sockets in the file system belong
+            to no namespace.
         pid: Its process id.
     """
     instructions = program(own_namespaces, may_fork, may_connect, pid)
@@ -89,7 +89,7 @@ def _rules(own_namespaces: bool, may_fork: bool, pid: int) -> dict[str, list[Ins
         "clone3": [(_RETURN, 0, 0, _UNKNOWN)],  # its flags are in memory; the C library falls back to clone
         # An unconnected datagram socket could send to any socket in the file system, which Landlock does not restrict.
         "socketpair": [*_load(1, 0xF), (_EQUAL, 0, 1, 1), (_RETURN, 0, 0, _ALLOW), _refuse()],
-        "socket": _only(0, _INTERNET),
+        "socket": [*_load(1, 0xF), (_EQUAL, 1, 0, _STREAM), _refuse(), *_only(0, _INTERNET)],
         "prlimit64": _only(0, (0,)),
         "prctl": _only(0, (15, 16, 0x53564D41)),  # names of threads and of memory
         "fcntl": _except(1, (8, 10, 15)),  # F_SETOWN, F_SETSIG and F_SETOWN_EX send signals

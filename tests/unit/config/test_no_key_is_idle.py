@@ -50,7 +50,9 @@ READ_BY_A_BACKEND = {"TrainingBackendConfig.kwargs", "TrainingBackendConfig.name
 TAKEN_BY_ANOTHER = {"McoreGenerationConfig.max_model_len", "MegatronCheckpointConfig.async_save"}
 """Keys whose value `runs.dependent_keys` writes into another key (tested with the files for Megatron)."""
 
-READ_FROM_A_DICT = {f"MathEnvironmentConfig.{key}" for key in WORKER_KEYS}
+READ_FROM_A_DICT = {
+    f"{section}.{key}" for section in ("MathEnvironmentConfig", "AgentEnvironmentConfig") for key in WORKER_KEYS
+}
 """Keys of any environment, which `environments.workers.keys` reads from the section as a dict."""
 
 REFUSED_BY_A_RULE = {"DTensorConfig.enabled": check_backend}

@@ -50,7 +50,3 @@ def processes_with(mark: str) -> list[int]:
         if mark.encode() in texts and int(place.name) != os.getpid():
             found.append(int(place.name))
     return found
-
-
-def left_folders() -> set[Path]:
-    return {*Path("/tmp").glob("nemo_rl_agent_*"), *Path("/tmp").glob("nemo_rl_sandbox_*")}

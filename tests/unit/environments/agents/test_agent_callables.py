@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import programs_for_tests
@@ -17,6 +18,12 @@ from nemo_rl.environments.workers.loading import load_env_class, traits_of
 from nemo_rl.utils.errors import ConfigError
 
 GRADER = {"name": "math", "kwargs": {"num_workers": 1}}
+
+
+@pytest.fixture
+def endpoint() -> Iterator[FakeEndpoint]:
+    with FakeEndpoint() as endpoint:
+        yield endpoint
 
 
 def program(name: str, **keys: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Agent programs that an HTTP service runs: one that works, fails, is slow and answers nonsense."""
+"""Agent programs of an HTTP service that works, fails, is slow and answers nonsense."""
 
 import asyncio
 import contextlib
@@ -93,6 +93,12 @@ def _handler(service: Service) -> type[BaseHTTPRequestHandler]:
                 service.aborted.set()
 
     return Handler
+
+
+@pytest.fixture
+def endpoint() -> Iterator[FakeEndpoint]:
+    with FakeEndpoint() as endpoint:
+        yield endpoint
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.config.schema.agent_endpoint import AgentEndpointConfig
+from nemo_rl.config.schema.agents import AgentEndpointConfig
 from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.processors import math_hf_data_processor

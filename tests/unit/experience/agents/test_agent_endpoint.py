@@ -12,7 +12,7 @@ from agent_parts import TOKENIZERS, ProgramEnvironment, play
 from random_model import RandomModelEngine
 from transformers import AutoTokenizer
 
-from nemo_rl.config.schema.agent_endpoint import AgentEndpointConfig
+from nemo_rl.config.schema.agents import AgentEndpointConfig
 from nemo_rl.experience.agents.endpoint import AgentEndpoint
 from nemo_rl.experience.limits import RolloutLimits
 from nemo_rl.experience.trajectory import Ending, Outcome
