@@ -20,7 +20,7 @@ from nemo_rl.environments.interfaces import StepResult
 from nemo_rl.experience.agents.answers import AnswerReader
 from nemo_rl.experience.agents.endpoint import MODEL, AgentEndpoint
 from nemo_rl.experience.agents.recording import Credit, record, spread_reward
-from nemo_rl.experience.agents.session import AgentSession, CallSeed, SessionParts, SessionSettings
+from nemo_rl.experience.agents.session import AgentSession, CallParts, CallSeed, SessionSettings
 from nemo_rl.experience.limits import RolloutLimits
 from nemo_rl.experience.trajectory import Ending, Outcome, Trajectory
 from nemo_rl.models.generation.interfaces import GenerationInterface, SamplingParams
@@ -95,7 +95,7 @@ class AgentPlayer:
         """
         endpoint = await self._started()
         settings = self._settings_of(sample.task_name, section)
-        parts = SessionParts(self.generation, self.tokenizer, self.text_rules, self.limits, sampling)
+        parts = CallParts(self.generation, self.tokenizer, self.text_rules, self.limits, sampling)
         session = AgentSession(parts, settings.session, seed_of)
         key = endpoint.open(session)
         started = asyncio.get_running_loop().time()

@@ -60,7 +60,7 @@ class SessionSettings:
 
 
 @dataclass(frozen=True)
-class SessionParts:
+class CallParts:
     """The parts of the run that a session uses.
 
     Attributes:
@@ -107,7 +107,7 @@ class AgentSession:
         generation_s: seconds of answers, added up.
     """
 
-    parts: SessionParts
+    parts: CallParts
     settings: SessionSettings
     seed_of: CallSeed
     tree: CallTree = field(default_factory=CallTree)
