@@ -70,7 +70,16 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "mean_environment_s": mean([t.environment_s for t in trajectories]),
     }
     of_parts = _endings(trajectories) | _prefix_hits(trajectories) | _component_means(trajectories)
-    return _known(metrics) | of_parts | _branches(trajectories) | review_metrics(trajectories)
+    return _known(metrics) | of_parts | _branches(trajectories) | _agents(trajectories) | review_metrics(trajectories)
+
+
+def _agents(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Add up what happened between programs and the endpoint; empty without a program."""
+    counts = [t.agent_counts for t in trajectories if t.agent_counts]
+    if not counts:
+        return {}
+    totals = {f"num_agent_{name}": sum(each[name] for each in counts) for name in counts[0]}
+    return {"calls_per_sample": totals["num_agent_calls"] / len(counts)} | totals
 
 
 def _endings(trajectories: Sequence[Trajectory]) -> dict[str, float]:

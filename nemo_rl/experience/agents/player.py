@@ -20,7 +20,7 @@ from nemo_rl.environments.interfaces import StepResult
 from nemo_rl.experience.agents.answers import AnswerReader
 from nemo_rl.experience.agents.endpoint import MODEL, AgentEndpoint
 from nemo_rl.experience.agents.recording import Credit, record, spread_reward
-from nemo_rl.experience.agents.session import AgentSession, CallParts, CallSeed, SessionSettings
+from nemo_rl.experience.agents.session import COUNTS, AgentSession, CallParts, CallSeed, SessionSettings
 from nemo_rl.experience.limits import RolloutLimits
 from nemo_rl.experience.trajectory import Ending, Outcome, Trajectory
 from nemo_rl.models.generation.interfaces import GenerationInterface, SamplingParams
@@ -175,11 +175,8 @@ async def _unless_failed(step: Awaitable[StepResult], session: AgentSession) -> 
 def _note(sample: Trajectory, session: AgentSession) -> None:
     """Write what happened in a session into its sample."""
     sample.num_prefix_hits = session.counts["prefix_hits"]
-    sample.agent_counts = {name: float(session.counts[name]) for name in _COUNTS}
+    sample.agent_counts = {name: float(session.counts[name]) for name in COUNTS}
     bound = session.bound
     if bound is not None:
         sample.ended_by = bound
         sample.outcome = sample.outcome if bound is Ending.MAX_TURNS else Outcome.TRUNCATED
-
-
-_COUNTS = ("asked", "retries", "undelivered", "refused", "unlike_template", "new_trees")

@@ -35,6 +35,10 @@ from nemo_rl.models.generation.interfaces import (
 )
 from nemo_rl.utils.errors import DataError, GenerationError
 
+COUNTS = ("calls", "retries", "undelivered", "refused", "unlike_template", "new_trees")
+"""Numbers of a session for metrics: answers that were asked for, repeated requests, answers whose client had gone away,
+refused requests, histories that the chat template renders in another way, and trees that were started for them."""
+
 type CallSeed = Callable[..., int]
 """Makes the seed of an answer from what tells it apart from the sample's other answers."""
 
@@ -215,10 +219,10 @@ class AgentSession:
             CallError: the program has asked for too many.
         """
         most = self.settings.max_calls
-        if self.counts["asked"] + request.num_answers > most:
+        if self.counts["calls"] + request.num_answers > most:
             self.bound = Ending.MAX_TURNS
             raise CallError(403, f"This key may get {most} answers (max_calls of its environment).", "calls_exhausted")
-        self.counts["asked"] += request.num_answers
+        self.counts["calls"] += request.num_answers
 
     async def _answer(
         self, request: CallRequest, prompt: Prompt, prefix: list[int], sampling: SamplingParams, seed: int

@@ -180,7 +180,7 @@ def test_each_sampled_token_is_trained_once(name: str, num_sessions: int, tmp_pa
     samples = play(engine, ProgramEnvironment(program), tokenizer, prompts=num_sessions // 2, samples=2)
     assert len(samples) == num_sessions
     assert [sample.error for sample in samples] == [None] * num_sessions
-    assert sum(sample.agent_counts["asked"] for sample in samples) == program.counts["answers"] == len(engine.sampled)
+    assert sum(sample.agent_counts["calls"] for sample in samples) == program.counts["answers"] == len(engine.sampled)
     assert sum(sample.agent_counts["retries"] for sample in samples) == program.counts["lost"] > 0
     assert program.counts["tool_calls"] > 0
     assert sum(len(sample.branches) for sample in samples) > 0
