@@ -20,7 +20,7 @@ from nemo_rl.environments.interfaces import StepResult
 from nemo_rl.experience.agents.answers import AnswerReader
 from nemo_rl.experience.agents.endpoint import MODEL, AgentEndpoint
 from nemo_rl.experience.agents.recording import Credit, record, spread_reward
-from nemo_rl.experience.agents.session import COUNTS, AgentSession, CallParts, CallSeed, SessionSettings
+from nemo_rl.experience.agents.session import COUNTS, AgentSession, CallParts, CallSeed, SessionSettings, call_id_of
 from nemo_rl.experience.limits import RolloutLimits
 from nemo_rl.experience.trajectory import Ending, Outcome, Trajectory
 from nemo_rl.models.generation.interfaces import GenerationInterface, SamplingParams
@@ -28,7 +28,7 @@ from nemo_rl.models.generation.interfaces import GenerationInterface, SamplingPa
 KEY = "agent"
 """Key of the metadata that an agent environment gets: what its program needs to call the endpoint."""
 CALL_REWARDS = "call_rewards"
-"""Key of the metadata that it returns: rewards of single calls, by their ids."""
+"""Key of the metadata that it returns: rewards of single calls, by the ids of their responses."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,8 @@ def _without_key(step: StepResult) -> tuple[StepResult, Mapping[str, float]]:
     if not isinstance(step.metadata, dict):
         return step, {}
     metadata = {name: value for name, value in step.metadata.items() if name not in (KEY, CALL_REWARDS)}
-    return replace(step, metadata=metadata), step.metadata.get(CALL_REWARDS) or {}
+    rewards = step.metadata.get(CALL_REWARDS) or {}
+    return replace(step, metadata=metadata), {call_id_of(name): value for name, value in rewards.items()}
 
 
 async def _unless_failed(step: Awaitable[StepResult], session: AgentSession) -> StepResult:

@@ -39,6 +39,8 @@ COUNTS = ("calls", "retries", "undelivered", "refused", "unlike_template", "new_
 """Numbers of a session for metrics: answers that were asked for, repeated requests, answers whose client had gone away,
 refused requests, histories that the chat template renders in another way, and trees that were started for them."""
 
+_ID = "call-"
+
 type CallSeed = Callable[..., int]
 """Makes the seed of an answer from what tells it apart from the sample's other answers."""
 
@@ -247,7 +249,7 @@ class AgentSession:
     def _record(self, request: CallRequest, prompt: Prompt, prefix: list[int], result: GenerationResult) -> CallAnswer:
         """Add an answered call to the tree, and return the answer for the program."""
         number = len(self.tree.calls)
-        call_id = f"call-{number}"
+        call_id = f"{_ID}{number}"
         read = self.settings.reader.read(result.token_ids.tolist(), request, call_id)
         end: CallEnd = "tool_calls" if read.tool_calls else ("length" if result.finish_reason == "length" else "stop")
         answer = CallAnswer(
@@ -310,6 +312,11 @@ class AgentSession:
             top_p=sampling.top_p if request.top_p is None else request.top_p,
             top_k=sampling.top_k if request.top_k is None else (request.top_k if request.top_k > 0 else None),
         )
+
+
+def call_id_of(response_id: str) -> str:
+    """Return the id of a call from the id of its response, which dialects begin in ways of their own."""
+    return response_id[max(response_id.rfind(_ID), 0) :]
 
 
 def _message(answer: CallAnswer, result: GenerationResult) -> Message:

@@ -77,3 +77,45 @@ def test_the_same_program_gets_the_same_answers_again(tokenizer: Any) -> None:
     )
     assert [t.response_text for t in first] == [t.response_text for t in second]
     assert len({t.response_text for t in first}) == 4
+
+
+def test_single_calls_have_rewards_by_the_ids_of_their_responses(tokenizer: Any) -> None:
+    environment = ProgramEnvironment(conversation)
+
+    async def rewarded(task: Mapping[str, Any]) -> float:
+        async with client_of(task) as client:
+            messages = list(task["messages"])
+            answers = [await client.chat.completions.create(model="any", messages=messages) for _ in range(2)]
+        environment.call_rewards = {answers[0].id: 0.75}
+        return 1.0
+
+    environment.program = rewarded
+    (sample,) = play(RandomModelEngine(tokenizer, []), environment, tokenizer)
+    assert sample.error is None and sample.reward == 1.0
+    assert sample.num_turns == 2 and len(rows_of([sample])) == 2
+    assert sample.turn_rewards == [0.75, 0.25]  # the last call has the rest
+
+
+def test_the_last_conversation_alone_is_trained_if_asked_for(tokenizer: Any) -> None:
+    async def two(task: Mapping[str, Any]) -> float:
+        async with client_of(task) as client:
+            for text in ("first", "second"):
+                await client.chat.completions.create(model="any", messages=[{"role": "user", "content": text}])
+        return 1.0
+
+    (sample,) = play(RandomModelEngine(tokenizer, []), ProgramEnvironment(two, credit="last"), tokenizer)
+    last, first = rows_of([sample])
+    assert "second" in last.prompt_text and "first" in first.prompt_text
+    assert (last.loss_multiplier, first.loss_multiplier) == (1.0, 0.0)
+
+
+def test_a_program_that_raises_has_no_reward_and_its_calls_are_kept(tokenizer: Any) -> None:
+    async def raises(task: Mapping[str, Any]) -> float:
+        async with client_of(task) as client:
+            await client.chat.completions.create(model="any", messages=list(task["messages"]))
+        raise RuntimeError("no more")
+
+    (sample,) = play(RandomModelEngine(tokenizer, []), ProgramEnvironment(raises), tokenizer)
+    assert (sample.reward, sample.outcome) == (None, Outcome.REWARD_ERROR)
+    assert "no more" in (sample.error or "") and sample.num_turns == 1
+    assert "agent" not in sample.extra_env_info
