@@ -46,7 +46,7 @@ class Played:
 
 @dataclass(frozen=True)
 class _AgentSettings:
-    """What a player needs of an environment's section."""
+    """Settings from an environment's section."""
 
     session: SessionSettings
     credit: Credit
