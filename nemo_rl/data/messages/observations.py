@@ -73,7 +73,11 @@ class ObservationRenderer:
         self._head = lru_cache(self._find_head)
 
     def token_ids(
-        self, observation: Mapping[str, Any], message_log: LLMMessageLogType, prompt_length: int
+        self,
+        observation: Mapping[str, Any],
+        message_log: LLMMessageLogType,
+        prompt_length: int,
+        longest: int | None = None,
     ) -> torch.Tensor:
         """Return the tokens that follow the last turn of a conversation: [t] int64.
 
@@ -85,6 +89,7 @@ class ObservationRenderer:
                 has them in `messages`.
             message_log: the conversation, whose last message was sampled.
             prompt_length: tokens before the first response.
+            longest: see `encode_text`.
 
         Raises:
             DataError: the content is not text, or the template refuses or leaves out the message.
@@ -92,9 +97,9 @@ class ObservationRenderer:
         messages = [self.message(each) for each in messages_of(observation)]
         prompt_ids = torch.cat([turn["token_ids"] for turn in message_log])[:prompt_length]
         if not self._is_chat(prompt_ids[-_LONGEST_OPENING:]):
-            return encode_text("\n".join(message["content"] for message in messages), self._tokenizer)
+            return encode_text("\n".join(message["content"] for message in messages), self._tokenizer, longest)
         return self._continuation(
-            self._added(*messages), self._head(messages[0]["role"]), message_log[-1]["token_ids"].tolist()
+            self._added(*messages), self._head(messages[0]["role"]), message_log[-1]["token_ids"].tolist(), longest
         )
 
     def message(self, observation: Mapping[str, Any]) -> Message:
@@ -156,17 +161,17 @@ class ObservationRenderer:
             )
         return head
 
-    def _continuation(self, added: str, head: str, written: list[int]) -> torch.Tensor:
+    def _continuation(self, added: str, head: str, written: list[int], longest: int | None) -> torch.Tensor:
         """Return the tokens of `added` without those of its `head` that `written` already ends with.
 
         Some templates write white space before the token that ends a turn; a model that ended its turn did not.
         """
         for start in (0, len(head) - len(head.lstrip())):
-            ids, head_ids = (encode_text(text[start:], self._tokenizer) for text in (added, head))
+            ids, head_ids = (encode_text(text[start:], self._tokenizer, longest) for text in (added, head))
             shared = _overlap(written, head_ids.tolist())
             if shared and ids[:shared].equal(head_ids[:shared]):
                 return ids[shared:]
-        return encode_text(added, self._tokenizer)
+        return encode_text(added, self._tokenizer, longest)
 
 
 def _overlap(written: Sequence[int], head: Sequence[int]) -> int:

@@ -3,7 +3,10 @@
 Invariant: parsers see the text with its special tokens, programs see it without.
 """
 
+import asyncio
+import hashlib
 import json
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +16,12 @@ from nemo_rl.environments.tools.parsing.template import choose_parser, response_
 from nemo_rl.environments.tools.parsing.vllm import CallParser, ReasoningReader
 from nemo_rl.experience.agents.calls import AnsweredToolCall, CallRequest
 from nemo_rl.models.generation.texts import sampled_text
+
+ID_LENGTH = 9
+"""Length of ids, which some chat templates demand of tool calls."""
+_DIGITS = string.digits + string.ascii_lowercase
+_MOST_PARSERS = 64
+"""Parsers that are kept, since each sample may offer other tools."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +53,31 @@ class AnswerReader:
     _parsers: dict[str, CallParser] = field(default_factory=dict, init=False)
     """By the tools, as JSON."""
     _name: str | None = field(default=None, init=False)
+    _choosing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _reasoning: ReasoningReader | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.reasoning_parser is not None:
             self._reasoning = ReasoningReader(self.reasoning_parser, self.tokenizer)
 
-    def read(self, token_ids: list[int], request: CallRequest, call_id: str) -> ReadAnswer:
+    async def prepare(self, request: CallRequest) -> None:
+        """Choose the parser of a request with tools, once, without blocking the event loop.
+
+        Raises:
+            ConfigError: no parser reads what the chat template writes.
+        """
+        if self._name is None and request.tools and request.reads_tool_calls:
+            async with self._choosing:
+                if self._name is None:
+                    self._name = await asyncio.to_thread(self._choose)
+
+    def read(self, token_ids: list[int], request: CallRequest, seed: int) -> ReadAnswer:
         """Read the tokens of an answer.
 
         Args:
             token_ids: the tokens.
             request: the request that they answer.
-            call_id: begins the ids of tool calls.
+            seed: of the answer; the ids of its tool calls derive from it.
         """
         parses_tools = bool(request.tools) and request.reads_tool_calls
         if not parses_tools and self._reasoning is None:
@@ -70,20 +91,24 @@ class AnswerReader:
             return ReadAnswer(self._shown(text), reasoning, stop_string=stop)
         content, calls = self._parser(request.tools).content_and_calls(text)
         answered = [
-            AnsweredToolCall(f"{call_id}-{number}", name, arguments) for number, (name, arguments) in enumerate(calls)
+            AnsweredToolCall(short_id("tool", seed, number), name, arguments)
+            for number, (name, arguments) in enumerate(calls)
         ]
         return ReadAnswer(self._shown(content), reasoning, answered, stop)
 
     def _parser(self, tools: Sequence[Any]) -> CallParser:
-        """Return the parser for some tools; the first one is checked against the chat template."""
+        """Return the parser for some tools."""
         key = json.dumps(list(tools), sort_keys=True, default=repr)
         if key not in self._parsers:
-            schemas = [dict(tool) for tool in tools]
-            if self._name is None:
-                parser, _ = choose_parser(self.tool_parser, self.tokenizer, schemas)
-                self._name = parser.name
-            self._parsers[key] = CallParser(self._name, self.tokenizer, schemas)
+            assert self._name is not None, "prepare has chosen it"
+            if len(self._parsers) >= _MOST_PARSERS:
+                self._parsers.pop(next(iter(self._parsers)))
+            self._parsers[key] = CallParser(self._name, self.tokenizer, [dict(tool) for tool in tools])
         return self._parsers[key]
+
+    def _choose(self) -> str:
+        """Return the name of a parser that is checked against the chat template."""
+        return choose_parser(self.tool_parser, self.tokenizer, [])[0].name
 
     def _shown(self, text: str) -> str:
         """Return a text without special tokens."""
@@ -99,3 +124,13 @@ def _before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
         return text, None
     place, stop = min(found)
     return text[:place], stop
+
+
+def short_id(*parts: str | int) -> str:
+    """Derive an id of `ID_LENGTH` letters and digits."""
+    number = int.from_bytes(hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest(), "big")
+    digits = []
+    for _ in range(ID_LENGTH):
+        number, digit = divmod(number, len(_DIGITS))
+        digits.append(_DIGITS[digit])
+    return "".join(digits)

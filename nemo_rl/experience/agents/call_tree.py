@@ -10,13 +10,16 @@ with all tokens of its parent, so no sampled token is ever tokenised again.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from nemo_rl.data.interfaces import Message
 from nemo_rl.data.messages.content import content_text
 from nemo_rl.experience.agents.calls import CallRequest
+from nemo_rl.experience.trajectory import Ending
 from nemo_rl.models.generation.interfaces import ServedBy, VersionSpan
 
 type Digest = bytes
@@ -28,21 +31,25 @@ class Call:
 
     Attributes:
         id: identifies it within the session.
-        number: its place in the order of the answers.
         parent: the call whose answer its history continues; None if it continues none.
         added: message before the answer, with the `token_ids` that follow those of the parent.
         answer: message with `content`, `token_ids` and `generation_logprobs`.
         weight_versions: spans of the answer's tokens.
         served_by: the engine that wrote the answer.
+        is_cut: the answer ends where a limit has cut it off, without a token that ends a turn.
+        cut_by: the limit of the run that has done so; None if it was the program's own.
+        num_beginning: tokens at the end of `added` with which the program has begun the answer.
     """
 
     id: str
-    number: int
     parent: "Call | None"
     added: Message
     answer: Message
     weight_versions: Sequence[VersionSpan]
     served_by: ServedBy | None
+    is_cut: bool = False
+    cut_by: Ending | None = None
+    num_beginning: int = 0
 
     @property
     def path(self) -> "list[Call]":
@@ -60,6 +67,12 @@ class Call:
         return [message for call in self.path for message in (call.added, call.answer)]
 
     @property
+    def prompt_length(self) -> int:
+        """Tokens of the first prompt, up to the header of the first answer."""
+        root = self.path[0]
+        return int(root.added["token_ids"].numel()) - root.num_beginning
+
+    @cached_property
     def token_ids(self) -> list[int]:
         """All tokens up to the end of the answer."""
         return [token for message in self.log for token in message["token_ids"].tolist()]
@@ -83,53 +96,64 @@ class CallTree:
     """The calls of one sample, in the order in which they were answered."""
 
     calls: list[Call] = field(default_factory=list)
-    _by_history: dict[Digest, Call] = field(default_factory=dict)
-    """Calls by the digest of their history with the answer; of equal ones the newest."""
-    _plain: list[Call] = field(default_factory=list)
-    """Plain completions."""
+    _by_history: defaultdict[Digest, list[Call]] = field(default_factory=lambda: defaultdict(list))
+    """Calls by the digest of their history with the answer; of equal ones the newest is last."""
+    _plain: list[tuple[Call, str]] = field(default_factory=list)
+    """Plain completions, with the text of prompt and answer."""
 
     def find(self, request: CallRequest) -> History:
         """Find the call that a request continues: the one that stands for most of its messages."""
         digests = list(_digests(request))
         for known in range(len(request.messages) - 1, 0, -1):
-            call = self._by_history.get(digests[known])
-            if call is not None and request.messages[known - 1]["role"] == "assistant":
+            call = self._call_at(digests[known], request.messages[known - 1])
+            if call is not None:
                 return History(call, known)
         return History()
 
-    def find_plain(self, prompt: str | Sequence[int], text_of: Callable[[list[int]], str]) -> Call | None:
-        """Find the plain completion with most tokens that a prompt begins with.
+    def find_cut(self, request: CallRequest) -> Call | None:
+        """Find the call whose answer, which was cut off, is the last message of a request that continues it."""
+        *_, digest = _digests(request)
+        call = self._call_at(digest, request.messages[-1])
+        return call if call is not None and call.is_cut else None
 
-        Args:
-            prompt: text or token ids.
-            text_of: decodes tokens, with special ones.
-        """
-        known: Call | None = None
-        for call in self._plain:
+    def _call_at(self, digest: Digest, message: Message) -> Call | None:
+        """Return the call with a history and an answer; of equal ones that with the same reasoning, or the newest."""
+        same = self._by_history.get(digest, [])
+        if message["role"] != "assistant" or not same:
+            return None
+        thought = message.get("reasoning_content")
+        thinking = (call for call in reversed(same) if call.answer.get("reasoning_content") == thought)
+        return next(thinking, same[-1])
+
+    def find_plain(self, prompt: str | Sequence[int]) -> tuple[Call, str] | None:
+        """Find the plain completion with most tokens that a prompt begins with; return it with its tokens as text."""
+        known: tuple[Call, str] | None = None
+        for call, text in self._plain:
             ids = call.token_ids
-            begins = prompt.startswith(text_of(ids)) if isinstance(prompt, str) else list(prompt[: len(ids)]) == ids
-            if begins and (known is None or len(ids) >= len(known.token_ids)):
-                known = call
+            begins = prompt.startswith(text) if isinstance(prompt, str) else list(prompt[: len(ids)]) == ids
+            if begins and (known is None or len(ids) >= len(known[0].token_ids)):
+                known = call, text
         return known
 
-    def add(self, call: Call, request: CallRequest, message: Message) -> None:
+    def add(self, call: Call, request: CallRequest, message: Message, plain_text: str = "") -> None:
         """Add an answered call.
 
         Args:
             call: the call.
             request: what it answers.
             message: the answer as the program gets it.
+            plain_text: text of prompt and answer of a plain completion, with special tokens.
         """
         self.calls.append(call)
         if request.prompt is not None:
-            self._plain.append(call)
+            self._plain.append((call, plain_text))
             return
         if request.continues_last:
             *messages, beginning = request.messages
             request = replace(request, messages=messages)
             message = {**message, "content": str(beginning.get("content") or "") + str(message["content"])}
         *_, history = _digests(request)
-        self._by_history[_with_message(history, message)] = call
+        self._by_history[_with_message(history, message)].append(call)
 
     def leaves(self) -> list[Call]:
         """Return the calls that no other one continues, in order."""
@@ -172,7 +196,7 @@ def _value(arguments: Any) -> Any:
         return arguments
     try:
         return json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 

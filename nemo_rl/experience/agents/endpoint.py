@@ -22,7 +22,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -30,6 +30,7 @@ from nemo_rl.config.schema.agents import AgentEndpointConfig
 from nemo_rl.experience.agents.calls import CallError
 from nemo_rl.experience.agents.dialects.interface import Dialect
 from nemo_rl.experience.agents.dialects.registry import DIALECTS
+from nemo_rl.experience.agents.exchanges import ClientGoneError
 from nemo_rl.experience.agents.session import AgentSession
 from nemo_rl.utils.errors import ConfigError
 
@@ -39,7 +40,9 @@ MODEL = "policy"
 """Name of the model; requests may name any other."""
 _MINUTE_S = 60.0
 _START_S = 30.0
-_STOP_S = 2.0
+_BACKLOG = 1024
+_CLIENT_GONE = 499
+"""Status in place of an answer that nobody reads."""
 
 
 @dataclass(eq=False)
@@ -67,7 +70,7 @@ class AgentEndpoint:
     @property
     def address(self) -> str:
         """The endpoint's URL, without a path."""
-        host = self._config.public_host or self._config.host
+        host = (self._config.public_host or self._config.host).strip("[]")
         if host in ("0.0.0.0", "::"):  # noqa: S104  (this asks whether it is)
             import ray  # deferred: evaluations and tests may run without Ray
 
@@ -84,7 +87,7 @@ class AgentEndpoint:
             return
         config = self._config
         try:
-            listener = socket.create_server((config.host, config.port), backlog=1024)
+            listener = _listener(config.host, config.port)
         except OSError as error:
             raise ConfigError(
                 f"cluster.agent_endpoint: cannot listen on {config.host}:{config.port}: {error}. Choose another host "
@@ -109,12 +112,6 @@ class AgentEndpoint:
         """Refuse further requests with a key."""
         self._clients.pop(key, None)
 
-    async def stop(self) -> None:
-        """Stop to listen."""
-        if self._serving is not None:
-            self._serving.cancel()
-            await asyncio.wait([self._serving], timeout=_STOP_S)
-
     def application(self) -> Starlette:
         """Return the application that answers requests."""
         routes = [
@@ -129,50 +126,59 @@ class AgentEndpoint:
         async def handle(request: Request) -> Response:
             try:
                 return await self._answer(dialect, request)
+            except ClientDisconnect:
+                return Response(status_code=_CLIENT_GONE)
             except CallError as error:
                 return JSONResponse(dialect.error(error), error.status, _headers(error))
 
         return handle
 
     async def _answer(self, dialect: Dialect, request: Request) -> Response:
-        session = self._session(request)
-        raw = await self._body(request)
+        client = self._client(request)
+        session, raw = client.session, await self._body(request)
+        identity = hashlib.blake2b(dialect.path.encode() + b"\n" + raw, digest_size=16).hexdigest()
+        self._note_arrival(client, identity)
         body = _parsed(raw)
         call = dialect.read(body, session.memory)
-        identity = hashlib.blake2b(dialect.path.encode() + b"\n" + raw, digest_size=16).hexdigest()
-        answers = await session.answers(call, identity, is_retry=_is_retry(request))
-        if await request.is_disconnected():
-            session.note_undelivered(identity)
+        exchange = session.exchange(call, identity, is_retry=_is_retry(request))
+        try:
+            answers = await exchange.answers(_disconnected(request))
+        except ClientGoneError:
+            session.counts["undelivered"] += 1
+            return Response(status_code=_CLIENT_GONE)
         if not body.get("stream"):
             return JSONResponse(dialect.response(body, call, answers, session.memory))
 
         async def lines() -> AsyncIterator[bytes]:
             for event in dialect.events(body, call, answers, session.memory):
-                data = event.data if isinstance(event.data, str) else json.dumps(event.data, ensure_ascii=False)
+                # Only ASCII: some clients end lines at other characters too.
+                data = event.data if isinstance(event.data, str) else json.dumps(event.data)
                 yield (f"event: {event.name}\n" if event.name else "").encode() + f"data: {data}\n\n".encode()
 
         return StreamingResponse(lines(), media_type="text/event-stream")
 
     async def _models(self, request: Request) -> Response:
-        self._session(request)
+        self._client(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "nemo_rl"}
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _tokenize(self, request: Request) -> Response:
         """Return the tokens that a prompt or the messages of a conversation would have."""
-        session = self._session(request)
-        body = _parsed(await self._body(request))
+        client = self._client(request)
+        session, raw = client.session, await self._body(request)
+        self._note_arrival(client, "")
+        body = _parsed(raw)
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         dialect = next(each for each in DIALECTS if each.path == path)
         tokens = session.token_ids(dialect.read({"model": MODEL, **body}, session.memory))
         most = session.parts.limits.max_sequence_length
         return JSONResponse({"count": len(tokens), "max_model_len": most, "tokens": tokens})
 
-    def _session(self, request: Request) -> AgentSession:
-        """Return the session of a request's key.
+    def _client(self, request: Request) -> _Client:
+        """Return the program with a request's key.
 
         Raises:
-            CallError: there is no such session, or it sends too many requests.
+            CallError: there is none.
         """
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         key = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
@@ -184,16 +190,22 @@ class AgentEndpoint:
                 "as `Authorization: Bearer KEY` or `x-api-key: KEY`.",
                 "invalid_api_key",
             )
-        self._note_arrival(client)
-        return client.session
+        return client
 
-    def _note_arrival(self, client: _Client) -> None:
+    def _note_arrival(self, client: _Client, identity: str) -> None:
+        """Count a request.
+
+        Raises:
+            CallError: there are too many.
+        """
         most, now = self._config.max_requests_per_minute, time.monotonic()
         if most is None:
             return
         while client.arrivals and client.arrivals[0] <= now - _MINUTE_S:
             client.arrivals.popleft()
         if len(client.arrivals) >= most:
+            client.session.counts["refused"] += 1
+            client.session.exchanges.note_refused(identity)
             message = f"This key may send {most} requests in a minute (cluster.agent_endpoint.max_requests_per_minute)."
             raise CallError(429, message, "rate_limit_exceeded")
         client.arrivals.append(now)
@@ -216,6 +228,13 @@ class AgentEndpoint:
         return b"".join(parts)
 
 
+def _listener(host: str, port: int) -> socket.socket:
+    if ":" not in host:
+        return socket.create_server((host, port), backlog=_BACKLOG)
+    both = host == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server((host, port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=both)
+
+
 async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
     """Serve until the task is cancelled."""
     try:
@@ -223,7 +242,16 @@ async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
     finally:
         for each in getattr(server, "servers", ()):  # there are none before it has started
             each.close()
+        for connection in list(server.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()  # its client would wait for an answer to its next request
         listener.close()
+
+
+async def _disconnected(request: Request) -> None:
+    """Wait until the client closes the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _parsed(raw: bytes) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class AgentPlayer:
             Exception: an engine cannot answer any more, or the environment cannot be kept running.
         """
         endpoint = await self._started()
-        settings = self._settings_of(sample.task_name, section)
+        settings = await self._settings_of(sample.task_name, section)
         parts = CallParts(self.generation, self.tokenizer, self.text_rules, self.limits, sampling)
         session = AgentSession(parts, settings.session, seed_of)
         key = endpoint.open(session)
@@ -111,6 +111,10 @@ class AgentPlayer:
         calls = record(sample, session.tree, settings.credit)
         _note(sample, session)
         step, rewards = _without_key(step)
+        unknown = sorted(rewards.keys() - {call.id for call in calls})
+        if unknown:
+            reason = f"the program rewards calls that it has not made: {', '.join(unknown)}"
+            step = StepResult.failed(reason, step.metadata)
         return Played(step, partial(spread_reward, sample, calls, rewards))
 
     async def _started(self) -> AgentEndpoint:
@@ -120,11 +124,11 @@ class AgentPlayer:
         await self._endpoint.start()
         return self._endpoint
 
-    def _settings_of(self, name: str, section: Mapping[str, Any]) -> _AgentSettings:
+    async def _settings_of(self, name: str, section: Mapping[str, Any]) -> _AgentSettings:
         if name not in self._settings:
             keys = AgentKeys.build(**{each: section[each] for each in AgentKeys.model_fields if each in section})
             session = SessionSettings(
-                AnswerReader(self.tokenizer, keys.tool_parser, keys.reasoning_parser),
+                await asyncio.to_thread(AnswerReader, self.tokenizer, keys.tool_parser, keys.reasoning_parser),
                 max_calls=keys.max_calls,
                 max_concurrent_calls=self.config.max_concurrent_calls,
                 sampling=keys.sampling,

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -25,12 +26,14 @@ class Prompt:
     Attributes:
         parent: the call whose tokens come first; None without one.
         added: message with the `token_ids` after them.
+        num_beginning: tokens at its end with which the program has begun the answer.
     """
 
     parent: Call | None
     added: Message
+    num_beginning: int = 0
 
-    @property
+    @cached_property
     def token_ids(self) -> list[int]:
         """All tokens."""
         known = [] if self.parent is None else self.parent.token_ids
@@ -44,6 +47,7 @@ class PromptRenderer:
     Attributes:
         tokenizer: renders and encodes.
         text_rules: as `RolloutRunner`.
+        longest: most tokens that a prompt can have; of a longer one only a part is encoded, which is too long too.
         history: see `SessionSettings.history`.
         counts: `unlike_template` counts requests whose kept tokens differ from what the chat template makes of the
             whole history, and `new_trees` those for which a new tree was started.
@@ -51,6 +55,7 @@ class PromptRenderer:
 
     tokenizer: TokenizerType
     text_rules: TextRules
+    longest: int
     history: Literal["keep", "template"]
     counts: Counter[str]
     _renderers: dict[str, ObservationRenderer] = field(default_factory=dict)
@@ -66,24 +71,32 @@ class PromptRenderer:
             return self._plain(request.prompt, tree)
         if not request.continues_last:
             return self._chat(request, tree)
+        cut = tree.find_cut(request)
+        if cut is not None:
+            return Prompt(cut, {"role": "assistant", "content": "", "token_ids": torch.empty(0, dtype=torch.int64)})
         *messages, beginning = request.messages
         prompt = self._chat(replace(request, messages=messages), tree)
-        ids = encode_text(str(beginning.get("content") or ""), self.tokenizer)
+        ids = encode_text(str(beginning.get("content") or ""), self.tokenizer, self.longest)
         added = {**prompt.added, "token_ids": torch.cat([prompt.added["token_ids"], ids])}
-        return Prompt(prompt.parent, added)
+        return Prompt(prompt.parent, added, ids.numel())
+
+    def text(self, token_ids: list[int]) -> str:
+        """Decode tokens, with special ones."""
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _plain(self, prompt: str | Sequence[int], tree: CallTree) -> Prompt:
         """Return the tokens of a plain completion; errors as `prompt`."""
-        parent = tree.find_plain(prompt, self._text)
+        known = tree.find_plain(prompt)
+        parent, text = (None, "") if known is None else known
         if isinstance(prompt, str):
-            rest = prompt if parent is None else prompt.removeprefix(self._text(parent.token_ids))
-            return Prompt(parent, {"role": "user", "content": rest, "token_ids": encode_text(rest, self.tokenizer)})
+            rest = prompt.removeprefix(text)
+            ids = encode_text(rest, self.tokenizer, self.longest)
+            return Prompt(parent, {"role": "user", "content": rest, "token_ids": ids})
         unknown = [token for token in prompt if not 0 <= token < len(self.tokenizer)]
         if unknown:
             raise DataError(f"the token ids {unknown[:5]} are not among the {len(self.tokenizer)} of the tokenizer")
-        known = 0 if parent is None else len(parent.token_ids)
-        ids = list(prompt[known:])
-        added = {"role": "user", "content": self._text(ids), "token_ids": torch.tensor(ids, dtype=torch.int64)}
+        own = list(prompt[0 if parent is None else len(parent.token_ids) :])
+        added = {"role": "user", "content": self.text(own), "token_ids": torch.tensor(own, dtype=torch.int64)}
         return Prompt(parent, added)
 
     def _chat(self, request: CallRequest, tree: CallTree) -> Prompt:
@@ -92,16 +105,32 @@ class PromptRenderer:
         if parent is None or not new:
             return Prompt(None, self._first(request))
         last = {"role": new[-1]["role"], "content": "\n".join(str(message["content"]) for message in new)}
-        prompt_length = parent.path[0].added["token_ids"].numel()
-        ids = self._renderer(request).token_ids({**last, "messages": new}, parent.log, prompt_length)
+        observation = {**last, "messages": new}
+        ids = self._renderer(request).token_ids(observation, parent.log, parent.prompt_length, self.longest)
         prompt = Prompt(parent, {**last, "token_ids": ids})
-        if self._text(prompt.token_ids) == self._text(encode_text(self._rendered(request), self.tokenizer).tolist()):
+        if len(prompt.token_ids) >= self.longest or self._is_like_template(prompt, request):
             return prompt
         self.counts["unlike_template"] += 1
         if self.history == "keep":
             return prompt
         self.counts["new_trees"] += 1
         return Prompt(None, self._first(request))
+
+    def _is_like_template(self, prompt: Prompt, request: CallRequest) -> bool:
+        """Return whether the chat template makes the text of the kept tokens from the whole history."""
+        try:
+            rendered = render_chat(
+                _for_template(request.messages),
+                self.tokenizer,
+                add_generation_prompt=True,
+                tools=_tools(request),
+                template_kwargs=request.template_kwargs,
+            )
+        except DataError:
+            return False  # it refuses a history that can be continued
+        kept = self.text(prompt.token_ids)
+        # Tokenizers may change texts, so what differs is compared as tokens make it.
+        return kept == rendered or kept == self.text(encode_text(rendered, self.tokenizer).tolist())
 
     def _first(self, request: CallRequest) -> Message:
         """Render a conversation that continues no call."""
@@ -110,19 +139,7 @@ class PromptRenderer:
             "tools": _tools(request),
             "template_kwargs": request.template_kwargs,
         }
-        return prompt_entry(chat, self.tokenizer, rules=self.text_rules)
-
-    def _rendered(self, request: CallRequest) -> str:
-        return render_chat(
-            _for_template(request.messages),
-            self.tokenizer,
-            add_generation_prompt=True,
-            tools=_tools(request),
-            template_kwargs=request.template_kwargs,
-        )
-
-    def _text(self, token_ids: list[int]) -> str:
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return prompt_entry(chat, self.tokenizer, self.longest, self.text_rules)
 
     def _renderer(self, request: CallRequest) -> ObservationRenderer:
         key = json.dumps(dict(request.template_kwargs), sort_keys=True, default=repr)

@@ -10,6 +10,7 @@ again is answered with the same answers, and sampled once.
 import asyncio
 import hashlib
 import json
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -20,9 +21,11 @@ import torch
 
 from nemo_rl.data.interfaces import Message, TokenizerType
 from nemo_rl.data.messages.content import TextRules
-from nemo_rl.experience.agents.answers import AnswerReader
+from nemo_rl.experience.agents.answers import ID_LENGTH, AnswerReader, short_id
+from nemo_rl.experience.agents.budget import Budget, Grant
 from nemo_rl.experience.agents.call_tree import Call, CallTree
 from nemo_rl.experience.agents.calls import CallAnswer, CallEnd, CallError, CallRequest
+from nemo_rl.experience.agents.exchanges import Answering, Exchange, Exchanges
 from nemo_rl.experience.agents.prompts import Prompt, PromptRenderer
 from nemo_rl.experience.limits import RolloutLimits
 from nemo_rl.experience.trajectory import Ending
@@ -33,13 +36,13 @@ from nemo_rl.models.generation.interfaces import (
     SamplingParams,
     VersionSpan,
 )
-from nemo_rl.utils.errors import DataError, GenerationError
+from nemo_rl.utils.errors import ConfigError, DataError, GenerationError
 
 COUNTS = ("calls", "retries", "undelivered", "refused", "unlike_template", "new_trees")
 """Numbers of a session for metrics: answers that were asked for, repeated requests, answers whose client had gone away,
 refused requests, histories that the chat template renders in another way, and trees that were started for them."""
 
-_ID = "call-"
+_CLOSE_S = 1.0
 
 type CallSeed = Callable[..., int]
 """Makes the seed of an answer from what tells it apart from the sample's other answers."""
@@ -85,19 +88,6 @@ class CallParts:
 
 
 @dataclass(eq=False)
-class _Exchange:
-    """A request and its answers.
-
-    Attributes:
-        task: makes the answers.
-        is_delivered: the client has got them, as far as known.
-    """
-
-    task: "asyncio.Task[list[CallAnswer]]"
-    is_delivered: bool = False
-
-
-@dataclass(eq=False)
 class AgentSession:
     """The calls of one sample.
 
@@ -107,10 +97,11 @@ class AgentSession:
         seed_of: makes seeds.
         tree: the calls that were answered.
         counts: numbers for metrics.
-        bound: the limit that has ended the conversation or cut its last answer off; None if none has.
         failure: set when engines cannot answer any more, which ends the run.
         memory: kept by dialects between requests.
         generation_s: seconds of answers, added up.
+        exchanges: requests and their answers.
+        budget: what is left for the program.
     """
 
     parts: CallParts
@@ -118,43 +109,41 @@ class AgentSession:
     seed_of: CallSeed
     tree: CallTree = field(default_factory=CallTree)
     counts: Counter[str] = field(default_factory=Counter)
-    bound: Ending | None = None
     failure: "asyncio.Future[None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     memory: dict[str, Any] = field(default_factory=dict)
     generation_s: float = 0.0
-    _exchanges: dict[str, _Exchange] = field(default_factory=dict)
-    """The newest exchange of each request, by the digest of its body."""
-    _running: "set[asyncio.Task[list[CallAnswer]]]" = field(default_factory=set)
-    _times_asked: Counter[str] = field(default_factory=Counter)
+    exchanges: Exchanges = field(init=False)
+    budget: Budget = field(init=False)
     _prompts: PromptRenderer = field(init=False)
-    _num_tokens: int = 0
-    """Sampled tokens of all answers."""
+    _running: "set[Answering]" = field(default_factory=set)
+    _times_asked: Counter[str] = field(default_factory=Counter)
+    _is_closed: bool = False
 
     def __post_init__(self) -> None:
-        parts = self.parts
-        self._prompts = PromptRenderer(parts.tokenizer, parts.text_rules, self.settings.history, self.counts)
+        parts, settings = self.parts, self.settings
+        longest = parts.limits.max_sequence_length
+        self.exchanges = Exchanges(self.counts)
+        self.budget = Budget(parts.limits, parts.sampling.max_new_tokens, settings.max_calls)
+        self._prompts = PromptRenderer(parts.tokenizer, parts.text_rules, longest, settings.history, self.counts)
 
-    async def answers(self, request: CallRequest, identity: str, *, is_retry: bool) -> list[CallAnswer]:
-        """Answer a request, or return the answers of the same request, if the client sends it again.
+    @property
+    def bound(self) -> Ending | None:
+        """The limit for which a request was refused, or that has cut off the end of a conversation; None: no limit."""
+        cut = (call.cut_by for call in self.tree.leaves() if call.cut_by is not None)
+        return self.budget.bound or next(cut, None)
+
+    def exchange(self, request: CallRequest, identity: str, *, is_retry: bool) -> Exchange:
+        """Start to answer a request, or find the answers of the same request, if the client sends it again.
 
         Args:
             request: the request.
             identity: equal for requests with the same content.
-            is_retry: the client says that it sends the request again. Without that, a request is taken for a repetition
-                if the last answers to the same one were not delivered.
+            is_retry: the client says that it sends the request again.
 
         Raises:
             CallError: the request is refused.
         """
-        exchange = self._exchanges.get(identity)
-        repeats = exchange is not None and (is_retry or (exchange.task.done() and not exchange.is_delivered))
-        if exchange is not None and repeats and not _was_refused(exchange.task):
-            self.counts["retries"] += 1
-        else:
-            exchange = self._exchanges[identity] = _Exchange(self._start(request))
-        answers = await _result(exchange.task)
-        exchange.is_delivered = True
-        return answers
+        return self.exchanges.of(identity, lambda: self._start(request), is_retry=is_retry)
 
     def token_ids(self, request: CallRequest) -> list[int]:
         """Return the tokens that a request would continue.
@@ -164,19 +153,17 @@ class AgentSession:
         """
         return self._prompt(request).token_ids
 
-    def note_undelivered(self, identity: str) -> None:
-        """Note that the client has gone away before it got its answers."""
-        self._exchanges[identity].is_delivered = False
-        self.counts["undelivered"] += 1
-
     async def close(self) -> None:
-        """Cancel calls that run."""
+        """Refuse further requests, and cancel calls that run."""
+        self._is_closed = True
         for task in self._running:
             task.cancel()
         if self._running:
-            await asyncio.wait(self._running, timeout=1.0)
+            await asyncio.wait(self._running, timeout=_CLOSE_S)
 
-    def _start(self, request: CallRequest) -> "asyncio.Task[list[CallAnswer]]":
+    def _start(self, request: CallRequest) -> Answering:
+        if self._is_closed:
+            raise CallError(401, "The sample of this key has ended.", "invalid_api_key")
         if len(self._running) >= self.settings.max_concurrent_calls:
             self.counts["refused"] += 1
             most = self.settings.max_concurrent_calls
@@ -186,7 +173,7 @@ class AgentSession:
         task.add_done_callback(self._ended)
         return task
 
-    def _ended(self, task: "asyncio.Task[list[CallAnswer]]") -> None:
+    def _ended(self, task: Answering) -> None:
         self._running.discard(task)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, CallError):
@@ -195,63 +182,66 @@ class AgentSession:
             self.failure.set_exception(error)
 
     async def _answers(self, request: CallRequest) -> list[CallAnswer]:
-        self._check_number(request)
+        try:
+            await self.settings.reader.prepare(request)
+        except ConfigError as error:
+            raise CallError(400, f"The tools cannot be used: {error}", "invalid_tools", "tools") from error
         prompt = self._prompt(request)
-        prefix = prompt.token_ids
-        sampling = self._sampling(request, len(prefix))
-        identity = hashlib.blake2b(json.dumps([prefix, list(request.stop)]).encode(), digest_size=16).hexdigest()
+        grant = self.budget.grant(request, len(prompt.token_ids))
+        self.counts["calls"] += request.num_answers
+        sampling = self._sampling(request, grant)
+        identity = _identity(prompt, request)
         self._times_asked[identity] += 1
-        first = self._times_asked[identity]
-        calls = [
-            self._answer(request, prompt, prefix, sampling, self.seed_of(identity, first, number, request.seed or 0))
-            for number in range(request.num_answers)
-        ]
-        return list(await asyncio.gather(*calls))
+        seeds = [self.seed_of(identity, self._times_asked[identity], number) for number in range(request.num_answers)]
+        tasks = [asyncio.ensure_future(self._sampled(prompt, sampling, seed)) for seed in seeds]
+        num_tokens = 0
+        try:
+            results = await asyncio.gather(*tasks)
+            num_tokens = sum(len(result.token_ids) for result in results)
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.budget.give_back(grant, num_tokens)
+        return [self._record(request, prompt, grant, seed, result) for seed, result in zip(seeds, results, strict=True)]
 
     def _prompt(self, request: CallRequest) -> Prompt:
+        """Render a request.
+
+        Raises:
+            CallError: that fails.
+        """
         try:
             return self._prompts.prompt(request, self.tree)
         except DataError as error:
-            raise CallError(400, f"The messages cannot be rendered: {error}", "invalid_messages", "messages") from error
+            reason = str(error)
+        except Exception as error:  # boundary: templates raise errors of any kind for messages that are not theirs
+            reason = f"{type(error).__name__}: {error}"
+        raise CallError(400, f"The messages cannot be rendered: {reason}", "invalid_messages", "messages")
 
-    def _check_number(self, request: CallRequest) -> None:
-        """Count the answers that a request asks for.
+    async def _sampled(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> GenerationResult:
+        """Sample one answer.
 
         Raises:
-            CallError: the program has asked for too many.
+            CallError: the engine refuses the prompt.
         """
-        most = self.settings.max_calls
-        if self.counts["calls"] + request.num_answers > most:
-            self.bound = Ending.MAX_TURNS
-            raise CallError(403, f"This key may get {most} answers (max_calls of its environment).", "calls_exhausted")
-        self.counts["calls"] += request.num_answers
-
-    async def _answer(
-        self, request: CallRequest, prompt: Prompt, prefix: list[int], sampling: SamplingParams, seed: int
-    ) -> CallAnswer:
         started = asyncio.get_running_loop().time()
         at = None if prompt.parent is None else prompt.parent.served_by
         try:
-            result = await self.parts.generation.generate(GenerationRequest(prefix, sampling, seed, at))
+            result = await self.parts.generation.generate(GenerationRequest(prompt.token_ids, sampling, seed, at))
         except GenerationError as error:
             raise CallError(400, f"The engine refuses the prompt: {error}", "invalid_prompt") from error
         self.generation_s += asyncio.get_running_loop().time() - started
         self.counts["prefix_hits"] += at is not None and at == result.served_by
-        self._num_tokens += len(result.token_ids)
-        self._note_end(request, result)
-        return self._record(request, prompt, prefix, result)
+        return result
 
-    def _note_end(self, request: CallRequest, result: GenerationResult) -> None:
-        """Note the bound of the run that has cut an answer off; the program's own limit is not one."""
-        asked = request.max_tokens is not None and len(result.token_ids) >= request.max_tokens
-        self.bound = Ending.TURN_TOKENS if result.finish_reason == "length" and not asked else None
-
-    def _record(self, request: CallRequest, prompt: Prompt, prefix: list[int], result: GenerationResult) -> CallAnswer:
+    def _record(
+        self, request: CallRequest, prompt: Prompt, grant: Grant, seed: int, result: GenerationResult
+    ) -> CallAnswer:
         """Add an answered call to the tree, and return the answer for the program."""
-        number = len(self.tree.calls)
-        call_id = f"{_ID}{number}"
-        read = self.settings.reader.read(result.token_ids.tolist(), request, call_id)
-        end: CallEnd = "tool_calls" if read.tool_calls else ("length" if result.finish_reason == "length" else "stop")
+        call_id, written = _call_id(seed), result.token_ids.tolist()
+        read = self.settings.reader.read(written, request, seed)
+        is_cut = result.finish_reason == "length"
+        end: CallEnd = "tool_calls" if read.tool_calls else ("length" if is_cut else "stop")
         answer = CallAnswer(
             call_id,
             read.content,
@@ -259,51 +249,30 @@ class AgentSession:
             read.tool_calls,
             end,
             read.stop_string,
-            prefix,
-            result.token_ids.tolist(),
-            result.logprobs.tolist(),
-            num_cached_tokens=len(prefix) - prompt.added["token_ids"].numel(),
-            token_texts=self._token_texts(result) if request.reads_token_texts else (),
+            array("i", prompt.token_ids),
+            array("i", written),
+            array("f", result.logprobs.tolist()),
+            num_cached_tokens=len(prompt.token_ids) - prompt.added["token_ids"].numel(),
+            token_texts=[str(self.parts.tokenizer.decode([t])) for t in written] if request.reads_token_texts else (),
         )
         call = Call(
             call_id,
-            number,
             prompt.parent,
             prompt.added,
             _message(answer, result),
             [VersionSpan(*span) for span in result.weight_versions],
             result.served_by,
+            is_cut=is_cut,
+            cut_by=grant.bound if is_cut else None,
+            num_beginning=prompt.num_beginning,
         )
-        self.tree.add(call, request, answer.message)
+        text = self._prompts.text(call.token_ids) if request.prompt is not None else ""
+        self.tree.add(call, request, answer.message, text)
         return answer
 
-    def _token_texts(self, result: GenerationResult) -> list[str]:
-        return [str(self.parts.tokenizer.decode([token])) for token in result.token_ids.tolist()]
-
-    def _sampling(self, request: CallRequest, num_prompt_tokens: int) -> SamplingParams:
-        """Return the run's sampling with what the request may change.
-
-        Raises:
-            CallError: no token is left for an answer.
-        """
-        limits, sampling = self.parts.limits, self.parts.sampling
-        room = limits.max_sequence_length - num_prompt_tokens
-        bound = Ending.SEQUENCE_LENGTH
-        if limits.max_episode_tokens is not None and limits.max_episode_tokens - self._num_tokens < room:
-            room, bound = limits.max_episode_tokens - self._num_tokens, Ending.EPISODE_TOKENS
-        if room <= 0:
-            self.bound = bound
-            raise CallError(
-                400,
-                f"The prompt has {num_prompt_tokens} tokens, and the program was given {self._num_tokens}: no token is "
-                f"left for an answer (policy.max_total_sequence_length={limits.max_sequence_length}, "
-                f"max_episode_tokens={limits.max_episode_tokens}). Shorten the messages.",
-                "context_length_exceeded",
-                "messages",
-            )
-        most = min(room, sampling.max_new_tokens, request.max_tokens or sampling.max_new_tokens)
-        stops = tuple(dict.fromkeys((*sampling.stop_strings, *request.stop)))
-        sampling = replace(sampling, max_new_tokens=most, stop_strings=stops)
+    def _sampling(self, request: CallRequest, grant: Grant) -> SamplingParams:
+        """Return the run's sampling with what the request may change."""
+        sampling = grant.applied(self.parts.sampling, request.stop)
         if self.settings.sampling == "run":
             return sampling
         return replace(
@@ -314,9 +283,22 @@ class AgentSession:
         )
 
 
+def _identity(prompt: Prompt, request: CallRequest) -> str:
+    """Return what tells the answers to a request apart from those to other requests of the sample, whatever runs."""
+    asked = (request.seed, request.num_answers, request.max_tokens)
+    distribution = (request.temperature, request.top_p, request.top_k)
+    content = json.dumps([prompt.token_ids, request.stop, asked, distribution])
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def _call_id(seed: int) -> str:
+    """Return an id of letters and digits, which chat templates may write into prompts."""
+    return short_id("call", seed)
+
+
 def call_id_of(response_id: str) -> str:
     """Return the id of a call from the id of its response, which dialects begin in ways of their own."""
-    return response_id[max(response_id.rfind(_ID), 0) :]
+    return response_id[-ID_LENGTH:]
 
 
 def _message(answer: CallAnswer, result: GenerationResult) -> Message:
@@ -326,23 +308,3 @@ def _message(answer: CallAnswer, result: GenerationResult) -> Message:
         "token_ids": torch.from_numpy(np.array(result.token_ids, dtype=np.int64)),
         "generation_logprobs": torch.from_numpy(np.array(result.logprobs, dtype=np.float32)),
     }
-
-
-async def _result(task: "asyncio.Task[list[CallAnswer]]") -> list[CallAnswer]:
-    """Wait for a task, which goes on if the client goes away.
-
-    Raises:
-        CallError: the request is refused, its sample has ended, or the run fails.
-    """
-    await asyncio.wait([task])
-    if task.cancelled():
-        raise CallError(401, "The sample of this key has ended.", "invalid_api_key")
-    error = task.exception()
-    if error is None or isinstance(error, CallError):
-        return task.result()
-    raise CallError(500, f"The run cannot answer: {type(error).__name__}.", "engine_failed")
-
-
-def _was_refused(task: "asyncio.Task[list[CallAnswer]]") -> bool:
-    """Return whether a request has ended without answers."""
-    return task.done() and (task.cancelled() or task.exception() is not None)

@@ -70,6 +70,7 @@ _TEMPLATE_ARGUMENTS = frozenset(
         "return_assistant_tokens_mask",
         "return_dict",
         "return_tensors",
+        "self",
         "tokenize",
         "tokenizer_kwargs",
         "tools",

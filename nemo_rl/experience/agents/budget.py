@@ -1,0 +1,103 @@
+"""The answers and tokens that the program of one sample may still get.
+
+Invariant: the tokens of all answers, also of those that are sampled at the same time, stay within the limits.
+"""
+
+from dataclasses import dataclass, replace
+
+from nemo_rl.experience.agents.calls import CallError, CallRequest
+from nemo_rl.experience.limits import RolloutLimits
+from nemo_rl.experience.trajectory import Ending
+from nemo_rl.models.generation.interfaces import SamplingParams
+
+
+@dataclass(frozen=True)
+class Grant:
+    """The tokens that the answers of one request may have.
+
+    Attributes:
+        tokens: of each answer.
+        num_answers: answers.
+        bound: the limit of the run that an answer with so many tokens has reached; None if the program has set it.
+    """
+
+    tokens: int
+    num_answers: int
+    bound: Ending | None
+
+    def applied(self, sampling: SamplingParams, stop: tuple[str, ...]) -> SamplingParams:
+        """Return sampling parameters with this limit and further stop strings."""
+        stops = tuple(dict.fromkeys((*sampling.stop_strings, *stop)))
+        return replace(sampling, max_new_tokens=self.tokens, stop_strings=stops)
+
+
+@dataclass
+class Budget:
+    """What is left for a program.
+
+    Attributes:
+        limits: of the sample.
+        max_new_tokens: of one answer, as the run has it.
+        max_calls: answers.
+        num_calls: answers that were granted.
+        num_tokens: tokens of finished answers.
+        num_granted: tokens of answers that are being sampled.
+        bound: the limit for which the last request was refused; None if it was granted.
+    """
+
+    limits: RolloutLimits
+    max_new_tokens: int
+    max_calls: int
+    num_calls: int = 0
+    num_tokens: int = 0
+    num_granted: int = 0
+    bound: Ending | None = None
+
+    def grant(self, request: CallRequest, num_prompt_tokens: int) -> Grant:
+        """Take the answers of a request out of the budget.
+
+        Raises:
+            CallError: nothing is left.
+        """
+        if self.num_calls + request.num_answers > self.max_calls:
+            self.bound = Ending.MAX_TURNS
+            message = f"This key may get {self.max_calls} answers (max_calls of its environment)."
+            raise CallError(403, message, "calls_exhausted")
+        rooms = {Ending.SEQUENCE_LENGTH: self.limits.max_sequence_length - num_prompt_tokens}
+        if self.limits.max_episode_tokens is not None:
+            left = self.limits.max_episode_tokens - self.num_tokens - self.num_granted
+            rooms[Ending.EPISODE_TOKENS] = left // request.num_answers
+        bound = min(rooms, key=lambda ending: rooms[ending])
+        if rooms[bound] <= 0:
+            self.bound = bound
+            raise self._no_room(num_prompt_tokens)
+        rooms[Ending.TURN_TOKENS] = self.max_new_tokens
+        bound = min(rooms, key=lambda ending: rooms[ending])
+        is_own = request.max_tokens is not None and request.max_tokens <= rooms[bound]
+        tokens = min(rooms[bound], request.max_tokens or rooms[bound])
+        self.bound = None
+        self.num_calls += request.num_answers
+        self.num_granted += tokens * request.num_answers
+        return Grant(tokens, request.num_answers, None if is_own else bound)
+
+    def give_back(self, grant: Grant, num_tokens: int) -> None:
+        """Settle a grant.
+
+        Args:
+            grant: the grant.
+            num_tokens: tokens of its answers.
+        """
+        self.num_granted -= grant.tokens * grant.num_answers
+        self.num_tokens += num_tokens
+
+    def _no_room(self, num_prompt_tokens: int) -> CallError:
+        limits = self.limits
+        return CallError(
+            400,
+            f"The prompt has {num_prompt_tokens} tokens, and the program has {self.num_tokens + self.num_granted} "
+            "tokens of answers: none is left for another "
+            f"(policy.max_total_sequence_length={limits.max_sequence_length}, "
+            f"grpo.max_episode_tokens={limits.max_episode_tokens}). Shorten the messages.",
+            "context_length_exceeded",
+            "messages",
+        )
