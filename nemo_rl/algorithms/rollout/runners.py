@@ -22,27 +22,20 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def check_runners(config: RolloutMasterConfig, user_parts: Mapping[str, Any]) -> None:
-    """Refuse environments that a runner cannot start again, and an endpoint that several runners cannot share.
+    """Refuse environments that a runner cannot start again.
 
     Args:
         config: the run's configuration.
         user_parts: user-supplied environments by task name.
 
     Raises:
-        ConfigError: there are runners, and user-supplied environments or a fixed address of the endpoint.
+        ConfigError: there are runners and user-supplied environments.
     """
     if config.cluster.rollout_runners and user_parts:
         raise ConfigError(
             f"cluster.rollout_runners={config.cluster.rollout_runners}: runners start the environments of the section "
             f"`env` themselves, so environments={sorted(user_parts)} cannot be used. Name their classes as keys "
             "of `env`, or use cluster.rollout_runners=0."
-        )
-    endpoint = config.cluster.agent_endpoint
-    if config.cluster.rollout_runners and (endpoint.port or endpoint.public_host):
-        raise ConfigError(
-            f"cluster.agent_endpoint has port={endpoint.port} and public_host={endpoint.public_host}; each of the "
-            f"{config.cluster.rollout_runners} runners (cluster.rollout_runners) has an endpoint of its own, so leave "
-            'both out. host="0.0.0.0" gives each the address of its machine.'
         )
 
 

@@ -20,6 +20,7 @@ from nemo_rl.config.rules.placement.judges import Judges, check_judges, left_by_
 from nemo_rl.config.rules.placement.roles import Role
 from nemo_rl.config.rules.placement.second_models import check_placements, check_second_models
 from nemo_rl.config.rules.placement.topology import divide_cluster
+from nemo_rl.config.rules.rewards.agents import check_agents
 from nemo_rl.config.rules.rewards.efforts import check_effort_levels
 from nemo_rl.config.rules.rewards.penalties import check_reward_penalties
 from nemo_rl.config.rules.training import (
@@ -236,6 +237,7 @@ class GRPOMasterConfig(RolloutMasterConfig):
             check_rollout_runners(self.grpo, self.policy, self.cluster),
             check_one_overlap(self.grpo, self.async_rl),
             check_advantages(self.grpo, self.loss_fn),
+            check_agents(self.env, self.grpo, self.cluster),
             check_early_stop("grpo", self.grpo),
             check_reward_penalties(self.reward_penalties),
             check_effort_levels(self.effort_levels, self.grpo),
