@@ -40,7 +40,7 @@ def finished(environment: Environment, url: str, num_samples: int) -> list[StepR
 
 def started(section: dict[str, Any]) -> Environment:
     environment = create_env("agent", section)
-    assert environment.runs_agents and environment.reads_chat and not environment.continues_episodes
+    assert environment.agent_section is not None and environment.reads_chat and not environment.continues_episodes
     return environment
 
 
