@@ -147,6 +147,7 @@ def _supervised(
                 lambda control, info: mechanism.wrap([*command, str(control)], readable, info),
                 stdin,
                 (plan_file, *channel, *program.inherited),
+                mechanism.namespaces == "outer",
             )
 
             def is_full() -> bool:

@@ -61,11 +61,14 @@ class Launch:
         command: Returns the command line for the numbers of its two control descriptors.
         stdin: File descriptor of its standard input.
         inherited: Further file descriptors that it gets.
+        has_report: Whether it gets the second control descriptor, on which bubblewrap reports. Other commands would
+            leave it to the program, which could name any process there.
     """
 
     command: Callable[[int, int], Sequence[str]]
     stdin: int
     inherited: Sequence[int]
+    has_report: bool
 
 
 class Supervision:
@@ -125,7 +128,7 @@ class Supervision:
                 stderr=subprocess.PIPE,
                 env={},
                 cwd="/",
-                pass_fds=(control_inside, info_inside, *launch.inherited),
+                pass_fds=(control_inside, *([info_inside] if launch.has_report else []), *launch.inherited),
                 start_new_session=True,
             )
         except OSError as error:
@@ -163,12 +166,20 @@ class Supervision:
                         return end
 
     def _read_control(self) -> None:
-        """Take note of the start of the program and of the first process of its namespace."""
-        if self._ready_at is None and b"ready\n" in self._control.kept:
-            self._ready_at = time.monotonic()
+        """Take note of the start of the program and of the first process of its namespace.
+
+        The first process is reported before the program starts, so nothing that is written later names it.
+        """
+        if self._ready_at is not None:
+            return
+        is_ready = b"ready\n" in self._control.kept
+        if is_ready:
+            self._read_left()
         if self._init is None and (pid := self._init_pid()):
             with contextlib.suppress(ProcessLookupError):
                 self._init = pid, os.pidfd_open(pid)
+        if is_ready:
+            self._ready_at = time.monotonic()
 
     def _init_pid(self) -> int | None:
         """Return what the code inside or bubblewrap reported as the first process of the namespace."""
@@ -176,9 +187,11 @@ class Supervision:
             if line.startswith(b"init "):
                 return int(line.split()[1])
         try:
-            return int(json.loads(self._info.kept)["child-pid"])
+            report = json.loads(self._info.kept)
         except ValueError:  # not written yet
             return None
+        pid = report.get("child-pid") if isinstance(report, dict) else None
+        return pid if isinstance(pid, int) and pid > 0 else None
 
     def _limit_reached(self) -> End | None:
         if self._cancelled.is_set():
