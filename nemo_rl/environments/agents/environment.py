@@ -87,13 +87,19 @@ class AgentEnvironment(EnvironmentInterface[dict[str, Any]]):
     async def global_post_process_and_metrics(  # type: ignore[override]  # may be a coroutine function
         self, batch: "BatchedDataDict[Any]"
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
-        """Average the metrics of B programs, and let the grader correct rewards and add its metrics."""
-        played = [metadata[PLAYED] for metadata in batch["extra_env_info"]]
+        """Average the metrics of the programs of B samples, and let the grader correct rewards and add its metrics.
+
+        Samples of rollout runners and restored samples come without what `step` added. The grader corrects a batch
+        only as a whole, so it is left out where one is missing; the averages are over the others.
+        """
+        given = [(metadata or {}).get(PLAYED) for metadata in batch["extra_env_info"]]
+        played = [one for one in given if one is not None]
         metrics: dict[str, float | int] = {}
-        if self._grader is not None:
+        if self._grader is not None and len(played) == len(given):
             batch, metrics = await self._grader.post_process(batch, [one["row"] for one in played])
         own = {name: _mean(one["metrics"].get(name) for one in played) for one in played for name in one["metrics"]}
-        return batch, {**metrics, **own, "mean_program_s": _mean(one["seconds"] for one in played)}
+        times = {"mean_program_s": _mean(one["seconds"] for one in played)} if played else {}
+        return batch, {**metrics, **own, **times}
 
     async def shutdown(self) -> None:  # type: ignore[override]  # may be a coroutine function
         """Release what the programs share, and the grader."""
