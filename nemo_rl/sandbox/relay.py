@@ -40,7 +40,7 @@ class _Relay:
             writer.transport.abort()
             return
         self._num_open += 1
-        with contextlib.suppress(OSError, asyncio.CancelledError):  # cancelled with the relay, asyncio logs the second
+        with contextlib.suppress(OSError, asyncio.CancelledError):  # asyncio would log a cancelled one
             try:
                 from_server, to_server = await asyncio.open_connection(*self._address)
                 try:

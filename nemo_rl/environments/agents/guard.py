@@ -24,7 +24,10 @@ def main() -> int:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     plan = json.loads(_first_line())
     try:
-        process = subprocess.Popen(plan["command"], stdin=subprocess.DEVNULL, env=plan["environment"])
+        # In a session of its own, so that a signal to its process group does not reach this process.
+        process = subprocess.Popen(
+            plan["command"], stdin=subprocess.DEVNULL, env=plan["environment"], start_new_session=True
+        )
     except OSError as error:
         sys.stderr.write(f"{error}\n")
         return _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE

@@ -141,6 +141,11 @@ def test_a_failure_is_the_error_of_its_sample(code: str, reason: str, sandbox: s
     assert time.monotonic() - started < 15 and not processes_with(mark)
 
 
+def test_a_signal_to_the_process_group_ends_only_the_program() -> None:
+    (result,) = played(NOWHERE, {"command": ["sh", "-c", "echo before; kill -9 0"], "sandbox": "none"})
+    assert result.error == "the program was ended by signal 9: before"
+
+
 @pytest.mark.parametrize("end", ["result(1)", "time.sleep(100)", "sys.exit(3)"])
 def test_no_process_is_left(end: str, sandbox: str) -> None:
     mark = f"mark-{uuid.uuid4()}"
