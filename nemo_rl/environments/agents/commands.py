@@ -4,12 +4,12 @@
                 ◄── stdout, stderr ───────────────┘  └─► reward.json
 
 Invariant: when `run` returns or is cancelled, no process and no file of the program exists; `guard` ends the processes
-even where this process dies.
+and removes the files even where this process dies, and `remains` finds the processes where the program killed `guard`.
 """
 
 import asyncio
-import contextlib
 import json
+import logging
 import os
 import shutil
 import sys
@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.environments.agents.interfaces import AgentError, AgentProgram, AgentTask, too_slow
+from nemo_rl.environments.agents.remains import end_processes
 from nemo_rl.environments.agents.results import AgentResult, read_result
-from nemo_rl.host.processes import end_descendants
 from nemo_rl.sandbox.scratch import read_file, remove
 from nemo_rl.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 TASK_FILE, REWARD_FILE = "task.json", "reward.json"
 LARGEST_REWARD_FILE = 2**20
@@ -77,16 +79,17 @@ class CommandProgram(AgentProgram):
             start_new_session=True,
         )
         assert process.stdin and process.stdout and process.stderr
+        reads = [asyncio.ensure_future(self._read(pipe)) for pipe in (process.stdout, process.stderr)]
         try:
             process.stdin.write(plan.encode() + b"\n")
             async with asyncio.timeout(task.timeout_s):
-                out, err = await asyncio.gather(self._read(process.stdout), self._read(process.stderr))
+                out, err = await asyncio.gather(*reads)
                 status = await process.wait()
         except TimeoutError:
             raise too_slow(task) from None
         finally:
-            await asyncio.shield(_ended(process))
-        return status, out, err
+            await asyncio.shield(_ended(process, reads, folder))
+        return status if status >= 0 else 128 - status, out, err
 
     async def _read(self, pipe: asyncio.StreamReader) -> str:
         content = bytearray()
@@ -97,20 +100,34 @@ class CommandProgram(AgentProgram):
         return content.decode(errors="replace")
 
 
-async def _ended(process: asyncio.subprocess.Process) -> None:
-    """Have the guard end all processes of the program; without an answer, end them and the guard."""
+async def _ended(process: asyncio.subprocess.Process, reads: Sequence[asyncio.Task[str]], folder: str) -> None:
+    """Have the guard end all processes of the program; where it does not, end them and the guard."""
     assert process.stdin and process.stdout and process.stderr
     process.stdin.close()
+    for read in reads:  # a pipe has one reader at a time
+        read.cancel()
+    await asyncio.gather(*reads, return_exceptions=True)
+    has_ended = await _returned(process)
+    if process.returncode is None or process.returncode < 0:  # the guard itself was killed
+        guard = None if has_ended else process.pid
+        if not await asyncio.to_thread(end_processes, guard, folder, _END_DEADLINE_S):
+            logger.warning("processes of a program in %s did not end in %g s of SIGKILL", folder, _END_DEADLINE_S)
+        await _returned(process)
+    try:
+        async with asyncio.timeout(_END_DEADLINE_S):
+            for pipe in (process.stdout, process.stderr):  # to its end, where asyncio closes it
+                while await pipe.read(_CHUNK_BYTES):
+                    continue
+    except TimeoutError:
+        logger.warning("a process that a program in %s started still holds its output", folder)
+
+
+async def _returned(process: asyncio.subprocess.Process) -> bool:
+    """Return whether a process ends in time; `Process.wait` also waits for the pipes, which nothing reads any more."""
     deadline = asyncio.get_running_loop().time() + _END_DEADLINE_S
-    while process.returncode is None:  # `wait` also waits for the pipes, which nothing reads any more
-        if asyncio.get_running_loop().time() > deadline:
-            end_descendants(process.pid)
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+    while process.returncode is None and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(_POLL_S)
-    for pipe in (process.stdout, process.stderr):  # to its end, where asyncio closes it
-        while await pipe.read(_CHUNK_BYTES):
-            continue
+    return process.returncode is not None
 
 
 def found_command(command: Sequence[str]) -> list[str]:

@@ -17,6 +17,7 @@ import pytest
 from agent_steps import KEY, agent, played, processes_with
 from fake_endpoint import FakeEndpoint
 
+from nemo_rl.environments.agents import commands
 from nemo_rl.environments.agents.environment import AgentEnvironment
 from nemo_rl.sandbox import why_unavailable
 from nemo_rl.sandbox.mechanisms import IN_ORDER
@@ -144,6 +145,34 @@ def test_a_failure_is_the_error_of_its_sample(code: str, reason: str, sandbox: s
 def test_a_signal_to_the_process_group_ends_only_the_program() -> None:
     (result,) = played(NOWHERE, {"command": ["sh", "-c", "echo before; kill -9 0"], "sandbox": "none"})
     assert result.error == "the program was ended by signal 9: before"
+
+
+@pytest.mark.parametrize("end", ["KILL", "STOP"])
+def test_a_program_that_kills_its_guard_is_ended(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(commands, "_END_DEADLINE_S", 1.0)
+    mark, slowest = f"mark-{uuid.uuid4()}", 0.0
+
+    async def play() -> Any:
+        nonlocal slowest
+        run = f"kill -{end} $PPID; (sleep 33.5; echo {mark}) & env -i sleep 33.5; echo {mark}"
+        environment = AgentEnvironment({"command": ["sh", "-c", run], "sandbox": "none", "timeout_s": 1})
+        step = asyncio.ensure_future(environment.step([[]], [{"agent": agent(NOWHERE)}]))
+        while not step.done():
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            slowest = max(slowest, time.monotonic() - before)
+        return await step
+
+    started = time.monotonic()
+    assert "gave no result in 1 s" in asyncio.run(play()).errors[0]
+    assert time.monotonic() - started < 15 and slowest < 1
+    assert not processes_with(mark) and not processes_with("sleep\x0033.5") and not list(tmp_path.iterdir())
+
+
+def test_the_status_of_a_killed_guard_is_a_signal() -> None:
+    (result,) = played(NOWHERE, {"command": ["sh", "-c", "kill -9 $PPID"], "sandbox": "none"})
+    assert "was ended by signal 9" in result.error
 
 
 @pytest.mark.parametrize("end", ["result(1)", "time.sleep(100)", "sys.exit(3)"])
