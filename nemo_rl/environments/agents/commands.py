@@ -70,7 +70,7 @@ class CommandProgram(AgentProgram):
         variables = {**os.environ, **variables_of(task, folder), **self._environment}
         plan = json.dumps({"command": self._command, "environment": variables})
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", _GUARD),
+            *(sys.executable, "-I", "-S", _GUARD, folder, str(os.getpid())),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

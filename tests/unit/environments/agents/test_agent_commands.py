@@ -216,7 +216,7 @@ asyncio.run(program.run(AgentTask([], None, {{}}, "", "", "", 0, 100)))
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    asyncio.run(_until(lambda: not processes_with(mark)))
+    asyncio.run(_until(lambda: not processes_with(mark) and not list(tmp_path.iterdir())))
 
 
 @pytest.mark.skipif(NO_NAMESPACES, reason="no namespaces here")
