@@ -1,14 +1,17 @@
 """A program in a sandbox reaches the one server that it is given, and leaves files; nothing else is opened by that."""
 
+import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import attempts
 import pytest
 from attempts import NETWORK
 
-from nemo_rl.sandbox import End, Limits, Program, Sandbox
+from nemo_rl.sandbox import End, Limits, Program, Sandbox, handover
 from nemo_rl.sandbox.links import with_links
 from nemo_rl.sandbox.mechanisms import Mechanism
 from nemo_rl.utils.errors import SandboxError
@@ -128,3 +131,47 @@ def test_links_on_the_way_to_a_path_are_found(tmp_path) -> None:
     found = ["second", "first", "real/inner", "real/file"]
     assert with_links(given) == [str(tmp_path / name) for name in found]
     assert with_links([*given, str(tmp_path / "real")]) == [str(tmp_path / n) for n in ("second", "first", "real")]
+
+
+def test_a_name_is_resolved_once_and_with_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "_RESOLVE_DEADLINE_S", 0.2)
+    released = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **more: released.wait(20))
+    started = time.monotonic()
+    with pytest.raises(SandboxError, match="not resolved"):
+        handover.Handover(("somewhere", 80))
+    assert time.monotonic() - started < 5
+    released.set()
+    monkeypatch.undo()
+    with pytest.raises(SandboxError, match="is unknown"):
+        handover.Handover(("no such host", 80))
+    assert handover._resolved("localhost", 80) in (("127.0.0.1", 80), ("::1", 80))
+
+
+def test_a_relay_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(handover, "_END_DEADLINE_S", 0.2)
+    released = threading.Event()
+    monkeypatch.setattr(handover, "relay", lambda *arguments: released.wait(20))
+    started = time.monotonic()
+    with pytest.raises(SandboxError, match="did not end"), handover.Handover(("127.0.0.1", 80)) as taken:
+        listener = socket.create_server(("127.0.0.1", 0))
+        with socket.socket(fileno=os.dup(taken.inside)) as inside:
+            socket.send_fds(inside, [b"1"], [os.open(tmp_path, os.O_RDONLY), listener.fileno()])
+        taken.files([], 1)
+    assert time.monotonic() - started < 5
+    released.set()
+
+
+def test_no_other_process_gets_what_was_handed_over(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("content")
+    folder = os.open(tmp_path, os.O_RDONLY)
+    with handover.Handover(None) as taken, socket.socket(fileno=os.dup(taken.inside)) as inside:
+        socket.send_fds(inside, [b"1"], [folder])
+        assert taken.files(["file"], 10) == {"file": b"content"}
+        assert taken._folder is not None and not os.get_inheritable(taken._folder)
+    before = len(os.listdir("/proc/self/fd"))
+    with handover.Handover(("127.0.0.1", 80)) as taken, socket.socket(fileno=os.dup(taken.inside)) as inside:
+        socket.send_fds(inside, [b"1"], [folder])
+        assert taken.files(["file"], 10) == {}
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(folder)
