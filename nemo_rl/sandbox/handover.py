@@ -17,7 +17,7 @@ from typing import Self
 
 from nemo_rl.host.background import in_background
 from nemo_rl.sandbox.relay import relay
-from nemo_rl.sandbox.scratch import read_file
+from nemo_rl.sandbox.scratch import read_files
 from nemo_rl.utils.errors import SandboxError
 
 _RESOLVE_DEADLINE_S = 10.0
@@ -56,13 +56,16 @@ class Handover:
         if self._folder is not None:
             os.close(self._folder)
 
-    def files(self, names: Iterable[str], max_bytes: int) -> dict[str, bytes]:
-        """Read files that the program, which has ended, left in its folder; those that cannot be read are left out."""
+    def files(self, names: Iterable[str], max_bytes: int) -> dict[str, bytes | None]:
+        """Read files that the program, which has ended, left in its folder; see `read_files`.
+
+        Raises:
+            SandboxError: The folder did not arrive here, so nothing is known of its files.
+        """
         self._end()
         if self._folder is None:
-            return {}
-        contents = {name: read_file(self._folder, name, max_bytes) for name in names}
-        return {name: content for name, content in contents.items() if content is not None}
+            raise SandboxError("The scratch folder of a program could not be opened.")
+        return read_files(self._folder, names, max_bytes)
 
     def _take(self) -> None:
         expected = 1 if self._address is None else 2

@@ -49,6 +49,7 @@ class Program:
         address: Host and port of the one TCP server that it may connect to, which it finds at the same port of
             127.0.0.1; None for no network. It needs a mechanism with namespaces.
         returned: Names of files that are read from the scratch folder when it has ended.
+        returned_bytes: Largest size of each of them.
     """
 
     source: str = ""
@@ -62,6 +63,7 @@ class Program:
     inherited: tuple[int, ...] = ()
     address: tuple[str, int] | None = None
     returned: tuple[str, ...] = ()
+    returned_bytes: int = 2**20
 
 
 class End(StrEnum):
@@ -92,7 +94,8 @@ class Outcome:
         stderr: Standard error in the same way.
         wall_time_s: Seconds from its start to its end.
         cpu_time_s: Processor seconds, of the start of the sandbox too.
-        files: Content of the files of `Program.returned` that it left, each at most `Limits.output_bytes`.
+        files: Content of the files of `Program.returned` that it left; None for one that is too large or no regular
+            file. Empty for a cancelled run.
     """
 
     end: End
@@ -101,7 +104,7 @@ class Outcome:
     stderr: str
     wall_time_s: float
     cpu_time_s: float
-    files: Mapping[str, bytes] = field(default_factory=dict)
+    files: Mapping[str, bytes | None] = field(default_factory=dict)
 
     @property
     def succeeded(self) -> bool:

@@ -19,7 +19,7 @@ from nemo_rl.sandbox.handover import Handover
 from nemo_rl.sandbox.languages import language_of, python
 from nemo_rl.sandbox.mechanisms import IN_ORDER, SCRATCH, Choice, Mechanism
 from nemo_rl.sandbox.plan import MAX_FILES, make_plan
-from nemo_rl.sandbox.program import Limits, Outcome, Program
+from nemo_rl.sandbox.program import End, Limits, Outcome, Program
 from nemo_rl.sandbox.scratch import is_beyond, remove
 from nemo_rl.sandbox.supervision import Launch, Supervision
 from nemo_rl.utils.errors import SandboxError
@@ -154,9 +154,9 @@ def _supervised(
                 return not mechanism.has_own_files and is_beyond(folder, limits.scratch_mb << 20, MAX_FILES)
 
             outcome = Supervision(launch, limits, is_full, cancelled).run()
-        if handover is None:
+        if handover is None or outcome.end is End.CANCELLED:
             return outcome
-        return replace(outcome, files=handover.files(program.returned, limits.output_bytes))
+        return replace(outcome, files=handover.files(program.returned, program.returned_bytes))
 
 
 @contextmanager

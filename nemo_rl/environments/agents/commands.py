@@ -17,12 +17,11 @@ import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from nemo_rl.environments.agents.interfaces import AgentError, AgentProgram, AgentTask, too_slow
 from nemo_rl.environments.agents.remains import end_processes
 from nemo_rl.environments.agents.results import AgentResult, read_result
-from nemo_rl.sandbox.scratch import read_file, remove
+from nemo_rl.sandbox.scratch import read_files, remove
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -60,10 +59,10 @@ class CommandProgram(AgentProgram):
         try:
             Path(folder, TASK_FILE).write_bytes(content)
             status, out, err = await self._ran(task, folder)
-            reward = read_file(folder, REWARD_FILE, LARGEST_REWARD_FILE)
+            files = read_files(folder, [REWARD_FILE], LARGEST_REWARD_FILE)
         finally:
             await asyncio.shield(asyncio.to_thread(remove, folder))
-        return result_of(status, out, err, reward)
+        return result_of(status, out, err, files)
 
     async def _ran(self, task: AgentTask, folder: str) -> tuple[int, str, str]:
         """Run the program in a folder; return its status and what it wrote."""
@@ -168,27 +167,27 @@ def variables_of(task: AgentTask, folder: str) -> dict[str, str]:
     return {**task.environment, **files}
 
 
-def result_of(status: int, out: str, err: str, reward_file: bytes | None) -> AgentResult:
+def result_of(status: int, out: str, err: str, files: Mapping[str, bytes | None]) -> AgentResult:
     """Return the result of a program that has ended; without another answer, its output is the answer.
 
     Args:
         status: exit status, 128 + n after signal n.
         out: standard output.
         err: standard error.
-        reward_file: content of the file that it wrote; None without one.
+        files: content of the files that it wrote; None for one that cannot be read.
 
     Raises:
-        AgentError: the status is not 0, or the file cannot be understood.
+        AgentError: the status is not 0, or the file of the reward cannot be read or understood.
     """
     if status != 0:
         how = f"was ended by signal {status - 128}" if status > 128 else f"exited with status {status}"
         said = (err.strip() or out.strip())[-_SHOWN_CHARS:] or "it wrote nothing"
         raise AgentError(f"the program {how}: {said}")
-    value: Any = None
+    content = files.get(REWARD_FILE, b"null")
+    if content is None:
+        raise AgentError(f"{REWARD_FILE} of the program is no regular file of at most {LARGEST_REWARD_FILE} bytes")
     try:
-        if reward_file is not None:
-            value = json.loads(reward_file)
-        result = read_result(value)
+        result = read_result(json.loads(content))
     except (ValueError, RecursionError) as error:
         raise AgentError(f"the program wrote no result into {REWARD_FILE}: {error}") from None
     if result.answer is None and out.strip():

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from nemo_rl.config.schema.agents import AgentEnvironmentConfig
 from nemo_rl.environments.agents.commands import (
+    LARGEST_REWARD_FILE,
     REWARD_FILE,
     TASK_FILE,
     found_command,
@@ -74,6 +75,7 @@ class SandboxedCommand(AgentProgram):
                 readable=self._readable,
                 address=address,
                 returned=(REWARD_FILE,),
+                returned_bytes=LARGEST_REWARD_FILE,
             )
         )
         return self._result(task, outcome)
@@ -90,7 +92,7 @@ class SandboxedCommand(AgentProgram):
         if outcome.end is not End.EXITED:
             key = _KEYS.get(outcome.end, "sandbox")
             raise AgentError(f"the program reached its limit of {outcome.end} (env.agent.{key}) and was ended")
-        return result_of(outcome.exit_code, outcome.stdout, outcome.stderr, outcome.files.get(REWARD_FILE))
+        return result_of(outcome.exit_code, outcome.stdout, outcome.stderr, outcome.files)
 
 
 def _python_of_the_run() -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from nemo_rl.sandbox.mechanisms import IN_ORDER
 
 NO_NAMESPACES = all(why_unavailable(one) for one in IN_ORDER if one.has_own_files)
 IN_A_SANDBOX = pytest.param("auto", marks=pytest.mark.skipif(NO_NAMESPACES, reason="no namespaces here"))
+UNREADABLE = "reward.json of the program is no regular file"
 NOWHERE = "http://127.0.0.1:65009/v1"
 BEGIN = """
 import json, os, signal, subprocess, sys, time, urllib.request
@@ -128,10 +129,10 @@ def test_it_sees_no_field_of_the_row_that_is_not_named(fields: Any, seen: str, s
         ("result('NaN')", "reward=nan, which is not finite"),
         ("result('[1]')", "reward=[1], which is no number"),
         ("result({'reward': None})", "returned no reward"),
-        ("os.symlink('/etc/hostname', os.environ['NEMO_RL_REWARD_FILE'])", "returned no reward"),
-        ("os.mkfifo(os.environ['NEMO_RL_REWARD_FILE'])", "returned no reward"),
-        ("os.mkdir(os.environ['NEMO_RL_REWARD_FILE'])", "returned no reward"),
-        ("result(' ' * 2000000 + '1')", "returned no reward"),
+        ("os.symlink('/etc/hostname', os.environ['NEMO_RL_REWARD_FILE']); print(1)", UNREADABLE),
+        ("os.mkfifo(os.environ['NEMO_RL_REWARD_FILE']); print(1)", UNREADABLE),
+        ("os.mkdir(os.environ['NEMO_RL_REWARD_FILE']); print(1)", UNREADABLE),
+        ("result(' ' * 2000000 + '1'); print(1)", UNREADABLE),
     ],
 )
 def test_a_failure_is_the_error_of_its_sample(code: str, reason: str, sandbox: str) -> None:
@@ -140,6 +141,11 @@ def test_a_failure_is_the_error_of_its_sample(code: str, reason: str, sandbox: s
     (result,) = played(NOWHERE, section)
     assert reason in result.error
     assert time.monotonic() - started < 15 and not processes_with(mark)
+
+
+def test_the_size_of_the_reward_file_is_not_that_of_the_output(sandbox: str) -> None:
+    (result,) = played(NOWHERE, command("result(' ' * 1000000 + '1')", sandbox, output_bytes=100))
+    assert result.reward == 1.0, result.error
 
 
 def test_a_signal_to_the_process_group_ends_only_the_program() -> None:
