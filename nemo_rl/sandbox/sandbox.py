@@ -27,6 +27,8 @@ from nemo_rl.utils.errors import SandboxError
 _JAIL = str(Path(__file__).parent / "jail")
 _ALL_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _PROBE_LIMITS = Limits(wall_time_s=30, cpu_time_s=30)
+_PROBE_ADDRESS = ("127.0.0.1", 65009)
+"""An address that the probe does not connect to."""
 
 
 class Sandbox:
@@ -109,14 +111,20 @@ def choose_mechanism(choice: Choice) -> Mechanism:
 
 
 @cache
-def why_unavailable(mechanism: Mechanism) -> str | None:
-    """Return why a mechanism does not work on this machine; None if a program ran in it just now."""
+def why_unavailable(mechanism: Mechanism, with_address: bool = False) -> str | None:
+    """Return why a mechanism does not work on this machine; None if a program ran in it just now.
+
+    Args:
+        mechanism: What to try.
+        with_address: Whether it has to work for programs with an address, which needs more rights.
+    """
     if sys.platform != "linux":
         return f"it needs Linux, and this is {sys.platform}"
     if mechanism.namespaces == "outer" and not shutil.which("bwrap"):
         return "bwrap is not installed (package bubblewrap)"
     try:
-        outcome = _run(mechanism, _PROBE_LIMITS, Program("print(6 * 7)"), threading.Event())
+        probe = Program("print(6 * 7)", address=_PROBE_ADDRESS if with_address else None)
+        outcome = _run(mechanism, _PROBE_LIMITS, probe, threading.Event())
     except SandboxError as error:
         return str(error)
     return None if outcome.stdout == "42\n" else f"a small program did not run: {outcome}"

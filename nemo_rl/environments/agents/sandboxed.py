@@ -26,7 +26,7 @@ from nemo_rl.environments.agents.commands import (
 from nemo_rl.environments.agents.interfaces import AgentError, AgentProgram, AgentTask, too_slow
 from nemo_rl.environments.agents.results import AgentResult
 from nemo_rl.environments.code.interpreter import limits_of
-from nemo_rl.sandbox import End, Outcome, Program, Sandbox
+from nemo_rl.sandbox import End, Outcome, Program, Sandbox, why_unavailable
 from nemo_rl.sandbox.mechanisms import SCRATCH
 from nemo_rl.utils.errors import ConfigError, SandboxError
 
@@ -34,8 +34,9 @@ _HTTP_PORT = 80
 _KEYS = {End.MEMORY: "memory_mb", End.PROCESSES: "max_processes", End.SCRATCH: "scratch_mb", End.CPU_TIME: "timeout_s"}
 """Keys of the limits that end a program."""
 _ADVICE = (
-    "Programs that reach only the endpoint need bubblewrap or namespaces of users and networks. Install bubblewrap, or "
-    "set env.agent.sandbox=none to run the command with all rights of the run."
+    "Programs that reach only the endpoint need bubblewrap, or the right to make namespaces and to start the network "
+    "in them (CAP_SYS_ADMIN and CAP_NET_ADMIN, or namespaces of users). Install bubblewrap, or set "
+    "env.agent.sandbox=none to run the command with all rights of the run."
 )
 
 
@@ -60,8 +61,9 @@ class SandboxedCommand(AgentProgram):
             self._sandbox = Sandbox(limits, cfg.sandbox, cfg.max_open_episodes)
         except SandboxError as error:
             raise ConfigError(f"{error}\n  {_ADVICE}") from None
-        if not self._sandbox.mechanism.has_own_files:
-            raise ConfigError(f"This machine allows no namespaces. {_ADVICE}")
+        reason = why_unavailable(self._sandbox.mechanism, with_address=True)
+        if reason is not None:
+            raise ConfigError(f"This machine cannot give a program in a sandbox an address: {reason}\n  {_ADVICE}")
 
     async def run(self, task: AgentTask) -> AgentResult:
         """See `AgentProgram.run`."""

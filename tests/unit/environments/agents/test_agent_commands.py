@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -311,3 +312,17 @@ def test_the_task_is_json_of_its_fields(sandbox: str) -> None:
     assert base == NOWHERE.removesuffix("/v1")
     given = {"messages": [{"role": "user", "content": "4"}], "tools": None, "row": {"id": 3}, "seed": 7}
     assert json.loads(text) == given | {"base_url": NOWHERE, "api_key": "k", "model": "policy", "timeout_s": 300.0}
+
+
+@pytest.mark.skipif(NO_NAMESPACES, reason="no namespaces here")
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="gives up a right of root")
+def test_a_machine_without_the_right_to_start_a_network_is_refused() -> None:
+    code = """
+from nemo_rl.config.schema.agents import AgentEnvironmentConfig
+from nemo_rl.environments.agents.sandboxed import SandboxedCommand
+SandboxedCommand(AgentEnvironmentConfig.build(command=["python"], sandbox="landlock"))
+"""
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    limited = ["setpriv", "--bounding-set", "-net_admin", sys.executable, "-c", code]
+    done = subprocess.run(limited, env=variables, capture_output=True, text=True, timeout=60)
+    assert "ConfigError: " in done.stderr and "set env.agent.sandbox=none" in done.stderr, done.stderr
