@@ -98,10 +98,13 @@ class SandboxedCommand(AgentProgram):
 
 
 def _python_of_the_run() -> tuple[str, ...]:
-    """Return the folders of installed packages, with the virtual environment around them if there is one."""
+    """Return the Python and the folders of installed packages, with the virtual environment if there is one.
+
+    Scripts name the Python by the link of the virtual environment, which may lead to further links.
+    """
     if sys.prefix != sys.base_prefix:
-        return (sys.prefix,)
-    return (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+        return (sys.prefix, sys.executable)
+    return (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sys.executable)
 
 
 def _seen_inside(task: AgentTask) -> tuple[tuple[str, int], AgentTask]:

@@ -122,6 +122,11 @@ def test_a_command_has_its_variables_and_paths(
     assert outcome.stdout == "content mine /scratch\n", outcome
 
 
+def test_a_command_that_cannot_be_run_has_status_127(mechanism: Mechanism) -> None:
+    outcome = Sandbox(LIMITS, mechanism).run(Program(command=("/no/such/program",)))
+    assert outcome.exit_code == 127 and "/no/such/program" in outcome.stderr, outcome
+
+
 def test_links_on_the_way_to_a_path_are_found(tmp_path) -> None:
     (tmp_path / "real" / "inner").mkdir(parents=True)
     (tmp_path / "real" / "file").write_text("")

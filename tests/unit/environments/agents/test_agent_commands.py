@@ -274,6 +274,26 @@ def test_a_sandboxed_command_sees_what_is_named(tmp_path_factory: pytest.TempPat
 
 
 @pytest.mark.skipif(NO_NAMESPACES, reason="no namespaces here")
+def test_the_python_of_a_script_may_be_a_link_to_a_link(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path_factory.mktemp("links")
+    folder.chmod(0o755)
+    environment, between = folder / "environment", folder / "between"
+    for place in (environment, between):
+        place.mkdir(mode=0o755)
+    (between / "python").symlink_to(os.path.realpath(sys.executable))
+    (environment / "python").symlink_to(between / "python")
+    script = environment / "script"
+    script.write_text(f"#!{environment}/python -IS\nopen('reward.json', 'w').write('1')\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "prefix", str(environment))
+    monkeypatch.setattr(sys, "executable", str(environment / "python"))
+    (result,) = played(NOWHERE, {"command": [str(script)]})
+    assert result.reward == 1.0, result.error
+
+
+@pytest.mark.skipif(NO_NAMESPACES, reason="no namespaces here")
 def test_a_large_answer_and_many_connections_pass_the_relay(endpoint: FakeEndpoint) -> None:
     code = """
 from concurrent.futures import ThreadPoolExecutor
