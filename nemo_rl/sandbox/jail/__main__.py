@@ -120,9 +120,12 @@ def _write(path: str, text: str) -> None:
 
 
 def _status_of(child: int) -> int:
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
+    """Wait for a child and return its status; take note of orphans that end before, which count as processes."""
+    while True:
+        ended, status = os.wait()
+        if ended == child:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":

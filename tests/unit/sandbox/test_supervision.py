@@ -82,3 +82,22 @@ def test_descriptors_may_have_large_numbers(mechanism: Mechanism) -> None:
         for descriptor in held:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, old)
+
+
+def test_orphans_that_have_ended_do_not_count(mechanism: Mechanism) -> None:
+    code = """
+import os, time
+for _ in range(60):
+    time.sleep(0.01)
+    child = os.fork()
+    if child == 0:
+        if os.fork() == 0:
+            os._exit(0)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+print("done")
+"""
+    if not mechanism.has_own_files:
+        pytest.skip("programs start no processes there")
+    outcome = Sandbox(Limits(processes=8, wall_time_s=20), mechanism).run(Program(code))
+    assert outcome.succeeded and outcome.stdout == "done\n", outcome
