@@ -33,7 +33,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Program:
-    """Source code or a command to run, with what it may see.
+    """Source code or a command to run, with what it may see. Its `repr` leaves out what may be secret.
 
     Attributes:
         source: Text of the program.
@@ -56,10 +56,10 @@ class Program:
     language: str = "python"
     command: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     readable: tuple[str, ...] = ()
-    stdin: bytes = b""
-    files: Mapping[str, bytes] = field(default_factory=dict)
+    stdin: bytes = field(default=b"", repr=False)
+    files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     inherited: tuple[int, ...] = ()
     address: tuple[str, int] | None = None
     returned: tuple[str, ...] = ()

@@ -57,6 +57,8 @@ class CallableProgram(AgentProgram):
             return read_result(value)
         except ValueError as problem:
             raise AgentError(f"the program {self._name} failed: {problem}") from None
+        except BaseException as problem:  # boundary: the value may be of the user's own class
+            raise AgentError(f"the value of the program {self._name} cannot be read: {describe(problem)}") from None
 
     async def _outcome(self, task: AgentTask) -> tuple[Any, str | None]:
         """Return what the function returns, or the text of its error.

@@ -62,7 +62,7 @@ class CommandProgram(AgentProgram):
             files = read_files(folder, [REWARD_FILE], LARGEST_REWARD_FILE)
         finally:
             await asyncio.shield(asyncio.to_thread(remove, folder))
-        return result_of(status, out, err, files)
+        return result_of(task, status, out, err, files)
 
     async def _ran(self, task: AgentTask, folder: str) -> tuple[int, str, str]:
         """Run the program in a folder; return its status and what it wrote."""
@@ -167,10 +167,11 @@ def variables_of(task: AgentTask, folder: str) -> dict[str, str]:
     return {**task.environment, **files}
 
 
-def result_of(status: int, out: str, err: str, files: Mapping[str, bytes | None]) -> AgentResult:
+def result_of(task: AgentTask, status: int, out: str, err: str, files: Mapping[str, bytes | None]) -> AgentResult:
     """Return the result of a program that has ended; without another answer, its output is the answer.
 
     Args:
+        task: what it was given.
         status: exit status, 128 + n after signal n.
         out: standard output.
         err: standard error.
@@ -181,7 +182,7 @@ def result_of(status: int, out: str, err: str, files: Mapping[str, bytes | None]
     """
     if status != 0:
         how = f"was ended by signal {status - 128}" if status > 128 else f"exited with status {status}"
-        said = (err.strip() or out.strip())[-_SHOWN_CHARS:] or "it wrote nothing"
+        said = task.without_key(err.strip() or out.strip())[-_SHOWN_CHARS:] or "it wrote nothing"
         raise AgentError(f"the program {how}: {said}")
     content = files.get(REWARD_FILE, b"null")
     if content is None:

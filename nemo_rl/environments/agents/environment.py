@@ -5,7 +5,7 @@
 
 A step is a whole episode: when it returns, the program has ended. Invariant: a reward always comes from the program or
 the grader, everything else is the error of one sample, and the key of a sample is neither in its metadata nor in its
-error.
+answer or error.
 """
 
 import time
@@ -23,11 +23,14 @@ from nemo_rl.environments.agents.results import AgentResult
 from nemo_rl.environments.agents.sandboxed import SandboxedCommand
 from nemo_rl.environments.agents.service import ServiceProgram
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.user_errors import describe
 from nemo_rl.utils.errors import NemoRLError
 
 if TYPE_CHECKING:
     from nemo_rl.data.interfaces import LLMMessageLogType
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+_MAX_ERROR_CHARS = 2000
 
 AGENT = "agent"
 """Key of the metadata that has the endpoint's address and the sample's key."""
@@ -76,10 +79,12 @@ class AgentEnvironment(EnvironmentInterface[dict[str, Any]]):
         row = {name: value for name, value in given.items() if name != AGENT}
         task, started = self._task(given[AGENT], row), time.perf_counter()
         try:
-            result = await self._program.run(task)
+            result = _without_key(await self._program.run(task), task)
             graded = await self._graded(task, row, result)
         except (AgentError, NemoRLError, OSError) as error:
-            return _episode(row, Grade({"": 0.0}), str(error).replace(task.api_key, "***"))
+            return _failed(row, task, str(error))
+        except Exception as error:  # boundary: programs and graders are user code, and the key must not be logged
+            return _failed(row, task, describe(error))
         played = {"seconds": time.perf_counter() - started, "metrics": dict(result.metrics), "row": graded.row}
         row |= {PLAYED: played, **({CALL_REWARDS: dict(result.call_rewards)} if result.call_rewards else {})}
         return _episode(row, graded, None, with_answer=return_extracted_answer)
@@ -166,6 +171,21 @@ def _episode(
         answers=[graded.answer] if with_answer else None,
         errors=[error],
     )
+
+
+def _failed(row: dict[str, Any], task: AgentTask, error: str) -> EnvironmentReturn[dict[str, Any]]:
+    """Return the episode of a sample with an error."""
+    return _episode(row, Grade({"": 0.0}), task.without_key(error)[:_MAX_ERROR_CHARS])
+
+
+def _without_key(result: AgentResult, task: AgentTask) -> AgentResult:
+    """Return a result without the key in its texts."""
+
+    def renamed(numbers: Mapping[str, float]) -> dict[str, float]:
+        return {task.without_key(name): number for name, number in numbers.items()}
+
+    answer = None if result.answer is None else task.without_key(result.answer)
+    return AgentResult(result.reward, answer, renamed(result.metrics), renamed(result.call_rewards))
 
 
 def _mean(numbers: Iterable[float | None]) -> float:

@@ -94,7 +94,7 @@ class SandboxedCommand(AgentProgram):
         if outcome.end is not End.EXITED:
             key = _KEYS.get(outcome.end, "sandbox")
             raise AgentError(f"the program reached its limit of {outcome.end} (env.agent.{key}) and was ended")
-        return result_of(outcome.exit_code, outcome.stdout, outcome.stderr, outcome.files)
+        return result_of(task, outcome.exit_code, outcome.stdout, outcome.stderr, outcome.files)
 
 
 def _python_of_the_run() -> tuple[str, ...]:

@@ -42,7 +42,7 @@ class ServiceProgram(AgentProgram):
         """See `AgentProgram.run`; a service that cannot be reached or refuses for the moment is asked again."""
         try:
             async with asyncio.timeout(task.timeout_s):
-                return await self._answered(json.dumps(task.as_json).encode())
+                return await self._answered(task, json.dumps(task.as_json).encode())
         except TimeoutError:
             raise too_slow(task) from None
         except (TypeError, ValueError) as error:
@@ -53,17 +53,17 @@ class ServiceProgram(AgentProgram):
         if self._client is not None:
             await self._client.aclose()
 
-    async def _answered(self, body: bytes) -> AgentResult:
+    async def _answered(self, task: AgentTask, body: bytes) -> AgentResult:
         for attempt in range(_MAX_ATTEMPTS):
             try:
-                return await self._post(body)
+                return await self._post(task, body)
             except _MayPassError as error:
                 reason = str(error)
             if attempt + 1 < _MAX_ATTEMPTS:
                 await asyncio.sleep(_BACKOFF_S * 2**attempt)
         raise AgentError(f"{reason}, {_MAX_ATTEMPTS} times")
 
-    async def _post(self, body: bytes) -> AgentResult:
+    async def _post(self, task: AgentTask, body: bytes) -> AgentResult:
         if self._client is None:  # constructed here, in the event loop that uses it
             # No connection is kept: the service may close it just when the next request is sent.
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
@@ -80,10 +80,10 @@ class ServiceProgram(AgentProgram):
             raise _MayPassError(f"the service {self._url} failed: {_reason(error)}") from None
         except httpx.HTTPError as error:
             raise AgentError(f"the service {self._url} failed: {_reason(error)}") from None
-        return self._read(response.status_code, bytes(content))
+        return self._read(task, response.status_code, bytes(content))
 
-    def _read(self, status: int, content: bytes) -> AgentResult:
-        shown = content[:_SHOWN_CHARS].decode(errors="replace")
+    def _read(self, task: AgentTask, status: int, content: bytes) -> AgentResult:
+        shown = task.without_key(content.decode(errors="replace"))[:_SHOWN_CHARS]
         if status != httpx.codes.OK:
             kind = _MayPassError if status in _REFUSED else AgentError
             raise kind(f"the service {self._url} answered with status {status}: {shown}")

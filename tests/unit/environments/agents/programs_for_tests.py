@@ -118,6 +118,32 @@ def is_cancelled_on_its_thread(task: AgentTask) -> float:
     return asyncio.run(cancels_its_task(task))
 
 
+class Hostile:
+    def __repr__(self) -> str:
+        raise LookupError
+
+
+class HostileMapping(dict[str, Any]):
+    def __iter__(self) -> Any:
+        raise Unusual
+
+
+def returns_hostile(task: AgentTask) -> Any:
+    return Hostile()
+
+
+def returns_hostile_mapping(task: AgentTask) -> Any:
+    return HostileMapping(reward=1.0)
+
+
+def tells_the_key(task: AgentTask) -> Any:
+    return {"reward": 1, "answer": task.api_key, "metrics": {task.api_key: 1}, "call_rewards": {task.api_key: 1}}
+
+
+def returns_the_key(task: AgentTask) -> Any:
+    return ["x" * (198 - len(task.api_key) // 2) + task.api_key]
+
+
 def not_finite(task: AgentTask) -> float:
     return math.nan
 

@@ -126,6 +126,8 @@ def test_a_program_sees_the_named_fields_of_its_row(fields: Any, seen: str, endp
         ("raises_unusual", "Unusual: (its text raises LookupError)"),
         ("raises_unusual_async", "Unusual: (its text raises LookupError)"),
         ("raises_group", "BaseExceptionGroup: several"),
+        ("returns_hostile", "a Hostile whose text raises LookupError, which is no number"),
+        ("returns_hostile_mapping", "cannot be read: Unusual"),
         ("skips", "Skipped: not now"),
         ("cancels_its_task", "CancelledError"),
         ("is_cancelled_on_its_thread", "CancelledError"),
