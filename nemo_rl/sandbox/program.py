@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+_FIRST_FREE_PORT = 1024
+_PORT_FOR_PRIVILEGED = 65010
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -46,7 +49,7 @@ class Program:
         files: Content of files in the scratch folder, which is its current folder, by relative path.
         inherited: Open file descriptors of this process that the program gets under the same numbers. Pipes are the
             only way to talk with a running program; it cannot tell apart who else holds them.
-        address: Host and port of the one TCP server that it may connect to, which it finds at the same port of
+        address: Host and port of the one TCP server that it may connect to, which it finds at `port_inside` of
             127.0.0.1; None for no network. It needs a mechanism with namespaces.
         returned: Names of files that are read from the scratch folder when it has ended.
         returned_bytes: Largest size of each of them.
@@ -64,6 +67,16 @@ class Program:
     address: tuple[str, int] | None = None
     returned: tuple[str, ...] = ()
     returned_bytes: int = 2**20
+
+    @property
+    def port_inside(self) -> int | None:
+        """The port of 127.0.0.1 where the program finds its server: the server's, or another one below 1024."""
+        return None if self.address is None else port_inside(self.address[1])
+
+
+def port_inside(port: int) -> int:
+    """Return the port inside of a sandbox for one of a server; the kernel gives ports below 1024 only to root."""
+    return port if port >= _FIRST_FREE_PORT else _PORT_FOR_PRIVILEGED
 
 
 class End(StrEnum):

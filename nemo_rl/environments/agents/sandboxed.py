@@ -28,6 +28,7 @@ from nemo_rl.environments.agents.results import AgentResult
 from nemo_rl.environments.code.interpreter import limits_of
 from nemo_rl.sandbox import End, Outcome, Program, Sandbox, why_unavailable
 from nemo_rl.sandbox.mechanisms import SCRATCH
+from nemo_rl.sandbox.program import port_inside
 from nemo_rl.utils.errors import ConfigError, SandboxError
 
 _HTTP_PORT = 80
@@ -111,4 +112,4 @@ def _seen_inside(task: AgentTask) -> tuple[tuple[str, int], AgentTask]:
     """Return the address of the endpoint, and the task with the address that the program has to use."""
     parts = urlsplit(task.base_url)
     host, port = parts.hostname or "127.0.0.1", parts.port or _HTTP_PORT
-    return (host, port), replace(task, base_url=parts._replace(netloc=f"127.0.0.1:{port}").geturl())
+    return (host, port), replace(task, base_url=parts._replace(netloc=f"127.0.0.1:{port_inside(port)}").geturl())

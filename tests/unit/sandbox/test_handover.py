@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import attempts
@@ -14,6 +15,7 @@ from attempts import NETWORK
 from nemo_rl.sandbox import End, Limits, Program, Sandbox, handover
 from nemo_rl.sandbox.links import with_links
 from nemo_rl.sandbox.mechanisms import Mechanism
+from nemo_rl.sandbox.relay import relay
 from nemo_rl.utils.errors import SandboxError
 
 LIMITS = Limits(wall_time_s=20, cpu_time_s=10)
@@ -66,6 +68,23 @@ def test_a_program_talks_with_its_server(own_network: Mechanism, server: socket.
     assert outcome.stdout == "questionquestion\n", outcome
     refused = Sandbox(LIMITS, own_network).run(Program(program.source))
     assert "PermissionError" in refused.stderr
+
+
+def test_a_program_finds_a_privileged_port_at_another_one(
+    own_network: Mechanism, server: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = (socket.gethostbyname("localhost"), port_of(server))
+    relayed: list[tuple[str, int]] = []
+
+    def to_the_server(listener: socket.socket, address: tuple[str, int], stopped: socket.socket) -> None:
+        relayed.append(address)
+        relay(listener, real, stopped)
+
+    monkeypatch.setattr(handover, "relay", to_the_server)
+    program = Program(TALK, address=("127.0.0.1", 80))
+    program = replace(program, source=TALK.replace("PORT", str(program.port_inside)))
+    assert Sandbox(LIMITS, own_network).run(program).stdout == "questionquestion\n"
+    assert relayed == [("127.0.0.1", 80)]
 
 
 @pytest.mark.parametrize("name", NETWORK)
