@@ -1,7 +1,7 @@
 """Programs that an HTTP service runs, which may be anywhere.
 
 Invariant: a request is cancelled at the deadline of its task; of a response at most a megabyte is read; a request that
-the service may have begun to serve is not sent again, because the program would run twice.
+the service may have started to serve is not sent again, because the program would run twice.
 """
 
 import asyncio

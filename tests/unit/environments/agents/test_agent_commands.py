@@ -327,11 +327,11 @@ async def _until(condition: Any) -> None:
 
 def test_the_task_is_json_of_its_fields(sandbox: str) -> None:
     code = "result(1); print(json.dumps({key: task[key] for key in sorted(task)}), os.environ['ANTHROPIC_BASE_URL'])"
-    (result,) = played(NOWHERE, command(code, sandbox, row_fields=["id"]), [{"id": 3}], api_key="k")
+    (result,) = played(NOWHERE, command(code, sandbox, row_fields=["id"]), [{"id": 3}])
     text, _, base = result.answer.rpartition(" ")
     assert base == NOWHERE.removesuffix("/v1")
     given = {"messages": [{"role": "user", "content": "4"}], "tools": None, "row": {"id": 3}, "seed": 7}
-    assert json.loads(text) == given | {"base_url": NOWHERE, "api_key": "k", "model": "policy", "timeout_s": 300.0}
+    assert json.loads(text) == given | {"base_url": NOWHERE, "api_key": "***", "model": "policy", "timeout_s": 300.0}
 
 
 @pytest.mark.skipif(NO_NAMESPACES, reason="no namespaces here")
