@@ -7,6 +7,7 @@ The code inside makes socket and descriptor and sends them here (`jail/handover.
 where it was made, so a program without any network can be accepted here.
 """
 
+import concurrent.futures
 import contextlib
 import os
 import socket
@@ -14,8 +15,13 @@ import threading
 from collections.abc import Iterable
 from typing import Self
 
+from nemo_rl.host.background import in_background
 from nemo_rl.sandbox.relay import relay
-from nemo_rl.sandbox.scratch import read_file
+from nemo_rl.sandbox.scratch import read_files
+from nemo_rl.utils.errors import SandboxError
+
+_RESOLVE_DEADLINE_S = 10.0
+_END_DEADLINE_S = 10.0
 
 
 class Handover:
@@ -23,10 +29,13 @@ class Handover:
 
     Args:
         address: Host and port of the server; None for no relay.
+
+    Raises:
+        SandboxError: The host is unknown.
     """
 
     def __init__(self, address: tuple[str, int] | None) -> None:
-        self._address = address
+        self._address = None if address is None else _resolved(*address)
         self._outside, self._inside = socket.socketpair()
         self._folder: int | None = None
         self._thread = threading.Thread(target=self._take, name="handover of a sandbox", daemon=True)
@@ -47,26 +56,51 @@ class Handover:
         if self._folder is not None:
             os.close(self._folder)
 
-    def files(self, names: Iterable[str], max_bytes: int) -> dict[str, bytes]:
-        """Read files that the program, which has ended, left in its folder; those that cannot be read are left out."""
+    def files(self, names: Iterable[str], max_bytes: int) -> dict[str, bytes | None]:
+        """Read files that the program, which has ended, left in its folder; see `read_files`.
+
+        Raises:
+            SandboxError: The folder did not arrive here, so nothing is known of its files.
+        """
         self._end()
         if self._folder is None:
-            return {}
-        contents = {name: read_file(self._folder, name, max_bytes) for name in names}
-        return {name: content for name, content in contents.items() if content is not None}
+            raise SandboxError("The scratch folder of a program could not be opened.")
+        return read_files(self._folder, names, max_bytes)
 
     def _take(self) -> None:
-        message, given, _, _ = socket.recv_fds(self._outside, 1, 2)
-        if not message:
+        expected = 1 if self._address is None else 2
+        _, given, _, _ = socket.recv_fds(self._outside, 1, expected)  # which ignores its flags in Python 3.12
+        for descriptor in given:
+            os.set_inheritable(descriptor, False)
+        if len(given) < expected:  # the code inside has ended before, or this process may open no more files
+            for descriptor in given:
+                os.close(descriptor)
             return
         self._folder = given[0]
         if self._address is not None:
             relay(socket.socket(fileno=given[1]), self._address, self._outside)
 
     def _end(self) -> None:
-        """End the thread; it still takes what was sent before."""
+        """End the thread; it still takes what was sent before.
+
+        Raises:
+            SandboxError: The thread does not end.
+        """
         with contextlib.suppress(OSError):  # closed before
             self._outside.shutdown(socket.SHUT_RD)
-        self._thread.join()
+        self._thread.join(_END_DEADLINE_S)
+        if self._thread.is_alive():
+            raise SandboxError(f"The connections of a program did not end within {_END_DEADLINE_S:g} s of its end.")
         self._inside.close()
         self._outside.close()
+
+
+def _resolved(host: str, port: int) -> tuple[str, int]:
+    """Return an address with numbers only, so that no connection of the program waits for a slow name server."""
+    found = in_background(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), "name of a sandbox's server")
+    try:
+        return str(found.result(_RESOLVE_DEADLINE_S)[0][4][0]), port
+    except concurrent.futures.TimeoutError:
+        raise SandboxError(f"The host {host!r} was not resolved within {_RESOLVE_DEADLINE_S:g} s.") from None
+    except OSError as error:
+        raise SandboxError(f"The host {host!r} is unknown: {error}") from None

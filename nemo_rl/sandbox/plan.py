@@ -61,7 +61,7 @@ def make_plan(
         "arguments": list(program.command or [*language.command, *program.arguments]),
         "environment": {**_variables(scratch), **program.environment},
         "handover": handover,
-        "port": None if program.address is None else program.address[1],
+        "port": program.port_inside,
     }
 
 

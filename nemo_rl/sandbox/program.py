@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+_FIRST_FREE_PORT = 1024
+_PORT_FOR_PRIVILEGED = 65010
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -33,7 +36,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Program:
-    """Source code or a command to run, with what it may see.
+    """Source code or a command to run, with what it may see. Its `repr` leaves out what may be secret.
 
     Attributes:
         source: Text of the program.
@@ -46,22 +49,34 @@ class Program:
         files: Content of files in the scratch folder, which is its current folder, by relative path.
         inherited: Open file descriptors of this process that the program gets under the same numbers. Pipes are the
             only way to talk with a running program; it cannot tell apart who else holds them.
-        address: Host and port of the one TCP server that it may connect to, which it finds at the same port of
+        address: Host and port of the one TCP server that it may connect to, which it finds at `port_inside` of
             127.0.0.1; None for no network. It needs a mechanism with namespaces.
         returned: Names of files that are read from the scratch folder when it has ended.
+        returned_bytes: Largest size of each of them.
     """
 
     source: str = ""
     language: str = "python"
     command: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     readable: tuple[str, ...] = ()
-    stdin: bytes = b""
-    files: Mapping[str, bytes] = field(default_factory=dict)
+    stdin: bytes = field(default=b"", repr=False)
+    files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     inherited: tuple[int, ...] = ()
     address: tuple[str, int] | None = None
     returned: tuple[str, ...] = ()
+    returned_bytes: int = 2**20
+
+    @property
+    def port_inside(self) -> int | None:
+        """The port of 127.0.0.1 where the program finds its server: the server's, or another one below 1024."""
+        return None if self.address is None else port_inside(self.address[1])
+
+
+def port_inside(port: int) -> int:
+    """Return the port inside of a sandbox for one of a server; the kernel gives ports below 1024 only to root."""
+    return port if port >= _FIRST_FREE_PORT else _PORT_FOR_PRIVILEGED
 
 
 class End(StrEnum):
@@ -92,7 +107,8 @@ class Outcome:
         stderr: Standard error in the same way.
         wall_time_s: Seconds from its start to its end.
         cpu_time_s: Processor seconds, of the start of the sandbox too.
-        files: Content of the files of `Program.returned` that it left, each at most `Limits.output_bytes`.
+        files: Content of the files of `Program.returned` that it left; None for one that is too large or no regular
+            file. Empty for a cancelled run.
     """
 
     end: End
@@ -101,7 +117,7 @@ class Outcome:
     stderr: str
     wall_time_s: float
     cpu_time_s: float
-    files: Mapping[str, bytes] = field(default_factory=dict)
+    files: Mapping[str, bytes | None] = field(default_factory=dict)
 
     @property
     def succeeded(self) -> bool:

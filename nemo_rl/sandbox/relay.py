@@ -8,7 +8,8 @@ import contextlib
 import socket
 
 _CHUNK_BYTES = 65536
-_MAX_CONNECTIONS = 256
+_MAX_CONNECTIONS = 64
+"""Connections of one program at the same time. Each takes two descriptors of this process, which runs many programs."""
 
 
 def relay(listener: socket.socket, address: tuple[str, int], stopped: socket.socket) -> None:
@@ -25,7 +26,7 @@ def relay(listener: socket.socket, address: tuple[str, int], stopped: socket.soc
 class _Relay:
     def __init__(self, address: tuple[str, int]) -> None:
         self._address = address
-        self._free = asyncio.Semaphore(_MAX_CONNECTIONS)
+        self._num_open = 0
 
     async def serve(self, listener: socket.socket, stopped: socket.socket) -> None:
         server = await asyncio.start_server(self._connected, sock=listener)
@@ -34,17 +35,21 @@ class _Relay:
         server.close()  # `asyncio.run` cancels the connections
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Relay one connection; without the server it is closed."""
-        with contextlib.suppress(OSError):
-            async with self._free:
+        """Relay one connection; without the server, and beyond the limit, it is closed."""
+        if self._num_open >= _MAX_CONNECTIONS:
+            writer.transport.abort()
+            return
+        self._num_open += 1
+        with contextlib.suppress(OSError, asyncio.CancelledError):  # asyncio would log a cancelled one
+            try:
+                from_server, to_server = await asyncio.open_connection(*self._address)
                 try:
-                    from_server, to_server = await asyncio.open_connection(*self._address)
-                    try:
-                        await asyncio.gather(_copy(reader, to_server), _copy(from_server, writer))
-                    finally:
-                        to_server.close()
+                    await asyncio.gather(_copy(reader, to_server), _copy(from_server, writer))
                 finally:
-                    writer.close()
+                    to_server.close()
+            finally:
+                self._num_open -= 1
+                writer.close()
 
 
 async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:

@@ -19,7 +19,7 @@ from nemo_rl.sandbox.handover import Handover
 from nemo_rl.sandbox.languages import language_of, python
 from nemo_rl.sandbox.mechanisms import IN_ORDER, SCRATCH, Choice, Mechanism
 from nemo_rl.sandbox.plan import MAX_FILES, make_plan
-from nemo_rl.sandbox.program import Limits, Outcome, Program
+from nemo_rl.sandbox.program import End, Limits, Outcome, Program
 from nemo_rl.sandbox.scratch import is_beyond, remove
 from nemo_rl.sandbox.supervision import Launch, Supervision
 from nemo_rl.utils.errors import SandboxError
@@ -27,6 +27,8 @@ from nemo_rl.utils.errors import SandboxError
 _JAIL = str(Path(__file__).parent / "jail")
 _ALL_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _PROBE_LIMITS = Limits(wall_time_s=30, cpu_time_s=30)
+_PROBE_ADDRESS = ("127.0.0.1", 65009)
+"""An address that the probe does not connect to."""
 
 
 class Sandbox:
@@ -109,14 +111,20 @@ def choose_mechanism(choice: Choice) -> Mechanism:
 
 
 @cache
-def why_unavailable(mechanism: Mechanism) -> str | None:
-    """Return why a mechanism does not work on this machine; None if a program ran in it just now."""
+def why_unavailable(mechanism: Mechanism, with_address: bool = False) -> str | None:
+    """Return why a mechanism does not work on this machine; None if a program ran in it just now.
+
+    Args:
+        mechanism: What to try.
+        with_address: Whether it has to work for programs with an address, which needs more rights.
+    """
     if sys.platform != "linux":
         return f"it needs Linux, and this is {sys.platform}"
     if mechanism.namespaces == "outer" and not shutil.which("bwrap"):
         return "bwrap is not installed (package bubblewrap)"
     try:
-        outcome = _run(mechanism, _PROBE_LIMITS, Program("print(6 * 7)"), threading.Event())
+        probe = Program("print(6 * 7)", address=_PROBE_ADDRESS if with_address else None)
+        outcome = _run(mechanism, _PROBE_LIMITS, probe, threading.Event())
     except SandboxError as error:
         return str(error)
     return None if outcome.stdout == "42\n" else f"a small program did not run: {outcome}"
@@ -147,15 +155,16 @@ def _supervised(
                 lambda control, info: mechanism.wrap([*command, str(control)], readable, info),
                 stdin,
                 (plan_file, *channel, *program.inherited),
+                mechanism.namespaces == "outer",
             )
 
             def is_full() -> bool:
                 return not mechanism.has_own_files and is_beyond(folder, limits.scratch_mb << 20, MAX_FILES)
 
             outcome = Supervision(launch, limits, is_full, cancelled).run()
-        if handover is None:
+        if handover is None or outcome.end is End.CANCELLED:
             return outcome
-        return replace(outcome, files=handover.files(program.returned, limits.output_bytes))
+        return replace(outcome, files=handover.files(program.returned, program.returned_bytes))
 
 
 @contextmanager

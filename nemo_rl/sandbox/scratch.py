@@ -3,9 +3,11 @@
 Needed only where programs share the machine's files; otherwise the folder is in memory and ends with them.
 """
 
+import contextlib
 import os
 import stat
 import uuid
+from collections.abc import Iterable
 
 
 def is_beyond(folder: str, max_bytes: int, max_files: int) -> bool:
@@ -58,14 +60,17 @@ def _raise(error: OSError) -> None:
 
 
 def read_file(folder: str | int, name: str, max_bytes: int) -> bytes | None:
-    """Read a file that a program left in its scratch folder; return None if there is none that can be read.
+    """Read a file that a program left in its scratch folder; return None if it cannot be read.
 
-    Links, pipes and larger files count as none: a link would lead to a file that the program could not read.
+    Links, pipes and larger files cannot: a link would lead to a file that the program could not read.
 
     Args:
         folder: path of the folder, or a descriptor of it.
         name: name of the file, without folders.
         max_bytes: largest size.
+
+    Raises:
+        FileNotFoundError: there is nothing of this name.
     """
     opened = folder if isinstance(folder, int) else os.open(folder, os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -74,9 +79,20 @@ def read_file(folder: str | int, name: str, max_bytes: int) -> bytes | None:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return None
             content = file.read(max_bytes + 1)
+    except FileNotFoundError:
+        raise
     except OSError:
         return None
     finally:
         if not isinstance(folder, int):
             os.close(opened)
     return content if len(content) <= max_bytes else None
+
+
+def read_files(folder: str | int, names: Iterable[str], max_bytes: int) -> dict[str, bytes | None]:
+    """Read files as `read_file` does; those that do not exist are left out."""
+    contents: dict[str, bytes | None] = {}
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            contents[name] = read_file(folder, name, max_bytes)
+    return contents

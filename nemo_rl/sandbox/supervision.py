@@ -61,11 +61,14 @@ class Launch:
         command: Returns the command line for the numbers of its two control descriptors.
         stdin: File descriptor of its standard input.
         inherited: Further file descriptors that it gets.
+        has_report: Whether it gets the second control descriptor, on which bubblewrap reports. Other commands would
+            leave it to the program, which could name any process there.
     """
 
     command: Callable[[int, int], Sequence[str]]
     stdin: int
     inherited: Sequence[int]
+    has_report: bool
 
 
 class Supervision:
@@ -89,12 +92,11 @@ class Supervision:
         self._cancelled = cancelled
         self._out, self._err = _Stream(limits.output_bytes), _Stream(limits.output_bytes)
         self._control, self._info = _Stream(_CHUNK_BYTES), _Stream(_CHUNK_BYTES)
-        self._process, self._pipes = self._start(launch)
+        self._process, self._pidfd, self._pipes = self._start(launch)
         self._started = time.monotonic()
         self._ready_at: float | None = None
         self._cpu_time_s = 0.0
         self._init: tuple[int, int] | None = None
-        self._pidfd = os.pidfd_open(self._process.pid)
 
     def run(self) -> Outcome:
         """Wait for the end and return what came of it.
@@ -104,6 +106,8 @@ class Supervision:
         """
         try:
             end = self._watch()
+        except OSError as error:  # such as too many open files
+            raise SandboxError(f"A program in a sandbox could not be watched and was ended: {error}") from error
         finally:
             status, cpu_time_s = self._end_all()
         if self._ready_at is None and end is not End.CANCELLED:
@@ -114,32 +118,27 @@ class Supervision:
         wall_time_s = time.monotonic() - (self._ready_at or self._started)
         return Outcome(end, status, self._out.text(), self._err.text(), wall_time_s, cpu_time_s)
 
-    def _start(self, launch: Launch) -> tuple[subprocess.Popen[bytes], dict[int, _Stream]]:
-        control, control_inside = os.pipe()
-        info, info_inside = os.pipe()
-        try:
-            process = subprocess.Popen(
-                launch.command(control_inside, info_inside),
-                stdin=launch.stdin,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env={},
-                cwd="/",
-                pass_fds=(control_inside, info_inside, *launch.inherited),
-                start_new_session=True,
-            )
-        except OSError as error:
-            os.close(control)
-            os.close(info)
-            raise SandboxError(f"The sandbox did not start: {error}") from error
-        finally:
-            os.close(control_inside)
-            os.close(info_inside)
-        assert process.stdout and process.stderr
-        out, err = os.dup(process.stdout.fileno()), os.dup(process.stderr.fileno())
-        process.stdout.close()
-        process.stderr.close()
-        return process, {out: self._out, err: self._err, control: self._control, info: self._info}
+    def _start(self, launch: Launch) -> tuple[subprocess.Popen[bytes], int, dict[int, _Stream]]:
+        """Start the process; return it, a descriptor of it, and the reading ends of its pipes."""
+        with contextlib.ExitStack() as given, contextlib.ExitStack() as kept:
+            try:
+                (out, out_inside), (err, err_inside) = _pipe(kept, given), _pipe(kept, given)
+                (control, control_inside), (info, info_inside) = _pipe(kept, given), _pipe(kept, given)
+                process = subprocess.Popen(
+                    launch.command(control_inside, info_inside),
+                    stdin=launch.stdin,
+                    stdout=out_inside,
+                    stderr=err_inside,
+                    env={},
+                    cwd="/",
+                    pass_fds=(control_inside, *([info_inside] if launch.has_report else []), *launch.inherited),
+                    start_new_session=True,
+                )
+                pidfd = _opened(process)
+            except OSError as error:
+                raise SandboxError(f"The sandbox did not start: {error}") from error
+            kept.pop_all()
+        return process, pidfd, {out: self._out, err: self._err, control: self._control, info: self._info}
 
     def _watch(self) -> End:
         """Read what comes until the process ends or goes beyond a limit."""
@@ -163,12 +162,20 @@ class Supervision:
                         return end
 
     def _read_control(self) -> None:
-        """Take note of the start of the program and of the first process of its namespace."""
-        if self._ready_at is None and b"ready\n" in self._control.kept:
-            self._ready_at = time.monotonic()
+        """Take note of the start of the program and of the first process of its namespace.
+
+        The first process is reported before the program starts, so nothing that is written later names it.
+        """
+        if self._ready_at is not None:
+            return
+        is_ready = b"ready\n" in self._control.kept
+        if is_ready:
+            self._read_left()
         if self._init is None and (pid := self._init_pid()):
             with contextlib.suppress(ProcessLookupError):
                 self._init = pid, os.pidfd_open(pid)
+        if is_ready:
+            self._ready_at = time.monotonic()
 
     def _init_pid(self) -> int | None:
         """Return what the code inside or bubblewrap reported as the first process of the namespace."""
@@ -176,9 +183,11 @@ class Supervision:
             if line.startswith(b"init "):
                 return int(line.split()[1])
         try:
-            return int(json.loads(self._info.kept)["child-pid"])
+            report = json.loads(self._info.kept)
         except ValueError:  # not written yet
             return None
+        pid = report.get("child-pid") if isinstance(report, dict) else None
+        return pid if isinstance(pid, int) and pid > 0 else None
 
     def _limit_reached(self) -> End | None:
         if self._cancelled.is_set():
@@ -208,7 +217,8 @@ class Supervision:
         """Kill what is left, wait for it, and read what is left in the pipes; return exit code and processor time."""
         try:
             self._read_left()
-            self._read_control()
+            with contextlib.suppress(OSError):  # without a descriptor of it, the first process ends with its parent
+                self._read_control()
             first = self._init[1] if self._init else self._pidfd
             _kill(first)
             self._wait_for(first)  # the kernel ends a namespace before its first process has ended
@@ -222,8 +232,9 @@ class Supervision:
         return code if code >= 0 else 128 - code, max(self._cpu_time_s, used.ru_utime + used.ru_stime)
 
     def _wait_for(self, pidfd: int) -> None:
-        ended, _, _ = select.select([pidfd], [], [], _END_DEADLINE_S)
-        if not ended:
+        poll = select.poll()  # `select` takes no descriptor from 1024 on
+        poll.register(pidfd, select.POLLIN)
+        if not poll.poll(_END_DEADLINE_S * 1000):
             _kill(self._pidfd)
             raise SandboxError(f"A program in a sandbox did not end within {_END_DEADLINE_S:g} s of SIGKILL.")
 
@@ -238,6 +249,24 @@ class Supervision:
     def _complaint(self) -> str:
         reported = [line[6:] for line in self._control.text().splitlines() if line.startswith("error ")]
         return "; ".join(reported) or self._err.text().strip() or "it gave no reason."
+
+
+def _pipe(kept: contextlib.ExitStack, given: contextlib.ExitStack) -> tuple[int, int]:
+    """Make a pipe whose reading end is kept here and whose writing end is given to the process."""
+    ours, theirs = os.pipe()
+    kept.callback(os.close, ours)
+    given.callback(os.close, theirs)
+    return ours, theirs
+
+
+def _opened(process: subprocess.Popen[bytes]) -> int:
+    """Return a descriptor of a process; end the process where there can be none, since nothing would watch it."""
+    try:
+        return os.pidfd_open(process.pid)
+    except OSError:
+        process.kill()
+        process.wait()
+        raise
 
 
 def _kill(pidfd: int) -> None:

@@ -7,13 +7,12 @@ keeps that thread, and no other program waits for it.
 import asyncio
 import inspect
 import logging
-import os
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from nemo_rl.environments.agents.interfaces import AgentError, AgentProgram, AgentTask, too_slow
 from nemo_rl.environments.agents.results import AgentResult, read_result
+from nemo_rl.environments.user_errors import describe, raise_if_cancelled
 from nemo_rl.host.background import in_background
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted
@@ -21,7 +20,6 @@ from nemo_rl.utils.named_parts import fitting_arguments
 
 logger = logging.getLogger(__name__)
 
-_RAISED = (Exception, SystemExit, KeyboardInterrupt)
 _ADVICE = "Give the dotted path of a function of an AgentTask, or of a class whose objects are called with one."
 
 
@@ -59,6 +57,8 @@ class CallableProgram(AgentProgram):
             return read_result(value)
         except ValueError as problem:
             raise AgentError(f"the program {self._name} failed: {problem}") from None
+        except BaseException as problem:  # boundary: the value may be of the user's own class
+            raise AgentError(f"the value of the program {self._name} cannot be read: {describe(problem)}") from None
 
     async def _outcome(self, task: AgentTask) -> tuple[Any, str | None]:
         """Return what the function returns, or the text of its error.
@@ -71,13 +71,14 @@ class CallableProgram(AgentProgram):
             thread = in_background(lambda: self._returned(task), f"agent {self._name}")
             value, error = await asyncio.shield(asyncio.wrap_future(thread))  # a thread cannot be cancelled
             return (await value if inspect.isawaitable(value) else value), error
-        except _RAISED as error:  # boundary: the program is the user's own code
+        except BaseException as error:  # boundary: the program is the user's own code
+            raise_if_cancelled(error)
             return None, _described(error)
 
     def _returned(self, task: AgentTask) -> tuple[Any, str | None]:
         try:
             return self._call(task, **self._kwargs), None
-        except _RAISED as error:  # boundary: the program is the user's own code
+        except BaseException as error:  # boundary: the program is the user's own code
             return None, _described(error)
 
 
@@ -116,7 +117,4 @@ def _check_arguments(call: Callable[..., Any], kwargs: Mapping[str, Any], what: 
 
 
 def _described(error: BaseException) -> str:
-    """Describe an error by its type, its text and the innermost line of code that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"the program raised {type(error).__name__}: {error}{place}"
+    return f"the program raised {describe(error)}"

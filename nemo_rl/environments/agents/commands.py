@@ -4,12 +4,12 @@
                 ◄── stdout, stderr ───────────────┘  └─► reward.json
 
 Invariant: when `run` returns or is cancelled, no process and no file of the program exists; `guard` ends the processes
-even where this process dies.
+and removes the files even where this process dies, and `remains` finds the processes where the program killed `guard`.
 """
 
 import asyncio
-import contextlib
 import json
+import logging
 import os
 import shutil
 import sys
@@ -17,13 +17,14 @@ import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from nemo_rl.environments.agents.interfaces import AgentError, AgentProgram, AgentTask, too_slow
+from nemo_rl.environments.agents.remains import end_processes
 from nemo_rl.environments.agents.results import AgentResult, read_result
-from nemo_rl.host.processes import end_descendants
-from nemo_rl.sandbox.scratch import read_file, remove
+from nemo_rl.sandbox.scratch import read_files, remove
 from nemo_rl.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 TASK_FILE, REWARD_FILE = "task.json", "reward.json"
 LARGEST_REWARD_FILE = 2**20
@@ -58,17 +59,17 @@ class CommandProgram(AgentProgram):
         try:
             Path(folder, TASK_FILE).write_bytes(content)
             status, out, err = await self._ran(task, folder)
-            reward = read_file(folder, REWARD_FILE, LARGEST_REWARD_FILE)
+            files = read_files(folder, [REWARD_FILE], LARGEST_REWARD_FILE)
         finally:
             await asyncio.shield(asyncio.to_thread(remove, folder))
-        return result_of(status, out, err, reward)
+        return result_of(task, status, out, err, files)
 
     async def _ran(self, task: AgentTask, folder: str) -> tuple[int, str, str]:
         """Run the program in a folder; return its status and what it wrote."""
         variables = {**os.environ, **variables_of(task, folder), **self._environment}
         plan = json.dumps({"command": self._command, "environment": variables})
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", _GUARD),
+            *(sys.executable, "-I", "-S", _GUARD, folder, str(os.getpid())),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -77,16 +78,17 @@ class CommandProgram(AgentProgram):
             start_new_session=True,
         )
         assert process.stdin and process.stdout and process.stderr
+        reads = [asyncio.ensure_future(self._read(pipe)) for pipe in (process.stdout, process.stderr)]
         try:
             process.stdin.write(plan.encode() + b"\n")
             async with asyncio.timeout(task.timeout_s):
-                out, err = await asyncio.gather(self._read(process.stdout), self._read(process.stderr))
+                out, err = await asyncio.gather(*reads)
                 status = await process.wait()
         except TimeoutError:
             raise too_slow(task) from None
         finally:
-            await asyncio.shield(_ended(process))
-        return status, out, err
+            await asyncio.shield(_ended(process, reads, folder))
+        return status if status >= 0 else 128 - status, out, err
 
     async def _read(self, pipe: asyncio.StreamReader) -> str:
         content = bytearray()
@@ -97,20 +99,34 @@ class CommandProgram(AgentProgram):
         return content.decode(errors="replace")
 
 
-async def _ended(process: asyncio.subprocess.Process) -> None:
-    """Have the guard end all processes of the program; without an answer, end them and the guard."""
+async def _ended(process: asyncio.subprocess.Process, reads: Sequence[asyncio.Task[str]], folder: str) -> None:
+    """Have the guard end all processes of the program; where it does not, end them and the guard."""
     assert process.stdin and process.stdout and process.stderr
     process.stdin.close()
+    for read in reads:  # a pipe has one reader at a time
+        read.cancel()
+    await asyncio.gather(*reads, return_exceptions=True)
+    has_ended = await _returned(process)
+    if process.returncode is None or process.returncode < 0:  # the guard itself was killed
+        guard = None if has_ended else process.pid
+        if not await asyncio.to_thread(end_processes, guard, folder, _END_DEADLINE_S):
+            logger.warning("processes of a program in %s did not end in %g s of SIGKILL", folder, _END_DEADLINE_S)
+        await _returned(process)
+    try:
+        async with asyncio.timeout(_END_DEADLINE_S):
+            for pipe in (process.stdout, process.stderr):  # to its end, where asyncio closes it
+                while await pipe.read(_CHUNK_BYTES):
+                    continue
+    except TimeoutError:
+        logger.warning("a process that a program in %s started still holds its output", folder)
+
+
+async def _returned(process: asyncio.subprocess.Process) -> bool:
+    """Return whether a process ends in time; `Process.wait` also waits for the pipes, which nothing reads any more."""
     deadline = asyncio.get_running_loop().time() + _END_DEADLINE_S
-    while process.returncode is None:  # `wait` also waits for the pipes, which nothing reads any more
-        if asyncio.get_running_loop().time() > deadline:
-            end_descendants(process.pid)
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+    while process.returncode is None and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(_POLL_S)
-    for pipe in (process.stdout, process.stderr):  # to its end, where asyncio closes it
-        while await pipe.read(_CHUNK_BYTES):
-            continue
+    return process.returncode is not None
 
 
 def found_command(command: Sequence[str]) -> list[str]:
@@ -151,27 +167,28 @@ def variables_of(task: AgentTask, folder: str) -> dict[str, str]:
     return {**task.environment, **files}
 
 
-def result_of(status: int, out: str, err: str, reward_file: bytes | None) -> AgentResult:
+def result_of(task: AgentTask, status: int, out: str, err: str, files: Mapping[str, bytes | None]) -> AgentResult:
     """Return the result of a program that has ended; without another answer, its output is the answer.
 
     Args:
+        task: what it was given.
         status: exit status, 128 + n after signal n.
         out: standard output.
         err: standard error.
-        reward_file: content of the file that it wrote; None without one.
+        files: content of the files that it wrote; None for one that cannot be read.
 
     Raises:
-        AgentError: the status is not 0, or the file cannot be understood.
+        AgentError: the status is not 0, or the file of the reward cannot be read or understood.
     """
     if status != 0:
         how = f"was ended by signal {status - 128}" if status > 128 else f"exited with status {status}"
-        said = (err.strip() or out.strip())[-_SHOWN_CHARS:] or "it wrote nothing"
+        said = task.without_key(err.strip() or out.strip())[-_SHOWN_CHARS:] or "it wrote nothing"
         raise AgentError(f"the program {how}: {said}")
-    value: Any = None
+    content = files.get(REWARD_FILE, b"null")
+    if content is None:
+        raise AgentError(f"{REWARD_FILE} of the program is no regular file of at most {LARGEST_REWARD_FILE} bytes")
     try:
-        if reward_file is not None:
-            value = json.loads(reward_file)
-        result = read_result(value)
+        result = read_result(json.loads(content))
     except (ValueError, RecursionError) as error:
         raise AgentError(f"the program wrote no result into {REWARD_FILE}: {error}") from None
     if result.answer is None and out.strip():

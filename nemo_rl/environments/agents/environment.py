@@ -5,7 +5,7 @@
 
 A step is a whole episode: when it returns, the program has ended. Invariant: a reward always comes from the program or
 the grader, everything else is the error of one sample, and the key of a sample is neither in its metadata nor in its
-error.
+answer or error.
 """
 
 import time
@@ -23,11 +23,14 @@ from nemo_rl.environments.agents.results import AgentResult
 from nemo_rl.environments.agents.sandboxed import SandboxedCommand
 from nemo_rl.environments.agents.service import ServiceProgram
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.user_errors import describe
 from nemo_rl.utils.errors import NemoRLError
 
 if TYPE_CHECKING:
     from nemo_rl.data.interfaces import LLMMessageLogType
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+_MAX_ERROR_CHARS = 2000
 
 AGENT = "agent"
 """Key of the metadata that has the endpoint's address and the sample's key."""
@@ -76,10 +79,12 @@ class AgentEnvironment(EnvironmentInterface[dict[str, Any]]):
         row = {name: value for name, value in given.items() if name != AGENT}
         task, started = self._task(given[AGENT], row), time.perf_counter()
         try:
-            result = await self._program.run(task)
+            result = _without_key(await self._program.run(task), task)
             graded = await self._graded(task, row, result)
         except (AgentError, NemoRLError, OSError) as error:
-            return _episode(row, Grade({"": 0.0}), str(error).replace(task.api_key, "***"))
+            return _failed(row, task, str(error))
+        except Exception as error:  # boundary: programs and graders are user code, and the key must not be logged
+            return _failed(row, task, describe(error))
         played = {"seconds": time.perf_counter() - started, "metrics": dict(result.metrics), "row": graded.row}
         row |= {PLAYED: played, **({CALL_REWARDS: dict(result.call_rewards)} if result.call_rewards else {})}
         return _episode(row, graded, None, with_answer=return_extracted_answer)
@@ -87,13 +92,19 @@ class AgentEnvironment(EnvironmentInterface[dict[str, Any]]):
     async def global_post_process_and_metrics(  # type: ignore[override]  # may be a coroutine function
         self, batch: "BatchedDataDict[Any]"
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
-        """Average the metrics of B programs, and let the grader correct rewards and add its metrics."""
-        played = [metadata[PLAYED] for metadata in batch["extra_env_info"]]
+        """Average the metrics of the programs of B samples, and let the grader correct rewards and add its metrics.
+
+        Samples of rollout runners and restored samples come without what `step` added. The grader corrects a batch
+        only as a whole, so it is left out where one is missing; the averages are over the others.
+        """
+        given = [(metadata or {}).get(PLAYED) for metadata in batch["extra_env_info"]]
+        played = [one for one in given if one is not None]
         metrics: dict[str, float | int] = {}
-        if self._grader is not None:
+        if self._grader is not None and len(played) == len(given):
             batch, metrics = await self._grader.post_process(batch, [one["row"] for one in played])
         own = {name: _mean(one["metrics"].get(name) for one in played) for one in played for name in one["metrics"]}
-        return batch, {**metrics, **own, "mean_program_s": _mean(one["seconds"] for one in played)}
+        times = {"mean_program_s": _mean(one["seconds"] for one in played)} if played else {}
+        return batch, {**metrics, **own, **times}
 
     async def shutdown(self) -> None:  # type: ignore[override]  # may be a coroutine function
         """Release what the programs share, and the grader."""
@@ -160,6 +171,21 @@ def _episode(
         answers=[graded.answer] if with_answer else None,
         errors=[error],
     )
+
+
+def _failed(row: dict[str, Any], task: AgentTask, error: str) -> EnvironmentReturn[dict[str, Any]]:
+    """Return the episode of a sample with an error."""
+    return _episode(row, Grade({"": 0.0}), task.without_key(error)[:_MAX_ERROR_CHARS])
+
+
+def _without_key(result: AgentResult, task: AgentTask) -> AgentResult:
+    """Return a result without the key in its texts."""
+
+    def renamed(numbers: Mapping[str, float]) -> dict[str, float]:
+        return {task.without_key(name): number for name, number in numbers.items()}
+
+    answer = None if result.answer is None else task.without_key(result.answer)
+    return AgentResult(result.reward, answer, renamed(result.metrics), renamed(result.call_rewards))
 
 
 def _mean(numbers: Iterable[float | None]) -> float:

@@ -1,7 +1,8 @@
-"""Run a command, and end with it every process that it started: run as `python -I -S guard.py`.
+"""Run a command, and end with it every process that it started: run as `python -I -S guard.py FOLDER PARENT`.
 
-The first line of standard input is JSON with the command and its environment. Where standard input ends, because the
-process that started this one wants so or has died, the command is ended. Invariant: when this process ends, no
+FOLDER has the files of the command, and PARENT is the process that started this one, which removes them unless it has
+died. The first line of standard input is JSON with the command and its environment. Where standard input ends, because
+the process that started this one wants so or has died, the command is ended. Invariant: when this process ends, no
 process of the command exists; it adopts orphans to find them. It imports only the standard library.
 """
 
@@ -19,12 +20,23 @@ _AGAIN_S = 0.005
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 
 
-def main() -> int:
+def main(folder: str, parent: int) -> int:
     """Return the exit status of the command, 128 + n after signal n."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        return _run()
+    finally:
+        if os.getppid() != parent:
+            _remove(folder)
+
+
+def _run() -> int:
     plan = json.loads(_first_line())
     try:
-        process = subprocess.Popen(plan["command"], stdin=subprocess.DEVNULL, env=plan["environment"])
+        # In a session of its own, so that a signal to its process group does not reach this process.
+        process = subprocess.Popen(
+            plan["command"], stdin=subprocess.DEVNULL, env=plan["environment"], start_new_session=True
+        )
     except OSError as error:
         sys.stderr.write(f"{error}\n")
         return _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
@@ -102,5 +114,15 @@ def _children(pid: int) -> list[int]:
     return found
 
 
+def _remove(folder: str) -> None:
+    """Remove the files of the command as far as possible, those of the task first: they have its key."""
+    import shutil  # only here, because every command waits for the imports
+
+    for name in os.listdir(folder):
+        if os.path.isfile(os.path.join(folder, name)):
+            os.unlink(os.path.join(folder, name))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 if __name__ == "__main__":
-    os._exit(main())
+    os._exit(main(sys.argv[1], int(sys.argv[2])))

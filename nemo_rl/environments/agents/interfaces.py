@@ -53,6 +53,10 @@ class AgentTask:
         """The fields by name, for programs that read JSON."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
+    def without_key(self, text: str) -> str:
+        """Return a text with `***` in place of the key. A text that is cut afterwards has no part of the key."""
+        return text.replace(self.api_key, "***") if self.api_key else text
+
 
 class AgentError(Exception):
     """A program failed, or returned something that is no result; the text is the error of its sample."""

@@ -10,7 +10,8 @@ from numbers import Real
 from typing import Any
 
 _KEYS = ("reward", "answer", "metrics", "call_rewards")
-_SHOWN_CHARS = 200
+_SHOWN_CHARS = 65536
+"""Characters of a value in an error; `environment` cuts it to fewer after it has replaced the key."""
 
 
 @dataclass(frozen=True)
@@ -77,5 +78,8 @@ def _number(value: Any, key: str) -> float:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception as error:  # boundary: the class may be the user's own
+        return f"a {type(value).__name__} whose text raises {type(error).__name__}"
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]} ..."

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from nemo_rl.config.schema.agents import AgentEnvironmentConfig
 from nemo_rl.environments.agents.commands import (
+    LARGEST_REWARD_FILE,
     REWARD_FILE,
     TASK_FILE,
     found_command,
@@ -25,16 +26,18 @@ from nemo_rl.environments.agents.commands import (
 from nemo_rl.environments.agents.interfaces import AgentError, AgentProgram, AgentTask, too_slow
 from nemo_rl.environments.agents.results import AgentResult
 from nemo_rl.environments.code.interpreter import limits_of
-from nemo_rl.sandbox import End, Outcome, Program, Sandbox
+from nemo_rl.sandbox import End, Outcome, Program, Sandbox, why_unavailable
 from nemo_rl.sandbox.mechanisms import SCRATCH
+from nemo_rl.sandbox.program import port_inside
 from nemo_rl.utils.errors import ConfigError, SandboxError
 
 _HTTP_PORT = 80
 _KEYS = {End.MEMORY: "memory_mb", End.PROCESSES: "max_processes", End.SCRATCH: "scratch_mb", End.CPU_TIME: "timeout_s"}
 """Keys of the limits that end a program."""
 _ADVICE = (
-    "Programs that reach only the endpoint need bubblewrap or namespaces of users and networks. Install bubblewrap, or "
-    "set env.agent.sandbox=none to run the command with all rights of the run."
+    "Programs that reach only the endpoint need bubblewrap, or the right to make namespaces and to start the network "
+    "in them (CAP_SYS_ADMIN and CAP_NET_ADMIN, or namespaces of users). Install bubblewrap, or set "
+    "env.agent.sandbox=none to run the command with all rights of the run."
 )
 
 
@@ -59,8 +62,9 @@ class SandboxedCommand(AgentProgram):
             self._sandbox = Sandbox(limits, cfg.sandbox, cfg.max_open_episodes)
         except SandboxError as error:
             raise ConfigError(f"{error}\n  {_ADVICE}") from None
-        if not self._sandbox.mechanism.has_own_files:
-            raise ConfigError(f"This machine allows no namespaces. {_ADVICE}")
+        reason = why_unavailable(self._sandbox.mechanism, with_address=True)
+        if reason is not None:
+            raise ConfigError(f"This machine cannot give a program in a sandbox an address: {reason}\n  {_ADVICE}")
 
     async def run(self, task: AgentTask) -> AgentResult:
         """See `AgentProgram.run`."""
@@ -74,6 +78,7 @@ class SandboxedCommand(AgentProgram):
                 readable=self._readable,
                 address=address,
                 returned=(REWARD_FILE,),
+                returned_bytes=LARGEST_REWARD_FILE,
             )
         )
         return self._result(task, outcome)
@@ -90,18 +95,21 @@ class SandboxedCommand(AgentProgram):
         if outcome.end is not End.EXITED:
             key = _KEYS.get(outcome.end, "sandbox")
             raise AgentError(f"the program reached its limit of {outcome.end} (env.agent.{key}) and was ended")
-        return result_of(outcome.exit_code, outcome.stdout, outcome.stderr, outcome.files.get(REWARD_FILE))
+        return result_of(task, outcome.exit_code, outcome.stdout, outcome.stderr, outcome.files)
 
 
 def _python_of_the_run() -> tuple[str, ...]:
-    """Return the folders of installed packages, with the virtual environment around them if there is one."""
+    """Return the Python and the folders of installed packages, with the virtual environment if there is one.
+
+    Scripts name the Python by the link of the virtual environment, which may lead to further links.
+    """
     if sys.prefix != sys.base_prefix:
-        return (sys.prefix,)
-    return (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+        return (sys.prefix, sys.executable)
+    return (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sys.executable)
 
 
 def _seen_inside(task: AgentTask) -> tuple[tuple[str, int], AgentTask]:
     """Return the address of the endpoint, and the task with the address that the program has to use."""
     parts = urlsplit(task.base_url)
     host, port = parts.hostname or "127.0.0.1", parts.port or _HTTP_PORT
-    return (host, port), replace(task, base_url=parts._replace(netloc=f"127.0.0.1:{port}").geturl())
+    return (host, port), replace(task, base_url=parts._replace(netloc=f"127.0.0.1:{port_inside(port)}").geturl())

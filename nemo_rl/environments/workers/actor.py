@@ -15,7 +15,6 @@ import inspect
 import logging
 import os
 import threading
-import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -33,6 +32,7 @@ from nemo_rl.environments.interfaces import (
     check_message,
     split_return,
 )
+from nemo_rl.environments.user_errors import describe, raise_if_cancelled
 from nemo_rl.environments.workers.loading import (
     EnvironmentClass,
     EnvironmentTraits,
@@ -47,8 +47,6 @@ from nemo_rl.host.processes import end_descendants
 logger = logging.getLogger(__name__)
 
 _MAX_ERROR_CHARS = 2000
-_RAISED = (Exception, SystemExit, KeyboardInterrupt)
-"""Errors of an environment that do not end its actor."""
 
 type Metrics = dict[str, float | int]
 
@@ -93,7 +91,8 @@ class _Calls:
         untouched = copy.deepcopy((message_logs, metadata))
         try:
             return await self.step_batch(message_logs, metadata)
-        except _RAISED as error:  # boundary: the environment is user code
+        except BaseException as error:  # boundary: the environment is user code
+            raise_if_cancelled(error)
             logger.warning(
                 "%s raised for a batch of %d; stepping each sample alone: %s",
                 type(self._env).__name__,
@@ -105,7 +104,8 @@ class _Calls:
     async def _step_one(self, message_log: Any, metadata: Any) -> StepResult:
         try:
             return (await self.step_batch([message_log], [copy.deepcopy(metadata)]))[0]
-        except _RAISED as error:  # boundary: the environment is user code
+        except BaseException as error:  # boundary: the environment is user code
+            raise_if_cancelled(error)
             return StepResult.failed(_describe(error), metadata)
 
     async def step_batch(self, message_logs: list[Any], metadata: list[Any]) -> list[StepResult]:
@@ -123,14 +123,16 @@ class _Calls:
             if start.observation is not None:
                 check_message(start.observation, "EpisodeStart.observation")
             return start
-        except _RAISED as error:  # boundary: the environment is user code
+        except BaseException as error:  # boundary: the environment is user code
+            raise_if_cancelled(error)
             return EpisodeStart(metadata, error=_describe(error))
 
     async def close_one(self, metadata: Any) -> str | None:
         """Close an episode; return its error, or None."""
         try:
             await self._outcome(self._env.close_episode, metadata)
-        except _RAISED as error:  # boundary: the environment is user code
+        except BaseException as error:  # boundary: the environment is user code
+            raise_if_cancelled(error)
             return _describe(error)
         return None
 
@@ -287,7 +289,4 @@ def _without_waiting[T](coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def _describe(error: BaseException) -> str:
-    """Describe an error by its type, its text and the innermost line of code that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"[:_MAX_ERROR_CHARS]
+    return describe(error)[:_MAX_ERROR_CHARS]

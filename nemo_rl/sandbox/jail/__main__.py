@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     type Plan = dict[str, Any]
 
 _NEW_NAMESPACES = os.CLONE_NEWNS | os.CLONE_NEWPID | os.CLONE_NEWNET | os.CLONE_NEWIPC | os.CLONE_NEWUTS
+_NOT_FOUND = 127
 
 
 def main(plan_file: int, control: int) -> int:
@@ -106,7 +107,11 @@ def _become_the_program(plan: Plan, control: int) -> None:
     os.set_inheritable(control, False)
     seccomp.install(plan["namespaces"] != "none", plan["may_fork"], may_connect, os.getpid())
     os.write(control, b"ready\n")
-    os.execve(plan["arguments"][0], plan["arguments"], plan["environment"])
+    try:
+        os.execve(plan["arguments"][0], plan["arguments"], plan["environment"])
+    except OSError as error:  # after `ready`, so it is the program's failure
+        os.write(2, f"{plan['arguments'][0]} or its interpreter cannot be run: {error.strerror}\n".encode())
+        os._exit(_NOT_FOUND)
 
 
 def _write(path: str, text: str) -> None:
@@ -115,9 +120,12 @@ def _write(path: str, text: str) -> None:
 
 
 def _status_of(child: int) -> int:
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
+    """Wait for a child and return its status; take note of orphans that end before, which count as processes."""
+    while True:
+        ended, status = os.wait()
+        if ended == child:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":

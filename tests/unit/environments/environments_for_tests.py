@@ -48,6 +48,8 @@ class GuessTheNumber(EnvironmentInterface[dict]):
             raise ValueError("I do not understand")
         if command == "exit":
             raise SystemExit(3)
+        if command == "cancel":
+            raise asyncio.CancelledError
         if command == "hang":
             time.sleep(60)
         if command == "sleep":

@@ -66,7 +66,12 @@ def test_wrong_corrections_raise_in_the_actor(monkeypatch, returned, error):
 
 
 @pytest.mark.parametrize(
-    ("bad", "text"), [("raise", "ValueError: I do not understand (environ"), ("exit", "SystemExit: 3")]
+    ("bad", "text"),
+    [
+        ("raise", "ValueError: I do not understand (environ"),
+        ("exit", "SystemExit: 3"),
+        ("cancel", "CancelledError: "),
+    ],
 )
 def test_one_bad_sample_of_a_batch_is_found_and_the_others_are_graded(bad, text):
     logs = [say("5"), say(bad), say("1")]
@@ -75,6 +80,25 @@ def test_one_bad_sample_of_a_batch_is_found_and_the_others_are_graded(bad, text)
     assert results[1].error.startswith(text) and results[1].terminated
     assert results[0].error is None
     assert [result.metadata["turns"] for result in results] == [1, 0, 1]  # no turn counts twice
+
+
+def test_a_cancelled_step_of_a_coroutine_stays_cancelled():
+    class Waits(Slow):
+        async def step(self, message_log_batch, metadata):
+            await asyncio.sleep(0 if metadata[0] else 10)
+            raise asyncio.CancelledError
+
+    async def cancel():
+        actor = EnvironmentActorAsync(Waits, {}, step_timeout_s=5)
+        (result,) = await actor.step([say("")], [{"own": 1}])
+        assert result.error.startswith("CancelledError")
+        step = asyncio.ensure_future(actor.step([say("")], [{}]))
+        await asyncio.sleep(0.1)
+        step.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+
+    asyncio.run(cancel())
 
 
 def test_a_reward_that_is_not_finite_is_an_error():

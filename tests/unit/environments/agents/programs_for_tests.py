@@ -10,6 +10,8 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
+
 from nemo_rl.environments.agents.interfaces import AgentTask
 
 released = threading.Event()
@@ -82,6 +84,64 @@ async def exits_async(task: AgentTask) -> float:
 
 async def interrupts(task: AgentTask) -> float:
     raise KeyboardInterrupt
+
+
+class Unusual(BaseException):
+    def __str__(self) -> str:
+        raise LookupError
+
+
+def raises_unusual(task: AgentTask) -> float:
+    raise Unusual
+
+
+async def raises_unusual_async(task: AgentTask) -> float:
+    raise Unusual
+
+
+async def raises_group(task: AgentTask) -> float:
+    raise BaseExceptionGroup("several", [Unusual(), ValueError()])
+
+
+async def skips(task: AgentTask) -> float:
+    pytest.skip("not now")
+
+
+async def cancels_its_task(task: AgentTask) -> float:
+    inner = asyncio.ensure_future(asyncio.sleep(10))
+    inner.cancel()
+    await inner
+    return 1.0
+
+
+def is_cancelled_on_its_thread(task: AgentTask) -> float:
+    return asyncio.run(cancels_its_task(task))
+
+
+class Hostile:
+    def __repr__(self) -> str:
+        raise LookupError
+
+
+class HostileMapping(dict[str, Any]):
+    def __iter__(self) -> Any:
+        raise Unusual
+
+
+def returns_hostile(task: AgentTask) -> Any:
+    return Hostile()
+
+
+def returns_hostile_mapping(task: AgentTask) -> Any:
+    return HostileMapping(reward=1.0)
+
+
+def tells_the_key(task: AgentTask) -> Any:
+    return {"reward": 1, "answer": task.api_key, "metrics": {task.api_key: 1}, "call_rewards": {task.api_key: 1}}
+
+
+def returns_the_key(task: AgentTask) -> Any:
+    return ["x" * (198 - len(task.api_key) // 2) + task.api_key]
 
 
 def not_finite(task: AgentTask) -> float:

@@ -64,6 +64,24 @@ def test_answer_metrics_and_rewards_of_calls_are_passed_on(endpoint: FakeEndpoin
     assert metrics["turns"] == 2.0 and metrics["tools"] == 2.5 and metrics["mean_program_s"] > 0
 
 
+def test_samples_that_were_not_played_here_are_left_out(endpoint: FakeEndpoint) -> None:
+    environment = AgentEnvironment(program("answers_text", grader=GRADER))
+
+    async def play() -> list[dict[str, Any]]:
+        returned = await environment.step([[]], [{"ground_truth": "4", "agent": agent(endpoint.url)}])
+        found = []
+        for infos in ([None, returned.metadata[0], {}], [None]):
+            batch = BatchedDataDict(rewards=torch.ones(len(infos)), extra_env_info=infos)
+            corrected, metrics = await environment.global_post_process_and_metrics(batch)
+            assert corrected["rewards"].tolist() == [1.0] * len(infos)
+            found.append(metrics)
+        await environment.shutdown()
+        return found
+
+    some, none = asyncio.run(play())
+    assert some["mean_program_s"] > 0 and "accuracy" not in some and none == {}
+
+
 @pytest.mark.parametrize("name", ["answers", "answers_text"])
 def test_a_grader_grades_the_answer(name: str, endpoint: FakeEndpoint) -> None:
     rows = [{"ground_truth": "4"}, {"ground_truth": "5"}]
@@ -105,6 +123,14 @@ def test_a_program_sees_the_named_fields_of_its_row(fields: Any, seen: str, endp
         ("exits", "SystemExit: 3"),
         ("exits_async", "SystemExit: 3"),
         ("interrupts", "KeyboardInterrupt"),
+        ("raises_unusual", "Unusual: (its text raises LookupError)"),
+        ("raises_unusual_async", "Unusual: (its text raises LookupError)"),
+        ("raises_group", "BaseExceptionGroup: several"),
+        ("returns_hostile", "a Hostile whose text raises LookupError, which is no number"),
+        ("returns_hostile_mapping", "cannot be read: Unusual"),
+        ("skips", "Skipped: not now"),
+        ("cancels_its_task", "CancelledError"),
+        ("is_cancelled_on_its_thread", "CancelledError"),
         ("not_finite", "reward=nan, which is not finite"),
         ("nonsense", "reward=[1.0], which is no number"),
         ("unknown_key", "the keys ['rewards'], but only reward, answer, metrics, call_rewards"),

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,12 +18,14 @@ import pytest
 from agent_steps import KEY, agent, played, processes_with
 from fake_endpoint import FakeEndpoint
 
+from nemo_rl.environments.agents import commands
 from nemo_rl.environments.agents.environment import AgentEnvironment
 from nemo_rl.sandbox import why_unavailable
 from nemo_rl.sandbox.mechanisms import IN_ORDER
 
 NO_NAMESPACES = all(why_unavailable(one) for one in IN_ORDER if one.has_own_files)
 IN_A_SANDBOX = pytest.param("auto", marks=pytest.mark.skipif(NO_NAMESPACES, reason="no namespaces here"))
+UNREADABLE = "reward.json of the program is no regular file"
 NOWHERE = "http://127.0.0.1:65009/v1"
 BEGIN = """
 import json, os, signal, subprocess, sys, time, urllib.request
@@ -127,10 +130,10 @@ def test_it_sees_no_field_of_the_row_that_is_not_named(fields: Any, seen: str, s
         ("result('NaN')", "reward=nan, which is not finite"),
         ("result('[1]')", "reward=[1], which is no number"),
         ("result({'reward': None})", "returned no reward"),
-        ("os.symlink('/etc/hostname', os.environ['NEMO_RL_REWARD_FILE'])", "returned no reward"),
-        ("os.mkfifo(os.environ['NEMO_RL_REWARD_FILE'])", "returned no reward"),
-        ("os.mkdir(os.environ['NEMO_RL_REWARD_FILE'])", "returned no reward"),
-        ("result(' ' * 2000000 + '1')", "returned no reward"),
+        ("os.symlink('/etc/hostname', os.environ['NEMO_RL_REWARD_FILE']); print(1)", UNREADABLE),
+        ("os.mkfifo(os.environ['NEMO_RL_REWARD_FILE']); print(1)", UNREADABLE),
+        ("os.mkdir(os.environ['NEMO_RL_REWARD_FILE']); print(1)", UNREADABLE),
+        ("result(' ' * 2000000 + '1'); print(1)", UNREADABLE),
     ],
 )
 def test_a_failure_is_the_error_of_its_sample(code: str, reason: str, sandbox: str) -> None:
@@ -139,6 +142,44 @@ def test_a_failure_is_the_error_of_its_sample(code: str, reason: str, sandbox: s
     (result,) = played(NOWHERE, section)
     assert reason in result.error
     assert time.monotonic() - started < 15 and not processes_with(mark)
+
+
+def test_the_size_of_the_reward_file_is_not_that_of_the_output(sandbox: str) -> None:
+    (result,) = played(NOWHERE, command("result(' ' * 1000000 + '1')", sandbox, output_bytes=100))
+    assert result.reward == 1.0, result.error
+
+
+def test_a_signal_to_the_process_group_ends_only_the_program() -> None:
+    (result,) = played(NOWHERE, {"command": ["sh", "-c", "echo before; kill -9 0"], "sandbox": "none"})
+    assert result.error == "the program was ended by signal 9: before"
+
+
+@pytest.mark.parametrize("end", ["KILL", "STOP"])
+def test_a_program_that_kills_its_guard_is_ended(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(commands, "_END_DEADLINE_S", 1.0)
+    mark, slowest = f"mark-{uuid.uuid4()}", 0.0
+
+    async def play() -> Any:
+        nonlocal slowest
+        run = f"kill -{end} $PPID; (sleep 33.5; echo {mark}) & env -i sleep 33.5; echo {mark}"
+        environment = AgentEnvironment({"command": ["sh", "-c", run], "sandbox": "none", "timeout_s": 1})
+        step = asyncio.ensure_future(environment.step([[]], [{"agent": agent(NOWHERE)}]))
+        while not step.done():
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            slowest = max(slowest, time.monotonic() - before)
+        return await step
+
+    started = time.monotonic()
+    assert "gave no result in 1 s" in asyncio.run(play()).errors[0]
+    assert time.monotonic() - started < 15 and slowest < 1
+    assert not processes_with(mark) and not processes_with("sleep\x0033.5") and not list(tmp_path.iterdir())
+
+
+def test_the_status_of_a_killed_guard_is_a_signal() -> None:
+    (result,) = played(NOWHERE, {"command": ["sh", "-c", "kill -9 $PPID"], "sandbox": "none"})
+    assert "was ended by signal 9" in result.error
 
 
 @pytest.mark.parametrize("end", ["result(1)", "time.sleep(100)", "sys.exit(3)"])
@@ -182,7 +223,7 @@ asyncio.run(program.run(AgentTask([], None, {{}}, "", "", "", 0, 100)))
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    asyncio.run(_until(lambda: not processes_with(mark)))
+    asyncio.run(_until(lambda: not processes_with(mark) and not list(tmp_path.iterdir())))
 
 
 @pytest.mark.skipif(NO_NAMESPACES, reason="no namespaces here")
@@ -233,6 +274,26 @@ def test_a_sandboxed_command_sees_what_is_named(tmp_path_factory: pytest.TempPat
 
 
 @pytest.mark.skipif(NO_NAMESPACES, reason="no namespaces here")
+def test_the_python_of_a_script_may_be_a_link_to_a_link(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path_factory.mktemp("links")
+    folder.chmod(0o755)
+    environment, between = folder / "environment", folder / "between"
+    for place in (environment, between):
+        place.mkdir(mode=0o755)
+    (between / "python").symlink_to(os.path.realpath(sys.executable))
+    (environment / "python").symlink_to(between / "python")
+    script = environment / "script"
+    script.write_text(f"#!{environment}/python -IS\nopen('reward.json', 'w').write('1')\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "prefix", str(environment))
+    monkeypatch.setattr(sys, "executable", str(environment / "python"))
+    (result,) = played(NOWHERE, {"command": [str(script)]})
+    assert result.reward == 1.0, result.error
+
+
+@pytest.mark.skipif(NO_NAMESPACES, reason="no namespaces here")
 def test_a_large_answer_and_many_connections_pass_the_relay(endpoint: FakeEndpoint) -> None:
     code = """
 from concurrent.futures import ThreadPoolExecutor
@@ -266,8 +327,22 @@ async def _until(condition: Any) -> None:
 
 def test_the_task_is_json_of_its_fields(sandbox: str) -> None:
     code = "result(1); print(json.dumps({key: task[key] for key in sorted(task)}), os.environ['ANTHROPIC_BASE_URL'])"
-    (result,) = played(NOWHERE, command(code, sandbox, row_fields=["id"]), [{"id": 3}], api_key="k")
+    (result,) = played(NOWHERE, command(code, sandbox, row_fields=["id"]), [{"id": 3}])
     text, _, base = result.answer.rpartition(" ")
     assert base == NOWHERE.removesuffix("/v1")
     given = {"messages": [{"role": "user", "content": "4"}], "tools": None, "row": {"id": 3}, "seed": 7}
-    assert json.loads(text) == given | {"base_url": NOWHERE, "api_key": "k", "model": "policy", "timeout_s": 300.0}
+    assert json.loads(text) == given | {"base_url": NOWHERE, "api_key": "***", "model": "policy", "timeout_s": 300.0}
+
+
+@pytest.mark.skipif(NO_NAMESPACES, reason="no namespaces here")
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="gives up a right of root")
+def test_a_machine_without_the_right_to_start_a_network_is_refused() -> None:
+    code = """
+from nemo_rl.config.schema.agents import AgentEnvironmentConfig
+from nemo_rl.environments.agents.sandboxed import SandboxedCommand
+SandboxedCommand(AgentEnvironmentConfig.build(command=["python"], sandbox="landlock"))
+"""
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    limited = ["setpriv", "--bounding-set", "-net_admin", sys.executable, "-c", code]
+    done = subprocess.run(limited, env=variables, capture_output=True, text=True, timeout=60)
+    assert "ConfigError: " in done.stderr and "set env.agent.sandbox=none" in done.stderr, done.stderr

@@ -71,6 +71,9 @@ def _handler(service: Service) -> type[BaseHTTPRequestHandler]:
         def do_drop(self, task: dict[str, Any]) -> None:
             self.connection.close()
 
+        def do_break(self, task: dict[str, Any]) -> None:
+            self.send(500, "broken")
+
         def do_refuse(self, task: dict[str, Any]) -> None:
             self.send(401, f"not you, {task['api_key']}")
 
@@ -120,7 +123,8 @@ def test_a_service_gets_the_task_and_returns_the_reward(service: Service, endpoi
     ("behaviour", "reason", "requests"),
     [
         ("fail_twice", None, 3),
-        ("drop", "failed: ", 4),
+        ("drop", "failed: ", 1),
+        ("break", "answered with status 500: ", 1),
         ("refuse", "answered with status 401: not you, ***", 1),
         ("nonsense", "sent no result: ", 1),
         ("nan", "reward=nan, which is not finite", 1),
