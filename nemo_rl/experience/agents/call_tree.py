@@ -38,7 +38,7 @@ class Call:
         served_by: the engine that wrote the answer.
         is_cut: the answer ends where a limit has cut it off, without a token that ends a turn.
         cut_by: the limit of the run that has done so; None if it was the program's own.
-        num_beginning: tokens at the end of `added` with which the program has begun the answer.
+        num_beginning: tokens at the end of `added` with which the program wrote the start of the answer.
     """
 
     id: str

@@ -42,7 +42,7 @@ _MINUTE_S = 60.0
 _START_S = 30.0
 _BACKLOG = 1024
 _CLIENT_GONE = 499
-"""Status in place of an answer that nobody reads."""
+"""Status in place of an answer that has no reader."""
 
 
 @dataclass(eq=False)

@@ -26,7 +26,7 @@ class Prompt:
     Attributes:
         parent: the call whose tokens come first; None without one.
         added: message with the `token_ids` after them.
-        num_beginning: tokens at its end with which the program has begun the answer.
+        num_beginning: tokens at its end with which the program wrote the start of the answer.
     """
 
     parent: Call | None
