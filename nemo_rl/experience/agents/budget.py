@@ -33,7 +33,7 @@ class Grant:
 
 @dataclass
 class Budget:
-    """What is left for a program.
+    """Answers and tokens that a program may still get.
 
     Attributes:
         limits: of the sample.
