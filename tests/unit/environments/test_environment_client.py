@@ -147,7 +147,7 @@ def play_tools(client, states):
 def test_a_slow_sample_delays_no_other_where_each_is_stepped_alone(make, env_class):
     client = make(env_class)
     if env_class is Tools:
-        results, seconds = play_tools(client, [{"wait_s": 6.0}, *[{"wait_s": 0.1, "open_s": 0.05}] * 199])
+        results, seconds = play_tools(client, [{"wait_s": 6.0}, *[{"wait_s": 0.5, "open_s": 0.05}] * 199])
         assert max(result.metadata["most"] for result in results) > 100
     else:
 
