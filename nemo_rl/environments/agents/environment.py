@@ -18,7 +18,7 @@ from nemo_rl.config.schema.agents import AgentEnvironmentConfig
 from nemo_rl.environments.agents.callables import CallableProgram
 from nemo_rl.environments.agents.commands import CommandProgram
 from nemo_rl.environments.agents.grading import AnswerGrader, Grade
-from nemo_rl.environments.agents.interfaces import AgentError, AgentProgram, AgentTask
+from nemo_rl.environments.agents.interfaces import AGENT, CALL_REWARDS, AgentError, AgentProgram, AgentTask
 from nemo_rl.environments.agents.results import AgentResult
 from nemo_rl.environments.agents.sandboxed import SandboxedCommand
 from nemo_rl.environments.agents.service import ServiceProgram
@@ -32,12 +32,8 @@ if TYPE_CHECKING:
 
 _MAX_ERROR_CHARS = 2000
 
-AGENT = "agent"
-"""Key of the metadata that has the endpoint's address and the sample's key."""
 PLAYED = "played"
 """Key of the metadata that a step adds: seconds and metrics of the program, and the grader's metadata."""
-CALL_REWARDS = "call_rewards"
-"""Key of the metadata that a step adds where the program rewarded single calls: their rewards by id."""
 
 
 class AgentEnvironment(EnvironmentInterface[dict[str, Any]]):

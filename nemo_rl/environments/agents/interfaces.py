@@ -10,6 +10,11 @@ from typing import Any
 
 from nemo_rl.environments.agents.results import AgentResult
 
+AGENT = "agent"
+"""Key of the metadata that has the endpoint's address and the sample's key."""
+CALL_REWARDS = "call_rewards"
+"""Key of the metadata that a step adds where the program rewarded single calls: rewards by the ids of responses."""
+
 
 @dataclass(frozen=True)
 class AgentTask:

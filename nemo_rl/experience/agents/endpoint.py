@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import logging
 import secrets
 import socket
 import time
@@ -29,12 +28,10 @@ from starlette.routing import Route
 from nemo_rl.config.schema.agents import AgentEndpointConfig
 from nemo_rl.experience.agents.calls import CallError
 from nemo_rl.experience.agents.dialects.interface import Dialect
-from nemo_rl.experience.agents.dialects.registry import DIALECTS
+from nemo_rl.experience.agents.dialects.registry import DIALECT_BY_PATH, DIALECTS
 from nemo_rl.experience.agents.exchanges import ClientGoneError
 from nemo_rl.experience.agents.session import AgentSession
 from nemo_rl.utils.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 MODEL = "policy"
 """Name of the model; requests may name any other."""
@@ -168,8 +165,7 @@ class AgentEndpoint:
         session, raw = client.session, await self._body(request)
         self._note_arrival(client, "")
         body = _parsed(raw)
-        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-        dialect = next(each for each in DIALECTS if each.path == path)
+        dialect = DIALECT_BY_PATH["/v1/chat/completions" if "messages" in body else "/v1/completions"]
         tokens = session.token_ids(dialect.read({"model": MODEL, **body}, session.memory))
         most = session.parts.limits.max_sequence_length
         return JSONResponse({"count": len(tokens), "max_model_len": most, "tokens": tokens})

@@ -16,6 +16,7 @@ from typing import Any
 from nemo_rl.config.schema.agents import AgentEndpointConfig, AgentKeys
 from nemo_rl.data.interfaces import Message, TokenizerType
 from nemo_rl.data.messages.content import TextRules
+from nemo_rl.environments.agents.interfaces import AGENT, CALL_REWARDS
 from nemo_rl.environments.interfaces import StepResult
 from nemo_rl.experience.agents.answers import AnswerReader
 from nemo_rl.experience.agents.endpoint import MODEL, AgentEndpoint
@@ -24,11 +25,6 @@ from nemo_rl.experience.agents.session import COUNTS, AgentSession, CallParts, C
 from nemo_rl.experience.limits import RolloutLimits
 from nemo_rl.experience.trajectory import Ending, Outcome, Trajectory
 from nemo_rl.models.generation.interfaces import GenerationInterface, SamplingParams
-
-KEY = "agent"
-"""Key of the metadata that an agent environment gets: what its program needs to call the endpoint."""
-CALL_REWARDS = "call_rewards"
-"""Key of the metadata that it returns: rewards of single calls, by the ids of their responses."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +145,7 @@ def _metadata(sample: Trajectory, endpoint: AgentEndpoint, key: str, seed: int) 
         "tools": None if chat is None else chat["tools"],
         "seed": seed,
     }
-    return {**(sample.extra_env_info or {}), KEY: task}
+    return {**(sample.extra_env_info or {}), AGENT: task}
 
 
 def _without_key(step: StepResult) -> tuple[StepResult, Mapping[str, float]]:
@@ -159,7 +155,7 @@ def _without_key(step: StepResult) -> tuple[StepResult, Mapping[str, float]]:
     """
     if not isinstance(step.metadata, dict):
         return step, {}
-    metadata = {name: value for name, value in step.metadata.items() if name not in (KEY, CALL_REWARDS)}
+    metadata = {name: value for name, value in step.metadata.items() if name not in (AGENT, CALL_REWARDS)}
     rewards = step.metadata.get(CALL_REWARDS) or {}
     return replace(step, metadata=metadata), {call_id_of(name): value for name, value in rewards.items()}
 

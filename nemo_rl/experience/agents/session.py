@@ -238,7 +238,7 @@ class AgentSession:
         self, request: CallRequest, prompt: Prompt, grant: Grant, seed: int, result: GenerationResult
     ) -> CallAnswer:
         """Add an answered call to the tree, and return the answer for the program."""
-        call_id, written = _call_id(seed), result.token_ids.tolist()
+        call_id, written = short_id("call", seed), result.token_ids.tolist()
         read = self.settings.reader.read(written, request, seed)
         is_cut = result.finish_reason == "length"
         end: CallEnd = "tool_calls" if read.tool_calls else ("length" if is_cut else "stop")
@@ -289,11 +289,6 @@ def _identity(prompt: Prompt, request: CallRequest) -> str:
     distribution = (request.temperature, request.top_p, request.top_k)
     content = json.dumps([prompt.token_ids, request.stop, asked, distribution])
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
-
-
-def _call_id(seed: int) -> str:
-    """Return an id of letters and digits, which chat templates may write into prompts."""
-    return short_id("call", seed)
 
 
 def call_id_of(response_id: str) -> str:

@@ -15,11 +15,12 @@ from nemo_rl.experience.agents.dialects.interface import Body, Event, SessionMem
 from nemo_rl.experience.agents.dialects.openai_form import (
     error_body,
     header,
+    last_events,
     prompt_token_ids,
     scored_tokens,
+    stream_header,
     token_ids,
     usage,
-    wants_usage,
 )
 from nemo_rl.experience.agents.dialects.sampling import sampling_fields
 from nemo_rl.experience.agents.dialects.tools import nested_tools, reads_tool_calls
@@ -66,17 +67,13 @@ class ChatCompletions:
         self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
     ) -> Iterator[Event]:
         """See `Dialect.events`: the chunks of one answer follow each other."""
-        head = header(body, answers, "chat.completion.chunk", _ID_PREFIX)
-        if wants_usage(body):
-            head["usage"] = None
+        head = stream_header(body, answers, "chat.completion.chunk", _ID_PREFIX)
         first = prompt_token_ids(body, answers)
         for index, answer in enumerate(answers):
             for choice in _chunk_choices(body, index, answer):
                 yield Event({**head, "choices": [choice], **first})
                 first = {}
-        if wants_usage(body):
-            yield Event({**head, "choices": [], "usage": usage(answers)})
-        yield Event("[DONE]")
+        yield from last_events(body, head, answers)
 
     def error(self, error: CallError) -> Mapping[str, Any]:
         """See `Dialect.error`."""

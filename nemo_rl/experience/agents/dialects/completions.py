@@ -13,11 +13,12 @@ from nemo_rl.experience.agents.dialects.interface import Body, Event, SessionMem
 from nemo_rl.experience.agents.dialects.openai_form import (
     error_body,
     header,
+    last_events,
     prompt_token_ids,
     scored_tokens,
+    stream_header,
     token_ids,
     usage,
-    wants_usage,
 )
 from nemo_rl.experience.agents.dialects.sampling import sampling_fields
 
@@ -56,18 +57,14 @@ class Completions:
         self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
     ) -> Iterator[Event]:
         """See `Dialect.events`: for each answer a chunk with its text, and one with the reason of its end."""
-        head = header(body, answers, "text_completion", _ID_PREFIX)
-        if wants_usage(body):
-            head["usage"] = None
+        head = stream_header(body, answers, "text_completion", _ID_PREFIX)
         prompt = prompt_token_ids(body, answers)
         for index, answer in enumerate(answers):
             choice = _choice(body, index, answer)
             yield Event({**head, "choices": [{**choice, "finish_reason": None, **prompt}]})
             end = {"index": index, "text": "", "logprobs": None, "finish_reason": choice["finish_reason"]}
             yield Event({**head, "choices": [end]})
-        if wants_usage(body):
-            yield Event({**head, "choices": [], "usage": usage(answers)})
-        yield Event("[DONE]")
+        yield from last_events(body, head, answers)
 
     def error(self, error: CallError) -> Mapping[str, Any]:
         """See `Dialect.error`."""

@@ -1,11 +1,11 @@
-"""Parts of responses that OpenAI's APIs share: usage, log probabilities, errors."""
+"""Parts of responses that OpenAI's APIs share: usage, log probabilities, beginning and end of streams, errors."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_rl.experience.agents.calls import CallAnswer, CallError
-from nemo_rl.experience.agents.dialects.interface import Body
+from nemo_rl.experience.agents.dialects.interface import Body, Event
 
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -39,7 +39,25 @@ def usage(answers: Sequence[CallAnswer]) -> Mapping[str, Any]:
     }
 
 
-def wants_usage(body: Body) -> bool:
+def stream_header(body: Body, answers: Sequence[CallAnswer], kind: str, id_prefix: str) -> dict[str, Any]:
+    """Return the fields that each chunk of a stream begins with; arguments as `header`."""
+    return header(body, answers, kind, id_prefix) | ({"usage": None} if _wants_usage(body) else {})
+
+
+def last_events(body: Body, head: Mapping[str, Any], answers: Sequence[CallAnswer]) -> Iterator[Event]:
+    """Yield the end of a stream: the numbers of tokens if the request asks for them, and the mark of the end.
+
+    Args:
+        body: the request.
+        head: the fields that each chunk begins with.
+        answers: the answers of the request.
+    """
+    if _wants_usage(body):
+        yield Event({**head, "choices": [], "usage": usage(answers)})
+    yield Event("[DONE]")
+
+
+def _wants_usage(body: Body) -> bool:
     """Return whether a stream ends with the numbers of tokens."""
     return bool((body.get("stream_options") or {}).get("include_usage"))
 
