@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from nemo_rl.experience.branches import num_written_tokens
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
+from nemo_rl.files.safe_load import is_plain
 from nemo_rl.models.generation.interfaces import (
     FinishReason,
     GenerationInterface,
@@ -30,8 +30,6 @@ from nemo_rl.models.generation.interfaces import (
 
 _MOST_ROUNDS = 10
 """Times that engines are asked about samples that have started another turn meanwhile; then that turn starts again."""
-_PLAIN = (type(None), bool, int, float, str, bytes, Tensor)
-"""Types themselves, not their subclasses: to load those, code would have to be executed."""
 
 
 @dataclass(eq=False)
@@ -223,12 +221,3 @@ def _can_continue(sample: SampleProgress, can_continue: Callable[[Trajectory], b
         return True
     has_bad_words = sample.request is not None and bool(sample.request.sampling.bad_words)
     return sample.is_open and not has_bad_words and can_continue(sample.sample)
-
-
-def is_plain(value: Any) -> bool:
-    """Return whether a checkpoint can hold a value: tensors, numbers, texts, and lists, tuples and dicts of them."""
-    if type(value) in (list, tuple):
-        return all(map(is_plain, value))
-    if type(value) is dict:
-        return all(map(is_plain, value)) and all(map(is_plain, value.values()))
-    return type(value) in _PLAIN

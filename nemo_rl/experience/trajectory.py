@@ -19,9 +19,10 @@ from nemo_rl.experience.branches import (
     num_written_tokens,
     spans_of_turns,
 )
+from nemo_rl.files.safe_load import is_plain
 from nemo_rl.models.generation.interfaces import ServedBy, VersionSpan
 
-_NOT_STORED = ("extra_env_info", "episode", "chat", "served_by", "stored", "branch")
+_NOT_STORED = ("episode", "chat", "served_by", "stored", "branch")
 
 
 class Outcome(StrEnum):
@@ -156,7 +157,8 @@ class Trajectory:
     def state_dict(self) -> dict[str, Any]:
         """Return what training and metrics need of a finished sample, as tensors and plain values for a checkpoint.
 
-        Left out is what only the episode needs: `extra_env_info`, `episode`, `chat` and `served_by`.
+        Left out is what only the episode needs: `episode`, `chat` and `served_by`; and metadata of the environment that
+        a checkpoint cannot hold.
 
         Raises:
             DataError: the row has its own position rule, which is a function and cannot be stored.
@@ -164,6 +166,7 @@ class Trajectory:
         state = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _NOT_STORED}
         return state | {
             "message_log": messages_state(self.message_log),
+            "extra_env_info": self.extra_env_info if is_plain(self.extra_env_info) else None,
             "branches": [branch.state_dict() for branch in self.branches],
             "outcome": str(self.outcome),
             "ended_by": str(self.ended_by),

@@ -9,6 +9,18 @@ import torch
 
 from nemo_rl.utils.errors import CheckpointError
 
+_PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor)
+"""Types themselves, not their subclasses: to load those, code would have to be executed."""
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether `load_plain` can load a value: tensors, numbers, texts, and lists, tuples and dicts of them."""
+    if type(value) in (list, tuple):
+        return all(map(is_plain, value))
+    if type(value) is dict:
+        return all(map(is_plain, value)) and all(map(is_plain, value.values()))
+    return type(value) in _PLAIN
+
 
 def load_plain(path: Path) -> Any:
     """Load tensors, numbers, texts, and lists and dicts of them from a file of `torch.save`.

@@ -2,9 +2,9 @@
 
     uv run --extra cpu python tools/benchmarks/agent_overhead.py --size 25m --turns 8 --repeats 3
 
-64 conversations at the same time: an environment that asks again after each answer, and a program on the package openai
-that does the same through the endpoint. The program runs in the environment's process, on the same processors. Linux
-only.
+64 conversations at the same time: an environment that asks again after each answer, and two programs that do the same
+through the endpoint, one on the package openai and one that writes its requests itself. Programs run in the
+environment's process, on the same processors, so the difference between the two is what the package costs. Linux only.
 """
 
 import argparse
@@ -26,7 +26,8 @@ logger = logging.getLogger("agent_overhead")
 
 NUM_WARM_UP = 2
 ENVIRONMENT = "agent_workload.SeveralTurns"
-SIDES = ("environment", "program")
+PROGRAMS = {"openai": "converse", "plain HTTP": "converse_plainly"}
+SIDES = ("environment", *PROGRAMS)
 
 
 @dataclass
@@ -67,13 +68,13 @@ def overrides_of(side: str, turns: int) -> list[str]:
             f"++env={{{ENVIRONMENT}: {{num_turns: {turns}}}}}",
             f"grpo.max_rollout_turns={turns}",
         ]
-    section = f"{{program: agent_workload.converse, kwargs: {{num_turns: {turns}}}, max_calls: {turns}}}"
+    section = f"{{program: agent_workload.{PROGRAMS[side]}, kwargs: {{num_turns: {turns}}}, max_calls: {turns}}}"
     return [*shared, "data.default.env_name=agent", f"++env={{agent: {section}}}"]
 
 
 def measure(side: str, arguments: argparse.Namespace) -> Rollouts:
     """Run one side; return the medians of its steps after the warm-up."""
-    folder = BENCH / "runs" / f"agents-{side}-{int(time.time())}"
+    folder = BENCH / "runs" / f"agents-{side.replace(' ', '-')}-{int(time.time())}"
     folder.mkdir(parents=True)
     command, metrics = own_command("uniform", arguments.size, folder, arguments)
     command += overrides_of(side, arguments.turns)

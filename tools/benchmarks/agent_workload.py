@@ -1,8 +1,9 @@
-"""The same conversation of several turns twice: as an environment, and as a program that calls the endpoint."""
+"""The same conversation of several turns as an environment, and as programs that call the endpoint."""
 
 from functools import cache
 from typing import Any
 
+import httpx
 import torch
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
@@ -57,7 +58,20 @@ async def converse(task: AgentTask, num_turns: int) -> float:
     return 0.0
 
 
+async def converse_plainly(task: AgentTask, num_turns: int) -> float:
+    """Do the same as `converse` with requests that this function writes and reads itself."""
+    headers = {"Authorization": f"Bearer {task.api_key}"}
+    messages: list[Any] = list(task.messages)
+    for _ in range(num_turns):
+        body = {"model": task.model, "messages": messages}
+        answer = await connections().post(f"{task.base_url}/chat/completions", json=body, headers=headers)
+        answer.raise_for_status()
+        content = answer.json()["choices"][0]["message"]["content"]
+        messages = [*messages, {"role": "assistant", "content": content}, {"role": "user", "content": AGAIN}]
+    return 0.0
+
+
 @cache
-def connections() -> DefaultAsyncHttpxClient:
+def connections() -> httpx.AsyncClient:
     """Return the connections that all samples share."""
     return DefaultAsyncHttpxClient()

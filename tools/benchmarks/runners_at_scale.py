@@ -138,7 +138,7 @@ def make_runner(options: argparse.Namespace) -> RemoteRunner:
     group: Any = _Engines(workers)
     engines = EngineGroup(group, setup_timeout_s=3600, max_restarts=0)
     names: Any = {"task": SimpleNamespace(post_processes_groups=True)}
-    return RemoteRunner(engines, names, settings, options.runners, EventLoopThread(), keeps_texts=False)
+    return RemoteRunner(engines, names, settings, options.runners, EventLoopThread(), reads_collections=False)
 
 
 def measure(runner: RemoteRunner, samples: int, options: argparse.Namespace) -> dict[str, float]:

@@ -76,7 +76,9 @@ def make_runner(
         import_path=import_path({}),
         review=review,
     )
-    keeps_texts = any(environment.reads_collections for environment in environments.values())
-    runner = RemoteRunner(engines, environments, settings, cluster.rollout_runners, loop, keeps_texts=keeps_texts)
+    reads_collections = any(environment.reads_collections for environment in environments.values())
+    runner = RemoteRunner(
+        engines, environments, settings, cluster.rollout_runners, loop, reads_collections=reads_collections
+    )
     threads.callback(runner.shutdown, cluster.timeouts.shutdown_s)
     return runner

@@ -113,7 +113,7 @@ class RunnerActor:
         num_generations: int,
         sampling: SamplingParams,
         key: RolloutKey,
-        keeps_texts: bool,
+        reads_collections: bool,
         weight_version: int,
     ) -> tuple[Summary, PackedRows | None]:
         """Play the group of one prompt.
@@ -123,7 +123,7 @@ class RunnerActor:
             num_generations: samples.
             sampling: how to sample.
             key: as `RolloutRunner.play_group`.
-            keeps_texts: as `stored.split`.
+            reads_collections: as `stored.split`.
             weight_version: version of the engines' weights.
 
         Returns:
@@ -138,7 +138,7 @@ class RunnerActor:
         busy = self._runner.busy_seconds()
         if key.phase != "train":
             return Summary(Rollouts([_sent(sample) for sample in played.trajectories], played.metrics), busy), None
-        samples, packed = split(played.trajectories, keeps_texts=keeps_texts)
+        samples, packed = split(played.trajectories, reads_collections=reads_collections)
         return Summary(Rollouts(samples, played.metrics), busy), packed
 
     async def lost_engines(self, timeout_s: float) -> list[int]:
@@ -165,5 +165,5 @@ def _sent(sample: Trajectory) -> Trajectory:
     """Prepare the tensors of a whole sample for sending."""
     for conversation in sample.conversations:
         conversation.message_log = pack_tensors([dict(message) for message in conversation.message_log])
-    sample.extra_env_info = sample.episode = None
+    sample.episode = None
     return sample

@@ -36,7 +36,7 @@ class RemoteRunner(RolloutRunner):
         settings: of the runners; each gets its share of the engines.
         num_runners: actors.
         loop: runs the coroutines.
-        keeps_texts: as `stored.split`; necessary if an environment corrects rewards of whole collections.
+        reads_collections: as `stored.split`; necessary if an environment corrects rewards of whole collections.
 
     Raises:
         ConfigError: there are fewer engines than runners.
@@ -50,7 +50,7 @@ class RemoteRunner(RolloutRunner):
         num_runners: int,
         loop: EventLoopThread,
         *,
-        keeps_texts: bool,
+        reads_collections: bool,
     ) -> None:
         cluster = settings.cluster
         super().__init__(
@@ -62,7 +62,7 @@ class RemoteRunner(RolloutRunner):
                 f"cluster.rollout_runners={num_runners}, but there are {num_workers // size} engines. Each runner has "
                 f"engines of its own: use at most {num_workers // size} runners."
             )
-        self._keeps_texts = keeps_texts
+        self._reads_collections = reads_collections
         self._runners = [
             RunnerShare(str(number), engines, ranks_of_runner(number, num_runners, num_workers, size), settings)
             for number in range(num_runners)
@@ -91,7 +91,7 @@ class RemoteRunner(RolloutRunner):
         prompt: Any = BatchedDataDict(prompts.slice(row, row + 1).data)
         runner.num_open += 1
         try:
-            summary, rows = await runner.play((prompt, num_generations, sampling, own, self._keeps_texts))
+            summary, rows = await runner.play((prompt, num_generations, sampling, own, self._reads_collections))
         finally:
             runner.num_open -= 1
         runner.busy = summary.busy
@@ -105,7 +105,7 @@ class RemoteRunner(RolloutRunner):
 
     def keep(self, rollouts: Rollouts) -> Rollouts:
         """See `RolloutRunner.keep`: the tokens go to the object store."""
-        samples, packed = split(rollouts.trajectories, keeps_texts=self._keeps_texts)
+        samples, packed = split(rollouts.trajectories, reads_collections=self._reads_collections)
         return located(Rollouts(samples, rollouts.metrics), ray.put(packed))
 
     def busy_seconds(self) -> BusySeconds:

@@ -44,31 +44,34 @@ class TokenCount:
         return self.count
 
 
-def split(samples: Sequence[Trajectory], *, keeps_texts: bool) -> tuple[list[Trajectory], PackedRows]:
+def split(samples: Sequence[Trajectory], *, reads_collections: bool) -> tuple[list[Trajectory], PackedRows]:
     """Divide the samples of a group into summaries for the driver, and tokens with texts.
 
     Args:
         samples: finished samples.
-        keeps_texts: the summaries have the texts of all messages; False: of those before the first response.
+        reads_collections: an environment reads whole collections, so the summaries have the texts of all messages and
+            the environment's metadata; False: the texts of those before the first response.
     """
     packed = pack_rows([log for sample in samples for log in sample.logs])
     places = (StoredTokens(prompt, index) for index, prompt in enumerate(shared_prompts(packed)))
-    return [_summary(sample, places, keeps_texts) for sample in samples], packed
+    return [_summary(sample, places, reads_collections) for sample in samples], packed
 
 
-def _summary(sample: Trajectory, places: Iterator[StoredTokens], keeps_texts: bool) -> Trajectory:
+def _summary(sample: Trajectory, places: Iterator[StoredTokens], reads_collections: bool) -> Trajectory:
     """Return a sample without tokens; `places` gives those of its conversations and of later samples."""
     num_prompt = next((n for n, m in enumerate(sample.message_log) if "generation_logprobs" in m), None)
     return replace(
         sample,
-        message_log=_counted(sample.message_log, None if keeps_texts else num_prompt),
-        extra_env_info=None,
+        message_log=_counted(sample.message_log, None if reads_collections else num_prompt),
+        extra_env_info=sample.extra_env_info if reads_collections else None,
         episode=None,
         chat=None,
         served_by=None,
         stored=next(places),
         branches=[
-            replace(branch, message_log=_counted(branch.message_log, None if keeps_texts else 0), stored=next(places))
+            replace(
+                branch, message_log=_counted(branch.message_log, None if reads_collections else 0), stored=next(places)
+            )
             for branch in sample.branches
         ],
     )

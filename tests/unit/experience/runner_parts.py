@@ -126,4 +126,4 @@ def make_runner(workers: Workers, num_runners: int, loop: EventLoopThread) -> Re
     group: Any = workers
     engines = EngineGroup(group, setup_timeout_s=60, max_restarts=3)
     names: Any = {"game": SimpleNamespace(post_processes_groups=True)}
-    return RemoteRunner(engines, names, settings, num_runners, loop, keeps_texts=False)
+    return RemoteRunner(engines, names, settings, num_runners, loop, reads_collections=False)

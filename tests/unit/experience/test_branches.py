@@ -21,12 +21,13 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.branches import Branch
 from nemo_rl.experience.metrics import rollout_metrics
 from nemo_rl.experience.penalties.review import ReviewSettings
-from nemo_rl.experience.progress import SampleProgress, is_plain, num_stored_tokens
+from nemo_rl.experience.progress import SampleProgress, num_stored_tokens
 from nemo_rl.experience.rows import rows_of, rows_per_update
 from nemo_rl.experience.runners.actor import _sent
 from nemo_rl.experience.runners.stored import located, messages_of, split, whole
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.experience.trajectory_log import TrajectoryLog
+from nemo_rl.files.safe_load import is_plain
 from nemo_rl.models.generation.interfaces import ResponseSoFar, VersionSpan
 from nemo_rl.models.policy.batching import global_batches
 from nemo_rl.regrade.replay import replay
@@ -93,7 +94,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def in_store(samples: list[Trajectory], store: dict[str, Any]) -> list[Trajectory]:
-    summaries, store["group"] = split(samples, keeps_texts=False)
+    summaries, store["group"] = split(samples, reads_collections=False)
     rows: Any = "group"
     return located(Rollouts(summaries), rows).trajectories
 

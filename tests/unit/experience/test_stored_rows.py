@@ -73,10 +73,10 @@ def sample(group: int, index: int, turns: list[int], reward: float | None) -> Tr
     return made
 
 
-def stored(groups: list[list[Trajectory]], store: Store, *, keeps_texts: bool = False) -> list[Trajectory]:
+def stored(groups: list[list[Trajectory]], store: Store, *, reads_collections: bool = False) -> list[Trajectory]:
     found = []
     for group in groups:
-        summaries, packed = split(group, keeps_texts=keeps_texts)
+        summaries, packed = split(group, reads_collections=reads_collections)
         rows = store.put(packed)
         for summary in summaries:
             assert summary.stored is not None
@@ -216,4 +216,16 @@ def test_the_driver_has_lengths_rewards_and_metrics_but_no_texts(groups: list[li
     assert [each.turn_spans for each in light] == [each.turn_spans for each in samples]
     assert light[0].prompt_text == "a question" and light[0].response_text == ""
     assert [messages_of(each) for each in light] == [each.turns for each in samples]
-    assert stored(groups, store, keeps_texts=True)[0].turns == samples[0].turns
+
+
+def test_environments_that_read_collections_get_texts_and_metadata_from_runners_and_checkpoints(
+    groups: list[list[Trajectory]], store: Store
+) -> None:
+    (first, second, *_), _ = groups
+    first.extra_env_info, second.extra_env_info = {"score": 3}, {"board": object()}
+    assert [each.extra_env_info for each in stored(groups, store)[:2]] == [None, None]
+    found = stored(groups, store, reads_collections=True)
+    assert found[0].turns == first.turns
+    assert [each.extra_env_info for each in found[:2]] == [first.extra_env_info, second.extra_env_info]
+    restored = [Trajectory.from_state(each.state_dict()) for each in (first, second)]
+    assert [each.extra_env_info for each in restored] == [{"score": 3}, None]
