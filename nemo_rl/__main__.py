@@ -1,4 +1,4 @@
-"""`nemo_rl` as a command: `nemo_rl doctor`, `nemo_rl regrade`, or `python -m nemo_rl doctor`.
+"""`nemo_rl` as a command: `nemo_rl doctor`, `nemo_rl report` ..., or `python -m nemo_rl doctor`.
 
 A subcommand is a module with `NAME`, `SUMMARY`, `DESCRIPTION`, `add_arguments(parser)` and `main(arguments)`, which is
 where it imports what is heavy.
@@ -10,8 +10,10 @@ from collections.abc import Sequence
 
 from nemo_rl.doctor import command as doctor
 from nemo_rl.regrade import command as regrade
+from nemo_rl.report import command as report
+from nemo_rl.report import watch_command as watch
 
-COMMANDS = [doctor, regrade]
+COMMANDS = [doctor, regrade, report, watch]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -161,7 +161,7 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.resources.__exit__(kind, error, trace)  # what records the end of the run sees the error
 
 
 def train_with_restarts(run: Run) -> None:

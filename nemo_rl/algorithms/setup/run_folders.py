@@ -13,6 +13,7 @@ from typing import Any
 
 from nemo_rl.algorithms.runtime.resume_check import check_resume
 from nemo_rl.algorithms.setup.checkpoint_size import check_space
+from nemo_rl.algorithms.setup.run_record import record_run
 from nemo_rl.config import MasterConfig, Role, save_resolved
 from nemo_rl.data.streams.prompt_stream import Prompts
 from nemo_rl.utils.checkpoint import CheckpointManager
@@ -58,7 +59,7 @@ def open_folders(config: MasterConfig, models: Mapping[str, Role], num_rows: int
         config: a checked configuration.
         models: the models of the run.
         num_rows: rows of the training data.
-        resources: unlocks the checkpoint folder at the end.
+        resources: unlocks the checkpoint folder at the end, and records how the run ended.
 
     Raises:
         CheckpointError: the folder is in use or too small, or all its checkpoints are damaged.
@@ -76,5 +77,6 @@ def open_folders(config: MasterConfig, models: Mapping[str, Role], num_rows: int
         check_space(config.checkpointing, models, checkpoints, resume_path)
     log_dir = Path(get_next_experiment_dir(config.logger.log_dir))
     save_resolved(config, log_dir / "config.yaml")
+    record_run(log_dir, resources)
     logger.info("Logs of this run: %s", log_dir)
     return RunFolders(log_dir, checkpoints, resume_path, position)

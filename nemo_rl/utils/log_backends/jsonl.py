@@ -1,13 +1,15 @@
 """Write metrics and rows as JSON lines, which can be read without a tracker.
 
-`metrics.jsonl` has one line per group of metrics: `{"step", "prefix", "metrics"}`. Invariant: numbers keep full
-precision, and every line is strict JSON (null stands for a number that is not finite).
+`metrics.jsonl` has one line per group of metrics: `{"step", "prefix", "metrics", "time"}`, the time in seconds since
+1970. Invariant: numbers keep full precision, and every line is strict JSON (null stands for a number that is not
+finite).
 """
 
 import errno
 import json
 import math
 import os
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -29,7 +31,8 @@ class JsonlLogger(LoggerInterface):
     ) -> None:
         """See `LoggerInterface.log_metrics`."""
         numbers = to_scalars(metrics)
-        line = (to_line({"step": step, "prefix": prefix, "metrics": numbers}) + "\n").encode()
+        row = {"step": step, "prefix": prefix, "metrics": numbers, "time": round(time.time(), 3)}
+        line = (to_line(row) + "\n").encode()
         end = os.fstat(self._file.fileno()).st_size
         try:
             if self._file.write(line) < len(line):

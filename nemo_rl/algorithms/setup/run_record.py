@@ -1,0 +1,61 @@
+"""Record in a run's log folder what was started, and how it ended.
+
+`run.json` has `command`, `version`, `host`, `pid`, `started` and `status`: "running", and at the end "finished",
+"interrupted" or "failed", with `ended` and the `error`. A run that is killed leaves "running" with the number of a
+process that is gone.
+"""
+
+import json
+import os
+import platform
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from nemo_rl import __version__
+from nemo_rl.files.atomic_write import write_atomically
+from nemo_rl.files.optional_output import OptionalOutput
+from nemo_rl.utils.errors import RunInterruptedError
+
+RECORD_FILE = "run.json"
+_MAX_ERROR_CHARS = 2000
+
+
+def record_run(log_dir: Path, resources: ExitStack) -> None:
+    """Write the record of a run that starts; its end is added when `resources` are closed.
+
+    Args:
+        log_dir: the run's folder.
+        resources: closed at the end of the run, with the exception that ends it.
+    """
+    record: dict[str, Any] = {
+        "command": sys.argv,
+        "version": __version__,
+        "host": platform.node(),
+        "pid": os.getpid(),
+        "started": time.time(),
+        "status": "running",
+    }
+    output = OptionalOutput(f"The record of the run in {log_dir}")
+
+    def write() -> None:
+        with output.attempt():
+            write_atomically(log_dir / RECORD_FILE, [json.dumps(record, indent=1) + "\n"])
+
+    def end(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        record.update(ended=time.time(), **_outcome(error))
+        write()
+
+    write()
+    resources.push(end)
+
+
+def _outcome(error: BaseException | None) -> dict[str, str]:
+    if error is None:
+        return {"status": "finished"}
+    is_stopped = isinstance(error, RunInterruptedError | KeyboardInterrupt | SystemExit)
+    text = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
+    return {"status": "interrupted" if is_stopped else "failed", "error": text}

@@ -1,0 +1,7 @@
+"""Show what a run did: `nemo_rl report` writes one HTML file, `nemo_rl watch` serves the same page while it goes on.
+
+    run_files ─► curves, samples, phases, findings ─► page ─► report.html
+                                                   └► server ─► browser
+
+The page reads JSON and draws it (`assets/`); nothing of a run is ever HTML.
+"""

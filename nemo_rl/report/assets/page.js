@@ -1,0 +1,196 @@
+"use strict";
+// The page: reads the data, draws the chosen tab, and asks a server for news if there is one.
+
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const OPTIONS = { axis: "steps", smoothing: 0.6, log: false, seeds: true, text: "", legend: false };
+const MAIN_CURVES = ["train/reward", "validation/accuracy", "train/loss", "validation/loss", "train/grad_norm",
+  "train/approx_entropy", "train/token_mult_prob_error", "train/mean_gen_tokens_per_sample", "train/truncation_rate",
+  "train/lr", "train/accuracy", "timing/train/total_step_time"];
+const TABS = [["overview", "Overview", overview], ["curves", "Curves", curves], ["time", "Time", timeView],
+  ["rollouts", "Rollouts", rollouts], ["config", "Configuration", configuration]];
+let tab = "overview", chosen = 0;
+
+function chartWidth() {
+  const room = document.getElementById("panel").clientWidth;
+  const columns = Math.max(1, Math.floor((room + 14) / 414));
+  return Math.max(200, Math.floor((room - 14 * (columns - 1)) / columns) - 28);
+}
+
+function charts(names) {
+  const drawn = names.map((name) => chart(name, DATA.runs, OPTIONS, chartWidth())).filter((one) => one);
+  return make("div", { class: "cards" }, drawn.length ? drawn : make("p", { class: "soft" }, "No such metric."));
+}
+
+function runLegend() {
+  if (DATA.runs.length < 2) return null;
+  return make("div", { class: "legend" }, DATA.runs.map((run, index) => make("span", {}, swatch(index), run.name)));
+}
+
+function endOf(run) {
+  const status = run.status, texts = {
+    finished: "finished", failed: "failed", interrupted: "was interrupted", killed: "was killed", running: "is running",
+    unknown: "left no record of its end",
+  };
+  let kind = status.status;
+  const steps = status.max_steps ? `${status.step} of ${status.max_steps} steps` : `${status.step} steps`;
+  const early = kind === "finished" && status.max_steps && status.step < status.max_steps;
+  return make("p", {}, make("span", { class: `ended ${kind}` }, `${early ? "stopped early" : texts[kind] || kind}`),
+    ` after ${steps}`, status.error ? make("div", { class: "body" }, status.error) : null);
+}
+
+function findingView(run, finding) {
+  return make("div", { class: `card finding ${finding.level}`, "data-finding": finding.title },
+    make("span", { class: "level" }, finding.level), ` ${finding.title}`,
+    make("p", {}, finding.text),
+    make("p", { class: "soft" }, `Steps ${finding.steps[0]} to ${finding.steps[1]} of ${run.name}; ${finding.metric}. See ${finding.guide}.`));
+}
+
+function overview() {
+  const cards = DATA.runs.map((run) => {
+    const facts = Object.entries(run.facts).filter(([, value]) => value !== null && value !== undefined);
+    const status = run.status;
+    const took = status.started ? duration((status.ended || DATA.written) - status.started) : null;
+    const more = [["started", moment(status.started)], ["took", took], ["on", status.host], ["version", status.version],
+      ["command", status.command.join(" ")], ["folder", run.folder]].filter(([, value]) => value);
+    return make("section", { class: "card" }, make("h3", {}, run.name), endOf(run),
+      make("dl", { class: "facts" }, [...facts, ...more].map(([name, value]) => [make("dt", {}, name), make("dd", {}, shown(value))])));
+  });
+  const findings = DATA.runs.flatMap((run) => run.findings.map((finding) => findingView(run, finding)));
+  return [make("h2", {}, DATA.runs.length > 1 ? "Runs" : "Run"), make("div", { class: "cards" }, cards),
+    make("h2", {}, "Findings"), findings.length ? findings : make("p", {}, "No rule found anything wrong."),
+    make("h2", {}, "Main curves"), runLegend(), charts(MAIN_CURVES)];
+}
+
+function curves() {
+  const area = make("div", {});
+  const names = [...new Set(DATA.runs.flatMap((run) => Object.keys(run.curves)))].sort();
+  const draw = () => {
+    const text = OPTIONS.text.toLowerCase();
+    const kept = names.filter((name) => name.toLowerCase().includes(text));
+    area.replaceChildren(make("p", { class: "soft", "aria-live": "polite" }, `${kept.length} of ${names.length} metrics`),
+      charts(kept.slice(0, 60)), kept.length > 60 ? make("p", { class: "soft" }, "The first 60 are shown; filter for others.") : "");
+  };
+  const change = (name) => (value) => { OPTIONS[name] = value; draw(); };
+  const controls = make("div", { class: "controls" },
+    field("name has", "search", OPTIONS.text, change("text")),
+    choice("axis", [["steps", "steps"], ["time", "seconds"]], OPTIONS.axis, change("axis")),
+    field("smoothing", "range", OPTIONS.smoothing, (value) => change("smoothing")(Number(value)), { min: 0, max: 0.98, step: 0.02 }),
+    make("label", {}, make("input", { type: "checkbox", checked: OPTIONS.log, onchange: (event) => change("log")(event.target.checked) }), "logarithmic"),
+    DATA.runs.length > 1 ? make("label", {}, make("input", { type: "checkbox", checked: OPTIONS.seeds,
+      onchange: (event) => change("seeds")(event.target.checked) }), "join runs that differ in their seed only") : null);
+  draw();
+  return [make("h2", {}, "Curves"), controls, runLegend(), area];
+}
+
+function runChoice(redraw) {
+  if (DATA.runs.length < 2) return null;
+  return make("div", { class: "controls" }, choice("run", DATA.runs.map((run, index) => [String(index), run.name]), String(chosen),
+    (value) => { chosen = Number(value); redraw(); }));
+}
+
+function timeView() {
+  const run = DATA.runs[chosen], phases = run.phases.phases;
+  if (!phases) return [runChoice(show), make("p", {}, "This run has logged no times.")];
+  const bar = make("div", { class: "bar", role: "img", "aria-label": "Shares of the phases" }, phases.map((phase, index) => (
+    make("span", { style: `background:${colorOf(index)};width:${100 * phase.share}%`, title: `${phase.name} ${shown(100 * phase.share, 3)} %` }))));
+  const rows = phases.map((phase, index) => make("tr", {}, make("td", {}, swatch(index), phase.name),
+    make("td", { class: "number" }, duration(phase.sum)), make("td", { class: "number" }, `${shown(100 * phase.share, 3)} %`),
+    make("td", { class: "number" }, shown(phase.median, 3))));
+  const head = ["phase", "in all", "share", "seconds a step, median"].map((text, index) => make("th", { scope: "col", class: index ? "number" : null }, text));
+  const timing = Object.keys(run.curves).filter((name) => name.startsWith("timing/") || name.startsWith("idle/"));
+  return [runChoice(show), make("h2", {}, "Where the time of the steps went"), bar,
+    make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Phases" },
+      make("table", {}, make("thead", {}, make("tr", {}, head)), make("tbody", {}, rows))),
+    make("h2", {}, "By step"), charts(timing)];
+}
+
+function rollouts() {
+  const run = DATA.runs[chosen];
+  if (!run.samples || !run.samples.rows.length) {
+    const reading = DATA.live && !run.samples;
+    if (reading) readSamples();
+    return [runChoice(show), make("p", {}, reading ? "Reading the samples …" : "This run has stored no samples (logger.save_trajectories).")];
+  }
+  return [runChoice(show), ...rolloutsView(run, (number) => detailOf(run, number), DATA.live)];
+}
+
+function configuration() {
+  const keys = [...new Set(DATA.runs.flatMap((run) => Object.keys(run.config)))];
+  const area = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Configuration" });
+  let text = "", different = false;
+  const draw = () => {
+    const rows = keys.map((key) => [key, DATA.runs.map((run) => run.config[key])])
+      .map(([key, values]) => [key, values, values.some((value) => value !== values[0])])
+      .filter(([key, , differs]) => key.toLowerCase().includes(text) && (!different || differs))
+      .map(([key, values, differs]) => make("tr", { class: differs ? "differs" : null }, make("td", {}, key),
+        values.map((value) => make("td", { class: "text" }, value === null ? "null" : shown(value)))));
+    area.replaceChildren(make("table", {}, make("thead", {}, make("tr", {}, ["key", ...DATA.runs.map((run) => run.name)].map((name) => (
+      make("th", { scope: "col" }, name))))), make("tbody", {}, rows)));
+  };
+  draw();
+  return [make("div", { class: "controls" }, field("key has", "search", "", (value) => { text = value.toLowerCase(); draw(); }),
+    DATA.runs.length > 1 ? make("label", {}, make("input", { type: "checkbox", onchange: (event) => { different = event.target.checked; draw(); } }),
+      "only keys that differ") : null), area];
+}
+
+async function detailOf(run, number) {
+  if (number in run.samples.details) return run.samples.details[number];
+  if (!DATA.live) throw new Error("This file has the conversations of a selection of samples only. Write it with more (--samples), or use nemo_rl watch.");
+  return ask(`samples/${number}`);
+}
+
+async function ask(path) {
+  const answer = await fetch(path, { cache: "no-store" });
+  if (!answer.ok) throw new Error(`The server answered with status ${answer.status}.`);
+  return answer.json();
+}
+
+async function readSamples() {
+  const run = DATA.runs[0], answer = await ask("samples");
+  run.samples = { ...answer, details: {} };
+  if (tab === "rollouts") show();
+}
+
+async function follow() {
+  let version = DATA.news, failures = 0;
+  while (failures < 20) {
+    try {
+      const news = await ask(`news?after=${version}`);
+      failures = 0;
+      if (news.version !== version) {
+        version = news.version;
+        DATA.written = news.written;
+        DATA.runs = [{ ...news.run, samples: DATA.runs[0].samples }];
+        if (tab !== "rollouts" && tab !== "config" && !["INPUT", "SELECT"].includes(document.activeElement.tagName)) show();
+        footer();
+      }
+    } catch (problem) {
+      failures += 1;
+      await new Promise((done) => setTimeout(done, 1000 * failures));
+    }
+  }
+  document.getElementById("footer").textContent = "The server has ended; the page shows what it had read.";
+}
+
+function footer() {
+  document.getElementById("footer").textContent = `nemo_rl ${DATA.version}, ${DATA.live ? "read" : "written"} ${moment(DATA.written)}`;
+}
+
+function show() {
+  document.getElementById("title").textContent = DATA.runs.map((run) => run.name).join(", ");
+  document.getElementById("tabs").replaceChildren(...TABS.map(([name, text]) => make("button", { role: "tab", id: `tab-${name}`,
+    "aria-selected": String(name === tab), "aria-controls": "panel", onclick: () => { tab = name; show(); } }, text)));
+  const panel = document.getElementById("panel");
+  panel.setAttribute("aria-labelledby", `tab-${tab}`);
+  panel.replaceChildren(...TABS.find(([name]) => name === tab)[2]().filter((part) => part !== null).flat(Infinity));
+}
+
+let width = window.innerWidth;
+window.addEventListener("resize", () => {
+  if (window.innerWidth === width) return;
+  width = window.innerWidth;
+  show();
+});
+show();
+footer();
+if (DATA.live) follow();

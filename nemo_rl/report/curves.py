@@ -1,0 +1,77 @@
+"""Read the metrics of a run into curves, again and again while it writes them."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_rl.report.run_files import RunFiles
+
+
+@dataclass
+class Curve:
+    """One metric.
+
+    Attributes:
+        steps: steps with a value, ascending.
+        values: one for each step; None where it is not finite.
+        times: seconds since 1970 when it was logged; None where the file has none.
+    """
+
+    steps: list[int] = field(default_factory=list)
+    values: list[float | None] = field(default_factory=list)
+    times: list[float | None] = field(default_factory=list)
+
+    def add(self, step: int, value: float | None, time: float | None) -> None:
+        """Add the value of a step; a step that is repeated after a restart replaces itself and what follows."""
+        while self.steps and self.steps[-1] >= step:
+            for column in (self.steps, self.values, self.times):
+                column.pop()
+        self.steps.append(step)
+        self.values.append(value if value is not None and math.isfinite(value) else None)
+        self.times.append(time)
+
+    @property
+    def known(self) -> list[tuple[int, float]]:
+        """Steps and values without those that are not finite."""
+        return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if value is not None]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the columns; numbers have the digits that a chart can show."""
+        values = [None if value is None else float(f"{value:.7g}") for value in self.values]
+        return {"steps": self.steps, "values": values, "times": self.times}
+
+
+@dataclass
+class Curves:
+    """All metrics of a run, by `<prefix>/<name>`.
+
+    Attributes:
+        run: the run.
+        by_name: the curves that were read so far.
+    """
+
+    run: RunFiles
+    by_name: dict[str, Curve] = field(default_factory=dict)
+    _read_to: int = 0
+
+    def read(self) -> bool:
+        """Read what the run has written since; return whether there was anything."""
+        start = self._read_to
+        for row, end in self.run.metric_rows(self._read_to):
+            self._read_to = end
+            prefix, step, time = str(row.get("prefix", "")), row.get("step"), row.get("time")
+            if not isinstance(step, int):
+                continue
+            for name, value in row["metrics"].items():
+                if value is None or isinstance(value, (int, float)):
+                    self.by_name.setdefault(f"{prefix}/{name}" if prefix else name, Curve()).add(step, value, time)
+        return self._read_to > start
+
+    def get(self, name: str) -> Curve:
+        """Return a curve; an empty one if the metric does not exist."""
+        return self.by_name.get(name, Curve())
+
+    @property
+    def last_step(self) -> int:
+        """The last training step with metrics; 0 without one."""
+        return max((curve.steps[-1] for name, curve in self.by_name.items() if name.startswith("train/")), default=0)

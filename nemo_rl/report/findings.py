@@ -1,0 +1,282 @@
+"""Say in plain sentences what is wrong with a run, or may be.
+
+Each rule looks at the curves and gives one finding or none. Invariant: a threshold is written once, in the rule, and is
+in the finding's text.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+from typing import Any, Literal
+
+from nemo_rl.report.curves import Curves
+
+_METRICS = "docs/guides/grpo.md, section Metrics"
+_FEW = 5
+"""Steps at the start of a run with which later ones are compared."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One observation.
+
+    Attributes:
+        level: "problem" spoils the run, "warning" may, "note" is worth knowing.
+        title: the observation in a few words.
+        text: figures, the threshold, and what to do.
+        metric: curve that shows it.
+        steps: first and last step concerned.
+        guide: page of the documentation.
+    """
+
+    level: Literal["problem", "warning", "note"]
+    title: str
+    text: str
+    metric: str
+    steps: tuple[int, int]
+    guide: str = _METRICS
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return asdict(self)
+
+
+type Points = Sequence[tuple[int, float]]
+type Rule = Callable[[Curves], Finding | None]
+
+
+def find(curves: Curves) -> list[Finding]:
+    """Return the findings of a run, problems first."""
+    found = [finding for rule in RULES if (finding := rule(curves)) is not None]
+    return sorted(found, key=lambda finding: ("problem", "warning", "note").index(finding.level))
+
+
+def _bounds(points: Points) -> tuple[int, int]:
+    return points[0][0], points[-1][0]
+
+
+def _above(curves: Curves, name: str, threshold: float) -> Points:
+    return [point for point in curves.get(name).known if point[1] > threshold]
+
+
+def engine_mismatch(curves: Curves) -> Finding | None:
+    """Trainer and engine give the sampled tokens other probabilities."""
+    name, most = "train/token_mult_prob_error", 1.05
+    over = _above(curves, name, most)
+    if not over:
+        return None
+    worst = max(value for _, value in over)
+    return Finding(
+        "problem",
+        "Trainer and engine disagree",
+        f"token_mult_prob_error is above {most} in {len(over)} steps, at most {worst:.4g}; 1 is perfect. Look for "
+        "another number format, a changed chat template, or weights that an engine did not get.",
+        name,
+        _bounds(over),
+        "docs/guides/faq.md",
+    )
+
+
+def entropy_collapse(curves: Curves) -> Finding | None:
+    """The policy stops to explore."""
+    name, share, least = "train/approx_entropy", 0.1, 0.02
+    points = curves.get(name).known
+    if len(points) < 2 * _FEW:
+        return None
+    start, end = fmean(v for _, v in points[:_FEW]), fmean(v for _, v in points[-_FEW:])
+    if end > max(share * start, least):
+        return None
+    low = [point for point in points if point[1] <= max(share * start, least)]
+    return Finding(
+        "warning",
+        "The entropy has collapsed",
+        f"approx_entropy fell from {start:.3g} to {end:.3g} nats a token, below a tenth of its start or {least}. "
+        "The policy hardly explores any more. Lower the learning rate, raise ratio_clip_max, or add a KL term.",
+        name,
+        _bounds(low),
+    )
+
+
+def kl_spike(curves: Curves) -> Finding | None:
+    """The distance to the reference jumps."""
+    name, times, least = "train/kl_penalty", 10.0, 0.1
+    points = [point for point in curves.get(name).known if point[1] != 0]
+    if len(points) < 2 * _FEW:
+        return None
+    usual = median(value for _, value in points)
+    spikes = [point for point in points if point[1] > max(times * usual, least)]
+    if not spikes:
+        return None
+    worst = max(value for _, value in spikes)
+    return Finding(
+        "warning",
+        "The KL divergence spikes",
+        f"kl_penalty is more than {times:g} times its median of {usual:.3g} in {len(spikes)} steps, at most "
+        f"{worst:.3g}. Lower the learning rate or the gradient's bound.",
+        name,
+        _bounds(spikes),
+    )
+
+
+def gradient_spike(curves: Curves) -> Finding | None:
+    """The gradient jumps."""
+    name, times = "train/grad_norm", 20.0
+    points = curves.get(name).known
+    if len(points) < 2 * _FEW:
+        return None
+    usual = median(value for _, value in points)
+    spikes = [point for point in points if usual > 0 and point[1] > times * usual]
+    if not spikes:
+        return None
+    return Finding(
+        "warning",
+        "The gradient norm spikes",
+        f"grad_norm is more than {times:g} times its median of {usual:.3g} in {len(spikes)} steps, at most "
+        f"{max(value for _, value in spikes):.3g}.",
+        name,
+        _bounds(spikes),
+    )
+
+
+def skipped_updates(curves: Curves) -> Finding | None:
+    """Updates were dropped."""
+    name = "train/skipped_updates"
+    over = _above(curves, name, 0)
+    if not over:
+        return None
+    return Finding(
+        "problem",
+        "Updates were skipped",
+        f"{sum(value for _, value in over):g} updates in {len(over)} steps had a gradient that is not finite, or no "
+        "token that counts.",
+        name,
+        _bounds(over),
+    )
+
+
+def truncation(curves: Curves) -> Finding | None:
+    """Answers are cut off."""
+    name, most = "train/truncation_rate", 0.2
+    over = _above(curves, name, most)
+    if len(over) < 2:
+        return None
+    return Finding(
+        "warning",
+        "Many answers are cut off",
+        f"More than {most:.0%} of the answers reach a length limit in {len(over)} steps, at most "
+        f"{max(value for _, value in over):.0%}. Raise policy.generation.max_new_tokens or the sequence length, or "
+        "shape the reward by length.",
+        name,
+        _bounds(over),
+    )
+
+
+def reward_errors(curves: Curves) -> Finding | None:
+    """Samples could not be graded."""
+    name = "train/num_reward_errors"
+    over = _above(curves, name, 0)
+    if not over:
+        return None
+    return Finding(
+        "problem",
+        "Samples could not be graded",
+        f"{sum(value for _, value in over):g} samples in {len(over)} steps have an error in place of a reward. Filter "
+        "the rollouts by the outcome reward_error to see why.",
+        name,
+        _bounds(over),
+    )
+
+
+def nothing_to_learn(curves: Curves) -> Finding | None:
+    """All rewards of each group are equal."""
+    low, high = curves.get("train/min_total_reward").known, dict(curves.get("train/max_total_reward").known)
+    equal = [(step, value) for step, value in low if high.get(step) == value]
+    if not low or len(equal) < max(2, len(low) // 10):
+        return None
+    return Finding(
+        "warning",
+        "Steps without a difference of rewards",
+        f"In {len(equal)} of {len(low)} steps all samples have the same reward, so there is nothing to learn. Choose "
+        "problems that are neither too easy nor too hard, or use dynamic sampling.",
+        "train/reward",
+        _bounds(equal),
+    )
+
+
+def no_progress(curves: Curves) -> Finding | None:
+    """The reward does not rise."""
+    name, enough = "train/reward", 20
+    points = curves.get(name).known
+    if len(points) < enough:
+        return None
+    quarter = len(points) // 4
+    start, end = ([value for _, value in part] for part in (points[:quarter], points[-quarter:]))
+    spread = max(max(start) - min(start), 1e-9)
+    if fmean(end) > fmean(start) + 0.1 * spread:
+        return None
+    return Finding(
+        "note",
+        "The reward does not rise",
+        f"The mean reward is {fmean(start):.3g} in the first quarter of the steps and {fmean(end):.3g} in the last.",
+        name,
+        _bounds(points),
+    )
+
+
+def preemptions(curves: Curves) -> Finding | None:
+    """The engines run out of memory for keys and values."""
+    name = "generation/num_preemptions"
+    over = _above(curves, name, 0)
+    if not over:
+        return None
+    return Finding(
+        "note",
+        "Engines interrupt requests for lack of memory",
+        f"{sum(value for _, value in over):g} requests in {len(over)} steps were computed again, because the "
+        "key-value cache was full. Give engines more memory, or fewer requests at a time.",
+        name,
+        _bounds(over),
+        "docs/guides/overlap.md",
+    )
+
+
+def idle_shares(curves: Curves) -> Finding | None:
+    """Trainer or engines wait for most of the time."""
+    most, found = 0.6, {}
+    for part in ("trainer", "engines"):
+        points = curves.get(f"idle/{part}").known[1:]
+        if points and fmean(value for _, value in points) > most:
+            found[part] = points
+    if not found:
+        return None
+    part, points = max(found.items(), key=lambda item: fmean(value for _, value in item[1]))
+    verb = "is" if part == "trainer" else "are"
+    return Finding(
+        "note",
+        f"The {part} {verb} idle for most of the time",
+        f"The {part} had no work for {fmean(value for _, value in points):.0%} of the time (more than {most:.0%}). "
+        "Overlap of sampling and training may help.",
+        f"idle/{part}",
+        _bounds(points),
+        "docs/guides/overlap.md",
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    engine_mismatch,
+    skipped_updates,
+    reward_errors,
+    entropy_collapse,
+    kl_spike,
+    gradient_spike,
+    truncation,
+    nothing_to_learn,
+    no_progress,
+    preemptions,
+    idle_shares,
+)
+
+
+def as_json(findings: Sequence[Finding]) -> Iterator[dict[str, Any]]:
+    """Yield findings for the page."""
+    return (finding.as_json() for finding in findings)

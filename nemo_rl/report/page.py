@@ -1,0 +1,47 @@
+"""Put the page together: one HTML file that needs nothing else.
+
+Invariant: data is in the page as JSON in which no `<` occurs, and its policy lets only the page's own scripts run.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+_SCRIPTS = ("uPlot.iife.min.js", "elements.js", "charts.js", "rollouts.js", "page.js")
+_STYLES = ("uPlot.min.css", "page.css")
+
+
+def make_page(data: Mapping[str, Any]) -> str:
+    """Return the HTML of a page.
+
+    Args:
+        data: `runs`, each a `RunView.as_json` that may have `samples`; `live`, whether a server answers the page's
+            questions; `version` and `written`.
+    """
+    scripts = "\n".join(map(_asset, _SCRIPTS))
+    digest = base64.b64encode(hashlib.sha256(scripts.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
+        f"connect-src {"'self'" if data.get('live') else "'none'"}; base-uri 'none'; form-action 'none'"
+    )
+    filled = _asset("page.html")
+    parts = {"POLICY": policy, "STYLES": "\n".join(map(_asset, _STYLES)), "DATA": as_json(data), "SCRIPTS": scripts}
+    for name, text in parts.items():
+        head, _, tail = filled.partition(f"@{name}@")
+        filled = head + text + tail
+    return filled
+
+
+def as_json(data: Any) -> str:
+    """Format data so that it may stand between tags of HTML."""
+    text = json.dumps(data, ensure_ascii=True, separators=(",", ":"), allow_nan=False, default=str)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+@cache
+def _asset(name: str) -> str:
+    return files("nemo_rl.report").joinpath("assets", name).read_text(encoding="utf-8")

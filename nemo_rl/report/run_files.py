@@ -1,0 +1,130 @@
+"""The files that a run leaves in its log folder: configuration, record, metrics and samples.
+
+Invariant: files are only read, and a file that is missing or damaged costs only its own part of the page.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_rl.algorithms.setup.run_record import RECORD_FILE
+from nemo_rl.utils.errors import DataError
+from nemo_rl.utils.log_backends.jsonl import METRICS_FILE
+
+CONFIG_FILE = "config.yaml"
+_STEPS = ("max_num_steps", "max_num_epochs")
+_NOT_ALGORITHMS = ("policy", "data", "env", "logger", "checkpointing", "cluster", "loss_fn", "teacher", "generation")
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """One run.
+
+    Attributes:
+        folder: its log folder, `exp_NNN`.
+    """
+
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """Name of the run: the folder of all runs and its own, as `results/exp_001`."""
+        return f"{self.folder.parent.name}/{self.folder.name}"
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration; empty if the file is missing or damaged."""
+        try:
+            tree = yaml.safe_load((self.folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        except (OSError, UnicodeError, yaml.YAMLError):
+            return {}
+        return tree if isinstance(tree, dict) else {}
+
+    @property
+    def flat_config(self) -> dict[str, Any]:
+        """The configuration by dotted keys."""
+        return dict(_flat(self.config, "")) if self.config else {}
+
+    @property
+    def algorithm(self) -> str:
+        """The section with the number of steps, such as `grpo`; "" if there is none."""
+        sections = (name for name in self.config if name not in _NOT_ALGORITHMS)
+        return next((name for name in sections if set(_STEPS) & set(_section(self.config, name))), "")
+
+    @property
+    def max_steps(self) -> int | None:
+        """The step at which the run was to end."""
+        value = _section(self.config, self.algorithm).get("max_num_steps")
+        return value if isinstance(value, int) else None
+
+    def record(self) -> dict[str, Any]:
+        """Return `run.json`; a run whose process is gone has the status "killed"."""
+        try:
+            record = json.loads((self.folder / RECORD_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {"status": "unknown"}
+        if not isinstance(record, dict):
+            return {"status": "unknown"}
+        if record.get("status") == "running" and record.get("host") == os.uname().nodename and not _runs(record):
+            record["status"] = "killed"
+        return record
+
+    def metric_rows(self, start: int = 0) -> Iterator[tuple[Mapping[str, Any], int]]:
+        """Yield the complete lines of the metrics after a place in the file, with the place of the next line."""
+        try:
+            file = (self.folder / METRICS_FILE).open("rb")
+        except OSError:
+            return
+        with file:
+            file.seek(start)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                start += len(line)
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(row, dict) and isinstance(row.get("metrics"), dict):
+                    yield row, start
+
+
+def find_run(path: Path) -> RunFiles:
+    """Return the run of a log folder: `exp_NNN` itself, or the newest one in the folder of all runs.
+
+    Raises:
+        DataError: there is none.
+    """
+    if (path / METRICS_FILE).is_file():
+        return RunFiles(path.resolve())
+    runs = sorted(path.glob(f"exp_*/{METRICS_FILE}"), key=lambda file: file.parent.name)
+    if not runs:
+        raise DataError(
+            f"{path} is no log folder of a run: neither it nor an exp_* in it has {METRICS_FILE}. Give the "
+            "logger.log_dir of a run, or one of its exp_*."
+        )
+    return RunFiles(runs[-1].parent.resolve())
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict) or not value:
+        yield path, value if isinstance(value, (str, int, float, bool, type(None))) else json.dumps(value, default=str)
+        return
+    for key, inner in value.items():
+        yield from _flat(inner, f"{path}.{key}" if path else str(key))
+
+
+def _runs(record: Mapping[str, Any]) -> bool:
+    pid = record.get("pid")
+    return isinstance(pid, int) and Path(f"/proc/{pid}").exists()

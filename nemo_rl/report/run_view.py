@@ -1,0 +1,98 @@
+"""Everything that the page shows of one run, as JSON."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_rl.report.curves import Curves
+from nemo_rl.report.findings import find
+from nemo_rl.report.phases import phases_of
+from nemo_rl.report.run_files import RunFiles
+from nemo_rl.report.samples import COLUMNS, SampleIndex
+from nemo_rl.report.token_texts import TokenTexts
+
+_SHOWN_KEYS = {
+    "model": "policy.model_name",
+    "training backend": "policy.megatron_cfg.enabled",
+    "engine": "policy.generation.backend",
+    "device": "cluster.device",
+    "nodes": "cluster.num_nodes",
+    "prompts a step": "{}.num_prompts_per_step",
+    "answers a prompt": "{}.num_generations_per_prompt",
+    "samples an update": "policy.train_global_batch_size",
+    "learning rate": "policy.optimizer.kwargs.lr",
+    "seed": "{}.seed",
+}
+"""Facts at the top of the page, by dotted keys; `{}` is the algorithm's section."""
+
+
+@dataclass
+class RunView:
+    """One run, read again while it goes on.
+
+    Attributes:
+        run: its files.
+        curves: its metrics.
+        samples: its samples.
+    """
+
+    run: RunFiles
+    curves: Curves = field(init=False)
+    samples: SampleIndex = field(init=False)
+    _texts: TokenTexts | None = None
+
+    def __post_init__(self) -> None:
+        self.curves, self.samples = Curves(self.run), SampleIndex(self.run)
+
+    def read(self) -> bool:
+        """Read what is new; return whether there was anything."""
+        has_metrics, has_samples = self.curves.read(), self.samples.read()
+        return has_metrics or has_samples
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything but the samples."""
+        return {
+            "name": self.run.name,
+            "folder": str(self.run.folder),
+            "status": self._status(),
+            "facts": self._facts(),
+            "config": self.run.flat_config,
+            "curves": {name: curve.as_json() for name, curve in sorted(self.curves.by_name.items())},
+            "phases": phases_of(self.curves),
+            "findings": [finding.as_json() for finding in find(self.curves)],
+        }
+
+    def detail(self, number: int) -> dict[str, Any]:
+        """Return a sample with the texts of its tokens; errors as `SampleIndex.detail`."""
+        detail = self.samples.detail(number)
+        tokens = detail["tokens"]
+        if tokens:
+            if self._texts is None:
+                self._texts = TokenTexts(self.run)
+            tokens["texts"] = self._texts.of(tokens["ids"])
+        return detail
+
+    def samples_as_json(self, details: Sequence[int]) -> dict[str, Any]:
+        """Return the summaries of all samples, and some samples whole."""
+        return {
+            "columns": COLUMNS,
+            "rows": self.samples.rows,
+            "num_damaged": self.samples.num_damaged,
+            "details": {str(number): self.detail(number) for number in details},
+        }
+
+    def _status(self) -> dict[str, Any]:
+        record, last, most = self.run.record(), self.curves.last_step, self.run.max_steps
+        status = {name: record.get(name) for name in ("status", "started", "ended", "error", "host", "version")}
+        command = record.get("command")
+        words = [str(word) for word in command] if isinstance(command, list) else []
+        return status | {"step": last, "max_steps": most, "command": words}
+
+    def _facts(self) -> dict[str, Any]:
+        config = self.run.flat_config
+        facts = {name: config.get(key.format(self.run.algorithm)) for name, key in _SHOWN_KEYS.items()}
+        facts["training backend"] = "Megatron Core" if facts["training backend"] else "DTensor"
+        if isinstance(facts["model"], str):
+            facts["model"] = os.path.basename(facts["model"].rstrip("/")) or facts["model"]
+        return {"algorithm": self.run.algorithm or None} | facts

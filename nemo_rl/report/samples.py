@@ -1,0 +1,162 @@
+"""Find the stored samples of a run without keeping them in memory, and read single ones.
+
+Invariant: the index has a few numbers and a short text for each sample, whatever its length; a line that is no sample
+is left out and counted.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.report.run_files import RunFiles
+
+_FILE = re.compile(r"(train|val)_data_step(\d+)\.jsonl")
+_PREVIEW_CHARS = 100
+_MAX_TEXT_CHARS = 200_000
+"""Characters of one message that a page shows."""
+COLUMNS = (
+    "phase",
+    "step",
+    "group",
+    "sample",
+    "branch",
+    "idx",
+    "task",
+    "reward",
+    "outcome",
+    "length",
+    "turns",
+    "preview",
+)
+"""Names of the values of `SampleIndex.rows`."""
+_NUMBERS = ("generation_logprobs", "prev_logprobs", "advantages")
+_DECIMALS = 4
+
+
+@dataclass(frozen=True)
+class Place:
+    """The line of one sample."""
+
+    file: Path
+    offset: int
+    size: int
+
+
+@dataclass
+class SampleIndex:
+    """All samples of a run, in the order of their files.
+
+    Attributes:
+        run: the run.
+        rows: values of `COLUMNS`, one list for each sample.
+        places: where each sample is.
+        num_damaged: lines that are no samples.
+    """
+
+    run: RunFiles
+    rows: list[list[Any]] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    num_damaged: int = 0
+    _read: set[Path] = field(default_factory=set)
+
+    def read(self) -> bool:
+        """Read the files that are new, which are complete; return whether there was one."""
+        new = [file for file in _sample_files(self.run.folder) if file[2] not in self._read]
+        for step, phase, path in new:
+            self._read.add(path)
+            self._read_file(path, phase, step)
+        return bool(new)
+
+    def detail(self, number: int) -> dict[str, Any]:
+        """Read a sample with its conversation and tokens.
+
+        Raises:
+            IndexError: there is no such sample.
+            OSError, ValueError: its file is gone, or was written again by a resumed run.
+        """
+        if number < 0:
+            raise IndexError(number)
+        place = self.places[number]
+        with place.file.open("rb") as file:
+            file.seek(place.offset)
+            row = json.loads(file.read(place.size))
+        return _detail(row)
+
+    def _read_file(self, path: Path, phase: str, step: int) -> None:
+        offset = 0
+        try:
+            with path.open("rb") as file:
+                for line in file:
+                    start, offset = offset, offset + len(line)
+                    summary = _summary(line, phase, step)
+                    if summary is None:
+                        self.num_damaged += 1
+                        continue
+                    self.rows.append(summary)
+                    self.places.append(Place(path, start, len(line)))
+        except OSError:
+            self.num_damaged += 1
+
+
+def chosen_samples(rows: Sequence[Sequence[Any]], most: int) -> list[int]:
+    """Choose whole groups whose samples are shown with their tokens, evenly over the steps of each phase.
+
+    Args:
+        rows: of a `SampleIndex`.
+        most: number of samples.
+    """
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for number, row in enumerate(rows):
+        groups.setdefault(tuple(row[:3]), []).append(number)
+    largest = max(map(len, groups.values()), default=1)
+    count = min(most // largest, len(groups))
+    members = list(groups.values())
+    chosen = [number for place in range(count) for number in members[place * len(members) // count]]
+    return sorted(chosen)
+
+
+def _sample_files(folder: Path) -> list[tuple[int, str, Path]]:
+    named = ((_FILE.fullmatch(path.name), path) for path in folder.glob("*_data_step*.jsonl"))
+    return sorted((int(name[2]), "train" if name[1] == "train" else "validation", path) for name, path in named if name)
+
+
+def _summary(line: bytes, phase: str, step: int) -> list[Any] | None:
+    try:
+        row = json.loads(line)
+        turns = [message for message in row["content"] if message["role"] == "assistant"]
+        last = str(turns[-1]["content"]) if turns else ""
+        reward, length = row.get("rewards"), int(row.get("response_length") or 0)
+        outcome = str(row.get("outcome", ""))
+        number = None if reward is None else float(reward)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    place = [row.get(name) for name in ("group", "sample", "branch", "idx")]
+    about = [str(row.get("task_name", "")), number, outcome, length, len(turns), last[-_PREVIEW_CHARS:]]
+    return [phase, step, *place, *about]
+
+
+def _detail(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the page shows of one sample."""
+    messages = [
+        {
+            "role": str(message.get("role", "")),
+            "content": str(message.get("content", ""))[:_MAX_TEXT_CHARS],
+            "is_cut": len(str(message.get("content", ""))) > _MAX_TEXT_CHARS,
+        }
+        for message in row["content"]
+    ]
+    about = ("turn_rewards", "reward_components", "penalties", "effort", "ended_by", "error", "answer")
+    tokens = dict(_tokens(row)) if "token_ids" in row else {}
+    return {"messages": messages, **{name: row.get(name) for name in about}, "tokens": tokens}
+
+
+def _tokens(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield "ids", row["token_ids"]
+    yield "mask", row.get("token_loss_mask", [])
+    yield "versions", row.get("weight_versions", [])
+    for name in _NUMBERS:
+        if isinstance(row.get(name), list):
+            yield name, [None if value is None else round(value, _DECIMALS) for value in row[name]]

@@ -1,0 +1,163 @@
+"""Serve the page of one run while it goes on.
+
+    reading (a thread, each second) ─► RunView ─► /KEY/  /KEY/news  /KEY/samples  /KEY/samples/N
+
+Invariants: files of the run are only read; whoever does not know the key gets status 404, whatever is asked.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from nemo_rl import __version__
+from nemo_rl.report.page import as_json, make_page
+from nemo_rl.report.run_files import RunFiles
+from nemo_rl.report.run_view import RunView
+from nemo_rl.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_READ_EVERY_S = 1.0
+_WAIT_S = 2.0
+"""Seconds after which a question for news is answered without any."""
+_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+
+
+class RunServer:
+    """The application that shows one run.
+
+    Args:
+        run: the run.
+
+    Attributes:
+        key: first part of each path.
+    """
+
+    def __init__(self, run: RunFiles) -> None:
+        self.key = secrets.token_urlsafe(16)
+        self._view = RunView(run)
+        self._lock = threading.Lock()
+        self._version = 0
+        self._status: dict[str, Any] = {}
+        self._changed = asyncio.Event()
+
+    def application(self) -> Starlette:
+        """Return the application; it reads the run's files while it is served."""
+        routes = [
+            Route("/{key}/", self._page),
+            Route("/{key}/news", self._news),
+            Route("/{key}/samples", self._samples),
+            Route("/{key}/samples/{number:int}", self._sample),
+        ]
+        return Starlette(routes=routes, lifespan=self._lifespan)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        reading = asyncio.create_task(self._read())
+        try:
+            yield
+        finally:
+            reading.cancel()
+
+    async def _read(self) -> None:
+        while True:
+            has_news = await self._in_thread(self._read_once)
+            if has_news:
+                self._version += 1
+                self._changed.set()
+                self._changed = asyncio.Event()
+            await asyncio.sleep(_READ_EVERY_S)
+
+    def _read_once(self) -> bool:
+        record = self._view.run.record()
+        has_news = record != self._status
+        self._status = record
+        return self._view.read() or has_news
+
+    async def _in_thread[T](self, work: Callable[[], T]) -> T:
+        """Do some work on a thread, one at a time."""
+
+        def locked() -> T:
+            with self._lock:
+                return work()
+
+        return await asyncio.to_thread(locked)
+
+    def _check(self, request: Request) -> None:
+        if not secrets.compare_digest(str(request.path_params["key"]).encode(), self.key.encode()):
+            raise HTTPException(404)
+
+    async def _page(self, request: Request) -> Response:
+        self._check(request)
+
+        def page() -> str:
+            run = self._view.as_json() | {"samples": None}
+            about = {"live": True, "version": __version__, "written": time.time(), "news": self._version}
+            return make_page({"runs": [run], **about})
+
+        return HTMLResponse(await self._in_thread(page), headers=_HEADERS)
+
+    async def _news(self, request: Request) -> Response:
+        self._check(request)
+        if request.query_params.get("after") == str(self._version):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), _WAIT_S)
+
+        def news() -> dict[str, Any]:
+            return {"version": self._version, "written": time.time(), "run": self._view.as_json()}
+
+        return _json(await self._in_thread(news))
+
+    async def _samples(self, request: Request) -> Response:
+        self._check(request)
+        return _json(await self._in_thread(lambda: self._view.samples_as_json([])))
+
+    async def _sample(self, request: Request) -> Response:
+        self._check(request)
+        number = request.path_params["number"]
+        try:
+            return _json(await self._in_thread(lambda: self._view.detail(number)))
+        except (IndexError, OSError, ValueError) as error:
+            raise HTTPException(404, f"sample {number} cannot be read: {type(error).__name__}") from error
+
+
+def serve(run: RunFiles, host: str, port: int) -> None:
+    """Serve the page of a run until a signal ends the program.
+
+    Args:
+        run: the run.
+        host: address to listen on.
+        port: port; 0 takes a free one.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+    try:
+        listener = socket.create_server((host, port))
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"Cannot listen on {host}:{port}: {error}. Choose another --port; 0 takes a free one."
+        ) from error
+    server = RunServer(run)
+    address = f"http://{host}:{listener.getsockname()[1]}/{server.key}/"
+    logger.info("%s is shown at %s (end with Ctrl-C)", run.name, address)
+    config = uvicorn.Config(server.application(), log_level="warning", access_log=False, timeout_graceful_shutdown=3)
+    with contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def _json(value: Any) -> Response:
+    return Response(as_json(value), media_type="application/json", headers=_HEADERS)

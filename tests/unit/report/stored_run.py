@@ -1,0 +1,67 @@
+"""A small run's log folder, written as the library writes it."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY = ROOT / "examples/assets/tiny-chat"
+HOSTILE = (
+    "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\u202e</script>\x07&amp;"
+)
+
+
+def row(step: int, group: int, sample: int, text: str, reward: float | None = 1.0, **more: Any) -> dict[str, Any]:
+    ids = [5, 6, 7, 8]
+    return {
+        "idx": 100 + group,
+        "group": group,
+        "sample": sample,
+        "task_name": "math",
+        "content": [{"role": "user", "content": f"question {group}"}, {"role": "assistant", "content": text}],
+        "rewards": reward,
+        "turn_rewards": [] if reward is None else [reward],
+        "outcome": "finished" if reward is not None else "reward_error",
+        "response_length": 2 + sample,
+        "token_ids": ids,
+        "token_loss_mask": [0, 0, 1, 1],
+        "generation_logprobs": [0.0, 0.0, -0.25, -1.5],
+        "prev_logprobs": [0.0, 0.0, -0.25, -1.25],
+        "advantages": [0.0, 0.0, 1.0, 1.0],
+        "weight_versions": [[2, step - 1]],
+        **more,
+    }
+
+
+def write_run(folder: Path, steps: int = 6, seed: int = 1, text: str = "an answer", **metrics: list[float]) -> Path:
+    """Write a run of GRPO; `metrics` are columns of `train/`."""
+    run = folder / "exp_001"
+    run.mkdir(parents=True)
+    config = {
+        "policy": {"model_name": str(TINY), "generation": {"backend": "vllm"}},
+        "grpo": {"max_num_steps": steps, "seed": seed, "num_prompts_per_step": 2},
+    }
+    (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    record = {"status": "finished", "started": 1000.0, "ended": 1100.0, "command": ["run_grpo.py"], "host": "here"}
+    (run / "run.json").write_text(json.dumps(record), encoding="utf-8")
+    for step in range(1, steps + 1):
+        add_step(
+            run, step, {"reward": step / steps} | {name: column[step - 1] for name, column in metrics.items()}, text
+        )
+    return run
+
+
+def add_step(run: Path, step: int, metrics: dict[str, float], text: str) -> None:
+    """Append a step's metrics and samples."""
+    numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    timing = {"generation": 1.0, "policy_training": 2.0, "total_step_time": 4.0, "checkpointing": 0.5}
+    with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        for prefix, values in (("train", numbers), ("timing/train", timing)):
+            line = {"step": step, "prefix": prefix, "metrics": values, "time": 1000.0 + 10 * step}
+            file.write(json.dumps(line) + "\n")
+    rows = [row(step, group, sample, text) for group in range(2) for sample in range(2)]
+    path = run / f"train_data_step{step}.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")

@@ -1,0 +1,160 @@
+"""What the page shows of a run: curves, phases, samples, findings and its end."""
+
+import json
+import os
+import shutil
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from stored_run import TINY, row, write_run
+from transformers import AutoTokenizer
+
+from nemo_rl.algorithms.setup.run_record import record_run
+from nemo_rl.report.findings import RULES, find
+from nemo_rl.report.run_files import RunFiles, find_run
+from nemo_rl.report.run_view import RunView
+from nemo_rl.report.samples import SampleIndex, chosen_samples
+from nemo_rl.utils.errors import DataError, RunInterruptedError
+
+
+def viewed(run: Path) -> RunView:
+    view = RunView(find_run(run))
+    view.read()
+    return view
+
+
+def test_curves_are_read_as_far_as_they_are_written(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=3, loss=[1.0, float("nan"), 3.0])
+    view = viewed(tmp_path)
+    loss = view.curves.get("train/loss")
+    assert (loss.steps, loss.values, loss.times) == ([1, 2, 3], [1.0, None, 3.0], [1010.0, 1020.0, 1030.0])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "prefix": "train", "metrics": {"loss": 4.0}')
+    assert not view.read()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('}\n{"step": 3, "prefix": "train", "metrics": {"loss": 2.5}}\nno json\n')
+    assert view.read()
+    assert (loss.steps, loss.values) == ([1, 2, 3], [1.0, None, 2.5]), "a restart repeats steps"
+
+
+def test_phases_add_up_to_the_time_of_the_steps_with_their_checkpoints(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=2)
+    phases = viewed(tmp_path).as_json()["phases"]
+    assert phases["total"] == [4.5, 4.5]
+    sums = {phase["name"]: phase["sum"] for phase in phases["phases"]}
+    assert sums == {"policy_training": 4.0, "generation": 2.0, "the rest": 2.0, "checkpointing": 1.0}
+    assert sum(phase["share"] for phase in phases["phases"]) == pytest.approx(1.0)
+
+
+def test_a_sample_has_the_texts_of_its_tokens(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=1)
+    view = viewed(tmp_path)
+    detail = view.detail(3)
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    assert detail["tokens"]["texts"] == {token: tokenizer.decode([token]) for token in (5, 6, 7, 8)}
+    assert detail["tokens"]["generation_logprobs"] == [0.0, 0.0, -0.25, -1.5]
+    assert [message["role"] for message in detail["messages"]] == ["user", "assistant"]
+    for number in (-1, 4):
+        with pytest.raises(IndexError):
+            view.detail(number)
+
+
+def test_lines_that_are_no_samples_are_counted_and_left_out(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=1)
+    good = json.dumps(row(2, 0, 0, "text", reward=None)) + "\n"
+    (run / "train_data_step2.jsonl").write_text('[]\n{"content": 5}\n' + good + '{"content": [')
+    index = SampleIndex(RunFiles(run))
+    assert index.read() and not index.read()
+    assert (len(index.rows), index.num_damaged) == (5, 3)
+    assert index.detail(4)["messages"][1]["content"] == "text"
+
+
+def test_whole_groups_are_chosen_evenly_over_the_steps() -> None:
+    rows = [["train", step, group, sample] for step in range(10) for group in range(2) for sample in range(4)]
+    chosen = chosen_samples(rows, 20)
+    groups = {tuple(rows[number][:3]) for number in chosen}
+    assert len(chosen) == 20 and len(groups) == 5
+    assert {step for _, step, _ in groups} == {0, 2, 4, 6, 8}
+    assert chosen_samples(rows, 1000) == list(range(80)) and chosen_samples(rows, 0) == []
+
+
+CASES = {
+    "engine_mismatch": ("token_mult_prob_error", [1.0] * 11 + [1.2], [1.0] * 12),
+    "skipped_updates": ("skipped_updates", [0.0] * 11 + [1.0], [0.0] * 12),
+    "reward_errors": ("num_reward_errors", [0.0] * 11 + [2.0], [0.0] * 12),
+    "entropy_collapse": ("approx_entropy", [1.0] * 6 + [0.01] * 6, [1.0] * 6 + [0.5] * 6),
+    "kl_spike": ("kl_penalty", [0.01] * 11 + [0.5], [0.01] * 12),
+    "gradient_spike": ("grad_norm", [0.1] * 11 + [9.0], [0.1] * 11 + [0.9]),
+    "truncation": ("truncation_rate", [0.0] * 6 + [0.5] * 6, [0.1] * 12),
+    "no_progress": ("reward", [0.5, 0.6] * 12, [step / 24 for step in range(24)]),
+}
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_each_finding_has_a_run_that_shows_it_and_one_that_does_not(rule: str, tmp_path: Path) -> None:
+    name, bad, good = CASES[rule]
+    for column, expected in ((bad, 1), (good, 0)):
+        folder = tmp_path / str(expected)
+        write_run(folder, steps=len(column), **{name: column})
+        curves = viewed(folder).curves
+        found = [each for each in RULES if each.__name__ == rule and each(curves) is not None]
+        assert len(found) == expected
+        titles = [finding.metric for finding in find(curves)]
+        assert (f"train/{name}" in titles) == bool(expected)
+
+
+def test_equal_rewards_idle_parts_and_preemptions_are_found(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=4, min_total_reward=[0.0] * 4, max_total_reward=[1.0, 0.0, 0.0, 1.0])
+    with (run / "metrics.jsonl").open("a") as file:
+        for step in range(1, 5):
+            for prefix, metrics in (
+                ("idle", {"trainer": 0.8, "engines": 0.7}),
+                ("generation", {"num_preemptions": 1.0}),
+            ):
+                file.write(json.dumps({"step": step, "prefix": prefix, "metrics": metrics}) + "\n")
+    found = {finding.metric: finding for finding in find(viewed(tmp_path).curves)}
+    assert "In 2 of 4 steps" in found["train/reward"].text and found["train/reward"].steps == (2, 3)
+    assert found["idle/trainer"].title.startswith("The trainer is idle") and "generation/num_preemptions" in found
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(None, "finished"), (ValueError("wrong"), "failed"), (RunInterruptedError("SIGTERM"), "interrupted")],
+)
+def test_a_run_records_how_it_ended(error: Exception | None, status: str, tmp_path: Path) -> None:
+    run = RunFiles(tmp_path)
+    try:
+        with ExitStack() as resources:
+            record_run(tmp_path, resources)
+            started = run.record()
+            if error is not None:
+                raise error
+    except Exception as raised:  # what was raised above
+        assert raised is error
+    assert started["status"] == "running" and started["command"] == sys.argv and started["pid"] == os.getpid()
+    ended = run.record()
+    assert ended["status"] == status and ended["ended"] >= ended["started"]
+    assert ended.get("error") == (None if error is None else f"{type(error).__name__}: {error}")
+
+
+def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    record = {"status": "running", "host": os.uname().nodename, "pid": 2**22 + 1}
+    (run / "run.json").write_text(json.dumps(record))
+    assert viewed(tmp_path).as_json()["status"]["status"] == "killed"
+    (run / "run.json").write_text("[")
+    assert viewed(tmp_path).as_json()["status"]["status"] == "unknown"
+
+
+def test_missing_files_cost_only_their_part(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=2)
+    for name in ("config.yaml", "run.json"):
+        (run / name).unlink()
+    view = viewed(run)
+    assert view.as_json()["config"] == {} and len(view.samples.rows) == 8
+    assert view.detail(0)["tokens"]["texts"][5] == "[5]"
+    shutil.rmtree(run)
+    with pytest.raises(DataError, match="no log folder of a run"):
+        find_run(tmp_path)
