@@ -122,7 +122,8 @@ class EndpointConnection:
         try:
             return json.loads(content)
         except (ValueError, RecursionError):
-            raise EndpointError(f"{self.name} at {url} sent no JSON: {shown}") from None
+            wanted = "JSON" if body is None else "chat completion"
+            raise EndpointError(f"{self.name} at {url} sent no {wanted}: {shown}") from None
 
 
 def seconds_of(retry_after: str | None) -> float:

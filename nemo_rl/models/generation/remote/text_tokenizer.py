@@ -13,7 +13,8 @@ CHAT_TEMPLATE = """\
 {%- if tools %}{{ '[tools]\\n' }}{% for tool in tools %}{{ (tool | tojson) + '\\n' }}{% endfor %}{% endif -%}
 {%- for message in messages %}{{ '[' + message['role'] + ']\\n' + message['content'] }}
 {%- for call in message['tool_calls'] or [] %}
-{{- '\\n<tool_call>\\n' + (call['function'] | tojson) + '\\n</tool_call>' }}
+{{- '\\n' if message['content'] or not loop.first }}
+{{- '<tool_call>\\n' + (call['function'] | tojson) + '\\n</tool_call>' }}
 {%- endfor %}{{ '\\n' }}{% endfor -%}
 {%- if add_generation_prompt %}{{ '[assistant]\\n' }}{% endif -%}
 """
