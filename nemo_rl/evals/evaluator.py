@@ -218,10 +218,11 @@ def ask_all(
 
 
 def _response_length(trajectory: Trajectory) -> int | None:
-    """Return the tokens of a sample's answers; None if the server of the model has not counted all of them."""
-    written = (message for log in trajectory.logs for message in log if "generation_logprobs" in message)
-    is_known = all(message.get("num_tokens", 0) is not None for message in written)
-    return trajectory.response_length if is_known else None
+    """Return the tokens of a sample's answers; None if the server of the model has not counted them, or gave none."""
+    written = [message for log in trajectory.logs for message in log if "generation_logprobs" in message]
+    if any(message.get("num_tokens", 0) is None for message in written):
+        return None
+    return None if trajectory.error is not None and not written else trajectory.response_length
 
 
 def _reasoning(trajectory: Trajectory) -> str | None:

@@ -156,7 +156,9 @@ class AgentSession:
             CallError: the messages cannot be rendered, or the tokens of the model are not known.
         """
         if self.parts.generation.reads_chats:
-            raise CallError(400, "The tokens of a model of another server are not known.", "unsupported")
+            raise CallError(
+                400, "Only another server has the tokenizer of this model (generation.endpoint).", "unsupported"
+            )
         return self._prompt(request).token_ids
 
     async def close(self) -> None:
