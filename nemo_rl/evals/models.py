@@ -34,7 +34,7 @@ def tokenizer_of(config: EvalMasterConfig) -> TokenizerType:
 
 
 def data_of(config: EvalMasterConfig) -> EvalDataConfig:
-    """Return the `data` section; at an endpoint without a limit of tokens, which nobody here can count."""
+    """Return the `data` section; at an endpoint without a limit of tokens, which cannot be counted here."""
     if config.generation.endpoint is None:
         return config.data
     return config.data.model_copy(update={"max_input_seq_length": None})

@@ -1,4 +1,4 @@
-"""A judge behind an OpenAI-compatible endpoint.
+"""The judge of an OpenAI-compatible endpoint.
 
 Invariant: a request ends within its time limit with the judge's text or a `JudgeError`; of a response at most a
 megabyte is read; no error and no log line holds the key.

@@ -38,7 +38,7 @@ def loop() -> Iterator[EventLoopThread]:
 
 
 class TinyChat:
-    """The tiny model behind a server: it renders messages with its own chat template."""
+    """The tiny model on a server: it renders messages with its own chat template."""
 
     def __init__(self) -> None:
         config = eval_config()

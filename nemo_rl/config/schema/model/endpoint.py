@@ -1,4 +1,4 @@
-"""Keys of a model that another server has, behind an OpenAI-compatible endpoint."""
+"""Keys of a model that another server has."""
 
 from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
@@ -25,7 +25,7 @@ VariableName = Annotated[str, AfterValidator(_variable_name)]
 
 
 class ModelEndpointConfig(Section):
-    """A model behind an OpenAI-compatible endpoint, which is evaluated in place of one on engines of the run."""
+    """The model of an OpenAI-compatible endpoint, which is evaluated in place of one on engines of the run."""
 
     base_url: str
     """Address of the endpoint up to its version, for example http://127.0.0.1:8000/v1."""

@@ -70,7 +70,7 @@ class RequestCounts:
 
 
 class ChatModel(GenerationInterface):
-    """A model behind an OpenAI-compatible endpoint; for one event loop.
+    """The model of an OpenAI-compatible endpoint; for one event loop.
 
     Args:
         config: the section.

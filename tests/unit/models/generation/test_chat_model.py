@@ -1,4 +1,4 @@
-"""A model behind an endpoint: what it is sent, what is sent again, and what an answer is."""
+"""The model of an endpoint: what it is sent, what is sent again, and what an answer is."""
 
 import asyncio
 import math
