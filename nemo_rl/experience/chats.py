@@ -3,7 +3,7 @@
 from nemo_rl.data.interfaces import Message
 from nemo_rl.data.messages.observations import messages_of
 from nemo_rl.experience.trajectory import Ending, Outcome, Trajectory
-from nemo_rl.models.generation.chats import ChatInput
+from nemo_rl.models.generation.remote.chats import ChatInput
 from nemo_rl.utils.errors import DataError, NoAnswerError
 
 

@@ -5,7 +5,7 @@ Programs keep the run's endpoint and the key of their sample, so they need no ch
 
 from nemo_rl.experience.agents.answers import ReadAnswer, before_stop
 from nemo_rl.experience.agents.calls import AnsweredToolCall, CallError, CallRequest
-from nemo_rl.models.generation.chats import ChatAnswer, ChatInput
+from nemo_rl.models.generation.remote.chats import ChatAnswer, ChatInput
 from nemo_rl.utils.errors import NoAnswerError
 
 

@@ -30,7 +30,6 @@ from nemo_rl.experience.agents.forwarding import forwarded, read_forwarded, refu
 from nemo_rl.experience.agents.prompts import Prompt, PromptRenderer
 from nemo_rl.experience.limits import RolloutLimits
 from nemo_rl.experience.trajectory import Ending
-from nemo_rl.models.generation.chats import ChatInput
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationRequest,
@@ -38,6 +37,7 @@ from nemo_rl.models.generation.interfaces import (
     SamplingParams,
     VersionSpan,
 )
+from nemo_rl.models.generation.remote.chats import ChatInput
 from nemo_rl.utils.errors import ConfigError, DataError, GenerationError, NoAnswerError
 
 COUNTS = ("calls", "retries", "undelivered", "refused", "unlike_template", "new_trees")

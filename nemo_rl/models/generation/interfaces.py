@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from nemo_rl.compat.public_names import public_names
 from nemo_rl.data.model_rows import RowInputs
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.models.generation.chats import ChatAnswer, ChatInput
+from nemo_rl.models.generation.remote.chats import ChatAnswer, ChatInput
 from nemo_rl.optimizations.switch import Choice
 
 __getattr__ = public_names(__name__, {"configure_generation_config": "nemo_rl.models.generation.configure"})

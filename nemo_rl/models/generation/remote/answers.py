@@ -6,8 +6,8 @@ Invariant: an answer is what the server says, or there is none; an answer that t
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_rl.models.generation.chats import ChatAnswer, ChatToolCall
 from nemo_rl.models.generation.interfaces import FinishReason
+from nemo_rl.models.generation.remote.chats import ChatAnswer, ChatToolCall
 
 _FINISH_REASONS: dict[str | None, FinishReason] = {
     "stop": "stop",

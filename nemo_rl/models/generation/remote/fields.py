@@ -10,8 +10,8 @@ from typing import Any
 from nemo_rl.config.schema.model.endpoint import ModelEndpointConfig
 from nemo_rl.data.interfaces import Message
 from nemo_rl.data.messages.observations import template_message
-from nemo_rl.models.generation.chats import ChatInput
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
+from nemo_rl.models.generation.remote.chats import ChatInput
 
 _KEPT = ("role", "content", "name", "tool_calls", "tool_call_id")
 """Fields of messages that servers know."""

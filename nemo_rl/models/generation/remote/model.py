@@ -18,7 +18,6 @@ import numpy as np
 
 from nemo_rl.config.schema.model.endpoint import ModelEndpointConfig
 from nemo_rl.data.interfaces import TokenizerType
-from nemo_rl.models.generation.chats import ChatAnswer
 from nemo_rl.models.generation.interfaces import (
     FinishReason,
     GenerationInterface,
@@ -26,6 +25,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationResult,
 )
 from nemo_rl.models.generation.remote.answers import UnreadableError, WithheldError, read_completion
+from nemo_rl.models.generation.remote.chats import ChatAnswer
 from nemo_rl.models.generation.remote.connection import EndpointConnection, EndpointError, key_of, pause_s
 from nemo_rl.models.generation.remote.fields import chat_body
 from nemo_rl.utils.errors import EndpointUnusableError, NoAnswerError

@@ -11,9 +11,9 @@ from chat_server import KEY, ChatServer, CutOff, Stall, completion, echo, endpoi
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from nemo_rl.data.messages.rendering import encode_text, render_chat
-from nemo_rl.models.generation.chats import ChatInput
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams
 from nemo_rl.models.generation.remote.answers import UnreadableError, read_completion
+from nemo_rl.models.generation.remote.chats import ChatInput
 from nemo_rl.models.generation.remote.connection import pause_s, seconds_of
 from nemo_rl.models.generation.remote.fields import chat_body, wire_messages
 from nemo_rl.models.generation.remote.model import ChatModel
