@@ -1,15 +1,16 @@
 """Sample answers to all prompts, grade them and report.
 
 This file has the loop of an evaluation, and starts and ends its processes: engines that read the model's weights
-themselves, and one environment. Invariant: an evaluation uses the same rollouts, environments and engines as training;
-prompts with stored answers are not sampled again, and a finished evaluation starts nothing.
+themselves, if no other server has the model (`models`), and one environment. Invariant: an evaluation uses the same
+rollouts, environments and engines as training; prompts with stored answers are not sampled again, and a finished
+evaluation starts nothing.
 """
 
 import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -17,26 +18,34 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.config import config_of
 from nemo_rl.config.runs.dependent_keys import fill_dependent_keys
 from nemo_rl.config.runs.eval import EvalMasterConfig
-from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.env import stop_strings_of
 from nemo_rl.data.messages.content import text_rules
-from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.cluster.node_checks import Shared, check_nodes
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
+from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.environments.registry import env_class_path
 from nemo_rl.environments.user_environments import Start, environment_of, start_environment
 from nemo_rl.environments.workers.loading import load_env_class
 from nemo_rl.environments.workers.start import Environment
+from nemo_rl.evals.models import (
+    answers_come,
+    data_of,
+    key_stays_here,
+    limits_of,
+    require_model,
+    sampling_of,
+    start_model,
+    tokenizer_of,
+)
 from nemo_rl.evals.prompts import EvalPrompts, GivenPrompts, Prompts
 from nemo_rl.evals.records import AnswerRecord, RecordStore
 from nemo_rl.evals.report import EvalReport, make_report
 from nemo_rl.experience.event_loop import EventLoopThread
-from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
+from nemo_rl.experience.rollouts import RolloutKey, RolloutRunner
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.host.stop_signals import DeferredSignals
-from nemo_rl.models.generation.factory import check_engine_model, engine_settings, make_engines, sampling_params
+from nemo_rl.models.generation.factory import check_engine_model
 from nemo_rl.models.generation.interfaces import SamplingParams
+from nemo_rl.models.generation.remote.model import ChatModel
 from nemo_rl.utils.errors import ConfigError, RunInterruptedError
 
 logger = logging.getLogger(__name__)
@@ -49,15 +58,17 @@ class Sampler:
     Attributes:
         runner: runs the rollouts.
         sampling: sampling parameters.
+        remote: the model, if another server has it.
     """
 
     runner: RolloutRunner
     sampling: SamplingParams
+    remote: ChatModel | None = None
 
 
 @dataclass(frozen=True)
 class EvalGeneration:
-    """The model under evaluation; its engines run only while prompts are sampled.
+    """The model under evaluation; its engines, if it has some, run only while prompts are sampled.
 
     Attributes:
         config: a checked configuration.
@@ -89,7 +100,7 @@ def setup(
 
     Args:
         master_config: the configuration: an object, or a dict with a file's content, which is checked like a file.
-        tokenizer: tokenizer of the model.
+        tokenizer: tokenizer of the model; with an endpoint it encodes what is kept of conversations, and nothing else.
         dataset: the prompts; see `data.datasets.user_data.given_data`.
 
     Raises:
@@ -103,10 +114,10 @@ def setup(
         config = config_of(master_config, EvalMasterConfig)
     _check_environment(config)
     check_engine_model(config.policy, config.cluster)
-    tokenizer = tokenizer or get_tokenizer(config.tokenizer)
+    tokenizer = tokenizer or tokenizer_of(config)
     prompts: Prompts
     if dataset is None:
-        prompts = EvalPrompts(config.data, tokenizer, stop_strings_of(config.env, config.data.env_name))
+        prompts = EvalPrompts(data_of(config), tokenizer, stop_strings_of(config.env, config.data.env_name))
     else:
         prompts = GivenPrompts(dataset, config.data)
     return Evaluation(EvalGeneration(config, tokenizer), prompts, config)
@@ -174,6 +185,7 @@ def ask_all(
 
     Raises:
         RunInterruptedError: a signal was received and prompts remain.
+        EndpointUnusableError: see `models.answers_come`.
     """
     wanted = config.eval
     size = config.generation.num_prompts_per_step
@@ -183,7 +195,8 @@ def ask_all(
         stop = min(start + size, total) if size > 0 else total
         batch = prompts.batch(start, stop)
         key = RolloutKey(wanted.seed, "evaluation", step=0, first_group=start)
-        rollouts = sampler.runner.collect(batch, wanted.num_tests_per_prompt, sampler.sampling, key)
+        with answers_come(sampler.remote, is_first=not store.records):
+            rollouts = sampler.runner.collect(batch, wanted.num_tests_per_prompt, sampler.sampling, key)
         topics = [prompts.topic(index) for index in range(start, stop)]
         store.append([_record(t, start, batch, topics) for t in rollouts.trajectories])
         num_right = sum(record.is_correct for record in store.records)
@@ -204,6 +217,20 @@ def ask_all(
             )
 
 
+def _response_length(trajectory: Trajectory) -> int | None:
+    """Return the tokens of a sample's answers; None if the server of the model has not counted them, or gave none."""
+    written = [message for log in trajectory.logs for message in log if "generation_logprobs" in message]
+    if any(message.get("num_tokens", 0) is None for message in written):
+        return None
+    return None if trajectory.error is not None and not written else trajectory.response_length
+
+
+def _reasoning(trajectory: Trajectory) -> str | None:
+    """Return the reasoning that the server of the model has separated from the answers; None without any."""
+    parts = [message["reasoning_content"] for message in trajectory.message_log if message.get("reasoning_content")]
+    return "\n\n".join(parts) or None
+
+
 def _record(trajectory: Trajectory, start: int, batch: BatchedDataDict[Any], topics: list[str | None]) -> AnswerRecord:
     row = trajectory.group_index
     info = batch["extra_env_info"][row] or {}
@@ -217,9 +244,11 @@ def _record(trajectory: Trajectory, start: int, batch: BatchedDataDict[Any], top
         answer=trajectory.answer,
         reward=trajectory.reward,
         outcome=str(trajectory.outcome),
-        response_length=trajectory.response_length,
+        response_length=_response_length(trajectory),
         topic=topics[row],
         error=trajectory.error,
+        reasoning=_reasoning(trajectory),
+        agent_counts=trajectory.agent_counts,
     )
 
 
@@ -254,49 +283,24 @@ def deferred_signals(config: EvalMasterConfig) -> Iterator[DeferredSignals]:
 def _started(
     config: EvalMasterConfig, tokenizer: PreTrainedTokenizerBase, environment: Environment | Start
 ) -> Iterator[Sampler]:
-    """Run engines and environment during the block; end everything that was started here afterwards."""
-    cluster = config.cluster
-    settings = engine_settings(config.policy, cluster, config.eval.seed, load_weights=True)
-    settings = replace(settings, can_sleep=False)
-    init_ray(optimizations=cluster.optimizations)
-    name = config.data.env_name
+    """Run model and environment during the block; end everything that was started here afterwards."""
+    cluster, name = config.cluster, config.data.env_name
     with ExitStack() as resources:
-        running = start_environment(environment, config.env.get(name, {}), cluster, resources)
-        bundles = _bundles(cluster)
-        resources.callback(bundles.shutdown)
-        bundles.get_placement_groups()
-        folders = {"generation.model_name": config.policy.model_name, "tokenizer.name": config.tokenizer.name}
-        check_nodes([bundles], Shared(folders))
-        engines = make_engines(settings, bundles, cluster)
-        resources.callback(engines.shutdown)
         loop = EventLoopThread()
         resources.callback(loop.close)
-        limits = RolloutLimits(
-            config.generation.engine.max_model_len, config.eval.max_rollout_turns, cluster.timeouts.rollout_s
-        )
-        rules = text_rules(config.data)
+        require_model(config, loop)
+        with key_stays_here(config):
+            init_ray(optimizations=cluster.optimizations)
+            running = start_environment(environment, config.env.get(name, {}), cluster, resources)
+        model = start_model(config, tokenizer, resources)
         runner = RolloutRunner(
-            engines,
+            model,
             {name: running},
             tokenizer,
-            limits,
+            limits_of(config),
             loop,
-            rules,
+            text_rules(config.data),
             cluster.optimizations,
             endpoint=cluster.agent_endpoint,
         )
-        yield Sampler(runner, sampling_params(config.policy, tokenizer.eos_token_id, validation=False))
-
-
-def _bundles(cluster: ClusterConfig) -> RayVirtualCluster:
-    """Reserve one place for an engine on each GPU, or `ranks_per_node` places on each CPU machine."""
-    return RayVirtualCluster(
-        [cluster.policy_ranks_per_node] * cluster.num_nodes,
-        use_gpus=cluster.uses_gpu,
-        max_colocated_worker_groups=1,
-        num_gpus_per_node=max(cluster.gpus_per_node, 1),
-        name="evaluation",
-        placement_group_strategy="STRICT_SPREAD",
-        port_range_low=cluster.master_port_range_low,
-        port_range_high=cluster.master_port_range_high,
-    )
+        yield Sampler(runner, sampling_of(config, tokenizer), model if isinstance(model, ChatModel) else None)

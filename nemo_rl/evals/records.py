@@ -12,7 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,10 @@ WITHOUT_INFLUENCE = (
     "eval.signal_grace_s",
     "generation.colocated",
     "generation.num_prompts_per_step",
+    *(
+        f"generation.endpoint.{key}"
+        for key in ("api_key_env", "backoff_s", "max_attempts", "max_backoff_s", "max_concurrent_requests", "timeout_s")
+    ),
     "generation.engine.env_vars",
     "generation.engine.gpu_memory_utilization",
     "generation.engine.kv_cache_memory_mb",
@@ -60,9 +64,11 @@ class AnswerRecord:
         answer: the answer that the grader extracted; None if it found none.
         reward: the grader's reward; None if it could not grade.
         outcome: how the rollout ended (`experience.trajectory.Outcome`).
-        response_length: number of generated tokens.
+        response_length: number of generated tokens; None if they are not known.
         topic: topic of the prompt; None if the data set has none.
         error: description of a failure.
+        reasoning: text that the server of the model has separated from the response; None without any.
+        agent_counts: see `Trajectory.agent_counts`.
     """
 
     idx: int
@@ -73,9 +79,11 @@ class AnswerRecord:
     answer: str | None
     reward: float | None
     outcome: str
-    response_length: int
+    response_length: int | None
     topic: str | None = None
     error: str | None = None
+    reasoning: str | None = None
+    agent_counts: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_correct(self) -> bool:

@@ -47,7 +47,7 @@ class EvalReport:
         metric: name of the metric, for example "pass@1".
         num_tests_per_prompt: answers per prompt.
         score: the metric's value.
-        sampling: temperature, top_p, top_k, max_new_tokens and seed.
+        sampling: temperature, top_p, top_k, max_new_tokens and seed, and the address of a model at an endpoint.
         companions: further scores: pass@1 and, with several answers per prompt, pass@k and cons@k for other k.
         topics: the metric by topic, if the data set has topics.
         answers: shares and counts over all answers.
@@ -81,7 +81,7 @@ def make_report(config: EvalMasterConfig, records: Sequence[AnswerRecord]) -> Ev
         if answers[0].topic is not None:
             by_topic[answers[0].topic].append(answers)
     return EvalReport(
-        model_name=generation.model_name,
+        model_name=generation.model_name if generation.endpoint is None else generation.endpoint.model,
         dataset_name=str(config.data.dataset_name or config.data.data_path),
         metric=metric,
         num_tests_per_prompt=n,
@@ -92,6 +92,7 @@ def make_report(config: EvalMasterConfig, records: Sequence[AnswerRecord]) -> Ev
             "top_p": generation.top_p,
             "top_k": generation.top_k,
             "seed": wanted.seed,
+            **({} if generation.endpoint is None else {"endpoint": generation.endpoint.base_url}),
         },
         companions={name: average(rule, prompts) for name, rule in _companions(n) if name != metric},
         topics={topic: average(score_prompt, by_topic[topic]) for topic in sorted(by_topic)},
@@ -160,11 +161,16 @@ def _companions(n: int) -> Iterator[tuple[str, PromptScore]]:
 def _answer_statistics(records: Sequence[AnswerRecord]) -> dict[str, float]:
     outcomes = Counter(record.outcome for record in records)
     count = max(len(records), 1)
+    lengths = [record.response_length for record in records if record.response_length is not None]
+    by_program: Counter[str] = Counter()
+    for record in records:
+        by_program.update(record.agent_counts)
     return {
         "num_answers": float(len(records)),
-        "mean_response_length": sum(record.response_length for record in records) / count,
+        **({"mean_response_length": sum(lengths) / max(len(lengths), 1)} if lengths or not records else {}),
         "truncated_share": outcomes[Outcome.TRUNCATED] / count,
         "without_answer_share": sum(record.answer is None for record in records) / count,
         "num_not_graded": float(outcomes[Outcome.REWARD_ERROR]),
         "num_prompts_too_long": float(sum(r.outcome == Outcome.PROMPT_TOO_LONG and r.sample == 0 for r in records)),
+        **{f"agent_{name}": number for name, number in sorted(by_program.items())},
     }

@@ -84,8 +84,9 @@ def num_tokens(log: Sequence[Message]) -> int:
 
 
 def num_written_tokens(log: Sequence[Message]) -> int:
-    """Return the number of tokens that the policy wrote."""
-    return sum(message["token_ids"].numel() for message in log if "generation_logprobs" in message)
+    """Return the number of tokens that the policy wrote, as its server has counted them where only that knows."""
+    written = (message for message in log if "generation_logprobs" in message)
+    return sum(message.get("num_tokens") or message["token_ids"].numel() for message in written)
 
 
 def spans_of_turns(log: Sequence[Message], start: int = 0) -> list[tuple[int, int]]:

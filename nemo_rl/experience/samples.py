@@ -25,6 +25,7 @@ from nemo_rl.data.messages.content import TextRules
 from nemo_rl.data.messages.observations import ObservationRenderer, messages_of
 from nemo_rl.environments.interfaces import EpisodeStart, StepResult
 from nemo_rl.experience.agents.player import AgentPlayer
+from nemo_rl.experience.chats import chat_of, end_without_answer
 from nemo_rl.experience.closings import Closings
 from nemo_rl.experience.continued import joined, rest_of
 from nemo_rl.experience.limits import RolloutLimits
@@ -40,7 +41,7 @@ from nemo_rl.models.generation.interfaces import (
     VersionSpan,
 )
 from nemo_rl.models.generation.texts import sampled_text
-from nemo_rl.utils.errors import DataError
+from nemo_rl.utils.errors import DataError, NoAnswerError
 from nemo_rl.utils.seed import derive_seed
 from nemo_rl.utils.timer import BusyClock
 
@@ -165,6 +166,8 @@ class SamplePlayer:
                         await self._run_agent(
                             sample, environment.agent_section, _with_stops(sampling, prompt_stops), key
                         )
+            except NoAnswerError as error:
+                end_without_answer(sample, error)
             finally:
                 closings.start(environment.close_episode(sample.episode))
         progress.is_finished = True
@@ -253,7 +256,8 @@ class SamplePlayer:
             if len(ids) >= self._limits.max_sequence_length - sample.length:
                 _cut(sample, Ending.SEQUENCE_LENGTH)
                 return
-            said = {name: value for name, value in step.observation.items() if name != "messages"}
+            kept = self._generation.reads_chats
+            said = {name: value for name, value in step.observation.items() if kept or name != "messages"}
             sample.message_log.append({**said, "token_ids": ids})
             progress.stops = prompt_stops if step.next_stop_strings is None else step.next_stop_strings
 
@@ -288,7 +292,8 @@ class SamplePlayer:
         if room < sampling.max_new_tokens:
             sampling = replace(sampling, max_new_tokens=room)
         started = time.perf_counter()
-        request = GenerationRequest(prefix, sampling, key.seed_of(sample), sample.served_by, sample.row_inputs)
+        chat = chat_of(sample) if self._generation.reads_chats else None
+        request = GenerationRequest(prefix, sampling, key.seed_of(sample), sample.served_by, sample.row_inputs, chat)
         result = await self._respond(progress, request)
         progress.finish_reason = result.finish_reason
         sample.num_prefix_hits += sample.served_by is not None and sample.served_by == result.served_by
@@ -301,6 +306,7 @@ class SamplePlayer:
                 "content": text,
                 "token_ids": torch.from_numpy(np.array(result.token_ids, dtype=np.int64)),
                 "generation_logprobs": torch.from_numpy(np.array(result.logprobs, dtype=np.float32)),
+                **({} if result.answer is None else result.answer.fields),
             }
         )
         sample.weight_versions += [

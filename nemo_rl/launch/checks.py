@@ -232,7 +232,8 @@ def check_data(request: Request) -> Passed:
     from nemo_rl.data.tokenizer import get_tokenizer
     from nemo_rl.evals.datasets import load_eval_dataset
 
-    get_tokenizer(config.policy.tokenizer)
+    if any(config.model_keys()):
+        get_tokenizer(config.policy.tokenizer)
     return Passed(f"{len(load_eval_dataset(config['data']).raw.dataset)} problems")
 
 
@@ -261,6 +262,14 @@ def _saves_nothing(config: RunConfig) -> str:
     return "" if isinstance(config, MasterConfig) and config.checkpointing.enabled else "no checkpoints are written"
 
 
+def _has_no_model(config: RunConfig) -> str:
+    return "" if any(config.model_keys()) else "another server has the model"
+
+
+def _rewards_nothing(config: RunConfig) -> str:
+    return "" if any(config.env_entries()) else "nothing is rewarded"
+
+
 def _samples_nothing(config: RunConfig) -> str:
     return "" if config.samples and config.policy.generation is not None else "nothing is sampled"
 
@@ -282,9 +291,10 @@ CHECKS: tuple[RunCheck, ...] = (
         check_model_names,
         Moment.FIRST,
         of_machine=True,
+        skipped=_has_no_model,
         advice="Correct the name; without a network fill the hub's cache (HF_HOME) or use a folder.",
     ),
-    RunCheck("environments", check_rewards, Moment.LIBRARIES, skipped=_samples_nothing),
+    RunCheck("environments", check_rewards, Moment.LIBRARIES, skipped=_rewards_nothing),
     RunCheck(
         "mesh",
         check_mesh,

@@ -231,6 +231,9 @@ def checkpoint_lines(config: MasterConfig, sizes: Mapping[str, int]) -> Iterator
 
 def result_lines(cluster: ClusterConfig, device: float, forecast: MemoryForecast) -> Iterator[str]:
     """Yield whether the run fits, and the memory that the devices are assumed to have."""
+    if not forecast.groups:
+        yield "  fits: no process of the run has a model"
+        return
     against = f"{device / 2**30:.3g} GiB of each process"
     if cluster.uses_gpu:
         against = f"{USABLE_SHARE:.0%} of the {device / 2**30:.3g} GiB of each GPU"

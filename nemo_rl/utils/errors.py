@@ -81,6 +81,25 @@ class GenerationError(NemoRLError, RuntimeError):
     """A generation engine refused or failed a request."""
 
 
+class EndpointUnusableError(NemoRLError, RuntimeError):
+    """The endpoint of a model refuses the run itself, not one of its requests: key, model name or address are wrong."""
+
+
+class NoAnswerError(NemoRLError, RuntimeError):
+    """The endpoint of a model gave no answer to one request, so the sample of the request has none.
+
+    Args:
+        message: what happened.
+        is_too_long: the conversation has no room left in the model's context.
+        is_refused: the endpoint has refused this request, and would again.
+    """
+
+    def __init__(self, message: str, *, is_too_long: bool = False, is_refused: bool = False) -> None:
+        super().__init__(message)
+        self.is_too_long = is_too_long
+        self.is_refused = is_refused
+
+
 class NothingToLearnError(NemoRLError, RuntimeError):
     """No sampled or read token counts in the loss, for several steps in a row."""
 

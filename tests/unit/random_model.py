@@ -14,6 +14,7 @@ class RandomModelEngine:
     """Samples random words from a small random model, and writes calls between them; one token at a time."""
 
     weight_version = 1
+    reads_chats = False
 
     def __init__(self, tokenizer: Any, calls: list[str]) -> None:
         self.tokenizer = tokenizer

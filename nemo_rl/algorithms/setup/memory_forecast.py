@@ -161,6 +161,8 @@ class _Forecast:
     def groups(self, config: RunConfig) -> dict[str, MemoryPlan]:
         """Return the plan of each group of devices."""
         if not config.models:
+            if config.policy.generation is None:
+                return {}  # another server has the model
             return {"generation": MemoryPlan({}, {"generation": self.engine()}, {})}
         ranks = model_ranks(config.model_cluster, config.models)
         plans = {

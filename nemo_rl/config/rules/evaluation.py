@@ -10,7 +10,12 @@ from nemo_rl.config.base.names import ARITHMETIC, RESPONSE_DATASET_NAMES
 from nemo_rl.config.base.paths import find_path, looks_local
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.data import check_environment, check_operands, check_unused
-from nemo_rl.config.schema.algorithms.evaluation import EvalConfig, EvalDataConfig, EvalGenerationConfig
+from nemo_rl.config.schema.algorithms.evaluation import (
+    EvalConfig,
+    EvalDataConfig,
+    EvalGenerationConfig,
+    EvalTokenizerConfig,
+)
 from nemo_rl.utils.did_you_mean import did_you_mean
 
 LOCALES = (
@@ -33,7 +38,7 @@ def is_local_dataset(name: str) -> bool:
     return not known and (looks_local(name) or find_path(name) is not None)
 
 
-def check_sampling(wanted: EvalConfig, generation: EvalGenerationConfig, data: EvalDataConfig) -> Findings:
+def check_sampling(wanted: EvalConfig, generation: EvalGenerationConfig) -> Findings:
     """Check that the metric fits the number of samples, and that the samples differ."""
     n, k = wanted.num_tests_per_prompt, wanted.k_value
     if k > n:
@@ -47,13 +52,38 @@ def check_sampling(wanted: EvalConfig, generation: EvalGenerationConfig, data: E
             f"generation.{greedy} gives the same answer {n} times (eval.num_tests_per_prompt={n}). "
             "Sample with generation.temperature=1.0, or set eval.num_tests_per_prompt=1."
         )
+
+
+def check_lengths(generation: EvalGenerationConfig, data: EvalDataConfig) -> Findings:
+    """Check that lengths fit the context of the engine; with an endpoint, that no key needs a tokenizer."""
     context = generation.engine.max_model_len
+    if generation.endpoint is not None:
+        if data.max_input_seq_length not in (None, context):
+            yield (
+                f"data.max_input_seq_length={data.max_input_seq_length} counts tokens, and with generation.endpoint "
+                "there is no tokenizer. Leave it out: the endpoint says which prompts are too long."
+            )
+        return
     for key, value in (
         ("generation.max_new_tokens", generation.max_new_tokens),
         ("data.max_input_seq_length", data.max_input_seq_length or 0),
     ):
         if value > context:
             yield f"{key}={value} is more than generation.engine.max_model_len={context}. Lower the first."
+
+
+def check_endpoint_keys(generation: EvalGenerationConfig, tokenizer: EvalTokenizerConfig) -> Findings:
+    """Check that no key is about a tokenizer, which an evaluation at an endpoint does not have."""
+    if tokenizer.name != generation.model_name:
+        yield (
+            f"tokenizer.name={tokenizer.name} has no effect with generation.endpoint, whose server has the tokenizer. "
+            "Leave it out."
+        )
+    if tokenizer.chat_template != "default" or tokenizer.chat_template_kwargs:
+        yield (
+            "tokenizer.chat_template and chat_template_kwargs have no effect with generation.endpoint, whose server "
+            "renders the messages. Leave them out; vLLM takes generation.endpoint.extra_body.chat_template_kwargs."
+        )
 
 
 def check_eval_data(data: EvalDataConfig, environments: Mapping[str, Any]) -> Findings:

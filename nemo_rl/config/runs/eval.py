@@ -9,7 +9,13 @@ from pydantic import Field
 
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.engines import check_engines
-from nemo_rl.config.rules.evaluation import check_eval_data, check_sampling, is_local_dataset
+from nemo_rl.config.rules.evaluation import (
+    check_endpoint_keys,
+    check_eval_data,
+    check_lengths,
+    check_sampling,
+    is_local_dataset,
+)
 from nemo_rl.config.rules.files import PathKey, tokenizer_paths
 from nemo_rl.config.rules.named_parts import check_venvs
 from nemo_rl.config.rules.overlap import check_rollout_runners
@@ -47,19 +53,21 @@ class EvalMasterConfig(RunConfig):
 
     @cached_property
     def policy(self) -> PolicyConfig:
-        """The model as a `policy` section, for code that starts engines."""
-        sampling: dict[str, Any] = self.generation.model_dump(exclude={"num_prompts_per_step", "model_name"})
+        """The model as a `policy` section, for code that starts engines; with an endpoint it has no `generation`."""
+        own = {"num_prompts_per_step", "model_name", "endpoint"}
+        sampling: dict[str, Any] = self.generation.model_dump(exclude=own)
         return PolicyConfig.build(
             model_name=self.generation.model_name,
             tokenizer=self.tokenizer.model_dump(),
             precision=self.generation.engine.precision,
             max_total_sequence_length=self.generation.engine.max_model_len,
-            generation=sampling,
+            generation=sampling if self.generation.endpoint is None else None,
         )
 
     def model_keys(self) -> Iterator[tuple[str, str, PolicyConfig]]:
         """See `RunConfig.model_keys`."""
-        yield "generation.model_name", "tokenizer.name", self.policy
+        if self.generation.endpoint is None:
+            yield "generation.model_name", "tokenizer.name", self.policy
 
     def env_entries(self) -> Iterator[tuple[str, str | None]]:
         """See `RunConfig.env_entries`."""
@@ -67,8 +75,9 @@ class EvalMasterConfig(RunConfig):
 
     def path_keys(self) -> Iterator[PathKey]:
         """See `RunConfig.path_keys`."""
-        yield PathKey("generation", self.generation, "model_name")
-        yield from tokenizer_paths("tokenizer", self.tokenizer)
+        if self.generation.endpoint is None:
+            yield PathKey("generation", self.generation, "model_name")
+            yield from tokenizer_paths("tokenizer", self.tokenizer)
         yield from (PathKey("data", self.data, key) for key in ("data_path", "prompt_file", "system_prompt_file"))
         if is_local_dataset(self.data.dataset_name or ""):
             yield PathKey("data", self.data, "dataset_name")
@@ -76,9 +85,11 @@ class EvalMasterConfig(RunConfig):
     def findings(self) -> Findings:
         """See `RunConfig.findings`."""
         ranks, key = self.cluster.policy_ranks_per_node, "gpus_per_node" if self.cluster.uses_gpu else "ranks_per_node"
+        engines = check_engines("generation", self.generation, ranks, f"cluster.{key}")
         return chain(
-            check_engines("generation", self.generation, ranks, f"cluster.{key}"),
-            check_sampling(self.eval, self.generation, self.data),
+            engines if self.generation.endpoint is None else check_endpoint_keys(self.generation, self.tokenizer),
+            check_sampling(self.eval, self.generation),
+            check_lengths(self.generation, self.data),
             check_eval_data(self.data, self.env),
             check_rollout_runners(None, None, self.cluster),
             check_venvs(self.cluster, {"generation", self.data.env_name, *self.env}),

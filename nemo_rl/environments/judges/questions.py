@@ -11,7 +11,6 @@ deadline, which runs from its first request.
 import asyncio
 import hashlib
 import json
-import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from collections.abc import Callable
 from nemo_rl.config.schema.judges import LLMJudgeConfig
 from nemo_rl.environments.judges.interfaces import JudgeError, JudgeModel
 from nemo_rl.environments.judges.meter import JudgeMeter
+from nemo_rl.models.generation.remote.connection import pause_s
 
 type Reader = Callable[[str], float]
 """The judge's text -> the reward that it states, or a `JudgeError`."""
@@ -94,7 +94,7 @@ class Questions:
                     break
                 except JudgeError as error:
                     last = error
-            wait_s = self._wait_s(attempt, last)
+            wait_s = pause_s(attempt, config.backoff_s, config.max_backoff_s, last.wait_s)
             if not last.may_pass or attempt + 1 == config.max_attempts:
                 raise JudgeError(f"{last} (attempt {attempt + 1} of {config.max_attempts})", may_pass=False)
             if time.monotonic() + wait_s >= end:
@@ -115,8 +115,3 @@ class Questions:
             return read(answer.text)
         except JudgeError as error:
             raise JudgeError(str(error), may_pass=not self._model.repeats_itself) from None
-
-    def _wait_s(self, attempt: int, error: JudgeError) -> float:
-        """Return the seconds before the next request: doubled each time, with jitter, or what the endpoint asks."""
-        doubled = min(self._config.backoff_s * 2**attempt, self._config.max_backoff_s)
-        return max(doubled * random.uniform(0.5, 1.0), error.wait_s)

@@ -81,9 +81,9 @@ class AnswerReader:
         """
         parses_tools = bool(request.tools) and request.reads_tool_calls
         if not parses_tools and self._reasoning is None:
-            text, stop = _before_stop(sampled_text(self.tokenizer, token_ids), request.stop)
+            text, stop = before_stop(sampled_text(self.tokenizer, token_ids), request.stop)
             return ReadAnswer(text, stop_string=stop)
-        text, stop = _before_stop(response_text(token_ids, self.tokenizer), request.stop)
+        text, stop = before_stop(response_text(token_ids, self.tokenizer), request.stop)
         reasoning: str | None = None
         if self._reasoning is not None:
             reasoning, text = self._reasoning.split(text)
@@ -117,7 +117,7 @@ class AnswerReader:
         return text
 
 
-def _before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+def before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
     """Return the text before the first stop string, and that string; None if there is none."""
     found = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
     if not found:

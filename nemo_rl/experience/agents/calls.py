@@ -79,6 +79,8 @@ class CallAnswer:
         logprobs: of the sampled tokens, under the distribution that they were drawn from.
         num_cached_tokens: tokens of the prompt that belong to the session's earlier calls.
         token_texts: text of each sampled token; empty unless `CallRequest.reads_token_texts`.
+        counted: tokens of the prompt and of the answer as the server of the model counts them; the lists are empty
+            then. None: the lists are known.
     """
 
     id: str
@@ -92,6 +94,17 @@ class CallAnswer:
     logprobs: Sequence[float]
     num_cached_tokens: int = 0
     token_texts: Sequence[str] = ()
+    counted: tuple[int, int] | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Number of tokens that the model continued."""
+        return len(self.prompt_token_ids) if self.counted is None else self.counted[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of sampled tokens."""
+        return len(self.token_ids) if self.counted is None else self.counted[1]
 
     @property
     def message(self) -> Message:

@@ -111,6 +111,8 @@ class AgentPlayer:
         if unknown:
             reason = f"the program rewards calls that it has not made: {', '.join(unknown)}"
             step = StepResult.failed(reason, step.metadata)
+        if session.unanswered is not None:  # whatever the program made of it, the model has not failed
+            step = StepResult.failed(session.unanswered, step.metadata)
         return Played(step, partial(spread_reward, sample, calls, rewards))
 
     async def _started(self) -> AgentEndpoint:
@@ -123,12 +125,15 @@ class AgentPlayer:
     async def _settings_of(self, name: str, section: Mapping[str, Any]) -> _AgentSettings:
         if name not in self._settings:
             keys = AgentKeys.build(**{each: section[each] for each in AgentKeys.model_fields if each in section})
+            # Another server parses the answers of its model, and renders histories as it wants.
+            is_own = not self.generation.reads_chats
+            parsers = (keys.tool_parser, keys.reasoning_parser) if is_own else (None, None)
             session = SessionSettings(
-                await asyncio.to_thread(AnswerReader, self.tokenizer, keys.tool_parser, keys.reasoning_parser),
+                await asyncio.to_thread(AnswerReader, self.tokenizer, *parsers),
                 max_calls=keys.max_calls,
                 max_concurrent_calls=self.config.max_concurrent_calls,
                 sampling=keys.sampling,
-                history=keys.history,
+                history=keys.history if is_own else "keep",
             )
             self._settings[name] = _AgentSettings(session, keys.credit)
         return self._settings[name]

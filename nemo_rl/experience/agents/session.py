@@ -26,6 +26,7 @@ from nemo_rl.experience.agents.budget import Budget, Grant
 from nemo_rl.experience.agents.call_tree import Call, CallTree
 from nemo_rl.experience.agents.calls import CallAnswer, CallEnd, CallError, CallRequest
 from nemo_rl.experience.agents.exchanges import Answering, Exchange, Exchanges
+from nemo_rl.experience.agents.forwarding import forwarded, read_forwarded, refusal
 from nemo_rl.experience.agents.prompts import Prompt, PromptRenderer
 from nemo_rl.experience.limits import RolloutLimits
 from nemo_rl.experience.trajectory import Ending
@@ -36,7 +37,8 @@ from nemo_rl.models.generation.interfaces import (
     SamplingParams,
     VersionSpan,
 )
-from nemo_rl.utils.errors import ConfigError, DataError, GenerationError
+from nemo_rl.models.generation.remote.chats import ChatInput
+from nemo_rl.utils.errors import ConfigError, DataError, GenerationError, NoAnswerError
 
 COUNTS = ("calls", "retries", "undelivered", "refused", "unlike_template", "new_trees")
 """Numbers of a session for metrics: answers that were asked for, repeated requests, answers whose client had gone away,
@@ -98,6 +100,7 @@ class AgentSession:
         tree: the calls that were answered.
         counts: numbers for metrics.
         failure: set when engines cannot answer any more, which ends the run.
+        unanswered: why the server of the model gave no answer to a request; None if it answered all, or refused them.
         memory: kept by dialects between requests.
         generation_s: seconds of answers, added up.
         exchanges: requests and their answers.
@@ -110,6 +113,7 @@ class AgentSession:
     tree: CallTree = field(default_factory=CallTree)
     counts: Counter[str] = field(default_factory=Counter)
     failure: "asyncio.Future[None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    unanswered: str | None = None
     memory: dict[str, Any] = field(default_factory=dict)
     generation_s: float = 0.0
     exchanges: Exchanges = field(init=False)
@@ -149,8 +153,12 @@ class AgentSession:
         """Return the tokens that a request would continue.
 
         Raises:
-            CallError: the messages cannot be rendered.
+            CallError: the messages cannot be rendered, or the tokens of the model are not known.
         """
+        if self.parts.generation.reads_chats:
+            raise CallError(
+                400, "Only another server has the tokenizer of this model (generation.endpoint).", "unsupported"
+            )
         return self._prompt(request).token_ids
 
     async def close(self) -> None:
@@ -182,8 +190,10 @@ class AgentSession:
             self.failure.set_exception(error)
 
     async def _answers(self, request: CallRequest) -> list[CallAnswer]:
+        chat = forwarded(request) if self.parts.generation.reads_chats else None
         try:
-            await self.settings.reader.prepare(request)
+            if chat is None:
+                await self.settings.reader.prepare(request)
         except ConfigError as error:
             raise CallError(400, f"The tools cannot be used: {error}", "invalid_tools", "tools") from error
         prompt = self._prompt(request)
@@ -193,7 +203,7 @@ class AgentSession:
         identity = _identity(prompt, request)
         self._times_asked[identity] += 1
         seeds = [self.seed_of(identity, self._times_asked[identity], number) for number in range(request.num_answers)]
-        tasks = [asyncio.ensure_future(self._sampled(prompt, sampling, seed)) for seed in seeds]
+        tasks = [asyncio.ensure_future(self._sampled(prompt, chat, sampling, seed)) for seed in seeds]
         num_tokens = 0
         try:
             results = await asyncio.gather(*tasks)
@@ -218,18 +228,27 @@ class AgentSession:
             reason = f"{type(error).__name__}: {error}"
         raise CallError(400, f"The messages cannot be rendered: {reason}", "invalid_messages", "messages")
 
-    async def _sampled(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> GenerationResult:
+    async def _sampled(
+        self, prompt: Prompt, chat: ChatInput | None, sampling: SamplingParams, seed: int
+    ) -> GenerationResult:
         """Sample one answer.
 
         Raises:
-            CallError: the engine refuses the prompt.
+            CallError: the engine refuses the prompt, or the model's server gives no answer.
         """
         started = asyncio.get_running_loop().time()
         at = None if prompt.parent is None else prompt.parent.served_by
         try:
-            result = await self.parts.generation.generate(GenerationRequest(prompt.token_ids, sampling, seed, at))
+            asked = GenerationRequest(prompt.token_ids, sampling, seed, at, chat=chat)
+            result = await self.parts.generation.generate(asked)
         except GenerationError as error:
             raise CallError(400, f"The engine refuses the prompt: {error}", "invalid_prompt") from error
+        except NoAnswerError as error:
+            if error.is_too_long:
+                self.budget.bound = Ending.SEQUENCE_LENGTH
+            elif not error.is_refused:
+                self.unanswered = str(error)
+            raise refusal(error) from error
         self.generation_s += asyncio.get_running_loop().time() - started
         self.counts["prefix_hits"] += at is not None and at == result.served_by
         return result
@@ -238,8 +257,12 @@ class AgentSession:
         self, request: CallRequest, prompt: Prompt, grant: Grant, seed: int, result: GenerationResult
     ) -> CallAnswer:
         """Add an answered call to the tree, and return the answer for the program."""
-        call_id, written = short_id("call", seed), result.token_ids.tolist()
-        read = self.settings.reader.read(written, request, seed)
+        call_id, known = short_id("call", seed), result.answer
+        written = result.token_ids.tolist()
+        if known is None:
+            read, counted = self.settings.reader.read(written, request, seed), None
+        else:
+            read, counted = read_forwarded(known, request), (known.num_prompt_tokens or 0, known.num_tokens or 0)
         is_cut = result.finish_reason == "length"
         end: CallEnd = "tool_calls" if read.tool_calls else ("length" if is_cut else "stop")
         answer = CallAnswer(
@@ -249,10 +272,11 @@ class AgentSession:
             read.tool_calls,
             end,
             read.stop_string,
-            array("i", prompt.token_ids),
-            array("i", written),
-            array("f", result.logprobs.tolist()),
-            num_cached_tokens=len(prompt.token_ids) - prompt.added["token_ids"].numel(),
+            array("i", prompt.token_ids if known is None else ()),
+            array("i", written if known is None else ()),
+            array("f", result.logprobs.tolist() if known is None else ()),
+            num_cached_tokens=len(prompt.token_ids) - prompt.added["token_ids"].numel() if known is None else 0,
+            counted=counted,
             token_texts=[str(self.parts.tokenizer.decode([t])) for t in written] if request.reads_token_texts else (),
         )
         call = Call(
@@ -302,4 +326,5 @@ def _message(answer: CallAnswer, result: GenerationResult) -> Message:
         **answer.message,
         "token_ids": torch.from_numpy(np.array(result.token_ids, dtype=np.int64)),
         "generation_logprobs": torch.from_numpy(np.array(result.logprobs, dtype=np.float32)),
+        **({} if result.answer is None else {"num_tokens": result.answer.num_tokens}),
     }

@@ -7,7 +7,7 @@ log-probabilities come from the engine once and are never tokenised again.
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, Self, TypedDict
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypedDict
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from nemo_rl.compat.public_names import public_names
 from nemo_rl.data.model_rows import RowInputs
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.models.generation.remote.chats import ChatAnswer, ChatInput
 from nemo_rl.optimizations.switch import Choice
 
 __getattr__ = public_names(__name__, {"configure_generation_config": "nemo_rl.models.generation.configure"})
@@ -75,6 +76,7 @@ class GenerationRequest:
         prefix_at: the `served_by` of the response that the prompt ends with, in a conversation of several turns;
             that engine may still hold the keys and values of the prompt. None for a first turn.
         row_inputs: inputs of the model next to the tokens; None for most models.
+        chat: the messages of the prompt; only for a group with `GenerationInterface.reads_chats`.
     """
 
     prompt_token_ids: list[int]
@@ -82,6 +84,7 @@ class GenerationRequest:
     seed: int
     prefix_at: ServedBy | None = None
     row_inputs: RowInputs | None = None
+    chat: ChatInput | None = None
 
 
 class VersionSpan(NamedTuple):
@@ -114,6 +117,8 @@ class GenerationResult:
         served_by: the engine that wrote it; set by the group of engines.
         text: text of the tokens, as `texts.sampled_text` makes it, so that engines decode instead of the controller;
             None: the reader decodes.
+        answer: the answer of a group with `GenerationInterface.reads_chats`, whose tokens are not known: `token_ids`
+            are those of `remote.text_tokenizer`, and `logprobs` are NaN.
     """
 
     token_ids: NDArray[np.int32]
@@ -123,6 +128,7 @@ class GenerationResult:
     error: str | None = None
     text: str | None = None
     served_by: ServedBy | None = None
+    answer: ChatAnswer | None = None
 
     @classmethod
     def refused(cls, error: str) -> Self:
@@ -306,9 +312,15 @@ class Engine(Protocol):
 
 
 class GenerationInterface(ABC):
-    """Controller side of a group of engines."""
+    """Controller side of a group of engines.
+
+    Attributes:
+        weight_version: version of the weights.
+        reads_chats: whether requests need the messages of their prompts (`GenerationRequest.chat`).
+    """
 
     weight_version: int
+    reads_chats: ClassVar[bool] = False
 
     @abstractmethod
     async def generate(self, request: GenerationRequest) -> GenerationResult:
@@ -317,6 +329,7 @@ class GenerationInterface(ABC):
         Raises:
             GenerationError: the engine refused the request (too long, unknown token ids).
             WorkerDiedError: engines died more often than allowed.
+            NoAnswerError: an endpoint gave no answer; the sample of the request has an error.
         """
 
     async def responses_so_far(self, requests: Sequence[GenerationRequest]) -> list[ResponseSoFar | None]:

@@ -11,6 +11,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base.section import Section, Seed, derived
 from nemo_rl.config.schema.data import FROM_TOOLS, IN_ROWS, FromTools, InRows, Operand, numbers_without_effect
+from nemo_rl.config.schema.model.endpoint import ModelEndpointConfig
 from nemo_rl.config.schema.model.generation import EngineConfig, GenerationConfig, TopK
 from nemo_rl.config.schema.model.policy import TokenizerConfig
 
@@ -41,6 +42,9 @@ class EvalGenerationConfig(GenerationConfig):
 
     model_name: str = "Qwen/Qwen2.5-Math-1.5B-Instruct"
     """Hub id, or folder with a model: for a checkpoint <step folder>/policy/weights/model."""
+    endpoint: ModelEndpointConfig | None = None
+    """A model that another server has, which is evaluated in place of model_name without engines, GPUs and a
+    tokenizer; null: engines of the run have the model."""
     num_prompts_per_step: Annotated[int, Field(ge=-1)] = -1
     """Prompts sampled together and then written to save_path; -1: all of them."""
     temperature: NonNegativeFloat = 0.0

@@ -123,10 +123,10 @@ def _stop(answer: CallAnswer) -> Mapping[str, Any]:
 def _usage(answer: CallAnswer) -> dict[str, Any]:
     """Return the numbers of tokens; those of the input do not count cached ones."""
     return {
-        "input_tokens": len(answer.prompt_token_ids) - answer.num_cached_tokens,
+        "input_tokens": answer.num_prompt_tokens - answer.num_cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": answer.num_cached_tokens,
-        "output_tokens": len(answer.token_ids),
+        "output_tokens": answer.num_tokens,
     }
 
 

@@ -29,8 +29,8 @@ def header(body: Body, answers: Sequence[CallAnswer], kind: str, id_prefix: str)
 
 def usage(answers: Sequence[CallAnswer]) -> Mapping[str, Any]:
     """Return the numbers of tokens; those of the prompt count once."""
-    prompt = len(answers[0].prompt_token_ids)
-    sampled = sum(len(answer.token_ids) for answer in answers)
+    prompt = answers[0].num_prompt_tokens
+    sampled = sum(answer.num_tokens for answer in answers)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": sampled,

@@ -139,7 +139,7 @@ def _response(body: Body, request: CallRequest, answer: CallAnswer) -> dict[str,
 
 
 def _usage(answer: CallAnswer) -> Mapping[str, Any]:
-    prompt, sampled = len(answer.prompt_token_ids), len(answer.token_ids)
+    prompt, sampled = answer.num_prompt_tokens, answer.num_tokens
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": answer.num_cached_tokens, "cache_write_tokens": 0},

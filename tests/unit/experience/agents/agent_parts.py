@@ -103,7 +103,8 @@ def play(
     **endpoint: Any,
 ) -> list[Trajectory]:
     """Play samples and return them."""
-    sampling = SamplingParams(max_new_tokens=max_new_tokens, stop_token_ids=(tokenizer.eos_token_id,))
+    ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, stop_token_ids=ends)
     with collecting(engine, environment, tokenizer, limits, **endpoint) as runner:
         collected = runner.collect(rows(tokenizer, prompts), samples, sampling, RolloutKey(1, "train", 0))
     return collected.trajectories

@@ -33,6 +33,7 @@ class Engine:
     """Writes one word that depends on the seed, when it may; `text` replaces the word."""
 
     weight_version = 1
+    reads_chats = False
 
     def __init__(self, tokenizer: Any, text: str | None = None) -> None:
         self.tokenizer, self.text = tokenizer, text

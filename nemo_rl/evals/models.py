@@ -1,0 +1,163 @@
+"""The model under evaluation: engines of the run, or another server.
+
+Invariant: an evaluation at an endpoint starts no engine, reserves no place for one and reads no file of a model.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+from nemo_rl.config.runs.eval import EvalMasterConfig
+from nemo_rl.config.schema.algorithms.evaluation import EvalDataConfig
+from nemo_rl.config.schema.cluster import ClusterConfig
+from nemo_rl.data.interfaces import TokenizerType
+from nemo_rl.data.tokenizer import get_tokenizer
+from nemo_rl.distributed.cluster.node_checks import Shared, check_nodes
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.experience.event_loop import EventLoopThread
+from nemo_rl.experience.rollouts import RolloutLimits
+from nemo_rl.models.generation.factory import engine_settings, make_engines, sampling_params
+from nemo_rl.models.generation.interfaces import GenerationInterface, SamplingParams
+from nemo_rl.models.generation.remote.check import check_endpoint
+from nemo_rl.models.generation.remote.model import ChatModel
+from nemo_rl.models.generation.remote.text_tokenizer import text_tokenizer
+from nemo_rl.utils.errors import EndpointUnusableError
+
+_UNBOUNDED = 2**40
+"""Tokens of a conversation, where the server alone knows its context."""
+
+
+def tokenizer_of(config: EvalMasterConfig) -> TokenizerType:
+    """Return the tokenizer of the model, or one for texts where the server has it."""
+    return get_tokenizer(config.tokenizer) if config.generation.endpoint is None else text_tokenizer()
+
+
+def data_of(config: EvalMasterConfig) -> EvalDataConfig:
+    """Return the `data` section; at an endpoint without a limit of tokens, which cannot be counted here."""
+    if config.generation.endpoint is None:
+        return config.data
+    return config.data.model_copy(update={"max_input_seq_length": None})
+
+
+def limits_of(config: EvalMasterConfig) -> RolloutLimits:
+    """Return the bounds of the rollouts."""
+    context = config.generation.engine.max_model_len if config.generation.endpoint is None else _UNBOUNDED
+    return RolloutLimits(context, config.eval.max_rollout_turns, config.cluster.timeouts.rollout_s)
+
+
+def sampling_of(config: EvalMasterConfig, tokenizer: TokenizerType) -> SamplingParams:
+    """Return the sampling parameters; at an endpoint the server knows which tokens end an answer."""
+    generation = config.generation
+    if generation.endpoint is None:
+        return sampling_params(config.policy, tokenizer.eos_token_id, validation=False)
+    return SamplingParams(
+        temperature=generation.temperature,
+        top_k=None if generation.top_k in (None, -1, 0) else generation.top_k,
+        top_p=generation.top_p,
+        max_new_tokens=generation.max_new_tokens,
+        stop_token_ids=tuple(generation.stop_token_ids or ()),
+        stop_strings=tuple(generation.stop_strings or ()),
+        bad_words=tuple(generation.bad_words or ()),
+    )
+
+
+def require_model(config: EvalMasterConfig, loop: EventLoopThread) -> None:
+    """Ask an endpoint whether it has the model; does nothing for engines.
+
+    Args:
+        config: the configuration.
+        loop: asks.
+
+    Raises:
+        ConfigError: the endpoint cannot be reached, refuses the key, or does not have the model.
+    """
+    endpoint = config.generation.endpoint
+    if endpoint is not None:
+        loop.run(check_endpoint(endpoint), 4 * endpoint.timeout_s, "The check of generation.endpoint")
+
+
+def start_model(config: EvalMasterConfig, tokenizer: TokenizerType, resources: ExitStack) -> GenerationInterface:
+    """Start the engines, or make the client of the endpoint.
+
+    Args:
+        config: the configuration.
+        tokenizer: as `tokenizer_of` returns it, or the user's own.
+        resources: ends what was started.
+    """
+    if config.generation.endpoint is not None:
+        model: GenerationInterface = ChatModel(config.generation.endpoint, tokenizer)
+        resources.callback(model.shutdown)
+        return model
+    cluster = config.cluster
+    settings = engine_settings(config.policy, cluster, config.eval.seed, load_weights=True)
+    bundles = _bundles(cluster)
+    resources.callback(bundles.shutdown)
+    bundles.get_placement_groups()
+    folders = {"generation.model_name": config.policy.model_name, "tokenizer.name": config.tokenizer.name}
+    check_nodes([bundles], Shared(folders))
+    engines = make_engines(replace(settings, can_sleep=False), bundles, cluster)
+    resources.callback(engines.shutdown)
+    return engines
+
+
+@contextmanager
+def answers_come(model: ChatModel | None, *, is_first: bool) -> Iterator[None]:
+    """Refuse a batch without a single answer: it tells nothing about the model, and would be written for good.
+
+    Args:
+        model: the client of the endpoint; None: own engines have the model, which end the run when they fail.
+        is_first: no answer is stored yet, so that even refused requests are the fault of the run. Later the prompts of
+            a small batch may all be of a kind that the endpoint refuses.
+
+    Raises:
+        EndpointUnusableError: the endpoint gave no answer during the block, though it was asked.
+    """
+    before = None if model is None else replace(model.counts)
+    yield
+    if model is None or before is None or model.counts.answers > before.answers:
+        return
+    failed = model.counts.without_answer - before.without_answer
+    refused = model.counts.refused - before.refused
+    if failed > refused or (failed and is_first):
+        raise EndpointUnusableError(
+            f"The endpoint gave no answer to any of {failed} conversations, so none of them is written. With "
+            f"eval.save_path the same command continues after the last batch. The last error: {model.counts.last_error}"
+        )
+
+
+@contextmanager
+def key_stays_here(config: EvalMasterConfig) -> Iterator[None]:
+    """Keep the key of the endpoint out of the environment variables of processes that start during the block.
+
+    Programs that play samples would see it otherwise. A variable that the section of an environment names is kept.
+    """
+    variable = None if config.generation.endpoint is None else config.generation.endpoint.api_key_env
+    if variable is None or _is_named(variable, config):
+        yield
+        return
+    key = os.environ.pop(variable, None)
+    try:
+        yield
+    finally:
+        if key is not None:
+            os.environ[variable] = key
+
+
+def _is_named(variable: str, config: EvalMasterConfig) -> bool:
+    section = config.env.get(config.data.env_name)
+    return getattr(section, "api_key_env", None) == variable
+
+
+def _bundles(cluster: ClusterConfig) -> RayVirtualCluster:
+    """Reserve one place for an engine on each GPU, or `ranks_per_node` places on each CPU machine."""
+    return RayVirtualCluster(
+        [cluster.policy_ranks_per_node] * cluster.num_nodes,
+        use_gpus=cluster.uses_gpu,
+        max_colocated_worker_groups=1,
+        num_gpus_per_node=max(cluster.gpus_per_node, 1),
+        name="evaluation",
+        placement_group_strategy="STRICT_SPREAD",
+        port_range_low=cluster.master_port_range_low,
+        port_range_high=cluster.master_port_range_high,
+    )

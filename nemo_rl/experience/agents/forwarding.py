@@ -1,0 +1,53 @@
+"""Calls of programs that another server answers: what can be passed on, and how answers come back.
+
+Programs keep the run's endpoint and the key of their sample, so they need no change and never see the server's key.
+"""
+
+from nemo_rl.experience.agents.answers import ReadAnswer, before_stop
+from nemo_rl.experience.agents.calls import AnsweredToolCall, CallError, CallRequest
+from nemo_rl.models.generation.remote.chats import ChatAnswer, ChatInput
+from nemo_rl.utils.errors import NoAnswerError
+
+
+def forwarded(request: CallRequest) -> ChatInput:
+    """Return a request as a conversation for the server.
+
+    Raises:
+        CallError: it needs the tokens of the model, which only the server has.
+    """
+    asked = (
+        ("prompt", request.prompt is not None, "Send messages to /v1/chat/completions."),
+        ("continue_final_message", request.continues_last, "Let the last message be one of another role."),
+        ("logprobs", request.reads_token_texts, "Leave it out."),
+    )
+    for parameter, is_asked, advice in asked:
+        if is_asked:
+            raise CallError(
+                400,
+                f"{parameter} needs the tokens of the model, but this run evaluates a model of another server "
+                f"(generation.endpoint), which is asked with messages. {advice}",
+                "unsupported_parameter",
+                parameter,
+            )
+    return ChatInput(
+        [{**message, "content": message.get("content") or ""} for message in request.messages],
+        request.tools,
+        request.template_kwargs,
+        may_call=request.reads_tool_calls,
+    )
+
+
+def read_forwarded(answer: ChatAnswer, request: CallRequest) -> ReadAnswer:
+    """Return the parts of an answer of the server."""
+    content, stop = before_stop(answer.content + (answer.stop_string or ""), request.stop)
+    calls = [AnsweredToolCall(call.id, call.name, call.arguments) for call in answer.tool_calls]
+    return ReadAnswer(content, answer.reasoning, calls, stop)
+
+
+def refusal(error: NoAnswerError) -> CallError:
+    """Return what a program gets in place of an answer."""
+    if error.is_too_long:
+        return CallError(400, str(error), "context_length_exceeded", "messages")
+    if error.is_refused:
+        return CallError(400, str(error), "invalid_request")
+    return CallError(502, str(error), "no_answer")

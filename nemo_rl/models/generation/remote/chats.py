@@ -1,0 +1,92 @@
+"""A prompt as messages, and an answer to it, for models that do not take token ids."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_rl.data.interfaces import Message
+
+
+@dataclass(frozen=True)
+class ChatInput:
+    """A conversation to continue.
+
+    Attributes:
+        messages: in OpenAI's form, the newest last.
+        tools: function schemas in OpenAI's form.
+        template_kwargs: variables for the chat template.
+        may_call: False forbids calls of the tools.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    may_call: bool = True
+
+
+@dataclass(frozen=True)
+class ChatToolCall:
+    """A tool call of an answer.
+
+    Attributes:
+        id: given by the server.
+        name: the tool.
+        arguments: JSON text, as the model wrote it where it is no valid JSON.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+    @property
+    def as_text(self) -> str:
+        """The call in the form that most chat templates have (the parser "hermes")."""
+        try:
+            arguments = json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            arguments = self.arguments
+        call = {"name": self.name, "arguments": arguments}
+        return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """An answer as the server gives it.
+
+    Attributes:
+        content: without reasoning and tool calls; empty if there are only those.
+        reasoning: None if the server separates none.
+        tool_calls: calls that the server has parsed.
+        stop_string: the stop string that ended it, which is not in the content; None if the server does not say.
+        num_tokens: tokens of the answer, with reasoning and calls; None if the server does not count them.
+        num_prompt_tokens: tokens of the prompt; None if the server does not count them.
+    """
+
+    content: str
+    reasoning: str | None = None
+    tool_calls: Sequence[ChatToolCall] = ()
+    stop_string: str | None = None
+    num_tokens: int | None = None
+    num_prompt_tokens: int | None = None
+
+    @property
+    def text(self) -> str:
+        """All that an environment reads: content, stop string, and calls as text."""
+        return "\n".join(
+            [*filter(None, [self.content + (self.stop_string or "")]), *(c.as_text for c in self.tool_calls)]
+        )
+
+    @property
+    def fields(self) -> Message:
+        """Further fields of its message in a log; `num_tokens` is there even if it is None."""
+        found: Message = {"num_tokens": self.num_tokens}
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+            found["spoken"] = self.content
+        if self.reasoning is not None:
+            found["reasoning_content"] = self.reasoning
+        return found

@@ -1,0 +1,175 @@
+"""One request to an OpenAI-compatible endpoint, and what can go wrong with it.
+
+Invariant: a request ends within its time limit with a JSON object or an `EndpointError`; of a response at most
+`largest_bytes` are read; no error holds the key.
+"""
+
+import asyncio
+import json
+import os
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from typing import Any, Literal
+
+import httpx
+
+from nemo_rl.utils.errors import ConfigError
+
+_SHOWN_CHARS = 300
+_TRANSIENT = frozenset((408, 409, 425, 429))
+"""Statuses below 500 after which the same request may succeed."""
+_LONGEST_WAIT_S = 3600.0
+
+
+class EndpointError(Exception):
+    """A request got no usable answer.
+
+    Args:
+        reason: what happened.
+        may_pass: whether the same request may succeed later.
+        wait_s: seconds that the endpoint asks to wait.
+        status: status of the response; None if there was none, or if it was 200.
+    """
+
+    def __init__(self, reason: str, *, may_pass: bool = True, wait_s: float = 0.0, status: int | None = None) -> None:
+        super().__init__(reason)
+        self.may_pass = may_pass
+        self.wait_s = wait_s
+        self.status = status
+
+
+@dataclass(eq=False)
+class EndpointConnection:
+    """Connections to an endpoint; for one event loop.
+
+    Attributes:
+        name: what the endpoint is, for errors: "the judge".
+        base_url: address up to the version.
+        key: sent with each request; None: no key is sent.
+        timeout_s: seconds for one request.
+        timeout_key: key of the configuration that has set them.
+        max_connections: connections at the same time.
+        largest_bytes: bytes of a response after which it is refused.
+    """
+
+    name: str
+    base_url: str
+    key: str | None
+    timeout_s: float
+    timeout_key: str
+    max_connections: int
+    largest_bytes: int
+    _client: httpx.AsyncClient = field(init=False)
+
+    def __post_init__(self) -> None:
+        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+        limits = httpx.Limits(max_connections=self.max_connections)
+        self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=None, follow_redirects=False)
+
+    async def ask(self, method: Literal["GET", "POST"], path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Send a request.
+
+        Args:
+            method: of HTTP.
+            path: below the address.
+            body: sent as JSON; None: nothing is sent.
+
+        Returns:
+            The JSON of the response.
+
+        Raises:
+            EndpointError: the endpoint cannot be reached, takes too long, refuses, or answers with something else.
+        """
+        url = f"{self.base_url.rstrip('/')}/{path}"
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await self._ask(method, url, body)
+        except TimeoutError:
+            limit = f"{self.timeout_s:g} s ({self.timeout_key})"
+            raise EndpointError(f"{self.name} at {url} gave no answer in {limit}") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            reason = str(error) or type(error).__name__
+            raise EndpointError(self.safe(f"{self.name} at {url} cannot be reached: {reason}")) from None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    def safe(self, text: str) -> str:
+        """Return a text without the key, which an endpoint may repeat."""
+        return text.replace(self.key, "***") if self.key else text
+
+    async def _ask(self, method: str, url: str, body: Mapping[str, Any] | None) -> Any:
+        async with self._client.stream(method, url, json=body) as response:
+            content = bytearray()
+            async for chunk in response.aiter_raw():
+                content += chunk
+                if len(content) > self.largest_bytes:
+                    raise EndpointError(f"{self.name} at {url} sent more than {self.largest_bytes} bytes")
+        # The key is taken out first: a cut could leave a part of it that is not recognised.
+        shown = self.safe(content[: 2**16].decode(errors="replace"))[:_SHOWN_CHARS]
+        status = response.status_code
+        if status != httpx.codes.OK:
+            raise EndpointError(
+                f"{self.name} at {url} answered with status {status}: {shown}",
+                may_pass=status >= 500 or status in _TRANSIENT,
+                wait_s=seconds_of(response.headers.get("retry-after")),
+                status=status,
+            )
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError):
+            wanted = "JSON" if body is None else "chat completion"
+            raise EndpointError(f"{self.name} at {url} sent no {wanted}: {shown}") from None
+
+
+def seconds_of(retry_after: str | None) -> float:
+    """Return the seconds of a header Retry-After, a number or a date; 0 for nonsense, and at most an hour."""
+    if not retry_after:
+        return 0.0
+    try:
+        seconds = float(retry_after)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(retry_after).timestamp() - time.time()
+        except ValueError:
+            return 0.0
+    return min(max(seconds, 0.0), _LONGEST_WAIT_S) if seconds == seconds else 0.0  # a number that is none
+
+
+def pause_s(attempt: int, first_s: float, longest_s: float, error_wait_s: float) -> float:
+    """Return the seconds before a request is sent again: doubled each time, with jitter, or what the endpoint asks.
+
+    Args:
+        attempt: how often it was sent before this time.
+        first_s: seconds after the first time.
+        longest_s: most seconds, unless the endpoint asks for more.
+        error_wait_s: `EndpointError.wait_s`.
+    """
+    doubled = min(first_s * 2.0 ** min(attempt, 64), longest_s)
+    return max(doubled * random.uniform(0.5, 1.0), error_wait_s)
+
+
+def key_of(variable: str | None, key: str, user: str) -> str | None:
+    """Return the key of an endpoint from an environment variable; None without a variable.
+
+    Args:
+        variable: its name.
+        key: key of the configuration that has the name.
+        user: who reads the variable: "the environment".
+
+    Raises:
+        ConfigError: the variable is not set.
+    """
+    if variable is None:
+        return None
+    value = os.environ.get(variable, "").strip()
+    if not value:
+        raise ConfigError(
+            f"{key}={variable}, but this environment variable is not set where {user} runs. Export it before the run "
+            f"(on a cluster, before Ray starts), or set {key}=null."
+        )
+    return value
