@@ -185,7 +185,7 @@ def _package() -> Any:
             raise
         raise ConfigError(
             "VerifiersProgram needs verifiers 0.4 in the Python of the environment. Set "
-            'cluster.venvs.agent.packages=["verifiers==0.4.0","openai==2.54.0","mcp==2.0.0"].'
+            'cluster.venvs.agent.packages=["verifiers==0.4.0","openai==2.54.0","mcp==2.0.0","mcp-types==2.0.0"].'
         ) from None
 
 
