@@ -29,12 +29,12 @@ class ProductData(vf.TaskData):
 
 
 class ProductTask(vf.Task[ProductData]):
-    """Rewards the last reply if it is the value."""
+    """Rewards the last reply if the value is boxed in it."""
 
     @vf.reward
     async def is_right(self, trace: vf.Trace) -> float:
-        """Return 1 if the reply is the value."""
-        return float(trace.last_reply == self.data.answer)
+        """Return 1 if the value is boxed in the reply."""
+        return float(vf.extract_boxed_answer(trace.last_reply) == self.data.answer)
 
     @vf.metric
     async def calculator_calls(self, trace: vf.Trace) -> float:
