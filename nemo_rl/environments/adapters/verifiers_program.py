@@ -138,7 +138,7 @@ class _Server:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether it takes no further episode."""
+        """True if it takes no further episode."""
         return self._num_entered >= _EPISODES or self._running.done()
 
     def enter(self) -> None:
