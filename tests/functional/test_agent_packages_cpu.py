@@ -1,5 +1,6 @@
 """Agent programs on packages that only their own processes have: langgraph, and environments of verifiers 0.4."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -67,7 +68,7 @@ def test_the_policy_learns_to_use_the_tool_of_a_program(
         "run_grpo.py",
         "grpo_agent_cpu.yaml",
         *OVERRIDES[packages],
-        f"cluster.venvs.agent.packages=[{','.join(packages)}]",
+        f"cluster.venvs.agent.packages={json.dumps(packages)}",
         "grpo.max_num_steps=10",
         "checkpointing.enabled=false",
         environment={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/functional'}"},
@@ -86,7 +87,7 @@ def test_episodes_of_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """The unit tests that need the package, in a Python that has it."""
     python = python_with(VERIFIERS, tmp_path / "venvs", monkeypatch)
     tests = "tests/unit/environments/adapters/test_verifiers_program.py"
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "package or played or endpoint", tests]
+    command = [python, "-m", "pytest", "-p", "no:cacheprovider", "-k", "package or played or endpoint", tests]
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0 and "8 passed" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
