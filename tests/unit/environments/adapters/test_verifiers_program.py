@@ -184,8 +184,8 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def block(reward: str | None = None, **taskset: Any) -> dict[str, Any]:
     plugged = {} if reward is None else {"task": {"rewards": {reward: {"fn": f"{__name__}.{reward}"}}}}
-    seat = {"runtime": {"type": "subprocess"}, "max_turns": 3}
-    return {"taskset": {"id": "verifiers_products", "num_tasks": 4, **plugged, **taskset}, "agent": seat}
+    section = {"runtime": {"type": "subprocess"}, "max_turns": 3}
+    return {"taskset": {"id": "verifiers_products", "num_tasks": 4, **plugged, **taskset}, "agent": section}
 
 
 @needs_package
