@@ -70,6 +70,7 @@ BROAD_EXCEPT_BOUNDARIES = {
     "environments/workers/client.py": "a batch's failure is relayed to each waiting coroutine",
     "environments/judges/joined_passes.py": "whatever a pass raises is relayed to each sample of it",
     "environments/adapters/verifiers.py": "environment and rubric are the user's own code",
+    "environments/adapters/verifiers_program.py": "the environment is the user's own code",
     "environments/code/inside/checks.py": "whatever a test raises is a failed check",
     "environments/code/inside/session.py": "whatever the model's code raises is its observation",
     "environments/code/inside/solution.py": "whatever the model's code raises is told to its tests",

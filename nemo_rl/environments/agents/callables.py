@@ -60,6 +60,13 @@ class CallableProgram(AgentProgram):
         except BaseException as problem:  # boundary: the value may be of the user's own class
             raise AgentError(f"the value of the program {self._name} cannot be read: {describe(problem)}") from None
 
+    async def shutdown(self) -> None:
+        """Call the method `shutdown` of an object that has one."""
+        owner = self._call.__self__ if inspect.ismethod(self._call) else None
+        released = owner.shutdown() if hasattr(owner, "shutdown") and not inspect.isclass(owner) else None
+        if inspect.isawaitable(released):
+            await released
+
     async def _outcome(self, task: AgentTask) -> tuple[Any, str | None]:
         """Return what the function returns, or the text of its error.
 

@@ -44,6 +44,25 @@ class Counting:
         return self.count
 
 
+class Closing:
+    """Notes that it was shut down."""
+
+    closed: list[int] = []
+
+    async def __call__(self, task: AgentTask) -> int:
+        return 1
+
+    async def shutdown(self) -> None:
+        self.closed.append(1)
+
+    @classmethod
+    def one(cls, task: AgentTask) -> int:
+        return 1
+
+
+of_a_class = Closing.one
+
+
 class NotCallable:
     pass
 

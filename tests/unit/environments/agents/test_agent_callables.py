@@ -46,6 +46,13 @@ def test_arguments_reach_functions_and_classes(endpoint: FakeEndpoint) -> None:
     assert sorted(result.reward for result in results) == [3.0, 4.0, 5.0]  # one object for all
 
 
+@pytest.mark.parametrize(("name", "closed"), [("Closing", [1]), ("of_a_class", [])])
+def test_an_object_is_shut_down_at_the_end(name: str, closed: list[int], endpoint: FakeEndpoint) -> None:
+    programs_for_tests.Closing.closed.clear()
+    (result,) = played(endpoint.url, program(name))
+    assert result.reward == 1.0 and programs_for_tests.Closing.closed == closed
+
+
 def test_answer_metrics_and_rewards_of_calls_are_passed_on(endpoint: FakeEndpoint) -> None:
     environment = AgentEnvironment(program("details"))
     rows = [{"agent": agent(endpoint.url, seed=seed), "id": seed} for seed in (1, 4)]
