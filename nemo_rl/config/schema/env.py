@@ -15,6 +15,7 @@ from nemo_rl.config.schema.adapters import GymnasiumConfig, ReasoningGymConfig, 
 from nemo_rl.config.schema.agents import AgentEnvironmentConfig
 from nemo_rl.config.schema.games import BlackjackConfig, GameSection, SlidingPuzzleEnvironmentConfig
 from nemo_rl.config.schema.judges import LLMJudgeConfig, RewardModelEnvironmentConfig
+from nemo_rl.config.schema.nemo_gym import NEMO_GYM, NemoGymConfig
 from nemo_rl.config.schema.sandbox import SandboxKeys
 from nemo_rl.config.schema.tools import RAGEnvironmentConfig, ToolEnvironmentConfig
 
@@ -102,8 +103,11 @@ class BuiltInEnvironments(TypedDict, total=False):
     tools: ToolEnvironmentConfig
     rag: RAGEnvironmentConfig
     agent: AgentEnvironmentConfig
+    nemo_gym: NemoGymConfig
 
 
-_LATER = (("should_use_nemo_gym", "NeMo-Gym"),)
+_SWITCHES = tuple(
+    (key, NEMO_GYM) for key in ("should_use_nemo_gym", "should_mask_flagged_samples", "should_log_nemo_gym_responses")
+)
 
-EnvironmentMap = Annotated[dict[str, Any], NamedSections(BuiltInEnvironments, _LATER)]
+EnvironmentMap = Annotated[dict[str, Any], NamedSections(BuiltInEnvironments, _SWITCHES)]

@@ -23,12 +23,14 @@ class AgentResult:
         answer: its final text; None if it returned none.
         metrics: numbers to average over samples, by name.
         call_rewards: rewards of single calls, by the id of the endpoint's response.
+        invalid_tool_call: whether an answer has a tool call that could not be understood.
     """
 
     reward: float | None = None
     answer: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     call_rewards: Mapping[str, float] = field(default_factory=dict)
+    invalid_tool_call: bool = False
 
 
 def read_result(value: Any) -> AgentResult:
@@ -42,7 +44,7 @@ def read_result(value: Any) -> AgentResult:
     if isinstance(value, str):
         return AgentResult(answer=value)
     if not isinstance(value, Mapping):
-        return AgentResult(reward=_number(value, "reward"))
+        return AgentResult(reward=finite_number(value, "reward"))
     unknown = [key for key in value if key not in _KEYS]
     if unknown:
         raise ValueError(f"it returned the keys {_shown(unknown)}, but only {', '.join(_KEYS)} have a meaning")
@@ -50,7 +52,7 @@ def read_result(value: Any) -> AgentResult:
     if answer is not None and not isinstance(answer, str):
         raise ValueError(f"it returned the answer {_shown(answer)}, which is no text")
     return AgentResult(
-        reward=None if reward is None else _number(reward, "reward"),
+        reward=None if reward is None else finite_number(reward, "reward"),
         answer=answer,
         metrics=_numbers(value.get("metrics"), "metrics"),
         call_rewards=_numbers(value.get("call_rewards"), "call_rewards"),
@@ -62,10 +64,19 @@ def _numbers(values: Any, key: str) -> dict[str, float]:
         return {}
     if not isinstance(values, Mapping):
         raise ValueError(f"it returned {key}={_shown(values)}, which is no mapping of names to numbers")
-    return {str(name): _number(number, f"{key}.{name}") for name, number in values.items()}
+    return {str(name): finite_number(number, f"{key}.{name}") for name, number in values.items()}
 
 
-def _number(value: Any, key: str) -> float:
+def finite_number(value: Any, key: str) -> float:
+    """Return a returned number.
+
+    Args:
+        value: the value.
+        key: its name, for the error.
+
+    Raises:
+        ValueError: it is no finite number.
+    """
     if not isinstance(value, Real):
         raise ValueError(f"it returned {key}={_shown(value)}, which is no number")
     try:

@@ -1,0 +1,34 @@
+"""Train with GRPO on agents of NeMo Gym.
+
+    uv run examples/nemo_gym/run_grpo_nemo_gym.py [--config FILE] [--dry-run] [key=value ...]
+
+Without --config the run is described by examples/nemo_gym/grpo_calculator_cpu.yaml, which needs no GPU.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from nemo_rl.config import GRPOMasterConfig
+from nemo_rl.launch.command_line import launch
+
+STARTED_AT = time.perf_counter()
+DEFAULT_CONFIG = Path(__file__).parent / "grpo_calculator_cpu.yaml"
+
+
+def train(config: GRPOMasterConfig) -> None:
+    """Set up the run, train, and always stop all workers."""
+    # Imported here so that a refused configuration does not wait for torch.
+    from nemo_rl.algorithms.grpo import grpo_train, setup
+
+    with setup(config, started_at=STARTED_AT) as run:
+        grpo_train(run)
+
+
+def main() -> int:
+    """Run from the command line and return the exit status."""
+    return launch(__doc__ or "", DEFAULT_CONFIG, GRPOMasterConfig, train)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
