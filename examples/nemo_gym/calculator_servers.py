@@ -118,7 +118,7 @@ def model(settings: Mapping[str, Any], client: Client) -> dict[str, Handler]:
         sent = await client.send(url, request, Authorization=f"Bearer {settings['api_key']}")
         answer = sent.raise_for_status().json()
         items = output_items(answer["choices"][0]["message"])
-        return {"id": f"resp_{answer['id']}", "object": "response", "output": items, "usage": answer["usage"]}
+        return {"id": f"resp_{answer['id']}", "object": "response", "output": items, "usage": answer.get("usage")}
 
     return {"/v1/responses": responses}
 

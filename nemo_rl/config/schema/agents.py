@@ -12,6 +12,10 @@ from nemo_rl.config.schema.tools import GraderConfig
 _BELONGS_TO = {"kwargs": "program", "environment": "command", "readable": "command"}
 
 
+DEFAULT_INVALID_TOOL_CALL_PATTERNS = ["<tool_call>", "</tool_call>", "<function_call>", "</function_call>"]
+"""Texts that are left in an answer where a tool call could not be understood."""
+
+
 class AgentKeys(Section):
     """Keys of every agent environment: how its programs sample, and what is trained."""
 
@@ -20,6 +24,13 @@ class AgentKeys(Section):
     writes."""
     reasoning_parser: str | None = None
     """Parser of vLLM that separates the reasoning from an answer; null: an answer is one text."""
+    tool_parser_plugin: str | None = None
+    """Python file that registers a tool parser with vLLM; null: none."""
+    reasoning_parser_plugin: str | None = None
+    """Python file that registers a reasoning parser with vLLM; null: none."""
+    invalid_tool_call_patterns: list[str] = Field(default_factory=DEFAULT_INVALID_TOOL_CALL_PATTERNS.copy)
+    """Texts that show a tool call that was not understood, where an answer has them besides its calls; see
+    grpo.invalid_tool_call_advantage."""
     max_calls: PositiveInt = 64
     """Calls of the model that one program may make; further ones are refused."""
     sampling: Literal["run", "request"] = "run"

@@ -32,6 +32,7 @@ class NemoGymConfig(AgentKeys):
     place: ClassVar[str] = "env.nemo_gym"
     rest: ClassVar[str] = "servers"
     later: ClassVar[dict[str, str]] = {
+        "effort_levels": "NeMo RL's form of levels of effort (write the section effort_levels)",
         "num_gpu_nodes": "nodes of the run for models of NeMo Gym's servers",
         "pad_dynamic_image_shapes": "multimodal data",
     }
@@ -39,9 +40,9 @@ class NemoGymConfig(AgentKeys):
         "rollout_max_attempts_to_avoid_lp_nan": "log-probabilities come from the tokens that the endpoint has sampled, "
         "and one that is no number ends the run",
     }
-    moved: ClassVar[dict[str, str]] = {
-        "effort_levels": "write the section effort_levels, see docs/guides/reward-shaping.md",
-        "thinking_tags": "write reward_penalties.thinking_tags",
+
+    idle: ClassVar[dict[str, str]] = {
+        "should_use_nemo_gym": "the env_name of data entries decides; true demands that one is nemo_gym",
     }
 
     config_paths: list[str] = Field(default_factory=list)
@@ -75,12 +76,11 @@ class NemoGymConfig(AgentKeys):
     """Rollouts at the same time; others wait, which does not count against their deadline."""
     max_memory_gb: PositiveFloat | None = None
     """Gibibytes that the environment and its servers may use together; null: no limit."""
-    invalid_tool_call_patterns: list[str] | None = None
-    """Texts that show a tool call which was not understood where they are in an answer's text: such a sample has an
-    invalid tool call, see grpo.invalid_tool_call_advantage; null: <tool_call>, </tool_call>, <function_call> and
-    </function_call>."""
+    thinking_tags: list[str] | None = None
+    """Texts that begin and end thinking; null: those of reward_penalties.thinking_tags."""
     should_use_nemo_gym: bool | None = None
-    """NeMo RL's switch, also written env.should_use_nemo_gym; true demands that data uses this environment."""
+    """No effect: env_name of data entries decides. true, also written env.should_use_nemo_gym, demands that one of them
+    is nemo_gym."""
     should_mask_flagged_samples: bool = True
     """Exclude samples from training whose result has flag_field, also written env.should_mask_flagged_samples."""
     flag_field: str = "mask_sample"
@@ -88,7 +88,13 @@ class NemoGymConfig(AgentKeys):
     should_log_nemo_gym_responses: bool = False
     """Write each result with all items to results.jsonl in log_dir, also written env.should_log_nemo_gym_responses."""
     is_trajectory_collection: bool = False
-    """Play the validation rows once and write the results instead of training (examples/nemo_gym)."""
+    """Play the validation rows once and write the results, as should_log_nemo_gym_responses, instead of training; a key
+    of examples/nemo_gym/run_grpo_nemo_gym.py."""
+
+    @property
+    def logs_results(self) -> bool:
+        """True if results are written to a file."""
+        return self.should_log_nemo_gym_responses or self.is_trajectory_collection
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -89,8 +89,7 @@ class ProgramEnvironment(EnvironmentInterface[dict[str, Any]]):
             return _failed(row, task, describe(error))
         played = {"seconds": time.perf_counter() - started, "metrics": dict(result.metrics), "row": graded.row}
         row |= {PLAYED: played, **({CALL_REWARDS: dict(result.call_rewards)} if result.call_rewards else {})}
-        episode = _episode(row, graded, None, with_answer=return_extracted_answer)
-        return episode._replace(invalid_tool_calls=[result.invalid_tool_call])
+        return _episode(row, graded, None, with_answer=return_extracted_answer)
 
     async def global_post_process_and_metrics(  # type: ignore[override]  # may be a coroutine function
         self, batch: "BatchedDataDict[Any]"

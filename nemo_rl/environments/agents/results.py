@@ -23,14 +23,12 @@ class AgentResult:
         answer: its final text; None if it returned none.
         metrics: numbers to average over samples, by name.
         call_rewards: rewards of single calls, by the id of the endpoint's response.
-        invalid_tool_call: whether an answer has a tool call that could not be understood.
     """
 
     reward: float | None = None
     answer: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     call_rewards: Mapping[str, float] = field(default_factory=dict)
-    invalid_tool_call: bool = False
 
 
 def read_result(value: Any) -> AgentResult:

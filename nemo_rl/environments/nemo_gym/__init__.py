@@ -14,7 +14,8 @@ __getattr__ = public_names(
     {
         "NemoGym": "nemo_rl.environments.nemo_gym.environment",
         "NemoGymConfig": "nemo_rl.config.schema.nemo_gym",
-        "DEFAULT_INVALID_TOOL_CALL_PATTERNS": "nemo_rl.environments.nemo_gym.results",
+        "DEFAULT_INVALID_TOOL_CALL_PATTERNS": "nemo_rl.config.schema.agents",
+        "should_use_nemo_gym": "nemo_rl.environments.nemo_gym.command",
         "extract_reward_components": "nemo_rl.environments.nemo_gym.results",
     },
 )

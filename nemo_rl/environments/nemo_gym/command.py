@@ -11,12 +11,18 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_rl.config.schema.nemo_gym import NemoGymConfig
+from nemo_rl.config import RunConfig
+from nemo_rl.config.schema.nemo_gym import NEMO_GYM, NemoGymConfig
 from nemo_rl.utils.errors import ConfigError
 
 API_KEY = "nemo_rl"
 """API key of the servers: it is no secret, since the endpoint knows only the keys of samples."""
 _PLAIN = re.compile(r"[\w./:@+-]+")
+
+
+def should_use_nemo_gym(master_config: RunConfig) -> bool:
+    """Return whether agents of NeMo Gym play rows of a run."""
+    return any(name == NEMO_GYM for _, name in master_config.env_entries())
 
 
 def find_program(section: NemoGymConfig) -> str:

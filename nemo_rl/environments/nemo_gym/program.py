@@ -16,7 +16,7 @@ from nemo_rl.data.processors import GYM_ROW
 from nemo_rl.environments.agents.interfaces import KEY_FIELD, AgentError, AgentProgram, AgentTask, too_slow
 from nemo_rl.environments.agents.posting import TaskPoster, shown
 from nemo_rl.environments.agents.results import AgentResult
-from nemo_rl.environments.nemo_gym.results import DEFAULT_INVALID_TOOL_CALL_PATTERNS, read_rollout
+from nemo_rl.environments.nemo_gym.results import read_rollout
 from nemo_rl.environments.nemo_gym.servers import GymServers
 
 _LARGEST_RESULT = 2**26
@@ -36,10 +36,8 @@ class GymProgram(AgentProgram):
     def __init__(self, section: NemoGymConfig) -> None:
         self._servers = GymServers(section)
         self._poster = TaskPoster(_LARGEST_RESULT)
-        patterns = section.invalid_tool_call_patterns
-        self._patterns = DEFAULT_INVALID_TOOL_CALL_PATTERNS if patterns is None else patterns
         self._flag = section.flag_field if section.should_mask_flagged_samples else None
-        self._log = Path(section.log_dir, _RESULTS_FILE) if section.should_log_nemo_gym_responses else None
+        self._log = Path(section.log_dir, _RESULTS_FILE) if section.logs_results else None
 
     async def run(self, task: AgentTask) -> AgentResult:
         """See `AgentProgram.run`; the first rollout starts the servers, which does not count against its deadline."""
@@ -65,7 +63,7 @@ class GymProgram(AgentProgram):
         text = task.without_key(content.decode(errors="replace"))
         try:
             result = json.loads(text)
-            read = read_rollout(result, row, self._patterns)
+            read = read_rollout(result, row)
         except (ValueError, RecursionError) as error:
             raise AgentError(f"the agent sent no result: {error}: {shown(task, content)}") from None
         if self._log is not None:

@@ -4,24 +4,20 @@ Invariant: a reward that is missing or not finite is an error, never 0.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_rl.environments.agents.results import AgentResult, finite_number
 
-DEFAULT_INVALID_TOOL_CALL_PATTERNS = ["<tool_call>", "</tool_call>", "<function_call>", "</function_call>"]
-"""Texts that are left in an answer where a tool call could not be understood."""
-
 _COMPONENTS = "reward_components"
 
 
-def read_rollout(result: Any, row: Mapping[str, Any], patterns: Sequence[str]) -> AgentResult:
+def read_rollout(result: Any, row: Mapping[str, Any]) -> AgentResult:
     """Read the result of a rollout.
 
     Args:
         result: the value that the agent returned.
         row: the row that it was given; its own numbers are no metrics.
-        patterns: texts that show a tool call that was not understood.
 
     Raises:
         ValueError: it is no object, or has no finite reward.
@@ -36,7 +32,6 @@ def read_rollout(result: Any, row: Mapping[str, Any], patterns: Sequence[str]) -
         reward=finite_number(result["reward"], "reward"),
         answer=texts[-1] if texts else None,
         metrics={**_numbers(result, row), **{f"{_COMPONENTS}/{name}": value for name, value in components.items()}},
-        invalid_tool_call=any(pattern in text for text in texts for pattern in patterns),
     )
 
 

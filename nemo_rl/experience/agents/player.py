@@ -8,7 +8,7 @@ Invariant: what a program sampled is recorded however it ends, and its key is wo
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -46,6 +46,7 @@ class _AgentSettings:
 
     session: SessionSettings
     credit: Credit
+    invalid_patterns: Sequence[str]
 
 
 @dataclass
@@ -111,7 +112,7 @@ class AgentPlayer:
         if unknown:
             reason = f"the program rewards calls that it has not made: {', '.join(unknown)}"
             step = StepResult.failed(reason, step.metadata)
-        return Played(step, partial(spread_reward, sample, calls, rewards))
+        return Played(step, partial(spread_reward, sample, calls, rewards, settings.invalid_patterns))
 
     async def _started(self) -> AgentEndpoint:
         """Return the endpoint, which the first sample starts."""
@@ -123,14 +124,16 @@ class AgentPlayer:
     async def _settings_of(self, name: str, section: Mapping[str, Any]) -> _AgentSettings:
         if name not in self._settings:
             keys = AgentKeys.build(**{each: section[each] for each in AgentKeys.model_fields if each in section})
+            plugins = [file for file in (keys.tool_parser_plugin, keys.reasoning_parser_plugin) if file is not None]
+            names = (keys.tool_parser, keys.reasoning_parser)
             session = SessionSettings(
-                await asyncio.to_thread(AnswerReader, self.tokenizer, keys.tool_parser, keys.reasoning_parser),
+                await asyncio.to_thread(AnswerReader, self.tokenizer, *names, plugins),
                 max_calls=keys.max_calls,
                 max_concurrent_calls=self.config.max_concurrent_calls,
                 sampling=keys.sampling,
                 history=keys.history,
             )
-            self._settings[name] = _AgentSettings(session, keys.credit)
+            self._settings[name] = _AgentSettings(session, keys.credit, keys.invalid_tool_call_patterns)
         return self._settings[name]
 
 
