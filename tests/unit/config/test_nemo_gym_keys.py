@@ -58,8 +58,11 @@ def test_switches_of_nemo_rl_are_keys_of_the_section() -> None:
 def test_keys_of_the_http_server_choose_parsers(tmp_path: Path) -> None:
     plugin = tmp_path / "parsers.py"
     plugin.touch()
-    served = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs={tool_parser: hermes, enable_auto_tools: true, reasoning_parser: qwen3}"
-    keys = ("policy.generation.vllm_cfg.expose_http_server=true", served)
+    served = "{tool_parser: hermes, enable_auto_tools: true, reasoning_parser: qwen3}"
+    keys = (
+        "policy.generation.vllm_cfg.expose_http_server=true",
+        f"policy.generation.vllm_cfg.http_server_serving_chat_kwargs={served}",
+    )
     plugins = f"policy.generation.vllm_cfg.tool_parser_plugin={plugin}"
     section = gym("env.nemo_gym.tool_parser=null", *keys, plugins)
     assert (section.tool_parser, section.reasoning_parser) == ("hermes", "qwen3")
