@@ -21,7 +21,7 @@ from nemo_rl.config import (
     RunConfig,
     VenvConfig,
 )
-from nemo_rl.config.schema.nemo_gym import NEMO_GYM, NemoGymConfig
+from nemo_rl.config.schema.agents import NEMO_GYM, NemoGymConfig
 from nemo_rl.environments.nemo_gym.command import find_program, should_use_nemo_gym
 from nemo_rl.models.megatron.release import FUSED_GRADIENTS, MISSING_FUSED_GRADIENTS, missing_megatron_core
 from nemo_rl.utils.cluster_address import cluster_address

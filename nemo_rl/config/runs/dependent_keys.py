@@ -20,13 +20,12 @@ from nemo_rl.config.base.paths import find_path
 from nemo_rl.config.rules.placement.roles import trained
 from nemo_rl.config.runs.rollouts import GRPOMasterConfig, RolloutMasterConfig
 from nemo_rl.config.runs.run import RunConfig
-from nemo_rl.config.schema.agents import AgentKeys
+from nemo_rl.config.schema.agents import NEMO_GYM, AgentKeys, NemoGymConfig
 from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
 from nemo_rl.config.schema.algorithms.overlap import AsyncGRPOConfig
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.model.generation import GenerationConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
-from nemo_rl.config.schema.nemo_gym import NEMO_GYM, NemoGymConfig
 
 
 def fill_dependent_keys(config: RunConfig) -> None:

@@ -12,10 +12,9 @@ from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.base.structure import NamedSections
 from nemo_rl.config.schema.adapters import GymnasiumConfig, ReasoningGymConfig, TextArenaConfig, VerifiersConfig
-from nemo_rl.config.schema.agents import AgentEnvironmentConfig
+from nemo_rl.config.schema.agents import NEMO_GYM, AgentEnvironmentConfig, NemoGymConfig
 from nemo_rl.config.schema.games import BlackjackConfig, GameSection, SlidingPuzzleEnvironmentConfig
 from nemo_rl.config.schema.judges import LLMJudgeConfig, RewardModelEnvironmentConfig
-from nemo_rl.config.schema.nemo_gym import NEMO_GYM, NemoGymConfig
 from nemo_rl.config.schema.sandbox import SandboxKeys
 from nemo_rl.config.schema.tools import RAGEnvironmentConfig, ToolEnvironmentConfig
 

@@ -13,7 +13,7 @@ __getattr__ = public_names(
     __name__,
     {
         "NemoGym": "nemo_rl.environments.nemo_gym.environment",
-        "NemoGymConfig": "nemo_rl.config.schema.nemo_gym",
+        "NemoGymConfig": "nemo_rl.config.schema.agents",
         "DEFAULT_INVALID_TOOL_CALL_PATTERNS": "nemo_rl.config.schema.agents",
         "should_use_nemo_gym": "nemo_rl.environments.nemo_gym.command",
         "extract_reward_components": "nemo_rl.environments.nemo_gym.results",

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_rl.config import RunConfig
-from nemo_rl.config.schema.nemo_gym import NEMO_GYM, NemoGymConfig
+from nemo_rl.config.schema.agents import NEMO_GYM, NemoGymConfig
 from nemo_rl.utils.errors import ConfigError
 
 API_KEY = "nemo_rl"

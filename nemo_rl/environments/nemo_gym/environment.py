@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from nemo_rl.config.schema.nemo_gym import NemoGymConfig
+from nemo_rl.config.schema.agents import NemoGymConfig
 from nemo_rl.environments.agents.environment import ProgramEnvironment
 from nemo_rl.environments.nemo_gym.program import GymProgram
 

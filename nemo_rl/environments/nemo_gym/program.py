@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.config.schema.nemo_gym import NemoGymConfig
+from nemo_rl.config.schema.agents import NemoGymConfig
 from nemo_rl.data.processors import GYM_ROW
 from nemo_rl.environments.agents.interfaces import KEY_FIELD, AgentError, AgentProgram, AgentTask, too_slow
 from nemo_rl.environments.agents.posting import TaskPoster, shown

@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 import yaml
 
-from nemo_rl.config.schema.nemo_gym import HeadServerConfig, NemoGymConfig
+from nemo_rl.config.schema.agents import HeadServerConfig, NemoGymConfig
 from nemo_rl.environments.agents import guard
 from nemo_rl.environments.agents.interfaces import AgentError
 from nemo_rl.environments.agents.remains import end_processes

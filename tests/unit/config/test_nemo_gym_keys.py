@@ -7,7 +7,7 @@ import pytest
 
 from nemo_rl.algorithms.setup.packages import check_packages
 from nemo_rl.config import REPOSITORY_ROOT, GRPOMasterConfig, load_config
-from nemo_rl.config.schema.nemo_gym import HeadServerConfig
+from nemo_rl.config.schema.agents import HeadServerConfig
 from nemo_rl.environments.nemo_gym import should_use_nemo_gym
 from nemo_rl.utils.errors import ConfigError
 

@@ -4,9 +4,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from nemo_rl.config.rules.broken_rules import Findings
-from nemo_rl.config.schema.agents import AgentKeys
+from nemo_rl.config.schema.agents import NEMO_GYM, AgentKeys, NemoGymConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
-from nemo_rl.config.schema.nemo_gym import NEMO_GYM, NemoGymConfig
 
 
 def check_nemo_gym(environments: Mapping[str, Any], used: Collection[str | None], cluster: ClusterConfig) -> Findings:

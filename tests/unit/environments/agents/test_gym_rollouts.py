@@ -16,7 +16,7 @@ from agent_steps import processes_with
 from fake_endpoint import FakeEndpoint
 from gym_parts import EXAMPLE, KEY, metadata, played, row, section
 
-from nemo_rl.config.schema.nemo_gym import NemoGymConfig
+from nemo_rl.config.schema.agents import NemoGymConfig
 from nemo_rl.environments.nemo_gym import NemoGym
 from nemo_rl.environments.nemo_gym.command import added_config, find_program, overrides
 from nemo_rl.environments.nemo_gym.results import extract_reward_components, read_rollout
