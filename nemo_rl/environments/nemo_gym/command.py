@@ -75,6 +75,11 @@ def added_config(section: NemoGymConfig, host: str, port: int) -> Mapping[str, A
         host: host of the head server.
         port: its port.
     """
-    given = {key: getattr(section, key) for key in ("port_range_low", "port_range_high", "uv_cache_dir", "uv_venv_dir")}
+    given = {
+        "port_range_low": section.port_range_low,
+        "port_range_high": section.port_range_high,
+        "uv_cache_dir": section.uv_cache_dir,
+        "uv_venv_dir": section.uv_venv_dir,
+    }
     known = {key: value for key, value in given.items() if value is not None}
     return {**section.servers, **known, "head_server": {"host": host, "port": port}}
