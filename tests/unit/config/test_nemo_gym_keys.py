@@ -71,7 +71,7 @@ def test_keys_of_the_http_server_choose_parsers(tmp_path: Path) -> None:
 
 
 def test_thinking_tags_are_those_of_the_penalties() -> None:
-    assert loaded("env.nemo_gym.thinking_tags=[<a>, </a>]").reward_penalties.thinking_tags == ["<a>", "</a>"]
+    assert loaded("env.nemo_gym.thinking_tags=['<a>', '</a>']").reward_penalties.thinking_tags == ["<a>", "</a>"]
     assert loaded().reward_penalties.thinking_tags == ["<think>", "</think>"]
 
 
