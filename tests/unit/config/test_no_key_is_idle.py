@@ -177,6 +177,7 @@ PLANTED = {
         ("data/datasets/setup.py", "entry.processor", "None"),
         ("data/datasets/raw_dataset.py", "self.data_config.processor", "None"),
         ("data/datasets/episodes.py", "config.processor", "None"),
+        ("data/datasets/nemo_gym.py", "config.processor", "None"),
         {"DatasetConfig.processor", "DatasetDefaults.processor", "SupervisedDatasetDefaults.processor"},
     ),
     "val_micro_batch_size": (
