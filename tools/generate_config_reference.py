@@ -78,7 +78,7 @@ def reference_markdown(schema: type[BaseModel] = GRPOMasterConfig) -> str:
     """
     blocks = list(_blocks(schema, ""))
     tables = [_table(block) for block in blocks if block.path]
-    later = [row for block in blocks for row in (*_extra_rows(block, "later"), *_named_rows(block))]
+    later = [row for block in blocks for row in _extra_rows(block, "later")]
     ignored = [row for block in blocks for row in _extra_rows(block, "ignored")]
     others = _other_tables({(block.path, block.section) for block in blocks}) if schema is GRPOMasterConfig else []
     return "\n".join([_HEAD, *tables, *others, _LATER + "\n".join(later) + "\n", _IGNORED + "\n".join(ignored) + "\n"])
@@ -191,14 +191,6 @@ def _extra_rows(block: _Block, kind: str) -> list[str]:
     last = [f" {', '.join(f'`{value}`' for value in neutral.get(key, ())) or '-'} |" for key in sorted(extra)]
     rows = [f"| `{prefix}{key}` | {_cell(text)} |" for key, text in sorted(extra.items())]
     return [row + end for row, end in zip(rows, last, strict=True)] if kind == "later" else rows
-
-
-def _named_rows(block: _Block) -> Iterator[str]:
-    """Yield rows for names in a free mapping that belong to features that do not exist yet."""
-    for name, field in block.section.model_fields.items():
-        slot = Slot.of(field.annotation, field.metadata)
-        if slot.named is not None:
-            yield from (f"| `{name}.{key}` | {_cell(text)} | - |" for key, text in slot.named.later)
 
 
 def _cell(text: str) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 
 from nemo_rl.utils.errors import NotBuiltError
 
-_GYM = ("NeMo-Gym", ())
 _SINGLE_CONTROLLER = ("the single controller (async)", ())
 _VISION = "multimodal data (VLM)"
 
@@ -29,10 +28,12 @@ NOT_BUILT: dict[str, tuple[str, tuple[str, ...]]] = {
     "nemo_rl.data.datasets.eval_datasets": (_VISION, ("_is_multimodal_dataset", "MULTIMODAL_DATASETS")),
     "nemo_rl.data.multimodal_utils": (_VISION, ()),
     "nemo_rl.data_plane": ("the data plane", ()),
-    "nemo_rl.environments.nemo_gym": _GYM,
     "nemo_rl.environments.rewards": (_VISION, ()),
     "nemo_rl.environments.vlm_environment": (_VISION, ()),
-    "nemo_rl.experience.rollouts": (_GYM[0], ("run_nemo_gym_rollout_sync", "run_async_nemo_gym_rollout")),
+    "nemo_rl.experience.rollouts": (
+        "rollouts of NeMo-Gym besides env.nemo_gym",
+        ("run_nemo_gym_rollout_sync", "run_async_nemo_gym_rollout"),
+    ),
     "nemo_rl.models.generation.dynamo": ("the generation backend dynamo", ()),
     "nemo_rl.models.generation.sglang": ("the generation backend sglang", ()),
     "nemo_rl.models.generation.trtllm": ("the generation backend trtllm", ()),

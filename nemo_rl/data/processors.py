@@ -37,6 +37,7 @@ __all__ = [
     "math_data_processor",
     "math_hf_data_processor",
     "multichoice_qa_processor",
+    "nemo_gym_data_processor",
     "preference_preprocessor",
     "prompt_entry",
     "register_processor",
@@ -90,6 +91,35 @@ def episode_data_processor(
     return _prompt_datum(list(datum_dict["messages"]), dict(datum_dict["extra_env_info"]), datum_dict, how)
 
 
+GYM_ROW = "gym_row"
+"""Key of `extra_env_info` for a whole row of NeMo Gym."""
+
+
+def nemo_gym_data_processor(
+    datum_dict: dict[str, Any],
+    task_data_spec: TaskDataSpec,
+    tokenizer: TokenizerType,
+    max_seq_length: int | None,
+    idx: int,
+) -> DatumSpec:
+    """Make a prompt from a row of `NemoGymDataset`: messages and tools of the agent's first request.
+
+    `extra_env_info.gym_row` is the row, which the agent gets as it is.
+
+    Raises:
+        DataError: the row is of another data set, or a text would be added to the prompt that the agent does not get.
+    """
+    _, info = _take(datum_dict, "nemo_gym_data_processor", "messages", "extra_env_info")
+    for key in ("prompt_file", "system_prompt_file"):
+        if getattr(task_data_spec, key) is not None:
+            raise DataError(
+                f"{key} cannot be added to rows of NeMo Gym, because their agents make the prompts. Write the text "
+                "into responses_create_params.input of the rows."
+            )
+    how = _Rendering(task_data_spec, tokenizer, max_seq_length, idx)
+    return _prompt_datum(list(datum_dict["messages"]), dict(info), datum_dict, how)
+
+
 def multichoice_qa_processor(
     datum_dict: dict[str, Any],
     task_data_spec: TaskDataSpec,
@@ -130,6 +160,7 @@ PROCESSOR_REGISTRY: dict[str, TaskDataProcessFnCallable] = {
     "math_data_processor": math_data_processor,
     "episode_data_processor": episode_data_processor,
     "multichoice_qa_processor": multichoice_qa_processor,
+    "nemo_gym_data_processor": nemo_gym_data_processor,
     "sft_processor": sft_processor,
 }
 

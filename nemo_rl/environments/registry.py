@@ -53,6 +53,10 @@ ENV_REGISTRY: dict[str, EnvRegistryEntry] = {
     "rag": {"actor_class_fqn": f"{_TOOLS}.retriever.RAGEnvironment"},
     "tools": {"actor_class_fqn": f"{_TOOLS}.environment.ToolEnvironment"},
     "agent": {"actor_class_fqn": "nemo_rl.environments.agents.environment.AgentEnvironment"},
+    "nemo_gym": {
+        "actor_class_fqn": "nemo_rl.environments.nemo_gym.environment.NemoGym",
+        "default_processor": "nemo_gym_data_processor",
+    },
 }
 
 

@@ -75,7 +75,7 @@ BROAD_EXCEPT_BOUNDARIES = {
     "environments/code/inside/session.py": "whatever the model's code raises is its observation",
     "environments/code/inside/solution.py": "whatever the model's code raises is told to its tests",
     "environments/grading/worker_main.py": "the verifier may be the user's own code",
-    "environments/tools/parsing/vllm.py": "parsers raise errors of any kind for a text that is not theirs",
+    "environments/tools/parsing/vllm.py": "parsers and their plugins raise errors of any kind",
     "environments/tools/sources/local.py": "a tool may be the user's own code",
     "environments/tools/sources/mcp.py": "the server is another program",
     "environments/tools/sources/tool_process.py": "a tool may be the user's own code",

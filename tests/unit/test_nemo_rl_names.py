@@ -79,6 +79,10 @@ NAMES = [
     ("nemo_rl.data.datasets.response_datasets", "load_response_dataset"),
     ("nemo_rl.algorithms.grpo", "async_grpo_train"),
     ("nemo_rl.algorithms.grpo", "AsyncGRPOConfig"),
+    *(("nemo_rl.environments.nemo_gym", name) for name in ("NemoGym", "NemoGymConfig", "should_use_nemo_gym")),
+    *(("nemo_rl.environments.nemo_gym", name) for name in ("DEFAULT_INVALID_TOOL_CALL_PATTERNS",)),
+    ("nemo_rl.environments.nemo_gym", "extract_reward_components"),
+    ("nemo_rl.data.processors", "nemo_gym_data_processor"),
 ]
 
 
@@ -95,7 +99,6 @@ LATER = [
     ("nemo_rl.algorithms.single_controller_utils", "WatchdogConfig", "single controller"),
     ("nemo_rl.algorithms.xtoken_off_policy_distillation", "setup", "cross-tokenizer distillation"),
     ("nemo_rl.data.datasets.eval_datasets", "_is_multimodal_dataset", "VLM"),
-    ("nemo_rl.environments.nemo_gym", "NemoGym", "NeMo-Gym"),
     ("nemo_rl.experience.rollouts", "run_nemo_gym_rollout_sync", "NeMo-Gym"),
     ("nemo_rl.models.generation.vllm.config", "materialize_vllm_video_config", "VLM"),
     ("nemo_rl.models.megatron.community_import", "export_model_from_megatron", "Megatron"),

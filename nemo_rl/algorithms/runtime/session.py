@@ -234,6 +234,11 @@ class Session:
             self._signals.stop()
         return True
 
+    def validate_alone(self) -> None:
+        """Validate the policy as it is, in place of training; log the metrics."""
+        self._validate(self.state.total_steps)
+        self._note_validation(wait=True)
+
     def _validate_last_step(self) -> None:
         """Validate for `val_at_end` when the data has ended, which shows only now that the step was the last."""
         step = self.state.total_steps

@@ -17,9 +17,12 @@ from nemo_rl.config import (
     ClusterConfig,
     MegatronConfig,
     PolicyConfig,
+    RolloutMasterConfig,
     RunConfig,
     VenvConfig,
 )
+from nemo_rl.config.schema.agents import NEMO_GYM, NemoGymConfig
+from nemo_rl.environments.nemo_gym.command import find_program, should_use_nemo_gym
 from nemo_rl.models.megatron.release import FUSED_GRADIENTS, MISSING_FUSED_GRADIENTS, missing_megatron_core
 from nemo_rl.utils.cluster_address import cluster_address
 from nemo_rl.utils.errors import ConfigError
@@ -49,12 +52,16 @@ class Need:
 
 
 def check_packages(config: RunConfig) -> None:
-    """Check that the packages of the engines and of the training backends are installed.
+    """Check that the packages of the engines and of the training backends are installed, and what starts NeMo Gym.
 
     Raises:
         ConfigError: one is missing; the message has the command that installs it.
     """
     cluster, generation = config.cluster, config.policy.generation
+    if isinstance(config, RolloutMasterConfig) and should_use_nemo_gym(config) and not cluster_address():
+        section: NemoGymConfig = config.env[NEMO_GYM]
+        if section.config_paths:
+            find_program(section)
     needs: list[Need] = []
     advice = ""
     if config.samples and generation is not None:

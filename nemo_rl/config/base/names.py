@@ -8,6 +8,7 @@ ARITHMETIC = "arithmetic"
 ARITHMETIC_SFT = "arithmetic_sft"
 ARITHMETIC_PREFERENCE = "arithmetic_preference"
 EPISODES = "episodes"
+NEMO_GYM_ROWS = "NemoGymDataset"
 ARITHMETIC_PRODUCTS = "arithmetic_products"
 GENERATED_DATASETS = {
     ARITHMETIC: "ResponseDataset",
@@ -42,6 +43,7 @@ RESPONSE_DATASET_NAMES: tuple[str, ...] = (
     ARITHMETIC_PRODUCTS,
     ARITHMETIC_SFT,
     EPISODES,
+    NEMO_GYM_ROWS,
 )
 """Built-in response data sets; `ResponseDataset` reads `data_path`; a dotted path names a user's class."""
 
@@ -75,15 +77,15 @@ OVERRIDE_MARKER = "_override_"
 BUILT_IN_ENVIRONMENTS: tuple[str, ...] = (
     *("math", "math_default", "math_multi_reward", "code", "code_jaccard", "reward_model", "llm_judge"),
     *("sliding_puzzle_game", "blackjack", "gymnasium", "textarena", "reasoning_gym", "verifiers", "rag", "tools"),
-    "agent",
+    *("agent", "nemo_gym"),
 )
 """Environments of the library, as `nemo_rl.environments` registers them."""
 
-NOT_BUILT_ENVIRONMENTS: tuple[str, ...] = ("mmau", "nemo_gym", "vlm")
+NOT_BUILT_ENVIRONMENTS: tuple[str, ...] = ("mmau", "vlm")
 """Environments of NeMo RL that do not exist here; a user's environment may have these names."""
 
 NOT_BUILT_DATASETS: tuple[str, ...] = (
-    *("HelpSteer3", "NemoGymDataset", "Nemotron-Cascade-2-SFT-Math", "arrow_text", "audiomcq", "avqa"),
+    *("HelpSteer3", "Nemotron-Cascade-2-SFT-Math", "arrow_text", "audiomcq", "avqa"),
     *("clevr-cogent", "daily-omni", "general-conversation-jsonl", "geometry3k", "intent-bench", "intent-train"),
     *("mmau", "mmpr-tiny", "refcoco"),
 )

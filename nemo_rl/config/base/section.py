@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 from nemo_rl.config.base.availability import Later
 from nemo_rl.config.base.defaults import MISSING, fill_defaults, plain_values, resolve_alone
 from nemo_rl.config.base.spellings import unified
-from nemo_rl.config.base.structure import Slot
+from nemo_rl.config.base.structure import Slot, known_keys
 from nemo_rl.utils.errors import ConfigError
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -48,10 +48,11 @@ class Section(BaseModel):
         written_in: section below this one, and its sibling section whose keys may be written there too
             (`spellings`).
 
-    and two plain texts:
+    and plain texts:
         place: dotted path of the section in a master config; it lets the section be built alone although a
             derived default refers to it by its full name.
         inherits: dotted path of a section whose values are the defaults of this one.
+        rest: key of this section, a mapping, that takes the keys that the section does not have.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
@@ -64,6 +65,7 @@ class Section(BaseModel):
     written_in: ClassVar[Mapping[str, str]] = {}
     place: ClassVar[str] = ""
     inherits: ClassVar[str] = ""
+    rest: ClassVar[str] = ""
 
     _other_section: Section | None = PrivateAttr(default=None)
     """Sibling section whose keys may be read and written here too (`written_in`)."""
@@ -104,6 +106,7 @@ class Section(BaseModel):
         if not isinstance(values, Mapping):
             return values
         plain = unified(cls, {str(key): plain_values(value) for key, value in values.items()})
+        plain = with_rest(cls, plain) if cls.rest else plain
         filled, derived = fill_defaults(cls, plain)
         if derived:
             filled = resolve_alone(cls, filled, derived)
@@ -191,6 +194,16 @@ class Section(BaseModel):
     def _values(self) -> dict[str, Any]:
         other = {} if self._other_section is None else vars(self._other_section)
         return {**other, **{name: vars(self)[name] for name in type(self).model_fields}}
+
+
+def with_rest(section: type[Section], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Move the keys that a section does not have into its mapping for them."""
+    own = known_keys(section)
+    others = {key: value for key, value in values.items() if key not in own}
+    return {
+        **{key: values[key] for key in values if key in own},
+        section.rest: {**values.get(section.rest, {}), **others},
+    }
 
 
 def drop_inactive(section: type[Section], values: dict[str, Any]) -> dict[str, Any]:

@@ -28,17 +28,25 @@ class NamedSections:
 
     Attributes:
         typed_dict: a `TypedDict` whose keys are the names with a schema.
-        later: names of features that do not exist yet, each with its feature.
+        switches: keys that may be written next to the sections, each with the section that has it.
     """
 
     typed_dict: type
-    later: tuple[tuple[str, str], ...] = ()
+    switches: tuple[tuple[str, str], ...] = ()
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(self._drop, handler.generate_schema(self.typed_dict))
+        return core_schema.no_info_before_validator_function(self._unified, handler.generate_schema(self.typed_dict))
 
-    def _drop(self, values: Any) -> Any:
-        return Later(dict(self.later), {}).drop(values) if isinstance(values, Mapping) else values
+    def _unified(self, values: Any) -> Any:
+        """Move each switch into its section; one that is off needs no section."""
+        if not isinstance(values, Mapping):
+            return values
+        moved = {key: value for key, value in values.items() if key not in dict(self.switches)}
+        for key, name in self.switches:
+            value, section = values.get(key), moved.get(name, {})
+            if value is not None and isinstance(section, Mapping) and (value or name in moved):
+                moved[name] = {**section, key: value}
+        return moved
 
     @property
     def sections(self) -> Mapping[str, type[BaseModel]]:
@@ -108,8 +116,6 @@ class Slot:
 
     def later_for(self, keys: Iterable[str]) -> Later:
         """Return the keys of a mapping at this place whose features do not exist yet."""
-        if self.named is not None:
-            return Later(dict(self.named.later), {})
         section = self.section_for(keys)
         return Later(getattr(section, "later", {}), getattr(section, "neutral", {}))
 
@@ -138,11 +144,11 @@ FREE = Slot()
 
 @cache
 def _slot_in(section: type[BaseModel], key: str) -> Slot | None:
-    """Return the place below a key of a section; None if it has no such key."""
+    """Return the place below a key of a section; None if it has no such key and takes no others."""
     field = section.model_fields.get(key)
     if field is not None:
         return Slot.of(field.annotation, field.metadata)
-    return FREE if key in known_keys(section) else None
+    return FREE if key in known_keys(section) or getattr(section, "rest", "") else None
 
 
 def known_keys(section: type[BaseModel]) -> set[str]:

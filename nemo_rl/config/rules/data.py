@@ -11,6 +11,7 @@ from nemo_rl.config.base.availability import NOT_BUILT
 from nemo_rl.config.base.names import (
     BUILT_IN_ENVIRONMENTS,
     GENERATED_DATASETS,
+    NEMO_GYM_ROWS,
     NOT_BUILT_DATASETS,
     NOT_BUILT_ENVIRONMENTS,
     RESPONSE_DATASET_NAMES,
@@ -27,6 +28,7 @@ NEED_PATH = (
     "BinaryPreferenceDataset",
     "PreferenceDataset",
     "BinaryFeedbackDataset",
+    NEMO_GYM_ROWS,
 )
 """Data sets that read `data_path` and have no other source."""
 

@@ -1,6 +1,9 @@
 """Fill, once and in this order, the keys of a typed configuration that follow from other keys.
 
     paths    inputs that exist -> their absolute paths, because workers have other working directories
+    parsers  generation.vllm_cfg.http_server_serving_chat_kwargs and its plugins -> environments with agents
+    tags     env.nemo_gym.thinking_tags -> reward_penalties.thinking_tags
+    gym      files of env.nemo_gym that exist, and its log_dir -> their absolute paths
     engine   generation.mcore_generation_config.max_model_len -> engine.max_model_len, with backend=megatron
     source   grpo.rollout_source.name=dynamic_sampling -> grpo.use_dynamic_sampling
     overlap  async_rl, or grpo.async_grpo.enabled -> grpo.overlap
@@ -10,10 +13,14 @@ It runs after types are checked and before the rules; later code reads plain val
 the schema have their values by then (`config.base.defaults`). Invariant: filling twice changes nothing.
 """
 
+from pathlib import Path
+from typing import Any
+
 from nemo_rl.config.base.paths import find_path
 from nemo_rl.config.rules.placement.roles import trained
-from nemo_rl.config.runs.rollouts import GRPOMasterConfig
+from nemo_rl.config.runs.rollouts import GRPOMasterConfig, RolloutMasterConfig
 from nemo_rl.config.runs.run import RunConfig
+from nemo_rl.config.schema.agents import NEMO_GYM, AgentKeys, NemoGymConfig
 from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
 from nemo_rl.config.schema.algorithms.overlap import AsyncGRPOConfig
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
@@ -23,9 +30,16 @@ from nemo_rl.config.schema.model.policy import PolicyConfig
 
 def fill_dependent_keys(config: RunConfig) -> None:
     """Fill in the keys that follow from other keys."""
+    if isinstance(config, RolloutMasterConfig):
+        _fill_parsers(config)
     _fill_paths(config)
+    if isinstance(config, RolloutMasterConfig):
+        _fill_gym(config.env.get(NEMO_GYM))
     if isinstance(config, GRPOMasterConfig):
         _fill_overlap(config)
+        gym = config.env.get(NEMO_GYM)
+        if isinstance(gym, NemoGymConfig) and gym.thinking_tags is not None:
+            config.reward_penalties.thinking_tags = gym.thinking_tags
     for section in config.values():
         generation = section.generation if isinstance(section, PolicyConfig) else section
         if isinstance(generation, GenerationConfig):
@@ -42,6 +56,30 @@ def _fill_paths(config: RunConfig) -> None:
         found = None if value is None else find_path(value)
         if found is not None:
             setattr(section, key, str(found))
+
+
+def _fill_parsers(config: RolloutMasterConfig) -> None:
+    generation = config.policy.generation
+    if generation is None:
+        return
+    vllm, served = generation.vllm_cfg, generation.vllm_cfg.http_server_serving_chat_kwargs
+    given = {
+        "tool_parser": served and served.tool_parser,
+        "reasoning_parser": served and served.reasoning_parser,
+        "tool_parser_plugin": vllm.tool_parser_plugin,
+        "reasoning_parser_plugin": vllm.reasoning_parser_plugin,
+    }
+    for section in config.env.values():
+        for key, value in given.items():
+            if isinstance(section, AgentKeys) and getattr(section, key) is None:
+                setattr(section, key, value)
+
+
+def _fill_gym(section: Any) -> None:
+    if isinstance(section, NemoGymConfig):
+        section.config_paths = [str(find_path(path) or path) for path in section.config_paths]
+        section.command[1:] = [str(find_path(part) or part) for part in section.command[1:]]
+        section.log_dir = str(Path(section.log_dir).absolute())
 
 
 def _fill_context(generation: GenerationConfig) -> None:

@@ -22,6 +22,7 @@ from nemo_rl.config.rules.placement.second_models import check_placements, check
 from nemo_rl.config.rules.placement.topology import divide_cluster
 from nemo_rl.config.rules.rewards.agents import check_agents
 from nemo_rl.config.rules.rewards.efforts import check_effort_levels
+from nemo_rl.config.rules.rewards.nemo_gym import check_http_server, check_nemo_gym
 from nemo_rl.config.rules.rewards.penalties import check_reward_penalties
 from nemo_rl.config.rules.training import (
     check_advantages,
@@ -33,6 +34,7 @@ from nemo_rl.config.rules.training import (
     check_validation,
 )
 from nemo_rl.config.runs.run import INHERITED, RunConfig
+from nemo_rl.config.schema.agents import AgentKeys
 from nemo_rl.config.schema.algorithms.effort_levels import EffortLevelConfig
 from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
 from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
@@ -50,6 +52,7 @@ from nemo_rl.config.schema.model.policy import PolicyConfig
 from nemo_rl.config.schema.named_part import NamedPartConfig
 
 _PENALTIES = "reward_penalties"
+_PLUGINS = ("tool_parser_plugin", "reasoning_parser_plugin")
 _REWARD_MODEL, _JUDGE = "env.reward_model", "env.llm_judge.engine"
 
 
@@ -169,11 +172,18 @@ class RolloutMasterConfig(MasterConfig):
             yield from tokenizer_paths(f"{place}.tokenizer", judge.tokenizer)
         if self.reward_model is not None:
             yield PathKey(_REWARD_MODEL, self.reward_model, "checkpoint_path")
+        for name, section in self.env.items():
+            if isinstance(section, AgentKeys):
+                yield from (PathKey(f"env.{name}", section, key) for key in _PLUGINS)
 
     def findings(self) -> Findings:
         """See `RunConfig.findings`."""
         yield from super().findings()
         yield from check_judges(self.judges, self.cluster)
+        if not self.data.has_user_data:  # its environments are known later
+            used, generation = {name for _, name in self.env_entries()}, self.policy.generation
+            yield from check_nemo_gym(self.env, used, self.cluster)
+            yield from check_http_server(None if generation is None else generation.vllm_cfg, self.env, used)
 
     @property
     def worker_kinds(self) -> list[str]:

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.base.structure import NamedSections
 from nemo_rl.config.schema.adapters import GymnasiumConfig, ReasoningGymConfig, TextArenaConfig, VerifiersConfig
-from nemo_rl.config.schema.agents import AgentEnvironmentConfig
+from nemo_rl.config.schema.agents import NEMO_GYM, AgentEnvironmentConfig, NemoGymConfig
 from nemo_rl.config.schema.games import BlackjackConfig, GameSection, SlidingPuzzleEnvironmentConfig
 from nemo_rl.config.schema.judges import LLMJudgeConfig, RewardModelEnvironmentConfig
 from nemo_rl.config.schema.sandbox import SandboxKeys
@@ -102,8 +102,11 @@ class BuiltInEnvironments(TypedDict, total=False):
     tools: ToolEnvironmentConfig
     rag: RAGEnvironmentConfig
     agent: AgentEnvironmentConfig
+    nemo_gym: NemoGymConfig
 
 
-_LATER = (("should_use_nemo_gym", "NeMo-Gym"),)
+_SWITCHES = tuple(
+    (key, NEMO_GYM) for key in ("should_use_nemo_gym", "should_mask_flagged_samples", "should_log_nemo_gym_responses")
+)
 
-EnvironmentMap = Annotated[dict[str, Any], NamedSections(BuiltInEnvironments, _LATER)]
+EnvironmentMap = Annotated[dict[str, Any], NamedSections(BuiltInEnvironments, _SWITCHES)]

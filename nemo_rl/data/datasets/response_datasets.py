@@ -21,6 +21,7 @@ from nemo_rl.data.datasets.conversation_datasets import (
 )
 from nemo_rl.data.datasets.episodes import EpisodesDataset
 from nemo_rl.data.datasets.hub import HubSource, load_table
+from nemo_rl.data.datasets.nemo_gym import NemoGymDataset
 from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
 from nemo_rl.data.datasets.registry import DatasetFactory, DatasetKind
 from nemo_rl.data.datasets.rows.values import kind_of, text_of, value_of
@@ -157,6 +158,7 @@ DATASET_REGISTRY: dict[str, DatasetFactory] = {
     "arithmetic_products": ProductsDataset.of_entry,
     "arithmetic_sft": WorkedSumsDataset,
     "episodes": EpisodesDataset,
+    "NemoGymDataset": NemoGymDataset,
 }
 
 

@@ -9,7 +9,8 @@ answer or error.
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -36,27 +37,32 @@ PLAYED = "played"
 """Key of the metadata that a step adds: seconds and metrics of the program, and the grader's metadata."""
 
 
-class AgentEnvironment(EnvironmentInterface[dict[str, Any]]):
-    """An environment that runs a program for each sample.
+class ProgramEnvironment(EnvironmentInterface[dict[str, Any]]):
+    """Base of environments that run a program for each sample.
 
     Args:
-        cfg: the `env.agent` section (or its dict).
-
-    Raises:
-        ConfigError: the program or the grader cannot be used, or this machine cannot lock the command up.
+        program: starts the programs.
+        timeout_s: seconds for one program.
+        row_fields: fields of the row that a program gets; None: all.
+        grader: rewards the answers of the programs; None: the programs return rewards.
     """
 
     runs_agents: ClassVar[bool] = True
     reads_chat: ClassVar[bool] = True
     gives_answers: ClassVar[bool] = True
     continues_episodes: ClassVar[bool | None] = False
-    pooled: ClassVar[bool] = True
-    config_class: ClassVar[type | None] = AgentEnvironmentConfig
 
-    def __init__(self, cfg: AgentEnvironmentConfig | Mapping[str, Any]) -> None:
-        self.cfg = AgentEnvironmentConfig.of(cfg)
-        self._program = program_of(self.cfg)
-        self._grader = None if self.cfg.grader is None else AnswerGrader(self.cfg.grader)
+    def __init__(
+        self,
+        program: AgentProgram,
+        timeout_s: float,
+        row_fields: Sequence[str] | None = None,
+        grader: AnswerGrader | None = None,
+    ) -> None:
+        self._program = program
+        self._timeout_s = timeout_s
+        self._row_fields = row_fields
+        self._grader = grader
 
     async def step(  # type: ignore[override]  # may be a coroutine function
         self,
@@ -109,9 +115,7 @@ class AgentEnvironment(EnvironmentInterface[dict[str, Any]]):
             await self._grader.shutdown()
 
     def _task(self, agent: Mapping[str, Any], row: Mapping[str, Any]) -> AgentTask:
-        fields = self.cfg.row_fields
-        if fields is None:
-            fields = [] if self.cfg.command else list(row)
+        fields = list(row) if self._row_fields is None else self._row_fields
         return AgentTask(
             messages=agent["messages"],
             tools=agent.get("tools"),
@@ -120,7 +124,7 @@ class AgentEnvironment(EnvironmentInterface[dict[str, Any]]):
             api_key=agent["api_key"],
             model=agent["model"],
             seed=agent["seed"],
-            timeout_s=self.cfg.timeout_s,
+            timeout_s=self._timeout_s,
         )
 
     async def _graded(self, task: AgentTask, row: Mapping[str, Any], result: AgentResult) -> Grade:
@@ -136,6 +140,26 @@ class AgentEnvironment(EnvironmentInterface[dict[str, Any]]):
         if result.reward is None:
             raise AgentError("the program returned no reward, and env.agent.grader is null")
         return Grade({"": result.reward}, result.answer)
+
+
+class AgentEnvironment(ProgramEnvironment):
+    """The environment `agent`.
+
+    Args:
+        cfg: the `env.agent` section (or its dict).
+
+    Raises:
+        ConfigError: the program or the grader cannot be used, or this machine cannot lock the command up.
+    """
+
+    pooled: ClassVar[bool] = True
+    config_class: ClassVar[type | None] = AgentEnvironmentConfig
+
+    def __init__(self, cfg: AgentEnvironmentConfig | Mapping[str, Any]) -> None:
+        section = AgentEnvironmentConfig.of(cfg)
+        grader = None if section.grader is None else AnswerGrader(section.grader)
+        fields = [] if section.row_fields is None and section.command else section.row_fields
+        super().__init__(program_of(section), section.timeout_s, fields, grader)
 
 
 def program_of(cfg: AgentEnvironmentConfig) -> AgentProgram:
@@ -181,7 +205,7 @@ def _without_key(result: AgentResult, task: AgentTask) -> AgentResult:
         return {task.without_key(name): number for name, number in numbers.items()}
 
     answer = None if result.answer is None else task.without_key(result.answer)
-    return AgentResult(result.reward, answer, renamed(result.metrics), renamed(result.call_rewards))
+    return replace(result, answer=answer, metrics=renamed(result.metrics), call_rewards=renamed(result.call_rewards))
 
 
 def _mean(numbers: Iterable[float | None]) -> float:

@@ -12,6 +12,8 @@ from nemo_rl.environments.agents.results import AgentResult
 
 AGENT = "agent"
 """Key of the metadata that has the endpoint's address and the sample's key."""
+KEY_FIELD = "nemo_rl_key"
+"""Field of a request's body for the sample's key, for programs that cannot choose the API key of their requests."""
 CALL_REWARDS = "call_rewards"
 """Key of the metadata that a step adds where the program rewarded single calls: rewards by the ids of responses."""
 
@@ -82,6 +84,6 @@ class AgentProgram(abc.ABC):
         """Release what the programs share."""
 
 
-def too_slow(task: AgentTask) -> AgentError:
-    """Make the error of a program that missed its deadline."""
-    return AgentError(f"the program gave no result in {task.timeout_s:g} s (env.agent.timeout_s) and was ended")
+def too_slow(task: AgentTask, key: str = "env.agent.timeout_s") -> AgentError:
+    """Make the error of a program that missed its deadline, which `key` sets."""
+    return AgentError(f"the program gave no result in {task.timeout_s:g} s ({key}) and was ended")

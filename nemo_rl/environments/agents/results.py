@@ -42,7 +42,7 @@ def read_result(value: Any) -> AgentResult:
     if isinstance(value, str):
         return AgentResult(answer=value)
     if not isinstance(value, Mapping):
-        return AgentResult(reward=_number(value, "reward"))
+        return AgentResult(reward=finite_number(value, "reward"))
     unknown = [key for key in value if key not in _KEYS]
     if unknown:
         raise ValueError(f"it returned the keys {_shown(unknown)}, but only {', '.join(_KEYS)} have a meaning")
@@ -50,7 +50,7 @@ def read_result(value: Any) -> AgentResult:
     if answer is not None and not isinstance(answer, str):
         raise ValueError(f"it returned the answer {_shown(answer)}, which is no text")
     return AgentResult(
-        reward=None if reward is None else _number(reward, "reward"),
+        reward=None if reward is None else finite_number(reward, "reward"),
         answer=answer,
         metrics=_numbers(value.get("metrics"), "metrics"),
         call_rewards=_numbers(value.get("call_rewards"), "call_rewards"),
@@ -62,10 +62,19 @@ def _numbers(values: Any, key: str) -> dict[str, float]:
         return {}
     if not isinstance(values, Mapping):
         raise ValueError(f"it returned {key}={_shown(values)}, which is no mapping of names to numbers")
-    return {str(name): _number(number, f"{key}.{name}") for name, number in values.items()}
+    return {str(name): finite_number(number, f"{key}.{name}") for name, number in values.items()}
 
 
-def _number(value: Any, key: str) -> float:
+def finite_number(value: Any, key: str) -> float:
+    """Return a returned number.
+
+    Args:
+        value: the value.
+        key: its name, for the error.
+
+    Raises:
+        ValueError: it is no finite number.
+    """
     if not isinstance(value, Real):
         raise ValueError(f"it returned {key}={_shown(value)}, which is no number")
     try:

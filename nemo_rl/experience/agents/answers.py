@@ -13,7 +13,7 @@ from typing import Any
 
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.environments.tools.parsing.template import choose_parser, response_text
-from nemo_rl.environments.tools.parsing.vllm import CallParser, ReasoningReader
+from nemo_rl.environments.tools.parsing.vllm import CallParser, ReasoningReader, load_parsers
 from nemo_rl.experience.agents.calls import AnsweredToolCall, CallRequest
 from nemo_rl.models.generation.texts import sampled_text
 
@@ -42,6 +42,7 @@ class AnswerReader:
         tokenizer: decodes.
         tool_parser: name of vLLM's parser; None: the first one that reads what the chat template writes.
         reasoning_parser: name of vLLM's parser; None: reasoning stays in the content.
+        plugins: Python files that register parsers with vLLM.
 
     Raises:
         ConfigError: there is no such parser, or it does not read what the chat template writes.
@@ -50,6 +51,7 @@ class AnswerReader:
     tokenizer: TokenizerType
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    plugins: Sequence[str] = ()
     _parsers: dict[str, CallParser] = field(default_factory=dict, init=False)
     """By the tools, as JSON."""
     _name: str | None = field(default=None, init=False)
@@ -57,6 +59,8 @@ class AnswerReader:
     _reasoning: ReasoningReader | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        for file in self.plugins:
+            load_parsers(file)
         if self.reasoning_parser is not None:
             self._reasoning = ReasoningReader(self.reasoning_parser, self.tokenizer)
 

@@ -2,8 +2,9 @@
 
     request ─► key ─► session ─► dialect.read ─► session.answers ─► dialect.response or events ─► response
 
-Invariants: a request without the key of an open session is answered with status 401, whatever it asks for; keys appear
-in no log and in no message.
+The key is in a header, or in the body (`request_body`) where a server with one key of its own sends the requests of
+many samples. Invariants: a request without the key of an open session is answered with status 401, whatever it asks
+for; keys appear in no log and in no message.
 """
 
 import asyncio
@@ -30,6 +31,7 @@ from nemo_rl.experience.agents.calls import CallError
 from nemo_rl.experience.agents.dialects.interface import Dialect
 from nemo_rl.experience.agents.dialects.registry import DIALECT_BY_PATH, DIALECTS
 from nemo_rl.experience.agents.exchanges import ClientGoneError
+from nemo_rl.experience.agents.request_body import key_in, parsed_body
 from nemo_rl.experience.agents.session import AgentSession
 from nemo_rl.utils.errors import ConfigError
 
@@ -131,11 +133,11 @@ class AgentEndpoint:
         return handle
 
     async def _answer(self, dialect: Dialect, request: Request) -> Response:
-        client = self._client(request)
-        session, raw = client.session, await self._body(request)
+        client, raw = await self._admitted(request)
+        session = client.session
         identity = hashlib.blake2b(dialect.path.encode() + b"\n" + raw, digest_size=16).hexdigest()
         self._note_arrival(client, identity)
-        body = _parsed(raw)
+        body = parsed_body(raw)
         call = dialect.read(body, session.memory)
         exchange = session.exchange(call, identity, is_retry=_is_retry(request))
         try:
@@ -155,38 +157,40 @@ class AgentEndpoint:
         return StreamingResponse(lines(), media_type="text/event-stream")
 
     async def _models(self, request: Request) -> Response:
-        self._client(request)
+        if _header_key(request) not in self._clients:
+            raise _unknown_key()
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "nemo_rl"}
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _tokenize(self, request: Request) -> Response:
         """Return the tokens that a prompt or the messages of a conversation would have."""
-        client = self._client(request)
-        session, raw = client.session, await self._body(request)
+        client, raw = await self._admitted(request)
+        session = client.session
         self._note_arrival(client, "")
-        body = _parsed(raw)
+        body = parsed_body(raw)
         dialect = DIALECT_BY_PATH["/v1/chat/completions" if "messages" in body else "/v1/completions"]
         tokens = session.token_ids(dialect.read({"model": MODEL, **body}, session.memory))
         most = session.parts.limits.max_sequence_length
         return JSONResponse({"count": len(tokens), "max_model_len": most, "tokens": tokens})
 
-    def _client(self, request: Request) -> _Client:
-        """Return the program with a request's key.
+    async def _admitted(self, request: Request) -> tuple[_Client, bytes]:
+        """Return the program with a request's key, and the body of the request.
 
         Raises:
-            CallError: there is none.
+            CallError: there is none (401), also if the body is too large to look for a key in it; or the program's
+                body is too large (413).
         """
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        key = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-        client = self._clients.get(key)
+        client = self._clients.get(_header_key(request))
+        if client is not None:
+            return client, await self._body(request)
+        try:
+            raw = await self._body(request)
+            client = self._clients.get(key_in(parsed_body(raw)))
+        except CallError:
+            client = None
         if client is None:
-            raise CallError(
-                401,
-                "The API key is missing or unknown, or its sample has ended. Send the key that the program was given, "
-                "as `Authorization: Bearer KEY` or `x-api-key: KEY`.",
-                "invalid_api_key",
-            )
-        return client
+            raise _unknown_key()
+        return client, raw
 
     def _note_arrival(self, client: _Client, identity: str) -> None:
         """Count a request.
@@ -250,14 +254,19 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _parsed(raw: bytes) -> dict[str, Any]:
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise CallError(400, f"The body is no valid JSON: {error}.", "invalid_json") from error
-    if not isinstance(body, dict):
-        raise CallError(400, f"The body is a {type(body).__name__}; it must be a JSON object.", "invalid_json")
-    return body
+def _header_key(request: Request) -> str:
+    """Return the key in the headers of a request; an empty text without one."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+def _unknown_key() -> CallError:
+    return CallError(
+        401,
+        "The API key is missing or unknown, or its sample has ended. Send the key that the program was given, "
+        "as `Authorization: Bearer KEY` or `x-api-key: KEY`.",
+        "invalid_api_key",
+    )
 
 
 def _is_retry(request: Request) -> bool:

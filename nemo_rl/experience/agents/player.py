@@ -8,7 +8,7 @@ Invariant: what a program sampled is recorded however it ends, and its key is wo
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -46,6 +46,7 @@ class _AgentSettings:
 
     session: SessionSettings
     credit: Credit
+    invalid_patterns: Sequence[str]
 
 
 @dataclass
@@ -113,7 +114,7 @@ class AgentPlayer:
             step = StepResult.failed(reason, step.metadata)
         if session.unanswered is not None:  # whatever the program made of it, the model has not failed
             step = StepResult.failed(session.unanswered, step.metadata)
-        return Played(step, partial(spread_reward, sample, calls, rewards))
+        return Played(step, partial(spread_reward, sample, calls, rewards, settings.invalid_patterns))
 
     async def _started(self) -> AgentEndpoint:
         """Return the endpoint, which the first sample starts."""
@@ -127,15 +128,16 @@ class AgentPlayer:
             keys = AgentKeys.build(**{each: section[each] for each in AgentKeys.model_fields if each in section})
             # Another server parses the answers of its model, and renders histories as it wants.
             is_own = not self.generation.reads_chats
-            parsers = (keys.tool_parser, keys.reasoning_parser) if is_own else (None, None)
+            names = (keys.tool_parser, keys.reasoning_parser) if is_own else (None, None)
+            plugins = [file for file in (keys.tool_parser_plugin, keys.reasoning_parser_plugin) if file is not None]
             session = SessionSettings(
-                await asyncio.to_thread(AnswerReader, self.tokenizer, *parsers),
+                await asyncio.to_thread(AnswerReader, self.tokenizer, *names, plugins if is_own else []),
                 max_calls=keys.max_calls,
                 max_concurrent_calls=self.config.max_concurrent_calls,
                 sampling=keys.sampling,
                 history=keys.history if is_own else "keep",
             )
-            self._settings[name] = _AgentSettings(session, keys.credit)
+            self._settings[name] = _AgentSettings(session, keys.credit, keys.invalid_tool_call_patterns)
         return self._settings[name]
 
 

@@ -45,19 +45,23 @@ def record(sample: Trajectory, tree: CallTree, credit: Credit) -> list[Call]:
     return [call for row in rows for call in row.calls]
 
 
-def spread_reward(sample: Trajectory, calls: Sequence[Call], call_rewards: Mapping[str, float]) -> None:
-    """Divide the reward of a sample over its response turns, in place.
+def spread_reward(
+    sample: Trajectory, calls: Sequence[Call], call_rewards: Mapping[str, float], invalid_patterns: Sequence[str] = ()
+) -> None:
+    """Divide the reward of a sample over its response turns, and mark those with calls that were not understood.
 
     Args:
         sample: has its reward.
         calls: as `record` returns them.
         call_rewards: reward of some calls by their ids; the last turn has what is left of the sample's reward.
+        invalid_patterns: texts that show a tool call that was not understood.
     """
     if sample.reward is None or not calls:
         return
     sample.turn_rewards = [float(call_rewards.get(call.id, 0.0)) for call in calls]
     sample.turn_rewards[-1] += sample.reward - sum(sample.turn_rewards)
-    sample.invalid_tool_call_turns = [False] * len(calls)
+    texts = [str(call.answer["content"]) for call in calls]
+    sample.invalid_tool_call_turns = [any(pattern in text for pattern in invalid_patterns) for text in texts]
 
 
 @dataclass(frozen=True)

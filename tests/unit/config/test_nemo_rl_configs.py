@@ -184,7 +184,6 @@ NOT_BUILT = {
         "policy.dequantize_base_checkpoint=true",
         "grpo.adv_estimator.name=opd",
         "data_plane={enabled: true}",
-        "env.should_use_nemo_gym=true",
         "ppo={ppo_epochs: 4}",
         "async_rl.generation_router={enabled: true}",
         "data.train.data_files=hf://x",
@@ -308,7 +307,7 @@ def test_unsupported_keys_are_refused_by_name(tmp_path: Path, algorithm: str) ->
 
 
 def test_unsupported_data_and_environments_are_refused(tmp_path: Path) -> None:
-    changes = ("data.train={dataset_name: refcoco}", "data.default.env_name=nemo_gym", "env={nemo_gym: {}, math: {}}")
+    changes = ("data.train={dataset_name: refcoco}", "data.default.env_name=vlm", "env={vlm: {}, math: {}}")
     found = collect_errors(written(tmp_path, "grpo", *changes), "grpo")
     assert len(found) == 2 and all("not built yet" in text for text in found)
     assert {text.split("=")[0] for text in found} == {"data.train.env_name", "data.train.dataset_name"}

@@ -47,11 +47,21 @@ BY_COMPUTED_NAME = {
 READ_BY_A_BACKEND = {"TrainingBackendConfig.kwargs", "TrainingBackendConfig.name"}
 """Keys for the classes that users write."""
 
-TAKEN_BY_ANOTHER = {"McoreGenerationConfig.max_model_len", "MegatronCheckpointConfig.async_save"}
-"""Keys whose value `runs.dependent_keys` writes into another key (tested with the files for Megatron)."""
+TAKEN_BY_ANOTHER = {
+    *("McoreGenerationConfig.max_model_len", "MegatronCheckpointConfig.async_save", "NemoGymConfig.thinking_tags"),
+    *(f"ServingChatConfig.{key}" for key in ("tool_parser", "reasoning_parser")),
+    *(
+        f"VllmConfig.{key}"
+        for key in ("http_server_serving_chat_kwargs", "tool_parser_plugin", "reasoning_parser_plugin")
+    ),
+}
+"""Keys whose value `runs.dependent_keys` writes into another key (tested with the files for Megatron and NeMo Gym)."""
 
 READ_FROM_A_DICT = {
-    f"{section}.{key}" for section in ("MathEnvironmentConfig", "AgentEnvironmentConfig") for key in WORKER_KEYS
+    f"{section}.{key}"
+    for section in ("MathEnvironmentConfig", "AgentEnvironmentConfig", "NemoGymConfig")
+    for key in WORKER_KEYS
+    if (section, key) != ("NemoGymConfig", "num_workers")
 }
 """Keys of any environment, which `environments.workers.keys` reads from the section as a dict."""
 
@@ -167,6 +177,7 @@ PLANTED = {
         ("data/datasets/setup.py", "entry.processor", "None"),
         ("data/datasets/raw_dataset.py", "self.data_config.processor", "None"),
         ("data/datasets/episodes.py", "config.processor", "None"),
+        ("data/datasets/nemo_gym.py", "config.processor", "None"),
         {"DatasetConfig.processor", "DatasetDefaults.processor", "SupervisedDatasetDefaults.processor"},
     ),
     "val_micro_batch_size": (

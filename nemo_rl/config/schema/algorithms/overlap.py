@@ -122,7 +122,7 @@ class AsyncRLRolloutFailureConfig(Section):
         "max_replacement_attempts": "a skipped prompt is not replaced",
         "replacement_reserve_prompts": "a skipped prompt is not replaced",
         "native": "deadlines are keys of cluster.timeouts: rollout_s, engine_silence_s and environment_s",
-        "nemo_gym": "no environment is one of NeMo-Gym",
+        "nemo_gym": "a rollout of NeMo Gym is not sent again; its deadline is env.nemo_gym.timeout_s",
     }
 
     max_infra_attempts_per_prompt: PositiveInt = 5

@@ -89,15 +89,26 @@ class EngineConfig(Section):
     """Environment variables of the engine's process."""
 
 
+class ServingChatConfig(Section):
+    """Keys of NeMo RL's HTTP server that environments with agents take over where they name no parser."""
+
+    ignored: ClassVar[dict[str, str]] = {
+        "enable_auto_tools": "calls are read wherever a request has tools",
+        "exclude_tools_when_tool_choice_none": "the chat template gets the tools of each request",
+        "request_logger": "requests are not logged",
+    }
+
+    tool_parser: str | None = None
+    """As env.agent.tool_parser."""
+    reasoning_parser: str | None = None
+    """As env.agent.reasoning_parser."""
+
+
 class VllmConfig(Section):
     """Keys that only vLLM reads; the keys of `engine` may be written here too."""
 
     later: ClassVar[dict[str, str]] = {
         "enable_return_routed_experts": "router replay",
-        "expose_http_server": "an HTTP server on the engines",
-        "http_server_serving_chat_kwargs": "an HTTP server on the engines",
-        "reasoning_parser_plugin": "an HTTP server on the engines",
-        "tool_parser_plugin": "an HTTP server on the engines",
         "http_refit_api_key_env_var": "weight transfer over HTTP",
         "http_refit_server_port": "weight transfer over HTTP",
         "zmq_refit_server_port": "weight transfer over ZMQ",
@@ -125,6 +136,7 @@ class VllmConfig(Section):
 
     idle: ClassVar[dict[str, str]] = {
         "async_engine": "prompts always reach the engine one by one, and answers come back as they end",
+        "expose_http_server": "the endpoint of environments with agents serves all engines, see docs/guides/agents.md",
     }
 
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
@@ -135,6 +147,14 @@ class VllmConfig(Section):
     """Reuse the key-value cache of common prompt prefixes; results change by rounding only. null: vLLM decides."""
     async_engine: bool = False
     """No effect: prompts reach the engine one by one, and answers come back as they end."""
+    expose_http_server: bool = False
+    """No effect: the endpoint of environments with agents serves all engines. true demands such an environment."""
+    http_server_serving_chat_kwargs: ServingChatConfig | None = None
+    """Parsers for environments with agents that name none."""
+    tool_parser_plugin: str | None = None
+    """Plugin for environments with agents that name none; see env.agent.tool_parser_plugin."""
+    reasoning_parser_plugin: str | None = None
+    """Plugin for environments with agents that name none; see env.agent.reasoning_parser_plugin."""
 
 
 class McoreGenerationConfig(Section):

@@ -5,9 +5,10 @@ Invariant: a parser reads each text with a new object, so that nothing of one re
 
 import json
 import logging
+import runpy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from nemo_rl.data.interfaces import TokenizerType
@@ -37,6 +38,21 @@ def parser_names() -> list[str]:
     """
     manager = _manager()
     return sorted({*manager.tool_parsers, *manager.lazy_parsers})
+
+
+@cache
+def load_parsers(file: str) -> None:
+    """Run a Python file that registers parsers with vLLM, once.
+
+    Raises:
+        ConfigError: it cannot be run.
+    """
+    _manager()  # says what to install if vLLM is missing
+    try:
+        with importing():
+            runpy.run_path(file)
+    except Exception as error:  # boundary: the file is the user's own code
+        raise ConfigError(f"the plugin {file} of a parser cannot be run: {type(error).__name__}: {error}") from error
 
 
 class CallParser:

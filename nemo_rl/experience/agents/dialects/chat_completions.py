@@ -1,6 +1,7 @@
 """OpenAI's Chat Completions, `/v1/chat/completions`.
 
-Fields that vLLM adds are read too: `top_k`, `chat_template_kwargs`, `return_token_ids` and `continue_final_message`.
+Fields that vLLM adds are read too: `top_k`, `chat_template_kwargs`, `return_token_ids`, `return_tokens_as_token_ids`
+and `continue_final_message`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from nemo_rl.experience.agents.dialects.fields import Fields
 from nemo_rl.experience.agents.dialects.interface import Body, Event, SessionMemory
 from nemo_rl.experience.agents.dialects.openai_form import (
     error_body,
+    exact_tokens,
     header,
     last_events,
     prompt_token_ids,
@@ -37,7 +39,7 @@ class ChatCompletions:
         """See `Dialect.read`."""
         fields = Fields(body)
         _refuse_functions(fields)
-        reads_logprobs = fields.flag("logprobs")
+        reads_texts = fields.flag("logprobs") and not fields.flag("return_tokens_as_token_ids")
         options = fields.object("stream_options")
         if options is not None:
             options.flag("include_usage")
@@ -48,7 +50,7 @@ class ChatCompletions:
             tools=tools,
             reads_tool_calls=reads_tool_calls(fields, tools),
             continues_last=_continues_last(fields, messages),
-            reads_token_texts=bool(reads_logprobs),
+            reads_token_texts=reads_texts,
             **sampling_fields(fields, ("max_completion_tokens", "max_tokens")),
         )
 
@@ -102,6 +104,7 @@ def _choice(body: Body, index: int, answer: CallAnswer) -> Mapping[str, Any]:
     message: Message = {"role": "assistant", "content": content, "refusal": None, "reasoning_content": answer.reasoning}
     if answer.tool_calls:
         message["tool_calls"] = [tool_call(call.id, call.name, call.arguments) for call in answer.tool_calls]
+    message |= exact_tokens(body, answer)
     return {
         "index": index,
         "message": message,

@@ -80,6 +80,19 @@ def prompt_token_ids(body: Body, answers: Sequence[CallAnswer]) -> dict[str, Any
     return {"prompt_token_ids": list(answers[0].prompt_token_ids)} if body.get("return_token_ids") else {}
 
 
+def exact_tokens(body: Body, answer: CallAnswer) -> dict[str, Any]:
+    """Return the fields for all tokens of a call if the request asks for tokens as ids, as servers of NeMo Gym read
+    them; messages with these fields may come back in later requests, where they are not needed.
+    """
+    if not body.get("return_tokens_as_token_ids"):
+        return {}
+    return {
+        "prompt_token_ids": list(answer.prompt_token_ids),
+        "generation_token_ids": list(answer.token_ids),
+        "generation_log_probs": list(map(float, answer.logprobs)),
+    }
+
+
 def error_body(error: CallError) -> Mapping[str, Any]:
     """Return an error in OpenAI's form."""
     default = "server_error" if error.status >= 500 else "invalid_request_error"

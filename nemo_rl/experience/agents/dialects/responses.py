@@ -12,7 +12,7 @@ from nemo_rl.data.interfaces import Message
 from nemo_rl.experience.agents.calls import CallAnswer, CallError, CallRequest
 from nemo_rl.experience.agents.dialects.fields import Fields
 from nemo_rl.experience.agents.dialects.interface import Body, Event, SessionMemory
-from nemo_rl.experience.agents.dialects.openai_form import error_body, prompt_token_ids, token_ids
+from nemo_rl.experience.agents.dialects.openai_form import error_body, exact_tokens, prompt_token_ids, token_ids
 from nemo_rl.experience.agents.dialects.response_events import stream_events
 from nemo_rl.experience.agents.dialects.response_items import items_of, read_items
 from nemo_rl.experience.agents.dialects.sampling import sampling_fields
@@ -121,7 +121,7 @@ def _response(body: Body, request: CallRequest, answer: CallAnswer) -> dict[str,
         "max_output_tokens": request.max_tokens,
         "metadata": body.get("metadata") or {},
         "model": body.get("model") or "",
-        "output": items_of(answer),
+        "output": _output(body, answer),
         "parallel_tool_calls": True,
         "previous_response_id": body.get("previous_response_id"),
         "temperature": request.temperature,
@@ -136,6 +136,12 @@ def _response(body: Body, request: CallRequest, answer: CallAnswer) -> dict[str,
         **prompt_token_ids(body, [answer]),
         **token_ids(body, answer),
     }
+
+
+def _output(body: Body, answer: CallAnswer) -> list[dict[str, Any]]:
+    """Return the items of an answer; the last one has the tokens of the call if the request asks for them."""
+    *items, last = items_of(answer)
+    return [*items, {**last, **exact_tokens(body, answer)}]
 
 
 def _usage(answer: CallAnswer) -> Mapping[str, Any]:

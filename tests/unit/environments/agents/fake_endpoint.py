@@ -40,7 +40,7 @@ def _handler(endpoint: FakeEndpoint) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            key = self.headers.get("Authorization", "").removeprefix("Bearer ")
+            key = body.get("nemo_rl_key") or self.headers.get("Authorization", "").removeprefix("Bearer ")
             endpoint.calls[key] += 1
             if self.path != "/v1/chat/completions":
                 self.send(404, {"error": {"message": "no such path"}})
