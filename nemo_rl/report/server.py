@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from nemo_rl import __version__
+import nemo_rl
 from nemo_rl.report.page import as_json, make_page
 from nemo_rl.report.run_files import RunFiles
 from nemo_rl.report.run_view import RunView
@@ -105,7 +105,7 @@ class RunServer:
 
         def page() -> str:
             run = self._view.as_json() | {"samples": None}
-            about = {"live": True, "version": __version__, "written": time.time(), "news": self._version}
+            about = {"live": True, "version": nemo_rl.__version__, "written": time.time(), "news": self._version}
             return make_page({"runs": [run], **about})
 
         return HTMLResponse(await self._in_thread(page), headers=_HEADERS)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_rl import __version__
+import nemo_rl
 from nemo_rl.files.atomic_write import write_atomically
 from nemo_rl.report.page import make_page
 from nemo_rl.report.run_files import find_run
@@ -40,7 +40,7 @@ def write_report(folders: Sequence[Path], output: Path | None, num_samples: int)
         chosen = chosen_samples(view.samples.rows, num_samples)
         runs.append(view.as_json() | {"samples": view.samples_as_json(chosen)})
     path = output or found[0].folder / FILE
-    page = make_page({"runs": runs, "live": False, "version": __version__, "written": time.time()})
+    page = make_page({"runs": runs, "live": False, "version": nemo_rl.__version__, "written": time.time()})
     try:
         write_atomically(path, page)
     except OSError as error:

@@ -30,7 +30,7 @@ LAYERS: list[set[str]] = [
     {"experience"},
     {"algorithms", "evals"},
     {"launch"},
-    {"doctor", "regrade"},
+    {"doctor", "regrade", "report"},
 ]
 SHARED_LAYERS = [{"config", "utils", "host", "files", "sandbox", "compat", "optimizations"}]
 """Packages of one layer that may import each other, as long as no circle of files arises."""
@@ -64,6 +64,7 @@ BROAD_EXCEPT_BOUNDARIES = {
     "environments/agents/callables.py": "the program is the user's own code",
     "environments/agents/environment.py": "programs and graders are user code, and their errors may hold a key",
     "environments/agents/results.py": "the class of a result may be the user's own",
+    "environments/nemo_gym/servers.py": "a start that fails or is cancelled ends what it has started",
     "environments/user_errors.py": "the class of an error may be the user's own",
     "environments/workers/actor.py": "the environment is the user's own code",
     "experience/agents/session.py": "templates raise errors of any kind for messages that are not theirs",
@@ -83,6 +84,7 @@ BROAD_EXCEPT_BOUNDARIES = {
     "models/generation/vllm/ranks.py": "whatever broke a step of one rank is told to the rank that asked for it",
     "models/generation/engine_group.py": "whatever broke an engine ends its requests",
     "host/background.py": "what a call raised is relayed to whoever asks for its result",
+    "report/token_texts.py": "the file of a tokenizer may be damaged in any way",
     "models/huggingface/reachable.py": "whatever the hub's HTTP library raises means that the hub was not reached",
 }
 

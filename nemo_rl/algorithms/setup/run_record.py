@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nemo_rl import __version__
+import nemo_rl
 from nemo_rl.files.atomic_write import write_atomically
 from nemo_rl.files.optional_output import OptionalOutput
 from nemo_rl.utils.errors import RunInterruptedError
@@ -33,7 +33,7 @@ def record_run(log_dir: Path, resources: ExitStack) -> None:
     """
     record: dict[str, Any] = {
         "command": sys.argv,
-        "version": __version__,
+        "version": nemo_rl.__version__,
         "host": platform.node(),
         "pid": os.getpid(),
         "started": time.time(),

@@ -148,7 +148,8 @@ def _slot_in(section: type[BaseModel], key: str) -> Slot | None:
     field = section.model_fields.get(key)
     if field is not None:
         return Slot.of(field.annotation, field.metadata)
-    return FREE if key in known_keys(section) or getattr(section, "rest", "") else None
+    takes_others = bool(getattr(section, "rest", None))
+    return FREE if key in known_keys(section) or takes_others else None
 
 
 def known_keys(section: type[BaseModel]) -> set[str]:

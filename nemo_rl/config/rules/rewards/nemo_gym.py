@@ -6,6 +6,7 @@ from typing import Any
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.schema.agents import NEMO_GYM, AgentKeys, NemoGymConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
+from nemo_rl.config.schema.model.generation import VllmConfig
 
 
 def check_nemo_gym(environments: Mapping[str, Any], used: Collection[str | None], cluster: ClusterConfig) -> Findings:
@@ -46,7 +47,7 @@ def check_nemo_gym(environments: Mapping[str, Any], used: Collection[str | None]
 
 
 def check_http_server(
-    vllm_cfg: Mapping[str, Any] | None, environments: Mapping[str, Any], used: Collection[str | None]
+    vllm_cfg: VllmConfig | None, environments: Mapping[str, Any], used: Collection[str | None]
 ) -> Findings:
     """Check that an HTTP server is only asked for where programs of agents call it.
 
@@ -56,7 +57,7 @@ def check_http_server(
         used: as in `check_nemo_gym`.
     """
     has_agents = any(isinstance(environments.get(str(name)), AgentKeys) for name in used)
-    if vllm_cfg is not None and vllm_cfg["expose_http_server"] and not has_agents:
+    if vllm_cfg is not None and vllm_cfg.expose_http_server and not has_agents:
         yield (
             "policy.generation.vllm_cfg.expose_http_server=true, but the engines are only served to programs of agents "
             "(env.agent, env.nemo_gym), and no data names such an environment. Leave it out, or use one."
