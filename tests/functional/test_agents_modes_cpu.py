@@ -118,17 +118,17 @@ def test_a_runner_that_dies_serves_its_programs_again(start_example: StartExampl
     assert run.survivors() == []
 
 
-def test_a_process_of_programs_that_dies_costs_its_open_samples(start_example: StartExample, tmp_path: Path) -> None:
+def test_a_process_of_programs_that_dies_is_replaced_and_runs_them_again(
+    start_example: StartExample, tmp_path: Path
+) -> None:
     slow = slow_programs(tmp_path, 2.0)
     run = start_example("run_grpo.py", CONFIG, *SHORT, *slow)
     run.wait_for("step 1/")
     time.sleep(1.0)
     run.kill("ray::AgentEnvironment", "ray::EnvironmentActor")
-    assert run.finish(600) == 0, run.log()[-3000:]
-    metrics = read_metrics(run.log_dir)
-    errors = sum(value for key, value in metrics.items() if key[2] == "num_reward_errors")
-    assert 1 <= errors <= 16
-    assert metrics["train", 4, "num_reward_errors"] == 0
+    metrics = numbers(run)
+    assert metrics["train", 4, "num_samples"] == 16
+    assert "The actor of environment 'agent' ended" in run.log()
     assert run.survivors() == []
 
 
