@@ -19,7 +19,14 @@ from nemo_rl.config.schema.agents import AgentEnvironmentConfig
 from nemo_rl.environments.agents.callables import CallableProgram
 from nemo_rl.environments.agents.commands import CommandProgram
 from nemo_rl.environments.agents.grading import AnswerGrader, Grade
-from nemo_rl.environments.agents.interfaces import AGENT, CALL_REWARDS, AgentError, AgentProgram, AgentTask
+from nemo_rl.environments.agents.interfaces import (
+    AGENT,
+    CALL_REWARDS,
+    AgentError,
+    AgentProgram,
+    AgentTask,
+    key_of_start,
+)
 from nemo_rl.environments.agents.results import AgentResult
 from nemo_rl.environments.agents.sandboxed import SandboxedCommand
 from nemo_rl.environments.agents.service import ServiceProgram
@@ -121,7 +128,7 @@ class ProgramEnvironment(EnvironmentInterface[dict[str, Any]]):
             tools=agent.get("tools"),
             row={name: row[name] for name in fields if name in row},
             base_url=agent["base_url"],
-            api_key=agent["api_key"],
+            api_key=key_of_start(agent["api_key"]),
             model=agent["model"],
             seed=agent["seed"],
             timeout_s=self._timeout_s,

@@ -4,6 +4,7 @@ Invariant: the key of a task is in no `repr`.
 """
 
 import abc
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,15 @@ KEY_FIELD = "nemo_rl_key"
 """Field of a request's body for the sample's key, for programs that cannot choose the API key of their requests."""
 CALL_REWARDS = "call_rewards"
 """Key of the metadata that a step adds where the program rewarded single calls: rewards by the ids of responses."""
+
+
+START_SIGN = "."
+"""Stands in a key between the sample's part and the part of one start of its program."""
+
+
+def key_of_start(key: str) -> str:
+    """Make the key of one start of a sample's program, so that the endpoint sees when it is started again."""
+    return f"{key}{START_SIGN}{secrets.token_hex(4)}"
 
 
 @dataclass(frozen=True)

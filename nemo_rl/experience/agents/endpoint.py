@@ -27,6 +27,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from nemo_rl.config.schema.agents import AgentEndpointConfig
+from nemo_rl.environments.agents.interfaces import START_SIGN
 from nemo_rl.experience.agents.calls import CallError
 from nemo_rl.experience.agents.dialects.interface import Dialect
 from nemo_rl.experience.agents.dialects.registry import DIALECT_BY_PATH, DIALECTS
@@ -51,6 +52,21 @@ class _Client:
     session: AgentSession
     arrivals: deque[float] = field(default_factory=deque)
     """Times of the requests of the last minute."""
+    start: str = ""
+    earlier_starts: set[str] = field(default_factory=set)
+
+    def admits(self, start: str) -> bool:
+        """Return whether a request is of the newest start of the program; that of a new one begins the session again.
+
+        A program is started again when the process of its environment has died.
+        """
+        if start in self.earlier_starts:
+            return False
+        if start != self.start:
+            self.earlier_starts.add(self.start)
+            self.start = start
+            self.session.begin_again()
+        return True
 
 
 class AgentEndpoint:
@@ -157,7 +173,7 @@ class AgentEndpoint:
         return StreamingResponse(lines(), media_type="text/event-stream")
 
     async def _models(self, request: Request) -> Response:
-        if _header_key(request) not in self._clients:
+        if self._found(_header_key(request)) is None:
             raise _unknown_key()
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "nemo_rl"}
         return JSONResponse({"object": "list", "data": [model]})
@@ -173,6 +189,12 @@ class AgentEndpoint:
         most = session.parts.limits.max_sequence_length
         return JSONResponse({"count": len(tokens), "max_model_len": most, "tokens": tokens})
 
+    def _found(self, key: str) -> _Client | None:
+        """Return the program with a key; None if there is none, or if it was started again with another one."""
+        name, _, start = key.partition(START_SIGN)
+        client = self._clients.get(name)
+        return client if client is not None and client.admits(start) else None
+
     async def _admitted(self, request: Request) -> tuple[_Client, bytes]:
         """Return the program with a request's key, and the body of the request.
 
@@ -180,12 +202,12 @@ class AgentEndpoint:
             CallError: there is none (401), also if the body is too large to look for a key in it; or the program's
                 body is too large (413).
         """
-        client = self._clients.get(_header_key(request))
+        client = self._found(_header_key(request))
         if client is not None:
             return client, await self._body(request)
         try:
             raw = await self._body(request)
-            client = self._clients.get(key_in(parsed_body(raw)))
+            client = self._found(key_in(parsed_body(raw)))
         except CallError:
             client = None
         if client is None:

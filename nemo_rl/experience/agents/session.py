@@ -110,22 +110,34 @@ class AgentSession:
     parts: CallParts
     settings: SessionSettings
     seed_of: CallSeed
-    tree: CallTree = field(default_factory=CallTree)
+    tree: CallTree = field(init=False)
     counts: Counter[str] = field(default_factory=Counter)
     failure: "asyncio.Future[None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     unanswered: str | None = None
-    memory: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, Any] = field(init=False)
     generation_s: float = 0.0
     exchanges: Exchanges = field(init=False)
     budget: Budget = field(init=False)
     _prompts: PromptRenderer = field(init=False)
     _running: "set[Answering]" = field(default_factory=set)
-    _times_asked: Counter[str] = field(default_factory=Counter)
+    _times_asked: Counter[str] = field(init=False)
     _is_closed: bool = False
 
     def __post_init__(self) -> None:
+        self._begin()
+
+    def begin_again(self) -> None:
+        """Forget all calls, because the program was started again from the prompt; equal calls get equal answers."""
+        for task in self._running:
+            task.cancel()
+        self._begin()
+
+    def _begin(self) -> None:
         parts, settings = self.parts, self.settings
         longest = parts.limits.max_sequence_length
+        self.counts.clear()
+        self.tree, self.memory, self._times_asked = CallTree(), {}, Counter()
+        self.unanswered = None
         self.exchanges = Exchanges(self.counts)
         self.budget = Budget(parts.limits, parts.sampling.max_new_tokens, settings.max_calls)
         self._prompts = PromptRenderer(parts.tokenizer, parts.text_rules, longest, settings.history, self.counts)
@@ -197,7 +209,8 @@ class AgentSession:
         except ConfigError as error:
             raise CallError(400, f"The tools cannot be used: {error}", "invalid_tools", "tools") from error
         prompt = self._prompt(request)
-        grant = self.budget.grant(request, len(prompt.token_ids))
+        budget = self.budget
+        grant = budget.grant(request, len(prompt.token_ids))
         self.counts["calls"] += request.num_answers
         sampling = self._sampling(request, grant)
         identity = _identity(prompt, request)
@@ -211,7 +224,7 @@ class AgentSession:
         finally:
             for task in tasks:
                 task.cancel()
-            self.budget.give_back(grant, num_tokens)
+            budget.give_back(grant, num_tokens)
         return [self._record(request, prompt, grant, seed, result) for seed, result in zip(seeds, results, strict=True)]
 
     def _prompt(self, request: CallRequest) -> Prompt:

@@ -13,6 +13,7 @@ from random_model import RandomModelEngine
 from transformers import AutoTokenizer
 
 from nemo_rl.config.schema.agents import AgentEndpointConfig
+from nemo_rl.environments.agents.interfaces import key_of_start
 from nemo_rl.experience.agents.endpoint import AgentEndpoint
 from nemo_rl.experience.limits import RolloutLimits
 from nemo_rl.experience.trajectory import Ending, Outcome
@@ -64,6 +65,30 @@ def test_nothing_is_answered_without_a_key(tokenizer: Any, headers: dict[str, st
     assert [status for status, _ in seen] == [401] * len(seen)
     assert all("sk-" not in text for _, text in seen)
     assert sample.num_turns == 0
+
+
+def test_a_program_that_is_started_again_leaves_nothing_of_its_first_start(tokenizer: Any) -> None:
+    other = {"model": "policy", "messages": [{"role": "user", "content": "Ho"}]}
+
+    async def once(client: httpx.AsyncClient, task: Mapping[str, Any]) -> list[Any]:
+        headers = {"authorization": f"Bearer {key_of_start(task['api_key'])}"}
+        first = await client.post(PATHS[0], json=CHAT, headers=headers)
+        return [first.json()["choices"][0]["message"]["content"]]
+
+    async def twice(client: httpx.AsyncClient, task: Mapping[str, Any]) -> list[Any]:
+        died, again = ({"authorization": f"Bearer {key_of_start(task['api_key'])}"} for _ in range(2))
+        for body in (CHAT, other):
+            assert (await client.post(PATHS[0], json=body, headers=died)).status_code == 200
+        first = await client.post(PATHS[0], json=CHAT, headers=again)
+        late = await client.post(PATHS[0], json=other, headers=died)
+        return [first.json()["choices"][0]["message"]["content"], late.status_code]
+
+    (content,), expected = ask(tokenizer, once)
+    seen, sample = ask(tokenizer, twice)
+    assert seen == [content, 401]
+    assert [len(log) for log in sample.logs] == [len(log) for log in expected.logs] == [2]
+    assert sample.message_log[1]["token_ids"].tolist() == expected.message_log[1]["token_ids"].tolist()
+    assert sample.agent_counts == expected.agent_counts
 
 
 @pytest.mark.asyncio
