@@ -60,7 +60,7 @@ class Curves:
         for row, end in self.run.metric_rows(self._read_to):
             self._read_to = end
             prefix, step, time = str(row.get("prefix", "")), row.get("step"), row.get("time")
-            if not isinstance(step, int):
+            if not isinstance(step, int) or not isinstance(time, int | float | None):
                 continue
             for name, value in row["metrics"].items():
                 if value is None or isinstance(value, (int, float)):
@@ -70,6 +70,11 @@ class Curves:
     def get(self, name: str) -> Curve:
         """Return a curve; an empty one if the metric does not exist."""
         return self.by_name.get(name, Curve())
+
+    @property
+    def last_time(self) -> float | None:
+        """Seconds since 1970 of the last metric; None if the file has no times."""
+        return max((curve.times[-1] or 0.0 for curve in self.by_name.values()), default=0.0) or None
 
     @property
     def last_step(self) -> int:

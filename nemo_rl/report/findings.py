@@ -4,9 +4,9 @@ Each rule looks at the curves and gives one finding or none. Invariant: a thresh
 in the finding's text.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean, median
+from statistics import fmean, median, pstdev
 from typing import Any, Literal
 
 from nemo_rl.report.curves import Curves
@@ -45,9 +45,15 @@ type Points = Sequence[tuple[int, float]]
 type Rule = Callable[[Curves], Finding | None]
 
 
-def find(curves: Curves) -> list[Finding]:
-    """Return the findings of a run, problems first."""
-    found = [finding for rule in RULES if (finding := rule(curves)) is not None]
+def find(curves: Curves, algorithm: str = "") -> list[Finding]:
+    """Return the findings of a run, problems first.
+
+    Args:
+        curves: its metrics.
+        algorithm: section of its algorithm; rewards that are not trained on say nothing about distillation.
+    """
+    rules = [rule for rule in RULES if algorithm not in _WITHOUT_REWARDS or rule not in _ABOUT_REWARDS]
+    found = [finding for rule in rules if (finding := rule(curves)) is not None]
     return sorted(found, key=lambda finding: ("problem", "warning", "note").index(finding.level))
 
 
@@ -59,18 +65,37 @@ def _above(curves: Curves, name: str, threshold: float) -> Points:
     return [point for point in curves.get(name).known if point[1] > threshold]
 
 
+def not_finite(curves: Curves) -> Finding | None:
+    """A number of the update is not finite."""
+    for name in ("train/loss", "train/grad_norm", "train/token_mult_prob_error"):
+        curve = curves.get(name)
+        steps = [step for step, value in zip(curve.steps, curve.values, strict=True) if value is None]
+        if steps:
+            return Finding(
+                "problem",
+                "A number is not finite",
+                f"{name} is infinite or no number in {len(steps)} steps. Lower the learning rate; look at the first of "
+                "these steps.",
+                name,
+                (steps[0], steps[-1]),
+            )
+    return None
+
+
 def engine_mismatch(curves: Curves) -> Finding | None:
     """Trainer and engine give the sampled tokens other probabilities."""
     name, most = "train/token_mult_prob_error", 1.05
-    over = _above(curves, name, most)
+    ages = dict(curves.get("train/max_trajectory_age").known)
+    over = [point for point in _above(curves, name, most) if not ages.get(point[0])]
     if not over:
         return None
     worst = max(value for _, value in over)
     return Finding(
         "problem",
         "Trainer and engine disagree",
-        f"token_mult_prob_error is above {most} in {len(over)} steps, at most {worst:.4g}; 1 is perfect. Look for "
-        "another number format, a changed chat template, or weights that an engine did not get.",
+        f"token_mult_prob_error is above {most} in {len(over)} steps with answers of the current weights, at most "
+        f"{worst:.4g}; 1 is perfect. Look for another number format, a changed chat template, or weights that an "
+        "engine did not get.",
         name,
         _bounds(over),
         "docs/guides/faq.md",
@@ -84,7 +109,7 @@ def entropy_collapse(curves: Curves) -> Finding | None:
     if len(points) < 2 * _FEW:
         return None
     start, end = fmean(v for _, v in points[:_FEW]), fmean(v for _, v in points[-_FEW:])
-    if end > max(share * start, least):
+    if end > max(share * start, least) or end > start / 2:
         return None
     low = [point for point in points if point[1] <= max(share * start, least)]
     return Finding(
@@ -111,8 +136,8 @@ def kl_spike(curves: Curves) -> Finding | None:
     return Finding(
         "warning",
         "The KL divergence spikes",
-        f"kl_penalty is more than {times:g} times its median of {usual:.3g} in {len(spikes)} steps, at most "
-        f"{worst:.3g}. Lower the learning rate or the gradient's bound.",
+        f"kl_penalty is more than {times:g} times its median of {usual:.3g}, and more than {least}, in {len(spikes)} "
+        f"steps, at most {worst:.3g}. Lower the learning rate or the gradient's bound.",
         name,
         _bounds(spikes),
     )
@@ -124,6 +149,7 @@ def gradient_spike(curves: Curves) -> Finding | None:
     points = curves.get(name).known
     if len(points) < 2 * _FEW:
         return None
+    points = points[_FEW:]  # the first steps of a new head have large gradients
     usual = median(value for _, value in points)
     spikes = [point for point in points if usual > 0 and point[1] > times * usual]
     if not spikes:
@@ -158,12 +184,13 @@ def truncation(curves: Curves) -> Finding | None:
     """Answers are cut off."""
     name, most = "train/truncation_rate", 0.2
     over = _above(curves, name, most)
-    if len(over) < 2:
+    num_steps = len(curves.get(name).known)
+    if len(over) < max(2, num_steps / 10):
         return None
     return Finding(
         "warning",
         "Many answers are cut off",
-        f"More than {most:.0%} of the answers reach a length limit in {len(over)} steps, at most "
+        f"More than {most:.0%} of the answers reach a length limit in {len(over)} of {num_steps} steps, at most "
         f"{max(value for _, value in over):.0%}. Raise policy.generation.max_new_tokens or the sequence length, or "
         "shape the reward by length.",
         name,
@@ -173,12 +200,13 @@ def truncation(curves: Curves) -> Finding | None:
 
 def reward_errors(curves: Curves) -> Finding | None:
     """Samples could not be graded."""
-    name = "train/num_reward_errors"
+    name, few = "train/num_reward_errors", 0.01
     over = _above(curves, name, 0)
     if not over:
         return None
+    number, total = (sum(value for _, value in curves.get(each).known) for each in (name, "train/num_samples"))
     return Finding(
-        "problem",
+        "warning" if number < few * total else "problem",
         "Samples could not be graded",
         f"{sum(value for _, value in over):g} samples in {len(over)} steps have an error in place of a reward. Filter "
         "the rollouts by the outcome reward_error to see why.",
@@ -188,7 +216,7 @@ def reward_errors(curves: Curves) -> Finding | None:
 
 
 def nothing_to_learn(curves: Curves) -> Finding | None:
-    """All rewards of each group are equal."""
+    """All rewards of a step are equal."""
     low, high = curves.get("train/min_total_reward").known, dict(curves.get("train/max_total_reward").known)
     equal = [(step, value) for step, value in low if high.get(step) == value]
     if not low or len(equal) < max(2, len(low) // 10):
@@ -211,13 +239,13 @@ def no_progress(curves: Curves) -> Finding | None:
         return None
     quarter = len(points) // 4
     start, end = ([value for _, value in part] for part in (points[:quarter], points[-quarter:]))
-    spread = max(max(start) - min(start), 1e-9)
-    if fmean(end) > fmean(start) + 0.1 * spread:
+    if fmean(end) > fmean(start) + 0.5 * pstdev(start):
         return None
     return Finding(
         "note",
         "The reward does not rise",
-        f"The mean reward is {fmean(start):.3g} in the first quarter of the steps and {fmean(end):.3g} in the last.",
+        f"The mean reward is {fmean(start):.3g} in the first quarter of the steps and {fmean(end):.3g} in the last, "
+        "which is not more than half a standard deviation above it.",
         name,
         _bounds(points),
     )
@@ -263,6 +291,7 @@ def idle_shares(curves: Curves) -> Finding | None:
 
 
 RULES: tuple[Rule, ...] = (
+    not_finite,
     engine_mismatch,
     skipped_updates,
     reward_errors,
@@ -276,7 +305,5 @@ RULES: tuple[Rule, ...] = (
     idle_shares,
 )
 
-
-def as_json(findings: Sequence[Finding]) -> Iterator[dict[str, Any]]:
-    """Yield findings for the page."""
-    return (finding.as_json() for finding in findings)
+_WITHOUT_REWARDS = ("distillation",)
+_ABOUT_REWARDS = (nothing_to_learn, no_progress)

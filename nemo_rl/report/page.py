@@ -6,6 +6,7 @@ Invariant: data is in the page as JSON in which no `<` occurs, and its policy le
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
@@ -28,12 +29,8 @@ def make_page(data: Mapping[str, Any]) -> str:
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
         f"connect-src {"'self'" if data.get('live') else "'none'"}; base-uri 'none'; form-action 'none'"
     )
-    filled = _asset("page.html")
     parts = {"POLICY": policy, "STYLES": "\n".join(map(_asset, _STYLES)), "DATA": as_json(data), "SCRIPTS": scripts}
-    for name, text in parts.items():
-        head, _, tail = filled.partition(f"@{name}@")
-        filled = head + text + tail
-    return filled
+    return re.sub("@([A-Z]+)@", lambda place: parts[place[1]], _asset("page.html"))
 
 
 def as_json(data: Any) -> str:

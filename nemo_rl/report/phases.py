@@ -9,6 +9,8 @@ _PREFIX = "timing/train/"
 _TOTAL = f"{_PREFIX}total_step_time"
 _OUTSIDE = "checkpointing"
 """A phase that is not in the total."""
+_NESTED = ("exposed_generation", "idle/")
+"""Beginnings of the names of times that are inside of phases."""
 _REST = "the rest"
 
 
@@ -25,9 +27,10 @@ def phases_of(curves: Curves) -> dict[str, Any]:
     seconds = [value for _, value in total.known]
     if not steps:
         return {}
+    nested = tuple(_PREFIX + name for name in _NESTED)
     columns: dict[str, list[float]] = {}
     for name, curve in curves.by_name.items():
-        if name.startswith(_PREFIX) and name != _TOTAL:
+        if name.startswith(_PREFIX) and name != _TOTAL and not name.startswith(nested):
             known = dict(curve.known)
             columns[name.removeprefix(_PREFIX)] = [known.get(step, 0.0) for step in steps]
     for row, saving in enumerate(columns.get(_OUTSIDE, [])):

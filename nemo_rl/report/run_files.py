@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from nemo_rl.algorithms.setup.run_record import RECORD_FILE
+from nemo_rl.algorithms.setup.run_record import RECORD_FILE, start_of_process
 from nemo_rl.utils.errors import DataError
 from nemo_rl.utils.log_backends.jsonl import METRICS_FILE
 
@@ -61,13 +61,13 @@ class RunFiles:
     def max_steps(self) -> int | None:
         """The step at which the run was to end."""
         value = _section(self.config, self.algorithm).get("max_num_steps")
-        return value if isinstance(value, int) else None
+        return value if isinstance(value, int) and value > 0 else None
 
     def record(self) -> dict[str, Any]:
         """Return `run.json`; a run whose process is gone has the status "killed"."""
         try:
-            record = json.loads((self.folder / RECORD_FILE).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            record = read_json((self.folder / RECORD_FILE).read_bytes())
+        except OSError:
             return {"status": "unknown"}
         if not isinstance(record, dict):
             return {"status": "unknown"}
@@ -87,10 +87,7 @@ class RunFiles:
                 if not line.endswith(b"\n"):
                     return
                 start += len(line)
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    continue
+                row = read_json(line)
                 if isinstance(row, dict) and isinstance(row.get("metrics"), dict):
                     yield row, start
 
@@ -103,13 +100,21 @@ def find_run(path: Path) -> RunFiles:
     """
     if (path / METRICS_FILE).is_file():
         return RunFiles(path.resolve())
-    runs = sorted(path.glob(f"exp_*/{METRICS_FILE}"), key=lambda file: file.parent.name)
+    runs = sorted(path.glob(f"exp_*/{METRICS_FILE}"), key=lambda file: (len(file.parent.name), file.parent.name))
     if not runs:
         raise DataError(
             f"{path} is no log folder of a run: neither it nor an exp_* in it has {METRICS_FILE}. Give the "
             "logger.log_dir of a run, or one of its exp_*."
         )
     return RunFiles(runs[-1].parent.resolve())
+
+
+def read_json(line: bytes | str) -> Any:
+    """Read a line of JSON; None if it is none. Numbers that are not finite become None too."""
+    try:
+        return json.loads(line, parse_constant=lambda _: None)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -126,5 +131,6 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _runs(record: Mapping[str, Any]) -> bool:
-    pid = record.get("pid")
-    return isinstance(pid, int) and Path(f"/proc/{pid}").exists()
+    """Return whether the process of a record may still run; unknown where processes cannot be seen."""
+    pid, started = record.get("pid"), record.get("pid_started")
+    return not isinstance(pid, int) or started is None or start_of_process(pid) == started

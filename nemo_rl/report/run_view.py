@@ -1,7 +1,8 @@
 """Everything that the page shows of one run, as JSON."""
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,9 +46,9 @@ class RunView:
     def __post_init__(self) -> None:
         self.curves, self.samples = Curves(self.run), SampleIndex(self.run)
 
-    def read(self) -> bool:
-        """Read what is new; return whether there was anything."""
-        has_metrics, has_samples = self.curves.read(), self.samples.read()
+    def read(self, most_files: int | None = None) -> bool:
+        """Read what is new, of the samples at most some files; return whether there was anything."""
+        has_metrics, has_samples = self.curves.read(), self.samples.read(most_files)
         return has_metrics or has_samples
 
     def as_json(self) -> dict[str, Any]:
@@ -60,7 +61,7 @@ class RunView:
             "config": self.run.flat_config,
             "curves": {name: curve.as_json() for name, curve in sorted(self.curves.by_name.items())},
             "phases": phases_of(self.curves),
-            "findings": [finding.as_json() for finding in find(self.curves)],
+            "findings": [finding.as_json() for finding in find(self.curves, self.run.algorithm)],
         }
 
     def detail(self, number: int) -> dict[str, Any]:
@@ -79,20 +80,26 @@ class RunView:
             "columns": COLUMNS,
             "rows": self.samples.rows,
             "num_damaged": self.samples.num_damaged,
-            "details": {str(number): self.detail(number) for number in details},
+            "details": dict(self._details(details)),
         }
+
+    def _details(self, numbers: Sequence[int]) -> Iterator[tuple[str, Any]]:
+        for number in numbers:
+            with contextlib.suppress(OSError, ValueError):  # its file was written again meanwhile
+                yield str(number), self.detail(number)
 
     def _status(self) -> dict[str, Any]:
         record, last, most = self.run.record(), self.curves.last_step, self.run.max_steps
         status = {name: record.get(name) for name in ("status", "started", "ended", "error", "host", "version")}
         command = record.get("command")
         words = [str(word) for word in command] if isinstance(command, list) else []
-        return status | {"step": last, "max_steps": most, "command": words}
+        return status | {"step": last, "max_steps": most, "command": words, "last_time": self.curves.last_time}
 
     def _facts(self) -> dict[str, Any]:
         config = self.run.flat_config
         facts = {name: config.get(key.format(self.run.algorithm)) for name, key in _SHOWN_KEYS.items()}
-        facts["training backend"] = "Megatron Core" if facts["training backend"] else "DTensor"
+        if config:
+            facts["training backend"] = "Megatron Core" if facts["training backend"] else "DTensor"
         if isinstance(facts["model"], str):
             facts["model"] = os.path.basename(facts["model"].rstrip("/")) or facts["model"]
         return {"algorithm": self.run.algorithm or None} | facts

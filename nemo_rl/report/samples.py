@@ -4,14 +4,13 @@ Invariant: the index has a few numbers and a short text for each sample, whateve
 is left out and counted.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.report.run_files import RunFiles
+from nemo_rl.report.run_files import RunFiles, read_json
 
 _FILE = re.compile(r"(train|val)_data_step(\d+)\.jsonl")
 _PREVIEW_CHARS = 100
@@ -60,15 +59,29 @@ class SampleIndex:
     rows: list[list[Any]] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
     num_damaged: int = 0
-    _read: set[Path] = field(default_factory=set)
+    _read: dict[Path, tuple[int, int]] = field(default_factory=dict)
+    """Time and size of the files that were read."""
 
-    def read(self) -> bool:
-        """Read the files that are new, which are complete; return whether there was one."""
-        new = [file for file in _sample_files(self.run.folder) if file[2] not in self._read]
-        for step, phase, path in new:
-            self._read.add(path)
+    def read(self, most: int | None = None) -> bool:
+        """Read files that are new, which are complete; return whether there was one.
+
+        A run that restarts writes the files of steps again; their samples replace the earlier ones.
+
+        Args:
+            most: number of files; None: all.
+        """
+        new = [file for file in _sample_files(self.run.folder) if self._read.get(file[2]) != _state(file[2])]
+        for step, phase, path in new[:most]:
+            if path in self._read:
+                self._forget(path)
+            self._read[path] = _state(path)
             self._read_file(path, phase, step)
         return bool(new)
+
+    def _forget(self, path: Path) -> None:
+        kept = [number for number, place in enumerate(self.places) if place.file != path]
+        self.rows[:] = [self.rows[number] for number in kept]
+        self.places[:] = [self.places[number] for number in kept]
 
     def detail(self, number: int) -> dict[str, Any]:
         """Read a sample with its conversation and tokens.
@@ -82,7 +95,9 @@ class SampleIndex:
         place = self.places[number]
         with place.file.open("rb") as file:
             file.seek(place.offset)
-            row = json.loads(file.read(place.size))
+            row = read_json(file.read(place.size))
+        if not _is_sample(row):
+            raise ValueError(f"{place.file.name} has changed")
         return _detail(row)
 
     def _read_file(self, path: Path, phase: str, step: int) -> None:
@@ -112,7 +127,7 @@ def chosen_samples(rows: Sequence[Sequence[Any]], most: int) -> list[int]:
     for number, row in enumerate(rows):
         groups.setdefault(tuple(row[:3]), []).append(number)
     largest = max(map(len, groups.values()), default=1)
-    count = min(most // largest, len(groups))
+    count = min(max(most // largest, min(most, 1)), len(groups))
     members = list(groups.values())
     chosen = [number for place in range(count) for number in members[place * len(members) // count]]
     return sorted(chosen)
@@ -124,18 +139,31 @@ def _sample_files(folder: Path) -> list[tuple[int, str, Path]]:
 
 
 def _summary(line: bytes, phase: str, step: int) -> list[Any] | None:
-    try:
-        row = json.loads(line)
-        turns = [message for message in row["content"] if message["role"] == "assistant"]
-        last = str(turns[-1]["content"]) if turns else ""
-        reward, length = row.get("rewards"), int(row.get("response_length") or 0)
-        outcome = str(row.get("outcome", ""))
-        number = None if reward is None else float(reward)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    row = read_json(line)
+    if not _is_sample(row):
         return None
+    turns = [message for message in row["content"] if message.get("role") == "assistant"]
+    last = str(turns[-1].get("content", "")) if turns else ""
+    reward, length = row.get("rewards"), row.get("response_length")
+    outcome = str(row.get("outcome", ""))
+    number = float(reward) if isinstance(reward, int | float) else None
+    length = length if isinstance(length, int) else 0
     place = [row.get(name) for name in ("group", "sample", "branch", "idx")]
     about = [str(row.get("task_name", "")), number, outcome, length, len(turns), last[-_PREVIEW_CHARS:]]
     return [phase, step, *place, *about]
+
+
+def _is_sample(row: Any) -> bool:
+    content = row.get("content") if isinstance(row, dict) else None
+    return isinstance(content, list) and all(isinstance(message, dict) for message in content)
+
+
+def _state(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return (0, 0)
+    return found.st_mtime_ns, found.st_size
 
 
 def _detail(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,8 +176,8 @@ def _detail(row: Mapping[str, Any]) -> dict[str, Any]:
         }
         for message in row["content"]
     ]
-    about = ("turn_rewards", "reward_components", "penalties", "effort", "ended_by", "error", "answer")
-    tokens = dict(_tokens(row)) if "token_ids" in row else {}
+    about = ("branch", "turn_rewards", "reward_components", "penalties", "effort", "ended_by", "error", "answer")
+    tokens = dict(_tokens(row)) if isinstance(row.get("token_ids"), list) else {}
     return {"messages": messages, **{name: row.get(name) for name in about}, "tokens": tokens}
 
 

@@ -2,7 +2,7 @@
 
     reading (a thread, each second) ─► RunView ─► /KEY/  /KEY/news  /KEY/samples  /KEY/samples/N
 
-Invariants: files of the run are only read; whoever does not know the key gets status 404, whatever is asked.
+Invariants: files of the run are only read; nothing of it is in an answer to a request without the key.
 """
 
 import asyncio
@@ -31,6 +31,9 @@ from nemo_rl.utils.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _READ_EVERY_S = 1.0
+_FILES_AT_ONCE = 4
+"""Files of samples that are read before pages are answered again."""
+_MOST_DIGITS = 12
 _WAIT_S = 2.0
 """Seconds after which a question for news is answered without any."""
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
@@ -60,7 +63,7 @@ class RunServer:
             Route("/{key}/", self._page),
             Route("/{key}/news", self._news),
             Route("/{key}/samples", self._samples),
-            Route("/{key}/samples/{number:int}", self._sample),
+            Route("/{key}/samples/{number}", self._sample),
         ]
         return Starlette(routes=routes, lifespan=self._lifespan)
 
@@ -74,18 +77,22 @@ class RunServer:
 
     async def _read(self) -> None:
         while True:
-            has_news = await self._in_thread(self._read_once)
+            try:
+                has_news = await self._in_thread(self._read_once)
+            except OSError as error:
+                logger.warning("The run cannot be read for the moment: %s", error)
+                has_news = False
             if has_news:
                 self._version += 1
                 self._changed.set()
                 self._changed = asyncio.Event()
-            await asyncio.sleep(_READ_EVERY_S)
+            await asyncio.sleep(0 if has_news else _READ_EVERY_S)
 
     def _read_once(self) -> bool:
         record = self._view.run.record()
         has_news = record != self._status
         self._status = record
-        return self._view.read() or has_news
+        return self._view.read(_FILES_AT_ONCE) or has_news
 
     async def _in_thread[T](self, work: Callable[[], T]) -> T:
         """Do some work on a thread, one at a time."""
@@ -117,6 +124,8 @@ class RunServer:
                 await asyncio.wait_for(self._changed.wait(), _WAIT_S)
 
         def news() -> dict[str, Any]:
+            if request.query_params.get("after") == str(self._version):
+                return {"version": self._version}
             return {"version": self._version, "written": time.time(), "run": self._view.as_json()}
 
         return _json(await self._in_thread(news))
@@ -127,7 +136,8 @@ class RunServer:
 
     async def _sample(self, request: Request) -> Response:
         self._check(request)
-        number = request.path_params["number"]
+        text = request.path_params["number"]
+        number = int(text) if text.isdecimal() and len(text) < _MOST_DIGITS else -1
         try:
             return _json(await self._in_thread(lambda: self._view.detail(number)))
         except (IndexError, OSError, ValueError) as error:

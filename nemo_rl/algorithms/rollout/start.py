@@ -142,6 +142,7 @@ def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: fl
         threads = resources.enter_context(ExitStack())
         connect = partial(_connect, config, recipe, folders, backends, workers, threads)
         first = connect(folders.resume_path, prompts, started_at)
+        resources.push(folders.record_end)
         return Run(
             session=first.session,
             source=first.source,

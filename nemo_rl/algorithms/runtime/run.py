@@ -8,6 +8,7 @@ An algorithm is a choice of these parts: the source of batches (rollouts or writ
 (log-probabilities, a second model's scores, advantages), and the loss. Invariant: the loop has no option.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -147,7 +148,7 @@ class Run:
 
     def close(self) -> None:
         """Stop all workers and free what they hold; if a part fails to end, the others are ended all the same."""
-        self.resources.close()
+        self.__exit__(*sys.exc_info())
 
     def __iter__(self) -> NoReturn:
         """Refuse to be unpacked, which programs for NeMo RL do with the result of `setup`."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from nemo_rl.algorithms.runtime.resume_check import check_resume
 from nemo_rl.algorithms.setup.checkpoint_size import check_space
-from nemo_rl.algorithms.setup.run_record import record_run
+from nemo_rl.algorithms.setup.run_record import EndOfRun, record_run
 from nemo_rl.config import MasterConfig, Role, save_resolved
 from nemo_rl.data.streams.prompt_stream import Prompts
 from nemo_rl.utils.checkpoint import CheckpointManager
@@ -30,12 +30,14 @@ class RunFolders:
         log_dir: the run's `exp_NNN`.
         checkpoints: folder of the checkpoints; None if checkpointing is off.
         resume_path: newest checkpoint; None starts a new run.
+        record_end: adds the end of the run to its record, see `run_record.record_run`.
         position: position in the data of that checkpoint.
     """
 
     log_dir: Path
     checkpoints: CheckpointManager | None
     resume_path: Path | None
+    record_end: EndOfRun
     position: Mapping[str, Any] | None = None
 
     def newest_checkpoint(self) -> Path | None:
@@ -77,6 +79,5 @@ def open_folders(config: MasterConfig, models: Mapping[str, Role], num_rows: int
         check_space(config.checkpointing, models, checkpoints, resume_path)
     log_dir = Path(get_next_experiment_dir(config.logger.log_dir))
     save_resolved(config, log_dir / "config.yaml")
-    record_run(log_dir, resources)
     logger.info("Logs of this run: %s", log_dir)
-    return RunFolders(log_dir, checkpoints, resume_path, position)
+    return RunFolders(log_dir, checkpoints, resume_path, record_run(log_dir, resources), position)

@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -24,18 +25,26 @@ RECORD_FILE = "run.json"
 _MAX_ERROR_CHARS = 2000
 
 
-def record_run(log_dir: Path, resources: ExitStack) -> None:
+type EndOfRun = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]
+
+
+def record_run(log_dir: Path, resources: ExitStack) -> EndOfRun:
     """Write the record of a run that starts; its end is added when `resources` are closed.
 
     Args:
         log_dir: the run's folder.
         resources: closed at the end of the run, with the exception that ends it.
+
+    Returns:
+        Function that adds the end, to be pushed on `resources` last, so that it sees the exception of the run before
+        anything is shut down. Only its first call counts.
     """
     record: dict[str, Any] = {
         "command": sys.argv,
         "version": nemo_rl.__version__,
         "host": platform.node(),
         "pid": os.getpid(),
+        "pid_started": start_of_process(os.getpid()),
         "started": time.time(),
         "status": "running",
     }
@@ -46,11 +55,22 @@ def record_run(log_dir: Path, resources: ExitStack) -> None:
             write_atomically(log_dir / RECORD_FILE, [json.dumps(record, indent=1) + "\n"])
 
     def end(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if "ended" in record:
+            return
         record.update(ended=time.time(), **_outcome(error))
         write()
 
     write()
     resources.push(end)
+    return end
+
+
+def start_of_process(pid: int) -> int | None:
+    """Return when a process was started, in ticks since the machine was; None if it does not run, or cannot be seen."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _outcome(error: BaseException | None) -> dict[str, str]:

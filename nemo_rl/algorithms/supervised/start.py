@@ -166,6 +166,7 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
             return Connection(session, source, recipe.stages(models), memory)
 
         first = connect(folders.resume_path, rows, started_at)
+        resources.push(folders.record_end)
         return Run(
             session=first.session,
             source=first.source,

@@ -43,21 +43,26 @@ function aligned(lines) {
   return [xs, columns];
 }
 
+const IS_SEED = /(^|[._])seed$/;
+
 function seedGroups(runs) {
   // Runs whose configurations differ in seeds and folders only.
   const groups = new Map();
   for (const run of runs) {
-    const same = Object.entries(run.config).filter(([key]) => !/(^|[._])seed$|_dir$|\.log_dir$/.test(key));
-    const key = JSON.stringify(same);
-    if (!groups.has(key)) groups.set(key, []);
-    groups.get(key).push(run);
+    const entries = Object.entries(run.config), seeds = entries.filter(([key]) => IS_SEED.test(key));
+    const same = entries.filter(([key]) => !IS_SEED.test(key) && !/^(logger|checkpointing)\./.test(key));
+    const key = entries.length ? JSON.stringify(same) : run.folder;
+    const known = groups.get(key) || new Map();
+    // A second run with the same seed, such as one that was resumed, is not another seed.
+    const seed = known.has(JSON.stringify(seeds)) ? run.folder : JSON.stringify(seeds);
+    groups.set(seed === run.folder ? run.folder : key, seed === run.folder ? new Map([[seed, run]]) : known.set(seed, run));
   }
-  return [...groups.values()];
+  return [...groups.values()].map((group) => [...group.values()]);
 }
 
 function linesOf(runs, name, options) {
   const drawn = [];
-  const groups = options.seeds ? seedGroups(runs) : runs.map((run) => [run]);
+  const groups = options.seeds && options.axis === "steps" ? seedGroups(runs) : runs.map((run) => [run]);
   groups.forEach((group, color) => {
     const lines = group.map((run) => pointsOf(run, name, options.axis)).filter((points) => points && points.x.length);
     if (!lines.length) return;
@@ -94,6 +99,16 @@ function aroundSteps(_, least, most) {
   return most > least ? [least, most] : [least - 1, most + 1];
 }
 
+const PLOTS = [];
+
+function forgetCharts() {
+  // uPlot keeps every chart until it is told that it is gone.
+  for (const plot of PLOTS.splice(0)) {
+    if (plot.root.isConnected) PLOTS.push(plot);
+    else plot.destroy();
+  }
+}
+
 function chart(name, runs, options, width) {
   const lines = linesOf(runs, name, options);
   if (!lines.length) return null;
@@ -116,12 +131,12 @@ function chart(name, runs, options, width) {
   const size = 58;
   const plot = make("div", { role: "img", "aria-label": `Chart of ${name}` });
   const values = (_, ticks) => ticks.map((tick) => shown(tick, 3));
-  new uPlot({
+  PLOTS.push(new uPlot({
     width, height: 190, series, bands, legend: { live: true, show: runs.length > 1 || options.legend },
     scales: { x: { time: false, range: aroundSteps }, y: options.log ? { distr: 3 } : { range: around } },
     axes: [{ ...axisStyle, values, incrs: WHOLE }, { ...axisStyle, values, size }],
     cursor: { drag: { x: true, y: false } },
-  }, [xs, ...columns], plot);
+  }, [xs, ...columns], plot));
   const last = lines.filter((line) => !line.faint && !line.bound).map((line) => {
     const known = line.y.filter((value) => value !== null);
     return shown(known[known.length - 1]);

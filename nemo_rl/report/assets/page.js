@@ -31,11 +31,10 @@ function endOf(run) {
     finished: "finished", failed: "failed", interrupted: "was interrupted", killed: "was killed", running: "is running",
     unknown: "left no record of its end",
   };
-  let kind = status.status;
-  const steps = status.max_steps ? `${status.step} of ${status.max_steps} steps` : `${status.step} steps`;
-  const early = kind === "finished" && status.max_steps && status.step < status.max_steps;
-  return make("p", {}, make("span", { class: `ended ${kind}` }, `${early ? "stopped early" : texts[kind] || kind}`),
-    ` after ${steps}`, status.error ? make("div", { class: "body" }, status.error) : null);
+  const kind = status.status;
+  const least = status.max_steps && status.step < status.max_steps ? `; max_num_steps is ${status.max_steps}` : "";
+  return make("p", {}, make("span", { class: `ended ${kind}` }, texts[kind] || kind),
+    ` after ${status.step} steps${least}`, status.error ? make("div", { class: "body" }, status.error) : null);
 }
 
 function findingView(run, finding) {
@@ -49,7 +48,7 @@ function overview() {
   const cards = DATA.runs.map((run) => {
     const facts = Object.entries(run.facts).filter(([, value]) => value !== null && value !== undefined);
     const status = run.status;
-    const took = status.started ? duration((status.ended || DATA.written) - status.started) : null;
+    const took = status.started ? duration((status.ended || (status.status === "running" ? DATA.written : status.last_time) || status.started) - status.started) : null;
     const more = [["started", moment(status.started)], ["took", took], ["on", status.host], ["version", status.version],
       ["command", status.command.join(" ")], ["folder", run.folder]].filter(([, value]) => value);
     return make("section", { class: "card" }, make("h3", {}, run.name), endOf(run),
@@ -106,10 +105,11 @@ function timeView() {
 
 function rollouts() {
   const run = DATA.runs[chosen];
+  if (DATA.live && run.samples && run.samples.news !== DATA.news) readSamples(run);
   if (!run.samples || !run.samples.rows.length) {
-    const reading = DATA.live && !run.samples;
-    if (reading) readSamples();
-    return [runChoice(show), make("p", {}, reading ? "Reading the samples …" : "This run has stored no samples (logger.save_trajectories).")];
+    const isMissing = DATA.live && !run.samples;
+    if (isMissing) readSamples(run);
+    return [runChoice(show), make("p", {}, isMissing ? "Reading the samples …" : "This run has stored no samples (logger.save_trajectories).")];
   }
   return [runChoice(show), ...rolloutsView(run, (number) => detailOf(run, number), DATA.live)];
 }
@@ -123,7 +123,7 @@ function configuration() {
       .map(([key, values]) => [key, values, values.some((value) => value !== values[0])])
       .filter(([key, , differs]) => key.toLowerCase().includes(text) && (!different || differs))
       .map(([key, values, differs]) => make("tr", { class: differs ? "differs" : null }, make("td", {}, key),
-        values.map((value) => make("td", { class: "text" }, value === null ? "null" : shown(value)))));
+        values.map((value) => make("td", { class: "text" }, value === undefined ? "–" : String(value)))));
     area.replaceChildren(make("table", {}, make("thead", {}, make("tr", {}, ["key", ...DATA.runs.map((run) => run.name)].map((name) => (
       make("th", { scope: "col" }, name))))), make("tbody", {}, rows)));
   };
@@ -145,20 +145,27 @@ async function ask(path) {
   return answer.json();
 }
 
-async function readSamples() {
-  const run = DATA.runs[0], answer = await ask("samples");
-  run.samples = { ...answer, details: {} };
-  if (tab === "rollouts") show();
+let reading = null;
+
+function readSamples(run) {
+  // One question at a time; the tab is drawn again with the answer.
+  const news = DATA.news;
+  reading = reading || ask("samples").then((answer) => {
+    DATA.runs[0].samples = { ...answer, details: {}, news };
+    if (tab === "rollouts") show();
+  }, (problem) => {
+    document.getElementById("panel").replaceChildren(make("p", {}, problem.message));
+  }).finally(() => { reading = null; });
 }
 
 async function follow() {
-  let version = DATA.news, failures = 0;
-  while (failures < 20) {
+  let failures = 0;
+  for (;;) {
     try {
-      const news = await ask(`news?after=${version}`);
+      const news = await ask(`news?after=${DATA.news}`);
       failures = 0;
-      if (news.version !== version) {
-        version = news.version;
+      if (news.version !== DATA.news) {
+        DATA.news = news.version;
         DATA.written = news.written;
         DATA.runs = [{ ...news.run, samples: DATA.runs[0].samples }];
         if (tab !== "rollouts" && tab !== "config" && !["INPUT", "SELECT"].includes(document.activeElement.tagName)) show();
@@ -166,23 +173,44 @@ async function follow() {
       }
     } catch (problem) {
       failures += 1;
-      await new Promise((done) => setTimeout(done, 1000 * failures));
+      document.getElementById("footer").textContent = "The server does not answer; the page shows what it had read.";
+      await new Promise((done) => setTimeout(done, Math.min(1000 * failures, 30000)));
     }
   }
-  document.getElementById("footer").textContent = "The server has ended; the page shows what it had read.";
 }
 
 function footer() {
   document.getElementById("footer").textContent = `nemo_rl ${DATA.version}, ${DATA.live ? "read" : "written"} ${moment(DATA.written)}`;
 }
 
+function choose(name) {
+  tab = name;
+  show();
+}
+
+function makeTabs() {
+  const move = (event) => {
+    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!by) return;
+    const names = TABS.map(([name]) => name);
+    choose(names[(names.indexOf(tab) + by + names.length) % names.length]);
+    document.getElementById(`tab-${tab}`).focus();
+  };
+  document.getElementById("tabs").replaceChildren(...TABS.map(([name, text]) => make("button", { role: "tab", id: `tab-${name}`,
+    "aria-controls": "panel", onclick: () => choose(name), onkeydown: move }, text)));
+}
+
 function show() {
   document.getElementById("title").textContent = DATA.runs.map((run) => run.name).join(", ");
-  document.getElementById("tabs").replaceChildren(...TABS.map(([name, text]) => make("button", { role: "tab", id: `tab-${name}`,
-    "aria-selected": String(name === tab), "aria-controls": "panel", onclick: () => { tab = name; show(); } }, text)));
+  for (const [name] of TABS) {
+    const button = document.getElementById(`tab-${name}`);
+    button.setAttribute("aria-selected", String(name === tab));
+    button.tabIndex = name === tab ? 0 : -1;
+  }
   const panel = document.getElementById("panel");
   panel.setAttribute("aria-labelledby", `tab-${tab}`);
   panel.replaceChildren(...TABS.find(([name]) => name === tab)[2]().filter((part) => part !== null).flat(Infinity));
+  forgetCharts();
 }
 
 let width = window.innerWidth;
@@ -191,6 +219,7 @@ window.addEventListener("resize", () => {
   width = window.innerWidth;
   show();
 });
+makeTabs();
 show();
 footer();
 if (DATA.live) follow();

@@ -1,7 +1,7 @@
 "use strict";
 // A table of all samples with filters, and the conversation of a chosen one with coloured tokens.
 
-const PAGE_ROWS = 25;
+const PAGE_ROWS = 25, MOST_SIDE = 32, MOST_TOKENS = 8000;
 const COLORINGS = [
   ["none", "no colour"], ["logprob", "log-probability"], ["advantage", "advantage"],
   ["difference", "trainer minus engine log-probability"], ["version", "weight version"],
@@ -49,7 +49,7 @@ function rolloutsView(run, detailOf, live) {
   const state = { page: 0, coloring: "logprob" };
   const count = make("p", { class: "soft", "aria-live": "polite" });
   const table = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Samples" });
-  const detail = make("div", { "aria-live": "polite" });
+  const detail = make("div", {});
   const values = (name) => [["", "all"], ...[...new Set(samples.rows.map((row) => row[at[name]]))].sort().map((v) => [v, v])];
   const change = (name) => (value) => { filter[name] = value; state.page = 0; draw(); };
   const range = (name, label) => [
@@ -106,25 +106,36 @@ function rolloutsView(run, detailOf, live) {
       names.every((name, index) => samples.rows[other][at[name]] === wanted[index])));
   }
 
+  function overTime(number) {
+    // The first sample of each step.
+    const steps = new Map();
+    for (const other of same(number, ["phase", "idx"])) {
+      const step = samples.rows[other][at.step];
+      if (!steps.has(step) && (live || other in samples.details)) steps.set(step, other);
+    }
+    return [...steps.values()];
+  }
+
   async function open(numbers) {
     const first = numbers[0];
     const side = make("div", { class: "side" });
     detail.replaceChildren(
-      make("h2", { tabindex: "-1" }, numbers.length > 1 ? `${numbers.length} samples side by side` : "Sample"),
+      make("h2", { tabindex: "-1" }, numbers.length > MOST_SIDE ? `The first ${MOST_SIDE} of ${numbers.length} samples` :
+        numbers.length > 1 ? `${numbers.length} samples side by side` : "Sample"),
       make("div", { class: "controls" },
         make("button", { onclick: () => open(same(first, ["phase", "step", "group"])) }, "Its whole group"),
-        make("button", { onclick: () => open(same(first, ["phase", "idx"]).filter((other) => live || other in samples.details).slice(0, 12)) },
-          "The same prompt over time"),
+        make("button", { onclick: () => open(overTime(first)) }, "The same prompt over time"),
         choice("colour tokens by", COLORINGS, state.coloring, (value) => { state.coloring = value; open(numbers); })),
       side);
-    for (const number of numbers.slice(0, 32)) {
+    for (const number of numbers.slice(0, MOST_SIDE)) {
       let content;
       try {
         content = sampleView(await detailOf(number), state.coloring);
       } catch (problem) {
         content = [make("p", { class: "soft" }, problem.message)];
       }
-      const row = samples.rows[number], about = ["phase", "step", "group", "sample", "reward", "outcome", "length"];
+      const row = samples.rows[number], about = ["phase", "step", "group", "sample", "branch", "reward", "outcome", "length"].filter((name) => (
+        row[at[name]] !== null));
       side.append(make("article", { class: "card" },
         make("p", { class: "soft" }, about.map((name) => `${name} ${shown(row[at[name]])}`).join(" · ")), content));
     }
@@ -144,10 +155,14 @@ function sampleView(detail, coloring) {
   if (rewards.length) parts.push(make("p", {}, rewards.map(([name, value]) => `${name} ${shown(value)}`).join(" · ")));
   const penalties = Object.entries(detail.penalties || {}).filter(([, turns]) => turns.length);
   if (penalties.length) parts.push(make("p", {}, `penalties: ${penalties.map(([name]) => name).join(", ")}`));
+  const turnRewards = detail.turn_rewards || [];
+  const answers = detail.messages.filter((message) => message.role === "assistant").length;
+  const areOfTurns = detail.branch === null && answers === turnRewards.length;
+  if (!areOfTurns && turnRewards.length) parts.push(make("p", {}, `rewards of the sample's turns: ${turnRewards.map((value) => shown(value)).join(", ")}`));
   let turn = 0;
   for (const message of detail.messages) {
     const isAnswer = message.role === "assistant";
-    const reward = isAnswer && detail.turn_rewards ? detail.turn_rewards[turn++] : undefined;
+    const reward = isAnswer && areOfTurns ? turnRewards[turn++] : undefined;
     parts.push(make("div", { class: `message ${isAnswer ? "assistant" : ""}` },
       make("div", { class: "role" }, message.role, reward === undefined ? "" : `, reward ${shown(reward)}`),
       make("div", { class: "body", tabindex: "0" }, message.content, message.is_cut ? " … (cut off)" : "")));
@@ -177,7 +192,12 @@ function tokenNumbers(tokens, coloring) {
 function tokensView(tokens, coloring) {
   const numbers = tokenNumbers(tokens, coloring), written = (index) => tokens.mask[index] === 1;
   const known = (numbers || []).filter((value, index) => value !== null && written(index));
-  const most = Math.max(1e-6, ...known.map(Math.abs)), least = Math.min(...known), largest = Math.max(...known);
+  let least = Infinity, largest = -Infinity;
+  for (const value of known) {
+    least = Math.min(least, value);
+    largest = Math.max(largest, value);
+  }
+  const most = Math.max(1e-6, Math.abs(least), Math.abs(largest));
   const color = (value) => {
     if (coloring === "version") {
       const place = largest > least ? (value - least) / (largest - least) : 0;
@@ -187,7 +207,7 @@ function tokensView(tokens, coloring) {
     return `${value >= 0 ? "rgb(30 140 70 / " : "rgb(210 70 40 / "}${(Math.abs(value) / most) * 0.6})`;
   };
   const text = make("div", { class: "tokens", tabindex: "0", "aria-label": "Tokens" });
-  tokens.ids.forEach((id, index) => {
+  tokens.ids.slice(0, MOST_TOKENS).forEach((id, index) => {
     const number = numbers && written(index) ? numbers[index] : null;
     const piece = tokens.texts ? tokens.texts[id] : `[${id}]`;
     const about = [`token ${id}`];
@@ -199,5 +219,6 @@ function tokensView(tokens, coloring) {
   });
   const note = coloring === "none" ? "" : known.length ?
     `From ${shown(least)} to ${shown(largest)}; tokens that are not trained are pale.` : "This run has not stored these numbers.";
+  if (tokens.ids.length > MOST_TOKENS) text.append(` … (${tokens.ids.length - MOST_TOKENS} more)`);
   return [make("h3", {}, "Tokens"), make("p", { class: "soft" }, note), text];
 }

@@ -10,7 +10,8 @@ import yaml
 ROOT = Path(__file__).resolve().parents[3]
 TINY = ROOT / "examples/assets/tiny-chat"
 HOSTILE = (
-    "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\u202e</script>\x07&amp;"
+    "@SCRIPTS@ @DATA@ <script>document.title='owned'</script>"
+    "<img src=x onerror=\"document.title='owned'\">\u202e</script>\x07&amp;"
 )
 
 
@@ -57,7 +58,14 @@ def write_run(folder: Path, steps: int = 6, seed: int = 1, text: str = "an answe
 def add_step(run: Path, step: int, metrics: dict[str, float], text: str) -> None:
     """Append a step's metrics and samples."""
     numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    timing = {"generation": 1.0, "policy_training": 2.0, "total_step_time": 4.0, "checkpointing": 0.5}
+    timing = {
+        "idle/buffer_starvation": 0.5,
+        "exposed_generation": 1.0,
+        "generation": 1.0,
+        "policy_training": 2.0,
+        "total_step_time": 4.0,
+        "checkpointing": 0.5,
+    }
     with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
         for prefix, values in (("train", numbers), ("timing/train", timing)):
             line = {"step": step, "prefix": prefix, "metrics": values, "time": 1000.0 + 10 * step}

@@ -105,6 +105,29 @@ def test_each_finding_has_a_run_that_shows_it_and_one_that_does_not(rule: str, t
         assert (f"train/{name}" in titles) == bool(expected)
 
 
+def test_numbers_that_are_not_finite_and_stale_answers_are_told_apart(tmp_path: Path) -> None:
+    write_run(tmp_path / "bad", steps=3, loss=[1.0, float("inf"), 1.0])
+    (found,) = find(viewed(tmp_path / "bad").curves)
+    assert (found.level, found.metric, found.steps) == ("problem", "train/loss", (2, 2))
+    write_run(tmp_path / "old", steps=2, token_mult_prob_error=[1.3, 1.3], max_trajectory_age=[1.0, 1.0])
+    assert find(viewed(tmp_path / "old").curves) == []
+
+
+def test_rewards_say_nothing_about_distillation(tmp_path: Path) -> None:
+    equal = [0.0] * 24
+    write_run(tmp_path, steps=24, reward=equal, min_total_reward=equal, max_total_reward=equal)
+    curves = viewed(tmp_path).curves
+    assert len(find(curves, "grpo")) == 2 and find(curves, "distillation") == []
+
+
+def test_samples_of_a_step_that_is_trained_again_replace_the_earlier_ones(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=2)
+    view = viewed(tmp_path)
+    (run / "train_data_step1.jsonl").write_text(json.dumps(row(1, 0, 0, "again, and longer")) + "\n")
+    assert view.read() and len(view.samples.rows) == 5
+    assert view.detail(4)["messages"][1]["content"] == "again, and longer"
+
+
 def test_equal_rewards_idle_parts_and_preemptions_are_found(tmp_path: Path) -> None:
     run = write_run(tmp_path, steps=4, min_total_reward=[0.0] * 4, max_total_reward=[1.0, 0.0, 0.0, 1.0])
     with (run / "metrics.jsonl").open("a") as file:
@@ -141,7 +164,7 @@ def test_a_run_records_how_it_ended(error: Exception | None, status: str, tmp_pa
 
 def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
     run = write_run(tmp_path)
-    record = {"status": "running", "host": os.uname().nodename, "pid": 2**22 + 1}
+    record = {"status": "running", "host": os.uname().nodename, "pid": 2**22 + 1, "pid_started": 5}
     (run / "run.json").write_text(json.dumps(record))
     assert viewed(tmp_path).as_json()["status"]["status"] == "killed"
     (run / "run.json").write_text("[")

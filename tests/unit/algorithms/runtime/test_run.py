@@ -203,7 +203,7 @@ def test_a_position_with_what_was_sampled_ahead_is_accepted_before_anything_star
     assert position["parts"] == {"ahead": {"prompts": [[0, 1], [0, 2]]}}
     prompts = make_prompts()
     untouched = prompts.state_dict()
-    folders = RunFolders(tmp_path, None, tmp_path, position)
+    folders = RunFolders(tmp_path, None, tmp_path, lambda *_: None, position)
     folders.check_position(prompts)
     assert prompts.state_dict() == untouched
     with pytest.raises(DataError, match="num_rows was 5 and is 4"):
