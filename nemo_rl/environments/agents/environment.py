@@ -128,7 +128,7 @@ class ProgramEnvironment(EnvironmentInterface[dict[str, Any]]):
             tools=agent.get("tools"),
             row={name: row[name] for name in fields if name in row},
             base_url=agent["base_url"],
-            api_key=key_of_start(agent["api_key"]),
+            api_key=key_of_start(agent["api_key"], agent["start_secret"]),
             model=agent["model"],
             seed=agent["seed"],
             timeout_s=self._timeout_s,

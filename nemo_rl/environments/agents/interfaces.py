@@ -4,6 +4,8 @@ Invariant: the key of a task is in no `repr`.
 """
 
 import abc
+import hashlib
+import hmac
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,9 +25,25 @@ START_SIGN = "."
 """Stands in a key between the sample's part and the part of one start of its program."""
 
 
-def key_of_start(key: str) -> str:
-    """Make the key of one start of a sample's program, so that the endpoint sees when it is started again."""
-    return f"{key}{START_SIGN}{secrets.token_hex(4)}"
+def key_of_start(key: str, secret: str) -> str:
+    """Make the key of one start of a sample's program, so that the endpoint sees when it is started again.
+
+    Args:
+        key: of the sample.
+        secret: of the sample, which its program does not see: it cannot pretend to be started again.
+    """
+    number = secrets.token_hex(4)
+    return f"{key}{START_SIGN}{number}-{_signature(number, secret)}"
+
+
+def is_start(text: str, secret: str) -> bool:
+    """Return whether the part of a key after `START_SIGN` was made with a sample's secret."""
+    number, _, signature = text.partition("-")
+    return hmac.compare_digest(signature.encode(), _signature(number, secret).encode())
+
+
+def _signature(number: str, secret: str) -> str:
+    return hmac.new(secret.encode(), number.encode(), hashlib.sha256).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -72,7 +90,9 @@ class AgentTask:
 
     def without_key(self, text: str) -> str:
         """Return a text with `***` in place of the key. A text that is cut afterwards has no part of the key."""
-        return text.replace(self.api_key, "***") if self.api_key else text
+        for key in (self.api_key, self.api_key.partition(START_SIGN)[0]):
+            text = text.replace(key, "***") if key else text
+        return text
 
 
 class AgentError(Exception):

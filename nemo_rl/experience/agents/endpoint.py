@@ -27,7 +27,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from nemo_rl.config.schema.agents import AgentEndpointConfig
-from nemo_rl.environments.agents.interfaces import START_SIGN
+from nemo_rl.environments.agents.interfaces import START_SIGN, is_start
 from nemo_rl.experience.agents.calls import CallError
 from nemo_rl.experience.agents.dialects.interface import Dialect
 from nemo_rl.experience.agents.dialects.registry import DIALECT_BY_PATH, DIALECTS
@@ -52,6 +52,8 @@ class _Client:
     session: AgentSession
     arrivals: deque[float] = field(default_factory=deque)
     """Times of the requests of the last minute."""
+    secret: str = field(default_factory=secrets.token_hex)
+    """Signs the starts of the program."""
     start: str = ""
     earlier_starts: set[str] = field(default_factory=set)
 
@@ -60,7 +62,7 @@ class _Client:
 
         A program is started again when the process of its environment has died.
         """
-        if start in self.earlier_starts:
+        if start in self.earlier_starts or (start and not is_start(start, self.secret)):
             return False
         if start != self.start:
             self.earlier_starts.add(self.start)
@@ -122,6 +124,10 @@ class AgentEndpoint:
         key = f"sk-{secrets.token_urlsafe(32)}"
         self._clients[key] = _Client(session)
         return key
+
+    def secret_of(self, key: str) -> str:
+        """Return the secret with which starts of the program of an open session are signed."""
+        return self._clients[key].secret
 
     def close(self, key: str) -> None:
         """Refuse further requests with a key."""

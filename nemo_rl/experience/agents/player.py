@@ -147,6 +147,7 @@ def _metadata(sample: Trajectory, endpoint: AgentEndpoint, key: str, seed: int) 
     task = {
         "base_url": f"{endpoint.address}/v1",
         "api_key": key,
+        "start_secret": endpoint.secret_of(key),
         "model": MODEL,
         "messages": sample.conversation if chat is None else list(chat["messages"]),
         "tools": None if chat is None else chat["tools"],

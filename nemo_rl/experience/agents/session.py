@@ -120,6 +120,8 @@ class AgentSession:
     budget: Budget = field(init=False)
     _prompts: PromptRenderer = field(init=False)
     _running: "set[Answering]" = field(default_factory=set)
+    _ending: "set[Answering]" = field(default_factory=set)
+    """Cancelled calls of an earlier start."""
     _times_asked: Counter[str] = field(init=False)
     _is_closed: bool = False
 
@@ -130,6 +132,8 @@ class AgentSession:
         """Forget all calls, because the program was started again from the prompt; equal calls get equal answers."""
         for task in self._running:
             task.cancel()
+        self._ending |= self._running
+        self._running = set()
         self._begin()
 
     def _begin(self) -> None:
@@ -178,8 +182,9 @@ class AgentSession:
         self._is_closed = True
         for task in self._running:
             task.cancel()
-        if self._running:
-            await asyncio.wait(self._running, timeout=_CLOSE_S)
+        ending = self._running | self._ending
+        if ending:
+            await asyncio.wait(ending, timeout=_CLOSE_S)
 
     def _start(self, request: CallRequest) -> Answering:
         if self._is_closed:
@@ -195,6 +200,7 @@ class AgentSession:
 
     def _ended(self, task: Answering) -> None:
         self._running.discard(task)
+        self._ending.discard(task)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, CallError):
             self.counts["refused"] += 1

@@ -137,7 +137,7 @@ function chart(name, runs, options, width) {
     axes: [{ ...axisStyle, values, incrs: WHOLE }, { ...axisStyle, values, size }],
     cursor: { drag: { x: true, y: false } },
   }, [xs, ...columns], plot));
-  const last = lines.filter((line) => !line.faint && !line.bound).map((line) => {
+  const last = runs.map((run) => pointsOf(run, name, options.axis)).filter((line) => line).map((line) => {
     const known = line.y.filter((value) => value !== null);
     return shown(known[known.length - 1]);
   });

@@ -99,7 +99,6 @@ def test_flat_data_keys_are_refused_with_their_new_path(write_yaml, key: str, pl
         "data.use_multiple_dataloader=true",
         "grpo.adv_estimator.name=opd",
         "checkpointing.model_save_format=torch_save",
-        "+env.should_use_nemo_gym=true",
     ],
 )
 def test_features_that_do_not_exist_are_refused(minimal: Path, override: str) -> None:

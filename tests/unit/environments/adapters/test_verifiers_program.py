@@ -199,7 +199,7 @@ def test_an_episode_of_the_package_calls_the_endpoint_with_the_key_of_its_sample
     async def play(url: str) -> list[Any]:
         environment = AgentEnvironment(section)
         rows = [{"seed": 2 * number, "split": "train"} for number in range(6)] + [{"seed": 1, "split": "validation"}]
-        given = {"base_url": url, "model": "policy", "messages": [], "tools": None, "seed": 7}
+        given = {"base_url": url, "model": "policy", "messages": [], "tools": None, "seed": 7, "start_secret": "secret"}
         steps = [
             environment.step([[]], [{**row, "agent": {**given, "api_key": f"sk-{number}"}}], True)
             for number, row in enumerate([*rows, {"ground_truth": "4"}])

@@ -15,6 +15,7 @@ QUESTION = {"role": "user", "content": "4"}
 
 def agent(url: str, **changes: Any) -> dict[str, Any]:
     given = {"base_url": url, "api_key": KEY, "model": "policy", "messages": [QUESTION], "tools": None, "seed": 7}
+    given["start_secret"] = "secret"
     return {**given, **changes}
 
 

@@ -7,13 +7,15 @@ from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
+from nemo_rl.environments.agents.interfaces import START_SIGN
+
 
 class FakeEndpoint:
     """Answers each chat with its last message, and each other path with 404.
 
     Attributes:
         url: base URL.
-        calls: number of calls of each key.
+        calls: number of calls of each sample's key.
     """
 
     def __init__(self) -> None:
@@ -41,6 +43,7 @@ def _handler(endpoint: FakeEndpoint) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             key = body.get("nemo_rl_key") or self.headers.get("Authorization", "").removeprefix("Bearer ")
+            key = key.partition(START_SIGN)[0]
             endpoint.calls[key] += 1
             if self.path != "/v1/chat/completions":
                 self.send(404, {"error": {"message": "no such path"}})

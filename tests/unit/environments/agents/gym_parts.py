@@ -31,6 +31,7 @@ def row(text: Any = "4", expected: str | None = "4", agent: str = "calculator_ag
 
 def metadata(url: str, gym_row: Mapping[str, Any]) -> dict[str, Any]:
     agent = {"base_url": url, "api_key": KEY, "model": "policy", "messages": [], "tools": None, "seed": 7}
+    agent["start_secret"] = "secret"
     return {"gym_row": dict(gym_row), "agent": agent}
 
 

@@ -71,21 +71,23 @@ def test_a_program_that_is_started_again_leaves_nothing_of_its_first_start(token
     other = {"model": "policy", "messages": [{"role": "user", "content": "Ho"}]}
 
     async def once(client: httpx.AsyncClient, task: Mapping[str, Any]) -> list[Any]:
-        headers = {"authorization": f"Bearer {key_of_start(task['api_key'])}"}
+        headers = {"authorization": f"Bearer {key_of_start(task['api_key'], task['start_secret'])}"}
         first = await client.post(PATHS[0], json=CHAT, headers=headers)
         return [first.json()["choices"][0]["message"]["content"]]
 
     async def twice(client: httpx.AsyncClient, task: Mapping[str, Any]) -> list[Any]:
-        died, again = ({"authorization": f"Bearer {key_of_start(task['api_key'])}"} for _ in range(2))
+        key, secret = task["api_key"], task["start_secret"]
+        died, again = ({"authorization": f"Bearer {key_of_start(key, secret)}"} for _ in range(2))
         for body in (CHAT, other):
             assert (await client.post(PATHS[0], json=body, headers=died)).status_code == 200
         first = await client.post(PATHS[0], json=CHAT, headers=again)
-        late = await client.post(PATHS[0], json=other, headers=died)
-        return [first.json()["choices"][0]["message"]["content"], late.status_code]
+        others = [died, {"authorization": f"Bearer {key_of_start(key, 'guessed')}"}, {"authorization": f"Bearer {key}"}]
+        late = [await client.post(PATHS[0], json=other, headers=each) for each in others]
+        return [first.json()["choices"][0]["message"]["content"], *(each.status_code for each in late)]
 
     (content,), expected = ask(tokenizer, once)
     seen, sample = ask(tokenizer, twice)
-    assert seen == [content, 401]
+    assert seen == [content, 401, 401, 401]
     assert [len(log) for log in sample.logs] == [len(log) for log in expected.logs] == [2]
     assert sample.message_log[1]["token_ids"].tolist() == expected.message_log[1]["token_ids"].tolist()
     assert sample.agent_counts == expected.agent_counts
