@@ -233,7 +233,11 @@ def _load(config: EvalDataConfig) -> Problems:
         return Problems(ResponseDataset(entry, VALIDATION, _SOURCE(None, "input", "output")))
     if name != ARITHMETIC and name not in DATASET_REGISTRY:
         raise DataError(f"data.dataset_name={name!r} is unknown. Known: {', '.join((*EVAL_REGISTRY, ARITHMETIC))}.")
-    return Problems(load_response_dataset(entry, VALIDATION), entry.processor or MATH_PROCESSOR)
+    return Problems(load_response_dataset(entry, VALIDATION), _own_processor(config))
+
+
+def _own_processor(config: EvalDataConfig) -> str:
+    return _OWN_PROCESSORS.get(config.dataset_name or "", MATH_PROCESSOR)
 
 
 def _as_dataset_config(config: EvalDataConfig) -> DatasetConfig:
@@ -250,7 +254,7 @@ def _as_dataset_config(config: EvalDataConfig) -> DatasetConfig:
         output_key=config.solution_key,
         seed=config.seed,
         env_name=config.env_name,
-        processor=config.processor or _OWN_PROCESSORS.get(name or "", MATH_PROCESSOR),
+        processor=config.processor or _own_processor(config),
         num_samples=config.num_samples,
         min_operand=config.min_operand,
         max_operand=config.max_operand,
