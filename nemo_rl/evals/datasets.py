@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from nemo_rl.config import DatasetConfig
-from nemo_rl.config.base.names import ARITHMETIC
+from nemo_rl.config.base.names import ARITHMETIC, EPISODES, NEMO_GYM_ROWS
 from nemo_rl.config.rules.evaluation import LOCALES, is_local_dataset
 from nemo_rl.config.schema.algorithms.evaluation import EvalDataConfig
 from nemo_rl.data.bad_rows import RowError
@@ -38,6 +38,8 @@ from nemo_rl.utils.seed import derive_seed
 MATH_PROCESSOR = "math_hf_data_processor"
 CHOICE_PROCESSOR = "multichoice_qa_processor"
 CHOICE_KEY = "choice"
+_OWN_PROCESSORS = {EPISODES: "episode_data_processor", NEMO_GYM_ROWS: "nemo_gym_data_processor"}
+"""Processors of data sets whose rows have no problem and answer."""
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _LETTER = re.compile(r"\(?([A-Za-z])[).]?")
@@ -231,7 +233,11 @@ def _load(config: EvalDataConfig) -> Problems:
         return Problems(ResponseDataset(entry, VALIDATION, _SOURCE(None, "input", "output")))
     if name != ARITHMETIC and name not in DATASET_REGISTRY:
         raise DataError(f"data.dataset_name={name!r} is unknown. Known: {', '.join((*EVAL_REGISTRY, ARITHMETIC))}.")
-    return Problems(load_response_dataset(entry, VALIDATION))
+    return Problems(load_response_dataset(entry, VALIDATION), _own_processor(config))
+
+
+def _own_processor(config: EvalDataConfig) -> str:
+    return _OWN_PROCESSORS.get(config.dataset_name or "", MATH_PROCESSOR)
 
 
 def _as_dataset_config(config: EvalDataConfig) -> DatasetConfig:
@@ -248,6 +254,7 @@ def _as_dataset_config(config: EvalDataConfig) -> DatasetConfig:
         output_key=config.solution_key,
         seed=config.seed,
         env_name=config.env_name,
+        processor=config.processor or _own_processor(config),
         num_samples=config.num_samples,
         min_operand=config.min_operand,
         max_operand=config.max_operand,

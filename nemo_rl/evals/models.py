@@ -4,10 +4,12 @@ Invariant: an evaluation at an endpoint starts no engine, reserves no place for 
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 
+from nemo_rl.config.base.section import Section
 from nemo_rl.config.runs.eval import EvalMasterConfig
 from nemo_rl.config.schema.algorithms.evaluation import EvalDataConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
@@ -145,8 +147,19 @@ def key_stays_here(config: EvalMasterConfig) -> Iterator[None]:
 
 
 def _is_named(variable: str, config: EvalMasterConfig) -> bool:
+    """Return whether the environment's section names a variable, also in a section of its grader."""
     section = config.env.get(config.data.env_name)
-    return getattr(section, "api_key_env", None) == variable
+    return variable in _keys_in(section.model_dump() if isinstance(section, Section) else section)
+
+
+def _keys_in(value: Any) -> Iterator[str]:
+    """Yield each `api_key_env` of nested mappings and lists."""
+    if isinstance(value, Mapping):
+        if isinstance(value.get("api_key_env"), str):
+            yield value["api_key_env"]
+        value = list(value.values())
+    for inner in value if isinstance(value, list) else ():
+        yield from _keys_in(inner)
 
 
 def _bundles(cluster: ClusterConfig) -> RayVirtualCluster:

@@ -48,6 +48,7 @@ WITHOUT_INFLUENCE = (
 )
 """Keys that may change when a run continues, because samples do not depend on them."""
 
+_EXTRA_BODY = "generation.endpoint.extra_body"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".json", ".jinja", ".model")
 
 
@@ -190,7 +191,10 @@ def _influential(state: Mapping[str, Any]) -> dict[str, Any]:
         if not any(key == skipped or key.startswith(f"{skipped}.") for skipped in WITHOUT_INFLUENCE)
     }
     device = config.get("cluster.device")
-    return {**kept, "cluster.device": device, **state.get("inputs", {})}
+    # As one value, because null is one of its own there: it leaves a field out of requests.
+    endpoint = state.get("config", {}).get("generation", {}).get("endpoint") or {}
+    kept = {key: value for key, value in kept.items() if not key.startswith(_EXTRA_BODY)}
+    return {**kept, _EXTRA_BODY: endpoint.get("extra_body"), "cluster.device": device, **state.get("inputs", {})}
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -92,12 +92,16 @@ class NoAnswerError(NemoRLError, RuntimeError):
         message: what happened.
         is_too_long: the conversation has no room left in the model's context.
         is_refused: the endpoint has refused this request, and would again.
+        is_withheld: it has refused to show the answer, so the request itself is not wrong.
     """
 
-    def __init__(self, message: str, *, is_too_long: bool = False, is_refused: bool = False) -> None:
+    def __init__(
+        self, message: str, *, is_too_long: bool = False, is_refused: bool = False, is_withheld: bool = False
+    ) -> None:
         super().__init__(message)
         self.is_too_long = is_too_long
         self.is_refused = is_refused
+        self.is_withheld = is_withheld
 
 
 class NothingToLearnError(NemoRLError, RuntimeError):

@@ -36,13 +36,17 @@ def check_steps(run: ExampleRun, steps: int) -> Metrics:
 def test_rollouts_of_the_validation_rows_are_collected(
     start_example: StartExample, rows: tuple[str, ...], tmp_path: Path
 ) -> None:
+    few = tmp_path / "few.jsonl"
+    lines = Path(rows[1].partition("=")[2]).read_text(encoding="utf-8").splitlines(keepends=True)
+    few.write_text("".join(lines[:16]), encoding="utf-8")
     run = start_example(
         SCRIPT,
         CONFIG,
-        *rows,
+        rows[0],
+        f"data.validation.data_path={few}",
         "env.nemo_gym.is_trajectory_collection=true",
         f"env.nemo_gym.log_dir={tmp_path}",
-        "grpo.max_val_samples=16",
+        "grpo.max_val_samples=4",  # a collection takes all rows
         "checkpointing.enabled=false",
     )
     assert run.finish() == 0, run.log()[-3000:]

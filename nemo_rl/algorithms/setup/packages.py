@@ -15,6 +15,7 @@ from pathlib import Path
 
 from nemo_rl.config import (
     ClusterConfig,
+    EvalMasterConfig,
     MegatronConfig,
     PolicyConfig,
     RolloutMasterConfig,
@@ -32,6 +33,7 @@ _WORKERS = {
     "policy": "nemo_rl.models.policy.workers.rank.PolicyRank",
     "generation": "nemo_rl.models.generation.worker.GenerationWorker",
 }
+"""Actors of the kinds that import packages of extras."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,9 @@ def check_packages(config: RunConfig) -> None:
         ConfigError: one is missing; the message has the command that installs it.
     """
     cluster, generation = config.cluster, config.policy.generation
-    if isinstance(config, RolloutMasterConfig) and should_use_nemo_gym(config) and not cluster_address():
-        section: NemoGymConfig = config.env[NEMO_GYM]
-        if section.config_paths:
+    if isinstance(config, RolloutMasterConfig | EvalMasterConfig) and should_use_nemo_gym(config):
+        section = config.env.get(NEMO_GYM)
+        if isinstance(section, NemoGymConfig) and section.config_paths and not _has_own_python(NEMO_GYM, cluster):
             find_program(section)
     needs: list[Need] = []
     advice = ""
@@ -144,7 +146,7 @@ def _has_own_python(kind: str, cluster: ClusterConfig) -> bool:
         return False
     # Programs may have added entries; if the module is not imported, there are none.
     registry = getattr(sys.modules.get(_REGISTRY), "ACTOR_ENVIRONMENT_REGISTRY", {})
-    return kind in cluster.venvs or registry.get(_WORKERS[kind], sys.executable) != sys.executable
+    return kind in cluster.venvs or registry.get(_WORKERS.get(kind, ""), sys.executable) != sys.executable
 
 
 def _lacking(needs: Sequence[Need], cluster: ClusterConfig) -> list[Need]:

@@ -13,11 +13,13 @@ It runs after types are checked and before the rules; later code reads plain val
 the schema have their values by then (`config.base.defaults`). Invariant: filling twice changes nothing.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.base.paths import find_path
 from nemo_rl.config.rules.placement.roles import trained
+from nemo_rl.config.runs.eval import EvalMasterConfig
 from nemo_rl.config.runs.rollouts import GRPOMasterConfig, RolloutMasterConfig
 from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.config.schema.agents import NEMO_GYM, AgentKeys, NemoGymConfig
@@ -31,9 +33,11 @@ from nemo_rl.config.schema.model.policy import PolicyConfig
 def fill_dependent_keys(config: RunConfig) -> None:
     """Fill in the keys that follow from other keys."""
     if isinstance(config, RolloutMasterConfig):
-        _fill_parsers(config)
+        _fill_parsers(config.env, config.policy.generation)
+    if isinstance(config, EvalMasterConfig):
+        _fill_parsers(config.env, config.generation)
     _fill_paths(config)
-    if isinstance(config, RolloutMasterConfig):
+    if isinstance(config, RolloutMasterConfig | EvalMasterConfig):
         _fill_gym(config.env.get(NEMO_GYM))
     if isinstance(config, GRPOMasterConfig):
         _fill_overlap(config)
@@ -58,8 +62,7 @@ def _fill_paths(config: RunConfig) -> None:
             setattr(section, key, str(found))
 
 
-def _fill_parsers(config: RolloutMasterConfig) -> None:
-    generation = config.policy.generation
+def _fill_parsers(environments: Mapping[str, Any], generation: GenerationConfig | None) -> None:
     if generation is None:
         return
     vllm, served = generation.vllm_cfg, generation.vllm_cfg.http_server_serving_chat_kwargs
@@ -69,7 +72,7 @@ def _fill_parsers(config: RolloutMasterConfig) -> None:
         "tool_parser_plugin": vllm.tool_parser_plugin,
         "reasoning_parser_plugin": vllm.reasoning_parser_plugin,
     }
-    for section in config.env.values():
+    for section in environments.values():
         for key, value in given.items():
             if isinstance(section, AgentKeys) and getattr(section, key) is None:
                 setattr(section, key, value)

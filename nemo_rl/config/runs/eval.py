@@ -19,7 +19,9 @@ from nemo_rl.config.rules.evaluation import (
 from nemo_rl.config.rules.files import PathKey, tokenizer_paths
 from nemo_rl.config.rules.named_parts import check_venvs
 from nemo_rl.config.rules.overlap import check_rollout_runners
+from nemo_rl.config.rules.rewards.nemo_gym import check_http_server, check_nemo_gym
 from nemo_rl.config.runs.run import RunConfig
+from nemo_rl.config.schema.agents import PLUGIN_KEYS, AgentKeys
 from nemo_rl.config.schema.algorithms.evaluation import (
     EvalConfig,
     EvalDataConfig,
@@ -81,6 +83,9 @@ class EvalMasterConfig(RunConfig):
         yield from (PathKey("data", self.data, key) for key in ("data_path", "prompt_file", "system_prompt_file"))
         if is_local_dataset(self.data.dataset_name or ""):
             yield PathKey("data", self.data, "dataset_name")
+        for name, section in self.env.items():
+            if isinstance(section, AgentKeys):
+                yield from (PathKey(f"env.{name}", section, key) for key in PLUGIN_KEYS)
 
     def findings(self) -> Findings:
         """See `RunConfig.findings`."""
@@ -91,6 +96,8 @@ class EvalMasterConfig(RunConfig):
             check_sampling(self.eval, self.generation),
             check_lengths(self.generation, self.data),
             check_eval_data(self.data, self.env),
+            check_nemo_gym(self.env, {self.data.env_name}, self.cluster),
+            check_http_server(self.generation_key, self.generation, self.env, {self.data.env_name}),
             check_rollout_runners(None, None, self.cluster),
             check_venvs(self.cluster, {"generation", self.data.env_name, *self.env}),
         )

@@ -34,7 +34,7 @@ from nemo_rl.config.rules.training import (
     check_validation,
 )
 from nemo_rl.config.runs.run import INHERITED, RunConfig
-from nemo_rl.config.schema.agents import AgentKeys
+from nemo_rl.config.schema.agents import PLUGIN_KEYS, AgentKeys
 from nemo_rl.config.schema.algorithms.effort_levels import EffortLevelConfig
 from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
 from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
@@ -52,7 +52,6 @@ from nemo_rl.config.schema.model.policy import PolicyConfig
 from nemo_rl.config.schema.named_part import NamedPartConfig
 
 _PENALTIES = "reward_penalties"
-_PLUGINS = ("tool_parser_plugin", "reasoning_parser_plugin")
 _REWARD_MODEL, _JUDGE = "env.reward_model", "env.llm_judge.engine"
 
 
@@ -174,7 +173,7 @@ class RolloutMasterConfig(MasterConfig):
             yield PathKey(_REWARD_MODEL, self.reward_model, "checkpoint_path")
         for name, section in self.env.items():
             if isinstance(section, AgentKeys):
-                yield from (PathKey(f"env.{name}", section, key) for key in _PLUGINS)
+                yield from (PathKey(f"env.{name}", section, key) for key in PLUGIN_KEYS)
 
     def findings(self) -> Findings:
         """See `RunConfig.findings`."""
@@ -183,7 +182,7 @@ class RolloutMasterConfig(MasterConfig):
         if not self.data.has_user_data:  # its environments are known later
             used, generation = {name for _, name in self.env_entries()}, self.policy.generation
             yield from check_nemo_gym(self.env, used, self.cluster)
-            yield from check_http_server(None if generation is None else generation.vllm_cfg, self.env, used)
+            yield from check_http_server(self.generation_key, generation, self.env, used)
 
     @property
     def worker_kinds(self) -> list[str]:

@@ -19,6 +19,10 @@ DEFAULT_INVALID_TOOL_CALL_PATTERNS = ["<tool_call>", "</tool_call>", "<function_
 """Texts that are left in an answer where a tool call could not be understood."""
 
 
+PLUGIN_KEYS = ("tool_parser_plugin", "reasoning_parser_plugin")
+"""Keys of `AgentKeys` that name files."""
+
+
 class AgentKeys(Section):
     """Keys of every agent environment: how its programs sample, and what is trained."""
 
@@ -135,6 +139,8 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 
 NEMO_GYM = "nemo_gym"
 """Name of the environment."""
+RESULTS_FILE = "results.jsonl"
+"""File in its log_dir that has the results of rollouts."""
 
 
 class HeadServerConfig(Section):

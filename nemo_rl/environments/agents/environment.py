@@ -103,8 +103,9 @@ class ProgramEnvironment(EnvironmentInterface[dict[str, Any]]):
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
         """Average the metrics of the programs of B samples, and let the grader correct rewards and add its metrics.
 
-        Samples of rollout runners and restored samples come without what `step` added. The grader corrects a batch
-        only as a whole, so it is left out where one is missing; the averages are over the others.
+        Samples of rollout runners and restored samples come with what `step` added only if it is plain data. The
+        grader corrects a batch only as a whole, so it is left out where one is missing; the averages are over the
+        others.
         """
         given = [(metadata or {}).get(PLAYED) for metadata in batch["extra_env_info"]]
         played = [one for one in given if one is not None]

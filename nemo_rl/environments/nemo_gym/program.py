@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.config.schema.agents import NemoGymConfig
+from nemo_rl.config.schema.agents import RESULTS_FILE, NemoGymConfig
 from nemo_rl.data.processors import GYM_ROW
 from nemo_rl.environments.agents.interfaces import KEY_FIELD, AgentError, AgentProgram, AgentTask, too_slow
 from nemo_rl.environments.agents.posting import TaskPoster, shown
@@ -20,7 +20,6 @@ from nemo_rl.environments.nemo_gym.results import read_rollout
 from nemo_rl.environments.nemo_gym.servers import GymServers
 
 _LARGEST_RESULT = 2**26
-_RESULTS_FILE = "results.jsonl"
 
 
 class GymProgram(AgentProgram):
@@ -37,7 +36,7 @@ class GymProgram(AgentProgram):
         self._servers = GymServers(section)
         self._poster = TaskPoster(_LARGEST_RESULT)
         self._flag = section.flag_field if section.should_mask_flagged_samples else None
-        self._log = Path(section.log_dir, _RESULTS_FILE) if section.logs_results else None
+        self._log = Path(section.log_dir, RESULTS_FILE) if section.logs_results else None
 
     async def run(self, task: AgentTask) -> AgentResult:
         """See `AgentProgram.run`; the first rollout starts the servers, which does not count against its deadline."""

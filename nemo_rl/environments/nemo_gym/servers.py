@@ -10,10 +10,12 @@ import asyncio
 import json
 import logging
 import os
+import re
 import socket
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,8 +39,11 @@ _POLL_S = 0.2
 _CONNECT_S = 5.0
 _END_S = 10.0
 _LAST_BYTES = 2000
-_MAX_STARTS = 4
+_MAX_RESTARTS, _RESTARTS_S = 3, 3600.0
 _CONFIG_FILE, _LOG_FILE = "nemo_rl.yaml", "servers.log"
+_FOLDER_VARIABLE = "NEMO_RL_GYM_FOLDER"
+"""Variable of all processes of the servers, by which they are found where their guard was killed."""
+_KEY = re.compile(r"sk-[\w.-]+")
 
 
 class GymServers:
@@ -58,7 +63,7 @@ class GymServers:
         self._running: _Process | None = None
         self._base_url = ""
         self._agents: dict[str, str] = {}
-        self._num_starts = 0
+        self._restarts: deque[float] = deque()
         self._failure: str | None = None
 
     async def agent_url(self, name: str, base_url: str, model: str) -> str:
@@ -75,7 +80,10 @@ class GymServers:
         async with self._lock:
             if self._failure is not None:
                 raise AgentError(self._failure)
-            if self._base_url != base_url or (self._running is not None and self._running.has_ended):
+            has_ended = self._running is not None and self._running.has_ended
+            if has_ended:
+                self._count_restart()
+            if has_ended or self._base_url != base_url:
                 await self._started(base_url, model)
         if name not in self._agents:
             known = ", ".join(sorted(self._agents)) or "none"
@@ -90,6 +98,20 @@ class GymServers:
         if running is not None:
             await running.end()
 
+    def _count_restart(self) -> None:
+        """Note that the servers have ended by themselves.
+
+        Raises:
+            AgentError: they do so too often.
+        """
+        now = time.monotonic()
+        self._restarts.append(now)
+        while now - self._restarts[0] > _RESTARTS_S:
+            self._restarts.popleft()
+        if len(self._restarts) > _MAX_RESTARTS:
+            self._failure = f"NeMo Gym's servers cannot be used: they have ended {len(self._restarts)} times in an hour"
+            raise AgentError(self._failure)
+
     async def _started(self, base_url: str, model: str) -> None:
         """Start the servers, or find those that run, for an address of the endpoint."""
         await self.close()
@@ -98,9 +120,9 @@ class GymServers:
         try:
             if self._program is None:
                 config = await _global_config(self._section.head_server or HeadServerConfig(), deadline, None)
-                _check_policy(config, base_url)
             else:
                 config = await self._launched(base_url, model, deadline)
+            _check_policy(config, base_url)
             for host, port in _addresses(config, _KINDS).values():
                 await _answering(host, port, deadline, self._running)
         except AgentError as error:
@@ -117,9 +139,6 @@ class GymServers:
 
     async def _launched(self, base_url: str, model: str, deadline: float) -> Mapping[str, Any]:
         """Start the processes; return the configuration of all servers."""
-        self._num_starts += 1
-        if self._num_starts > _MAX_STARTS:
-            raise AgentError(f"they have ended {_MAX_STARTS} times")
         section = self._section
         head = section.head_server or HeadServerConfig.build(port=_free_port())
         assert self._program is not None, "it is found where there are config_paths"
@@ -152,8 +171,9 @@ class _Process:
         log = Path(section.log_dir, _LOG_FILE).absolute()
         log.parent.mkdir(parents=True, exist_ok=True)
         arguments = overrides([*section.config_paths, str(config)], *policy)
-        plan = {"command": [program, *section.command[1:], *arguments], "environment": {**os.environ, **env}}
-        with log.open("ab") as output:
+        variables = {**os.environ, **env, _FOLDER_VARIABLE: folder}
+        plan = {"command": [program, *section.command[1:], *arguments], "environment": variables}
+        with open(log, "ab", opener=_private) as output:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", str(guard.__file__), folder, str(os.getpid())),
                 stdin=asyncio.subprocess.PIPE,
@@ -174,7 +194,10 @@ class _Process:
     @property
     def last_words(self) -> str:
         """Status and end of the output of a command that has ended."""
-        text = self._log.read_bytes()[-_LAST_BYTES:].decode(errors="replace").strip()
+        with self._log.open("rb") as file:
+            file.seek(-min(2 * _LAST_BYTES, self._log.stat().st_size), os.SEEK_END)
+            # Keys are masked before the cut, which could leave a part of one that is not recognised.
+            text = _KEY.sub("sk-***", file.read().decode(errors="replace"))[-_LAST_BYTES:].strip()
         return f"the command exited with status {self._process.returncode}; {self._log} ends with:\n{text}"
 
     async def end(self) -> None:
@@ -192,6 +215,11 @@ class _Process:
                 logger.warning("processes of NeMo Gym's servers did not end in %g s of SIGKILL", _END_S)
         if os.path.isdir(self._folder):
             await asyncio.to_thread(remove, self._folder)
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that only its owner may read, because servers may write keys of samples into it."""
+    return os.open(path, flags, 0o600)
 
 
 async def _global_config(head: HeadServerConfig, deadline: float, process: _Process | None) -> Mapping[str, Any]:
@@ -259,12 +287,13 @@ def _addresses(config: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, tup
 
 
 def _check_policy(config: Mapping[str, Any], base_url: str) -> None:
-    """Refuse servers that run already and call another model."""
+    """Refuse servers that call another model: older ones, or ones whose files name another address."""
     given = config.get("policy_base_url")
     if given != base_url:
         raise AgentError(
-            f"the servers that run already call the model at {given!r}, and the endpoint of this run is {base_url!r}. "
-            f"Start them with +policy_base_url={base_url}; cluster.agent_endpoint.port keeps the port the same."
+            f"the servers call the model at {given!r}, and the endpoint of this run is {base_url!r}. Start them with "
+            f"+policy_base_url={base_url}, where cluster.agent_endpoint.port keeps the port the same; with "
+            "env.nemo_gym.config_paths, end other servers that have the same env.nemo_gym.head_server."
         )
 
 

@@ -1,12 +1,17 @@
 """Calls of programs that another server answers: what can be passed on, and how answers come back.
 
-Programs keep the run's endpoint and the key of their sample, so they need no change and never see the server's key.
+Programs keep the run's endpoint and the key of their sample, so they need no change and see neither the server's
+address nor its key.
 """
+
+import logging
 
 from nemo_rl.experience.agents.answers import ReadAnswer, before_stop
 from nemo_rl.experience.agents.calls import AnsweredToolCall, CallError, CallRequest
 from nemo_rl.models.generation.remote.chats import ChatAnswer, ChatInput
 from nemo_rl.utils.errors import NoAnswerError
+
+logger = logging.getLogger(__name__)
 
 
 def forwarded(request: CallRequest) -> ChatInput:
@@ -45,9 +50,11 @@ def read_forwarded(answer: ChatAnswer, request: CallRequest) -> ReadAnswer:
 
 
 def refusal(error: NoAnswerError) -> CallError:
-    """Return what a program gets in place of an answer."""
+    """Return what a program gets in place of an answer, without the words of the error, which hold the address."""
+    logger.info("A call of a program has no answer: %s", error)
     if error.is_too_long:
-        return CallError(400, str(error), "context_length_exceeded", "messages")
+        message = "The messages do not fit into the context length of the model."
+        return CallError(400, message, "context_length_exceeded", "messages")
     if error.is_refused:
-        return CallError(400, str(error), "invalid_request")
-    return CallError(502, str(error), "no_answer")
+        return CallError(400, "The server of the model refuses this request; it would again.", "invalid_request")
+    return CallError(502, "The server of the model gave no answer, after all attempts.", "no_answer")

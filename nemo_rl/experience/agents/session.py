@@ -100,7 +100,8 @@ class AgentSession:
         tree: the calls that were answered.
         counts: numbers for metrics.
         failure: set when engines cannot answer any more, which ends the run.
-        unanswered: why the server of the model gave no answer to a request; None if it answered all, or refused them.
+        unanswered: why the server of the model gave no answer to a request, or withheld it; None if it answered all, or
+            refused them.
         memory: kept by dialects between requests.
         generation_s: seconds of answers, added up.
         exchanges: requests and their answers.
@@ -265,7 +266,7 @@ class AgentSession:
         except NoAnswerError as error:
             if error.is_too_long:
                 self.budget.bound = Ending.SEQUENCE_LENGTH
-            elif not error.is_refused:
+            elif error.is_withheld or not error.is_refused:
                 self.unanswered = str(error)
             raise refusal(error) from error
         self.generation_s += asyncio.get_running_loop().time() - started

@@ -1,12 +1,13 @@
 """Keys of NeMo Gym: what loads, what it becomes, and what is refused before anything starts."""
 
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nemo_rl.algorithms.setup.packages import check_packages
-from nemo_rl.config import REPOSITORY_ROOT, GRPOMasterConfig, load_config
+from nemo_rl.config import REPOSITORY_ROOT, EvalMasterConfig, GRPOMasterConfig, load_config
 from nemo_rl.config.schema.agents import HeadServerConfig
 from nemo_rl.environments.nemo_gym import should_use_nemo_gym
 from nemo_rl.utils.errors import ConfigError
@@ -106,3 +107,50 @@ def test_a_missing_program_is_refused_before_ray_starts(monkeypatch: pytest.Monk
     config = loaded("env.nemo_gym.command=[no_such_run]")
     with pytest.raises(ConfigError, match="'no_such_run', which is not in PATH. Install NeMo Gym"):
         check_packages(config)
+    own = loaded("env.nemo_gym.command=[no_such_run]", "+cluster.venvs.nemo_gym={packages: [nemo-gym]}")
+    monkeypatch.setattr("nemo_rl.algorithms.setup.packages._refuse", lambda *_: None)  # packages of other workers
+    check_packages(own)
+
+
+def test_a_collection_takes_all_rows_and_needs_some_and_a_new_file(tmp_path: Path) -> None:
+    asked = "env.nemo_gym.is_trajectory_collection=true"
+    config = loaded(asked, "grpo.max_val_samples=4")
+    prepare(config)
+    assert config.grpo.max_val_samples is None
+    none = ("data.validation=null", "grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false")
+    with pytest.raises(ConfigError, match="there are none. Set data.validation"):
+        prepare(loaded(asked, *none))
+    (tmp_path / "logs/nemo_gym").mkdir(parents=True)
+    (tmp_path / "logs/nemo_gym/results.jsonl").touch()
+    with pytest.raises(ConfigError, match="choose another env.nemo_gym.log_dir"):
+        prepare(config)
+
+
+def prepare(config: GRPOMasterConfig) -> None:
+    """Call the function of the example, which is no package."""
+    found = spec_from_file_location("example", EXAMPLE.parent / "run_grpo_nemo_gym.py")
+    assert found is not None and found.loader is not None
+    module = module_from_spec(found)
+    found.loader.exec_module(module)
+    module.prepare_collection(config, config.env["nemo_gym"])
+
+
+def evaluation(*overrides: str) -> EvalMasterConfig:
+    data = ("data.dataset_name=NemoGymDataset", "data.data_path=results/nemo_gym_calculator/train.jsonl")
+    numbers = ("~data.num_samples", "~data.min_operand", "~data.max_operand")
+    given = (*data, *numbers, "data.env_name=nemo_gym", "~env.math", *overrides)
+    file = REPOSITORY_ROOT / "examples/configs/evals/eval_cpu.yaml"
+    return load_config(file, list(given), schema=EvalMasterConfig)
+
+
+def test_an_evaluation_has_the_same_keys_and_rules(tmp_path: Path) -> None:
+    served = "+generation.vllm_cfg.http_server_serving_chat_kwargs={tool_parser: hermes}"
+    asked = "+generation.vllm_cfg.expose_http_server=true"
+    section = evaluation("+env.nemo_gym={config_paths: [a.yaml]}", served, asked).env["nemo_gym"]
+    assert (section.tool_parser, section.log_dir) == ("hermes", str(tmp_path / "logs/nemo_gym"))
+    with pytest.raises(ConfigError, match="neither config_paths nor head_server"):
+        evaluation("+env.nemo_gym={}")
+    with pytest.raises(ConfigError, match=r"env\.nemo_gym\.tool_parser_plugin"):
+        evaluation("+env.nemo_gym={config_paths: [a.yaml], tool_parser_plugin: a/b/c.py}")
+    with pytest.raises(ConfigError, match=r"generation\.vllm_cfg\.expose_http_server=true"):
+        load_config(REPOSITORY_ROOT / "examples/configs/evals/eval_cpu.yaml", [asked], schema=EvalMasterConfig)

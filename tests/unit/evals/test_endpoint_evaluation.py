@@ -12,6 +12,7 @@ from eval_helpers import BoxedNumbers, InProcessEngine, eval_config, make_prompt
 from starlette.responses import JSONResponse, Response
 
 from nemo_rl.config.runs.eval import EvalMasterConfig
+from nemo_rl.config.schema.agents import AgentEnvironmentConfig
 from nemo_rl.data.messages.rendering import encode_text, render_chat
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.environments.interfaces import StepResult
@@ -257,10 +258,31 @@ def test_the_key_is_not_in_the_variables_of_processes_that_start(monkeypatch: An
         assert "REMOTE_KEY" not in os.environ
     assert os.environ["REMOTE_KEY"] == KEY
     assert KEY not in json.dumps(config.model_dump(mode="json"))
+    grader = {"name": "llm_judge", "kwargs": {"api_key_env": "REMOTE_KEY"}}
+    for section in ({"judges": [{"api_key_env": "REMOTE_KEY"}]}, AgentEnvironmentConfig.of(_agent(grader))):
+        config.env["mine"], config.data.env_name = section, "mine"
+        with key_stays_here(config):
+            assert os.environ["REMOTE_KEY"] == KEY
+    config.env["mine"] = {"api_key_env": "OTHER"}
     monkeypatch.delenv("REMOTE_KEY")
     with key_stays_here(config):
         pass
     assert "REMOTE_KEY" not in os.environ
+
+
+def _agent(grader: dict[str, Any]) -> dict[str, Any]:
+    return {"program": "some.program", "grader": grader}
+
+
+def test_a_field_that_is_left_out_now_is_another_evaluation(tmp_path: Any) -> None:
+    with ChatServer(_right) as server:
+        given = [f"eval.save_path={tmp_path}", "+generation.endpoint.extra_body.a=1"]
+        store = RecordStore(at(server, *given), 1)
+        store.append([AnswerRecord(0, 0, "p", "r", "1", "1", 1.0, "finished", 1)])
+        store.close()
+        RecordStore(at(server, *given), 1).close()
+        with pytest.raises(ConfigError, match=r"extra_body was \{'a': 1\} and is \{'a': 1, 'temperature': None\}"):
+            RecordStore(at(server, *given, "+generation.endpoint.extra_body.temperature=null"), 1)
 
 
 @pytest.mark.parametrize(

@@ -147,3 +147,23 @@ def test_without_network_the_error_advises_a_local_copy(monkeypatch) -> None:
 
 def test_all_names_are_registered() -> None:
     assert set(EVAL_REGISTRY) | {ARITHMETIC} == set(EVAL_DATASET_NAMES)
+
+
+def test_data_sets_without_problems_have_processors_of_their_own(tmp_path: Path) -> None:
+    common = ("data.max_input_seq_length=null", "~data.min_operand", "~data.max_operand", "~env.math")
+    game = ("data.env_name=sliding_puzzle_game", "+env.sliding_puzzle_game={}")
+    episodes = make_prompts(eval_config("data.dataset_name=episodes", "data.num_samples=3", *common, *game))
+    assert len(episodes) == 3
+    batch = episodes.batch(0, 3)
+    assert len({info["seed"] for info in batch["extra_env_info"]}) == 3
+    row = {"agent_ref": {"name": "a"}, "responses_create_params": {"input": "What is 2 * 2?"}, "expected_answer": "4"}
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    servers = ("data.env_name=nemo_gym", "+env.nemo_gym={config_paths: [a.yaml]}", "~data.num_samples")
+    given = ("data.dataset_name=NemoGymDataset", f"data.data_path={file}", *common, *servers)
+    for processor in ((), ("data.processor=nemo_gym_data_processor",)):
+        batch = make_prompts(eval_config(*given, *processor)).batch(0, 1)
+        assert batch["extra_env_info"][0]["gym_row"] == row
+        assert "2 * 2" in batch["message_log"][0][0]["content"]
+    with pytest.raises(DataError, match="processor: math_hf_data_processor cannot read"):
+        make_prompts(eval_config(*given, "data.processor=math_hf_data_processor"))

@@ -6,7 +6,7 @@ from typing import Any
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.schema.agents import NEMO_GYM, AgentKeys, NemoGymConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
-from nemo_rl.config.schema.model.generation import VllmConfig
+from nemo_rl.config.schema.model.generation import GenerationConfig
 
 
 def check_nemo_gym(environments: Mapping[str, Any], used: Collection[str | None], cluster: ClusterConfig) -> Findings:
@@ -23,7 +23,7 @@ def check_nemo_gym(environments: Mapping[str, Any], used: Collection[str | None]
     if NEMO_GYM not in used:
         if section.should_use_nemo_gym:
             yield (
-                "env.should_use_nemo_gym=true, but no data has env_name=nemo_gym. Set data.default.env_name=nemo_gym, "
+                "env.should_use_nemo_gym=true, but no data has env_name=nemo_gym. Give data env_name=nemo_gym, "
                 "dataset_name=NemoGymDataset and processor=nemo_gym_data_processor."
             )
         return
@@ -47,18 +47,19 @@ def check_nemo_gym(environments: Mapping[str, Any], used: Collection[str | None]
 
 
 def check_http_server(
-    vllm_cfg: VllmConfig | None, environments: Mapping[str, Any], used: Collection[str | None]
+    key: str, generation: GenerationConfig | None, environments: Mapping[str, Any], used: Collection[str | None]
 ) -> Findings:
     """Check that an HTTP server is only asked for where programs of agents call it.
 
     Args:
-        vllm_cfg: the section of vLLM; None without engines.
+        key: dotted key of the section of the engines.
+        generation: this section; None without engines.
         environments: as in `check_nemo_gym`.
         used: as in `check_nemo_gym`.
     """
     has_agents = any(isinstance(environments.get(str(name)), AgentKeys) for name in used)
-    if vllm_cfg is not None and vllm_cfg.expose_http_server and not has_agents:
+    if generation is not None and generation.vllm_cfg.expose_http_server and not has_agents:
         yield (
-            "policy.generation.vllm_cfg.expose_http_server=true, but the engines are only served to programs of agents "
+            f"{key}.vllm_cfg.expose_http_server=true, but the engines are only served to programs of agents "
             "(env.agent, env.nemo_gym), and no data names such an environment. Leave it out, or use one."
         )

@@ -1,13 +1,15 @@
 """Read a chat completion.
 
-Invariant: an answer is what the server says, or there is none; an answer that the server has withheld is none.
+Invariants: an answer is what the server says, or there is none; an answer that the server has withheld is none; texts
+have no halves of characters.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from nemo_rl.models.generation.interfaces import FinishReason
-from nemo_rl.models.generation.remote.chats import ChatAnswer, ChatToolCall
+from nemo_rl.models.generation.remote.chats import ChatAnswer, ChatToolCall, whole
 
 _FINISH_REASONS: dict[str | None, FinishReason] = {
     "stop": "stop",
@@ -63,21 +65,33 @@ def _text(message: Mapping[str, Any], name: str) -> str | None:
         value = "".join(part["text"] for part in value if part.get("type") == "text")
     if not (value is None or isinstance(value, str)):
         raise UnreadableError(f"{name} is a {type(value).__name__}")
-    # JSON can hold half of a character, which no environment and no file could take.
-    return None if value is None else value.encode("utf-8", errors="replace").decode()
+    return None if value is None else whole(value)
 
 
 def _call(call: Mapping[str, Any], number: int) -> ChatToolCall:
     function = call["function"]
     return ChatToolCall(
-        str(call.get("id") or f"call_{number}"), str(function["name"]), str(function["arguments"] or "{}")
+        whole(str(call.get("id") or f"call_{number}")),
+        whole(str(function["name"])),
+        _arguments(function["arguments"] or {}),
     )
+
+
+def _arguments(given: Any) -> str:
+    """Return arguments as JSON text, also where a server sends an object."""
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    try:
+        decoded = json.dumps(json.loads(text), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return whole(text)
+    # Escapes can stand for halves of characters too, which would come back where the text is decoded.
+    return whole(text) if whole(decoded) == decoded else whole(decoded)
 
 
 def _stop_string(choice: Mapping[str, Any]) -> str | None:
     """Return the stop string, which vLLM and SGLang name; a number there is the token that ended the answer."""
     found = choice.get("stop_reason", choice.get("matched_stop"))
-    return found if isinstance(found, str) and found else None
+    return whole(found) if isinstance(found, str) and found else None
 
 
 def _counts(usage: Any) -> tuple[int | None, int | None]:

@@ -8,6 +8,11 @@ from typing import Any
 from nemo_rl.data.interfaces import Message
 
 
+def whole(text: str) -> str:
+    """Return a text with "?" for halves of characters, which JSON can hold and no tokenizer or file could take."""
+    return text.encode("utf-8", errors="replace").decode()
+
+
 @dataclass(frozen=True)
 class ChatInput:
     """A conversation to continue.

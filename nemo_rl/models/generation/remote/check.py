@@ -15,10 +15,19 @@ _CHECK_S = 30.0
 _MOST_SHOWN = 20
 _WITHOUT_LIST = frozenset((404, 405, 501))
 """Statuses of servers that do not list their models."""
+_NO_MODEL = (
+    "model_not_found",
+    "model not found",
+    "not a valid model",
+    "unknown model",
+    "invalid model",
+    "does not exist",
+)
+"""Words with which servers say that they do not have a model."""
 
 
 async def check_endpoint(config: ModelEndpointConfig) -> None:
-    """Ask for the list of models; if the model is not in it, ask the model for one token.
+    """Ask for the list of models; unless the model is in it, ask the model for one token.
 
     Raises:
         ConfigError: the endpoint cannot be reached, refuses the key, or does not have the model.
@@ -26,7 +35,7 @@ async def check_endpoint(config: ModelEndpointConfig) -> None:
     connection = connection_to(config, min(config.timeout_s, _CHECK_S))
     try:
         names = await _names(config, connection)
-        if names is None or config.model in names:
+        if names is not None and config.model in names:
             return
         try:
             await connection.ask("POST", "chat/completions", _shortest(config))
@@ -34,10 +43,11 @@ async def check_endpoint(config: ModelEndpointConfig) -> None:
             if error.may_pass:
                 logger.warning("%s; the evaluation starts nevertheless.", error)
                 return
-            if error.status in (400, 422) and "model" not in str(error).lower():
+            if error.status in (400, 422) and not _is_about_model(error):
                 return  # it refuses the question, for example its `max_tokens`, and not the model
-            raise ConfigError(_missing(config, names, error)) from None
-        logger.warning("%s does not list %r, but has it.", config.base_url, config.model)
+            raise ConfigError(_unusable(config, error) if names is None else _missing(config, names, error)) from None
+        if names is not None:
+            logger.warning("%s does not list %r, but has it.", config.base_url, config.model)
     finally:
         await connection.close()
 
@@ -58,10 +68,10 @@ async def _names(config: ModelEndpointConfig, connection: EndpointConnection) ->
                 f"{SECTION}.api_key_env."
             ) from None
         if error.status in _WITHOUT_LIST:
-            logger.warning("%s has no list of models, so the name %r is not checked.", config.base_url, config.model)
+            logger.warning("%s has no list of models, so %r is asked for one token.", config.base_url, config.model)
             return None
         if error.status is not None and error.may_pass:
-            logger.warning("%s; the evaluation starts nevertheless.", error)
+            logger.warning("%s; %r is asked for one token instead.", error, config.model)
             return None
         raise ConfigError(
             f"{error}\nStart the server, or correct {SECTION}.base_url={config.base_url}: it ends before /models, "
@@ -80,6 +90,20 @@ def _listed(listed: Any) -> list[str] | None:
 
 def _shortest(config: ModelEndpointConfig) -> dict[str, Any]:
     return {"model": config.model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+
+
+def _is_about_model(error: EndpointError) -> bool:
+    """Return whether the server's own words say that it does not have the model."""
+    text = str(error).lower()
+    return any(words in text for words in _NO_MODEL)
+
+
+def _unusable(config: ModelEndpointConfig, error: EndpointError) -> str:
+    return (
+        f"{error}\nThe endpoint lists no models, and does not answer as {SECTION}.model={config.model!r} either. "
+        f"Correct {SECTION}.base_url={config.base_url}: it ends before /chat/completions, usually with /v1. If it is "
+        f"right, check {SECTION}.model and api_key_env."
+    )
 
 
 def _missing(config: ModelEndpointConfig, names: list[str], error: EndpointError) -> str:

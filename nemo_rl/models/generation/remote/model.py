@@ -37,6 +37,8 @@ _LARGEST_BYTES = 64 << 20
 _SHOWN_CHARS = 300
 _OF_THE_RUN = frozenset((401, 402, 404, 405))
 """Statuses that every request of the run would get: a wrong key, no money, no such model or path."""
+_BOUNDS = ("max_tokens", "max_completion_tokens")
+"""Fields that bound the tokens of an answer."""
 _FULL = (
     "context length",
     "context_length",
@@ -136,14 +138,16 @@ class ChatModel(GenerationInterface):
         """Get an answer.
 
         A server that refuses a prompt together with `max_tokens` may have room for a shorter answer, which ends at its
-        context, as answers of own engines do. So it is asked again without the field.
+        context, as answers of own engines do. So it is asked again without the field, or without the one that takes its
+        place for reasoning models.
         """
+        unbounded = {name: value for name, value in body.items() if name not in _BOUNDS}
         try:
             return await self._attempts(body)
         except NoAnswerError as error:
-            if not (error.is_too_long and "max_tokens" in body):
+            if not error.is_too_long or len(unbounded) == len(body):
                 raise
-        return await self._attempts({name: value for name, value in body.items() if name != "max_tokens"})
+        return await self._attempts(unbounded)
 
     async def _attempts(self, body: Mapping[str, Any]) -> tuple[ChatAnswer, FinishReason]:
         config, attempt = self._config, 0
@@ -172,7 +176,8 @@ class ChatModel(GenerationInterface):
         try:
             return read_completion(completion)
         except WithheldError as error:
-            raise EndpointError(f"{self._config.base_url} has withheld the answer: {error}", may_pass=False) from None
+            reason = f"{self._config.base_url} has withheld the answer: {error}"
+            raise NoAnswerError(reason, is_refused=True, is_withheld=True) from None
         except UnreadableError as error:
             shown = self._connection.safe(f"{error}: {completion}")[:_SHOWN_CHARS]
             raise EndpointError(f"{self._config.base_url} sent no chat completion: {shown}") from None

@@ -17,9 +17,11 @@ from fake_endpoint import FakeEndpoint
 from gym_parts import EXAMPLE, KEY, metadata, played, row, section
 
 from nemo_rl.config.schema.agents import NemoGymConfig
+from nemo_rl.environments.agents.interfaces import AgentError
 from nemo_rl.environments.nemo_gym import NemoGym
 from nemo_rl.environments.nemo_gym.command import added_config, find_program, overrides
 from nemo_rl.environments.nemo_gym.results import extract_reward_components, read_rollout
+from nemo_rl.environments.nemo_gym.servers import GymServers
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -47,7 +49,7 @@ def test_rollouts_are_rewarded_and_fail_alone(tmp_path: Path, endpoint: FakeEndp
     assert broken.error is not None and "answered with status 500" in broken.error
     assert unknown.error is not None and "there are: calculator_agent" in unknown.error
     assert unreadable.error is not None and "extra_body" in unreadable.error
-    assert endpoint.calls == {KEY: 4}
+    assert sorted(endpoint.calls.values()) == [1] * 4 and all(key.startswith(KEY) for key in endpoint.calls)
     assert processes_with(str(tmp_path)) == []
     texts = "".join(path.read_text() for path in (tmp_path / "logs").iterdir())
     assert len((tmp_path / "logs/results.jsonl").read_text().splitlines()) == 3
@@ -102,12 +104,68 @@ def test_servers_that_have_ended_are_started_again(tmp_path: Path, endpoint: Fak
     assert [result.errors for result in asyncio.run(play())] == [[None], [None]]
 
 
+def test_servers_whose_guard_was_killed_are_ended_and_started_again(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+    async def play() -> tuple[list[Any], set[int], set[int]]:
+        environment = NemoGym(section(tmp_path))
+        found = [await environment.step([[]], [metadata(endpoint.url, row())])]
+        servers = set(processes_with("calculator_servers.py")) & set(processes_with(str(tmp_path)))
+        mine = f"\0{os.getpid()}\0".encode()  # a guard is told the process that started it
+        guards = processes_with("agents/guard.py")
+        (guard,) = (pid for pid in guards if Path(f"/proc/{pid}/cmdline").read_bytes().endswith(mine))
+        os.kill(guard, signal.SIGKILL)
+        await asyncio.sleep(1)
+        found.append(await environment.step([[]], [metadata(endpoint.url, row())]))
+        after = set(processes_with("calculator_servers.py")) & set(processes_with(str(tmp_path)))
+        await environment.shutdown()
+        return found, servers, after
+
+    found, before, after = asyncio.run(play())
+    assert [result.errors for result in found] == [[None], [None]]
+    assert len(before) >= 4 and len(after) == len(before) and not before & after
+    assert processes_with(str(tmp_path)) == []
+
+
+def test_servers_that_end_too_often_are_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = GymServers(NemoGymConfig.of(section(tmp_path)))
+    times = iter([0.0, 3000.0, 3500.0, 4000.0, 4100.0])
+    monkeypatch.setattr("nemo_rl.environments.nemo_gym.servers.time.monotonic", lambda: next(times))
+    for _ in range(4):  # the fourth is more than an hour after the first
+        servers._count_restart()
+    with pytest.raises(AgentError, match="ended 4 times in an hour"):
+        servers._count_restart()
+
+
+def test_the_log_of_servers_is_private_and_its_end_has_no_keys(tmp_path: Path) -> None:
+    code = f"import sys; print('x' * 9000, 'Bearer {KEY}', 'y' * 1950); sys.exit(3)"
+    (result,) = played("http://127.0.0.1:9/v1", section(tmp_path, command=[sys.executable, "-c", code]), [row()])
+    log = tmp_path / "logs/servers.log"
+    assert KEY in log.read_text() and log.stat().st_mode & 0o777 == 0o600
+    assert result.error is not None and "secret" not in result.error and "yyy" in result.error
+    assert len(result.error) < 2500
+
+
+def test_servers_with_another_head_are_refused(tmp_path: Path, endpoint: FakeEndpoint) -> None:
+    code = (
+        "import json, sys, http.server as h\n"
+        "class Head(h.BaseHTTPRequestHandler):\n"
+        "    def do_GET(self):\n"
+        "        self.send_response(200); self.end_headers()\n"
+        "        self.wfile.write(json.dumps('policy_base_url: http://old/v1').encode())\n"
+        "h.HTTPServer(('127.0.0.1', int(sys.argv[1])), Head).serve_forever()\n"
+    )
+    port = _free_port()
+    given = section(tmp_path, command=[sys.executable, "-c", code, str(port)], head_server={"port": port})
+    (result,) = played(endpoint.url, given, [row()])
+    assert result.error is not None and "call the model at 'http://old/v1'" in result.error
+
+
 def test_servers_that_run_already_are_found(tmp_path: Path, endpoint: FakeEndpoint) -> None:
     cfg = NemoGymConfig.of(section(tmp_path))
     port = _free_port()
     (tmp_path / "head.yaml").write_text(f"head_server: {{host: 127.0.0.1, port: {port}}}")
     arguments = overrides([*cfg.config_paths, str(tmp_path / "head.yaml")], endpoint.url, "policy")
-    servers = subprocess.Popen([sys.executable, str(EXAMPLE / "calculator_servers.py"), *arguments])
+    command = [sys.executable, str(EXAMPLE / "calculator_servers.py"), *arguments]
+    servers = subprocess.Popen(command, start_new_session=True)
     try:
         given = section(tmp_path, config_paths=[], head_server={"port": port})
         (result,) = played(endpoint.url, given, [row()])
@@ -116,7 +174,7 @@ def test_servers_that_run_already_are_found(tmp_path: Path, endpoint: FakeEndpoi
         assert other.error is not None and f"call the model at '{endpoint.url}'" in other.error
         assert servers.poll() is None
     finally:
-        servers.terminate()
+        os.killpg(servers.pid, signal.SIGTERM)
         servers.wait(10)
 
 

@@ -149,6 +149,33 @@ def test_a_refused_request_is_the_programs_own_affair() -> None:
     assert (sample.reward, sample.outcome) == (0.0, Outcome.FINISHED)
 
 
+def test_a_withheld_answer_is_an_error_of_the_sample_too() -> None:
+    withheld = JSONResponse(completion("", finish_reason="content_filter"))
+    with ChatServer(echo, [withheld]) as server:
+        sample = play_at(server, gives_up)
+    assert (sample.reward, sample.outcome) == (None, Outcome.REWARD_ERROR)
+    assert "withheld" in str(sample.error) and len(server.bodies) == 1
+
+
+@pytest.mark.parametrize("status", [400, 413, 503])
+def test_a_program_without_an_answer_does_not_see_the_address_of_the_server(status: int) -> None:
+    told: list[str] = []
+
+    async def program(task: Mapping[str, Any]) -> float:
+        async with client_of(task, max_retries=0) as client:
+            with pytest.raises(openai.APIError) as error:
+                await client.chat.completions.create(model="any", messages=list(task["messages"]))
+        told.append(str(error.value))
+        return 1.0
+
+    async def refuse(body: dict[str, Any]) -> Response:
+        return JSONResponse({"error": {"message": "maximum length" if status == 413 else "no"}}, status)
+
+    with ChatServer(refuse) as server:
+        play_at(server, program)
+    assert len(told) == 1 and "127.0.0.1" not in told[0] and server.url.split(":")[2] not in told[0]
+
+
 def test_an_endpoint_that_refuses_the_run_ends_it() -> None:
     with (
         ChatServer(echo, [JSONResponse({"error": "no such model"}, 404)]) as server,

@@ -187,12 +187,18 @@ def test_an_answer_that_does_not_fit_ends_at_the_context_and_a_full_one_is_none(
         with pytest.raises(NoAnswerError) as error:
             ask(server)
     assert error.value.is_too_long
+    extra = {"max_tokens": None, "max_completion_tokens": 20}
+    with ChatServer(echo, [full]) as server:
+        ask(server, extra_body=extra)
+        assert [body.get("max_completion_tokens") for body in server.bodies] == [20, None]
+        assert not any("max_tokens" in body for body in server.bodies)
 
 
 def test_a_withheld_answer_is_none_and_an_empty_one_is_one() -> None:
     with ChatServer(echo, [JSONResponse(completion("", finish_reason="content_filter"))]) as server:
-        with pytest.raises(NoAnswerError, match="withheld"):
+        with pytest.raises(NoAnswerError, match="withheld") as error:
             ask(server)
+        assert error.value.is_withheld and error.value.is_refused and len(server.bodies) == 1
         server.script = [JSONResponse(completion(None, finish_reason="length", tokens=None))]
         (result,), _ = ask(server)
     assert (result.text, result.finish_reason) == ("", "length")
@@ -228,6 +234,28 @@ def test_reasoning_and_tool_calls_are_read() -> None:
     assert answer.fields["tool_calls"] == [call] and answer.fields["spoken"] == ""
     parts = completion(None, message={"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b\ud800"}]})
     assert read_completion(parts)[0].text == "ab?"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ({"a": "é"}, '{"a": "é"}'),
+        ({}, "{}"),
+        (None, "{}"),
+        ("{'a': \ud800", "{'a': ?"),
+        ('{"a": "x\\ud800"}', '{"a": "x?"}'),
+        ('{"a":"\\u00e9"}', '{"a":"\\u00e9"}'),
+    ],
+)
+def test_calls_have_json_without_halves_of_characters(arguments: Any, read: str) -> None:
+    function = {"name": "add\ud800", "arguments": arguments}
+    answer, _ = read_completion(
+        completion(None, "tool_calls", message={"tool_calls": [{"id": "\udfff", "function": function}]})
+    )
+    (call,) = answer.tool_calls
+    assert (call.id, call.name, call.arguments) == ("?", "add?", read)
+    assert TOKENIZER(answer.text)["input_ids"]
+    assert read_completion(completion("a", stop_reason="b\udc00"))[0].text == "ab?"
 
 
 @pytest.mark.parametrize(

@@ -60,4 +60,32 @@ def test_an_endpoint_that_cannot_list_its_models_is_accepted(status: int, caplog
     with ChatServer(echo) as server:
         server.list_status = status
         check(server)
-    assert "the evaluation starts" in caplog.text or "has no list of models" in caplog.text
+        assert [body["max_tokens"] for body in server.bodies] == [1]
+    assert "is asked for one token" in caplog.text
+
+
+def test_an_address_without_its_version_is_refused() -> None:
+    with (
+        ChatServer(echo) as server,
+        pytest.raises(ConfigError, match=r"it ends before /chat/completions, usually with /v1"),
+    ):
+        check(server, base_url=server.url.removesuffix("/v1"))
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "is_accepted"),
+    [
+        (400, "Unsupported parameter: 'max_tokens' is not supported with this model.", True),
+        (422, "temperature is missing", True),
+        (400, "code: model_not_found", False),
+        (400, "hidden is not a valid model ID", False),
+        (404, "no", False),
+    ],
+)
+def test_a_refused_question_is_no_missing_model(status: int, text: str, is_accepted: bool) -> None:
+    with ChatServer(echo, [JSONResponse({"error": {"message": text}}, status)]) as server:
+        if is_accepted:
+            check(server, model="hidden")
+            return
+        with pytest.raises(ConfigError, match="is not among the models"):
+            check(server, model="hidden")
