@@ -61,6 +61,14 @@ def _bounds(points: Points) -> tuple[int, int]:
     return points[0][0], points[-1][0]
 
 
+def _sum(points: Points) -> float:
+    return sum(value for _, value in points)
+
+
+def _most(points: Points) -> float:
+    return max(value for _, value in points)
+
+
 def _above(curves: Curves, name: str, threshold: float) -> Points:
     return [point for point in curves.get(name).known if point[1] > threshold]
 
@@ -89,12 +97,11 @@ def engine_mismatch(curves: Curves) -> Finding | None:
     over = [point for point in _above(curves, name, most) if not ages.get(point[0])]
     if not over:
         return None
-    worst = max(value for _, value in over)
     return Finding(
         "problem",
         "Trainer and engine disagree",
         f"token_mult_prob_error is above {most} in {len(over)} steps with answers of the current weights, at most "
-        f"{worst:.4g}; 1 is perfect. Look for another number format, a changed chat template, or weights that an "
+        f"{_most(over):.4g}; 1 is perfect. Look for another number format, a changed chat template, or weights that an "
         "engine did not get.",
         name,
         _bounds(over),
@@ -132,12 +139,11 @@ def kl_spike(curves: Curves) -> Finding | None:
     spikes = [point for point in points if point[1] > max(times * usual, least)]
     if not spikes:
         return None
-    worst = max(value for _, value in spikes)
     return Finding(
         "warning",
         "The KL divergence spikes",
         f"kl_penalty is more than {times:g} times its median of {usual:.3g}, and more than {least}, in {len(spikes)} "
-        f"steps, at most {worst:.3g}. Lower the learning rate or the gradient's bound.",
+        f"steps, at most {_most(spikes):.3g}. Lower the learning rate or the gradient's bound.",
         name,
         _bounds(spikes),
     )
@@ -158,7 +164,7 @@ def gradient_spike(curves: Curves) -> Finding | None:
         "warning",
         "The gradient norm spikes",
         f"grad_norm is more than {times:g} times its median of {usual:.3g} in {len(spikes)} steps, at most "
-        f"{max(value for _, value in spikes):.3g}.",
+        f"{_most(spikes):.3g}.",
         name,
         _bounds(spikes),
     )
@@ -173,8 +179,7 @@ def skipped_updates(curves: Curves) -> Finding | None:
     return Finding(
         "problem",
         "Updates were skipped",
-        f"{sum(value for _, value in over):g} updates in {len(over)} steps had a gradient that is not finite, or no "
-        "token that counts.",
+        f"{_sum(over):g} updates in {len(over)} steps had a gradient that is not finite, or no token that counts.",
         name,
         _bounds(over),
     )
@@ -191,7 +196,7 @@ def truncation(curves: Curves) -> Finding | None:
         "warning",
         "Many answers are cut off",
         f"More than {most:.0%} of the answers reach a length limit in {len(over)} of {num_steps} steps, at most "
-        f"{max(value for _, value in over):.0%}. Raise policy.generation.max_new_tokens or the sequence length, or "
+        f"{_most(over):.0%}. Raise policy.generation.max_new_tokens or the sequence length, or "
         "shape the reward by length.",
         name,
         _bounds(over),
@@ -204,11 +209,11 @@ def reward_errors(curves: Curves) -> Finding | None:
     over = _above(curves, name, 0)
     if not over:
         return None
-    number, total = (sum(value for _, value in curves.get(each).known) for each in (name, "train/num_samples"))
+    number, total = _sum(over), _sum(curves.get("train/num_samples").known)
     return Finding(
         "warning" if number < few * total else "problem",
         "Samples could not be graded",
-        f"{sum(value for _, value in over):g} samples in {len(over)} steps have an error in place of a reward. Filter "
+        f"{number:g} samples in {len(over)} steps have an error in place of a reward. Filter "
         "the rollouts by the outcome reward_error to see why.",
         name,
         _bounds(over),
@@ -260,7 +265,7 @@ def preemptions(curves: Curves) -> Finding | None:
     return Finding(
         "note",
         "Engines interrupt requests for lack of memory",
-        f"{sum(value for _, value in over):g} requests in {len(over)} steps were computed again, because the "
+        f"{_sum(over):g} requests in {len(over)} steps were computed again, because the "
         "key-value cache was full. Give engines more memory, or fewer requests at a time.",
         name,
         _bounds(over),

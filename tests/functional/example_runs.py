@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHARED_DATA = REPOSITORY / "../shared/data"
@@ -228,6 +229,16 @@ def read_metrics(log_dir: Path) -> Metrics:
             for name, value in row["metrics"].items():
                 values[row["prefix"], row["step"], name] = value
     return values
+
+
+def check_agent_steps(run: ExampleRun, steps: int) -> Metrics:
+    """Check that all tokens of agents are those of the policy, and that no program failed."""
+    metrics = read_metrics(run.log_dir)
+    for step in range(1, steps + 1):
+        assert metrics["train", step, "num_reward_errors"] == 0, run.log()[-3000:]
+        assert metrics["train", step, "token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
+        assert metrics["train", step, "calls_per_sample"] >= 1
+    return metrics
 
 
 def of_training(metrics: Metrics) -> Metrics:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from example_runs import ExampleRun, Metrics, StartExample, read_metrics
+from example_runs import StartExample, check_agent_steps
 
 from nemo_rl.sandbox import why_unavailable
 from nemo_rl.sandbox.mechanisms import IN_ORDER
@@ -16,21 +16,11 @@ ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("grpo.val_at_start=false", "grpo.val_period=0", "checkpointing.enabled=false")
 
 
-def check_steps(run: ExampleRun, steps: int) -> Metrics:
-    """Check that all tokens of agents are those of the policy, and that no program failed."""
-    metrics = read_metrics(run.log_dir)
-    for step in range(1, steps + 1):
-        assert metrics["train", step, "num_reward_errors"] == 0, run.log()[-3000:]
-        assert metrics["train", step, "token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
-        assert metrics["train", step, "calls_per_sample"] >= 1
-    return metrics
-
-
 def test_a_program_on_the_package_openai_samples_from_the_policy(start_example: StartExample) -> None:
     small = ("grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=16")
     run = start_example("run_grpo.py", CONFIG, *SHORT, *small, "grpo.max_num_steps=2")
     assert run.finish() == 0, run.log()[-3000:]
-    metrics = check_steps(run, 2)
+    metrics = check_agent_steps(run, 2)
     assert metrics["train", 1, "agent/calculator_calls"] > 0
     (stored,) = run.log_dir.rglob("train_data_step1.jsonl")
     samples = [json.loads(line) for line in stored.read_text().splitlines()]
@@ -53,7 +43,7 @@ def test_the_policy_learns_to_use_the_tool_of_a_program(program: str, start_exam
         environment={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/functional'}"},
     )
     assert run.finish(800) == 0, run.log()[-3000:]
-    metrics = check_steps(run, 10)
+    metrics = check_agent_steps(run, 10)
     before, after = (metrics["validation", step, "accuracy"] for step in (0, 10))
     assert after > before + 0.2
 
@@ -76,4 +66,4 @@ def test_a_command_in_the_sandbox_samples_from_the_policy(start_example: StartEx
         "grpo.max_num_steps=2",
     )
     assert run.finish(800) == 0, run.log()[-3000:]
-    assert check_steps(run, 2)["train", 1, "agent/calculator_calls"] > 0
+    assert check_agent_steps(run, 2)["train", 1, "agent/calculator_calls"] > 0

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from example_runs import ExampleRun, Metrics, StartExample, read_metrics
+from example_runs import StartExample, check_agent_steps, read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -21,16 +21,6 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     folder = tmp_path_factory.mktemp("rows")
     subprocess.run([sys.executable, ROOT / "examples/nemo_gym/calculator_rows.py", folder], check=True, timeout=120)
     return tuple(f"data.{role}.data_path={folder / role}.jsonl" for role in ("train", "validation"))
-
-
-def check_steps(run: ExampleRun, steps: int) -> Metrics:
-    """Check that all tokens are those of the policy, and that no rollout failed."""
-    metrics = read_metrics(run.log_dir)
-    for step in range(1, steps + 1):
-        assert metrics["train", step, "num_reward_errors"] == 0, run.log()[-3000:]
-        assert metrics["train", step, "token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
-        assert metrics["train", step, "calls_per_sample"] >= 1
-    return metrics
 
 
 def test_rollouts_of_the_validation_rows_are_collected(
@@ -71,7 +61,7 @@ def test_the_policy_learns_to_use_a_tool_of_nemo_gym(start_example: StartExample
     """The starting model is right in 0.28 of 128 problems; three standard errors of a share are 0.12."""
     run = start_example(SCRIPT, CONFIG, *rows, "grpo.max_num_steps=10", "checkpointing.enabled=false")
     assert run.finish(800) == 0, run.log()[-3000:]
-    metrics = check_steps(run, 10)
+    metrics = check_agent_steps(run, 10)
     before, after = (metrics["validation", step, "accuracy"] for step in (0, 10))
     assert after > before + 0.2
     assert metrics["train", 1, "nemo_gym/calculator_calls"] > 0
