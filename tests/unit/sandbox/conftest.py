@@ -2,6 +2,7 @@
 
 import os
 import socket
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -56,15 +57,23 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[attempts.Machi
 
 
 @pytest.fixture
-def run(mechanism: Mechanism) -> Run:
+def scratch_folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Give the folder in which sandboxes of this test make theirs: other tests at the same time use another one."""
+    with tempfile.TemporaryDirectory(prefix="scratch_folders_") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+@pytest.fixture
+def run(mechanism: Mechanism, scratch_folders: Path) -> Run:
     """Run a program, and check afterwards that none of its processes and files is left."""
 
     def run_and_check(source: str, limits: Limits) -> Outcome:
-        mark, before = f"mark-{uuid.uuid4()}", set(Path("/tmp").glob("nemo_rl_sandbox_*"))
+        mark = f"mark-{uuid.uuid4()}"
         outcome = Sandbox(limits, mechanism).run(Program(source, arguments=(mark,)))
         assert not [one for one in psutil.Process().children(recursive=True) if _runs_a_sandbox(one)]
         assert not processes_with(mark)
-        assert set(Path("/tmp").glob("nemo_rl_sandbox_*")) <= before
+        assert not list(scratch_folders.iterdir())
         return outcome
 
     return run_and_check
