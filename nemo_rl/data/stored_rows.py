@@ -50,7 +50,8 @@ class PackedRows:
         token_ids: `[N]` int32.
         is_written: `[N]` bool, tokens that the policy wrote.
         logprobs: `[N]` float32, the engine's log-probabilities; 0 where `is_written` is false.
-        texts: `[M]` uint8, a pickle of the messages of each row without tokens, which ranks do not read.
+        texts: `[M]` uint8, a pickle of each row's messages without tokens, end to end; ranks do not read them.
+        text_ends: end of each row's pickle.
     """
 
     ends: list[int]
@@ -58,6 +59,7 @@ class PackedRows:
     is_written: NDArray[np.bool_]
     logprobs: NDArray[np.float32]
     texts: NDArray[np.uint8]
+    text_ends: list[int]
 
     def start_of(self, index: int) -> int:
         """Return the position of the first token of a row."""
@@ -65,8 +67,9 @@ class PackedRows:
 
     def messages_of(self, index: int) -> list[Any]:
         """Return the messages of a row without tokens: `role` and `content`."""
-        texts: list[list[Any]] = pickle.loads(self.texts)
-        return texts[index]
+        start = self.text_ends[index - 1] if index else 0
+        messages: list[Any] = pickle.loads(self.texts[start : self.text_ends[index]])
+        return messages
 
 
 @dataclass(frozen=True)
@@ -119,13 +122,14 @@ def pack_rows(message_logs: Sequence[Sequence[Any]]) -> PackedRows:
     lengths = [message["token_ids"].numel() for message in messages]
     written = [message.get("generation_logprobs") for message in messages]
     zeros = [torch.zeros(length) if each is None else each for each, length in zip(written, lengths, strict=True)]
-    texts = [[{"role": each["role"], "content": each["content"]} for each in log] for log in message_logs]
+    texts = [pickle.dumps([{"role": each["role"], "content": each["content"]} for each in log]) for log in message_logs]
     return PackedRows(
         np.cumsum([sum(message["token_ids"].numel() for message in log) for log in message_logs]).tolist(),
         torch.cat([message["token_ids"] for message in messages]).numpy().astype(np.int32),
         np.repeat([each is not None for each in written], lengths),
         torch.cat(zeros).numpy(),
-        np.frombuffer(pickle.dumps(texts), dtype=np.uint8),
+        np.frombuffer(b"".join(texts), dtype=np.uint8),
+        np.cumsum([len(text) for text in texts]).tolist(),
     )
 
 

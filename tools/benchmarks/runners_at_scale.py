@@ -134,11 +134,12 @@ def make_runner(options: argparse.Namespace) -> RemoteRunner:
         limits=RolloutLimits(PROMPT_TOKENS + options.tokens + 1, max_turns=1, timeout_s=3600),
         text_rules=TextRules(),
         import_path=import_path({}),
+        reads_collections=False,
     )
     group: Any = _Engines(workers)
     engines = EngineGroup(group, setup_timeout_s=3600, max_restarts=0)
     names: Any = {"task": SimpleNamespace(post_processes_groups=True)}
-    return RemoteRunner(engines, names, settings, options.runners, EventLoopThread(), reads_collections=False)
+    return RemoteRunner(engines, names, settings, options.runners, EventLoopThread())
 
 
 def measure(runner: RemoteRunner, samples: int, options: argparse.Namespace) -> dict[str, float]:

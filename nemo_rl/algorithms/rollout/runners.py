@@ -74,11 +74,9 @@ def make_runner(
         limits=limits,
         text_rules=rules,
         import_path=import_path({}),
+        reads_collections=any(environment.reads_collections for environment in environments.values()),
         review=review,
     )
-    reads_collections = any(environment.reads_collections for environment in environments.values())
-    runner = RemoteRunner(
-        engines, environments, settings, cluster.rollout_runners, loop, reads_collections=reads_collections
-    )
+    runner = RemoteRunner(engines, environments, settings, cluster.rollout_runners, loop)
     threads.callback(runner.shutdown, cluster.timeouts.shutdown_s)
     return runner

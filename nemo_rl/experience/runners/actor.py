@@ -1,8 +1,8 @@
 """Play groups in an actor: the library's `RolloutRunner`, next to engines and environments of its own.
 
-    driver: client.RemoteRunner ── play(prompt) ──► RunnerActor: RolloutRunner.play_group ─► engines, environments
-            summaries ◄───────────────────────────────┤
-            references ◄── object store ◄── tokens ───┘
+    driver: client.RemoteRunner ── prompts ──► RunnerActor: RolloutRunner.play_group ─► engines, environments
+            summaries ◄──────────────────────────┤
+            references ◄── object store ◄─ tokens┘
 
 Invariant: an engine gets requests from one runner only, because its results are collected once.
 """
@@ -19,19 +19,15 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.config import ClusterConfig
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.data.stored_rows import PackedRows
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.distributed.tensor_transport import pack_tensors
 from nemo_rl.distributed.workers.process import ProcessIdentity, this_process
 from nemo_rl.environments.user_environments import environment_of, start_environment
 from nemo_rl.environments.workers.loading import extend_path
 from nemo_rl.experience.event_loop import EventLoopThread
-from nemo_rl.experience.idle_shares import BusySeconds
 from nemo_rl.experience.penalties.review import ReviewSettings
-from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
+from nemo_rl.experience.rollouts import RolloutLimits, RolloutRunner
 from nemo_rl.experience.runners.engine_workers import EngineWorkers, RunnerEngines
-from nemo_rl.experience.runners.stored import split
-from nemo_rl.experience.trajectory import Rollouts, Trajectory
-from nemo_rl.models.generation.interfaces import SamplingParams
+from nemo_rl.experience.runners.groups import FinishedGroups, GroupTask, OpenGroups, for_driver
+from nemo_rl.experience.trajectory import Rollouts
 
 _LOOK_S = 0.1
 """Seconds between two looks for lost engines."""
@@ -50,6 +46,7 @@ class RunnerSettings:
         limits: bounds of rollouts.
         text_rules: as `RolloutRunner`.
         import_path: folders that the driver searches for modules.
+        reads_collections: as `stored.split`; necessary if an environment corrects rewards of whole collections.
         review: what is noted on finished samples.
     """
 
@@ -61,20 +58,8 @@ class RunnerSettings:
     limits: RolloutLimits
     text_rules: TextRules
     import_path: Sequence[str]
+    reads_collections: bool
     review: ReviewSettings = field(default_factory=ReviewSettings)
-
-
-@dataclass(frozen=True)
-class Summary:
-    """The part of a group that the driver gets.
-
-    Attributes:
-        rollouts: the samples without their tokens, and the metrics of environments; whole samples for a validation.
-        busy: time with work of the runner's engines and environments since its start.
-    """
-
-    rollouts: Rollouts
-    busy: BusySeconds
 
 
 class RunnerActor:
@@ -102,44 +87,41 @@ class RunnerActor:
             settings.review.make(settings.tokenizer),
             cluster.agent_endpoint,
         )
+        self._reads_collections = settings.reads_collections
+        self._groups = OpenGroups(self._play)
 
     def ready(self) -> ProcessIdentity:
         """Return the actor's process, once the runner is built."""
         return this_process()
 
-    async def play(
-        self,
-        prompt: BatchedDataDict[Any],
-        num_generations: int,
-        sampling: SamplingParams,
-        key: RolloutKey,
-        reads_collections: bool,
-        weight_version: int,
-    ) -> tuple[Summary, PackedRows | None]:
-        """Play the group of one prompt.
+    async def submit(
+        self, tasks: Sequence[tuple[int, GroupTask]], given_up: Sequence[int], weight_version: int
+    ) -> None:
+        """Begin to play groups, and end others.
 
         Args:
-            prompt: one collated row.
-            num_generations: samples.
-            sampling: how to sample.
-            key: as `RolloutRunner.play_group`.
-            reads_collections: as `stored.split`.
+            tasks: with the number of each.
+            given_up: numbers of groups that nobody waits for.
             weight_version: version of the engines' weights.
-
-        Returns:
-            The summary, and the tokens with the texts; None for a validation, whose samples the driver gets whole.
-
-        Raises:
-            WorkerDiedError: an engine died, or an environment cannot be kept running.
-            Exception: as `RolloutRunner.play_group`.
         """
         self._engines.weight_version = weight_version
-        played = await self._runner.play_group(prompt, 0, num_generations, sampling, key)
-        busy = self._runner.busy_seconds()
-        if key.phase != "train":
-            return Summary(Rollouts([_sent(sample) for sample in played.trajectories], played.metrics), busy), None
-        samples, packed = split(played.trajectories, reads_collections=reads_collections)
-        return Summary(Rollouts(samples, played.metrics), busy), packed
+        for number in given_up:
+            self._groups.give_up(number)
+        for number, task in tasks:
+            self._groups.start(number, task)
+
+    async def collect(self, timeout_s: float) -> tuple[FinishedGroups, PackedRows | None]:
+        """Wait for finished groups; none have finished if there are none after `timeout_s`.
+
+        Returns:
+            The groups, and the tokens with the texts of those to train on, which stay in the object store.
+        """
+        taken = await self._groups.take(timeout_s)
+        groups, packed = for_driver(taken, reads_collections=self._reads_collections)
+        return FinishedGroups(groups, self._runner.busy_seconds()), packed
+
+    async def _play(self, task: GroupTask) -> Rollouts:
+        return await self._runner.play_group(task.prompt, 0, task.num_generations, task.sampling, task.key)
 
     async def lost_engines(self, timeout_s: float) -> list[int]:
         """Wait until engines have to be replaced; the driver also takes the answer as a sign of life.
@@ -159,11 +141,3 @@ class RunnerActor:
     def shutdown(self) -> None:
         """Stop the environments."""
         self._resources.close()
-
-
-def _sent(sample: Trajectory) -> Trajectory:
-    """Prepare the tensors of a whole sample for sending."""
-    for conversation in sample.conversations:
-        conversation.message_log = pack_tensors([dict(message) for message in conversation.message_log])
-    sample.episode = None
-    return sample

@@ -14,11 +14,12 @@ import ray
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.workers.start import Environment
 from nemo_rl.experience.closings import Closings
-from nemo_rl.experience.event_loop import EventLoopThread
+from nemo_rl.experience.event_loop import BackgroundTask, EventLoopThread
 from nemo_rl.experience.idle_shares import BusySeconds
 from nemo_rl.experience.progress import GroupProgress
 from nemo_rl.experience.rollouts import RolloutKey, RolloutRunner
 from nemo_rl.experience.runners.actor import RunnerSettings
+from nemo_rl.experience.runners.groups import GroupTask
 from nemo_rl.experience.runners.share import RunnerShare, ranks_of_runner
 from nemo_rl.experience.runners.stored import located, split
 from nemo_rl.experience.trajectory import Rollouts
@@ -36,7 +37,6 @@ class RemoteRunner(RolloutRunner):
         settings: of the runners; each gets its share of the engines.
         num_runners: actors.
         loop: runs the coroutines.
-        reads_collections: as `stored.split`; necessary if an environment corrects rewards of whole collections.
 
     Raises:
         ConfigError: there are fewer engines than runners.
@@ -49,8 +49,6 @@ class RemoteRunner(RolloutRunner):
         settings: RunnerSettings,
         num_runners: int,
         loop: EventLoopThread,
-        *,
-        reads_collections: bool,
     ) -> None:
         cluster = settings.cluster
         super().__init__(
@@ -62,14 +60,15 @@ class RemoteRunner(RolloutRunner):
                 f"cluster.rollout_runners={num_runners}, but there are {num_workers // size} engines. Each runner has "
                 f"engines of its own: use at most {num_workers // size} runners."
             )
-        self._reads_collections = reads_collections
+        self._reads_collections = settings.reads_collections
         self._runners = [
             RunnerShare(str(number), engines, ranks_of_runner(number, num_runners, num_workers, size), settings)
             for number in range(num_runners)
         ]
-        self._watches = [
-            loop.start(runner.watch(), f"the watch over rollout runner {runner.name}") for runner in self._runners
-        ]
+        self._tasks: list[BackgroundTask[None]] = []
+        for runner in self._runners:
+            self._tasks.append(loop.start(runner.watch(), f"the watch over rollout runner {runner.name}"))
+            self._tasks.append(loop.start(runner.exchange.serve(), f"the groups of rollout runner {runner.name}"))
 
     async def _play_group(
         self,
@@ -86,18 +85,12 @@ class RemoteRunner(RolloutRunner):
             raise ConfigError(
                 "Rollout runners do not take inputs next to the tokens yet. Use cluster.rollout_runners=0."
             )
-        runner = min(self._runners, key=lambda each: each.num_open)
+        runner = min(self._runners, key=lambda each: each.exchange.num_open)
         own = replace(key, first_group=key.first_group + row)
         prompt: Any = BatchedDataDict(prompts.slice(row, row + 1).data)
-        runner.num_open += 1
-        try:
-            summary, rows = await runner.play((prompt, num_generations, sampling, own, self._reads_collections))
-        finally:
-            runner.num_open -= 1
-        runner.busy = summary.busy
-        for sample in summary.rollouts.trajectories:
+        rollouts = await runner.exchange.play(GroupTask(prompt, num_generations, sampling, own))
+        for sample in rollouts.trajectories:
             sample.group_index = row
-        rollouts = located(summary.rollouts, rows)
         if progress is not None:
             progress.forget()  # a runner plays from the prompt
             progress.rollouts = rollouts
@@ -110,12 +103,12 @@ class RemoteRunner(RolloutRunner):
 
     def busy_seconds(self) -> BusySeconds:
         """See `RolloutRunner.busy_seconds`; as the runners reported with their last groups."""
-        engines = [seconds for runner in self._runners for seconds in runner.busy.engines]
-        return BusySeconds(engines, max(runner.busy.environments for runner in self._runners))
+        engines = [seconds for runner in self._runners for seconds in runner.exchange.busy.engines]
+        return BusySeconds(engines, max(runner.exchange.busy.environments for runner in self._runners))
 
     def shutdown(self, timeout_s: float) -> None:
         """Stop the runners and their environments."""
-        for watch in self._watches:
-            watch.cancel()
+        for task in self._tasks:
+            task.cancel()
         for runner in self._runners:
             runner.actor.shutdown(timeout_s)

@@ -13,17 +13,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nemo_rl.data.stored_rows import PackedRows
 from nemo_rl.environments.workers.supervision import SupervisedActor, answer_of, death_in_short
 from nemo_rl.experience.idle_shares import BusySeconds
-from nemo_rl.experience.runners.actor import RunnerActor, RunnerSettings, Summary
+from nemo_rl.experience.runners.actor import RunnerActor, RunnerSettings
+from nemo_rl.experience.runners.exchange import GroupExchange
 from nemo_rl.models.generation.engine_group import EngineGroup
 
-_MOST_GROUPS = 10_000
-"""Groups that a runner plays at the same time."""
+_MOST_CALLS = 1_000
+"""Calls that a runner answers at the same time."""
 _POLLS_WITHIN_SILENCE = 4
 """Signs of life that a runner gives within the time after which it counts as hung."""
 
@@ -55,23 +55,20 @@ class RunnerShare:
         engines: all engines of the run.
         ranks: of the workers of its own engines.
         settings: of the actor; its engines are set at each start.
-        num_open: groups that it plays.
-        busy: time with work of its engines and environments, as it reported last.
         actor: the actor, which is started again when it dies.
+        exchange: the groups that it plays.
     """
 
     name: str
     engines: EngineGroup
     ranks: Sequence[int]
     settings: RunnerSettings
-    num_open: int = 0
-    busy: BusySeconds = field(init=False)
     actor: SupervisedActor = field(init=False)
+    exchange: GroupExchange = field(init=False)
     _given: list[Any] = field(default_factory=list, init=False)
     """Workers that the running actor knows."""
 
     def __post_init__(self) -> None:
-        self.busy = BusySeconds([0.0] * (len(self.ranks) // self.settings.workers_per_engine), 0.0)
         cluster = self.settings.cluster
         self.actor = SupervisedActor(
             self.name,
@@ -80,6 +77,8 @@ class RunnerShare:
             max_restarts=cluster.max_actor_restarts,
             kind="rollout runner",
         )
+        idle = BusySeconds([0.0] * (len(self.ranks) // self.settings.workers_per_engine), 0.0)
+        self.exchange = GroupExchange(self.actor, lambda: self.engines.weight_version, self._poll_s, idle)
 
     def _launch(self) -> Any:
         """Start the actor on the node of its first engine."""
@@ -88,40 +87,12 @@ class RunnerShare:
         process = self.engines.workers.slot(self.ranks[0]).identity
         # With soft=True Ray chooses any node for an actor that reserves no CPU.
         where: Any = "SPREAD" if process is None else NodeAffinitySchedulingStrategy(process.node_id, soft=False)
-        options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": _MOST_GROUPS, "scheduling_strategy": where}
+        options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": _MOST_CALLS, "scheduling_strategy": where}
         return host.options(**options).remote(replace(self.settings, engines=self._given))
 
     def _workers(self) -> list[Any]:
         workers = self.engines.workers.workers
         return [workers[rank] for rank in self.ranks]
-
-    async def play(self, arguments: Sequence[Any]) -> "tuple[Summary, ray.ObjectRef[PackedRows | None]]":
-        """Play a group in the actor, again if the actor dies or the watch kills it.
-
-        Args:
-            arguments: of `RunnerActor.play`, without the last one.
-
-        Returns:
-            The summary, and the reference of the tokens.
-
-        Raises:
-            WorkerDiedError: the actor died too often.
-            Exception: as `RunnerActor.play`.
-        """
-        while True:
-            incarnation = self.actor.running()
-            try:
-                await self.actor.until_ready(incarnation)
-                play: Any = incarnation.handle.play.options(num_returns=2)
-                summary, rows = play.remote(*arguments, self.engines.weight_version)
-                answer: Summary = await _cancelled_with(summary)
-            except RayActorError as death:
-                self.actor.replace(incarnation, death_in_short(death))
-                continue
-            except RayTaskError as failure:
-                raise failure.cause from failure
-            self.actor.note_answer()
-            return answer, rows
 
     async def watch(self) -> None:
         """Keep the actor and its engines running; never returns.
@@ -139,7 +110,7 @@ class RunnerShare:
                 self.actor.replace(incarnation, death_in_short(death))
             except _NoSignOfLifeError:
                 reason = f"no sign of life for {self._silence_s:g} s (cluster.timeouts.rollout_runner_silence_s)"
-                self.actor.end_hung(incarnation, reason)  # on this loop, as `play` replaces the actor here too
+                self.actor.end_hung(incarnation, reason)  # on this loop, as `serve` replaces the actor here too
 
     async def _look(self, handle: Any) -> None:
         """Wait for the loss of an engine for some time, and replace it.
@@ -148,7 +119,7 @@ class RunnerShare:
             RayActorError: the actor died.
             _NoSignOfLifeError: it gives no answer.
         """
-        lost = await self._ask(handle.lost_engines.remote(self._silence_s / _POLLS_WITHIN_SILENCE))
+        lost = await self._ask(handle.lost_engines.remote(self._poll_s))
         if lost:
             workers = await asyncio.to_thread(self._replace_engines, lost)
             await self._ask(handle.replace_engines.remote(workers, lost))
@@ -163,6 +134,11 @@ class RunnerShare:
     def _silence_s(self) -> float:
         return self.settings.cluster.timeouts.rollout_runner_silence_s
 
+    @property
+    def _poll_s(self) -> float:
+        """Seconds after which the actor answers a call that waits for news."""
+        return self._silence_s / _POLLS_WITHIN_SILENCE
+
     def _replace_engines(self, lost: Sequence[int]) -> list[Any]:
         """Replace engines, unless another thread has done so already; return the current workers.
 
@@ -176,12 +152,3 @@ class RunnerShare:
                 self.engines.replace_engines(found, f"Rollout runner {self.name!r} got no answer from it.")
             self._given = self._workers()
         return self._given
-
-
-async def _cancelled_with[T](call: "ray.ObjectRef[T]") -> T:
-    """Await a call; cancel it in the actor if the caller is cancelled."""
-    try:
-        return await asyncio.wrap_future(call.future())
-    except asyncio.CancelledError:
-        ray.cancel(call)
-        raise

@@ -122,8 +122,9 @@ def make_runner(workers: Workers, num_runners: int, loop: EventLoopThread) -> Re
         limits=RolloutLimits(max_sequence_length=256, max_turns=2, timeout_s=120.0),
         text_rules=TextRules(),
         import_path=import_path({}),
+        reads_collections=False,
     )
     group: Any = workers
     engines = EngineGroup(group, setup_timeout_s=60, max_restarts=3)
     names: Any = {"game": SimpleNamespace(post_processes_groups=True)}
-    return RemoteRunner(engines, names, settings, num_runners, loop, reads_collections=False)
+    return RemoteRunner(engines, names, settings, num_runners, loop)

@@ -23,7 +23,7 @@ from nemo_rl.experience.metrics import rollout_metrics
 from nemo_rl.experience.penalties.review import ReviewSettings
 from nemo_rl.experience.progress import SampleProgress, num_stored_tokens
 from nemo_rl.experience.rows import rows_of, rows_per_update
-from nemo_rl.experience.runners.actor import _sent
+from nemo_rl.experience.runners.groups import _sent
 from nemo_rl.experience.runners.stored import located, messages_of, split, whole
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.experience.trajectory_log import TrajectoryLog

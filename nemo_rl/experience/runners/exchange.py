@@ -1,0 +1,168 @@
+"""Give groups to a runner actor and take what it has played; many groups in a call, in both directions.
+
+    play() ─► outbox ─► _send (next iteration of the loop, one call) ─► actor.submit
+    play() cancelled (deadline, another group failed) ─► _send ─► actor.submit, as given up
+    serve ── collect (long poll) ──► finished groups ─► futures of play()
+    the actor dies ─► serve: a new one gets all open groups from their start
+
+Invariant: a group has one answer, with the same tokens whichever actor plays it. The driver owns the references of its
+tokens, so they outlive the actor.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from nemo_rl.environments.workers.supervision import SupervisedActor, death_in_short
+from nemo_rl.experience.idle_shares import BusySeconds
+from nemo_rl.experience.runners.groups import FinishedGroups, GroupError, GroupTask
+from nemo_rl.experience.runners.stored import located
+from nemo_rl.experience.trajectory import Rollouts
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A group without an answer."""
+
+    task: GroupTask
+    future: asyncio.Future[Rollouts]
+
+
+class GroupExchange:
+    """The open groups of one runner; for one event loop.
+
+    Args:
+        actor: the runner.
+        weight_version: returns the version of the engines' weights.
+        poll_s: seconds after which the actor answers `collect` without groups.
+        busy: time with work before the first answer.
+
+    Attributes:
+        busy: time with work of the runner's engines and environments, as it reported last.
+    """
+
+    def __init__(
+        self, actor: SupervisedActor, weight_version: Callable[[], int], poll_s: float, busy: BusySeconds
+    ) -> None:
+        self.busy = busy
+        self._actor = actor
+        self._weight_version = weight_version
+        self._poll_s = poll_s
+        self._handle: Any = None
+        """The running actor; None while it starts."""
+        self._numbers = itertools.count()
+        self._open: dict[int, _Waiting] = {}
+        self._outbox: list[int] = []
+        self._given_up: list[int] = []
+        self._send_is_due = False
+        self._checks: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_open(self) -> int:
+        """The number of groups that the runner plays."""
+        return len(self._open)
+
+    async def play(self, task: GroupTask) -> Rollouts:
+        """Play a group in the actor, again if the actor dies or the watch kills it.
+
+        Returns:
+            The samples, which know where their tokens are, and the metrics of environments.
+
+        Raises:
+            WorkerDiedError: the actor died too often.
+            Exception: as `RolloutRunner.play_group`.
+        """
+        self._actor.running()
+        number = next(self._numbers)
+        waiting = self._open[number] = _Waiting(task, asyncio.get_running_loop().create_future())
+        self._outbox.append(number)
+        self._send_soon()
+        try:
+            return await waiting.future
+        finally:
+            if self._open.pop(number, None) is not None:  # cancelled
+                self._given_up.append(number)
+                self._send_soon()
+
+    async def serve(self) -> None:
+        """Keep groups going to the actor and coming back; never returns.
+
+        Raises:
+            WorkerDiedError: the actor died too often; all open groups raise it.
+        """
+        try:
+            while True:
+                incarnation = self._actor.running()
+                try:
+                    await self._actor.until_ready(incarnation)
+                    self._handle, self._outbox = incarnation.handle, list(self._open)
+                    self._send()
+                    while True:
+                        await self._take()
+                except RayActorError as death:
+                    self._handle = None
+                    self._actor.replace(incarnation, death_in_short(death))
+        except Exception as failure:
+            self._fail(list(self._open), failure)
+            raise
+
+    async def _take(self) -> None:
+        """Wait for finished groups, and answer those who wait for them."""
+        collect = self._handle.collect.options(num_returns=2)
+        answer, rows = collect.remote(self._poll_s)
+        finished: FinishedGroups = await asyncio.wrap_future(answer.future())
+        self.busy = finished.busy
+        if finished.groups:
+            self._actor.note_answer()
+        for number, outcome in finished.groups:
+            waiting = self._open.pop(number, None)
+            if waiting is None or waiting.future.done():
+                continue
+            if isinstance(outcome, GroupError):
+                waiting.future.set_exception(outcome.exception())
+            else:
+                waiting.future.set_result(located(outcome, rows))
+
+    def _send_soon(self) -> None:
+        if not self._send_is_due:
+            self._send_is_due = True
+            asyncio.get_running_loop().call_soon(self._send)
+
+    def _send(self) -> None:
+        """Send the groups that have come since the last call, and the numbers of those given up."""
+        self._send_is_due = False
+        if self._handle is None:
+            return  # `serve` sends all open groups when the actor runs
+        given_up, self._given_up = self._given_up, []
+        numbers, self._outbox = [number for number in self._outbox if number in self._open], []
+        if not numbers and not given_up:
+            return
+        tasks = [(number, self._open[number].task) for number in numbers]
+        try:
+            call = self._handle.submit.remote(tasks, given_up, self._weight_version())
+        except Exception as failure:  # boundary: a prompt's row may hold any object
+            self._fail(numbers, failure)
+            return
+        check = asyncio.get_running_loop().create_task(self._check(call, numbers))
+        self._checks.add(check)
+        check.add_done_callback(self._checks.discard)
+
+    async def _check(self, call: "ray.ObjectRef[None]", numbers: Sequence[int]) -> None:
+        """Check that the actor accepted a call; `serve` handles a dead one."""
+        try:
+            await asyncio.wrap_future(call.future())
+        except RayActorError:
+            return
+        except Exception as failure:  # boundary: any failure of the call fails its groups
+            self._fail(numbers, failure)
+
+    def _fail(self, numbers: Sequence[int], failure: Exception) -> None:
+        for number in numbers:
+            waiting = self._open.pop(number, None)
+            if waiting is not None and not waiting.future.done():
+                waiting.future.set_exception(failure)

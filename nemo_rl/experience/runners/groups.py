@@ -1,0 +1,169 @@
+"""Groups that a runner actor plays, and what goes between it and the driver: many groups in a call.
+
+driver: exchange.GroupExchange ── submit([(number, task)], given up) ──► OpenGroups: a task for each group
+        FinishedGroups, reference of the tokens ◄── collect ──────────── groups finished since the last call
+"""
+
+import asyncio
+import pickle
+import traceback
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ray import cloudpickle
+
+from nemo_rl.data.stored_rows import PackedRows
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.tensor_transport import pack_tensors
+from nemo_rl.experience.idle_shares import BusySeconds
+from nemo_rl.experience.rollouts import RolloutKey
+from nemo_rl.experience.runners.stored import split
+from nemo_rl.experience.trajectory import Rollouts, Trajectory
+from nemo_rl.models.generation.interfaces import SamplingParams
+
+_TOKENS_OF_A_CALL = 1_000_000
+"""Tokens after which a call takes no further groups: about 10 MB, which stay until all of them are trained on."""
+
+
+@dataclass(frozen=True)
+class GroupTask:
+    """A group to play.
+
+    Attributes:
+        prompt: one collated row.
+        num_generations: samples.
+        sampling: how to sample.
+        key: as `RolloutRunner.play_group`.
+    """
+
+    prompt: BatchedDataDict[Any]
+    num_generations: int
+    sampling: SamplingParams
+    key: RolloutKey
+
+
+@dataclass(frozen=True)
+class GroupError:
+    """The error of a group.
+
+    Attributes:
+        pickled: the exception; empty if it cannot be pickled.
+        text: its traceback in the runner.
+    """
+
+    pickled: bytes
+    text: str
+
+    @classmethod
+    def of(cls, error: Exception) -> "GroupError":
+        """Prepare an exception for sending."""
+        text = "".join(traceback.format_exception(error))
+        try:
+            return cls(cloudpickle.dumps(error), text)
+        except Exception:  # boundary: an exception may hold any object
+            return cls(b"", text)
+
+    def exception(self) -> Exception:
+        """Return the exception, with a note of its traceback; a `RuntimeError` with the text if it cannot be read."""
+        try:
+            error = pickle.loads(self.pickled)
+        except Exception:  # boundary: an exception may need arguments or modules that are not here
+            return RuntimeError(f"A rollout runner raised an error that cannot be sent:\n{self.text}")
+        error.add_note(f"Raised in a rollout runner:\n{self.text}")
+        return error  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class FinishedGroups:
+    """Groups that the driver takes in one call.
+
+    Attributes:
+        groups: number of each, with its samples and the metrics of environments, or with its error. Samples of a
+            training phase have no tokens, those of a validation are whole.
+        busy: time with work of the runner's engines and environments since its start.
+    """
+
+    groups: list[tuple[int, Rollouts | GroupError]]
+    busy: BusySeconds
+
+
+class OpenGroups:
+    """The groups that an actor plays, and those that nobody has taken yet; for one event loop.
+
+    Args:
+        play: plays a group.
+    """
+
+    def __init__(self, play: Callable[[GroupTask], Coroutine[Any, Any, Rollouts]]) -> None:
+        self._play = play
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._finished: deque[tuple[int, str, Rollouts | Exception]] = deque()
+        self._has_news = asyncio.Event()
+
+    def start(self, number: int, task: GroupTask) -> None:
+        """Begin to play a group."""
+        self._running[number] = asyncio.get_running_loop().create_task(self._finish(number, task))
+
+    def give_up(self, number: int) -> None:
+        """End a group that nobody waits for."""
+        running = self._running.pop(number, None)
+        if running is not None:
+            running.cancel()
+
+    async def _finish(self, number: int, task: GroupTask) -> None:
+        try:
+            outcome: Rollouts | Exception = await self._play(task)
+        except Exception as failure:  # boundary: the driver raises it
+            outcome = failure
+        self._running.pop(number, None)
+        self._finished.append((number, task.key.phase, outcome))
+        self._has_news.set()
+
+    async def take(self, timeout_s: float) -> list[tuple[int, str, Rollouts | Exception]]:
+        """Return the number, phase and outcome of finished groups; none if there are none after `timeout_s`."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._has_news.wait(), timeout_s)
+        taken, num_tokens = [], 0
+        while self._finished and num_tokens < _TOKENS_OF_A_CALL:
+            taken.append(self._finished.popleft())
+            outcome = taken[-1][2]
+            num_tokens += 0 if isinstance(outcome, Exception) else sum(each.length for each in outcome.trajectories)
+        if not self._finished:
+            self._has_news.clear()
+        return taken
+
+
+def for_driver(
+    taken: Sequence[tuple[int, str, Rollouts | Exception]], *, reads_collections: bool
+) -> tuple[list[tuple[int, Rollouts | GroupError]], PackedRows | None]:
+    """Prepare finished groups for sending.
+
+    Args:
+        taken: as `OpenGroups.take` returns them.
+        reads_collections: as `stored.split`.
+
+    Returns:
+        The groups, and the tokens of those to train on; None if there are none of these.
+    """
+    played = [(number, phase, each) for number, phase, each in taken if isinstance(each, Rollouts)]
+    samples = [sample for _, phase, each in played if phase == "train" for sample in each.trajectories]
+    light, packed = split(samples, reads_collections=reads_collections) if samples else ([], None)
+    summaries = iter(light)
+    groups: list[tuple[int, Rollouts | GroupError]] = [
+        (number, GroupError.of(each)) for number, _, each in taken if isinstance(each, Exception)
+    ]
+    for number, phase, each in played:
+        sent = [next(summaries) if phase == "train" else _sent(sample) for sample in each.trajectories]
+        groups.append((number, replace(each, trajectories=sent)))
+    return groups, packed
+
+
+def _sent(sample: Trajectory) -> Trajectory:
+    """Prepare the tensors of a whole sample for sending."""
+    for conversation in sample.conversations:
+        conversation.message_log = pack_tensors([dict(message) for message in conversation.message_log])
+    sample.episode = None
+    return sample
