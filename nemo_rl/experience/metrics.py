@@ -41,7 +41,12 @@ def mean_metrics(collections: Sequence[Rollouts]) -> dict[str, float]:
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Compute the metrics of a training collection, logged under `train/`; those of rewards only if there is one."""
+    lengths = [t.length for t in trajectories]
+    prompts = [t.num_prompt_tokens for t in trajectories]
     responses = [t.response_length for t in trajectories]
+    of_environments = [
+        all_ - prompt - written for all_, prompt, written in zip(lengths, prompts, responses, strict=True)
+    ]
     rewards = [t.reward for t in trajectories if t.reward is not None]
     outcomes = Counter(t.outcome for t in trajectories)
     count = max(len(trajectories), 1)
@@ -63,9 +68,9 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "mean_prompt_length": mean([t.prompt_length for t in trajectories]),
         "mean_gen_tokens_per_sample": mean(responses),
         "max_gen_tokens_per_sample": float(max(responses, default=0)),
-        "mean_total_tokens_per_sample": mean([t.length for t in trajectories]),
-        "mean_env_tokens_per_sample": mean([t.length - t.num_prompt_tokens - t.response_length for t in trajectories]),
-        "total_num_tokens": float(sum(t.length for t in trajectories)),
+        "mean_total_tokens_per_sample": mean(lengths),
+        "mean_env_tokens_per_sample": mean(of_environments),
+        "total_num_tokens": float(sum(lengths)),
         "num_control_token_observations": float(sum(t.num_control_token_observations for t in trajectories)),
         "mean_environment_s": mean([t.environment_s for t in trajectories]),
     }
