@@ -12,7 +12,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-_SCRIPTS = ("uPlot.iife.min.js", "elements.js", "charts.js", "rollouts.js", "page.js")
+_SCRIPTS = ("uPlot.iife.min.js", "elements.js", "charts.js", "samples.js", "rollouts.js", "page.js")
 _STYLES = ("uPlot.min.css", "page.css")
 
 

@@ -10,7 +10,8 @@ from nemo_rl.report.curves import Curves
 from nemo_rl.report.findings import find
 from nemo_rl.report.phases import phases_of
 from nemo_rl.report.run_files import RunFiles
-from nemo_rl.report.samples import COLUMNS, SampleIndex
+from nemo_rl.report.sample_index import SampleIndex
+from nemo_rl.report.sample_lines import COLUMNS
 from nemo_rl.report.token_texts import TokenTexts
 
 _SHOWN_KEYS = {
@@ -74,13 +75,20 @@ class RunView:
             tokens["texts"] = self._texts.of(tokens["ids"])
         return detail
 
-    def samples_as_json(self, details: Sequence[int]) -> dict[str, Any]:
-        """Return the summaries of all samples, and some samples whole."""
+    def samples_as_json(self, num_listed: int, num_details: int) -> dict[str, Any]:
+        """Return the summaries of samples, and some of these samples whole.
+
+        Args:
+            num_listed: samples with a summary; where there are more, whole groups are chosen evenly over the steps.
+            num_details: samples with their conversation and tokens.
+        """
+        listed = self.samples.chosen(num_listed)
         return {
-            "columns": COLUMNS,
-            "rows": self.samples.rows,
+            "columns": ["number", *COLUMNS],
+            "rows": self.samples.rows_of(listed),
+            "known": len(self.samples),
             "num_damaged": self.samples.num_damaged,
-            "details": dict(self._details(details)),
+            "details": dict(self._details(self.samples.chosen(num_details, listed))),
         }
 
     def _details(self, numbers: Sequence[int]) -> Iterator[tuple[str, Any]]:

@@ -8,6 +8,7 @@ Invariants: files of the run are only read; nothing of it is in an answer to a r
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import socket
 import threading
@@ -26,6 +27,7 @@ import nemo_rl
 from nemo_rl.report.page import as_json, make_page
 from nemo_rl.report.run_files import RunFiles
 from nemo_rl.report.run_view import RunView
+from nemo_rl.report.sample_query import SampleQuery
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ _READ_EVERY_S = 1.0
 _FILES_AT_ONCE = 4
 """Files of samples that are read before pages are answered again."""
 _MOST_DIGITS = 12
+_NICENESS = 10
 _WAIT_S = 2.0
 """Seconds after which a question for news is answered without any."""
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
@@ -111,7 +114,7 @@ class RunServer:
         self._check(request)
 
         def page() -> str:
-            run = self._view.as_json() | {"samples": None}
+            run = self._view.as_json()
             about = {"live": True, "version": nemo_rl.__version__, "written": time.time(), "news": self._version}
             return make_page({"runs": [run], **about})
 
@@ -132,7 +135,11 @@ class RunServer:
 
     async def _samples(self, request: Request) -> Response:
         self._check(request)
-        return _json(await self._in_thread(lambda: self._view.samples_as_json([])))
+        try:
+            query = SampleQuery.of(request.query_params)
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from error
+        return _json(await self._in_thread(lambda: self._view.samples.select(query)))
 
     async def _sample(self, request: Request) -> Response:
         self._check(request)
@@ -161,6 +168,7 @@ def serve(run: RunFiles, host: str, port: int) -> None:
         raise ConfigError(
             f"Cannot listen on {host}:{port}: {error}. Choose another --port; 0 takes a free one."
         ) from error
+    os.nice(_NICENESS)  # a run on the same machine comes first
     server = RunServer(run)
     address = f"http://{host}:{listener.getsockname()[1]}/{server.key}/"
     logger.info("%s is shown at %s (end with Ctrl-C)", run.name, address)

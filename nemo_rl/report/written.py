@@ -10,12 +10,13 @@ from nemo_rl.files.atomic_write import write_atomically
 from nemo_rl.report.page import make_page
 from nemo_rl.report.run_files import find_run
 from nemo_rl.report.run_view import RunView
-from nemo_rl.report.samples import chosen_samples
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 FILE = "report.html"
+_MOST_LISTED = 10_000
+"""Samples of a run that the file lists, about 2 MB."""
 
 
 def write_report(folders: Sequence[Path], output: Path | None, num_samples: int) -> Path:
@@ -37,8 +38,7 @@ def write_report(folders: Sequence[Path], output: Path | None, num_samples: int)
     runs = []
     for view in views:
         view.read()
-        chosen = chosen_samples(view.samples.rows, num_samples)
-        runs.append(view.as_json() | {"samples": view.samples_as_json(chosen)})
+        runs.append(view.as_json() | {"samples": view.samples_as_json(_MOST_LISTED, num_samples)})
     path = output or found[0].folder / FILE
     page = make_page({"runs": runs, "live": False, "version": nemo_rl.__version__, "written": time.time()})
     try:

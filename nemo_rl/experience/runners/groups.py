@@ -69,11 +69,11 @@ class GroupError:
     def exception(self) -> Exception:
         """Return the exception, with a note of its traceback; a `RuntimeError` with the text if it cannot be read."""
         try:
-            error = pickle.loads(self.pickled)
+            error: Exception = pickle.loads(self.pickled)
         except Exception:  # boundary: an exception may need arguments or modules that are not here
             return RuntimeError(f"A rollout runner raised an error that cannot be sent:\n{self.text}")
         error.add_note(f"Raised in a rollout runner:\n{self.text}")
-        return error  # type: ignore[no-any-return]
+        return error
 
 
 @dataclass(frozen=True)

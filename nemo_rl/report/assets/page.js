@@ -104,14 +104,8 @@ function timeView() {
 }
 
 function rollouts() {
-  const run = DATA.runs[chosen];
-  if (DATA.live && run.samples && run.samples.news !== DATA.news) readSamples(run);
-  if (!run.samples || !run.samples.rows.length) {
-    const isMissing = DATA.live && !run.samples;
-    if (isMissing) readSamples(run);
-    return [runChoice(show), make("p", {}, isMissing ? "Reading the samples …" : "This run has stored no samples (logger.save_trajectories).")];
-  }
-  return [runChoice(show), ...rolloutsView(run, (number) => detailOf(run, number), DATA.live)];
+  const source = DATA.live ? servedSamples : storedSamples(DATA.runs[chosen].samples);
+  return [runChoice(show), ...rolloutsView(source, DATA.live)];
 }
 
 function configuration() {
@@ -133,31 +127,6 @@ function configuration() {
       "only keys that differ") : null), area];
 }
 
-async function detailOf(run, number) {
-  if (number in run.samples.details) return run.samples.details[number];
-  if (!DATA.live) throw new Error("This file has the conversations of a selection of samples only. Write it with more (--samples), or use nemo_rl watch.");
-  return ask(`samples/${number}`);
-}
-
-async function ask(path) {
-  const answer = await fetch(path, { cache: "no-store" });
-  if (!answer.ok) throw new Error(`The server answered with status ${answer.status}.`);
-  return answer.json();
-}
-
-let reading = null;
-
-function readSamples(run) {
-  // One question at a time; the tab is drawn again with the answer.
-  const news = DATA.news;
-  reading = reading || ask("samples").then((answer) => {
-    DATA.runs[0].samples = { ...answer, details: {}, news };
-    if (tab === "rollouts") show();
-  }, (problem) => {
-    document.getElementById("panel").replaceChildren(make("p", {}, problem.message));
-  }).finally(() => { reading = null; });
-}
-
 async function follow() {
   let failures = 0;
   for (;;) {
@@ -167,7 +136,7 @@ async function follow() {
       if (news.version !== DATA.news) {
         DATA.news = news.version;
         DATA.written = news.written;
-        DATA.runs = [{ ...news.run, samples: DATA.runs[0].samples }];
+        DATA.runs = [news.run];
         if (tab !== "rollouts" && tab !== "config" && !["INPUT", "SELECT"].includes(document.activeElement.tagName)) show();
         footer();
       }

@@ -7,135 +7,119 @@ const COLORINGS = [
   ["difference", "trainer minus engine log-probability"], ["version", "weight version"],
 ];
 
-function columnsOf(samples) {
-  return Object.fromEntries(samples.columns.map((name, index) => [name, index]));
-}
+const ARE_NUMBERS = new Set(["step", "group", "sample", "branch", "idx", "reward", "length", "turns"]);
 
-function keptSamples(samples, filter) {
-  const at = columnsOf(samples), text = filter.text.toLowerCase();
-  const bound = (value) => (value === "" || Number.isNaN(Number(value)) ? null : Number(value));
-  const bounds = ["step", "reward", "length"].map((name) => [at[name], bound(filter[`${name}From`]), bound(filter[`${name}To`])]);
-  const kept = [];
-  samples.rows.forEach((row, number) => {
-    if (filter.phase && row[at.phase] !== filter.phase) return;
-    if (filter.outcome && row[at.outcome] !== filter.outcome) return;
-    if (filter.task && row[at.task] !== filter.task) return;
-    if (filter.shown && !filter.live && !(number in samples.details)) return;
-    for (const [column, least, most] of bounds) {
-      const value = row[column];
-      if (least !== null && (value === null || value < least)) return;
-      if (most !== null && (value === null || value > most)) return;
-    }
-    if (text && !String(row[at.preview]).toLowerCase().includes(text)) return;
-    kept.push(number);
-  });
-  if (filter.sort) {
-    const column = at[filter.sort], sign = filter.descending ? -1 : 1;
-    kept.sort((a, b) => {
-      const one = samples.rows[a][column], other = samples.rows[b][column];
-      if (one === other) return a - b;
-      if (one === null) return 1;
-      if (other === null) return -1;
-      return (one < other ? -1 : 1) * sign;
-    });
-  }
-  return kept;
-}
-
-function rolloutsView(run, detailOf, live) {
-  const samples = run.samples, at = columnsOf(samples);
-  const filter = { phase: "", outcome: "", task: "", text: "", stepFrom: "", stepTo: "", rewardFrom: "", rewardTo: "",
-    lengthFrom: "", lengthTo: "", sort: "", descending: false, shown: !live, live };
-  const state = { page: 0, coloring: "logprob" };
-  const count = make("p", { class: "soft", "aria-live": "polite" });
+function rolloutsView(source, isLive) {
+  const filter = { stored: isLive ? "" : "1", sort: "", descending: "0" };
+  const state = { page: 0, coloring: "logprob", asked: 0, choices: "" };
+  const count = make("p", { class: "soft", "aria-live": "polite" }, "Reading the samples …");
   const table = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Samples" });
-  const detail = make("div", {});
-  const values = (name) => [["", "all"], ...[...new Set(samples.rows.map((row) => row[at[name]]))].sort().map((v) => [v, v])];
+  const detail = make("div", {}), choices = make("span", { class: "controls" });
   const change = (name) => (value) => { filter[name] = value; state.page = 0; draw(); };
+  const number = (name) => (value) => change(name)(value === "" || Number.isNaN(Number(value)) ? "" : value);
   const range = (name, label) => [
-    field(`${label} from`, "number", "", change(`${name}From`), { step: "any", style: "width:90px" }),
-    field("to", "number", "", change(`${name}To`), { step: "any", style: "width:90px", "aria-label": `${label} to` }),
+    field(`${label} from`, "number", "", number(`${name}_from`), { step: "any", style: "width:90px" }),
+    field("to", "number", "", number(`${name}_to`), { step: "any", style: "width:90px", "aria-label": `${label} to` }),
   ];
-  const controls = make("div", { class: "controls" },
-    choice("phase", values("phase"), "", change("phase")),
-    choice("outcome", values("outcome"), "", change("outcome")),
-    choice("environment", values("task"), "", change("task")),
+  const controls = make("div", { class: "controls" }, choices,
     range("step", "step"), range("reward", "reward"), range("length", "tokens"),
     field("end of the answer has", "search", "", change("text")),
-    live ? null : make("label", {}, make("input", { type: "checkbox", checked: true, onchange: (event) => {
-      filter.shown = event.target.checked; state.page = 0; draw();
+    isLive ? null : make("label", {}, make("input", { type: "checkbox", checked: true, onchange: (event) => {
+      change("stored")(event.target.checked ? "1" : "");
     } }), "only samples with their conversation in this file"));
 
+  function drawChoices(known) {
+    if (state.choices === JSON.stringify(known)) return;
+    state.choices = JSON.stringify(known);
+    const one = (name, label) => choice(label, [["", "all"], ...known[name].map((value) => [value, value])], filter[name] || "", change(name));
+    choices.replaceChildren(one("phase", "phase"), one("outcome", "outcome"), one("task", "environment"));
+  }
+
   function sortBy(name) {
-    filter.descending = filter.sort === name ? !filter.descending : false;
+    filter.descending = filter.sort === name && filter.descending === "0" ? "1" : "0";
     filter.sort = name;
     draw();
   }
 
-  function draw() {
-    const kept = keptSamples(samples, filter), pages = Math.max(1, Math.ceil(kept.length / PAGE_ROWS));
-    state.page = Math.min(state.page, pages - 1);
-    const known = samples.rows.length;
-    count.textContent = `${kept.length} of ${known} samples` +
-      (samples.num_damaged ? `; ${samples.num_damaged} lines could not be read` : "");
-    const numeric = new Set(["step", "group", "sample", "branch", "idx", "reward", "length", "turns"]);
-    const head = samples.columns.map((name) => make("th", { scope: "col", class: numeric.has(name) ? "number" : null,
-      "aria-sort": filter.sort === name ? (filter.descending ? "descending" : "ascending") : "none" },
+  function query(wanted) {
+    return Object.fromEntries(Object.entries(wanted).filter(([, value]) => value !== "" && value !== null));
+  }
+
+  async function draw() {
+    const asked = state.asked += 1;
+    let found;
+    try {
+      found = await source.select(query({ ...filter, offset: state.page * PAGE_ROWS, limit: PAGE_ROWS }));
+    } catch (problem) {
+      count.textContent = problem.message;
+      return;
+    }
+    if (asked !== state.asked) return; // a later question was faster
+    const pages = Math.max(1, Math.ceil(found.total / PAGE_ROWS));
+    if (state.page >= pages) {
+      state.page = pages - 1;
+      draw();
+      return;
+    }
+    drawChoices(found.choices);
+    const listed = found.listed === undefined || found.listed === found.known ? "" : `; this file lists ${found.listed} of the run's ${found.known}`;
+    count.textContent = found.known === 0 ? "This run has stored no samples (logger.save_trajectories)." :
+      `${found.total} of ${found.listed || found.known} samples${listed}` +
+      (found.num_damaged ? `; ${found.num_damaged} lines could not be read` : "");
+    drawTable(found, pages);
+  }
+
+  function drawTable(found, pages) {
+    const at = columnsOf(found.columns), names = found.columns.slice(1);
+    const head = names.map((name) => make("th", { scope: "col", class: ARE_NUMBERS.has(name) ? "number" : null,
+      "aria-sort": filter.sort === name ? (filter.descending === "1" ? "descending" : "ascending") : "none" },
       make("button", { onclick: () => sortBy(name) }, name === "preview" ? "end of the answer" : name)));
-    const rows = kept.slice(state.page * PAGE_ROWS, (state.page + 1) * PAGE_ROWS).map((number) => make("tr",
-      { class: "choice", "data-number": number, onclick: () => open([number]) },
-      samples.columns.map((name) => {
-        const value = samples.rows[number][at[name]];
-        if (name === "step") {
-          return make("td", { class: "number" }, make("button", { onclick: (event) => { event.stopPropagation(); open([number]); },
-            title: "Open this sample" }, shown(value)));
-        }
-        return make("td", { class: numeric.has(name) ? "number" : name === "preview" ? "text" : null }, shown(value));
-      })));
+    const cell = (row, name) => {
+      const value = shown(row[at[name]]);
+      if (name !== "step") return make("td", { class: ARE_NUMBERS.has(name) ? "number" : name === "preview" ? "text" : null }, value);
+      const press = (event) => { event.stopPropagation(); open([row], 1, at); };
+      return make("td", { class: "number" }, make("button", { onclick: press, title: "Open this sample" }, value));
+    };
+    const rows = found.rows.map((row) => make("tr", { class: "choice", "data-number": row[at.number], onclick: () => open([row], 1, at) },
+      names.map((name) => cell(row, name))));
     table.replaceChildren(make("table", {}, make("thead", {}, make("tr", {}, head)), make("tbody", {}, rows)));
-    if (pages > 1) {
-      const go = (by) => () => { state.page = Math.min(Math.max(state.page + by, 0), pages - 1); draw(); };
-      table.append(make("div", { class: "controls" }, make("button", { onclick: go(-1) }, "Previous"),
-        make("span", { class: "soft" }, `page ${state.page + 1} of ${pages}`), make("button", { onclick: go(1) }, "Next")));
+    if (pages === 1) return;
+    const go = (by) => () => { state.page = Math.min(Math.max(state.page + by, 0), pages - 1); draw(); };
+    table.append(make("div", { class: "controls" }, make("button", { onclick: go(-1) }, "Previous"),
+      make("span", { class: "soft" }, `page ${state.page + 1} of ${pages}`), make("button", { onclick: go(1) }, "Next")));
+  }
+
+  async function openAll(wanted, at) {
+    try {
+      const found = await source.select(query({ stored: filter.stored, ...wanted, limit: MOST_SIDE }));
+      await open(found.rows, found.total, at);
+    } catch (problem) {
+      detail.replaceChildren(make("p", { class: "soft" }, problem.message));
     }
   }
 
-  function same(number, names) {
-    const wanted = names.map((name) => samples.rows[number][at[name]]);
-    return samples.rows.map((_, other) => other).filter((other) => (
-      names.every((name, index) => samples.rows[other][at[name]] === wanted[index])));
-  }
-
-  function overTime(number) {
-    // The first sample of each step.
-    const steps = new Map();
-    for (const other of same(number, ["phase", "idx"])) {
-      const step = samples.rows[other][at.step];
-      if (!steps.has(step) && (live || other in samples.details)) steps.set(step, other);
-    }
-    return [...steps.values()];
-  }
-
-  async function open(numbers) {
-    const first = numbers[0];
-    const side = make("div", { class: "side" });
+  async function open(rows, total, at) {
+    if (!rows.length) return;
+    const first = rows[0], side = make("div", { class: "side" });
+    const value = (name) => first[at[name]];
+    const group = { phase: value("phase"), step: value("step"), group: value("group") };
+    const prompt = { phase: value("phase"), idx: value("idx"), first_of_step: "1" };
     detail.replaceChildren(
-      make("h2", { tabindex: "-1" }, numbers.length > MOST_SIDE ? `The first ${MOST_SIDE} of ${numbers.length} samples` :
-        numbers.length > 1 ? `${numbers.length} samples side by side` : "Sample"),
+      make("h2", { tabindex: "-1" }, total > rows.length ? `The first ${rows.length} of ${total} samples` :
+        rows.length > 1 ? `${rows.length} samples side by side` : "Sample"),
       make("div", { class: "controls" },
-        make("button", { onclick: () => open(same(first, ["phase", "step", "group"])) }, "Its whole group"),
-        make("button", { onclick: () => open(overTime(first)) }, "The same prompt over time"),
-        choice("colour tokens by", COLORINGS, state.coloring, (value) => { state.coloring = value; open(numbers); })),
+        group.group === null ? null : make("button", { onclick: () => openAll(group, at) }, "Its whole group"),
+        prompt.idx === null ? null : make("button", { onclick: () => openAll(prompt, at) }, "The same prompt over time"),
+        choice("colour tokens by", COLORINGS, state.coloring, (name) => { state.coloring = name; open(rows, total, at); })),
       side);
-    for (const number of numbers.slice(0, MOST_SIDE)) {
+    for (const row of rows) {
       let content;
       try {
-        content = sampleView(await detailOf(number), state.coloring);
+        content = sampleView(await source.detail(row[at.number]), state.coloring);
       } catch (problem) {
         content = [make("p", { class: "soft" }, problem.message)];
       }
-      const row = samples.rows[number], about = ["phase", "step", "group", "sample", "branch", "reward", "outcome", "length"].filter((name) => (
-        row[at[name]] !== null));
+      const about = ["phase", "step", "group", "sample", "branch", "reward", "outcome", "length"].filter((name) => row[at[name]] !== null);
       side.append(make("article", { class: "card" },
         make("p", { class: "soft" }, about.map((name) => `${name} ${shown(row[at[name]])}`).join(" · ")), content));
     }

@@ -34,7 +34,7 @@ def test_a_report_has_everything_and_nothing_of_a_run_is_html(tmp_path: Path) ->
     page = output.read_text(encoding="utf-8")
     assert "onerror" in page and "<img" not in page and page.count("</script>") == 2
     first, second = data_of(page)["runs"]  # type: ignore[misc]
-    assert first["samples"]["details"]["0"]["messages"][1]["content"] == HOSTILE
+    assert first["samples"]["details"]["1"]["messages"][1]["content"] == HOSTILE
     assert (len(first["samples"]["rows"]), len(first["samples"]["details"])) == (12, 8)
     assert second["facts"]["seed"] == 2 and first["status"]["status"] == "finished"
     assert not re.search(r"https?://(?!www\.w3\.org)", re.sub(r"/\*.*?\*/", "", page.split("<body>")[0]))
@@ -93,9 +93,10 @@ async def test_the_server_tells_news_to_those_who_know_its_key(tmp_path: Path) -
         later = (await waiting).json()
         assert time.monotonic() - started < 10 and later["version"] > news["version"]
         assert later["run"]["curves"]["train/reward"]["steps"] == [1, 2, 3]
-        samples = (await client.get(f"/{server.key}/samples")).json()
-        assert len(samples["rows"]) == 12
-        detail = (await client.get(f"/{server.key}/samples/11")).json()
+        samples = (await client.get(f"/{server.key}/samples?step_from=2&limit=3&offset=4")).json()
+        assert (len(samples["rows"]), samples["total"], samples["known"]) == (3, 8, 12)
+        assert (await client.get(f"/{server.key}/samples?limit=5000")).status_code == 400
+        detail = (await client.get(f"/{server.key}/samples/12")).json()
         assert detail["messages"][1]["content"] == "new"
-        for number in ("12", "-1", "x"):
+        for number in ("13", "0", "-1", "x"):
             assert (await client.get(f"/{server.key}/samples/{number}")).status_code == 404

@@ -15,7 +15,8 @@ from nemo_rl.algorithms.setup.run_record import record_run
 from nemo_rl.report.findings import RULES, find
 from nemo_rl.report.run_files import RunFiles, find_run
 from nemo_rl.report.run_view import RunView
-from nemo_rl.report.samples import SampleIndex, chosen_samples
+from nemo_rl.report.sample_index import SampleIndex
+from nemo_rl.report.sample_query import SampleQuery
 from nemo_rl.utils.errors import DataError, RunInterruptedError
 
 
@@ -56,7 +57,7 @@ def test_a_sample_has_the_texts_of_its_tokens(tmp_path: Path) -> None:
     assert detail["tokens"]["texts"] == {token: tokenizer.decode([token]) for token in (5, 6, 7, 8)}
     assert detail["tokens"]["generation_logprobs"] == [0.0, 0.0, -0.25, -1.5]
     assert [message["role"] for message in detail["messages"]] == ["user", "assistant"]
-    for number in (-1, 4):
+    for number in (0, 5):
         with pytest.raises(IndexError):
             view.detail(number)
 
@@ -67,17 +68,80 @@ def test_lines_that_are_no_samples_are_counted_and_left_out(tmp_path: Path) -> N
     (run / "train_data_step2.jsonl").write_text('[]\n{"content": 5}\n' + good + '{"content": [')
     index = SampleIndex(RunFiles(run))
     assert index.read() and not index.read()
-    assert (len(index.rows), index.num_damaged) == (5, 3)
-    assert index.detail(4)["messages"][1]["content"] == "text"
+    assert (len(index), index.num_damaged) == (5, 3)
+    assert index.detail(5)["messages"][1]["content"] == "text"
 
 
-def test_whole_groups_are_chosen_evenly_over_the_steps() -> None:
-    rows = [["train", step, group, sample] for step in range(10) for group in range(2) for sample in range(4)]
-    chosen = chosen_samples(rows, 20)
-    groups = {tuple(rows[number][:3]) for number in chosen}
-    assert len(chosen) == 20 and len(groups) == 5
-    assert {step for _, step, _ in groups} == {0, 2, 4, 6, 8}
-    assert chosen_samples(rows, 1000) == list(range(80)) and chosen_samples(rows, 0) == []
+def test_whole_groups_are_chosen_evenly_over_the_steps(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=10)
+    index = SampleIndex(RunFiles(run))
+    index.read()
+    chosen = index.chosen(10)
+    groups = {tuple(each[1:4]) for each in index.rows_of(chosen)}
+    assert len(chosen) == 10 and len(groups) == 5
+    assert {step for _, step, _ in groups} == {1, 3, 5, 7, 9}
+    assert index.chosen(1000) == list(range(1, 41)) and index.chosen(0) == []
+    assert set(index.chosen(4, among=chosen)) <= set(chosen) and len(index.chosen(4, among=chosen)) == 4
+
+
+@pytest.fixture
+def odd_samples(tmp_path: Path) -> SampleIndex:
+    run = write_run(tmp_path, steps=3)
+    rows = [
+        row(4, 0, 0, "Größe \ud800 100%", reward=None) | {"idx": 2**70},
+        row(4, 1, 0, "a_b", reward=0.5) | {"idx": ["a", 1], "group": None, "task_name": "code"},
+    ]
+    (run / "val_data_step4.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    index = SampleIndex(RunFiles(run))
+    index.read()
+    return index
+
+
+@pytest.mark.parametrize(
+    ("parameters", "places"),
+    [
+        ({"phase": "validation"}, [(4, 0), (4, None)]),
+        ({"step": "2", "group": "1"}, [(2, 1), (2, 1)]),
+        ({"step_from": "3", "step_to": "3", "length_to": "2"}, [(3, 0), (3, 1)]),
+        ({"reward_to": "0.9"}, [(4, None)]),
+        ({"text": "GRÖSSE", "phase": "validation"}, []),
+        ({"text": "größe"}, [(4, 0)]),
+        ({"text": "%"}, [(4, 0)]),
+        ({"text": "_"}, [(4, None)]),
+        ({"task": "code"}, [(4, None)]),
+        ({"outcome": "reward_error"}, [(4, 0)]),
+        ({"phase": "train", "idx": "100", "first_of_step": "1"}, [(1, 0), (2, 0), (3, 0)]),
+        ({"sort": "reward", "limit": "2"}, [(4, None), (1, 0)]),
+        ({"sort": "step", "descending": "1", "offset": "1", "limit": "2"}, [(4, None), (3, 0)]),
+        ({"sort": "reward", "descending": "1", "offset": "13", "limit": "5"}, [(4, 0)]),
+    ],
+)
+def test_samples_are_selected(
+    parameters: dict[str, str], places: list[tuple[int, int | None]], odd_samples: SampleIndex
+) -> None:
+    found = odd_samples.select(SampleQuery.of(parameters))
+    assert [(each[2], each[3]) for each in found["rows"]] == places
+    assert (found["known"], found["choices"]["task"]) == (14, ["code", "math"])
+    assert json.dumps(found, allow_nan=False).encode()
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"step_from": "x"},
+        {"step_from": "nan"},
+        {"sort": "number; DROP TABLE samples"},
+        {"limit": "0"},
+        {"limit": "1000"},
+        {"offset": "-1"},
+        {"offset": "1e40"},
+        {"descending": "yes"},
+        {"where": "1"},
+    ],
+)
+def test_a_query_that_cannot_be_answered_is_refused(parameters: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=next(iter(parameters))):
+        SampleQuery.of(parameters)
 
 
 CASES = {
@@ -124,8 +188,8 @@ def test_samples_of_a_step_that_is_trained_again_replace_the_earlier_ones(tmp_pa
     run = write_run(tmp_path, steps=2)
     view = viewed(tmp_path)
     (run / "train_data_step1.jsonl").write_text(json.dumps(row(1, 0, 0, "again, and longer")) + "\n")
-    assert view.read() and len(view.samples.rows) == 5
-    assert view.detail(4)["messages"][1]["content"] == "again, and longer"
+    assert view.read() and len(view.samples) == 5
+    assert view.detail(9)["messages"][1]["content"] == "again, and longer"
 
 
 def test_equal_rewards_idle_parts_and_preemptions_are_found(tmp_path: Path) -> None:
@@ -176,8 +240,8 @@ def test_missing_files_cost_only_their_part(tmp_path: Path) -> None:
     for name in ("config.yaml", "run.json"):
         (run / name).unlink()
     view = viewed(run)
-    assert view.as_json()["config"] == {} and len(view.samples.rows) == 8
-    assert view.detail(0)["tokens"]["texts"][5] == "[5]"
+    assert view.as_json()["config"] == {} and len(view.samples) == 8
+    assert view.detail(1)["tokens"]["texts"][5] == "[5]"
     shutil.rmtree(run)
     with pytest.raises(DataError, match="no log folder of a run"):
         find_run(tmp_path)
