@@ -1,7 +1,7 @@
 "use strict";
 // A table of all samples with filters, and the conversation of a chosen one with coloured tokens.
 
-const PAGE_ROWS = 25, MOST_SIDE = 32, MOST_TOKENS = 8000;
+const PAGE_ROWS = 25, MOST_SIDE = 32, MOST_TOKENS = 8000, CHARS_AT_ONCE = 10000;
 const COLORINGS = [
   ["none", "no colour"], ["logprob", "log-probability"], ["advantage", "advantage"],
   ["difference", "trainer minus engine log-probability"], ["version", "weight version"],
@@ -149,10 +149,18 @@ function sampleView(detail, coloring) {
     const reward = isAnswer && areOfTurns ? turnRewards[turn++] : undefined;
     parts.push(make("div", { class: `message ${isAnswer ? "assistant" : ""}` },
       make("div", { class: "role" }, message.role, reward === undefined ? "" : `, reward ${shown(reward)}`),
-      make("div", { class: "body", tabindex: "0" }, message.content, message.is_cut ? " … (cut off)" : "")));
+      messageBody(message)));
   }
   if (detail.tokens && detail.tokens.ids) parts.push(...tokensView(detail.tokens, coloring));
   return parts;
+}
+
+function messageBody(message) {
+  // A long text takes seconds to lay out, so its rest waits for a press.
+  const end = message.is_cut ? " … (cut off)" : "", rest = message.content.length - CHARS_AT_ONCE;
+  const body = make("div", { class: "body", tabindex: "0" }, message.content.slice(0, CHARS_AT_ONCE), rest > 0 ? " … " : end);
+  if (rest > 0) body.append(make("button", { onclick: () => body.replaceChildren(message.content, end) }, `Show ${rest} more characters`));
+  return body;
 }
 
 function tokenNumbers(tokens, coloring) {

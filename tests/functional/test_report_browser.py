@@ -1,0 +1,169 @@
+"""The report and the live page in Chromium, as a user moves through them.
+
+It needs Chromium and a group: `uv run --extra cpu --group test --group browser pytest -m long` with this file.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.__main__ import main
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit/report"))
+from stored_run import HOSTILE, add_step, write_run
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs the group `browser`")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(280),
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium"),
+]
+WIDTHS = {"desktop": 1280, "phone": 390}
+TABS = ("overview", "curves", "time", "rollouts", "config")
+
+
+class Visitor:
+    """A page of the browser, and what went wrong in it."""
+
+    def __init__(self, browser: Any, width: int, address: str) -> None:
+        self.page = browser.new_page(viewport={"width": width, "height": 900})
+        self.page.set_default_timeout(10_000)
+        self.errors: list[str] = []
+        self.page.on("console", lambda m: self.errors.append(m.text) if m.type in ("error", "warning") else None)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.goto(address)
+
+    def open(self, tab: str) -> None:
+        self.page.click(f"#tab-{tab}")
+
+    def expect_count(self, text: str) -> None:
+        """Wait until the table of samples says how many it shows."""
+        self.expect("#panel p[aria-live]", text)
+
+    def expect(self, selector: str, text: str) -> None:
+        """Wait until the first of some elements begins with a text; the page's policy allows no functions."""
+        self.page.locator(f":nth-match({selector}, 1)").filter(has_text=re.compile(f"^{re.escape(text)}")).wait_for()
+
+    def overflow(self) -> int:
+        return int(self.page.evaluate("document.documentElement.scrollWidth - window.innerWidth"))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    odd = "\u202e\x00\x07\x1b[31m</script> \u0645\u0631\u062d\u0628\u0627 \U0001f600 "
+    written = write_run(folder, steps=8, text=HOSTILE)
+    add_step(written, 9, {"reward": 1.0}, (odd * 50_000)[:1_000_000])
+    return folder
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_tab_of_a_hostile_run_is_drawn(width: str, browser: Any, run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    assert main(["report", str(run), "--output", str(file), "--samples", "36"]) == 0
+    visitor = Visitor(browser, WIDTHS[width], f"file://{file}")
+    for tab in TABS:
+        visitor.open(tab)
+        assert visitor.overflow() <= 0, tab
+    visitor.open("rollouts")
+    visitor.expect_count("36 of 36 samples")
+    visitor.page.locator("th button", has_text="step").first.click()
+    visitor.page.locator("th button", has_text="step").first.click()
+    visitor.expect("tr.choice td:nth-child(2)", "9")
+    visitor.page.locator("tr.choice button").first.click()
+    visitor.page.wait_for_selector("article .message.assistant")
+    assert visitor.overflow() <= 0
+    visitor.page.click(r"text=/Show \d+ more characters/", timeout=60_000)
+    visitor.page.locator("article .message.assistant .body", has_text="(cut off)").wait_for(timeout=60_000)
+    assert visitor.page.title() != "owned" and visitor.errors == []
+
+
+def test_samples_are_filtered_sorted_and_compared(browser: Any, run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    assert main(["report", str(run), "--output", str(file), "--samples", "8"]) == 0
+    visitor = Visitor(browser, 1280, f"file://{file}")
+    visitor.open("rollouts")
+    visitor.expect_count("8 of 36 samples")
+    visitor.page.click("text=only samples with their conversation")
+    visitor.expect_count("36 of 36 samples")
+    check_filters(visitor)
+    assert visitor.errors == []
+
+
+@pytest.fixture
+def address(run: Path) -> Iterator[str]:
+    """The address of the live page of the run."""
+    command = [sys.executable, "-m", "nemo_rl", "watch", str(run), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            line = next(line for line in server.stderr if "http://" in line)
+            yield line[line.index("http://") :].split()[0]
+        finally:
+            server.terminate()
+
+
+def test_the_live_page_answers_the_same_and_follows_the_run(browser: Any, run: Path, address: str) -> None:
+    visitor = Visitor(browser, 1280, address)
+    visitor.open("rollouts")
+    visitor.expect_count("36 of 36 samples")
+    check_filters(visitor)
+    visitor.open("overview")
+    add_step(run / "exp_001", 10, {"reward": 1.0}, "a new answer")
+    visitor.page.locator(".card", has_text="after 10 steps").first.wait_for()
+    visitor.open("rollouts")
+    visitor.expect_count("40 of 40 samples")
+    assert visitor.errors == []
+
+
+def check_filters(visitor: Visitor) -> None:
+    """Use each control of the table; the run has 9 steps of 2 groups with 2 samples of 2 and 3 tokens."""
+    page = visitor.page
+    for label, least, most, expected in (
+        ("step", "3", "4", "8"),
+        ("reward", "1.5", "2", "0"),
+        ("tokens", "3", "9", "18"),
+    ):
+        lower = page.locator(f"label:has-text('{label} from') input").first
+        upper = page.locator(f"input[aria-label='{label} to']")
+        lower.fill(least)
+        upper.fill(most)
+        visitor.expect_count(f"{expected} of 36 samples")
+        lower.fill("")
+        upper.fill("")
+        visitor.expect_count("36 of 36 samples")
+    page.fill("input[type=search]", "&AMP;")
+    visitor.expect_count("32 of 36 samples")
+    page.fill("input[type=search]", "")
+    visitor.expect_count("36 of 36 samples")
+    page.locator("label:has-text('phase') select").select_option("train")
+    page.locator("th button", has_text="length").first.click()
+    page.locator("th button", has_text="length").first.click()
+    visitor.expect("tr.choice td:nth-child(10)", "3")
+    page.click("text=Next")
+    page.wait_for_selector("text=page 2 of 2")
+    page.click("text=Previous")
+    page.wait_for_selector("text=page 1 of 2")
+    page.locator("tr.choice").first.click()
+    page.wait_for_selector("h2:has-text('Sample')")
+    page.click("text=Its whole group")
+    page.wait_for_selector("h2:has-text('2 samples side by side')")
+    page.click("text=The same prompt over time")
+    page.wait_for_selector("h2:has-text('samples side by side')")
+    page.locator("label:has-text('colour') select").select_option("advantage")
+    page.wait_for_selector("text=From 1 to 1")
