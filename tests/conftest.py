@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from worker_forks import workers_forked
 
 from nemo_rl.host.stop_signals import STOP_SIGNALS, handlers_kept
 
@@ -25,6 +26,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Run fast tests on one thread: their tensors are small, and workers of pytest-xdist share the cores."""
     if config.getoption("markexpr") == "fast":
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def worker_forks() -> Iterator[None]:
+    """Let Ray fork workers instead of importing torch in each, wherever this process starts Ray from now on."""
+    with workers_forked():
+        yield
 
 
 @pytest.fixture(autouse=True)

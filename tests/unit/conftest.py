@@ -12,7 +12,7 @@ RamDisk = Callable[[str], AbstractContextManager[Path]]
 
 
 @pytest.fixture(scope="session")
-def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def local_ray(tmp_path_factory: pytest.TempPathFactory, worker_forks: None) -> Iterator[Path]:
     """Start one Ray on this machine for all tests that need one; yield the folder with the link to its logs."""
     import ray
 

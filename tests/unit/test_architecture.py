@@ -154,8 +154,13 @@ def tree_of(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
-def imports_of(file: Path, *, with_typing: bool = False) -> Iterator[str]:
+@cache
+def imports_of(file: Path, *, with_typing: bool = False) -> list[str]:
     """Return names a file imports at run time (or `with_typing` for type checkers), `from a import b` as both."""
+    return list(_imports_in(file, with_typing))
+
+
+def _imports_in(file: Path, with_typing: bool) -> Iterator[str]:
     blocks = [] if with_typing else [block for block in ast.walk(tree_of(file)) if is_typing_block(block)]
     skipped = {id(node) for block in blocks for node in ast.walk(block)}
     for node in ast.walk(tree_of(file)):

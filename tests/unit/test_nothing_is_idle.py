@@ -7,6 +7,7 @@ same name or a call through `super()`: another package has to call a public hook
 
 import ast
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "nemo_rl"
@@ -17,7 +18,8 @@ HOSTED = {("SteppedEngine", "load_tensors"), ("SteppedEngine", "take_load")}
 type Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def library() -> dict[str, ast.Module]:
+@cache
+def library() -> Mapping[str, ast.Module]:
     """The library's files by their path within it, and its commands: a checkpoint is exported by one of those."""
     commands = [*(PACKAGE.parent / "examples").glob("*.py"), *(PACKAGE.parent / "examples/converters").glob("*.py")]
     return {
@@ -42,13 +44,21 @@ def last_name(node: ast.expr) -> str:
 def hooks(trees: Mapping[str, ast.Module]) -> Iterator[tuple[str, str, str]]:
     """Return (package, class, method) of each method that a user may implement."""
     for file, tree in trees.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and {"ABC", "ABCMeta"} & {
-                last_name(base) for base in [*node.bases, *(keyword.value for keyword in node.keywords)]
-            }:
-                own = set(calls_of_its_own(node))
-                names = [function.name for function in node.body if is_hook(function)]
-                yield from ((package_of(file), node.name, name) for name in names if name not in own)
+        yield from ((package_of(file), owner, name) for owner, name in hooks_in(tree))
+
+
+@cache
+def hooks_in(tree: ast.Module) -> list[tuple[str, str]]:
+    """Return (class, method) of each method of a file that a user may implement."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and {"ABC", "ABCMeta"} & {
+            last_name(base) for base in [*node.bases, *(keyword.value for keyword in node.keywords)]
+        }:
+            own = set(calls_of_its_own(node))
+            names = [function.name for function in node.body if is_hook(function)]
+            found += [(node.name, name) for name in names if name not in own]
+    return found
 
 
 def calls_of_its_own(node: ast.ClassDef) -> Iterator[str]:
@@ -75,6 +85,12 @@ def is_hook(node: ast.stmt) -> bool:
         return True
     uses_self = any(isinstance(inner, ast.Name) and inner.id == "self" for inner in ast.walk(node))
     return not node.name.startswith("_") and not names and not uses_self
+
+
+@cache
+def called_in(tree: ast.Module) -> frozenset[str]:
+    """Return the names that `called_names` finds in a file."""
+    return frozenset(called_names(tree))
 
 
 def called_names(tree: ast.AST, inside: frozenset[str] = frozenset()) -> Iterator[str]:
@@ -110,7 +126,7 @@ def names_in_call(call: ast.Call) -> Iterator[str]:
 def idle_hooks(trees: Mapping[str, ast.Module]) -> set[tuple[str, str]]:
     callers: dict[str, set[str]] = {}
     for file, tree in trees.items():
-        for name in called_names(tree):
+        for name in called_in(tree):
             callers.setdefault(name, set()).add(package_of(file))
     idle = {
         (owner, name)
@@ -142,7 +158,7 @@ def test_a_hook_without_a_caller_is_found():
         "global_post_process_and_metrics": ("experience/post_processing.py", "environments/tools/grader.py"),
     }
     for name, files in calls.items():
-        trees = library()
+        trees = dict(library())
         for file in files:
             source = (PACKAGE / file).read_text(encoding="utf-8")
             assert f"environment.{name}(" in source

@@ -11,6 +11,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 type Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -50,7 +51,7 @@ class AttributeReads:
         self._bound: dict[Function, dict[str, list[ast.expr]]] = {}
         self._busy: set[tuple[int, int]] = set()
         for path, text in sources.items():
-            self._declare(ast.parse(text), path, None, None)
+            self._declare(_tree(text), path, None, None)
 
     def follow(self, starts: Callable[[Path], bool], skip: Callable[[str, ast.expr | None], bool]) -> None:
         """Read the functions of the files that `starts` accepts, and all that they call.
@@ -219,6 +220,13 @@ class AttributeReads:
         return found
 
 
+@cache
+def _tree(text: str) -> ast.Module:
+    """Parse a file; several instances share the trees, and what is cached for a node of them."""
+    return ast.parse(text)
+
+
+@cache
 def _names(node: ast.AST | None) -> list[str]:
     """Yield every name in an annotation, also in one that is a string."""
     names = []
@@ -236,16 +244,20 @@ def _last_name(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-def _own_nodes(function: Function) -> Iterator[ast.AST]:
-    """Yield the nodes of a function without those of nested functions."""
+@cache
+def _own_nodes(function: Function) -> list[ast.AST]:
+    """Return the nodes of a function without those of nested functions."""
     waiting = list(ast.iter_child_nodes(function))
+    found = []
     while waiting:
         node = waiting.pop()
-        yield node
+        found.append(node)
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             waiting.extend(ast.iter_child_nodes(node))
+    return found
 
 
+@cache
 def _bindings(function: Function) -> dict[str, list[ast.expr]]:
     """Return what each local name may be: an assigned value, an item of a loop, or the class it is compared with."""
     bound: dict[str, list[ast.expr]] = defaultdict(list)
