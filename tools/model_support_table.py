@@ -1,4 +1,4 @@
-"""Write docs/reference/model-support.md: which architectures are trained, divided, converted and served, and by which test.
+"""Write docs/reference/model-support.md: architectures that are trained, divided, converted and served, with the tests.
 
 Run it after a change of the tests or of the comparisons that the page names: `python tools/model_support_table.py`. A
 test checks that the committed page is current. Invariant: a cell is only filled where a test of the repository names
@@ -32,8 +32,16 @@ YES, NONE = "yes", "–"
 type Test = tuple[str, str]
 """File below `tests/unit/models`, and name of a test in it."""
 
+_PACKED = "test_packed_rows_equal_the_models_own_attention_on_padded_rows"
+_ROUND_TRIP = "test_a_round_trip_gives_every_tensor_back_bit_for_bit_on_every_rank"
+
 TESTS: Mapping[str, Sequence[Test]] = {
-    "packed rows": [("dtensor/attention/test_packing_architectures.py", "test_packed_rows_equal_the_models_own_attention_on_padded_rows")],
+    "packed rows": [
+        (
+            "dtensor/attention/test_packing_architectures.py",
+            _PACKED,
+        )
+    ],
     "context parallel": [
         ("dtensor/test_context_parallel.py", "test_ranks_that_split_rows_equal_transformers_in_one_process")
     ],
@@ -52,7 +60,10 @@ TESTS: Mapping[str, Sequence[Test]] = {
         ("generation/test_vllm_export.py", "test_vllm_reproduces_the_log_probs_of_exported_checkpoints"),
     ],
     "Megatron conversion": [
-        ("megatron/conversion/test_conversion.py", "test_a_round_trip_gives_every_tensor_back_bit_for_bit_on_every_rank")
+        (
+            "megatron/conversion/test_conversion.py",
+            _ROUND_TRIP,
+        )
     ],
     "Megatron LoRA": [("megatron/lora/test_megatron_lora.py", "test_one_rank_trains_like_peft")],
 }
@@ -187,6 +198,19 @@ def rows() -> Iterator[tuple[str, ...]]:
         yield (f"`{kind}`", packed, plan(kind), *cells, *of_tests, *of_megatron)
 
 
+_PLAN_PAGE = "../design-docs/fsdp2-parallel-plan.md"
+_LEGEND = {
+    "a number": "the largest relative difference of losses, gradients, their norm and log-probabilities from transformers' "
+    "own model in float64 in one process, on all meshes with this axis on the page of comparisons "
+    "([DTensor](parity.md), [Megatron Core](parity-megatron.md))",
+    "`yes`": "a test compares this architecture",
+    "`ours`, `transformers`": "the plan that divides layers for tensor parallelism is in the library, or comes with the "
+    "model",
+    "`none`": f"there is no plan: tensor parallelism is refused unless you [give one]({_PLAN_PAGE}#adding-a-model)",
+    "`–`": "no test has this architecture. The rules are general, so it may work: a run proves its mesh before it starts "
+    f"([the proof]({_PLAN_PAGE}#the-proof-before-a-start))",
+}
+
 _HEAD = """# Supported models
 
 Made by `python tools/model_support_table.py` from the tests and the pages of comparisons; a test fails if it is not
@@ -197,14 +221,7 @@ current. Rows are values of `model_type` in a model's `config.json`; models of o
 decoder layers; the table shows what is proven beyond that. **Megatron Core** (`policy.megatron_cfg`) trains the types
 that have a number in its column, and refuses all others by name before the start.
 
-| cell | means |
-|---|---|
-| a number | the largest relative difference of losses, gradients, their norm and log-probabilities from transformers' own model in float64 in one process, on all meshes with this axis on the page of comparisons ([DTensor](parity.md), [Megatron Core](parity-megatron.md)) |
-| `yes` | a test compares this architecture |
-| `ours`, `transformers` | the plan that divides layers for tensor parallelism is in the library, or comes with the model |
-| `none` | there is no plan: tensor parallelism is refused unless you [give one](../design-docs/fsdp2-parallel-plan.md#adding-a-model) |
-| `–` | no test has this architecture. The rules are general, so it may work: a run proves its mesh before it starts ([the proof](../design-docs/fsdp2-parallel-plan.md#the-proof-before-a-start)) |
-
+{legend}
 All of these comparisons run on CPUs, with tiny random models that have the special features of their architecture
 (windows, sinks, latent attention, experts). Which checks need a GPU is on
 [What a CPU can and cannot show](../design-docs/gpu-readiness.md).
@@ -219,8 +236,8 @@ engine gives the log-probabilities of training, after weight updates or from an 
 that vLLM serves is checked when a run starts, by the engine's receipt of the weights and a comparison of probabilities
 ([weight sync](../design-docs/weight-sync.md#proof)); `policy.generation.backend=hf` samples with transformers instead.
 
-A number and axes in the column of Megatron Core: the difference of one rank, and the axes that are compared. Meshes that
-are refused for a family are on [its page](parity-megatron.md#refused).
+A number and axes in the column of Megatron Core: the difference of one rank, and the axes that are compared. Meshes
+that are refused for a family are on [its page](parity-megatron.md#refused).
 
 ## Refused
 
@@ -265,7 +282,9 @@ def page() -> str:
     tests = "".join(
         f"| {column} | {', '.join(f'`{file}::{name}`' for file, name in named)} |\n" for column, named in TESTS.items()
     )
-    return f"{_HEAD}{table}{_TAIL}{refused}.\n{_PROOF}{tests}{_RUN}"
+    legend = "".join(f"| {cell} | {meaning} |\n" for cell, meaning in _LEGEND.items())
+    head = _HEAD.replace("{legend}\n", f"| cell | means |\n|---|---|\n{legend}")
+    return f"{head}{table}{_TAIL}{refused}.\n{_PROOF}{tests}{_RUN}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

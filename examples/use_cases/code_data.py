@@ -1,10 +1,10 @@
 r"""Write small programming problems, and programs of an author who forgets parentheses.
 
-    uv run --extra cpu python examples/use_cases/code_data.py FOLDER
+uv run --extra cpu python examples/use_cases/code_data.py FOLDER
 
-    FOLDER/demonstrations.jsonl  {"messages": [{"role": "user", "content": "f(x): add 4, then times 3"}, {...}]}
-    FOLDER/train.jsonl           {"problem": "f(x): add 4, then times 3", "tests": ["assert f(1) == 15", ...]}
-    FOLDER/test.jsonl            the same, of problems that are in neither of the other two files
+FOLDER/demonstrations.jsonl  {"messages": [{"role": "user", "content": "f(x): add 4, then times 3"}, {...}]}
+FOLDER/train.jsonl           {"problem": "f(x): add 4, then times 3", "tests": ["assert f(1) == 15", ...]}
+FOLDER/test.jsonl            the same, of problems that are in neither of the other two files
 """
 
 import argparse

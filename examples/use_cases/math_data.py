@@ -1,9 +1,9 @@
 r"""Write sums as questions with known answers, in a file to train on and one to evaluate with.
 
-    uv run --extra cpu python examples/use_cases/math_data.py FOLDER
+uv run --extra cpu python examples/use_cases/math_data.py FOLDER
 
-    FOLDER/train.jsonl  {"question": "37+85=", "answer": "122"}
-    FOLDER/test.jsonl   the same, of sums that are not in the other file
+FOLDER/train.jsonl  {"question": "37+85=", "answer": "122"}
+FOLDER/test.jsonl   the same, of sums that are not in the other file
 """
 
 import argparse
