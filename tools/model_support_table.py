@@ -200,15 +200,15 @@ def rows() -> Iterator[tuple[str, ...]]:
 
 _PLAN_PAGE = "../design-docs/fsdp2-parallel-plan.md"
 _LEGEND = {
-    "a number": "the largest relative difference of losses, gradients, their norm and log-probabilities from transformers' "
-    "own model in float64 in one process, on all meshes with this axis on the page of comparisons "
+    "a number": "the largest relative difference of losses, gradients, their norm and log-probabilities from "
+    "transformers' own model in float64 in one process, on all meshes with this axis on the page of comparisons "
     "([DTensor](parity.md), [Megatron Core](parity-megatron.md))",
     "`yes`": "a test compares this architecture",
-    "`ours`, `transformers`": "the plan that divides layers for tensor parallelism is in the library, or comes with the "
-    "model",
+    "`ours`, `transformers`": "the plan that divides layers for tensor parallelism is in the library, or comes with "
+    "the model",
     "`none`": f"there is no plan: tensor parallelism is refused unless you [give one]({_PLAN_PAGE}#adding-a-model)",
-    "`–`": "no test has this architecture. The rules are general, so it may work: a run proves its mesh before it starts "
-    f"([the proof]({_PLAN_PAGE}#the-proof-before-a-start))",
+    "`–`": "no test has this architecture. The rules are general, so it may work: a run proves its mesh before it "
+    f"starts ([the proof]({_PLAN_PAGE}#the-proof-before-a-start))",
 }
 
 _HEAD = """# Supported models
