@@ -20,11 +20,15 @@ LIMIT_S = 600
 
 
 def pages() -> Iterator[Path]:
-    """Return README, the pages in the order of the table of contents, and CONTRIBUTING."""
+    """Return README, the pages in the order of the table of contents, and CONTRIBUTING.
+
+    The use cases are left out: `test_use_cases_cpu.py` runs them, and looks at what they improve.
+    """
     yield REPOSITORY / "README.md"
     index = REPOSITORY / "docs/README.md"
     for target in re.findall(r"\]\(([\w./-]+\.md)\)", index.read_text(encoding="utf-8")):
-        yield index.parent / target
+        if not target.startswith("use-cases/"):
+            yield index.parent / target
     yield REPOSITORY / "CONTRIBUTING.md"
 
 
