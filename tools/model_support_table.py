@@ -126,7 +126,7 @@ def _imported_from(file: Path, name: str) -> Path:
     """Return the module of the tests from which a name is imported; the file itself if it is not."""
     for node in _module(file).body:
         if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
-            for folder in (file.parent, MODELS_TESTS):
+            for folder in (file.parent, file.parent.parent, MODELS_TESTS):
                 if (module := folder / f"{node.module}.py").exists():
                     return module
     return file
