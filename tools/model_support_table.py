@@ -123,12 +123,13 @@ def _is_a_value(file: Path, name: str) -> bool:
 
 
 def _imported_from(file: Path, name: str) -> Path:
-    """Return the module of the tests from which a name is imported; the file itself if it is not."""
+    """Return the module of the tests or the library from which a name is imported; the file itself if it is not."""
     for node in _module(file).body:
         if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
-            for folder in (file.parent, file.parent.parent, MODELS_TESTS):
-                if (module := folder / f"{node.module}.py").exists():
-                    return module
+            path = f"{(node.module or '').replace('.', '/')}.py"
+            for folder in (file.parent, MODELS_TESTS, ROOT):
+                if (folder / path).exists():
+                    return folder / path
     return file
 
 
