@@ -1,5 +1,6 @@
 """The page of supported models is current, and its evidence is what the tests name."""
 
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -7,10 +8,10 @@ from tool_loading import TOOLS, load_tool
 
 
 @pytest.fixture(scope="module")
-def tool() -> ModuleType:
+def tool() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(TOOLS))
-        return load_tool("model_support_table")
+        yield load_tool("model_support_table")
 
 
 def test_the_page_is_current(tool: ModuleType) -> None:
