@@ -357,7 +357,8 @@ def _nodes_of(groups: Sequence[PlacementGroup]) -> list[str]:
 
 def _address_and_free_port(low: int | None, high: int | None) -> tuple[str, int]:
     with bind_free_port(ray.util.get_node_ip_address(), low, high) as bound:
-        return bound.getsockname()
+        host, taken, *_ = bound.getsockname()
+        return host, taken
 
 
 def _without_colours() -> None:

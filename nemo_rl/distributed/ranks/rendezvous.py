@@ -32,7 +32,7 @@ def bind_free_port(address: str, low: int | None, high: int | None) -> socket.so
         # Not Python's global generator: a run seeds it, so equal runs would try the same ports.
         candidates = random.SystemRandom().sample(range(low, high + 1), high + 1 - low)
     for port in candidates:
-        bound = socket.socket()
+        bound = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         try:
             bound.bind((address, port))
         except OSError:

@@ -18,6 +18,8 @@ PAGES = [
     "README.md",
     "docs/design-docs/adding-things.md",
     "docs/design-docs/configuration.md",
+    "docs/guides/environments.md",
+    "docs/operations/network.md",
 ]
 FILE_KEYS = ("data_path", "prompt_file", "system_prompt_file")
 

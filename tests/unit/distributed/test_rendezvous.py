@@ -54,9 +54,22 @@ def test_concurrent_runs_rendezvous_at_separate_ports(low, high):
     assert low is None or all(low <= port <= high for port, _ in answers)
 
 
-def test_a_reserved_port_is_kept_until_a_store_of_this_process_listens():
-    address, port = hold_port(HERE, None, None)
-    with socket.socket() as stranger, pytest.raises(OSError, match="already in use"):
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+IPV6 = pytest.param("::1", marks=pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6"))
+
+
+@pytest.mark.parametrize("here", [HERE, IPV6])
+def test_a_reserved_port_is_kept_until_a_store_of_this_process_listens(here):
+    address, port = hold_port(here, None, None)
+    family = socket.AF_INET6 if ":" in here else socket.AF_INET
+    with socket.socket(family) as stranger, pytest.raises(OSError, match="already in use"):
         stranger.bind((address, port))
     server = open_store(address, port, rank=0, world_size=1, timeout=TIMEOUT)
     server.set("key", "value")
