@@ -13,8 +13,8 @@ from example_runs import REPOSITORY, run_environment
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(3600)]
 
-NOT_RUN = ("--extra vllm", "pytest", "tools/benchmarks/", "uv sync", "pre-commit")
-"""GPU commands, the test suite itself, side-by-side timings (which install another library) and set-up."""
+NOT_RUN = ("--extra vllm", "pytest", "sphinx-build", "tools/benchmarks/", "uv sync", "pre-commit")
+"""GPU commands, the test suite itself, the site, side-by-side timings (which install another library) and set-up."""
 TRAINING = re.compile(r"python examples/run_(?!eval)\w+\.py")
 RESUMES = "checkpointing.checkpoint_dir=results/checkpoints "
 """The folder in which a page resumes on purpose; every other command has a folder of its own."""

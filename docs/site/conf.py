@@ -1,0 +1,60 @@
+"""The site of the documentation: the repository's Markdown pages, read where they are, and the API from docstrings.
+
+    uv run --extra cpu --group docs sphinx-build -W --keep-going -c docs/site . build/docs
+
+Pages are plain Markdown, so that they read well in a repository's browser too: what only the site needs (navigation,
+redirects, descriptions of the API) is derived from them by the modules next to this file. Invariant: the built pages
+need no network.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from redirects import find_redirects  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+
+project = "nemo_rl"
+author = "the contributors of nemo_rl"
+copyright = author
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_reredirects",
+    "api_pages",
+    "navigation",
+]
+
+# The source folder is the repository, so that links between its README and docs/ work in the site too.
+root_doc = "README"
+include_patterns = ["*.md", "docs/**.md"]
+redirects = find_redirects(ROOT)
+exclude_patterns = [
+    *(entry.name for entry in ROOT.iterdir() if entry.is_dir() and entry.name != "docs"),
+    *(f"{page}.md" for page in redirects),
+]
+redirects["index"] = "README.html"
+
+nitpicky = True
+# Types that signatures name and no page describes: other libraries', and the library's own that are not public.
+nitpick_ignore_regex = [("py:.*", r"(?s).*")]
+
+myst_heading_anchors = 4
+myst_links_external_new_tab = True
+
+default_role = "py:obj"
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+# A section "Attributes" of a docstring describes fields that autodoc lists too.
+napoleon_use_ivar = True
+
+html_theme = "furo"
+html_title = "nemo_rl"
+html_show_sphinx = False
+html_copy_source = False

@@ -1,0 +1,40 @@
+"""The navigation of the site: the tables of docs/README.md.
+
+A heading of that page becomes a caption, and each page that the table below it links becomes an entry, so a new page is
+added there and nowhere else. A page README.md of another folder lists the pages below itself in the same way.
+"""
+
+from pathlib import Path, PurePosixPath
+
+from page_tables import sections
+from sphinx.application import Sphinx
+
+INDEX = PurePosixPath("docs/README.md")
+"""Page whose tables are the navigation of the whole site."""
+
+PROJECT = ["docs/README", "CONTRIBUTING", "CHANGELOG"]
+"""Pages at the end of the navigation."""
+
+
+def toctree(caption: str, pages: list[str]) -> str:
+    """Return the directive of a navigation entry that the page itself does not show."""
+    lines = ["", "```{toctree}", ":hidden:", *([f":caption: {caption}"] if caption else []), "", *pages, "```", ""]
+    return "\n".join(lines)
+
+
+def add_navigation(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Append the navigation to the root page, and to an index of a folder the entries below it."""
+    page = PurePosixPath(docname)
+    if docname == app.config.root_doc:
+        index = (Path(app.srcdir) / INDEX).read_text(encoding="utf-8")
+        for caption, pages in sections(index):
+            source[0] += toctree(caption, [f"/{INDEX.parent / each}" for each in pages])
+        source[0] += toctree("Project", [f"/{each}" for each in PROJECT])
+    elif page.name == INDEX.stem and page != INDEX.with_suffix(""):
+        source[0] += toctree("", [each for _, pages in sections(source[0]) for each in pages])
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register the extension."""
+    app.connect("source-read", add_navigation)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
