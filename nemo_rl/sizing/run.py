@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.algorithms.setup.memory_forecast import device_bytes
+from nemo_rl.algorithms.setup.memory_forecast import device_bytes, forecast_memory
 from nemo_rl.config import MasterConfig, RolloutMasterConfig, load_config
 from nemo_rl.config.base.paths import find_path
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
@@ -89,8 +89,6 @@ def own_sizes(local: MasterConfig, gpu: Gpu) -> str:
     broken = next(iter(local.findings()), None)
     if broken is not None:
         return f"the configuration's own sizes break a rule: {broken.strip().splitlines()[0]}"
-    from nemo_rl.algorithms.setup.memory_forecast import forecast_memory
-
     short = forecast_memory(local, gpu.memory_gib * 2**30).shortfalls
     if short:
         return f"the configuration's own sizes do not fit: {short[0]}"
@@ -119,9 +117,9 @@ def shortage_lines(local: MasterConfig, gpu: Gpu) -> list[str]:
             continue
         more = (closest.needs - search.usable) / 2**30
         lines.append(
-            f"  {name}: the smallest layout ({_sizes(closest.candidate.layout.__dict__)}) needs "
-            f"{closest.needs / 2**30:.1f} GiB of each GPU, {more:.1f} GiB more than the {search.usable / 2**30:.1f} GiB "
-            "that are usable"
+            f"  {name}: the smallest layout ({_sizes(vars(closest.candidate.layout))}) needs "
+            f"{closest.needs / 2**30:.1f} GiB of each GPU, {more:.1f} GiB more than the "
+            f"{search.usable / 2**30:.1f} GiB that are usable"
         )
     lines = lines or ["  the models fit alone, but no engine fits next to them"]
     found = splits.smallest_cluster(local, gpu)
