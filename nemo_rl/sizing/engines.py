@@ -23,6 +23,7 @@ ENGINE = "policy.generation.engine"
 MOST_SHARE = 0.9
 """Largest share of a GPU that is proposed for an engine."""
 STEP_OF_SHARE = 0.05
+_ROUNDING = 1e-9
 MOST_RUNNING = 1024
 """Answers that vLLM runs at the same time on devices of at least 70 GiB (`EngineArgs.get_batch_defaults`)."""
 REACHED_MEMORY = 0.6
@@ -106,12 +107,13 @@ def _choice(job: Job, config: MasterConfig, sizes: tuple[int, int, int], reserve
     fixed = memory.weights + memory.workspace
     wanted = fixed + min(answers, MOST_RUNNING) * row
     most = min((USABLE_SHARE * device - reserved) / device, MOST_SHARE)
-    share = min(floor(most / STEP_OF_SHARE), ceil(wanted / device / STEP_OF_SHARE)) * STEP_OF_SHARE
+    steps = min(floor(most / STEP_OF_SHARE + _ROUNDING), ceil(wanted / device / STEP_OF_SHARE))
+    share = round(steps * STEP_OF_SHARE, 2)
     room = floor((share * device - fixed) / row) if share > 0 else 0
     if room < 1:
         return None
     seconds = _seconds(job, memory, (tensor, stages), min(answers, room, MOST_RUNNING), answers)
-    return EngineChoice(tensor, stages, round(share, 2), engines, answers, room, seconds)
+    return EngineChoice(tensor, stages, share, engines, answers, room, seconds)
 
 
 def samples_of_a_step(config: MasterConfig) -> int:

@@ -84,7 +84,7 @@ def alternatives(config: MasterConfig) -> Iterator[list[Alternative]]:
     cores, ranks = usable_cores(), config.cluster.policy_ranks_per_node
     generation = config.policy.generation
     if cores > 1:
-        numbers = sorted({1, cores} - {ranks})
+        numbers = sorted({1, min(2 * ranks, cores), cores} - {ranks})
         yield [Alternative(f"{n} ranks", [f"cluster.ranks_per_node={n}"]) for n in numbers]
     if generation is not None and generation.colocated.enabled and cores > 1:
         keys = [f"{_ENGINES}.enabled=false", f"{_ENGINES}.resources.ranks_per_node={cores}"]

@@ -27,7 +27,7 @@ _AXES = {
     "cp": "context parallel",
     "pp": "pipeline stages",
     "ep": "expert parallel",
-    "dp_replicate": "copies of the sharded model",
+    "dp_replicate": "sharded replicas",
 }
 
 

@@ -5,6 +5,7 @@ Invariant: the overrides and the file say the same, and both contain the overrid
 
 import os
 import shlex
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,4 +110,6 @@ def _text(value: Any) -> str:
 
 
 def _line(name: str, text: str) -> str:
-    return f"  {name:<17}{text}"
+    return textwrap.fill(
+        f"{name:<23} {text}", 118, initial_indent="  ", subsequent_indent=" " * 26, break_on_hyphens=False
+    )

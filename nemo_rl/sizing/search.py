@@ -64,7 +64,7 @@ class Search:
     job: Job
     usable: float
     _ranked: list[tuple[Candidate, Seconds]] = field(default_factory=list)
-    _broken: dict[ParallelLayout, str] = field(default_factory=dict)
+    _broken: dict[tuple[ParallelLayout, bool, int], str] = field(default_factory=dict)
     _judged: dict[Candidate, Fitting | Rejected] = field(default_factory=dict)
     _too_large: dict[tuple[ParallelLayout, str, bool], Rejected] = field(default_factory=dict)
 
@@ -104,7 +104,7 @@ class Search:
 
     def refusal(self) -> str:
         """Return a rule that refuses a candidate, for searches in which all are refused."""
-        return next(iter(self._broken.values()), "no layout divides the ranks")
+        return next(filter(None, self._broken.values()), "no layout divides the ranks")
 
     def has_room(self) -> bool:
         """Return whether a candidate with the smallest memory fits, without offload."""
@@ -118,17 +118,19 @@ class Search:
         return [each for each in self.ranked if (each.rows, each.recompute, each.offload) == (rows, most, False)]
 
     def _judge(self, candidate: Candidate, seconds: Seconds) -> Fitting | Rejected:
-        layout = candidate.layout
-        section = with_values(self.job.config, values_of(self.job, candidate))
-        if layout not in self._broken:
-            self._broken[layout] = self._broken_rule(candidate)
-        if self._broken[layout]:
-            return Rejected(candidate, self._broken[layout])
+        layout, section = candidate.layout, self.job.section
+        packs = section.sequence_packing.enabled or section.dynamic_batching.enabled
+        ruled = (layout, candidate.offload, 0 if packs else candidate.rows)  # what rules depend on
+        if ruled not in self._broken:
+            self._broken[ruled] = self._broken_rule(candidate)
+        if self._broken[ruled]:
+            return Rejected(candidate, self._broken[ruled])
         kind = (layout, candidate.recompute, candidate.offload)
         known = self._too_large.get(kind)
         if known is not None and candidate.rows >= known.candidate.rows:
             return Rejected(candidate, known.reason, known.needs)
-        plan = self.job.plan(getattr(section, self.job.name))
+        changed = with_values(self.job.config, values_of(self.job, candidate))
+        plan = self.job.plan(getattr(changed, self.job.name))
         if plan.peak <= self.usable:
             return Fitting(candidate, seconds, plan)
         self._too_large[kind] = Rejected(

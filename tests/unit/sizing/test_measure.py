@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.config import REPOSITORY_ROOT, GRPOMasterConfig, load_config
+from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
 from nemo_rl.sizing import measure
 from nemo_rl.sizing.measure import Alternative, alternatives, compare, search
 from nemo_rl.sizing.trial import Steps, processor_seconds, quiet_overrides, step_seconds
@@ -61,6 +62,13 @@ def test_a_trial_logs_elsewhere_and_its_overrides_are_accepted(tmp_path: Path) -
     config = load_config(CPU, quiet_overrides("grpo", 3, tmp_path), schema=GRPOMasterConfig)
     assert config.grpo.max_num_steps == 3 and not config.checkpointing.enabled
     assert config.logger.log_dir == str(tmp_path) and not config.logger.tensorboard_enabled
+
+
+@pytest.mark.parametrize("file", ["sft_cpu", "dpo_cpu", "rm_cpu", "distillation_math_cpu", "grpo_math_cpu"])
+def test_every_algorithm_takes_quiet_overrides(file: str, tmp_path: Path) -> None:
+    path = REPOSITORY_ROOT / f"examples/configs/{file}.yaml"
+    algorithm = algorithm_of(path)
+    load_config(path, quiet_overrides(algorithm, 2, tmp_path), schema=ALGORITHMS[algorithm])
 
 
 def test_steps_are_read_from_complete_lines(tmp_path: Path) -> None:
