@@ -1,8 +1,9 @@
 """Choose the sizes of a run on this machine's CPUs by real steps: ranks, threads, engines, microbatches.
 
 Each alternative is timed once against the configuration's own sizes, one kind of size after the other, on top of what
-was better before. The winner is then timed in turns with the own sizes. Invariant: sizes are only proposed if they were
-faster in those turns; otherwise the own sizes are, so a proposal is never slower as far as it was measured.
+was better before. The winner, or else the fastest alternative, is then timed in turns with the own sizes. Invariant:
+sizes are only proposed if they were clearly faster in those turns; otherwise the own sizes are, so a proposal is never
+slower as far as it was measured.
 """
 
 import argparse
@@ -67,7 +68,7 @@ def measure_run(arguments: argparse.Namespace, config: MasterConfig) -> int:
 
     sys.stdout.write("Trials, seconds of a step (median) and processor seconds of a step\n")
     best = search(alternatives(config), timed, accepted, _tell)
-    best = compare(best, timed, _tell) if best else best
+    best = compare(best, timed, _tell)
     given = [*arguments.overrides, *best]
     lines = ["", *report.command_lines(arguments.config, given)]
     if not best:
@@ -120,15 +121,19 @@ def search(
     accepted: Callable[[Sequence[str]], bool],
     tell: Callable[[str, Steps], None],
 ) -> list[str]:
-    """Decide one kind of size after the other; return the overrides of what was clearly faster than before.
+    """Decide one kind of size after the other by what is clearly faster than before.
 
     Args:
         kinds: alternatives by kind.
         timed: takes steps with overrides.
         accepted: whether the configuration accepts overrides; others are left out.
         tell: called with each result.
+
+    Returns:
+        The overrides of the winner; if nothing was clearly faster than the own sizes, of the fastest alternative.
     """
     best: list[str] = []
+    all_results: list[tuple[float, list[str]]] = []
     before = timed(best)
     tell("own sizes", before)
     for kind in kinds:
@@ -143,18 +148,20 @@ def search(
         fastest = min(results, key=lambda each: each[0], default=None)
         if fastest is not None and fastest[0] < (1 - CLEAR) * before.typical:
             _, best, before = fastest
-    return best
+        all_results += [(seconds, overrides) for seconds, overrides, _ in results]
+    return best or min(all_results, default=(0.0, best))[1]
 
 
 def compare(best: list[str], timed: Callable[[Sequence[str]], Steps], tell: Callable[[str, Steps], None]) -> list[str]:
-    """Time the winner and the own sizes in turns; return the winner's overrides if it was faster, else none."""
-    own, other = [], []
+    """Time sizes and the own ones in turns; return their overrides if they were clearly faster, else none."""
+    found: dict[str, list[float]] = {"own sizes, again": [], "fastest other, again": []}
     for _ in range(TURNS):
-        for name, overrides, found in (("own sizes, again", [], own), ("winner, again", best, other)):
+        for (name, seconds), overrides in zip(found.items(), ([], best), strict=True):
             steps = timed(overrides)
             tell(name, steps)
-            found += steps.wall
-    return best if median(other) < median(own) else []
+            seconds += steps.wall
+    own, other = map(median, found.values())
+    return best if other < (1 - CLEAR) * own else []
 
 
 def _tell(name: str, steps: Steps) -> None:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -90,14 +91,16 @@ def take_steps(algorithm: str, file: Path, overrides: Sequence[str], steps: int,
 def _watch(process: "subprocess.Popen[bytes]", logs: Path, steps: int, deadline: float) -> float | None:
     """Wait for the end; return the processor seconds between the first and the last step, None if it has none."""
     first = last = None
+    used: dict[int, float] = {}
     while process.poll() is None and time.monotonic() < deadline:
+        used |= processor_seconds(process.pid)  # the workers of the last step may have ended already
         done = len(step_seconds(logs))
         if done >= 1 and first is None:
-            first = processor_seconds(process.pid)
+            first = sum(used.values())
         if done >= steps and last is None:
-            last = processor_seconds(process.pid)
+            last = sum(used.values())
         time.sleep(_POLL_S)
-    return None if first is None or last is None else last - first
+    return None if first is None else (last or sum(used.values())) - first
 
 
 def step_seconds(logs: Path) -> list[float]:
@@ -111,17 +114,14 @@ def step_seconds(logs: Path) -> list[float]:
     return found
 
 
-def processor_seconds(pid: int) -> float:
-    """Return the processor seconds that a process and all running processes below it have used."""
-    return sum(map(_used, (pid, *descendants(pid)))) / _TICKS
-
-
-def _used(pid: int) -> int:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return int(fields[11]) + int(fields[12])
+def processor_seconds(pid: int) -> dict[int, float]:
+    """Return the processor seconds that a process and each running process below it have used, by process."""
+    found = {}
+    for each in (pid, *descendants(pid)):
+        with suppress(OSError):
+            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+            found[each] = (int(fields[11]) + int(fields[12])) / _TICKS
+    return found
 
 
 def main() -> int:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,7 +53,14 @@ def test_kinds_are_decided_on_top_of_each_other_and_small_gains_do_not_count() -
     assert asked == [(), ("a",), ("a", "b")]
 
 
-@pytest.mark.parametrize(("other", "kept"), [(1.0, ["a"]), (3.0, [])])
+def test_without_a_winner_the_fastest_alternative_is_compared() -> None:
+    kinds = iter([[Alternative("a", ["a"]), Alternative("b", ["b"])]])
+    table = {(): 2.0, ("a",): 3.0, ("b",): 1.99}
+    assert search(kinds, times(table, []), lambda overrides: True, lambda name, steps: None) == ["b"]
+    assert compare(["b"], times(table, []), lambda name, steps: None) == []
+
+
+@pytest.mark.parametrize(("other", "kept"), [(1.0, ["a"]), (1.95, []), (3.0, [])])
 def test_the_winner_must_win_again_in_turns(other: float, kept: list[str]) -> None:
     asked: list[tuple[str, ...]] = []
     found = compare(["a"], times({(): 2.0, ("a",): other}, asked), lambda name, steps: None)
@@ -82,7 +91,17 @@ def test_steps_are_read_from_complete_lines(tmp_path: Path) -> None:
 
 
 def test_processor_seconds_count_work_not_sleep() -> None:
-    before, end = processor_seconds(os.getpid()), time.process_time() + 0.2
+    before, end = processor_seconds(os.getpid())[os.getpid()], time.process_time() + 0.2
     while time.process_time() < end:
         pass
-    assert processor_seconds(os.getpid()) - before == pytest.approx(0.2, abs=0.1)
+    time.sleep(0.2)
+    assert processor_seconds(os.getpid())[os.getpid()] - before == pytest.approx(0.2, abs=0.1)
+
+
+def test_processor_seconds_are_those_of_each_process_below() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time\nwhile time.process_time() < 60: pass"]) as child:
+        try:
+            time.sleep(1.0)
+            assert processor_seconds(os.getpid())[child.pid] > 0.1
+        finally:
+            child.kill()
