@@ -73,8 +73,8 @@ class Job:
 
     @property
     def batch(self) -> int:
-        """Rows of an update."""
-        return self.section.train_global_batch_size * self.rows_each
+        """Rows of an update of the policy, which other models read too."""
+        return self.config.policy.train_global_batch_size * self.rows_each
 
     @property
     def answers(self) -> int:

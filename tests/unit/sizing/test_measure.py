@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -36,7 +36,7 @@ def test_alternatives_are_accepted_by_the_configuration(monkeypatch: pytest.Monk
     assert halved.policy.sequence_packing.train_mb_tokens == 128 * 64 // 2
 
 
-def times(table: dict[tuple[str, ...], float], asked: list[tuple[str, ...]]) -> "measure.Callable[..., Steps]":
+def times(table: dict[tuple[str, ...], float], asked: list[tuple[str, ...]]) -> Callable[[Sequence[str]], Steps]:
     def timed(overrides: Sequence[str]) -> Steps:
         asked.append(tuple(overrides))
         return Steps([table[tuple(overrides)]], 1.0)
