@@ -22,7 +22,7 @@ from nemo_rl.sizing.search import HEADROOM, Fitting, Search
 from nemo_rl.utils.errors import ConfigError
 
 _OF_ENGINES = ("engine's weights", "engine's workspace", "key-value cache")
-_MOST_TRIED = 200
+_MOST_TRIED = 60
 _LARGER_PASSES = (4, 2)
 
 
