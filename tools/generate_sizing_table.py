@@ -26,9 +26,9 @@ GPU_GB = 80.0
 _HEAD = f"""# Proposed sizes of the recipes
 
 What `nemo_rl size RECIPE --gpu-memory {GPU_GB:g}GiB` proposes for the recipes' machines, below the sizes that each
-recipe has. Made by `python tools/generate_sizing_table.py`; [the guide](../guides/sizing.md) describes the model behind
-it. Nothing here was run on GPUs: seconds are estimates of which only ratios mean something, and every proposal passes
-the forecast of memory of the [dry run](../guides/recipes.md#the-dry-run).
+recipe has. Made by `python tools/generate_sizing_table.py`; [the guide](../guides/sizing.md) describes the model of
+its costs. Nothing here was run on GPUs: seconds are estimates of which only ratios mean something, and every proposal
+passes the forecast of memory of the [dry run](../guides/recipes.md#the-dry-run).
 
 *Tokens* are those of a microbatch, *peak* is the largest predicted GiB of training and of all phases, *engines* are
 number x GPUs of each at `gpu_memory_utilization`, *seconds* those of training in a step.

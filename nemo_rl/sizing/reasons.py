@@ -138,10 +138,10 @@ def _of_engine(proposal: Proposal, engine: EngineChoice) -> Iterator[Reason]:
     )
     others = sum(size for kind, size in held.items() if kind == "weights" or kind.endswith("s weights"))
     shares = generation.colocated.enabled
-    beside = f", next to {others - held["engine's weights"]:.1f} GiB of the models' weights" if shares else ""
+    next_to = f", next to {others - held["engine's weights"]:.1f} GiB of the models' weights" if shares else ""
     yield Reason(
         "engines' share",
         f"{engine.share:g}",
         f"{engine.share:g} x {proposal.config.cluster.gpu_memory_gb:g} GiB hold weights, "
-        f"{held["engine's workspace"]:.1f} GiB of workspace and {held['key-value cache']:.1f} GiB of cache{beside}",
+        f"{held["engine's workspace"]:.1f} GiB of workspace and {held['key-value cache']:.1f} GiB of cache{next_to}",
     )

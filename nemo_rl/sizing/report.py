@@ -58,7 +58,7 @@ def proposal_lines(proposal: Proposal, gpu: Gpu, own: str) -> Iterator[str]:
 
 
 def command_lines(config: Path, overrides: Sequence[str]) -> Iterator[str]:
-    """Yield the overrides, ready to paste behind a script."""
+    """Yield the overrides, ready to paste after a script."""
     yield "Overrides"
     yield " \\\n".join([f"  --config {shlex.quote(str(config))}", *(f"  {shlex.quote(text)}" for text in overrides)])
 

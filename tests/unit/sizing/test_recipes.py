@@ -19,7 +19,7 @@ RECIPES = sorted(tool.RECIPES.glob("*.yaml"))
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_proposal_fits_and_is_no_slower(path: Path) -> None:
-    """Pasted behind the recipe, the overrides pass its rules and its dry run, with the same memory."""
+    """Pasted after the recipe, the overrides pass its rules and its dry run, with the same memory."""
     found = tool.sized(path)
     schema = ALGORITHMS[path.stem.split("-")[0]]
     own = load_config(path, schema=schema)
