@@ -150,7 +150,8 @@ class Search:
                 job.backend.check_sizes(getattr(changed, job.name), job.ranks, job.name)
             except ConfigError as error:
                 found = str(error)
-        return (found or "").strip().split("\n")[0]
+        lines = [line.strip() for line in (found or "").strip().splitlines()]
+        return next((line for line in lines if not line.endswith("problems:")), "")  # not the head of a list
 
 
 def _place(candidate: Candidate, seconds: Seconds) -> tuple[float, ...]:
