@@ -151,7 +151,7 @@ class Search:
             except ConfigError as error:
                 found = str(error)
         lines = [line.strip() for line in (found or "").strip().splitlines()]
-        return next((line for line in lines if not line.endswith("problems:")), "")  # not the head of a list
+        return next((line for line in lines if not line.endswith("problems:")), found or "")  # not the head of a list
 
 
 def _place(candidate: Candidate, seconds: Seconds) -> tuple[float, ...]:
