@@ -12,8 +12,9 @@ from nemo_rl.doctor import command as doctor
 from nemo_rl.regrade import command as regrade
 from nemo_rl.report import command as report
 from nemo_rl.report import watch_command as watch
+from nemo_rl.sizing import command as size
 
-COMMANDS = [doctor, regrade, report, watch]
+COMMANDS = [doctor, regrade, report, size, watch]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -33,18 +33,27 @@ class DTensorTraining(FolderBackend):
 
     def check(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
         """Check optimizer, schedule and mesh, and prove the mesh on a small model; see `TrainingBackend.check`."""
-        layout = self.layout_of(policy, num_ranks, section)
         if section == "policy":
             self._check_optimizer(policy)
-        from nemo_rl.models.dtensor.mesh_check import check_mesh, needs_proof
+        self.check_sizes(policy, num_ranks, section)
+        from nemo_rl.models.dtensor.mesh_check import needs_proof
         from nemo_rl.models.huggingface.load import load_model_config
 
+        layout = self.layout_of(policy, num_ranks, section)
         model = load_model_config(policy.model_name, policy.hf_config_overrides, section)
-        report_findings(check_mesh(policy, layout, model, section, partial(_require_plan, policy)))
         if needs_proof(layout, model):
             from nemo_rl.models.dtensor.proof import prove_mesh
 
             prove_mesh(policy, layout, model, section)
+
+    def check_sizes(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
+        """Check the mesh without a proof; see `TrainingBackend.check_sizes`."""
+        layout = self.layout_of(policy, num_ranks, section)
+        from nemo_rl.models.dtensor.mesh_check import check_mesh
+        from nemo_rl.models.huggingface.load import load_model_config
+
+        model = load_model_config(policy.model_name, policy.hf_config_overrides, section)
+        report_findings(check_mesh(policy, layout, model, section, partial(_require_plan, policy)))
 
     def accepted_rows(self, policy: PolicyConfig) -> AcceptedRows:
         """See `TrainingBackend.accepted_rows`: all rows, unless stages or ranks divide what belongs to a row."""

@@ -62,6 +62,14 @@ class MegatronTraining(FolderBackend):
 
     def check(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
         """Check the mesh, the model's configuration and the options; see `TrainingBackend.check`."""
+        self.check_sizes(policy, num_ranks, section)
+        if section == "policy":
+            _warn_of_rounded_sums(policy, self.layout_of(policy, num_ranks, section))
+        if section == "policy" and CACHE_VARIABLE in os.environ:
+            logger.info("%s has no effect: every rank reads its part of the Hugging Face files.", CACHE_VARIABLE)
+
+    def check_sizes(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
+        """Make the checks of `check` without its warnings; see `TrainingBackend.check_sizes`."""
         layout = self.layout_of(policy, num_ranks, section)
         from nemo_rl.models.huggingface.load import load_model_config
         from nemo_rl.models.megatron.mesh_check import check_mesh
@@ -72,10 +80,6 @@ class MegatronTraining(FolderBackend):
         fields = check_expressible(model)
         options = check_options(f"{section}.megatron_cfg", policy.megatron_cfg, fields)
         report_findings(chain(options, check_adapters_of_experts(section, policy.megatron_cfg, fields)))
-        if section == "policy":
-            _warn_of_rounded_sums(policy, layout)
-        if section == "policy" and CACHE_VARIABLE in os.environ:
-            logger.info("%s has no effect: every rank reads its part of the Hugging Face files.", CACHE_VARIABLE)
 
     def accepted_rows(self, policy: PolicyConfig) -> AcceptedRows:
         """See `TrainingBackend.accepted_rows`: token ids only."""

@@ -57,6 +57,19 @@ class TrainingBackend(ABC):
             ConfigError: names the keys.
         """
 
+    def check_sizes(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
+        """Make those checks of `check` that take milliseconds, for a search that asks about hundreds of meshes.
+
+        Args:
+            policy: section of the model.
+            num_ranks: number of processes that hold the model.
+            section: name of the section, for messages.
+
+        Raises:
+            ConfigError: as `check`.
+        """
+        self.check(policy, num_ranks, section)
+
     def accepted_rows(self, policy: PolicyConfig) -> AcceptedRows:
         """Return which rows the ranks accept; by default token ids only. `Policy` refuses the others."""
         return AcceptedRows(type(self).__name__)

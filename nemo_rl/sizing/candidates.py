@@ -1,0 +1,153 @@
+"""List the sizes that a model may have on its ranks, and write them as keys of its section.
+
+Sizes are powers of two, as GPUs of a machine, heads and batches mostly are. Invariant: a candidate only has to divide
+the ranks; the rules of the configuration and the backend judge everything else.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import ceil
+from typing import Any, Literal
+
+from nemo_rl.config import PolicyConfig
+from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.models.capacity.memory import microbatch_tokens
+from nemo_rl.sizing.jobs import Job
+
+MOST_TOKENS = 65536
+"""Tokens of a microbatch on a rank above which none is proposed: larger products are not faster."""
+_SHORTEST_PART = 2048
+_MOST_STAGES, _MOST_EXPERT_RANKS, _MOST_CONTEXT = 16, 64, 16
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Sizes of a model.
+
+    Attributes:
+        layout: sizes of the parallel axes.
+        recompute: what the backward pass computes again.
+        offload: keep the optimizer state (with DTensor also weights) in host memory.
+        rows: rows of maximum length that a microbatch has room for.
+    """
+
+    layout: ParallelLayout
+    recompute: Recompute
+    offload: bool
+    rows: int
+
+    def divisions(self) -> int:
+        """Return over how many ranks layers, tokens, stages and experts are divided, to prefer few."""
+        axes = self.layout
+        return axes.tp * axes.cp * axes.pp * axes.ep
+
+
+def layouts(job: Job) -> Iterator[ParallelLayout]:
+    """Yield all layouts of a job's ranks."""
+    trains, dtensor = job.role.trains, job.section.backend_key == "dtensor_cfg"
+    nodes = job.ranks // job.per_node
+    tensor = _powers(job.per_node)
+    context = _powers(min(_MOST_CONTEXT, job.length // _SHORTEST_PART))
+    stages = _powers(min(_MOST_STAGES, len(job.trace.layers))) if trains else [1]
+    copies = [1, nodes] if dtensor and nodes > 1 else [1]
+    experts = [n for n in _powers(min(_MOST_EXPERT_RANKS, job.num_experts)) if job.num_experts % n == 0] or [1]
+    for tp, cp, pp, replicas, ep in product(tensor, context, stages, copies, experts):
+        outside = tp * cp * pp * replicas
+        if job.ranks % outside == 0 and (job.ranks // pp // replicas) % ep == 0:
+            yield ParallelLayout(pp, replicas, job.ranks // outside, cp, tp, ep)
+
+
+def candidates(job: Job) -> Iterator[Candidate]:
+    """Yield all candidates of a job."""
+    hows: list[Recompute] = ["none"]
+    if job.role.trains:
+        hows = ["none", "selective", "full"] if job.section.backend_key == "dtensor_cfg" else ["none", "full"]
+    for layout in layouts(job):
+        most = min(rows_of_a_rank(job, layout), max(MOST_TOKENS * layout.cp // job.length, 1))
+        offloads = (False, True) if job.role.trains else (False,)
+        for recompute, offload, samples in product(hows, offloads, _powers(most // job.rows_each)):
+            yield Candidate(layout, recompute, offload, samples * job.rows_each)
+
+
+def rows_of_a_rank(job: Job, layout: ParallelLayout) -> int:
+    """Return the rows of an update that a data-parallel rank has."""
+    return max(ceil(job.batch / layout.data_parallel_size), 1)
+
+
+def values_of(job: Job, candidate: Candidate) -> dict[str, Any]:
+    """Write a candidate as values of the keys of the model's section."""
+    section, axes = job.section, candidate.layout
+    own = f"{job.name}.{section.backend_key}"
+    keys = section.backend_section.size_keys
+    sizes = {f"{own}.{keys[axis]}": getattr(axes, axis) for axis in ("tp", "cp", "pp", "dp_replicate") if axis in keys}
+    if job.num_experts:
+        sizes[f"{own}.{keys['ep']}"] = axes.ep
+    if section.backend_key == "dtensor_cfg":
+        sizes |= _dtensor_options(own, section, candidate, trains=job.role.trains)
+    else:
+        sizes |= _megatron_options(own, section, candidate, len(job.trace.layers), trains=job.role.trains)
+    return sizes | batching(job, candidate.rows, candidate.rows)
+
+
+def batching(job: Job, train_rows: int, pass_rows: int) -> dict[str, Any]:
+    """Write the rows of a microbatch in training and in log-prob passes, as tokens with packing or dynamic batching.
+
+    Without them, the keys of training count samples: a pair is one.
+    """
+    section = job.section
+    for name in ("sequence_packing", "dynamic_batching"):
+        if getattr(section, name).enabled:
+            sizes = {"train_mb_tokens": train_rows * job.length, "logprob_mb_tokens": pass_rows * job.length}
+            return {
+                f"{job.name}.{name}.{key}": size for key, size in sizes.items() if job.role.trains or "logprob" in key
+            }
+    sizes = {"train_micro_batch_size": train_rows // job.rows_each, "logprob_batch_size": pass_rows}
+    return {f"{job.name}.{key}": size for key, size in sizes.items() if job.role.trains or "logprob" in key}
+
+
+def candidate_of(job: Job) -> Candidate:
+    """Return the sizes that the configuration itself has."""
+    section, trains = job.section, job.role.trains
+    tokens = microbatch_tokens(section, trains=trains)
+    own = section.megatron_cfg if section.backend_key == "megatron_cfg" else section.dtensor_cfg
+    how = own.activation_checkpointing
+    recompute: Recompute = "selective" if how == "selective" else "full" if how and trains else "none"
+    offload = section.dtensor_cfg.cpu_offload
+    if section.backend_key == "megatron_cfg":
+        offload = section.megatron_cfg.optimizer.optimizer_cpu_offload
+    return Candidate(ParallelLayout.of(section, job.ranks), recompute, offload, max(tokens // job.length, 1))
+
+
+def _dtensor_options(own: str, section: PolicyConfig, candidate: Candidate, *, trains: bool) -> dict[str, Any]:
+    how: bool | str = {"none": False, "full": True}.get(candidate.recompute, candidate.recompute)
+    options: dict[str, Any] = {f"{own}.sequence_parallel": candidate.layout.tp > 1}
+    if trains:
+        options |= {f"{own}.activation_checkpointing": how, f"{own}.cpu_offload": candidate.offload}
+    if section.dtensor_cfg.virtual_pipeline_size > 1:
+        options[f"{own}.virtual_pipeline_size"] = 1
+    return options
+
+
+def _megatron_options(
+    own: str, section: PolicyConfig, candidate: Candidate, layers: int, *, trains: bool
+) -> dict[str, Any]:
+    written, stages = section.megatron_cfg, candidate.layout.pp
+    options: dict[str, Any] = {f"{own}.sequence_parallel": candidate.layout.tp > 1}
+    if trains:
+        options[f"{own}.activation_checkpointing"] = candidate.recompute == "full"
+        options[f"{own}.optimizer.optimizer_cpu_offload"] = candidate.offload
+        if candidate.offload or written.optimizer.optimizer_offload_fraction:
+            options[f"{own}.optimizer.optimizer_offload_fraction"] = float(candidate.offload)
+    if candidate.recompute == "full" and written.recompute_granularity != "full":
+        options[f"{own}.recompute_granularity"] = "full"
+    last = layers - (stages - 1) * ceil(layers / stages) if layers % stages else None
+    ends = {"num_layers_in_first_pipeline_stage": None, "num_layers_in_last_pipeline_stage": last}
+    ends |= {"virtual_pipeline_model_parallel_size": None}
+    return options | {f"{own}.{key}": size for key, size in ends.items() if getattr(written, key) != size}
+
+
+def _powers(most: int) -> list[int]:
+    """Return 1, 2, 4 ... up to a number."""
+    return [2**power for power in range(max(most, 1).bit_length())]

@@ -1,0 +1,135 @@
+"""Choose the sizes of engines: ranks of each, and their share of the memory.
+
+An engine holds its weights on as few ranks as leave room for the answers that it samples at the same time. Its seconds
+are those of all answers at maximum length: each token reads the weights and the cached keys and values of all running
+answers. Invariant: as in `costs`, only ratios mean something.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import ceil, floor
+
+from nemo_rl.algorithms.setup.memory_forecast import USABLE_SHARE
+from nemo_rl.config import MasterConfig, RolloutMasterConfig, plan_topology
+from nemo_rl.models.capacity.engine_memory import EngineMemory, engine_memory
+from nemo_rl.models.generation.factory import check_engine_model, engine_precision
+from nemo_rl.models.huggingface.load import torch_dtype
+from nemo_rl.sizing.costs import REACHED, REACHED_LINK
+from nemo_rl.sizing.jobs import Job, with_values
+from nemo_rl.utils.errors import ConfigError
+
+ENGINE = "policy.generation.engine"
+MOST_SHARE = 0.9
+"""Largest share of a GPU that is proposed for an engine."""
+STEP_OF_SHARE = 0.05
+_ROUNDING = 1e-9
+MOST_RUNNING = 1024
+"""Answers that vLLM runs at the same time on devices of at least 70 GiB (`EngineArgs.get_batch_defaults`)."""
+REACHED_MEMORY = 0.6
+"""Share of the memory's bandwidth that a step of an engine reaches."""
+EXCHANGE_S = 1.5e-5
+"""Seconds of a small exchange between the ranks of an engine, two in each layer."""
+STEP_S = 2e-3
+"""Seconds of an engine's step that are independent of its size."""
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """Sizes of the engines.
+
+    Attributes:
+        tensor: ranks that divide each layer.
+        stages: stages of layers.
+        share: `gpu_memory_utilization`.
+        engines: engines of the run.
+        answers: answers of a step for each engine.
+        room: answers of full length that its cache has room for.
+        seconds: estimated seconds to sample a step.
+    """
+
+    tensor: int
+    stages: int
+    share: float
+    engines: int
+    answers: int
+    room: int
+    seconds: float
+
+    def values(self) -> dict[str, object]:
+        """Write the sizes as values of keys."""
+        return {
+            f"{ENGINE}.tensor_parallel_size": self.tensor,
+            f"{ENGINE}.pipeline_parallel_size": self.stages,
+            f"{ENGINE}.gpu_memory_utilization": self.share,
+        }
+
+
+def engine_choices(job: Job, config: MasterConfig, reserved: float) -> list[EngineChoice]:
+    """Return the engines that fit, the fastest first; equally fast ones with fewer ranks first.
+
+    Args:
+        job: the policy.
+        config: the run, with the sizes of its models.
+        reserved: bytes of a device that models and a weight sync need while engines are awake.
+    """
+    found = [choice for choice in _choices(job, config, reserved) if choice is not None]
+    return sorted(found, key=lambda choice: (choice.seconds, choice.tensor * choice.stages))
+
+
+def _choices(job: Job, config: MasterConfig, reserved: float) -> Iterator[EngineChoice | None]:
+    topology = plan_topology(config.model_cluster, config.policy)
+    sizes = [n for n in (1, 2, 4, 8, 16) if n <= topology.generation_ranks_per_node]
+    for tensor, stages in product(sizes, sizes):
+        if topology.generation_ranks_per_node % (tensor * stages):
+            continue
+        engines = topology.generation_ranks // (tensor * stages)
+        yield _choice(job, config, (tensor, stages, engines), reserved)
+
+
+def _choice(job: Job, config: MasterConfig, sizes: tuple[int, int, int], reserved: float) -> EngineChoice | None:
+    """Return the engine of a number of ranks with the memory that it needs and may have; None if it does not fit."""
+    tensor, stages, engines = sizes
+    keys: dict[str, object] = {f"{ENGINE}.tensor_parallel_size": tensor, f"{ENGINE}.pipeline_parallel_size": stages}
+    assert config.policy.generation is not None, "the run samples"
+    if config.policy.generation.engine.expert_parallel_size > 1:
+        keys[f"{ENGINE}.expert_parallel_size"] = tensor
+    changed = with_values(config, keys)
+    generation = changed.policy.generation
+    assert generation is not None, "the run samples"
+    try:
+        check_engine_model(changed.policy, changed.cluster)
+    except ConfigError:
+        return None
+    memory = engine_memory(job.model, generation, torch_dtype(engine_precision(changed.policy)).itemsize)
+    answers = ceil(samples_of_a_step(config) / engines)
+    row, device = generation.engine.max_model_len * memory.cache_per_token, job.gpu.memory_gib * 2**30
+    fixed = memory.weights + memory.workspace
+    wanted = fixed + min(answers, MOST_RUNNING) * row
+    most = min((USABLE_SHARE * device - reserved) / device, MOST_SHARE)
+    steps = min(floor(most / STEP_OF_SHARE + _ROUNDING), ceil(wanted / device / STEP_OF_SHARE))
+    share = round(steps * STEP_OF_SHARE, 2)
+    room = floor((share * device - fixed) / row) if share > 0 else 0
+    if room < 1:
+        return None
+    seconds = _seconds(job, memory, (tensor, stages), min(answers, room, MOST_RUNNING), answers)
+    return EngineChoice(tensor, stages, share, engines, answers, room, seconds)
+
+
+def samples_of_a_step(config: MasterConfig) -> int:
+    """Return the answers that are sampled for a step."""
+    assert isinstance(config, RolloutMasterConfig), "the run samples"
+    return config.algorithm.num_prompts_per_step * config.algorithm.num_generations_per_prompt
+
+
+def _seconds(job: Job, memory: EngineMemory, sizes: tuple[int, int], running: int, answers: int) -> float:
+    """Estimate the sampling of all answers of an engine, `running` at a time."""
+    (tensor, stages), gpu = sizes, job.gpu
+    assert job.section.generation is not None, "the run samples"
+    length = job.section.generation.engine.max_model_len
+    read = memory.weights + running * length / 2 * memory.cache_per_token
+    reading = read / (gpu.memory_gb_s * 1e9 * REACHED_MEMORY)
+    computing = 2 * job.multiplied * running / (tensor * stages) / (gpu.tflops * 1e12 * REACHED)
+    moved = 2 * 2 * (tensor - 1) / tensor * job.trace.hidden * 2 * running / (gpu.link_gb_s * 1e9 * REACHED_LINK)
+    exchange = len(job.trace.layers) * (moved + 2 * EXCHANGE_S * (tensor > 1))
+    return ceil(answers / running) * length * (max(reading, computing) * stages + exchange + STEP_S)

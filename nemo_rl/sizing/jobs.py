@@ -1,0 +1,168 @@
+"""Describe what a search for the sizes of one model needs: its section, ranks, rows of an update, and counts.
+
+Invariant: nothing in a job depends on the sizes that are searched.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from nemo_rl.algorithms.setup.memory_forecast import rows_per_prompt
+from nemo_rl.config import MasterConfig, PolicyConfig, Role, model_ranks
+from nemo_rl.launch.dry_run import rows_per_sample
+from nemo_rl.models.capacity.memory import MemoryPlan
+from nemo_rl.models.capacity.memory_trace import ModelTrace, trace_model
+from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
+from nemo_rl.models.huggingface.sizes import head_size
+from nemo_rl.models.training.backends import TrainingBackend, training_backend
+from nemo_rl.sizing.machines import Gpu
+from nemo_rl.utils.errors import ConfigError
+
+_TRACED_TOKENS = 128
+_EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
+_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model of a run to be placed.
+
+    Attributes:
+        config: the run, with models that can be described here (`hub_configs.with_local_configs`).
+        name: name of the model's section.
+        gpu: the GPUs.
+    """
+
+    config: MasterConfig
+    name: str
+    gpu: Gpu
+
+    @cached_property
+    def role(self) -> Role:
+        """What the model is for."""
+        return self.config.models[self.name]
+
+    @property
+    def section(self) -> PolicyConfig:
+        """The model's section."""
+        return self.role.section
+
+    @cached_property
+    def ranks(self) -> int:
+        """Ranks of the model."""
+        return model_ranks(self.config.model_cluster, self.config.models)[self.name]
+
+    @property
+    def per_node(self) -> int:
+        """Ranks of a machine, which its fast links connect."""
+        return min(self.ranks, self.config.cluster.gpus_per_node)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest row."""
+        return self.section.max_total_sequence_length
+
+    @property
+    def rows_each(self) -> int:
+        """Rows of a sample: 2 for pairs of answers."""
+        return rows_per_sample(self.config)
+
+    @property
+    def batch(self) -> int:
+        """Rows of an update of the policy, which other models read too."""
+        return self.config.policy.train_global_batch_size * self.rows_each
+
+    @property
+    def answers(self) -> int:
+        """Rows that begin with the same prompt."""
+        return rows_per_prompt(self.config)
+
+    @cached_property
+    def model(self) -> PretrainedConfig:
+        """The model's configuration."""
+        return load_model_config(self.section.model_name, self.section.hf_config_overrides)
+
+    @cached_property
+    def text(self) -> Any:
+        """The part of it about language."""
+        return self.model.get_text_config()
+
+    @cached_property
+    def trace(self) -> ModelTrace:
+        """Counts of the model's parameters."""
+        dtype = torch_dtype(self.section.precision)
+        return trace_model(self.model, _TRACED_TOKENS, dtype, scores=self.section.reward_model_cfg.enabled)
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a layer; 0 in a dense model."""
+        has_experts = any(layer.experts for layer in self.trace.layers)
+        return next((n for key in _EXPERTS if (n := getattr(self.text, key, None))), 0) if has_experts else 0
+
+    @cached_property
+    def active_share(self) -> float:
+        """Share of the experts that a token passes."""
+        chosen = next((n for key in _EXPERTS_OF_A_TOKEN if (n := getattr(self.text, key, None))), 1)
+        return chosen / self.num_experts if self.num_experts else 1.0
+
+    @cached_property
+    def multiplied(self) -> float:
+        """Parameters that a token is multiplied with: matrices, its experts, the head."""
+        layers = sum(layer.matrices + layer.experts * self.active_share for layer in self.trace.layers)
+        return layers + self.trace.hidden * self.trace.vocabulary
+
+    @property
+    def attention_width(self) -> int:
+        """Numbers of all heads' queries of a layer."""
+        return int(self.text.num_attention_heads * head_size(self.text))
+
+    @property
+    def key_value_width(self) -> int:
+        """Numbers of a token's keys and values in a layer."""
+        heads = getattr(self.text, "num_key_value_heads", None) or self.text.num_attention_heads
+        return int(2 * heads * head_size(self.text))
+
+    @cached_property
+    def backend(self) -> TrainingBackend:
+        """The training backend of the section."""
+        backend = training_backend(self.section)
+        if backend.rank_memory() is None:
+            raise ConfigError(
+                f"{self.name}.training_backend.name={type(backend).__name__} predicts no memory, so its sizes cannot "
+                "be searched. Return a class from its rank_memory, or use dtensor_cfg or megatron_cfg."
+            )
+        return backend
+
+    def plan(self, section: PolicyConfig) -> MemoryPlan:
+        """Predict the memory of a rank with another section."""
+        plan = self.backend.predict_memory(
+            section,
+            self.ranks,
+            trains=self.role.trains,
+            keeps_reference=self.role.keeps_reference,
+            on_gpu=True,
+            rows_per_prompt=self.answers,
+        )
+        assert plan is not None, "the backend predicts memory"
+        return plan
+
+
+def with_values[ConfigT: MasterConfig](config: ConfigT, values: Mapping[str, Any]) -> ConfigT:
+    """Copy a configuration and set keys in the copy.
+
+    Args:
+        config: a checked configuration.
+        values: values by dotted key; every section of a key exists.
+    """
+    changed = deepcopy(config)
+    for key, value in values.items():
+        *sections, last = key.split(".")
+        place: Any = changed
+        for name in sections:
+            place = getattr(place, name)
+        setattr(place, last, value)
+    return changed

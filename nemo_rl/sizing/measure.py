@@ -1,0 +1,169 @@
+"""Choose the sizes of a run on this machine's CPUs by real steps: ranks, threads, engines, microbatches.
+
+Each alternative is timed once against the configuration's own sizes, one kind of size after the other, on top of what
+was better before. The winner, or else the fastest alternative, is then timed in turns with the own sizes. Invariant:
+sizes are only proposed if they were clearly faster in those turns; otherwise the own sizes are, so a proposal is never
+slower as far as it was measured.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from nemo_rl.config import MasterConfig, load_config
+from nemo_rl.config.base.paths import find_path
+from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
+from nemo_rl.host.cores import usable_cores
+from nemo_rl.models.capacity.memory import microbatch_tokens
+from nemo_rl.sizing import report
+from nemo_rl.sizing.trial import Steps, take_steps
+from nemo_rl.utils.errors import ConfigError
+
+TURNS = 2
+"""Trials of the winner and of the own sizes in the end, in turns."""
+CLEAR = 0.05
+"""Share of the step's seconds by which an alternative must be faster to be tried in turns."""
+TRIAL_DEADLINE_S = 600.0
+_ENGINES = "policy.generation.colocated"
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another value of one kind of size.
+
+    Attributes:
+        what: the kind, with the value.
+        overrides: the value as overrides.
+    """
+
+    what: str
+    overrides: Sequence[str]
+
+
+def measure_run(arguments: argparse.Namespace, config: MasterConfig) -> int:
+    """Measure, print the proposal and write it; return the exit status.
+
+    Raises:
+        ConfigError: the run is not for CPUs.
+        NemoRLError: the configuration's own sizes do not run.
+    """
+    if config.cluster.uses_gpu:
+        raise ConfigError("--measure takes steps on this machine's CPUs, and cluster.device=cuda. Leave it out.")
+    algorithm = arguments.algorithm or algorithm_of(arguments.config)
+    file = Path(str(find_path(arguments.config)))
+
+    def timed(overrides: Sequence[str]) -> Steps:
+        return take_steps(algorithm, file, [*arguments.overrides, *overrides], arguments.steps, TRIAL_DEADLINE_S)
+
+    def accepted(overrides: Sequence[str]) -> bool:
+        try:
+            load_config(file, [*arguments.overrides, *overrides], schema=ALGORITHMS[algorithm])
+        except ConfigError:
+            return False
+        return True
+
+    sys.stdout.write("Trials, seconds of a step (median) and processor seconds of a step\n")
+    best = search(alternatives(config), timed, accepted, _tell)
+    best = compare(best, timed, _tell)
+    given = [*arguments.overrides, *best]
+    lines = ["", *report.command_lines(arguments.config, given)]
+    if not best:
+        lines.append("The configuration's own sizes were the fastest: nothing to change.")
+    if arguments.write is not None:
+        report.write_file(arguments.write, file, given, {})
+        lines.append(f"wrote {arguments.write}")
+    sys.stdout.write("\n".join([*lines, ""]))
+    return 0
+
+
+def alternatives(config: MasterConfig) -> Iterator[list[Alternative]]:
+    """Yield the alternatives of each kind of size; the order is that in which they are decided."""
+    cores, ranks = usable_cores(), config.cluster.policy_ranks_per_node
+    generation = config.policy.generation
+    if cores > 1:
+        numbers = sorted({1, min(2 * ranks, cores), cores} - {ranks})
+        yield [Alternative(f"{n} ranks", [f"cluster.ranks_per_node={n}"]) for n in numbers]
+    if generation is not None and generation.colocated.enabled and cores > 1:
+        keys = [f"{_ENGINES}.enabled=false", f"{_ENGINES}.resources.ranks_per_node={cores}"]
+        yield [Alternative(f"{cores} engines of their own", keys)]
+    tokens = microbatch_tokens(config.policy, trains=True)
+    length = config.policy.max_total_sequence_length
+    yield [each for factor in (2, 4) if tokens // factor >= length for each in _microbatch(config, factor)]
+    if cores > 1:
+        now = config.cluster.threads_per_rank or max(cores // ranks, 1)
+        threads = sorted({1, cores} - {now})
+        yield [Alternative(f"{n} threads for a rank", [f"cluster.threads_per_rank={n}"]) for n in threads]
+
+
+def _microbatch(config: MasterConfig, factor: int) -> Iterator[Alternative]:
+    policy = config.policy
+    for name in ("sequence_packing", "dynamic_batching"):
+        way: Any = getattr(policy, name)
+        if way.enabled:
+            sizes = [f"policy.{name}.{key}={getattr(way, key) // factor}" for key in _TOKENS]
+            yield Alternative(f"microbatches / {factor}", sizes)
+            return
+    if policy.train_micro_batch_size % factor == 0:
+        rows = policy.train_micro_batch_size // factor
+        yield Alternative(f"microbatches / {factor}", [f"policy.train_micro_batch_size={rows}"])
+
+
+_TOKENS = ("train_mb_tokens", "logprob_mb_tokens")
+
+
+def search(
+    kinds: Iterator[list[Alternative]],
+    timed: Callable[[Sequence[str]], Steps],
+    accepted: Callable[[Sequence[str]], bool],
+    tell: Callable[[str, Steps], None],
+) -> list[str]:
+    """Decide one kind of size after the other by what is clearly faster than before.
+
+    Args:
+        kinds: alternatives by kind.
+        timed: takes steps with overrides.
+        accepted: whether the configuration accepts overrides; others are left out.
+        tell: called with each result.
+
+    Returns:
+        The overrides of the winner; if nothing was clearly faster than the own sizes, of the fastest alternative.
+    """
+    best: list[str] = []
+    all_results: list[tuple[float, list[str]]] = []
+    before = timed(best)
+    tell("own sizes", before)
+    for kind in kinds:
+        results = []
+        for alternative in kind:
+            overrides = [*best, *alternative.overrides]
+            if not accepted(overrides):
+                continue
+            steps = timed(overrides)
+            tell(alternative.what, steps)
+            results.append((steps.typical, overrides, steps))
+        fastest = min(results, key=lambda each: each[0], default=None)
+        if fastest is not None and fastest[0] < (1 - CLEAR) * before.typical:
+            _, best, before = fastest
+        all_results += [(seconds, overrides) for seconds, overrides, _ in results]
+    return best or min(all_results, default=(0.0, best))[1]
+
+
+def compare(best: list[str], timed: Callable[[Sequence[str]], Steps], tell: Callable[[str, Steps], None]) -> list[str]:
+    """Time sizes and the own ones in turns; return their overrides if they were clearly faster, else none."""
+    found: dict[str, list[float]] = {"own sizes, again": [], "fastest other, again": []}
+    for _ in range(TURNS):
+        for (name, seconds), overrides in zip(found.items(), ([], best), strict=True):
+            steps = timed(overrides)
+            tell(name, steps)
+            seconds += steps.wall
+    own, other = map(median, found.values())
+    return best if other < (1 - CLEAR) * own else []
+
+
+def _tell(name: str, steps: Steps) -> None:
+    sys.stdout.write(f"  {name:<28}{steps.typical:>8.2f} s{steps.processor:>10.2f} s\n")
+    sys.stdout.flush()

@@ -1,0 +1,132 @@
+"""Size the run of a command line: search or measure, print, write, and check by the dry run."""
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.algorithms.setup.memory_forecast import device_bytes, forecast_memory
+from nemo_rl.config import MasterConfig, RolloutMasterConfig, load_config
+from nemo_rl.config.base.paths import find_path
+from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
+from nemo_rl.launch.dry_run import NOT_FITTING, describe
+from nemo_rl.launch.library_logs import logs_of_library
+from nemo_rl.sizing import report, splits
+from nemo_rl.sizing.candidates import candidate_of
+from nemo_rl.sizing.costs import update_seconds
+from nemo_rl.sizing.jobs import Job
+from nemo_rl.sizing.machines import Gpu, chosen_gpu, memory_of
+from nemo_rl.sizing.proposal import Proposal, described, propose, updates_of_a_step
+from nemo_rl.sizing.search import HEADROOM, Search
+from nemo_rl.utils.did_you_mean import did_you_mean
+from nemo_rl.utils.errors import ConfigError
+
+
+def size_run(arguments: argparse.Namespace) -> int:
+    """Do what a command line asks for; return the exit status.
+
+    Raises:
+        ConfigError: the command line or the configuration is wrong.
+    """
+    config, schema = _read(arguments)
+    if arguments.measure:
+        from nemo_rl.sizing.measure import measure_run
+
+        return measure_run(arguments, config)
+    gpu = _gpu(arguments, config)
+    local = described(config, gpu)
+    with logs_of_library():
+        found = _found(arguments.engines, local, gpu)
+        if found is None:
+            sys.stdout.write("\n".join(["Nothing fits", *shortage_lines(local, gpu), ""]))
+            return NOT_FITTING
+        lines = [*report.proposal_lines(found, gpu, own_sizes(local, gpu)), ""]
+        values = report.changed_values(config, found.values)
+        overrides = [*arguments.overrides, *report.overrides_of(values)]
+        lines += [*report.command_lines(arguments.config, overrides), ""]
+        checked = describe(load_config(arguments.config, overrides, schema=schema))
+    lines += ["Dry run", *(f"  {line}" for line in checked.text.partition("Verdict\n")[2].splitlines())]
+    if arguments.write is not None:
+        report.write_file(arguments.write, Path(str(find_path(arguments.config))), arguments.overrides, values)
+        lines.append(f"  wrote {arguments.write}")
+    sys.stdout.write("\n".join([*lines, ""]))
+    return NOT_FITTING if checked.forecast.shortfalls else 0
+
+
+def _read(arguments: argparse.Namespace) -> tuple[MasterConfig, type[Any]]:
+    name = arguments.algorithm or algorithm_of(arguments.config)
+    trained = [each for each in ALGORITHMS if each != "eval"]
+    if name not in trained:
+        reason = "an evaluation trains nothing" if name == "eval" else f"unknown.{did_you_mean(name, trained)}"
+        raise ConfigError(f"the algorithm {name} cannot be sized: {reason}. There are {', '.join(trained)}.")
+    schema: type[Any] = ALGORITHMS[name]
+    if arguments.steps < 1:
+        raise ConfigError(f"--steps {arguments.steps} times no step. Give 1 or more.")
+    config = load_config(arguments.config, arguments.overrides, schema=schema, check=False)
+    return config, schema
+
+
+def _gpu(arguments: argparse.Namespace, config: MasterConfig) -> Gpu:
+    """Return the GPU of the options; without them that of the configuration, of this machine, or of 80 GiB."""
+    memory = memory_of(arguments.gpu_memory) if arguments.gpu_memory else None
+    if memory is None and arguments.gpu is None and config.cluster.uses_gpu:
+        memory = device_bytes(config.cluster) / 2**30
+    return chosen_gpu(arguments.gpu, memory)
+
+
+def _found(engines: str, local: MasterConfig, gpu: Gpu) -> Proposal | None:
+    samples = isinstance(local, RolloutMasterConfig)
+    if engines != "as-given" and not samples:
+        raise ConfigError(f"--engines {engines} places engines, and this run samples nothing. Leave it out.")
+    if engines == "as-given":
+        return propose(local, gpu)
+    return (splits.colocated if engines == "colocated" else splits.separate)(local, gpu)
+
+
+def own_sizes(local: MasterConfig, gpu: Gpu) -> str:
+    """Return the estimate for the sizes of the configuration itself, or why they cannot be used."""
+    broken = next(iter(local.findings()), None)
+    if broken is not None:
+        return f"the configuration's own sizes break a rule: {broken.strip().splitlines()[0]}"
+    short = forecast_memory(local, gpu.memory_gib * 2**30).shortfalls
+    if short:
+        return f"the configuration's own sizes do not fit: {short[0]}"
+    seconds = own_train_seconds(local, gpu)
+    return f"the configuration's own sizes fit; about {seconds:.3g} s of training"
+
+
+def own_train_seconds(local: MasterConfig, gpu: Gpu) -> float:
+    """Return the estimate for all models of a step with the configuration's own sizes."""
+    jobs = [Job(local, name, gpu) for name in local.models]
+    return sum(update_seconds(job, candidate_of(job)).total for job in jobs) * updates_of_a_step(local)
+
+
+def shortage_lines(local: MasterConfig, gpu: Gpu) -> list[str]:
+    """Say what is short by how much, and how many GPUs would do."""
+    lines: list[str] = []
+    for name in local.models:
+        search = Search.of(Job(local, name, gpu), 1.0)
+        closest = search.closest()
+        if search.has_room():
+            continue
+        if closest is None:
+            lines.append(
+                f"  {name}: every layout of {search.job.ranks} ranks is refused, for example: {search.refusal()}"
+            )
+            continue
+        more = (closest.needs - search.usable) / 2**30
+        lines.append(
+            f"  {name}: the smallest layout ({_sizes(vars(closest.candidate.layout))}) needs "
+            f"{closest.needs / 2**30:.1f} GiB of each GPU, {more:.1f} GiB more than the "
+            f"{search.usable / 2**30:.1f} GiB that are usable"
+        )
+    lines = lines or ["  the models fit alone, but no engine fits next to them"]
+    found = splits.smallest_cluster(local, gpu)
+    enough = "no cluster of up to 64 machines" if found is None else f"cluster.num_nodes={found[0]}"
+    enough += "" if found is None else f" cluster.gpus_per_node={found[1]}, {found[0] * found[1]} GPUs,"
+    return [*lines, f"  {enough} of {gpu.memory_gib:g} GiB would be enough (with {HEADROOM:.0%} of the usable memory)"]
+
+
+def _sizes(axes: Mapping[str, Any]) -> str:
+    return ", ".join(f"{axis} {size}" for axis, size in axes.items() if isinstance(size, int) and size > 1) or "1 rank"
