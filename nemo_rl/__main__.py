@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from nemo_rl.doctor import command as doctor
 from nemo_rl.regrade import command as regrade
+from nemo_rl.replay import command as replay
 from nemo_rl.report import command as report
 from nemo_rl.report import watch_command as watch
 
-COMMANDS = [doctor, regrade, report, watch]
+COMMANDS = [doctor, regrade, replay, report, watch]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -30,7 +30,7 @@ LAYERS: list[set[str]] = [
     {"experience"},
     {"algorithms", "evals"},
     {"launch"},
-    {"doctor", "regrade", "report"},
+    {"doctor", "regrade", "replay", "report"},
 ]
 SHARED_LAYERS = [{"config", "utils", "host", "files", "sandbox", "compat", "optimizations"}]
 """Packages of one layer that may import each other, as long as no circle of files arises."""

@@ -47,15 +47,15 @@ class Fingerprint:
         return math.sqrt(self.square_sum)
 
     def distance(self, other: "Fingerprint") -> float:
-        """Estimate the distance of two tensors, divided by the larger norm; 0 if the bits are equal.
+        """Estimate the distance of two tensors, usually right within a factor of 2; 0 if the bits are equal.
 
-        The estimate is usually right within a factor of 2. It is infinite if one of the tensors is not finite.
+        It is infinite if one of the tensors is not finite.
         """
         if self.checksum == other.checksum:
             return 0.0
         squares = [(mine - its) ** 2 for mine, its in zip(self.sketch, other.sketch, strict=True)]
-        apart, size = math.sqrt(sum(squares) / len(squares)), max(self.norm, other.norm)
-        return apart / size if math.isfinite(apart) and math.isfinite(size) and size > 0 else math.inf
+        apart = math.sqrt(sum(squares) / len(squares))
+        return apart if math.isfinite(apart) else math.inf
 
     def as_json(self) -> list[Any]:
         """Return plain values for a file of JSON."""

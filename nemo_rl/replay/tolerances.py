@@ -1,0 +1,127 @@
+"""Decide how closely a repeated step has to equal the recorded one.
+
+Invariant: where device, versions and the division of the work are those of the run, nothing but equal bits is equal.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl.config.rules.resume import ChangedKey
+from nemo_rl.replay.records import Step
+from nemo_rl.utils.errors import ReplayError
+
+DIVISION = "layout of passes and memory"
+"""The keys that decide who computes what, in `config.rules.resume.APPLIED`."""
+WITHOUT_INFLUENCE = (
+    "length, validation and early stop",
+    "saving and logging",
+    "machines, deadlines and processes",
+    "engines and weight sync",
+    "limits and defaults of data sets",
+)
+"""The keys that a step does not read once it has rollouts and weights, by what they are about."""
+_SHOWN_FILES = 20
+_NUMBERS = ("torch", "transformers", "numpy", "flash-attn", "triton")
+"""Packages whose versions may change the last bits."""
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """The largest differences that count as equal; 0 for equal bits.
+
+    Attributes:
+        advantages: absolute.
+        logprobs: absolute, of one token.
+        loss: relative to the recorded value, or absolute below 1.
+        modules: distance of outputs relative to their norm.
+        gradients: distance of a tensor relative to the norm of the whole gradient.
+        weights: distance of a tensor relative to its norm.
+    """
+
+    advantages: float = 0.0
+    logprobs: float = 0.0
+    loss: float = 0.0
+    modules: float = 0.0
+    gradients: float = 0.0
+    weights: float = 0.0
+
+    @property
+    def is_exact(self) -> bool:
+        """True if bits are compared."""
+        return self == Tolerances()
+
+
+def tolerances(precision: str, factor: float = 1.0) -> Tolerances:
+    """Return the tolerances of a precision, each times a factor."""
+    if precision == "float32":
+        values = {"advantages": 1e-5, "logprobs": 1e-3, "loss": 1e-3, "modules": 1e-4, "gradients": 1e-2}
+    else:
+        values = {"advantages": 1e-5, "logprobs": 0.1, "loss": 5e-2, "modules": 3e-2, "gradients": 0.2}
+    return Tolerances(**{name: value * factor for name, value in values.items()}, weights=1e-3 * factor)
+
+
+def chosen(option: str, recorded: Step, repeated: Step, changed: list[ChangedKey]) -> tuple[Tolerances, list[str]]:
+    """Return the tolerances of a comparison, and what differs of the circumstances.
+
+    Args:
+        option: value of `--tolerance`.
+        recorded: the step of the run.
+        repeated: the step now.
+        changed: keys that differ.
+
+    Raises:
+        ReplayError: the option is wrong.
+    """
+    notes = circumstances(recorded, repeated, changed)
+    precision = str(recorded.summary["config"]["policy"]["precision"])
+    if option == "exact" or (option == "auto" and not notes):
+        return Tolerances(), notes
+    try:
+        factor = 1.0 if option == "auto" else float(option)
+    except ValueError:
+        factor = -1.0
+    if not factor > 0:
+        raise ReplayError(f"--tolerance={option} must be auto, exact or a number above 0.")
+    return tolerances(precision, factor), notes
+
+
+def circumstances(recorded: Step, repeated: Step, changed: list[ChangedKey]) -> list[str]:
+    """Return what may change the last bits and is no difference of the step: devices, versions, division."""
+    before, now = recorded.summary, repeated.summary
+    notes = [
+        f"{name}: {_get(before['environment'], name)} in the run, {_get(now['environment'], name)} now"
+        for name in _NUMBERS
+        if _get(before["environment"], name) != _get(now["environment"], name)
+    ]
+    devices = [
+        sorted({device for update in step.updates for device in update.devices}) for step in (recorded, repeated)
+    ]
+    if devices[0] != devices[1]:
+        notes.append(f"device: {', '.join(devices[0])} in the run, {', '.join(devices[1])} now")
+    if before["layout"] != now["layout"]:
+        notes.append(f"ranks: {_layout(before['layout'])} in the run, {_layout(now['layout'])} now")
+    notes += [f"{key.key}: {key.before} in the run, {key.now} now" for key in changed if key.about == DIVISION]
+    return notes
+
+
+def _get(versions: Mapping[str, Any], name: str) -> str:
+    return str(versions.get(name, "absent"))
+
+
+def _devices(step: Step) -> str:
+    return ", ".join(sorted({device for update in step.updates for device in update.devices}))
+
+
+def _layout(layout: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in layout.items() if size > 1) or "1"
+
+
+def code_notes(recorded: Step, repeated: Step) -> list[str]:
+    """Return which files of the library differ from those of the run."""
+    before, now = recorded.summary["code"], repeated.summary["code"]
+    changed = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+    if not changed:
+        return []
+    more = f" and {len(changed) - _SHOWN_FILES} more" if len(changed) > _SHOWN_FILES else ""
+    return [f"files of nemo_rl that have changed since the run: {', '.join(changed[:_SHOWN_FILES])}{more}"]
