@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_rl.algorithms.runtime.step_record import SAMPLED
 from nemo_rl.config.rules.resume import ChangedKey
 from nemo_rl.replay.compare_models import gradients, modules, new_weights, old_weights
 from nemo_rl.replay.findings import Difference, Stage
@@ -27,9 +28,6 @@ _IN_SHORT = {
     "penalized_reward": "its reward after penalties",
     "outcome": "its outcome",
 }
-_FROM_REWARDS = (
-    "Rewards are not computed again; the keys of env, grpo and reward_penalties decide what follows from them."
-)
 _TENSORS = {
     "advantages": "The samples are equal, so what makes advantages of rewards differs: nemo_rl/algorithms/credit.",
     "prev_logprobs": "The samples and the weights are equal, so the model's forward pass differs.",
@@ -85,7 +83,7 @@ def sample_name(row: Mapping[str, Any]) -> str:
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Say in which way a row differs; "" if it does not."""
     return ", ".join(
-        f"{said}{'' if name in ('input_ids', 'token_mask', 'generation_logprobs') else f' is {now[name]}, recorded {before[name]}'}"
+        said if name in SAMPLED else f"{said} is {now[name]}, recorded {before[name]}"
         for name, said in _IN_SHORT.items()
         if before[name] != now[name]
     )

@@ -18,8 +18,11 @@ _OTHER_START = (
     "The step does not begin as in the run: the checkpoint is another one, or the model that policy.model_name names "
     "has changed."
 )
-_FORWARD = "Samples and weights are equal, so this module computes something else, or another part of the library does."
-_BACKWARD = "The loss is equal, so the backward pass differs, or the sum of gradients over ranks."
+_FORWARD = (
+    "This is the first module whose output differs. Samples and weights are equal, so the module itself computes "
+    "something else."
+)
+_BACKWARD = "The loss is equal, so the backward pass differs from this tensor on, or the sum of gradients over ranks."
 _OPTIMIZER = "The gradients are equal, so clipping, the optimizer, its state or the learning rate differ."
 
 type Prints = Mapping[str, Fingerprint]
@@ -30,7 +33,7 @@ def old_weights(recorded: Step, repeated: Step) -> Stage:
     if not recorded.updates:
         return Stage("weights before the step", skipped="no update was made, because no token counts")
     before, now = recorded.updates[0].before, repeated.updates[0].before
-    found, largest = _tensors(before, now, before, 0.0, before, "weight", "before the step")
+    found, largest = _tensors(before, now, before, 0.0, "weight")
     return Stage("weights before the step", len(before), "relative", found, 0.0, largest, _OTHER_START)
 
 
@@ -39,9 +42,7 @@ def modules(before: UpdateRecord, now: UpdateRecord, title: str, limits: Toleran
     name = f"outputs of modules{title}"
     if not any(before.modules):
         return Stage(name, skipped="the run did not record them (logger.record_modules)")
-    if [[call for call, _ in calls] for calls in before.modules] != [
-        [call for call, _ in calls] for calls in now.modules
-    ]:
+    if _calls(before) != _calls(now):
         return Stage(name, skipped="modules are called in another order, or ranks divide the work differently")
     found: list[tuple[int, Difference]] = []
     largest = 0.0
@@ -50,16 +51,20 @@ def modules(before: UpdateRecord, now: UpdateRecord, title: str, limits: Toleran
             size = _relative(its.distance(mine), max(its.norm, mine.norm))
             largest = max(largest, size)
             if (its.checksum != mine.checksum) if limits.is_exact else size > limits.modules:
-                text = f"the forward pass of module {module} differs first (rank {rank}), by {size:.1e} of its output"
-                found.append((number, Difference(module, text, size)))
+                what = f"the forward pass of module {module} differs, by {size:.1e} of its output (rank {rank})"
+                found.append((number, Difference(module, what, size)))
     ordered = [difference for _, difference in sorted(found, key=lambda pair: pair[0])]
     return Stage(name, sum(map(len, before.modules)), "relative", ordered, limits.modules, largest, _FORWARD)
+
+
+def _calls(update: UpdateRecord) -> list[list[str]]:
+    return [[module for module, _ in calls] for calls in update.modules]
 
 
 def gradients(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tolerances) -> Stage:
     """Compare the gradients, the last tensors of the model first, as the backward pass computes them."""
     old = dict(reversed(before.gradients.items()))
-    found, largest = _tensors(old, now.gradients, old, limits.gradients, old, "gradient", "in backward order")
+    found, largest = _tensors(old, now.gradients, old, limits.gradients, "gradient")
     return Stage(f"gradients{title}", len(old), "relative", found, limits.gradients, largest, _BACKWARD)
 
 
@@ -70,23 +75,16 @@ def new_weights(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tol
         for name, weight in before.after.items()
         if name in before.before
     }
-    found, largest = _tensors(before.after, now.after, moved, limits.weights, moved, "new weight", "after the step")
-    return Stage(
-        f"weights after the step{title}",
-        len(before.after),
-        "relative to the update",
-        found,
-        limits.weights,
-        largest,
-        _OPTIMIZER,
-    )
+    found, largest = _tensors(before.after, now.after, moved, limits.weights, "new weight")
+    name, unit = f"weights after the step{title}", "relative to the update"
+    return Stage(name, len(before.after), unit, found, limits.weights, largest, _OPTIMIZER)
 
 
 def _tensors(
-    before: Prints, now: Prints, scales: Prints, limit: float, whole: Prints, what: str, where: str
+    before: Prints, now: Prints, scales: Prints, limit: float, what: str
 ) -> tuple[list[Difference], float]:
-    """Compare tensors by name; a distance is relative to the norm in `scales`, or to a part of that of `whole`."""
-    floor = _FLOOR * _norm(whole.values())
+    """Compare tensors by name; a distance is relative to the norm in `scales`, or to a part of that of all."""
+    floor = _FLOOR * _norm(scales.values())
     found, largest = [], 0.0
     for name, old in before.items():
         new = now.get(name)
@@ -96,9 +94,7 @@ def _tensors(
         size = _relative(old.distance(new), max(scales[name].norm if name in scales else 0.0, floor))
         largest = max(largest, size)
         if old.checksum != new.checksum and (limit == 0 or size > limit):
-            text = (
-                f"the {what} of {name} differs first {where}, by {size:.1e} (norm {old.norm:.6g}, now {new.norm:.6g})"
-            )
+            text = f"the {what} of {name} differs, by {size:.1e} (norm {old.norm:.6g}, now {new.norm:.6g})"
             found.append(Difference(name, text, size))
     found += [Difference(name, f"the {what} of {name} was not there in the run") for name in now if name not in before]
     return found, largest

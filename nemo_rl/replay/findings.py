@@ -76,7 +76,7 @@ class Comparison:
             return f"Step {self.step} is equal to that of the run, {how}."
         later = [stage for stage in self.stages if stage.differences and stage is not self.first]
         end = "All numbers are equal all the same." if self.first.name == "configuration" and not later else ""
-        text = f"Step {self.step} differs: {self.first.differences[0].text}. {end}".strip()
+        text = f"Step {self.step} differs, first in {self.first.name}: {self.first.differences[0].text}. {end}".strip()
         return f"{text} {self.first.cause}".strip()
 
     def as_json(self) -> dict[str, Any]:

@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
+from nemo_rl.config.schema.logger import RECORDS_FOLDER
 from nemo_rl.utils.errors import ReplayError
-
-FOLDER = "steps"
-"""Folder of the records in the log folder of a run."""
 
 
 def find_folder(run: Path) -> Path:
@@ -14,12 +12,12 @@ def find_folder(run: Path) -> Path:
     Raises:
         ReplayError: there is none.
     """
-    if (run / FOLDER).is_dir():
+    if (run / RECORDS_FOLDER).is_dir():
         return run.resolve()
-    found = sorted(run.glob(f"exp_*/{FOLDER}"), key=lambda path: (len(path.parent.name), path.parent.name))
+    found = sorted(run.glob(f"exp_*/{RECORDS_FOLDER}"), key=lambda path: (len(path.parent.name), path.parent.name))
     if not found:
         raise ReplayError(
-            f"{run} has no recorded steps: neither it nor an exp_* in it has a folder {FOLDER}. Give the "
+            f"{run} has no recorded steps: neither it nor an exp_* in it has a folder {RECORDS_FOLDER}. Give the "
             "logger.log_dir of a run with logger.record_steps=true; steps of other runs cannot be repeated."
         )
     return found[-1].parent.resolve()

@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from nemo_rl.algorithms.runtime.step_record import FORMAT, write_json
+from nemo_rl.config.schema.logger import RECORDS_FOLDER
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.files.safe_load import load_plain
 from nemo_rl.models.policy.update_records import UpdateRecord
-from nemo_rl.replay.folders import FOLDER
 from nemo_rl.utils.errors import ReplayError
 
 _NAME = re.compile(r"step_(\d+)\.json")
@@ -58,7 +58,7 @@ def read_step(folder: Path, step: int) -> RecordedStep:
         ReplayError: the step was not recorded, or its record cannot be read.
         CheckpointError: the rollouts cannot be read.
     """
-    file = folder / FOLDER / f"step_{step}.json"
+    file = folder / RECORDS_FOLDER / f"step_{step}.json"
     names = (_NAME.fullmatch(path.name) for path in file.parent.iterdir())
     recorded = sorted(int(name[1]) for name in names if name)
     if step not in recorded:

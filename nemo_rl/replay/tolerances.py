@@ -35,8 +35,8 @@ class Tolerances:
         logprobs: absolute, of one token.
         loss: relative to the recorded value, or absolute below 1.
         modules: distance of outputs relative to their norm.
-        gradients: distance of a tensor relative to the norm of the whole gradient.
-        weights: distance of a tensor relative to its norm.
+        gradients: distance of a tensor relative to its norm.
+        weights: distance of a new tensor relative to the distance that the update moved it.
     """
 
     advantages: float = 0.0
@@ -55,10 +55,10 @@ class Tolerances:
 def tolerances(precision: str, factor: float = 1.0) -> Tolerances:
     """Return the tolerances of a precision, each times a factor."""
     if precision == "float32":
-        values = {"advantages": 1e-5, "logprobs": 1e-3, "loss": 1e-3, "modules": 1e-4, "gradients": 1e-2}
+        values = {"advantages": 1e-5, "logprobs": 1e-3, "loss": 1e-3, "modules": 1e-4, "gradients": 1e-2, "weights": 0.1}
     else:
-        values = {"advantages": 1e-5, "logprobs": 0.1, "loss": 5e-2, "modules": 3e-2, "gradients": 0.2}
-    return Tolerances(**{name: value * factor for name, value in values.items()}, weights=1e-3 * factor)
+        values = {"advantages": 1e-5, "logprobs": 0.1, "loss": 5e-2, "modules": 3e-2, "gradients": 0.2, "weights": 0.5}
+    return Tolerances(**{name: value * factor for name, value in values.items()})
 
 
 def chosen(option: str, recorded: Step, repeated: Step, changed: list[ChangedKey]) -> tuple[Tolerances, list[str]]:

@@ -25,6 +25,7 @@ from torch import Tensor
 import nemo_rl
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.config import MasterConfig
+from nemo_rl.config.schema.logger import RECORDS_FOLDER
 from nemo_rl.data.stored_rows import with_tokens
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.files.atomic_write import write_atomically
@@ -37,7 +38,6 @@ from nemo_rl.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "steps"
 FORMAT = 1
 TOKEN_TENSORS = ("advantages", "prev_logprobs", "reference_policy_logprobs", "sample_mask")
 """Tensors of a batch that the stages compute, in the order in which a replay compares them."""
@@ -57,7 +57,7 @@ class StepRecorder:
     """
 
     def __init__(self, log_dir: Path, config: MasterConfig, policy: Policy, loss_fn: AnyLossFunction) -> None:
-        self._folder = log_dir / FOLDER
+        self._folder = log_dir / RECORDS_FOLDER
         self._config = config
         self._policy = policy
         self._loss = name_of(loss_fn)

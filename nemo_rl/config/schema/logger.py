@@ -9,6 +9,9 @@ from pydantic import Field, NonNegativeInt
 
 from nemo_rl.config.base.section import Section
 
+RECORDS_FOLDER = "steps"
+"""Folder of the records of `record_steps` in the log folder of a run."""
+
 
 class WandbConfig(Section):
     """Weights & Biases."""
