@@ -19,7 +19,7 @@ log-probabilities, loss, gradients and new weights, in this order. Exit status: 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to a parser."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="log folder of a run (its newest exp_* with records)")
+    parser.add_argument("folder", type=Path, metavar="RUN", help="log folder of a run (its newest exp_* with records)")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="number of the step")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the run's configuration")
     parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="step folder, if it is not where it was")

@@ -80,9 +80,7 @@ def new_weights(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tol
     return Stage(name, len(before.after), unit, found, limits.weights, largest, _OPTIMIZER)
 
 
-def _tensors(
-    before: Prints, now: Prints, scales: Prints, limit: float, what: str
-) -> tuple[list[Difference], float]:
+def _tensors(before: Prints, now: Prints, scales: Prints, limit: float, what: str) -> tuple[list[Difference], float]:
     """Compare tensors by name; a distance is relative to the norm in `scales`, or to a part of that of all."""
     floor = _FLOOR * _norm(scales.values())
     found, largest = [], 0.0

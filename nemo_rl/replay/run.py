@@ -33,7 +33,7 @@ def replay(arguments: argparse.Namespace, output: TextIO) -> int:
     """
     from nemo_rl.replay.folders import find_folder
 
-    folder = find_folder(arguments.run)
+    folder = find_folder(arguments.folder)
     config = load_config(folder / _CONFIG_FILE, arguments.overrides, schema=GRPOMasterConfig)
     if not config.cluster.uses_gpu and is_on("fork_server", config.cluster.optimizations):
         start_fork_server()

@@ -55,7 +55,14 @@ class Tolerances:
 def tolerances(precision: str, factor: float = 1.0) -> Tolerances:
     """Return the tolerances of a precision, each times a factor."""
     if precision == "float32":
-        values = {"advantages": 1e-5, "logprobs": 1e-3, "loss": 1e-3, "modules": 1e-4, "gradients": 1e-2, "weights": 0.1}
+        values = {
+            "advantages": 1e-5,
+            "logprobs": 1e-3,
+            "loss": 1e-3,
+            "modules": 1e-4,
+            "gradients": 1e-2,
+            "weights": 0.1,
+        }
     else:
         values = {"advantages": 1e-5, "logprobs": 0.1, "loss": 5e-2, "modules": 3e-2, "gradients": 0.2, "weights": 0.5}
     return Tolerances(**{name: value * factor for name, value in values.items()})

@@ -14,7 +14,9 @@ def tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("splits", [((0, 3), (3, 7), (7, 7)), ((0, 7),)])
-def test_pieces_of_rows_and_columns_add_up_to_the_whole(dtype: torch.dtype, splits: tuple[tuple[int, int], ...]) -> None:
+def test_pieces_of_rows_and_columns_add_up_to_the_whole(
+    dtype: torch.dtype, splits: tuple[tuple[int, int], ...]
+) -> None:
     whole = tensor(7, 6, 5, dtype=dtype)
     want = fingerprint(whole)
     parts = [
