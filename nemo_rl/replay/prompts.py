@@ -1,11 +1,13 @@
 """Compare the prompts of the recorded rollouts with the rows of the data, read and rendered again."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nemo_rl.data.datasets.setup import RunData
+from nemo_rl.environments.interfaces import EnvironmentInterface
 from nemo_rl.environments.registry import env_class_path
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.replay.findings import Difference, Stage
@@ -26,7 +28,7 @@ def compare_prompts(trajectories: Sequence[Trajectory], data: RunData) -> Stage:
     found, compared, opened = [], 0, set()
     firsts = {trajectory.group_index: trajectory for trajectory in reversed(trajectories)}
     for group, trajectory in sorted(firsts.items()):
-        if opens_episodes(trajectory.task_name):
+        if _writes_prompts(trajectory.task_name):
             opened.add(trajectory.task_name)
             continue
         compared += 1
@@ -37,17 +39,20 @@ def compare_prompts(trajectories: Sequence[Trajectory], data: RunData) -> Stage:
                 Difference(name, f"{name} (row {trajectory.idx} of the training data) differs from the record: {text}")
             )
     if not compared and opened:
-        return Stage(_NAME, skipped=f"the environments {sorted(opened)} write the prompts when an episode opens")
+        return Stage(_NAME, skipped=f"the environments {sorted(opened)} write the prompts themselves")
     return Stage(_NAME, compared, differences=found, cause=_CAUSE)
 
 
-def opens_episodes(task_name: str) -> bool:
-    """Return whether an environment may add to the prompt, so that the data alone does not have it."""
+def _writes_prompts(task_name: str) -> bool:
+    """Return whether an environment may change the prompt, so that the data alone does not have it."""
     try:
-        environment = import_dotted(env_class_path(task_name), ConfigError, task_name, "")
+        environment: type[EnvironmentInterface[Any]] = import_dotted(
+            env_class_path(task_name), ConfigError, task_name, ""
+        )
     except ConfigError:
         return True
-    return hasattr(environment, "open_episode")
+    is_written = environment.open_episode is not EnvironmentInterface.open_episode
+    return is_written or environment.runs_agents
 
 
 def _difference(trajectory: Trajectory, data: RunData) -> str | None:

@@ -4,7 +4,7 @@ Invariant: where device, versions and the division of the work are those of the 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from nemo_rl.config.rules.resume import ChangedKey
@@ -22,6 +22,7 @@ WITHOUT_INFLUENCE = (
 )
 """The keys that a step does not read once it has rollouts and weights, by what they are about."""
 _SHOWN_FILES = 20
+_OUTSIDE_A_STEP = ("doctor/", "evals/", "regrade/", "replay/", "report/")
 _NUMBERS = ("torch", "transformers", "numpy", "flash-attn", "triton")
 """Packages whose versions may change the last bits."""
 
@@ -52,20 +53,14 @@ class Tolerances:
         return self == Tolerances()
 
 
+FLOAT32 = Tolerances(advantages=1e-5, logprobs=1e-3, loss=1e-3, modules=1e-4, gradients=1e-2, weights=0.1)
+OTHER_PRECISIONS = Tolerances(advantages=1e-5, logprobs=0.1, loss=5e-2, modules=3e-2, gradients=0.2, weights=0.5)
+
+
 def tolerances(precision: str, factor: float = 1.0) -> Tolerances:
     """Return the tolerances of a precision, each times a factor."""
-    if precision == "float32":
-        values = {
-            "advantages": 1e-5,
-            "logprobs": 1e-3,
-            "loss": 1e-3,
-            "modules": 1e-4,
-            "gradients": 1e-2,
-            "weights": 0.1,
-        }
-    else:
-        values = {"advantages": 1e-5, "logprobs": 0.1, "loss": 5e-2, "modules": 3e-2, "gradients": 0.2, "weights": 0.5}
-    return Tolerances(**{name: value * factor for name, value in values.items()})
+    stated = FLOAT32 if precision == "float32" else OTHER_PRECISIONS
+    return Tolerances(**{each.name: getattr(stated, each.name) * factor for each in fields(stated)})
 
 
 def chosen(option: str, recorded: Step, repeated: Step, changed: list[ChangedKey]) -> tuple[Tolerances, list[str]]:
@@ -127,7 +122,8 @@ def _layout(layout: Mapping[str, int]) -> str:
 def code_notes(recorded: Step, repeated: Step) -> list[str]:
     """Return which files of the library differ from those of the run."""
     before, now = recorded.summary["code"], repeated.summary["code"]
-    changed = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+    names = (name for name in sorted({*before, *now}) if not name.startswith(_OUTSIDE_A_STEP))
+    changed = [name for name in names if before.get(name) != now.get(name)]
     if not changed:
         return []
     more = f" and {len(changed) - _SHOWN_FILES} more" if len(changed) > _SHOWN_FILES else ""
