@@ -1,5 +1,6 @@
 """The result of a comparison: a stage for each part of a step, each with what differs there."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,7 +77,7 @@ class Comparison:
             return f"Step {self.step} is equal to that of the run, {how}."
         later = [stage for stage in self.stages if stage.differences and stage is not self.first]
         end = "All numbers are equal all the same." if self.first.name == "configuration" and not later else ""
-        text = f"Step {self.step} differs, first in {self.first.name}: {self.first.differences[0].text}. {end}".strip()
+        text = f"Step {self.step} differs. The first difference: {self.first.differences[0].text}. {end}".strip()
         return f"{text} {self.first.cause}".strip()
 
     def as_json(self) -> dict[str, Any]:
@@ -94,7 +95,7 @@ class Comparison:
 
 def _first(stage: Stage) -> dict[str, Any]:
     first = stage.differences[0]
-    return {"stage": stage.name, "name": first.name, "text": first.text, "size": first.size}
+    return {"stage": stage.name} | _difference(first)
 
 
 def _stage(stage: Stage) -> dict[str, Any]:
@@ -104,9 +105,16 @@ def _stage(stage: Stage) -> dict[str, Any]:
         "differing": len(stage.differences),
         "tolerance": stage.tolerance,
         "unit": stage.unit,
-        "largest": stage.largest,
+        "largest": _number(stage.largest),
         "skipped": stage.skipped,
-        "differences": [
-            {"name": each.name, "text": each.text, "size": each.size} for each in stage.differences[:_SHOWN]
-        ],
+        "differences": [_difference(each) for each in stage.differences[:_SHOWN]],
     }
+
+
+def _difference(each: Difference) -> dict[str, Any]:
+    return {"name": each.name, "text": each.text, "size": _number(each.size)}
+
+
+def _number(size: float | None) -> float | str | None:
+    """Return a size as JSON has it; one that is not finite is a text there."""
+    return size if size is None or math.isfinite(size) else str(size)

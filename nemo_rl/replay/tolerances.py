@@ -53,7 +53,7 @@ class Tolerances:
         return self == Tolerances()
 
 
-FLOAT32 = Tolerances(advantages=1e-5, logprobs=1e-3, loss=1e-3, modules=1e-4, gradients=1e-2, weights=0.1)
+FLOAT32 = Tolerances(advantages=1e-5, logprobs=1e-4, loss=1e-4, modules=1e-4, gradients=1e-3, weights=1e-2)
 OTHER_PRECISIONS = Tolerances(advantages=1e-5, logprobs=0.1, loss=5e-2, modules=3e-2, gradients=0.2, weights=0.5)
 
 

@@ -178,10 +178,10 @@ def test_the_first_part_and_thing_that_differs_is_named(now: Step, stage: str, n
 def test_differences_within_the_tolerances_are_equal_and_larger_ones_are_not() -> None:
     limits = tolerances("float32")
     near = update(
-        loss=0.25 + 1e-5,
-        gradients=prints(20, dict.fromkeys(NAMES, 1e-3)),
+        loss=0.25 + 1e-6,
+        gradients=prints(20, dict.fromkeys(NAMES, 1e-4)),
         modules=[list(prints(40, dict.fromkeys(MODULES, 1e-6), MODULES).items())],
-        logprobs={row: -numbers(50 + row, 3).abs() + 1e-4 for row in (0, 1)},
+        logprobs={row: -numbers(50 + row, 3).abs() + 1e-5 for row in (0, 1)},
     )
     found = result(step(near), limits=limits)
     assert found.first is None and "within the tolerances" in found.verdict
