@@ -118,8 +118,8 @@ class StepRecorder:
 
 def name_of(loss_fn: AnyLossFunction) -> str:
     """Return the dotted name of a loss."""
-    kind = loss_fn if isinstance(loss_fn, type) or callable(getattr(loss_fn, "__code__", None)) else type(loss_fn)
-    return f"{kind.__module__}.{getattr(kind, '__qualname__', kind)}"
+    named: Any = loss_fn if hasattr(loss_fn, "__qualname__") else type(loss_fn)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def environment() -> dict[str, str]:
