@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nemo_rl.algorithms.runtime.step_record import SAMPLED
 from nemo_rl.config.rules.resume import ChangedKey
+from nemo_rl.models.policy.update_records import UpdateRecord
 from nemo_rl.replay.compare_models import gradients, modules, new_weights, old_weights
 from nemo_rl.replay.findings import Difference, Stage
 from nemo_rl.replay.records import Step
@@ -41,14 +42,18 @@ _FORWARD = (
 _LOSS = "Its inputs are equal, so the loss function itself differs: the keys of loss_fn, or nemo_rl/losses."
 
 
-def configuration(changed: Sequence[ChangedKey]) -> Stage:
-    """Compare the keys that the numbers of a step depend on."""
+def configuration(changed: Sequence[ChangedKey], num_keys: int) -> Stage:
+    """Compare the keys that the numbers of a step depend on; `num_keys` are compared."""
     counted = [key for key in changed if key.about not in (DIVISION, *WITHOUT_INFLUENCE) and not _is_of_rewards(key)]
     found = [
         Difference(key.key, f"configuration key {key.key} differs: {key.before} in the run, {key.now} now")
         for key in counted
     ]
-    return Stage("configuration", compared=len(changed) or 1, differences=found)
+    return Stage("configuration", num_keys, differences=found)
+
+
+def _num_keys(section: Any) -> int:
+    return sum(map(_num_keys, section.values())) if isinstance(section, Mapping) else 1
 
 
 def without_influence(changed: Sequence[ChangedKey]) -> list[str]:
@@ -130,7 +135,7 @@ def _of_tokens(
         old, new = old[:width], new[:width]
         compared += width
         apart = (old.double() - new.double()).abs().nan_to_num(nan=float("inf"))
-        apart[old.isnan() & new.isnan()] = 0.0
+        apart[(old == new) | (old.isnan() & new.isnan())] = 0.0
         largest = max(largest, float(apart.max())) if width else largest
         wrong = (apart > limit).nonzero()
         if len(wrong):
@@ -143,20 +148,29 @@ def _of_tokens(
 
 def loss(recorded: Step, repeated: Step, update: int, limits: Tolerances) -> Stage:
     """Compare the loss of an update and its terms; terms come first, because the loss consists of them."""
-    old, new = recorded.updates[update], repeated.updates[update]
-    before = {**old.metrics, "loss": old.loss}
-    now = {**new.metrics, "loss": new.loss}
+    before = _terms(recorded.updates[update], of_microbatches=limits.is_exact)
+    now = _terms(repeated.updates[update], of_microbatches=limits.is_exact)
     found, largest = [], 0.0
-    for name in sorted(before.keys() & now.keys(), key=lambda name: name == "loss"):
+    for name in (name for name in before if name in now):
         size = abs(before[name] - now[name]) / max(abs(before[name]), 1.0)
         same = before[name] == now[name] or (before[name] != before[name] and now[name] != now[name])
         size = 0.0 if same else size if size == size else float("inf")
         largest = max(largest, size)
         if size > limits.loss:
-            what = "the loss" if name == "loss" else f"loss term {name}"
-            found.append(Difference(name, f"{what} differs: {before[name]:.8g} in the run, {now[name]:.8g} now", size))
+            text = f"loss term {name} differs: {before[name]:.8g} in the run, {now[name]:.8g} now"
+            found.append(Difference(name, text.removeprefix("loss term " if name.startswith("loss") else ""), size))
     title = f"loss and its terms{of_update(recorded, update)}"
     return Stage(title, len(before), "relative", found, limits.loss, largest, _LOSS)
+
+
+def _terms(update: UpdateRecord, *, of_microbatches: bool) -> dict[str, float]:
+    """Return what a loss consists of, then the loss; losses of microbatches only where these have the same rows."""
+    losses = {
+        f"loss of microbatch {number} of data-parallel rank {rank}": value
+        for rank, of_rank in enumerate(update.microbatch_losses)
+        for number, value in enumerate(of_rank)
+    }
+    return {**update.metrics, **(losses if of_microbatches else {}), "loss": update.loss}
 
 
 def of_update(step: Step, update: int) -> str:
@@ -176,7 +190,7 @@ def compare(
         data: the comparison of the prompts with the data.
         limits: the largest differences that count as equal.
     """
-    stages = [configuration(changed), samples(recorded, repeated), data]
+    stages = [configuration(changed, _num_keys(recorded.summary["config"])), samples(recorded, repeated), data]
     if len(recorded.updates) != len(repeated.updates):
         counts = f"the run made {len(recorded.updates)} updates, the replay {len(repeated.updates)}"
         return [*stages, Stage("updates", 1, differences=[Difference("updates", counts)])]

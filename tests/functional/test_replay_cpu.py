@@ -47,7 +47,7 @@ class RecordedRun:
         """Repeat a step in a process of its own; return exit status and output."""
         command = [sys.executable, "-m", "nemo_rl", "replay", str(self.folder / "logs"), f"--step={step}", *arguments]
         environment = run_environment() | {"PYTHONPATH": f"{REPOSITORY}:{FUNCTIONAL}"}
-        done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=150)
+        done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=240)
         return done.returncode, done.stdout if "--json" in arguments else done.stdout + done.stderr
 
     def differs(self, *arguments: str) -> dict[str, Any]:
