@@ -29,6 +29,8 @@ _IN_SHORT = {
     "penalized_reward": "its reward after penalties",
     "outcome": "its outcome",
 }
+_PLACES = (".model_name", ".tokenizer.name", ".data_path", ".prompt_file", ".system_prompt_file")
+"""Ends of keys that name files, which have other places on another machine; weights and prompts are compared."""
 _TENSORS = {
     "advantages": "The samples are equal, so what makes advantages of rewards differs: nemo_rl/algorithms/credit.",
     "prev_logprobs": "The samples and the weights are equal, so the model's forward pass differs.",
@@ -44,7 +46,7 @@ _LOSS = "Its inputs are equal, so the loss function itself differs: the keys of 
 
 def configuration(changed: Sequence[ChangedKey], num_keys: int) -> Stage:
     """Compare the keys that the numbers of a step depend on; `num_keys` are compared."""
-    counted = [key for key in changed if key.about not in (DIVISION, *WITHOUT_INFLUENCE) and not _is_of_rewards(key)]
+    counted = [key for key in changed if key.about != DIVISION and not _is_no_difference(key)]
     found = [
         Difference(key.key, f"configuration key {key.key} differs: {key.before} in the run, {key.now} now")
         for key in counted
@@ -57,12 +59,13 @@ def _num_keys(section: Any) -> int:
 
 
 def without_influence(changed: Sequence[ChangedKey]) -> list[str]:
-    """Return the names of changed keys that a repeated step does not read."""
-    return [key.key for key in changed if key.about in WITHOUT_INFLUENCE or _is_of_rewards(key)]
+    """Return the names of changed keys that are no difference by themselves."""
+    return [key.key for key in changed if _is_no_difference(key)]
 
 
-def _is_of_rewards(key: ChangedKey) -> bool:
-    return key.key.startswith("env.")
+def _is_no_difference(key: ChangedKey) -> bool:
+    """Return whether a step reads only what is compared anyway: recorded rewards, or the content of files."""
+    return key.about in WITHOUT_INFLUENCE or key.key.startswith("env.") or key.key.endswith(_PLACES)
 
 
 def samples(recorded: Step, repeated: Step) -> Stage:

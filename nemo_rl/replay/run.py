@@ -59,7 +59,7 @@ def replay(arguments: argparse.Namespace, output: TextIO) -> int:
     repeated = repeat(config, parts, recorded, checkpoint, of_modules)
     limits, notes = chosen(arguments.tolerance, recorded, repeated, changed)
     idle = without_influence(changed)
-    notes += [f"keys that a replay does not read have changed: {', '.join(idle)}"] if idle else []
+    notes += [f"keys that are no difference by themselves have changed: {', '.join(idle)}"] if idle else []
     stages = compare(recorded, repeated, changed, data, limits)
     result = Comparison(arguments.step, stages, limits.is_exact, [*notes, *code_notes(recorded, repeated)])
     if arguments.json:

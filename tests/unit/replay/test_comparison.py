@@ -118,9 +118,15 @@ def test_a_changed_key_is_named_even_if_no_number_differs() -> None:
 
 def test_keys_that_a_step_does_not_read_are_no_difference() -> None:
     keys = [ChangedKey(name, 1, 2) for name in ("logger.log_dir", "grpo.max_num_steps", "env.math.num_workers")]
+    keys += [ChangedKey("policy.model_name", "here", "there", of_model=True)]
     keys += [ChangedKey("policy.train_micro_batch_size", 4, 2, of_model=True)]
     assert result(step(), keys).first is None
-    assert without_influence(keys) == ["logger.log_dir", "grpo.max_num_steps", "env.math.num_workers"]
+    assert without_influence(keys) == [
+        "logger.log_dir",
+        "grpo.max_num_steps",
+        "env.math.num_workers",
+        "policy.model_name",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def _updates(rank: int, world_size: int, name: str, values: dict[str, Any], *, r
     out: dict[str, Any] = {"weights": [], "gradients": [], "results": []}
     if records:
         worker.recorder = UpdateRecorder(worker.backend, of_modules=True)
-    step = worker.backend.clip_and_step
+    step, divided = worker.backend.clip_and_step, config.dtensor_cfg.tensor_parallel_size
 
     def step_and_keep() -> tuple[float, bool]:
         out["gradients"].append({name: _whole(each) for name, each in worker.backend.gradients_here().items()})
@@ -40,8 +40,9 @@ def _updates(rank: int, world_size: int, name: str, values: dict[str, Any], *, r
         batch: BatchedDataDict[Any] = random_batch(rows=ROWS, seed=seed)
         batch[ROW_NUMBERS] = torch.arange(ROWS)
         out["weights"].append({name: _whole(each) for name, each in worker.backend.weights_here().items()})
-        shards = shard_batch(batch, world_size, training_strategy(config))
-        made = worker.train(shards.data[rank], shards.sizes[rank], WeightedNLL(), count_valid(batch))
+        shards = shard_batch(batch, world_size // divided, training_strategy(config))
+        shard = rank // divided
+        made = worker.train(shards.data[shard], shards.sizes[shard], WeightedNLL(), count_valid(batch))
         out["results"].append((made.loss, made.grad_norm, made.metrics))
     out["weights"].append({name: _whole(each) for name, each in worker.backend.weights_here().items()})
     out["updates"] = worker.recorder.take() if worker.recorder else []
@@ -63,7 +64,7 @@ LAYOUTS = [(1, {}), (2, {}), (2, PACKED), (2, {"dtensor_cfg": {"tensor_parallel_
 
 @pytest.mark.parametrize(("world_size", "values"), LAYOUTS)
 def test_fingerprints_are_those_of_whole_tensors(world_size: int, values: dict[str, Any], tmp_path: Path) -> None:
-    name = save_tiny_model(tmp_path / "m", "qwen2")
+    name = save_tiny_model(tmp_path / "m", "qwen2", vocab_size=98)
     ranks = run_ranks(_recorded, world_size, name, values)
     for number in (0, 1):
         of_ranks: list[RankUpdate] = [rank["updates"][number] for rank in ranks]
@@ -80,7 +81,7 @@ def test_fingerprints_are_those_of_whole_tensors(world_size: int, values: dict[s
 
 @pytest.mark.parametrize(("world_size", "values"), LAYOUTS[:3])
 def test_recording_changes_no_bit(world_size: int, values: dict[str, Any], tmp_path: Path) -> None:
-    name = save_tiny_model(tmp_path / "m", "qwen2")
+    name = save_tiny_model(tmp_path / "m", "qwen2", vocab_size=98)
     with_records = run_ranks(_recorded, world_size, name, values)
     without = run_ranks(_unrecorded, world_size, name, values)
     for one, other in zip(with_records, without, strict=True):
@@ -90,7 +91,7 @@ def test_recording_changes_no_bit(world_size: int, values: dict[str, Any], tmp_p
 
 
 def test_losses_metrics_and_scores_are_those_of_the_rows(tmp_path: Path) -> None:
-    name = save_tiny_model(tmp_path / "m", "qwen2")
+    name = save_tiny_model(tmp_path / "m", "qwen2", vocab_size=98)
     (one,) = run_ranks(_recorded, 1, name, {})
     two = run_ranks(_recorded, 2, name, {"train_micro_batch_size": 1})
     update: RankUpdate = one["updates"][0]
@@ -111,7 +112,7 @@ def test_losses_metrics_and_scores_are_those_of_the_rows(tmp_path: Path) -> None
 
 
 def test_modules_are_recorded_in_the_order_in_which_their_calls_end(tmp_path: Path) -> None:
-    name = save_tiny_model(tmp_path / "m", "qwen2")
+    name = save_tiny_model(tmp_path / "m", "qwen2", vocab_size=98)
     (one,) = run_ranks(_recorded, 1, name, {"train_micro_batch_size": 6})
     names = [module for module, _ in one["updates"][0].modules]
     assert names[0] == "model.embed_tokens"
