@@ -173,7 +173,8 @@ def _terms(update: UpdateRecord, *, of_microbatches: bool) -> dict[str, float]:
         for rank, of_rank in enumerate(update.microbatch_losses)
         for number, value in enumerate(of_rank)
     }
-    return {**update.metrics, **(losses if of_microbatches else {}), "loss": update.loss}
+    terms = {name: value for name, value in update.metrics.items() if name != "loss"}
+    return {**terms, **(losses if of_microbatches else {}), "loss": update.loss}
 
 
 def of_update(step: Step, update: int) -> str:

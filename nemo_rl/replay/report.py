@@ -42,9 +42,10 @@ def _line(stage: Stage) -> tuple[str, ...]:
 
 def _details(result: Comparison) -> Iterator[str]:
     for stage in result.stages:
-        for difference in stage.differences[:_SHOWN]:
-            yield f"{stage.name}: {difference.text}"
-        if len(stage.differences) > _SHOWN:
-            yield f"{stage.name}: and {len(stage.differences) - _SHOWN} more"
+        shown = _SHOWN if stage is result.first else 1
+        for difference in stage.differences[:shown]:
+            yield difference.text if difference.text.startswith(stage.name) else f"{stage.name}: {difference.text}"
+        if len(stage.differences) > shown:
+            yield f"{stage.name}: and {len(stage.differences) - shown} more"
     for note in result.notes:
         yield f"note: {note}"
