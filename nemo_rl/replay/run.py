@@ -13,7 +13,8 @@ from nemo_rl.optimizations.switch import is_on
 from nemo_rl.utils.errors import ReplayError
 
 if TYPE_CHECKING:  # torch is imported after the configuration is accepted, as in a run
-    from nemo_rl.replay.records import RecordedStep
+    from nemo_rl.replay.findings import Comparison
+    from nemo_rl.replay.records import RecordedStep, Step
 
 logger = logging.getLogger(__name__)
 
@@ -40,28 +41,11 @@ def replay(arguments: argparse.Namespace, output: TextIO) -> int:
     if not config.cluster.uses_gpu and is_on("fork_server", config.cluster.optimizations):
         start_fork_server()
 
-    from nemo_rl.algorithms.grpo import recipe
-    from nemo_rl.replay.compare import compare, without_influence
-    from nemo_rl.replay.findings import Comparison
-    from nemo_rl.replay.prompts import compare_prompts
     from nemo_rl.replay.records import add_modules, read_step
-    from nemo_rl.replay.repeat import repeat
     from nemo_rl.replay.report import write_text
-    from nemo_rl.replay.tolerances import chosen, code_notes
 
     recorded = read_step(folder, arguments.step)
-    checkpoint = _checkpoint(recorded, arguments.step, arguments.checkpoint, config)
-    changed = changed_keys(config, recorded.summary["config"])
-    parts = recipe(config)
-    _check_loss(recorded, parts.loss_fn, [key.key for key in changed])
-    data = compare_prompts(recorded.trajectories, parts.data)
-    of_modules = arguments.add_modules or any(any(update.modules) for update in recorded.updates)
-    repeated = repeat(config, parts, recorded, checkpoint, of_modules)
-    limits, notes = chosen(arguments.tolerance, recorded, repeated, changed)
-    idle = without_influence(changed)
-    notes += [f"keys that are no difference by themselves have changed: {', '.join(idle)}"] if idle else []
-    stages = compare(recorded, repeated, changed, data, limits)
-    result = Comparison(arguments.step, stages, limits.is_exact, [*notes, *code_notes(recorded, repeated)])
+    result, repeated = _repeated(arguments, config, recorded)
     if arguments.json:
         output.write(json.dumps(result.as_json(), indent=1) + "\n")
     else:
@@ -72,6 +56,33 @@ def replay(arguments: argparse.Namespace, output: TextIO) -> int:
         add_modules(recorded, repeated)
         logger.info("The outputs of modules are in %s now.", recorded.file)
     return 0 if result.first is None else 1
+
+
+def _repeated(
+    arguments: argparse.Namespace, config: GRPOMasterConfig, recorded: "RecordedStep"
+) -> "tuple[Comparison, Step]":
+    """Repeat a step; return the comparison, and the step as it is now."""
+    from nemo_rl.algorithms.grpo import recipe
+    from nemo_rl.replay.compare import compare, without_influence
+    from nemo_rl.replay.findings import Comparison
+    from nemo_rl.replay.prompts import compare_prompts
+    from nemo_rl.replay.repeat import repeat
+    from nemo_rl.replay.tolerances import chosen, code_notes, factor_of
+
+    factor = factor_of(arguments.tolerance)
+    checkpoint = _checkpoint(recorded, arguments.step, arguments.checkpoint, config)
+    changed = changed_keys(config, recorded.summary["config"])
+    parts = recipe(config)
+    _check_loss(recorded, parts.loss_fn, [key.key for key in changed])
+    data = compare_prompts(recorded.trajectories, parts.data)
+    of_modules = arguments.add_modules or any(any(update.modules) for update in recorded.updates)
+    repeated = repeat(config, parts, recorded, checkpoint, of_modules)
+    limits, notes = chosen(factor, recorded, repeated, changed)
+    idle = without_influence(changed)
+    notes += [f"keys that are no difference by themselves have changed: {', '.join(idle)}"] if idle else []
+    stages = compare(recorded, repeated, changed, data, limits)
+    notes += code_notes(recorded, repeated)
+    return Comparison(arguments.step, stages, limits.is_exact, notes), repeated
 
 
 def _checkpoint(recorded: "RecordedStep", step: int, given: Path | None, config: GRPOMasterConfig) -> Path | None:

@@ -3,6 +3,7 @@
 Invariant: where device, versions and the division of the work are those of the run, nothing but equal bits is equal.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -63,29 +64,38 @@ def tolerances(precision: str, factor: float = 1.0) -> Tolerances:
     return Tolerances(**{each.name: getattr(stated, each.name) * factor for each in fields(stated)})
 
 
-def chosen(option: str, recorded: Step, repeated: Step, changed: list[ChangedKey]) -> tuple[Tolerances, list[str]]:
-    """Return the tolerances of a comparison, and what differs of the circumstances.
-
-    Args:
-        option: value of `--tolerance`.
-        recorded: the step of the run.
-        repeated: the step now.
-        changed: keys that differ.
+def factor_of(option: str) -> float | None:
+    """Return the factor of the tolerances that `--tolerance` asks for: 0 compares bits, None decides by the place.
 
     Raises:
         ReplayError: the option is wrong.
     """
-    notes = circumstances(recorded, repeated, changed)
-    precision = str(recorded.summary["config"]["policy"]["precision"])
-    if option == "exact" or (option == "auto" and not notes):
-        return Tolerances(), notes
+    if option in ("auto", "exact"):
+        return None if option == "auto" else 0.0
     try:
-        factor = 1.0 if option == "auto" else float(option)
+        factor = float(option)
     except ValueError:
         factor = -1.0
-    if not factor > 0:
+    if not 0 < factor < math.inf:
         raise ReplayError(f"--tolerance={option} must be auto, exact or a number above 0.")
-    return tolerances(precision, factor), notes
+    return factor
+
+
+def chosen(
+    factor: float | None, recorded: Step, repeated: Step, changed: list[ChangedKey]
+) -> tuple[Tolerances, list[str]]:
+    """Return the tolerances of a comparison, and what differs of the circumstances.
+
+    Args:
+        factor: as `factor_of` returns it.
+        recorded: the step of the run.
+        repeated: the step now.
+        changed: keys that differ.
+    """
+    notes = circumstances(recorded, repeated, changed)
+    if factor is None:
+        factor = 1.0 if notes else 0.0
+    return tolerances(str(recorded.summary["config"]["policy"]["precision"]), factor), notes
 
 
 def circumstances(recorded: Step, repeated: Step, changed: list[ChangedKey]) -> list[str]:

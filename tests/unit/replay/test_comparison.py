@@ -17,7 +17,7 @@ from nemo_rl.replay.compare import compare, without_influence
 from nemo_rl.replay.findings import Comparison, Stage
 from nemo_rl.replay.records import Step
 from nemo_rl.replay.report import write_text
-from nemo_rl.replay.tolerances import Tolerances, chosen, circumstances, code_notes, tolerances
+from nemo_rl.replay.tolerances import Tolerances, chosen, circumstances, code_notes, factor_of, tolerances
 from nemo_rl.utils.errors import ReplayError
 
 EXACT = Tolerances()
@@ -237,17 +237,18 @@ def test_another_place_is_a_note_and_widens_the_comparison(change: Callable[[dic
     now = step()
     summary = deepcopy(dict(now.summary))
     change(summary)
-    limits, notes = chosen("auto", step(), replace(now, summary=summary), [])
+    limits, notes = chosen(None, step(), replace(now, summary=summary), [])
     assert notes == [note] and limits == tolerances("float32")
-    assert chosen("exact", step(), replace(now, summary=summary), [])[0] == EXACT
+    assert chosen(0.0, step(), replace(now, summary=summary), [])[0] == EXACT
 
 
 def test_the_same_place_compares_bits_unless_a_factor_is_given() -> None:
-    assert chosen("auto", step(), step(), []) == (EXACT, [])
-    assert chosen("2", step(), step(), [])[0] == tolerances("float32", 2.0)
-    for wrong in ("-1", "0", "near", "nan"):
+    assert chosen(factor_of("auto"), step(), step(), []) == (EXACT, [])
+    assert chosen(factor_of("2"), step(), step(), [])[0] == tolerances("float32", 2.0)
+    assert chosen(factor_of("exact"), step(), step(), [])[0] == EXACT
+    for wrong in ("-1", "0", "near", "nan", "inf"):
         with pytest.raises(ReplayError, match="must be auto, exact or a number above 0"):
-            chosen(wrong, step(), step(), [])
+            factor_of(wrong)
     division = [ChangedKey("policy.sequence_packing.enabled", True, False, of_model=True)]
     assert circumstances(step(), step(), division) == ["policy.sequence_packing.enabled: True in the run, False now"]
 
