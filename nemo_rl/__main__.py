@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 from nemo_rl.doctor import command as doctor
 from nemo_rl.regrade import command as regrade
+from nemo_rl.replay import command as replay
 from nemo_rl.report import command as report
 from nemo_rl.report import watch_command as watch
 from nemo_rl.sizing import command as size
 
-COMMANDS = [doctor, regrade, report, size, watch]
+COMMANDS = [doctor, regrade, replay, report, size, watch]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,7 +4,9 @@ All other code asks a `Device` for its torch device, collective backend and memo
 CUDA. Invariant: the string "cuda" does not appear outside this file, weight_sync and the backend folders.
 """
 
+import platform
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -87,6 +89,18 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 def to_host(tensor: Tensor) -> Tensor:
     """Fetch a tensor without waiting; its values are valid only after `Device.synchronize` if it comes from a GPU."""
     return tensor.to("cpu", non_blocking=True)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the model of a device, with the threads that share the work of a CPU; equal ones compute equal bits."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(named, platform.machine())}, {torch.get_num_threads()} threads"
 
 
 def gpu_count() -> int:

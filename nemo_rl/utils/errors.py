@@ -37,6 +37,12 @@ class DataError(NemoRLError, ValueError):
     exit_status = 2
 
 
+class ReplayError(NemoRLError, RuntimeError):
+    """A recorded step cannot be repeated; the message says why."""
+
+    exit_status = 2
+
+
 class ResourceInsufficientError(NemoRLError, RuntimeError):
     """The Ray cluster lacks the resources that the configuration requests."""
 

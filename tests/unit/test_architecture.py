@@ -30,7 +30,7 @@ LAYERS: list[set[str]] = [
     {"experience"},
     {"algorithms", "evals"},
     {"launch"},
-    {"doctor", "regrade", "report", "sizing"},
+    {"doctor", "regrade", "replay", "report", "sizing"},
 ]
 SHARED_LAYERS = [{"config", "utils", "host", "files", "sandbox", "compat", "optimizations"}]
 """Packages of one layer that may import each other, as long as no circle of files arises."""

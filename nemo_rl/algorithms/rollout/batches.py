@@ -21,6 +21,7 @@ from nemo_rl.algorithms.rollout.source import Group, RolloutSource, numbered
 from nemo_rl.algorithms.rollout.staleness import age_metrics, check_staleness, num_stale_tokens, stale_tokens
 from nemo_rl.algorithms.rollout.sync_probe import SyncProbe
 from nemo_rl.algorithms.runtime.run import Phase, StepBatch
+from nemo_rl.algorithms.runtime.step_record import StepRecorder
 from nemo_rl.data.model_rows import ROW_INPUTS, RowInputs, completed
 from nemo_rl.data.stored_rows import NUM_STALE, NUM_WRITTEN, STORED_ROWS
 from nemo_rl.data.streams.prompt_stream import GroupRewards, Prompts
@@ -48,6 +49,7 @@ class RolloutBatches:
         engine_load: returns `GenerationInterface.load_metrics`, to be logged under `generation/`.
         tasks: names of the run's environments; several of them have their own metrics.
         samples_per_update: samples of one optimizer update, `policy.train_global_batch_size`; None: those of a step.
+        recorder: records steps for a replay; None records none.
 
     Attributes:
         rollouts: as passed; may be replaced before the first step.
@@ -65,6 +67,7 @@ class RolloutBatches:
         engine_load: Callable[[], dict[str, float]] = dict,
         tasks: Collection[str] = (),
         samples_per_update: int | None = None,
+        recorder: StepRecorder | None = None,
     ):
         self.rollouts = rollouts
         self._prompts = prompts
@@ -76,6 +79,7 @@ class RolloutBatches:
         self._engine_load = engine_load
         self._tasks = tasks
         self._samples_per_update = samples_per_update
+        self._recorder = recorder
 
     def next_batch(self, step: int, phase: Phase) -> StepBatch:
         """See `BatchSource.next_batch`.
@@ -100,7 +104,7 @@ class RolloutBatches:
         self._probe.check(tensors, stale_BT)
         rewards = _rewards(given)
         overlap = age_metrics(trajectories, version) | _discarded(given) if max_staleness else {}
-        return StepBatch(
+        batch = StepBatch(
             tensors,
             trajectories,
             num_prompts=len(groups),
@@ -119,6 +123,9 @@ class RolloutBatches:
             rewards=rewards,
             stale_BT=stale_BT,
         )
+        if self._recorder is not None:
+            self._recorder.begin(step, batch)
+        return batch
 
     def _waiting(self, phase: Phase) -> Phase:
         """Return what measures waits under NeMo RL's names; NeMo RL has them only where sampling runs ahead."""
@@ -127,6 +134,8 @@ class RolloutBatches:
     def trained(self, step: int, batch: StepBatch) -> None:
         """See `BatchSource.trained`."""
         self._trajectory_log.write_training(step, batch.trajectories, batch.tensors)
+        if self._recorder is not None:
+            self._recorder.write(step, batch)
         self._prompts.acknowledge(batch.prompts)
         self._prompts.finish_step(step, batch.rewards)
 

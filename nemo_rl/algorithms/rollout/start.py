@@ -36,6 +36,7 @@ from nemo_rl.algorithms.runtime.device_sharing import saved_models, share_memory
 from nemo_rl.algorithms.runtime.recovery import Connection, Recovery
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
+from nemo_rl.algorithms.runtime.step_record import StepRecorder
 from nemo_rl.algorithms.runtime.validations import Validation
 from nemo_rl.algorithms.setup.memory_check import log_memory, memory_of_a_rank
 from nemo_rl.algorithms.setup.placement import place_models
@@ -229,7 +230,7 @@ def _connect(
     refitter.before_update.append(runner.wait_for_groups)
     prompts.attach("weights", StoredVersion(policy))
     trajectory_log = TrajectoryLog(folders.log_dir, config.logger.save_trajectories)
-    layout, idle = _layout(config, recipe), IdleShares(runner.busy_seconds)
+    layout, idle = layout_of(config, recipe), IdleShares(runner.busy_seconds)
     groups = recipe.source(_fresh_rollouts(config, recipe, prompts, runner))
     streamed: StreamedRollouts | None = None
     if trains_in_parts(config, recipe.roles):
@@ -249,6 +250,7 @@ def _connect(
         workers.engines.load_metrics,
         sorted(workers.environments),
         config.policy.train_global_batch_size,
+        StepRecorder(folders.log_dir, config, policy, recipe.loss_fn) if config.logger.record_steps else None,
     )
     parts = SessionParts(
         cadence=_cadence(config),
@@ -276,7 +278,7 @@ def _fresh_rollouts(
     )
 
 
-def _layout(
+def layout_of(
     config: RolloutMasterConfig, recipe: RolloutRecipe
 ) -> Callable[[Sequence[Trajectory]], BatchedDataDict[Any]]:
     """Return `build_training_batch` with all arguments but the trajectories."""

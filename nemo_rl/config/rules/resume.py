@@ -114,10 +114,17 @@ class ChangedKey:
     @property
     def is_applied(self) -> bool:
         """True if a resumed run uses the new value without `checkpointing.allow_changed`."""
+        return self.about is not None
+
+    @property
+    def about(self) -> str | None:
+        """What the key is about, as in `APPLIED`; None if it is not there."""
         names = {self.key, f"policy.{self.key.partition('.')[2]}"} if self.of_model else {self.key}
-        patterns = [pattern for group in APPLIED.values() for pattern in group]
-        patterns += [f"{pattern}.*" for pattern in patterns]
-        return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+        def holds(pattern: str) -> bool:
+            return any(fnmatchcase(name, each) for name in names for each in (pattern, f"{pattern}.*"))
+
+        return next((about for about, patterns in APPLIED.items() if any(map(holds, patterns))), None)
 
     def __str__(self) -> str:
         return f"{self.key}: {self.before} -> {self.now}"

@@ -1,7 +1,7 @@
-"""Checks that the trackers of `logger` can report, without importing them.
+"""Checks of `logger`: that its trackers can report, without importing them, and that steps can be recorded.
 
-The check runs before Ray starts, and again when the trackers are made. Invariant: nothing is sent; the check only opens
-a connection to an MLflow server.
+The check of trackers runs before Ray starts, and again when they are made. Invariant: nothing is sent; the check only
+opens a connection to an MLflow server.
 """
 
 import configparser
@@ -12,7 +12,11 @@ import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from nemo_rl.config.rules.broken_rules import Findings
+from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
+from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.logger import LoggerConfig, MlflowConfig
+from nemo_rl.config.schema.model.policy import PolicyConfig
 from nemo_rl.host.background import in_background
 from nemo_rl.utils.errors import ConfigError
 
@@ -53,6 +57,42 @@ def check_trackers(config: LoggerConfig) -> None:
         )
     if config.mlflow_enabled:
         _check_mlflow(tracking_address(config.mlflow) or "")
+
+
+def check_records(
+    logger: LoggerConfig, algorithm: RolloutTrainingConfig | None, policy: PolicyConfig, cluster: ClusterConfig
+) -> Findings:
+    """Check that the steps of a run can be recorded so that a replay repeats them.
+
+    Args:
+        logger: the section.
+        algorithm: the section of an algorithm whose steps can be repeated; None for another one.
+        policy: the section of the policy.
+        cluster: the machines.
+    """
+    if not logger.record_steps:
+        if logger.record_modules:
+            yield "logger.record_modules=true adds to the records of logger.record_steps, which is false. Set both."
+        return
+    off = "Set logger.record_steps=false."
+    if algorithm is None:
+        yield f"logger.record_steps=true records steps of GRPO only; no other algorithm can be replayed. {off}"
+        return
+    if algorithm.overlap.mode == "stream":
+        yield (
+            "logger.record_steps=true records updates of whole steps, but overlap.mode=stream adds up gradients while "
+            f"the step is sampled. Use overlap.mode=none or ahead. {off}"
+        )
+    if cluster.rollout_runners:
+        yield (
+            f"logger.record_steps=true needs the tokens in the driver, but cluster.rollout_runners="
+            f"{cluster.rollout_runners} keeps them elsewhere. Use 0. {off}"
+        )
+    if policy.backend_section is policy.megatron_cfg:
+        yield (
+            "logger.record_steps=true needs a training backend that shows its gradients; policy.megatron_cfg does not. "
+            f"Use policy.dtensor_cfg. {off}"
+        )
 
 
 def tracking_address(section: MlflowConfig) -> str | None:

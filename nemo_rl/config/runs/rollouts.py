@@ -24,6 +24,7 @@ from nemo_rl.config.rules.rewards.agents import check_agents
 from nemo_rl.config.rules.rewards.efforts import check_effort_levels
 from nemo_rl.config.rules.rewards.nemo_gym import check_http_server, check_nemo_gym
 from nemo_rl.config.rules.rewards.penalties import check_reward_penalties
+from nemo_rl.config.rules.trackers import check_records
 from nemo_rl.config.rules.training import (
     check_advantages,
     check_batches,
@@ -112,7 +113,13 @@ class MasterConfig(RunConfig):
             check_named_parts(self.named_parts),
             check_second_models(self.models, self.model_cluster),
             check_venvs(self.cluster, self.worker_kinds),
+            check_records(self.logger, self.recorded_algorithm, self.policy, self.cluster),
         )
+
+    @property
+    def recorded_algorithm(self) -> RolloutTrainingConfig | None:
+        """The section of the algorithm if its steps can be recorded and replayed."""
+        return None
 
 
 class RolloutMasterConfig(MasterConfig):
@@ -218,6 +225,11 @@ class GRPOMasterConfig(RolloutMasterConfig):
     @property
     def algorithm(self) -> GRPOConfig:
         """The section `grpo`."""
+        return self.grpo
+
+    @property
+    def recorded_algorithm(self) -> GRPOConfig:
+        """See `MasterConfig.recorded_algorithm`."""
         return self.grpo
 
     @property

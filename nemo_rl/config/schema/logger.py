@@ -9,6 +9,9 @@ from pydantic import Field, NonNegativeInt
 
 from nemo_rl.config.base.section import Section
 
+RECORDS_FOLDER = "steps"
+"""Folder of the records of `record_steps` in the log folder of a run."""
+
 
 class WandbConfig(Section):
     """Weights & Biases."""
@@ -70,6 +73,11 @@ class LoggerConfig(Section):
     """Validation conversations shown on the console."""
     save_trajectories: bool = True
     """Write every rollout of a step to train_data_step<N>.jsonl."""
+    record_steps: bool = False
+    """Record the first step and each step after a checkpoint in exp_NNN/steps, so that `nemo_rl replay` can repeat
+    them."""
+    record_modules: bool = False
+    """Record the output of each module too, so that a replay can name the one that differs first."""
     wandb_enabled: bool = False
     """Report to Weights & Biases."""
     tensorboard_enabled: bool = False

@@ -278,6 +278,10 @@ class DTensorBackend(TorchBackend):
         names = {id(module): name for name, module in self.model.hf.named_modules()}
         return {names[id(layer)]: layer for layer in decoder_layers(self.model.hf)}
 
+    def modules_here(self) -> dict[str, nn.Module]:
+        """See `PolicyBackend.modules_here`; returns those outside the layers too, such as embedding and last norm."""
+        return {name: module for name, module in self.model.hf.named_modules() if name}
+
     def join_tokens(self, hidden_tD: Tensor) -> Tensor:
         """See `PolicyBackend.join_tokens`."""
         return hidden_tD if self._context is None else self._context.join(hidden_tD.to(self.device)).cpu()

@@ -261,6 +261,10 @@ class Policy(PolicyInterface):
         parts = [of_ranks[rank] for rank in self.layout.result_ranks]
         return train_result([join_ranks(parts, valid, eval_mode=False)], loss_fn)
 
+    def on_ranks(self, method: str, phase: str, **kwargs: Any) -> list[Any]:
+        """Call `RankCalls.everywhere`; returns the answer of every rank."""
+        return self._ranks.everywhere(method, phase, **kwargs)
+
     def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[LogprobOutputSpec]:
         """Score all tokens under the current weights and the sampler's temperature.
 

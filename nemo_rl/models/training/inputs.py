@@ -8,7 +8,7 @@ attention no real token sees padding, and an all-ones mask would disable transfo
 Invariant: the loss sees the same `[b, T - 1]` log-probabilities, in the same places, padded or packed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,6 +79,14 @@ class ModelInputs:
         num_rows, width = self.shape
         flat = values_K.new_zeros((num_rows * width, *values_K.shape[1:])).index_copy(0, self.places_K, values_K)
         return flat.view(num_rows, width, *values_K.shape[1:])
+
+
+def split_rows(data: BatchedDataDict[Any], sizes: Sequence[int]) -> Iterator[BatchedDataDict[Any]]:
+    """Cut a batch into consecutive microbatches of the given sizes."""
+    start = 0
+    for size in sizes:
+        yield data.slice(start, start + size)
+        start += size
 
 
 def training_targets(rows: BatchedDataDict[Any]) -> Tensor:

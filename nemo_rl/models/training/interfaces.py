@@ -110,6 +110,25 @@ class PolicyBackend(ABC):
         """
         return {}
 
+    def gradients_here(self) -> dict[str, Tensor]:
+        """Return this rank's part of every gradient by the name of its parameter, between `run` and `clip_and_step`.
+
+        The default takes them from `weights_here`.
+        """
+        weights = self.weights_here().items()
+        return {name: weight.grad for name, weight in weights if weight.grad is not None}
+
+    def modules_here(self) -> dict[str, nn.Module]:
+        """Return the modules of this rank by name, to find the one whose output differs from that of another run.
+
+        The default returns the decoder layers and what is in them.
+        """
+        return {
+            f"{name}.{inner}".removesuffix("."): module
+            for name, layer in self.decoder_layers().items()
+            for inner, module in layer.named_modules()
+        }
+
     @abstractmethod
     def advance_schedule(self) -> None:
         """Advance the learning-rate schedule by one training step."""

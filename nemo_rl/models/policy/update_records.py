@@ -1,0 +1,106 @@
+"""Join what the ranks recorded of optimizer updates (`policy.workers.update_recorder`).
+
+Invariant: the result does not depend on how ranks divide tensors and rows, except `microbatch_losses` and `modules`,
+which belong to the microbatches of each rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.policy.metrics import reduce_metrics
+from nemo_rl.models.policy.workers.update_recorder import RankUpdate
+from nemo_rl.models.training.fingerprints import Fingerprint, joined
+
+
+@dataclass(frozen=True)
+class UpdateRecord:
+    """One optimizer update.
+
+    Attributes:
+        loss: loss of the global batch.
+        metrics: metrics of the loss.
+        grad_norm: norm of the gradient before clipping.
+        lr: learning rate.
+        microbatch_losses: losses of the microbatches of each data-parallel rank.
+        before: weights before the update, by name, in the order of the model.
+        gradients: gradients before clipping.
+        after: weights after the update.
+        modules: for each rank, name and output of each call of a module, in order; empty if they were not recorded.
+        devices: names of the devices of the ranks.
+        logprobs: log-probabilities of each row `[T - 1]` that the update computed, by the row's position in the step.
+    """
+
+    loss: float
+    metrics: dict[str, float]
+    grad_norm: float
+    lr: float
+    microbatch_losses: list[list[float]]
+    before: dict[str, Fingerprint]
+    gradients: dict[str, Fingerprint]
+    after: dict[str, Fingerprint]
+    modules: list[list[tuple[str, Fingerprint]]]
+    devices: list[str]
+    logprobs: dict[int, Tensor]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values for a file of JSON, without the log-probabilities."""
+        named = {key: getattr(self, key) for key in ("before", "gradients", "after")}
+        return {
+            "loss": self.loss,
+            "metrics": self.metrics,
+            "grad_norm": self.grad_norm,
+            "lr": self.lr,
+            "microbatch_losses": self.microbatch_losses,
+            "devices": self.devices,
+            **{key: {name: each.as_json() for name, each in prints.items()} for key, prints in named.items()},
+            "modules": [[[name, *each.as_json()] for name, each in calls] for calls in self.modules],
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], logprobs: dict[int, Tensor]) -> "UpdateRecord":
+        """Rebuild a record from the result of `as_json`."""
+        named = {
+            key: {name: Fingerprint.from_json(each) for name, each in values[key].items()}
+            for key in ("before", "gradients", "after")
+        }
+        modules = [[(call[0], Fingerprint.from_json(call[1:])) for call in calls] for calls in values["modules"]]
+        return cls(**(values | named | {"modules": modules, "logprobs": logprobs}))
+
+
+def start_recording(policy: Policy, *, of_modules: bool) -> None:
+    """Let all ranks record their updates until `take_records`."""
+    policy.on_ranks("record_updates", "starting to record the step", of_modules=of_modules)
+
+
+def take_records(policy: Policy) -> list[UpdateRecord]:
+    """Return what the ranks recorded since `start_recording`, one record for each update; recording stops.
+
+    Raises:
+        DeadlineExceededError, WorkerDiedError: a rank does not answer.
+    """
+    of_ranks: list[list[RankUpdate]] = policy.on_ranks("take_updates", "recording the step")
+    return [_joined(list(of_update), policy.layout.result_ranks) for of_update in zip(*of_ranks, strict=True)]
+
+
+def _joined(of_ranks: Sequence[RankUpdate], result_ranks: Sequence[int]) -> UpdateRecord:
+    results = [of_ranks[rank] for rank in result_ranks]
+    return UpdateRecord(
+        loss=sum(sum(result.losses) for result in results),
+        # As ranks and the controller reduce them, so that sums have the same order.
+        metrics=reduce_metrics([reduce_metrics(result.metrics) for result in results]),
+        grad_norm=of_ranks[0].grad_norm,
+        lr=of_ranks[0].lr,
+        microbatch_losses=[result.losses for result in results],
+        before=joined(update.before for update in of_ranks),
+        gradients=joined(update.gradients for update in of_ranks),
+        after=joined(update.after for update in of_ranks),
+        devices=[update.device for update in of_ranks],
+        modules=[update.modules for update in of_ranks],
+        logprobs=dict(
+            pair for result in results for rows, block in result.logprobs for pair in zip(rows, block, strict=True)
+        ),
+    )

@@ -1,0 +1,132 @@
+"""Record what one rank computes in an optimizer update, for `nemo_rl replay`.
+
+    weights before ─► each microbatch: outputs of modules, log-probabilities, loss ─► gradients ─► weights after
+
+Tensors of the model become fingerprints (`models.training.fingerprints`). Invariant: recording reads what the update
+computes and changes none of it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.host.device import device_name
+from nemo_rl.losses.loss_function import LossMetrics
+from nemo_rl.models.training.fingerprints import Fingerprint, Piece, fingerprint, pieces
+from nemo_rl.models.training.inputs import ModelInputs
+from nemo_rl.models.training.interfaces import PolicyBackend
+
+ROW_NUMBERS = "row_numbers"
+"""Key of a batch that is recorded: the position of each row in the step, `[B]` int64."""
+
+
+@dataclass
+class RankUpdate:
+    """One rank's part of an update.
+
+    Attributes:
+        before: weights before the update.
+        gradients: gradients that have been added up over microbatches and ranks, before clipping.
+        after: weights after the update.
+        losses: loss of each microbatch.
+        metrics: metrics of the loss of each microbatch.
+        logprobs: of each microbatch, the positions of its rows in the step and their log-probabilities
+            `[b, T - 1]` on the CPU; empty for a loss without them.
+        modules: name and output of each call of a module, in the order in which the calls ended.
+        grad_norm: norm of the gradient of the whole model.
+        lr: learning rate.
+        device: name of the device that computed it.
+    """
+
+    before: dict[str, Piece] = field(default_factory=dict)
+    gradients: dict[str, Piece] = field(default_factory=dict)
+    after: dict[str, Piece] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    logprobs: list[tuple[list[int], Tensor]] = field(default_factory=list)
+    modules: list[tuple[str, Fingerprint]] = field(default_factory=list)
+    grad_norm: float = 0.0
+    lr: float = 0.0
+    device: str = ""
+
+
+class UpdateRecorder:
+    """Records the updates of a rank.
+
+    Args:
+        backend: has the weights, the gradients and the modules.
+        of_modules: whether to record the output of each module.
+    """
+
+    def __init__(self, backend: PolicyBackend, *, of_modules: bool) -> None:
+        self._backend = backend
+        self._of_modules = of_modules
+        self._hooks: list[RemovableHandle] = []
+        self._updates: list[RankUpdate] = []
+
+    def begin(self) -> None:
+        """Start an update: record the weights, and watch the modules."""
+        before = self._updates[-1].after if self._updates else pieces(self._backend.weights_here())
+        self._updates.append(RankUpdate(before, device=device_name(self._backend.device)))
+        if self._of_modules:
+            self._hooks = [
+                module.register_forward_hook(self._output_of(name))
+                for name, module in self._backend.modules_here().items()
+            ]
+
+    def note(self, rows: BatchedDataDict[Any], inputs: ModelInputs, scores: Tensor, loss: Tensor) -> None:
+        """Record scores and loss of a microbatch; filler rows, which have one token, are left out."""
+        update = self._updates[-1]
+        update.losses.append(loss.item())
+        if scores.dim() == 1 and scores.numel() == inputs.places_K.numel() and ROW_NUMBERS in rows:
+            real = (rows["input_lengths"] > 1).cpu()
+            numbers = rows[ROW_NUMBERS].cpu()[real].tolist()
+            update.logprobs.append((numbers, inputs.scatter(scores.detach()).float().cpu()[real]))
+
+    def passes_end(self, metrics: Sequence[LossMetrics]) -> None:
+        """Record the gradients, before they are clipped, and the metrics of the microbatches."""
+        self.stop_watching()
+        update = self._updates[-1]
+        update.metrics = [{name: float(value) for name, value in values.items()} for values in metrics]
+        update.gradients = pieces(self._backend.gradients_here())
+
+    def end(self, grad_norm: float, lr: float) -> None:
+        """Record the weights after the update."""
+        update = self._updates[-1]
+        update.after, update.grad_norm, update.lr = pieces(self._backend.weights_here()), grad_norm, lr
+
+    def stop_watching(self) -> None:
+        """Remove the hooks from the modules."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def take(self) -> list[RankUpdate]:
+        """Return the updates since the last call."""
+        updates, self._updates = self._updates, []
+        return updates
+
+    def _output_of(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def record(module: nn.Module, inputs: Any, output: Any) -> None:
+            tensor = _first_tensor(output)
+            if tensor is not None:
+                self._updates[-1].modules.append((name, fingerprint(tensor)))
+
+        return record
+
+
+def _first_tensor(output: Any) -> Tensor | None:
+    """Return the first tensor of numbers in the output of a module, this rank's part of it; None if there is none."""
+    if isinstance(output, Tensor):
+        local: Tensor = output.to_local() if hasattr(output, "to_local") else output
+        return local if torch.is_floating_point(local) else None
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    if isinstance(output, tuple | list):
+        return next((found for found in map(_first_tensor, output) if found is not None), None)
+    return None

@@ -1,0 +1,109 @@
+"""Compare what a step does to the model: outputs of modules, gradients and weights, by their fingerprints.
+
+Distances are estimates (`Fingerprint.distance`); whether bits are equal is not.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+
+from nemo_rl.models.policy.update_records import UpdateRecord
+from nemo_rl.models.training.fingerprints import Fingerprint, added
+from nemo_rl.replay.findings import Difference, Stage
+from nemo_rl.replay.records import Step
+from nemo_rl.replay.tolerances import Tolerances
+
+_FLOOR = 0.01
+"""Part of the norm of the whole model below which a tensor is compared with this norm, not with its own."""
+_OTHER_START = (
+    "The step does not begin as in the run: the checkpoint is another one, or the model that policy.model_name names "
+    "has changed."
+)
+_FORWARD = (
+    "This is the first module whose output differs. Samples and weights are equal, so the module itself computes "
+    "something else."
+)
+_BACKWARD = "The loss is equal, so the backward pass differs from this tensor on, or the sum of gradients over ranks."
+_OPTIMIZER = "The gradients are equal, so clipping, the optimizer, its state or the learning rate differ."
+
+type Prints = Mapping[str, Fingerprint]
+
+
+def old_weights(recorded: Step, repeated: Step) -> Stage:
+    """Compare the weights before the step, whose bits have to be equal whatever ranks hold them."""
+    if not recorded.updates:
+        return Stage("weights before the step", skipped="no update was made, because no token counts")
+    before, now = recorded.updates[0].before, repeated.updates[0].before
+    found, largest = _tensors(before, now, before, 0.0, "weight")
+    return Stage("weights before the step", len(before), "relative", found, 0.0, largest, _OTHER_START)
+
+
+def modules(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tolerances) -> Stage:
+    """Find the first module, in the order in which calls end, whose output differs."""
+    name = f"outputs of modules{title}"
+    if not any(before.modules):
+        return Stage(name, skipped="the run did not record them (logger.record_modules)")
+    if _calls(before) != _calls(now):
+        return Stage(name, skipped="modules are called in another order, or ranks divide the work differently")
+    found: list[tuple[int, Difference]] = []
+    largest = 0.0
+    for rank, (old, new) in enumerate(zip(before.modules, now.modules, strict=True)):
+        for number, ((module, its), (_, mine)) in enumerate(zip(old, new, strict=True)):
+            size = _relative(its.distance(mine), max(its.norm, mine.norm))
+            largest = max(largest, size)
+            if (its.checksum != mine.checksum) if limits.is_exact else size > limits.modules:
+                what = f"the forward pass of module {module} differs, by {size:.1e} of its output (rank {rank})"
+                found.append((number, Difference(module, what, size)))
+    ordered = [difference for _, difference in sorted(found, key=lambda pair: pair[0])]
+    return Stage(name, sum(map(len, before.modules)), "relative", ordered, limits.modules, largest, _FORWARD)
+
+
+def _calls(update: UpdateRecord) -> list[list[str]]:
+    return [[module for module, _ in calls] for calls in update.modules]
+
+
+def gradients(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tolerances) -> Stage:
+    """Compare the gradients, the last tensors of the model first, as the backward pass computes them."""
+    old = dict(reversed(before.gradients.items()))
+    found, largest = _tensors(old, now.gradients, old, limits.gradients, "gradient")
+    return Stage(f"gradients{title}", len(old), "relative", found, limits.gradients, largest, _BACKWARD)
+
+
+def new_weights(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tolerances) -> Stage:
+    """Compare the weights after the update; distances are relative to the change that the update made."""
+    moved = {
+        name: Fingerprint(0, weight.distance(before.before[name]) ** 2)
+        for name, weight in before.after.items()
+        if name in before.before
+    }
+    found, largest = _tensors(before.after, now.after, moved, limits.weights, "new weight")
+    name, unit = f"weights after the step{title}", "relative to the update"
+    return Stage(name, len(before.after), unit, found, limits.weights, largest, _OPTIMIZER)
+
+
+def _tensors(before: Prints, now: Prints, scales: Prints, limit: float, what: str) -> tuple[list[Difference], float]:
+    """Compare tensors by name; a distance is relative to the norm in `scales`, or to a part of that of all."""
+    floor = _FLOOR * _norm(scales.values())
+    found, largest = [], 0.0
+    for name, old in before.items():
+        new = now.get(name)
+        if new is None:
+            found.append(Difference(name, f"the {what} of {name} is not there now"))
+            continue
+        size = _relative(old.distance(new), max(scales[name].norm if name in scales else 0.0, floor))
+        largest = max(largest, size)
+        if old.checksum != new.checksum and (limit == 0 or size > limit):
+            text = f"the {what} of {name} differs, by {size:.1e} (norm {old.norm:.6g}, now {new.norm:.6g})"
+            found.append(Difference(name, text, size))
+    found += [Difference(name, f"the {what} of {name} was not there in the run") for name in now if name not in before]
+    return found, largest
+
+
+def _norm(prints: Iterable[Fingerprint]) -> float:
+    total = added(prints).square_sum
+    return math.sqrt(total) if math.isfinite(total) else math.inf
+
+
+def _relative(distance: float, norm: float) -> float:
+    if distance == 0:
+        return 0.0
+    return distance / norm if norm > 0 and math.isfinite(norm) else math.inf

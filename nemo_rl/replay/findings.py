@@ -1,0 +1,120 @@
+"""The result of a comparison: a stage for each part of a step, each with what differs there."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that differs.
+
+    Attributes:
+        name: what differs, such as a key, a sample or a tensor.
+        text: the sentence for people.
+        size: size of the difference, in the unit of the stage; None for what has no size.
+    """
+
+    name: str
+    text: str
+    size: float | None = None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The comparison of one part of a step.
+
+    Attributes:
+        name: name of the part.
+        compared: number of things that were compared.
+        unit: unit of the sizes.
+        differences: what differs by more than the tolerance, in the order in which the step computes it.
+        tolerance: largest size that counts as equal; 0: bits are compared.
+        largest: size of the largest difference, also of one within the tolerance.
+        cause: where to look if this stage is the first that differs.
+        skipped: why nothing was compared; None if something was.
+    """
+
+    name: str
+    compared: int = 0
+    unit: str = ""
+    differences: Sequence[Difference] = ()
+    tolerance: float = 0.0
+    largest: float = 0.0
+    cause: str = ""
+    skipped: str | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The comparison of a step.
+
+    Attributes:
+        step: number of the step.
+        stages: its parts in order.
+        is_exact: whether bits are compared.
+        notes: circumstances that differ and are no difference of the step, such as versions.
+    """
+
+    step: int
+    stages: Sequence[Stage]
+    is_exact: bool
+    notes: Sequence[str] = field(default_factory=list)
+
+    @property
+    def first(self) -> Stage | None:
+        """The first stage that differs; None if the step is equal."""
+        return next((stage for stage in self.stages if stage.differences), None)
+
+    @property
+    def verdict(self) -> str:
+        """The result in a sentence or two."""
+        how = "bit for bit" if self.is_exact else "within the tolerances"
+        if self.first is None:
+            return f"Step {self.step} is equal to that of the run, {how}."
+        later = [stage for stage in self.stages if stage.differences and stage is not self.first]
+        end = "All numbers are equal all the same." if self.first.name == "configuration" and not later else ""
+        text = f"Step {self.step} differs. The first difference: {self.first.differences[0].text}. {end}".strip()
+        return f"{text} {self.first.cause}".strip()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {
+            "step": self.step,
+            "equal": self.first is None,
+            "exact": self.is_exact,
+            "verdict": self.verdict,
+            "first": None if self.first is None else _first(self.first),
+            "stages": [_stage(stage) for stage in self.stages],
+            "notes": list(self.notes),
+        }
+
+
+def _first(stage: Stage) -> dict[str, Any]:
+    first = stage.differences[0]
+    return {"stage": stage.name} | _difference(first)
+
+
+def _stage(stage: Stage) -> dict[str, Any]:
+    return {
+        "name": stage.name,
+        "compared": stage.compared,
+        "differing": len(stage.differences),
+        "tolerance": stage.tolerance,
+        "unit": stage.unit,
+        "largest": _number(stage.largest),
+        "skipped": stage.skipped,
+        "differences": [_difference(each) for each in stage.differences[:_SHOWN]],
+    }
+
+
+def _difference(each: Difference) -> dict[str, Any]:
+    return {"name": each.name, "text": each.text, "size": _number(each.size)}
+
+
+def _number(size: float | None) -> float | str | None:
+    """Return a size as JSON has it; one that is not finite is a text there."""
+    return size if size is None or math.isfinite(size) else str(size)

@@ -1,0 +1,97 @@
+"""Read the records of steps that a run has written (`algorithms.runtime.step_record`)."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nemo_rl.algorithms.runtime.step_record import FORMAT, write_json
+from nemo_rl.config.schema.logger import RECORDS_FOLDER
+from nemo_rl.experience.trajectory import Trajectory
+from nemo_rl.files.safe_load import load_plain
+from nemo_rl.models.policy.update_records import UpdateRecord
+from nemo_rl.utils.errors import ReplayError
+
+_NAME = re.compile(r"step_(\d+)\.json")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is compared of a step, as it was recorded or as it was repeated.
+
+    Attributes:
+        summary: `config`, `samples`, `environment`, `code`, `layout`, as in the file of JSON.
+        tensors: what the stages computed, each `[B, T]` or `[B]`.
+        updates: the optimizer updates.
+    """
+
+    summary: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    updates: list[UpdateRecord]
+
+
+@dataclass(frozen=True)
+class RecordedStep(Step):
+    """A step of a run.
+
+    Attributes:
+        file: the file of JSON.
+        trajectories: its rollouts.
+    """
+
+    file: Path
+    trajectories: list[Trajectory]
+
+
+def read_step(folder: Path, step: int) -> RecordedStep:
+    """Read the record of a step.
+
+    Args:
+        folder: log folder of the run, `exp_NNN`.
+        step: number of the step.
+
+    Raises:
+        ReplayError: the step was not recorded, or its record cannot be read.
+        CheckpointError: the rollouts cannot be read.
+    """
+    file = folder / RECORDS_FOLDER / f"step_{step}.json"
+    names = (_NAME.fullmatch(path.name) for path in file.parent.iterdir())
+    recorded = sorted(int(name[1]) for name in names if name)
+    if step not in recorded:
+        raise ReplayError(
+            f"step {step} was not recorded. A run records its first step and each step after a checkpoint; {folder} "
+            f"has {', '.join(map(str, recorded)) or 'none'}. Choose one of them."
+        )
+    try:
+        summary = json.loads(file.read_text(encoding="utf-8"))
+        written_as = summary["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ReplayError(f"{file} is damaged: {error}") from error
+    if written_as != FORMAT:
+        raise ReplayError(
+            f"{file} has format {written_as}, and this version of nemo_rl reads format {FORMAT}. Use the version that "
+            f"wrote it: {summary.get('environment', {}).get('nemo_rl', 'unknown')}."
+        )
+    stored = load_plain(file.with_suffix(".pt"))
+    return RecordedStep(
+        summary,
+        stored["tensors"],
+        [
+            UpdateRecord.from_json(values, logprobs)
+            for values, logprobs in zip(summary["updates"], stored["logprobs"], strict=True)
+        ],
+        file,
+        [Trajectory.from_state(state) for state in stored["trajectories"]],
+    )
+
+
+def add_modules(recorded: RecordedStep, repeated: Step) -> None:
+    """Add the outputs of modules of an equal repetition to a record."""
+    updates = [
+        replace(update, modules=again.modules) for update, again in zip(recorded.updates, repeated.updates, strict=True)
+    ]
+    write_json(recorded.file, {**recorded.summary, "updates": [update.as_json() for update in updates]})
