@@ -36,6 +36,7 @@ from nemo_rl.algorithms.runtime.device_sharing import saved_models, share_memory
 from nemo_rl.algorithms.runtime.recovery import Connection, Recovery
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
+from nemo_rl.algorithms.runtime.throughput import Throughput
 from nemo_rl.algorithms.runtime.validations import Validation
 from nemo_rl.algorithms.setup.memory_check import log_memory, memory_of_a_rank
 from nemo_rl.algorithms.setup.placement import place_models
@@ -259,6 +260,7 @@ def _connect(
         source=prompts,
         validation=validation_of(config, recipe, runner, refitter, trajectory_log),
         run_config=config,
+        throughput=Throughput.of(policy, config.policy.precision, policy.layout.num_ranks, cluster),
     )
     session = Session(parts, resume_path, started_at)
     return Connection(session, source, stages, memory, streamed, was_changed=lambda: source.rollouts is not sampled)

@@ -25,6 +25,7 @@ from pydantic import BaseModel
 from nemo_rl.algorithms.runtime.idle_steps import IdleSteps, made_update
 from nemo_rl.algorithms.runtime.resume_check import DATA_POSITION_FILE
 from nemo_rl.algorithms.runtime.saving import CheckpointSaver, Savable
+from nemo_rl.algorithms.runtime.throughput import Throughput
 from nemo_rl.algorithms.runtime.validations import Validation, Validations
 from nemo_rl.config import CheckpointingConfig
 from nemo_rl.data.streams.prompt_stream import DataExhausted
@@ -117,6 +118,7 @@ class SessionParts:
         source: the training data, whose position is saved.
         validation: measures the policy after a step; None without validation data.
         run_config: configuration that is stored in every checkpoint.
+        throughput: measures tokens and operations per second.
     """
 
     cadence: Cadence
@@ -127,6 +129,7 @@ class SessionParts:
     source: Resumable
     validation: Validation | None
     run_config: BaseModel
+    throughput: Throughput
     timer: Timer = field(default_factory=Timer)
 
 
@@ -449,11 +452,7 @@ class Session:
     def _log(self, step: int, train_seconds: float) -> None:
         timings = {k: float(v) for k, v in self.timer.get_timing_metrics("sum").items()}
         timings["total_step_time"] = train_seconds
-        tokens = self._metrics.get("total_num_tokens", 0.0)
-        performance = {
-            "tokens_per_sec": tokens / train_seconds,
-            "samples_per_sec": self._metrics.get("num_samples", 0.0) / train_seconds,
-        }
+        performance = self._parts.throughput.of_step(self._metrics, timings)
         if self.num_restarts:
             performance["num_run_restarts"] = float(self.num_restarts)
         backends = self._parts.logger

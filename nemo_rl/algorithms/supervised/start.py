@@ -18,6 +18,7 @@ from nemo_rl.algorithms.runtime.device_sharing import MemorySharing, saved_model
 from nemo_rl.algorithms.runtime.recovery import Connection, Recovery
 from nemo_rl.algorithms.runtime.run import Phase, Run, Stage, StepBatch
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
+from nemo_rl.algorithms.runtime.throughput import Throughput
 from nemo_rl.algorithms.runtime.validations import InTurn
 from nemo_rl.algorithms.setup.memory_check import log_memory, memory_of_a_rank
 from nemo_rl.algorithms.setup.placement import place_models
@@ -150,7 +151,7 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
         models = _start_models(config, recipe, folders, resources)
 
         def connect(resume_path: Path | None, rows: Prompts, started_at: float) -> Connection:
-            memory = share_memory(config.cluster, recipe.roles, models)
+            memory, policy = share_memory(config.cluster, recipe.roles, models), models["policy"]
             parts = SessionParts(
                 cadence=_cadence(config, steps),
                 logger=backends,
@@ -160,6 +161,7 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
                 source=rows,
                 validation=_validation(config, recipe, models, memory),
                 run_config=config,
+                throughput=Throughput.of(policy, config.policy.precision, policy.layout.num_ranks, config.cluster),
             )
             session = Session(parts, resume_path, started_at)
             source = WrittenBatches(rows, recipe.rows_per_sample)

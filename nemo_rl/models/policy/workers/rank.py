@@ -11,6 +11,7 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.ranks.process_group import init_process_group
 from nemo_rl.host.device import device_for
 from nemo_rl.models.policy.workers.base import PolicyWorker, WorkerSettings
+from nemo_rl.models.policy.workers.costs import PassCosts, pass_costs
 from nemo_rl.models.training.finite import ANOTHER_COPY, require_finite
 from nemo_rl.optimizations.host_allocator import keep_freed_memory
 from nemo_rl.optimizations.switch import is_on
@@ -46,5 +47,10 @@ class PolicyRank(PolicyWorker):
         require_finite(backend.weights_here(), f"the model {config.model_name}", ANOTHER_COPY)
         set_seed(derive_seed(settings.seed, "policy", *layout.random_path(rank)))
         super().__init__(backend, config, gives_scores=rank in layout.result_ranks)
+        self._config = config
         if torch_device.type == "cpu" and is_on("host_allocator", settings.optimizations):
             keep_freed_memory()
+
+    def describe_passes(self) -> PassCosts:
+        """Return what passes over rows cost."""
+        return pass_costs(self._config, self.backend.device)
