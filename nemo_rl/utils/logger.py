@@ -9,6 +9,7 @@ import io
 import logging
 import re
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -114,6 +115,9 @@ class Logger(LoggerInterface):
         log_dir: this run's folder; None takes `cfg.log_dir`.
         total_steps: length of the console's progress bar.
 
+    Attributes:
+        train_step: newest training step whose metrics were logged.
+
     Raises:
         ConfigError: a tracker is enabled and its library is not installed.
     """
@@ -124,6 +128,8 @@ class Logger(LoggerInterface):
         self._backends = make_backends(cfg, self.log_dir, total_steps)
         self._outputs = [OptionalOutput(type(b).__name__, b.failures) for b in self._backends]
         self._files = OptionalOutput(f"Samples in {self.log_dir}")
+        self.train_step = 0
+        self._turn = threading.Lock()
         self._logged: set[tuple[str, int]] = set()
         self._repeated: frozenset[tuple[str, int]] = frozenset()
 
@@ -135,6 +141,8 @@ class Logger(LoggerInterface):
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
         """See `LoggerInterface.log_metrics`."""
+        if prefix == "train":
+            self.train_step = step
         is_new = (prefix, step) not in self._repeated
         self._logged.add((prefix, step))
 
@@ -181,9 +189,10 @@ class Logger(LoggerInterface):
         self.close()
 
     def _on_all(self, log: Callable[[LoggerInterface], None]) -> None:
-        for backend, output in zip(self._backends, self._outputs, strict=True):
-            with output.attempt():
-                log(backend)
+        with self._turn:  # the monitor of the machines logs from a thread
+            for backend, output in zip(self._backends, self._outputs, strict=True):
+                with output.attempt():
+                    log(backend)
 
 
 def make_backends(cfg: LoggerConfig, log_dir: Path, total_steps: int | None) -> list[LoggerInterface]:

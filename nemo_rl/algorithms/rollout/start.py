@@ -49,6 +49,7 @@ from nemo_rl.data.loader import build_loader
 from nemo_rl.data.streams.prompt_stream import Prompts
 from nemo_rl.data.streams.training_stream import training_stream
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.cluster.machine_monitor import monitored
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.environments.workers.start import Environment
 from nemo_rl.experience.event_loop import EventLoopThread
@@ -140,6 +141,7 @@ def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: fl
         backends.log_hyperparams(config.model_dump())
         log_memory(config.model_cluster, recipe.roles, memory_of_a_rank(config.cluster))
         workers = _start_workers(config, recipe, folders, resources)
+        resources.enter_context(monitored(config.logger, backends))
         threads = resources.enter_context(ExitStack())
         connect = partial(_connect, config, recipe, folders, backends, workers, threads)
         first = connect(folders.resume_path, prompts, started_at)

@@ -35,6 +35,7 @@ from nemo_rl.data.loader import build_loader
 from nemo_rl.data.streams.prompt_stream import GroupRewards, Prompts
 from nemo_rl.data.streams.training_stream import training_stream
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.cluster.machine_monitor import monitored
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.losses.loss_function import LossFunction
 from nemo_rl.models.policy.lm_policy import Policy
@@ -149,6 +150,7 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
         backends.log_hyperparams(config.model_dump())
         log_memory(config.cluster, recipe.roles, memory_of_a_rank(config.cluster))
         models = _start_models(config, recipe, folders, resources)
+        resources.enter_context(monitored(config.logger, backends))
 
         def connect(resume_path: Path | None, rows: Prompts, started_at: float) -> Connection:
             memory, policy = share_memory(config.cluster, recipe.roles, models), models["policy"]

@@ -5,7 +5,7 @@ Invariant: every tracker has a `<name>_enabled` switch and a section with its ow
 
 from typing import ClassVar
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from nemo_rl.config.base.section import Section
 
@@ -56,13 +56,17 @@ class SwanlabConfig(Section):
     """Name of the run."""
 
 
+class GpuMonitoringConfig(Section):
+    """Load of the machines, with logger.monitor_gpus."""
+
+    collection_interval: PositiveFloat = 10.0
+    """Seconds between two readings of a node."""
+    flush_interval: PositiveFloat = 10.0
+    """Seconds after which readings are sent to the trackers."""
+
+
 class LoggerConfig(Section):
     """Console, trackers and files; each run writes to its own folder log_dir/exp_NNN."""
-
-    ignored: ClassVar[dict[str, str]] = {
-        "gpu_monitoring": "machine metrics are not reported yet",
-        "monitor_gpus": "machine metrics are not reported yet",
-    }
 
     log_dir: str = "logs"
     """Folder of all runs; a run makes exp_NNN below it."""
@@ -70,6 +74,10 @@ class LoggerConfig(Section):
     """Validation conversations shown on the console."""
     save_trajectories: bool = True
     """Write every rollout of a step to train_data_step<N>.jsonl."""
+    monitor_gpus: bool = True
+    """Report processors, memory and GPUs of every node under ray/."""
+    gpu_monitoring: GpuMonitoringConfig = Field(default_factory=GpuMonitoringConfig)
+    """Load of the machines, with monitor_gpus."""
     wandb_enabled: bool = False
     """Report to Weights & Biases."""
     tensorboard_enabled: bool = False

@@ -3,8 +3,8 @@
 The model is made on torch's meta device, so the shapes come from the real code of the architecture. Convention (PaLM,
 Chowdhery et al. 2022, arXiv:2204.02311, appendix B): a multiplication with an addition counts as two operations; only
 matrix products count; attention counts as if it were not causal; recomputation does not count. For a sequence of T
-tokens and a dense model this is `6 N + 12 L H Q T` operations per trained token, with N multiplied weights, L layers and
-H heads of dimension Q. A forward pass alone is a third of that.
+tokens and a dense model this is `6 N + 12 L H Q T` operations per trained token, with N multiplied weights, L layers
+and H heads of dimension Q. A forward pass alone is a third of that.
 
 Invariant: a weight that multiplies nothing is not counted: an embedding that is only looked up, norms, biases, and
 experts that a token is not sent to.
@@ -41,7 +41,7 @@ PEAK_BF16_TFLOPS = {
     "RTX 4090": 165.2,
     "RTX A6000": 154.8,
 }
-"""Part of a device's name -> dense peak in bfloat16 and float16, from the makers' data sheets; the first match counts."""
+"""Part of a device's name -> dense peak in bfloat16 and float16, by the makers' data sheets; the first match counts."""
 
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_topk", "moe_k")
 """Names that configurations have for the experts that a token is sent to."""

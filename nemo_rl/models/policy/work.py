@@ -44,7 +44,7 @@ class WorkCount:
 
     @cached_property
     def costs(self) -> PassCosts:
-        """What a pass over rows costs."""
+        """The cost of a pass over rows."""
         return self._describe()
 
     @contextmanager

@@ -18,7 +18,7 @@ _NOT_COUNTED = (RuntimeError, TypeError, AttributeError, KeyError, IndexError, V
 
 @dataclass(frozen=True)
 class PassCosts:
-    """What a pass over rows costs.
+    """Cost of a pass over rows.
 
     Attributes:
         flops: the model's operations; None if they cannot be counted.
