@@ -33,6 +33,7 @@ from nemo_rl.algorithms.rollout.streamed import StreamedRollouts, streamed_rollo
 from nemo_rl.algorithms.rollout.sync_setup import make_probe, make_refitter
 from nemo_rl.algorithms.rollout.validation import ValidationReport, Validator, make_validation
 from nemo_rl.algorithms.runtime.device_sharing import saved_models, share_memory
+from nemo_rl.algorithms.runtime.engine_load import engine_load
 from nemo_rl.algorithms.runtime.recovery import Connection, Recovery
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
@@ -249,7 +250,7 @@ def _connect(
         trajectory_log,
         layout,
         idle,
-        workers.engines.load_metrics,
+        engine_load(config.policy, workers.engines, threads),
         sorted(workers.environments),
         config.policy.train_global_batch_size,
     )
