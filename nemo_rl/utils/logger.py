@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from nemo_rl.utils.log_backends.mlflow import MLflowLogger
     from nemo_rl.utils.log_backends.swanlab import SwanlabLogger
     from nemo_rl.utils.log_backends.tensorboard import TensorboardLogger
+    from nemo_rl.utils.log_backends.trackio import TrackioLogger
     from nemo_rl.utils.log_backends.wandb import WandbLogger
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "MLflowLogger",
     "SwanlabLogger",
     "TensorboardLogger",
+    "TrackioLogger",
     "WandbLogger",
     "flatten_dict",
     "get_next_experiment_dir",
@@ -58,6 +60,7 @@ _TRACKERS = {
     "wandb": "WandbLogger",
     "mlflow": "MLflowLogger",
     "swanlab": "SwanlabLogger",
+    "trackio": "TrackioLogger",
 }
 
 
@@ -199,7 +202,7 @@ def make_backends(cfg: LoggerConfig, log_dir: Path, total_steps: int | None) -> 
     """Build the console, the metrics file and every enabled tracker.
 
     Raises:
-        ConfigError: a tracker is enabled and its library or login is missing.
+        ConfigError: a tracker is enabled and its library or login is missing, or metrics cannot be served.
     """
     check_trackers(cfg)
     backends: list[LoggerInterface] = [ConsoleLogger(total_steps), JsonlLogger(log_dir)]
@@ -209,6 +212,8 @@ def make_backends(cfg: LoggerConfig, log_dir: Path, total_steps: int | None) -> 
         folder = log_dir / name
         folder.mkdir(exist_ok=True)
         backends.append(_tracker_class(name, class_name)(getattr(cfg, name), folder))
+    if cfg.prometheus.enabled:
+        backends.append(_tracker_class("prometheus", "PrometheusLogger")(cfg.prometheus))
     return backends
 
 

@@ -3,7 +3,7 @@
 Invariant: every tracker has a `<name>_enabled` switch and a section with its own keys.
 """
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
@@ -56,6 +56,28 @@ class SwanlabConfig(Section):
     """Name of the run."""
 
 
+class TrackioConfig(Section):
+    """Trackio."""
+
+    project: str = "grpo-dev"
+    """Project of the run."""
+    name: str | None = "grpo-dev-logger"
+    """Name of the run; null: Trackio makes one."""
+    space_id: str | None = None
+    """Space of the Hugging Face hub that shows the run; null: the run stays in its own folder."""
+
+
+class PrometheusConfig(Section):
+    """Newest metrics for a Prometheus server."""
+
+    enabled: bool = False
+    """Serve http://<host>:<port>/metrics while the run goes on."""
+    host: str = "127.0.0.1"
+    """Address to serve at; 0.0.0.0: all of this machine, to everyone who can reach it."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 9464
+    """Port to serve at; 0: a free one, which the log names."""
+
+
 class GpuMonitoringConfig(Section):
     """Load of the machines, with logger.monitor_gpus."""
 
@@ -86,6 +108,8 @@ class LoggerConfig(Section):
     """Report to MLflow (extra `mlflow`)."""
     swanlab_enabled: bool = False
     """Report to SwanLab (extra `swanlab`)."""
+    trackio_enabled: bool = False
+    """Report to Trackio (extra `trackio`)."""
     wandb: WandbConfig = Field(default_factory=WandbConfig)
     """Weights & Biases."""
     tensorboard: TensorboardConfig = Field(default_factory=TensorboardConfig)
@@ -94,3 +118,7 @@ class LoggerConfig(Section):
     """MLflow."""
     swanlab: SwanlabConfig = Field(default_factory=SwanlabConfig)
     """SwanLab."""
+    trackio: TrackioConfig = Field(default_factory=TrackioConfig)
+    """Trackio."""
+    prometheus: PrometheusConfig = Field(default_factory=PrometheusConfig)
+    """Newest metrics for a Prometheus server."""
