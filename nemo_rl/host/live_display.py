@@ -41,7 +41,7 @@ class LiveDisplay:
             return self._progress.add_task(title, total=total)
 
     def update(self, bar: TaskID, done: int, total: int | None) -> None:
-        """Draw a bar anew."""
+        """Draw a bar again."""
         with self._guard:
             if self._progress is not None:
                 self._progress.update(bar, completed=done, total=total)

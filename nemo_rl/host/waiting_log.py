@@ -56,7 +56,7 @@ class StillWaiting:
             self._bar.close()
 
     def look(self) -> None:
-        """Draw the bar anew, or log a line if the last one is old enough."""
+        """Draw the bar again, or log a line if the last one is old enough."""
         now = time.monotonic()
         if self._on_terminal:
             self._draw(now)

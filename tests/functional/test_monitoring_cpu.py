@@ -1,4 +1,4 @@
-"""What a run reports about itself, end to end: rates, load of the machine and engines, Prometheus, and the dashboard."""
+"""What a run reports about itself: rates, load of the machine and of engines, to Prometheus and the dashboard."""
 
 import json
 import os
