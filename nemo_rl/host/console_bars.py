@@ -17,7 +17,8 @@ _UNUSABLE = ("", "dumb", "unknown")
 
 def shows_bars() -> bool:
     """Return whether this process's stderr is a terminal that can show bars."""
-    return sys.stderr.isatty() and os.environ.get("TERM", "") not in _UNUSABLE
+    stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)  # the live display stands in front of it
+    return stream.isatty() and os.environ.get("TERM", "") not in _UNUSABLE
 
 
 class Bar:
