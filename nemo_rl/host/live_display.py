@@ -15,6 +15,8 @@ from rich.progress import (
 from rich.table import Column
 
 _REDRAWS_PER_SECOND = 4
+_NARROW = 60
+"""Columns below which a bar shows only the time left."""
 
 
 class _Console(Console):
@@ -58,11 +60,13 @@ class LiveDisplay:
 
 
 def _progress() -> Progress:
-    title = TextColumn("{task.description}", table_column=Column(ratio=2, no_wrap=True, overflow="ellipsis"))
+    column = Column(ratio=2, no_wrap=True, overflow="ellipsis")
+    title = TextColumn("{task.description}", markup=False, table_column=column)
     bar = BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4))
     console = _Console(stderr=True)
     # A narrow window has no room for both times.
-    times = (TimeRemainingColumn(compact=True),) if console.width < 60 else (TimeElapsedColumn(), TimeRemainingColumn())
+    narrow = console.width < _NARROW
+    times = [TimeRemainingColumn(compact=True)] if narrow else [TimeElapsedColumn(), TimeRemainingColumn()]
     return Progress(
         *(title, bar, MofNCompleteColumn(), *times),
         console=console,
