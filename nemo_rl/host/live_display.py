@@ -7,6 +7,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
@@ -66,7 +67,9 @@ def _progress() -> Progress:
     console = _Console(stderr=True)
     # A narrow window has no room for both times.
     narrow = console.width < _NARROW
-    times = [TimeRemainingColumn(compact=True)] if narrow else [TimeElapsedColumn(), TimeRemainingColumn()]
+    times: list[ProgressColumn] = (
+        [TimeRemainingColumn(compact=True)] if narrow else [TimeElapsedColumn(), TimeRemainingColumn()]
+    )
     return Progress(
         *(title, bar, MofNCompleteColumn(), *times),
         console=console,

@@ -51,18 +51,7 @@ LEVELS: dict[str, list[set[str]]] = {
 UPWARD_IMPORTS: set[tuple[str, str]] = set()
 """(file, imported module) pairs that break the layers; may only shrink."""
 
-BACKENDS = (
-    "vllm",
-    "wandb",
-    "mlflow",
-    "megatron",
-    "sglang",
-    "transformer_engine",
-    "flash_attn",
-    "swanlab",
-    "trackio",
-    "prometheus_client",
-)
+BACKENDS = ("vllm", "wandb", "mlflow", "megatron", "sglang", "transformer_engine", "flash_attn", "swanlab", "trackio")
 CUDA_PLACES = ("host/device.py", "weight_sync/", "models/generation/vllm/", "models/megatron/")
 CUDA_EXCEPTIONS = {"config/schema/cluster.py": "declares the key cluster.device, whose values are cuda and cpu"}
 

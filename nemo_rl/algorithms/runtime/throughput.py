@@ -89,7 +89,7 @@ class Throughput:
         self._tell_once()
         if costs.flops is None:
             return {}
-        found = {}
+        found: dict[str, float] = {}
         operations = {"train": costs.flops.training(trained.lengths), "logprob": costs.flops.forward(scored.lengths)}
         for name, work in (("train", trained), ("logprob", scored)):
             if work.lengths:

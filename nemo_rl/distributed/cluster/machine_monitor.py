@@ -92,7 +92,7 @@ class ClusterNodes:
                 self._readers[node_id] = _start_reader(node_id)
         calls = {self._readers[node_id].read.remote(): node_id for node_id in living if node_id in self._readers}
         answered, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_ANSWER_S) if calls else ([], [])
-        found = {}
+        found: dict[int, dict[str, float]] = {}
         for call in answered:
             try:
                 found[self._numbers[calls[call]]] = ray.get(call)
