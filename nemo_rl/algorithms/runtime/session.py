@@ -300,6 +300,7 @@ class Session:
             self._deadline.start_iterations()
         while self.state.total_steps < self._cadence.max_num_steps and not self._has_to_stop():
             self.timer.reset()
+            self._parts.throughput.begin_step()
             self._step_started = time.perf_counter()
             self._metrics, self._extra = {}, {}
             self.step = self.state.total_steps + 1

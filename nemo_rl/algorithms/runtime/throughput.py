@@ -51,6 +51,10 @@ class Throughput:
         devices = cluster.num_nodes * cluster.gpus_per_node if cluster.uses_gpu else usable_cores()
         return cls(policy, precision, num_ranks, devices, cluster.uses_gpu)
 
+    def begin_step(self) -> None:
+        """Forget passes that were made since the last step, such as those of a validation."""
+        self.policy.work.take()
+
     def of_step(self, metrics: Mapping[str, float], timings: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of a step, and start to count the next one.
 

@@ -115,7 +115,7 @@ class Parts:
                 source=rows,
                 validation=InTurn(validate),
                 run_config=config,
-                throughput=SimpleNamespace(of_step=lambda metrics, timings: {}),  # type: ignore[arg-type]
+                throughput=SimpleNamespace(begin_step=list, of_step=lambda metrics, timings: {}),  # type: ignore[arg-type]
             )
             return Connection(Session(parts, resume_path, 0.0), rows, [], MemorySharing())
 

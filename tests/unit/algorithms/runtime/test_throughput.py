@@ -71,6 +71,15 @@ def test_a_step_counts_its_own_passes_only(clock: list[float]) -> None:
     assert "train_tflops" not in throughput.of_step(STEP, TIMINGS)
 
 
+def test_passes_between_steps_do_not_count(clock: list[float]) -> None:
+    model = run_passes(PassCosts(FLOPS, None), clock)
+    throughput = Throughput(model, "float32", 1, 8, uses_gpu=False)
+    throughput.begin_step()
+    with model.work.of("scoring", [10]):
+        clock[0] += 2.0
+    assert throughput.of_step(STEP, TIMINGS)["policy_and_reference_logprobs_tokens_per_sec"] == 5.0
+
+
 def test_a_pass_that_fails_does_not_count() -> None:
     work = WorkCount(lambda: PassCosts(FLOPS, None))
     with pytest.raises(ValueError, match="lost"), work.of("training", [5]):
