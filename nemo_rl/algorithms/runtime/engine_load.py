@@ -30,7 +30,7 @@ def engine_load(
     counts = RequestCounts(engines, section.vllm_metrics_logger_interval)
     counts.start()
     threads.callback(counts.stop)
-    return counts.load_metrics
+    return counts.since_last_call
 
 
 @dataclass
@@ -56,7 +56,7 @@ class RequestCounts:
         """End the thread."""
         self._stopped.set()
 
-    def load_metrics(self) -> dict[str, float]:
+    def since_last_call(self) -> dict[str, float]:
         """Return `GenerationInterface.load_metrics`, and the open requests of each engine since the last call.
 
         Returns:
