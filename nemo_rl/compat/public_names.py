@@ -44,7 +44,6 @@ NOT_BUILT: dict[str, tuple[str, tuple[str, ...]]] = {
     "nemo_rl.models.policy.workers.dtensor_policy_worker_v2": ("extension of policy workers", ()),
     "nemo_rl.models.value": ("PPO", ()),
     "nemo_rl.utils.checkpoint_engines": ("checkpoint engines", ()),
-    "nemo_rl.utils.flops_tracker": ("the count of floating-point operations", ()),
     "nemo_rl.utils.memory_tracker": ("the record of host memory by stage", ()),
     "nemo_rl.utils.nsys": ("profiling with Nsight Systems", ()),
 }
@@ -71,6 +70,8 @@ ELSEWHERE: dict[str, str] = {
     "nemo_rl.models.generation.vllm.vllm_generation": "import VllmGeneration from nemo_rl.models.generation.vllm",
     "nemo_rl.models.huggingface.common": "packing is in nemo_rl.data.packing, attention over packed rows in "
     "nemo_rl.models.attention",
+    "nemo_rl.utils.flops_tracker": "nemo_rl.models.huggingface.flops counts operations (model_flops) and has the peaks "
+    "of devices",
     "nemo_rl.utils.nvml": "use nemo_rl.host.nvidia_smi, or torch.cuda",
     "nemo_rl.weight_sync.factory": "refit_policy_generation (nemo_rl.algorithms.grpo) moves weights, "
     "configured by policy.generation.weight_sync",

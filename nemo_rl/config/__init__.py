@@ -62,7 +62,15 @@ from nemo_rl.config.schema.cluster import ClusterConfig, TimeoutsConfig, VenvCon
 from nemo_rl.config.schema.curriculum import AccuracyRuleConfig, CurriculumConfig, CurriculumPhase
 from nemo_rl.config.schema.data import DataConfig, DatasetConfig, DatasetDefaults
 from nemo_rl.config.schema.env import MathEnvironmentConfig
-from nemo_rl.config.schema.logger import LoggerConfig, MlflowConfig, SwanlabConfig, TensorboardConfig, WandbConfig
+from nemo_rl.config.schema.logger import (
+    LoggerConfig,
+    MlflowConfig,
+    PrometheusConfig,
+    SwanlabConfig,
+    TensorboardConfig,
+    TrackioConfig,
+    WandbConfig,
+)
 from nemo_rl.config.schema.model.generation import (
     ColocatedConfig,
     ColocatedResourcesConfig,

@@ -42,6 +42,7 @@ from nemo_rl.evals.report import EvalReport, make_report
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.rollouts import RolloutKey, RolloutRunner
 from nemo_rl.experience.trajectory import Trajectory
+from nemo_rl.host.console_bars import progress_bar
 from nemo_rl.host.stop_signals import DeferredSignals
 from nemo_rl.models.generation.factory import check_engine_model
 from nemo_rl.models.generation.interfaces import SamplingParams
@@ -190,31 +191,33 @@ def ask_all(
     wanted = config.eval
     size = config.generation.num_prompts_per_step
     total = len(prompts)
-    while store.num_prompts_done < total:
-        started, start = time.perf_counter(), store.num_prompts_done
-        stop = min(start + size, total) if size > 0 else total
-        batch = prompts.batch(start, stop)
-        key = RolloutKey(wanted.seed, "evaluation", step=0, first_group=start)
-        with answers_come(sampler.remote, is_first=not store.records):
-            rollouts = sampler.runner.collect(batch, wanted.num_tests_per_prompt, sampler.sampling, key)
-        topics = [prompts.topic(index) for index in range(start, stop)]
-        store.append([_record(t, start, batch, topics) for t in rollouts.trajectories])
-        num_right = sum(record.is_correct for record in store.records)
-        logger.info(
-            "%d of %d prompts, %.1f %% of the answers right, %.1f s",
-            stop,
-            total,
-            100 * num_right / len(store.records),
-            time.perf_counter() - started,
-        )
-        for name, value in rollouts.metrics.items():
-            logger.info("%s %g", name, value)
-        if signals is not None and signals.received is not None and stop < total:
-            signals.all_is_saved(RunInterruptedError.exit_status)
-            raise RunInterruptedError(
-                f"{signals.received.name} was received. The answers to {stop} of {total} prompts are written; "
-                "the same command continues."
+    with progress_bar("evaluation, prompts", total) as bar:
+        while store.num_prompts_done < total:
+            bar.show(store.num_prompts_done)
+            started, start = time.perf_counter(), store.num_prompts_done
+            stop = min(start + size, total) if size > 0 else total
+            batch = prompts.batch(start, stop)
+            key = RolloutKey(wanted.seed, "evaluation", step=0, first_group=start)
+            with answers_come(sampler.remote, is_first=not store.records):
+                rollouts = sampler.runner.collect(batch, wanted.num_tests_per_prompt, sampler.sampling, key)
+            topics = [prompts.topic(index) for index in range(start, stop)]
+            store.append([_record(t, start, batch, topics) for t in rollouts.trajectories])
+            num_right = sum(record.is_correct for record in store.records)
+            logger.info(
+                "%d of %d prompts, %.1f %% of the answers right, %.1f s",
+                stop,
+                total,
+                100 * num_right / len(store.records),
+                time.perf_counter() - started,
             )
+            for name, value in rollouts.metrics.items():
+                logger.info("%s %g", name, value)
+            if signals is not None and signals.received is not None and stop < total:
+                signals.all_is_saved(RunInterruptedError.exit_status)
+                raise RunInterruptedError(
+                    f"{signals.received.name} was received. The answers to {stop} of {total} prompts are written; "
+                    "the same command continues."
+                )
 
 
 def _response_length(trajectory: Trajectory) -> int | None:

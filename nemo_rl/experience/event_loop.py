@@ -88,14 +88,14 @@ class BackgroundTask[T]:
 
     def _wait(self, timeout_s: float, check: Callable[[], None]) -> None:
         end = time.monotonic() + timeout_s
-        progress = StillWaiting(self.name, lambda: "it is running")
-        while not self.is_done:
-            left = end - time.monotonic()
-            if left <= 0:
-                raise DeadlineExceededError(f"{self.name} did not finish within {timeout_s:g} s.")
-            concurrent.futures.wait([self.future], timeout=min(left, LIVENESS_PERIOD_S))
-            check()
-            progress.look()
+        with StillWaiting(self.name, "it is running") as progress:
+            while not self.is_done:
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise DeadlineExceededError(f"{self.name} did not finish within {timeout_s:g} s.")
+                concurrent.futures.wait([self.future], timeout=min(left, LIVENESS_PERIOD_S))
+                check()
+                progress.look()
         check()
 
     def cancel(self) -> None:
@@ -193,6 +193,7 @@ class EventLoopThread:
         phase: str,
         describe: Callable[[], str] = str,
         items: queue.SimpleQueue[ItemT] | None = None,
+        num_expected: int | None = None,
     ) -> Generator[ItemT, None, T]:
         """Run a coroutine, and yield the items that it passes on while it runs.
 
@@ -202,6 +203,7 @@ class EventLoopThread:
             phase: for the message.
             describe: describes the pending work; called at the deadline.
             items: holds the items that are not yielded yet; None: a new queue. The end of the coroutine is an item too.
+            num_expected: number of items, for the console; None: not known.
 
         Returns:
             What the coroutine returns.
@@ -218,7 +220,7 @@ class EventLoopThread:
         woken = cast("queue.SimpleQueue[Any]", items)
         future.add_done_callback(lambda _: woken.put(_END))
         num_items = 0
-        progress = StillWaiting(phase, lambda: f"{num_items} parts are finished")
+        progress = StillWaiting(phase, "parts are finished", lambda: num_items, num_expected)
         try:
             while True:
                 left = end - time.monotonic()
@@ -236,6 +238,7 @@ class EventLoopThread:
                 progress.look()
                 self.check()
         finally:
+            progress.end()
             if future.cancel():
                 ended.wait(CLEAN_UP_S)
 

@@ -152,6 +152,7 @@ class RolloutRunner:
             f"The rollouts of {key.phase} step {key.step} (cluster.timeouts.rollout_s)",
             self._generation.describe_open,
             waiting,
+            prompts.size,
         )
         return Collection(groups, waiting)
 

@@ -9,6 +9,7 @@ import io
 import logging
 import re
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from nemo_rl.utils.log_backends.mlflow import MLflowLogger
     from nemo_rl.utils.log_backends.swanlab import SwanlabLogger
     from nemo_rl.utils.log_backends.tensorboard import TensorboardLogger
+    from nemo_rl.utils.log_backends.trackio import TrackioLogger
     from nemo_rl.utils.log_backends.wandb import WandbLogger
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "MLflowLogger",
     "SwanlabLogger",
     "TensorboardLogger",
+    "TrackioLogger",
     "WandbLogger",
     "flatten_dict",
     "get_next_experiment_dir",
@@ -57,6 +60,7 @@ _TRACKERS = {
     "wandb": "WandbLogger",
     "mlflow": "MLflowLogger",
     "swanlab": "SwanlabLogger",
+    "trackio": "TrackioLogger",
 }
 
 
@@ -114,6 +118,9 @@ class Logger(LoggerInterface):
         log_dir: this run's folder; None takes `cfg.log_dir`.
         total_steps: length of the console's progress bar.
 
+    Attributes:
+        train_step: newest training step whose metrics were logged.
+
     Raises:
         ConfigError: a tracker is enabled and its library is not installed.
     """
@@ -124,6 +131,8 @@ class Logger(LoggerInterface):
         self._backends = make_backends(cfg, self.log_dir, total_steps)
         self._outputs = [OptionalOutput(type(b).__name__, b.failures) for b in self._backends]
         self._files = OptionalOutput(f"Samples in {self.log_dir}")
+        self.train_step = 0
+        self._turn = threading.Lock()
         self._logged: set[tuple[str, int]] = set()
         self._repeated: frozenset[tuple[str, int]] = frozenset()
 
@@ -135,6 +144,8 @@ class Logger(LoggerInterface):
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
         """See `LoggerInterface.log_metrics`."""
+        if prefix == "train":
+            self.train_step = step
         is_new = (prefix, step) not in self._repeated
         self._logged.add((prefix, step))
 
@@ -181,16 +192,17 @@ class Logger(LoggerInterface):
         self.close()
 
     def _on_all(self, log: Callable[[LoggerInterface], None]) -> None:
-        for backend, output in zip(self._backends, self._outputs, strict=True):
-            with output.attempt():
-                log(backend)
+        with self._turn:  # the monitor of the machines logs from a thread
+            for backend, output in zip(self._backends, self._outputs, strict=True):
+                with output.attempt():
+                    log(backend)
 
 
 def make_backends(cfg: LoggerConfig, log_dir: Path, total_steps: int | None) -> list[LoggerInterface]:
     """Build the console, the metrics file and every enabled tracker.
 
     Raises:
-        ConfigError: a tracker is enabled and its library or login is missing.
+        ConfigError: a tracker is enabled and its library or login is missing, or metrics cannot be served.
     """
     check_trackers(cfg)
     backends: list[LoggerInterface] = [ConsoleLogger(total_steps), JsonlLogger(log_dir)]
@@ -200,6 +212,8 @@ def make_backends(cfg: LoggerConfig, log_dir: Path, total_steps: int | None) -> 
         folder = log_dir / name
         folder.mkdir(exist_ok=True)
         backends.append(_tracker_class(name, class_name)(getattr(cfg, name), folder))
+    if cfg.prometheus.enabled:
+        backends.append(_tracker_class("prometheus", "PrometheusLogger")(cfg.prometheus))
     return backends
 
 

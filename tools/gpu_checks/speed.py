@@ -12,10 +12,10 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from gpu_checks.bench import GIB, Bench, Rows, packed, policy_config, random_rows, scores, update
-from gpu_checks.flops import flops_per_token, peak_tflops
 from gpu_checks.report import Figures, Finding
 from gpu_checks.shapes import SHAPES
 from nemo_rl.config import PolicyConfig
+from nemo_rl.models.huggingface.flops import model_flops, peak_tflops
 from nemo_rl.models.policy.workers.base import UpdateResult
 from nemo_rl.models.policy.workers.rank import PolicyRank
 
@@ -146,10 +146,10 @@ def _rate(bench: Bench, rank: PolicyRank, name: str, work: Callable[[], object],
     if refusal:  # after the handler, whose traceback keeps tensors alive
         bench.empty_cache()
         return Finding(name, {}, refusal)
-    model = rank.backend.model  # type: ignore[attr-defined]
-    count = sum(parameter.numel() for parameter in model.parameters())
+    flops = model_flops(rank.backend.model.hf.config)  # type: ignore[attr-defined]
     rate = sizes.batch / seconds
-    tflops = rate * flops_per_token(model.hf.config, count, sizes.row, backward=backward) / 1e12
+    row = flops.training([sizes.row]) if backward else flops.forward([sizes.row])
+    tflops = rate * row / sizes.row / 1e12
     peak = _peak(bench)
     figures: Figures = {"tokens_per_s": rate, "tflops": tflops, "mfu": None if peak is None else tflops / peak}
     skipped = isinstance(first, UpdateResult) and first.skipped

@@ -33,10 +33,12 @@ from nemo_rl.algorithms.rollout.streamed import StreamedRollouts, streamed_rollo
 from nemo_rl.algorithms.rollout.sync_setup import make_probe, make_refitter
 from nemo_rl.algorithms.rollout.validation import ValidationReport, Validator, make_validation
 from nemo_rl.algorithms.runtime.device_sharing import saved_models, share_memory
+from nemo_rl.algorithms.runtime.engine_load import engine_load
 from nemo_rl.algorithms.runtime.recovery import Connection, Recovery
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
 from nemo_rl.algorithms.runtime.step_record import StepRecorder
+from nemo_rl.algorithms.runtime.throughput import Throughput
 from nemo_rl.algorithms.runtime.validations import Validation
 from nemo_rl.algorithms.setup.memory_check import log_memory, memory_of_a_rank
 from nemo_rl.algorithms.setup.placement import place_models
@@ -49,6 +51,7 @@ from nemo_rl.data.loader import build_loader
 from nemo_rl.data.streams.prompt_stream import Prompts
 from nemo_rl.data.streams.training_stream import training_stream
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.cluster.machine_monitor import monitored
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.environments.workers.start import Environment
 from nemo_rl.experience.event_loop import EventLoopThread
@@ -140,6 +143,7 @@ def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: fl
         backends.log_hyperparams(config.model_dump())
         log_memory(config.model_cluster, recipe.roles, memory_of_a_rank(config.cluster))
         workers = _start_workers(config, recipe, folders, resources)
+        resources.enter_context(monitored(config.logger, backends))
         threads = resources.enter_context(ExitStack())
         connect = partial(_connect, config, recipe, folders, backends, workers, threads)
         first = connect(folders.resume_path, prompts, started_at)
@@ -247,7 +251,7 @@ def _connect(
         trajectory_log,
         layout,
         idle,
-        workers.engines.load_metrics,
+        engine_load(config.policy, workers.engines, threads),
         sorted(workers.environments),
         config.policy.train_global_batch_size,
         StepRecorder(folders.log_dir, config, policy, recipe.loss_fn) if config.logger.record_steps else None,
@@ -261,6 +265,7 @@ def _connect(
         source=prompts,
         validation=validation_of(config, recipe, runner, refitter, trajectory_log),
         run_config=config,
+        throughput=Throughput.of(policy, config.policy.precision, policy.layout.num_ranks, cluster),
     )
     session = Session(parts, resume_path, started_at)
     return Connection(session, source, stages, memory, streamed, was_changed=lambda: source.rollouts is not sampled)

@@ -25,6 +25,7 @@ from pydantic import BaseModel
 from nemo_rl.algorithms.runtime.idle_steps import IdleSteps, made_update
 from nemo_rl.algorithms.runtime.resume_check import DATA_POSITION_FILE
 from nemo_rl.algorithms.runtime.saving import CheckpointSaver, Savable
+from nemo_rl.algorithms.runtime.throughput import Throughput
 from nemo_rl.algorithms.runtime.validations import Validation, Validations
 from nemo_rl.config import CheckpointingConfig
 from nemo_rl.data.streams.prompt_stream import DataExhausted
@@ -117,6 +118,7 @@ class SessionParts:
         source: the training data, whose position is saved.
         validation: measures the policy after a step; None without validation data.
         run_config: configuration that is stored in every checkpoint.
+        throughput: measures tokens and operations per second.
     """
 
     cadence: Cadence
@@ -127,6 +129,7 @@ class SessionParts:
     source: Resumable
     validation: Validation | None
     run_config: BaseModel
+    throughput: Throughput
     timer: Timer = field(default_factory=Timer)
 
 
@@ -297,6 +300,7 @@ class Session:
             self._deadline.start_iterations()
         while self.state.total_steps < self._cadence.max_num_steps and not self._has_to_stop():
             self.timer.reset()
+            self._parts.throughput.begin_step()
             self._step_started = time.perf_counter()
             self._metrics, self._extra = {}, {}
             self.step = self.state.total_steps + 1
@@ -338,6 +342,8 @@ class Session:
         self.state.trained_steps += made_update(self._metrics)
         self._finished = {f"train:{name}": value for name, value in self._metrics.items()}
         train_seconds = time.perf_counter() - self._step_started
+        # Before a validation, whose passes are not those of the step.
+        performance = self._parts.throughput.of_step(self._metrics, self._timings(train_seconds))
         self._note_validation(wait=False)
         if self._validation_is_due(step):
             self._validate(step)
@@ -345,7 +351,7 @@ class Session:
         if step % self._cadence.save_period == 0 or self._stop_reason is not None:
             with self.timer.time("checkpointing"):
                 self._checkpoint_or_continue(step)
-        self._log(step, train_seconds)
+        self._log(step, train_seconds, performance)
         error = self._idle.note(step, self._metrics)
         if error is not None:
             if self._saver is not None and step - self._idle.in_a_row > self._saver.saved_step:
@@ -446,21 +452,19 @@ class Session:
             self._settle_or_continue()
             self._saver.save(step, asdict(self.state) | self._finished, self._parts.source.state_dict())
 
-    def _log(self, step: int, train_seconds: float) -> None:
-        timings = {k: float(v) for k, v in self.timer.get_timing_metrics("sum").items()}
-        timings["total_step_time"] = train_seconds
-        tokens = self._metrics.get("total_num_tokens", 0.0)
-        performance = {
-            "tokens_per_sec": tokens / train_seconds,
-            "samples_per_sec": self._metrics.get("num_samples", 0.0) / train_seconds,
-        }
+    def _timings(self, train_seconds: float) -> dict[str, float]:
+        """Return the seconds of the step's phases so far, with those of the step without validation and checkpoint."""
+        phases = {name: float(seconds) for name, seconds in self.timer.get_timing_metrics("sum").items()}
+        return phases | {"total_step_time": train_seconds}
+
+    def _log(self, step: int, train_seconds: float, performance: dict[str, float]) -> None:
         if self.num_restarts:
             performance["num_run_restarts"] = float(self.num_restarts)
         backends = self._parts.logger
         backends.log_metrics(self._metrics, step, prefix="train")
         for prefix, metrics in self._extra.items():
             backends.log_metrics(metrics, step, prefix=prefix)
-        backends.log_metrics(timings, step, prefix="timing/train")
+        backends.log_metrics(self._timings(train_seconds), step, prefix="timing/train")
         backends.log_metrics(performance, step, prefix="performance")
         if self._started_at:
             since_start = time.perf_counter() - self._started_at

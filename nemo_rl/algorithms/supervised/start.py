@@ -18,6 +18,7 @@ from nemo_rl.algorithms.runtime.device_sharing import MemorySharing, saved_model
 from nemo_rl.algorithms.runtime.recovery import Connection, Recovery
 from nemo_rl.algorithms.runtime.run import Phase, Run, Stage, StepBatch
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
+from nemo_rl.algorithms.runtime.throughput import Throughput
 from nemo_rl.algorithms.runtime.validations import InTurn
 from nemo_rl.algorithms.setup.memory_check import log_memory, memory_of_a_rank
 from nemo_rl.algorithms.setup.placement import place_models
@@ -34,6 +35,7 @@ from nemo_rl.data.loader import build_loader
 from nemo_rl.data.streams.prompt_stream import GroupRewards, Prompts
 from nemo_rl.data.streams.training_stream import training_stream
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.cluster.machine_monitor import monitored
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.losses.loss_function import LossFunction
 from nemo_rl.models.policy.lm_policy import Policy
@@ -148,9 +150,10 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
         backends.log_hyperparams(config.model_dump())
         log_memory(config.cluster, recipe.roles, memory_of_a_rank(config.cluster))
         models = _start_models(config, recipe, folders, resources)
+        resources.enter_context(monitored(config.logger, backends))
 
         def connect(resume_path: Path | None, rows: Prompts, started_at: float) -> Connection:
-            memory = share_memory(config.cluster, recipe.roles, models)
+            memory, policy = share_memory(config.cluster, recipe.roles, models), models["policy"]
             parts = SessionParts(
                 cadence=_cadence(config, steps),
                 logger=backends,
@@ -160,6 +163,7 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
                 source=rows,
                 validation=_validation(config, recipe, models, memory),
                 run_config=config,
+                throughput=Throughput.of(policy, config.policy.precision, policy.layout.num_ranks, config.cluster),
             )
             session = Session(parts, resume_path, started_at)
             source = WrittenBatches(rows, recipe.rows_per_sample)

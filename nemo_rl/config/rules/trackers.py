@@ -25,6 +25,7 @@ _INSTALL = {
     "wandb": "it comes with nemo_rl",
     "mlflow": "the extra: uv sync --extra mlflow",
     "swanlab": "the extra: uv sync --extra swanlab",
+    "trackio": "the extra: uv sync --extra trackio",
 }
 _SERVER_S = 5.0
 """Seconds that an MLflow server may take to accept a connection."""

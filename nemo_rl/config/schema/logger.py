@@ -3,9 +3,9 @@
 Invariant: every tracker has a `<name>_enabled` switch and a section with its own keys.
 """
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from nemo_rl.config.base.section import Section
 
@@ -59,13 +59,39 @@ class SwanlabConfig(Section):
     """Name of the run."""
 
 
+class TrackioConfig(Section):
+    """Trackio."""
+
+    project: str = "grpo-dev"
+    """Project of the run."""
+    name: str | None = "grpo-dev-logger"
+    """Name of the run; null: Trackio makes one."""
+    space_id: str | None = None
+    """Space of the Hugging Face hub that shows the run; null: the run stays in its own folder."""
+
+
+class PrometheusConfig(Section):
+    """Newest metrics for a Prometheus server."""
+
+    enabled: bool = False
+    """Serve http://<host>:<port>/metrics while the run goes on."""
+    host: str = "127.0.0.1"
+    """Address to serve at; 0.0.0.0: all of this machine, to everyone who can reach it."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 9464
+    """Port to serve at; 0: a free one, which the log names."""
+
+
+class GpuMonitoringConfig(Section):
+    """Load of the machines, with logger.monitor_gpus."""
+
+    collection_interval: PositiveFloat = 10.0
+    """Seconds between two readings of a node."""
+    flush_interval: PositiveFloat = 10.0
+    """Seconds after which readings are sent to the trackers."""
+
+
 class LoggerConfig(Section):
     """Console, trackers and files; each run writes to its own folder log_dir/exp_NNN."""
-
-    ignored: ClassVar[dict[str, str]] = {
-        "gpu_monitoring": "machine metrics are not reported yet",
-        "monitor_gpus": "machine metrics are not reported yet",
-    }
 
     log_dir: str = "logs"
     """Folder of all runs; a run makes exp_NNN below it."""
@@ -78,6 +104,10 @@ class LoggerConfig(Section):
     them."""
     record_modules: bool = False
     """Record the output of each module too, so that a replay can name the one that differs first."""
+    monitor_gpus: bool = True
+    """Report processors, memory and GPUs of every node under ray/."""
+    gpu_monitoring: GpuMonitoringConfig = Field(default_factory=GpuMonitoringConfig)
+    """Load of the machines, with monitor_gpus."""
     wandb_enabled: bool = False
     """Report to Weights & Biases."""
     tensorboard_enabled: bool = False
@@ -86,6 +116,8 @@ class LoggerConfig(Section):
     """Report to MLflow (extra `mlflow`)."""
     swanlab_enabled: bool = False
     """Report to SwanLab (extra `swanlab`)."""
+    trackio_enabled: bool = False
+    """Report to Trackio (extra `trackio`)."""
     wandb: WandbConfig = Field(default_factory=WandbConfig)
     """Weights & Biases."""
     tensorboard: TensorboardConfig = Field(default_factory=TensorboardConfig)
@@ -94,3 +126,7 @@ class LoggerConfig(Section):
     """MLflow."""
     swanlab: SwanlabConfig = Field(default_factory=SwanlabConfig)
     """SwanLab."""
+    trackio: TrackioConfig = Field(default_factory=TrackioConfig)
+    """Trackio."""
+    prometheus: PrometheusConfig = Field(default_factory=PrometheusConfig)
+    """Newest metrics for a Prometheus server."""

@@ -73,13 +73,13 @@ def gather(calls: Sequence[PendingCall], workers: Sequence[WorkerSlot], timeout_
     end = time.monotonic() + timeout_s
     waiting = {call.ref: call for call in calls}
     answers: dict[Any, Any] = {}
-    progress = StillWaiting(phase, lambda: f"{len(answers)} of {len(calls)} workers have answered")
-    while waiting:
-        failures = _take_ready(waiting, answers, end, progress.look)
-        if failures is None:
-            raise _deadline_error(list(waiting.values()), calls, workers, timeout_s, phase)
-        if failures:
-            raise _root_cause(failures, waiting, workers, phase)
+    with StillWaiting(phase, "workers have answered", lambda: len(answers), len(calls)) as progress:
+        while waiting:
+            failures = _take_ready(waiting, answers, end, progress.look)
+            if failures is None:
+                raise _deadline_error(list(waiting.values()), calls, workers, timeout_s, phase)
+            if failures:
+                raise _root_cause(failures, waiting, workers, phase)
     return [answers[call.ref] for call in calls]
 
 

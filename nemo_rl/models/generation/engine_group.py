@@ -458,6 +458,10 @@ class EngineGroup(GenerationInterface):
         """See `GenerationInterface.busy_seconds`."""
         return [math.nan if member.is_away else member.busy.seconds for member in self._members]
 
+    def open_requests(self) -> list[int]:
+        """See `GenerationInterface.open_requests`."""
+        return [len(member.unfinished) for member in self._members]
+
     def load_metrics(self) -> dict[str, float]:
         """See `GenerationInterface.load_metrics`."""
         loads = [member.load for member in self._members if member.load is not None]

@@ -351,6 +351,10 @@ class GenerationInterface(ABC):
         """
         return []
 
+    def open_requests(self) -> list[int]:
+        """Return for each engine the requests without an answer now; empty if the group cannot tell."""
+        return []
+
     def load_metrics(self) -> dict[str, float]:
         """Return metrics of the key-value caches since the last call; empty if the engines cannot tell.
 

@@ -50,6 +50,11 @@ class ShardedBatch:
     plan: MicrobatchPlan
     num_rows: int
 
+    def lengths(self) -> list[int]:
+        """Return the tokens of each row, without fillers."""
+        found: list[int] = self.restore([rows["input_lengths"] for rows in self.data]).tolist()
+        return found
+
     def restore(self, parts: Sequence[Tensor]) -> Tensor:
         """Concatenate the ranks' results `[b, ...]` in the order of the batch's rows."""
         return torch.cat(list(parts))[self.plan.restore_order[: self.num_rows]]

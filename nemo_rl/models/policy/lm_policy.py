@@ -91,6 +91,7 @@ class Policy(PolicyInterface):
     Attributes:
         layout: position of each rank on the parallel axes.
         weight_version: number of training calls; `weight_stream` and the engines use it as the version of the weights.
+        work: counts the passes over rows, those of validations excepted.
 
     Raises:
         ConfigError: no training backend is enabled, the ranks do not divide into the parallel sizes, or a worker
@@ -152,6 +153,7 @@ class Policy(PolicyInterface):
             call_timeout_s=self._timeouts.train_s,
         )
         self._ranks = RankCalls(self.worker_group, self.layout, self._timeouts)
+        self.work = self._ranks.work
         packing = config.sequence_packing
         asks = packing.enabled and packing.share_prompts
         self._shares_prompts = asks and all(self._ranks.everywhere("shares_prompts", "starting the policy"))

@@ -6,15 +6,23 @@ half-updated weights.
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+
+import ray
+from ray.exceptions import RayError
 
 from nemo_rl.config import TimeoutsConfig
 from nemo_rl.distributed.named_sharding import REPLICATED_AXES
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.worker_groups import MultiWorkerFuture, RayWorkerGroup
 from nemo_rl.models.policy.batching import ShardedBatch
+from nemo_rl.models.policy.work import WorkCount
+from nemo_rl.models.policy.workers.costs import PassCosts
 from nemo_rl.utils.errors import DeadlineExceededError
+
+_DESCRIPTION_S = 60.0
+"""Seconds to make a model without memory and count its operations."""
 
 
 class RankCalls:
@@ -24,12 +32,16 @@ class RankCalls:
         workers: the ranks.
         layout: which rows a rank gets, and whose results count.
         timeouts: deadlines.
+
+    Attributes:
+        work: the passes over rows so far.
     """
 
     def __init__(self, workers: RayWorkerGroup, layout: ParallelLayout, timeouts: TimeoutsConfig) -> None:
         self._workers = workers
         self._layout = layout
         self._timeouts = timeouts
+        self.work = WorkCount(self._describe_passes)
         self._turn = threading.RLock()
         self._num_ended = 0
 
@@ -58,7 +70,7 @@ class RankCalls:
 
     def with_rows(self, method: str, sharded: ShardedBatch, **common: Any) -> list[Any]:
         """Call a method on every rank with the rows of its data-parallel rank; return results in that order."""
-        with self.held():
+        with self.held(), self._counted(method, sharded, is_counted=not common.get("eval_mode")):
             future = self._workers.run_all_workers_sharded_data(
                 method,
                 in_sharded_axes=["data_parallel"],
@@ -72,9 +84,23 @@ class RankCalls:
 
     def everywhere(self, method: str, phase: str, **kwargs: Any) -> list[Any]:
         """Call a method on every rank with the same arguments; `phase` names the work in messages."""
-        with self.held():
+        with self.held(), self.work.of("training") if method == "finish_update" else nullcontext():
             future = self._workers.run_all_workers_single_data(method, **kwargs)
             return self._answers(future, phase, self._timeouts.checkpoint_s)
+
+    def _describe_passes(self) -> PassCosts:
+        """Return what passes over rows cost, as the first rank finds out; a failure is the answer's reason."""
+        call = self._workers.run_single_worker_single_data("describe_passes", 0)
+        try:
+            costs: PassCosts = ray.get(call, timeout=_DESCRIPTION_S)
+        except RayError as error:
+            return PassCosts(None, None, " ".join(str(error).split())[-200:])
+        return costs
+
+    def _counted(self, method: str, sharded: ShardedBatch, *, is_counted: bool) -> AbstractContextManager[None]:
+        if not is_counted:
+            return nullcontext()
+        return self.work.of("training" if method in ("train", "accumulate") else "scoring", sharded.lengths())
 
     def _answers(self, future: MultiWorkerFuture, phase: str, timeout_s: float | None = None) -> list[Any]:
         answers = self._workers.get_all_worker_results(future, timeout_s=timeout_s, phase=phase)

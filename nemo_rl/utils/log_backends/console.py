@@ -5,14 +5,10 @@ numbers that the trackers get.
 """
 
 import logging
-import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
+from nemo_rl.host.console_bars import Bar
 from nemo_rl.utils.log_backends.tracker import LoggerInterface, Metrics, to_scalars
 
 logger = logging.getLogger("nemo_rl.console")
@@ -52,12 +48,7 @@ class ConsoleLogger(LoggerInterface):
     def __init__(self, total_steps: int | None = None):
         self._pending: dict[tuple[str, str], float] = {}
         self._total = total_steps
-        self._bar: Progress | None = None
-        if total_steps and sys.stderr.isatty():
-            columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task("steps", total=total_steps)
-            self._bar.start()
+        self._bar = Bar("step", total_steps) if total_steps else None
 
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
@@ -78,7 +69,7 @@ class ConsoleLogger(LoggerInterface):
         logger.info("step %d%s  %s", step, of_total, "  ".join(shown))
         self._pending = {}
         if self._bar is not None:
-            self._bar.update(self._task, completed=step)
+            self._bar.show(step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Print nothing: the configuration is stored with the run."""
@@ -86,6 +77,4 @@ class ConsoleLogger(LoggerInterface):
     def close(self) -> None:
         """Remove the progress bar."""
         if self._bar is not None:
-            # If the terminal was closed the run must still end in order.
-            with suppress(OSError):
-                self._bar.stop()
+            self._bar.close()

@@ -24,6 +24,7 @@ class WandbLogger(LoggerInterface):
         self._run = wandb.init(project=cfg.project, name=cfg.name, entity=cfg.entity, dir=str(log_dir))
         for prefix in _PREFIXES:
             self.define_metric(f"{prefix}/*", step_metric=f"{prefix}/step")
+        self.define_metric("ray/*", step_metric="ray/ray_step")
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
         """Give a metric, or all metrics of a pattern, a separate x-axis."""

@@ -463,6 +463,8 @@ def test_a_tracker_needs_its_login_before_a_run(monkeypatch, tmp_path: Path) -> 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs the package swanlab.*--extra swanlab"):
         check_trackers(LoggerConfig.build(swanlab_enabled=True))
+    with pytest.raises(ConfigError, match=r"needs the package trackio.*--extra trackio"):
+        check_trackers(LoggerConfig.build(trackio_enabled=True))
     with pytest.raises(ConfigError, match="needs the package mlflow, which is not installed"):
         check_trackers(LoggerConfig.build(mlflow_enabled=True))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)

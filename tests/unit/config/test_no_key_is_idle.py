@@ -31,7 +31,7 @@ from nemo_rl.losses.feedback import KTOLossConfig
 from nemo_rl.losses.preference import DPOLossConfig
 
 LIBRARY = REPOSITORY_ROOT / "nemo_rl"
-TRACKERS = ("wandb", "tensorboard", "mlflow", "swanlab")
+TRACKERS = ("wandb", "tensorboard", "mlflow", "swanlab", "trackio")
 
 BY_COMPUTED_NAME = {
     ("DPOConfig", "from_section"): {field.name for kind in (DPOLossConfig, KTOLossConfig) for field in fields(kind)},

@@ -54,12 +54,12 @@ def test_a_long_wait_logs_its_reason(monkeypatch: pytest.MonkeyPatch, caplog: py
     caplog.set_level(logging.INFO, logger="nemo_rl")
     now = 100.0
     monkeypatch.setattr(still_waiting.time, "monotonic", lambda: now)
-    progress = StillWaiting("policy train", lambda: "1 of 4 workers have answered")
+    progress = StillWaiting("policy train", "workers have answered", lambda: 1, 4)
     for now in (110.0, 129.0, 131.0, 140.0, 162.0):  # noqa: B007  (the clock reads it)
         progress.look()
     assert [record.message for record in caplog.records] == [
-        "Still waiting for policy train after 31 s: 1 of 4 workers have answered.",
-        "Still waiting for policy train after 62 s: 1 of 4 workers have answered.",
+        "Still waiting for policy train after 31 s: 1 of 4 workers have answered, about 93 s left.",
+        "Still waiting for policy train after 62 s: 1 of 4 workers have answered, about 186 s left.",
     ]
 
 

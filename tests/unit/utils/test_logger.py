@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import socket
+import sqlite3
 import struct
 import subprocess
 import sys
@@ -287,6 +288,36 @@ assert signal.getsignal(signal.SIGINT) is before
         assert name in records and struct.pack("<d", value) in records, name
     assert b"train/kl" in records and b"histogram" not in records
     assert "num_prompts_per_step" in (path.parent / "files/config.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_trackio_records_in_the_folder_of_the_run(tmp_path):
+    """A real local run of Trackio; names and numbers are in its database, and Ctrl-C keeps its handler."""
+    pytest.importorskip("trackio")
+    code = f"""
+import signal
+from nemo_rl.config import LoggerConfig
+from nemo_rl.utils.logger import Logger
+before = signal.getsignal(signal.SIGINT)
+logger = Logger(LoggerConfig.build(trackio_enabled=True, trackio={{"project": "p", "name": "n"}}), {str(tmp_path)!r})
+logger.log_hyperparams({{"grpo": {{"num_prompts_per_step": 8, "stop": None}}}})
+logger.log_metrics({{"loss": 0.3671875, "kl": float("nan"), "histogram": [1, 2]}}, 31, prefix="train")
+logger.log_metrics({{"accuracy": 0.8203125}}, 31, prefix="validation")
+logger.close()
+assert signal.getsignal(signal.SIGINT) is before
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRACKIO_")}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    [path] = tmp_path.glob("trackio/p*.db")
+    with sqlite3.connect(path) as database:
+        rows = database.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
+        configs = str(database.execute("SELECT * FROM configs").fetchall())
+    logged = [(step, json.loads(metrics)) for step, metrics in rows]
+    assert (31, 0.3671875) in [(step, metrics.get("train/loss")) for step, metrics in logged]
+    assert (31, 0.8203125) in [(step, metrics.get("validation/accuracy")) for step, metrics in logged]
+    assert not [name for _, metrics in logged for name in metrics if "histogram" in name]
+    assert "grpo.num_prompts_per_step" in configs
 
 
 class FakeMlflow(ModuleType):

@@ -6,7 +6,7 @@ Invariant: lengths and precision follow the policy unless they are set here.
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base.availability import Only
 from nemo_rl.config.base.part_names import PartName
@@ -126,12 +126,10 @@ class VllmConfig(Section):
         "distributed_executor_backend": "the adapter chooses it",
         "enable_expert_parallel": "NeMo RL does not read it either; see expert_parallel_size",
         "enable_thinking": "NeMo RL does not read it either; see policy.tokenizer.chat_template_kwargs",
-        "enable_vllm_metrics_logger": "vLLM's own metrics are not reported",
         "enforce_monotonicity": "NeMo RL does not read it either",
         "load_format": "the adapter chooses it",
         "skip_tokenizer_init": "the adapter chooses it",
         "use_tqdm": "engines show no progress bar",
-        "vllm_metrics_logger_interval": "vLLM's own metrics are not reported",
     }
 
     idle: ClassVar[dict[str, str]] = {
@@ -145,6 +143,10 @@ class VllmConfig(Section):
     importance ratios are wrong otherwise."""
     enable_prefix_caching: bool | None = None
     """Reuse the key-value cache of common prompt prefixes; results change by rounding only. null: vLLM decides."""
+    enable_vllm_metrics_logger: bool = False
+    """Report the open requests of each engine over a step, under generation/engine.<i>."""
+    vllm_metrics_logger_interval: PositiveFloat = 0.5
+    """Seconds between two counts of open requests, with enable_vllm_metrics_logger."""
     async_engine: bool = False
     """No effect: prompts reach the engine one by one, and answers come back as they end."""
     expose_http_server: bool = False

@@ -11,6 +11,7 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.ranks.process_group import init_process_group
 from nemo_rl.host.device import device_for
 from nemo_rl.models.policy.workers.base import PolicyWorker, WorkerSettings
+from nemo_rl.models.policy.workers.costs import PassCosts, pass_costs
 from nemo_rl.models.policy.workers.update_recorder import RankUpdate, UpdateRecorder
 from nemo_rl.models.training.finite import ANOTHER_COPY, require_finite
 from nemo_rl.optimizations.host_allocator import keep_freed_memory
@@ -47,6 +48,7 @@ class PolicyRank(PolicyWorker):
         require_finite(backend.weights_here(), f"the model {config.model_name}", ANOTHER_COPY)
         set_seed(derive_seed(settings.seed, "policy", *layout.random_path(rank)))
         super().__init__(backend, config, gives_scores=rank in layout.result_ranks)
+        self._config = config
         if torch_device.type == "cpu" and is_on("host_allocator", settings.optimizations):
             keep_freed_memory()
 
@@ -58,3 +60,7 @@ class PolicyRank(PolicyWorker):
         """Return what was recorded, and stop recording."""
         recorder, self.recorder = self.recorder, None
         return [] if recorder is None else recorder.take()
+
+    def describe_passes(self) -> PassCosts:
+        """Return what passes over rows cost."""
+        return pass_costs(self._config, self.backend.device)

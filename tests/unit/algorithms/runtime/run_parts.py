@@ -1,14 +1,18 @@
 """Sessions for tests: a counter as data, models that make folders, and checkpoints below a temporary folder."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nemo_rl.algorithms.runtime.saving import Savable
 from nemo_rl.algorithms.runtime.session import Cadence, Resumable, Session, SessionParts
+from nemo_rl.algorithms.runtime.throughput import Throughput
 from nemo_rl.algorithms.runtime.validations import InTurn, Validation
 from nemo_rl.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.data.streams.prompt_stream import DataExhausted
+from nemo_rl.models.policy.work import WorkCount
+from nemo_rl.models.policy.workers.costs import PassCosts
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.logger import Logger
 
@@ -80,7 +84,20 @@ def session_parts(
         source=source,
         validation=validation or (InTurn(validate) if validate else None),
         run_config=config,
+        throughput=no_passes(),
     )
+
+
+@dataclass
+class Counted:
+    """A model with a count of its passes."""
+
+    work: WorkCount
+
+
+def no_passes() -> Throughput:
+    """Measure a model that makes no passes over rows."""
+    return Throughput(Counted(WorkCount(lambda: PassCosts(None, None))), "float32", 1, 2, uses_gpu=False)
 
 
 def start_session(parts: SessionParts) -> Session:

@@ -1,0 +1,136 @@
+"""Measure the throughput of a step: tokens and operations per second, per device, and the utilisation of GPUs.
+
+`Session` logs the result under `performance/`, with NeMo RL's names where it has them. Tokens are those of rows without
+padding. Operations follow `models.huggingface.flops`; the time of passes is that of the calls of the policy's ranks, so
+it is right also where gradients are computed while the step still samples.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from nemo_rl.config import ClusterConfig
+from nemo_rl.host.cores import usable_cores
+from nemo_rl.models.huggingface.flops import peak_tflops
+from nemo_rl.models.policy.work import PassWork, WorkCount
+
+logger = logging.getLogger(__name__)
+
+_HALF = ("bfloat16", "float16")
+
+
+class Worker(Protocol):
+    """A model whose passes are counted, such as `Policy`."""
+
+    work: WorkCount
+
+
+@dataclass
+class Throughput:
+    """The throughput of a run.
+
+    Attributes:
+        policy: the model that is trained.
+        precision: number format in which it computes.
+        policy_devices: GPUs of the policy, or on CPUs its ranks.
+        devices: GPUs of the run, or on CPUs the cores of this machine.
+        uses_gpu: whether they are GPUs.
+    """
+
+    policy: Worker
+    precision: str
+    policy_devices: int
+    devices: int
+    uses_gpu: bool
+    _has_told: bool = field(default=False, init=False)
+
+    @classmethod
+    def of(cls, policy: Worker, precision: str, num_ranks: int, cluster: ClusterConfig) -> "Throughput":
+        """Measure a policy of `num_ranks` ranks on a cluster."""
+        devices = cluster.num_nodes * cluster.gpus_per_node if cluster.uses_gpu else usable_cores()
+        return cls(policy, precision, num_ranks, devices, cluster.uses_gpu)
+
+    def begin_step(self) -> None:
+        """Forget passes that were made since the last step, such as those of a validation."""
+        self.policy.work.take()
+
+    def of_step(self, metrics: Mapping[str, float], timings: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of a step, and start to count the next one.
+
+        Args:
+            metrics: metrics of the step; reads `total_num_tokens`, `num_samples` and `mean_gen_tokens_per_sample`.
+            timings: seconds of the step's phases; reads `total_step_time` and `generation`.
+        """
+        seconds, tokens, samples = timings["total_step_time"], metrics.get("total_num_tokens", 0.0), _samples(metrics)
+        rates = {"tokens_per_sec": tokens / seconds, "samples_per_sec": samples / seconds}
+        generated = samples * metrics.get("mean_gen_tokens_per_sample", 0.0)
+        if generated and timings.get("generation"):
+            rates["generation_tokens_per_sec"] = generated / timings["generation"]
+        unit = "gpu" if self.uses_gpu else "core"
+        found = rates | {f"{name}_per_{unit}": rate / self.devices for name, rate in rates.items()}
+        passes = self.policy.work.take()
+        trained, scored = passes["training"], passes["scoring"]
+        of_passes = {
+            "policy_training": _rate(trained),
+            "policy_and_reference_logprobs": _rate(scored),
+            "training_worker_group": _rate(
+                PassWork(trained.lengths + scored.lengths, trained.seconds + scored.seconds)
+            ),
+        }
+        found |= {f"{name}_tokens_per_sec": rate for name, rate in of_passes.items() if rate}
+        if self.uses_gpu:
+            found |= {
+                f"{name}_tokens_per_sec_per_gpu": rate / self.policy_devices for name, rate in of_passes.items() if rate
+            }
+        return found | self._operations(trained, scored)
+
+    def _operations(self, trained: PassWork, scored: PassWork) -> dict[str, float]:
+        """Return the rates of operations; empty for a step without passes, or where they cannot be counted."""
+        if not trained.lengths and not scored.lengths:
+            return {}
+        costs = self.policy.work.costs
+        self._tell_once()
+        if costs.flops is None:
+            return {}
+        found: dict[str, float] = {}
+        operations = {"train": costs.flops.training(trained.lengths), "logprob": costs.flops.forward(scored.lengths)}
+        for name, work in (("train", trained), ("logprob", scored)):
+            if work.lengths:
+                found[f"{name}_tflops"] = operations[name] / work.seconds / 1e12
+        if not self.uses_gpu:
+            return found
+        found |= {
+            f"{name.removesuffix('_tflops')}_flops_per_gpu": rate / self.policy_devices for name, rate in found.items()
+        }
+        peak = self._peak()
+        if peak is not None:
+            for name in ("train", "logprob"):
+                if f"{name}_flops_per_gpu" in found:
+                    found[f"{name}_fp_utilization"] = found[f"{name}_flops_per_gpu"] / peak
+        return found
+
+    def _peak(self) -> float | None:
+        """Return the TFLOP/s of which the utilisation is a share; None if unknown."""
+        name = self.policy.work.costs.device
+        return peak_tflops(name) if name and self.precision in _HALF else None
+
+    def _tell_once(self) -> None:
+        """Log why a metric will be missing in this run."""
+        if self._has_told:
+            return
+        self._has_told = True
+        costs = self.policy.work.costs
+        if costs.flops is None:
+            logger.info("The model's operations cannot be counted, so no FLOP/s are reported (%s).", costs.reason)
+        elif self.uses_gpu and self._peak() is None:
+            why = f"the peak of {costs.device} is not known" if self.precision in _HALF else f"it is {self.precision}"
+            logger.info("No utilisation (MFU) is reported: %s.", why)
+
+
+def _samples(metrics: Mapping[str, float]) -> float:
+    return metrics.get("num_samples", 0.0)
+
+
+def _rate(work: PassWork) -> float:
+    return sum(work.lengths) / work.seconds if work.lengths and work.seconds else 0.0

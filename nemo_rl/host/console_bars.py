@@ -1,0 +1,63 @@
+"""Show progress bars with the time left on a terminal: one live display of this process, a line for each bar.
+
+Nothing is shown where stderr is no terminal, or one that cannot move its cursor (TERM=dumb); `waiting_log` logs lines
+there. Log records appear above the bars, because the display replaces `sys.stderr` while it is live. Invariant: the
+display never hides the cursor, so a process that is killed leaves the terminal as it was; and an error of the terminal
+(it was closed) is never raised.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+_UNUSABLE = ("", "dumb", "unknown")
+
+
+def shows_bars() -> bool:
+    """Return whether this process's stderr is a terminal that can show bars."""
+    stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)  # the live display stands in front of it
+    return stream.isatty() and os.environ.get("TERM", "") not in _UNUSABLE
+
+
+class Bar:
+    """One line of the display; without a terminal it does nothing.
+
+    Args:
+        title: name of the work.
+        total: number of its parts; None: not known.
+    """
+
+    def __init__(self, title: str, total: int | None = None) -> None:
+        self._total = total
+        self._id: Any = None
+        if shows_bars():
+            from nemo_rl.host.live_display import DISPLAY
+
+            self._display = DISPLAY
+            with suppress(OSError):
+                self._id = DISPLAY.add(title, total)
+
+    def show(self, done: int) -> None:
+        """Show the number of finished parts."""
+        if self._id is not None:
+            with suppress(OSError):
+                self._display.update(self._id, done, self._total)
+
+    def close(self) -> None:
+        """Remove the line."""
+        if self._id is not None:
+            with suppress(OSError):
+                self._display.remove(self._id)
+            self._id = None
+
+
+@contextmanager
+def progress_bar(title: str, total: int | None = None) -> Iterator[Bar]:
+    """Show a bar during a block."""
+    bar = Bar(title, total)
+    try:
+        yield bar
+    finally:
+        bar.close()

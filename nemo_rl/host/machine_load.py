@@ -1,0 +1,101 @@
+"""Measure how busy this machine is: processors, memory, the processes below one process, and GPUs.
+
+Invariant: what cannot be measured here is left out; no reading raises.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nemo_rl.host.nvidia_smi import query_gpus
+from nemo_rl.host.processes import descendants, resident_bytes
+
+_STAT = Path("/proc/stat")
+_MEMORY = Path("/proc/meminfo")
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_GIB = 2**30
+
+
+@dataclass
+class MachineLoad:
+    """Readings of this machine; shares are those since the last reading.
+
+    Attributes:
+        root_pid: process that started those of the run.
+    """
+
+    root_pid: int
+    _busy: tuple[float, float] = field(default=(0.0, 0.0), init=False)
+    _used: dict[int, float] = field(default_factory=dict, init=False)
+    _read_at: float = field(default_factory=time.monotonic, init=False)
+
+    def __post_init__(self) -> None:
+        for prepare in (self._processors, self._processes):
+            _attempt(prepare)
+
+    def read(self) -> dict[str, float]:
+        """Return the load.
+
+        Returns:
+            `cpu_util`: percent of all processors that was busy, `mem_gb` and `mem_total_gb`: memory of the machine in
+            GiB, `processes.mem_gb`: memory of the run's processes without shared pages, `processes.cpu_cores`: cores
+            that they kept busy, and `gpu.<j>.util` (percent), `gpu.<j>.mem_gb` and `gpu.<j>.mem_total_gb`.
+        """
+        found: dict[str, float] = {}
+        for measure in (self._processors, _memory, self._processes, _gpus):
+            found |= _attempt(measure)
+        return found
+
+    def _processors(self) -> dict[str, float]:
+        numbers = [float(number) for number in _STAT.read_text().split("\n", 1)[0].split()[1:9]]
+        total, idle = sum(numbers), numbers[3] + numbers[4]
+        busy_before, total_before = self._busy
+        self._busy = (total - idle, total)
+        passed = total - total_before
+        return {"cpu_util": 100 * (total - idle - busy_before) / passed} if passed > 0 else {}
+
+    def _processes(self) -> dict[str, float]:
+        pids = [self.root_pid, *descendants(self.root_pid)]
+        used = {pid: seconds for pid in pids if (seconds := _processor_seconds(pid)) is not None}
+        now = time.monotonic()
+        spent = sum(seconds - self._used.get(pid, 0.0) for pid, seconds in used.items())
+        passed, self._read_at, self._used = now - self._read_at, now, used
+        found = {"processes.mem_gb": sum(map(resident_bytes, used)) / _GIB}
+        return found | ({"processes.cpu_cores": spent / passed} if passed > 0 else {})
+
+
+def _attempt(measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """Return a measurement; nothing where the system has no such file, or one of another form."""
+    try:
+        return measure()
+    except (OSError, ValueError, IndexError, KeyError):
+        return {}
+
+
+def _memory() -> dict[str, float]:
+    lines = (line.split() for line in _MEMORY.read_text().splitlines())
+    sizes = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines}
+    used = sizes["MemTotal"] - sizes["MemAvailable"]
+    return {"mem_gb": used / _GIB, "mem_total_gb": sizes["MemTotal"] / _GIB}
+
+
+def _processor_seconds(pid: int) -> float | None:
+    """Return the processor time of a process; None if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) * _TICK_S
+
+
+def _gpus() -> dict[str, float]:
+    """Return the load of each GPU; a value that a GPU does not report, such as those of MIG instances, is left out."""
+    found: dict[str, float] = {}
+    names = {"util": 1.0, "mem_gb": 1024.0, "mem_total_gb": 1024.0}
+    for index, *values in query_gpus("index", "utilization.gpu", "memory.used", "memory.total"):
+        for (name, unit), value in zip(names.items(), values, strict=True):
+            if value.replace(".", "", 1).isdigit():
+                found[f"gpu.{index}.{name}"] = float(value) / unit
+    return found

@@ -1,0 +1,114 @@
+"""Serve the newest metrics of a run to Prometheus.
+
+Selected by `logger.prometheus`. Invariant: only this file imports prometheus_client, and a request is answered with
+numbers in memory, so a slow reader never delays training.
+
+    train/loss                  nemo_rl_train_loss
+    ray/node.0.gpu.1.util       nemo_rl_ray_gpu_util{node="0",gpu="1"}
+    generation/engine.2.x       nemo_rl_generation_engine_x{engine="2"}
+"""
+
+import errno
+import logging
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from nemo_rl.config import PrometheusConfig
+from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.log_backends.tracker import LoggerInterface, Metrics, full_name, to_scalars
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "nemo_rl"
+_NUMBERED = re.compile(r"\b(node|gpu|engine)\.(\d+)\.")
+_NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]+")
+
+type Labels = tuple[tuple[str, str], ...]
+
+
+def exported_name(metric: str) -> tuple[str, Labels]:
+    """Return the name and the labels under which a metric `<prefix>/<name>` is served."""
+    labels = tuple((kind, number) for kind, number in _NUMBERED.findall(metric))
+    # A node, a GPU and an engine have metrics of the same name, so the last of them stays in the name.
+    kinds = [kind for kind, _ in labels]
+    plain = _NUMBERED.sub(lambda found: f"{found[1]}_" if found[1] == kinds[-1] else "", metric)
+    return f"{_PREFIX}_{_NOT_IN_A_NAME.sub('_', plain).strip('_')}", labels
+
+
+class PrometheusLogger(LoggerInterface):
+    """Serves `http://<host>:<port>/metrics` until it is closed.
+
+    Args:
+        cfg: the section `logger.prometheus`.
+
+    Attributes:
+        port: port that is served, also where the section asks for a free one.
+
+    Raises:
+        ConfigError: the address cannot be served.
+    """
+
+    shows_repeated = True
+
+    def __init__(self, cfg: PrometheusConfig):
+        self._newest = _Newest()
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self._newest)
+        try:
+            self._server, self._thread = start_http_server(cfg.port, cfg.host, registry)
+        except (OSError, OverflowError) as error:
+            used = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+            raise ConfigError(
+                f"logger.prometheus: {cfg.host}:{cfg.port} cannot be served ({error}). "
+                + ("Another program has the port; " if used else "host has to be an address of this machine; ")
+                + "choose another logger.prometheus.port, 0 for a free one, or set logger.prometheus.enabled=false."
+            ) from error
+        self.port: int = self._server.server_port
+        logger.info("Metrics for Prometheus: http://%s:%d/metrics", cfg.host, self.port)
+
+    def log_metrics(
+        self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
+    ) -> None:
+        """See `LoggerInterface.log_metrics`."""
+        found = {exported_name(full_name(prefix, name)): value for name, value in to_scalars(metrics).items()}
+        group = _NOT_IN_A_NAME.sub("_", prefix or "other")
+        self._newest.add(found | {(f"{_PREFIX}_step", (("group", group),)): float(step)})
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Serve nothing: a configuration is no number."""
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(1.0)
+
+
+class _Newest(Collector):
+    """The newest value of each metric."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._values: dict[tuple[str, Labels], float] = {}
+
+    def add(self, values: Mapping[tuple[str, Labels], float]) -> None:
+        """Take the values of a group of metrics."""
+        with self._guard:
+            self._values |= values
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield one family for each name and set of labels."""
+        with self._guard:
+            values = dict(self._values)
+        families: dict[tuple[str, tuple[str, ...]], GaugeMetricFamily] = {}
+        for (name, labels), value in values.items():
+            kinds = tuple(kind for kind, _ in labels)
+            family = families.setdefault((name, kinds), GaugeMetricFamily(name, "", labels=kinds))
+            family.add_metric([number for _, number in labels], value)
+        yield from families.values()

@@ -1,0 +1,107 @@
+"""The count of operations against torch's own counter of real passes, and against hand counts."""
+
+import pytest
+import torch
+from architectures import random_model
+from peft import LoraConfig, get_peft_model
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
+
+from nemo_rl.models.huggingface.flops import model_flops, peak_tflops
+
+ROWS, T = 2, 12
+WIDE = {"sliding_window": 64, "attn_implementation": "eager"}
+"""No window shorter than the rows: attention over all pairs, whose matrix products torch counts one by one."""
+
+
+def counted(model: torch.nn.Module, *, backward: bool) -> int:
+    ids = torch.randint(0, 60, (ROWS, T))
+    with FlopCounterMode(display=False) as counter:
+        logits = model(input_ids=ids, use_cache=False).logits
+        if backward:
+            logits.sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "qwen2",
+        "qwen3",
+        "llama",
+        "mistral",
+        "gemma3_text",
+        "qwen2_moe",
+        "qwen3_moe",
+        "mixtral",
+        "deepseek_v3",
+        "gpt_oss",
+    ],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_forward_pass_has_the_operations_that_torch_counts(model_type: str, tied: bool) -> None:
+    model = random_model(model_type, tie_word_embeddings=tied, experts_implementation="eager", **WIDE)
+    assert model_flops(model.config).forward([T] * ROWS) == counted(model, backward=False)
+
+
+def test_training_has_three_times_the_operations_of_a_forward_pass() -> None:
+    model = random_model("qwen3", **WIDE)
+    assert model_flops(model.config).training([T] * ROWS) == counted(model, backward=True)
+
+
+def test_frozen_weights_need_no_gradients_of_their_own() -> None:
+    model = random_model("qwen3", **WIDE)
+    inputs = model.config.hidden_size * sum(
+        model.get_submodule(f"model.layers.0.self_attn.{name}").out_features for name in ("q_proj", "k_proj", "v_proj")
+    )
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    flops = model_flops(model.config, adapters=4, adapted=lambda linears: linears)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=names)).train()
+    # Nothing needs the gradient of the first layer's input: its three base products and three of A stay forward only.
+    unneeded = 2 * ROWS * T * (inputs + 3 * 4 * model.config.hidden_size)
+    assert flops.training([T] * ROWS) - unneeded == counted(adapted, backward=True)
+
+
+def test_a_scalar_head_takes_the_place_of_the_vocabulary() -> None:
+    config = random_model("qwen2").config
+    with_head, scalar = (model_flops(config, scores=scores).forward([1]) for scores in (False, True))
+    assert with_head - scalar == 2 * config.hidden_size * (config.vocab_size - 1)
+
+
+def test_a_window_bounds_the_tokens_that_a_token_sees() -> None:
+    config = random_model("gemma3_text").config
+    assert config.layer_types == ["sliding_attention", "full_attention"] and config.sliding_window == 5
+    flops = model_flops(config)
+    width = config.num_attention_heads * 2 * config.head_dim
+    attention = flops.forward([3, T]) - 2 * flops.trained * (3 + T)
+    assert attention == 2 * width * ((3 * 3 + T * 5) + (3 * 3 + T * T))
+
+
+def test_the_rule_of_thumb_holds_for_a_dense_model() -> None:
+    """6 N + 12 L H Q T of PaLM, appendix B."""
+    config = random_model("llama", tie_word_embeddings=True).config
+    flops = model_flops(config)
+    layers, heads, head = config.num_hidden_layers, config.num_attention_heads, config.head_dim
+    assert flops.training([T]) == T * (6 * flops.trained + 12 * layers * heads * head * T)
+
+
+def test_peak_rates_are_found_by_device_name() -> None:
+    names = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "Other"]
+    assert [peak_tflops(name) for name in names] == [989.4, 989.4, 756.0, 312.0, 121.0, None]
+    assert [peak_tflops(f"NVIDIA {name}") for name in ("B200", "GB200", "L40S", "L40")] == [
+        2250.0,
+        2500.0,
+        362.0,
+        181.0,
+    ]
+
+
+def test_operations_equal_a_hand_count() -> None:
+    """Qwen2.5-1.5B, by the sizes of its matrices."""
+    sizes = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
+    config = AutoConfig.for_model("qwen2", vocab_size=151936, num_key_value_heads=2, tie_word_embeddings=True, **sizes)
+    layer = 1536 * 1536 * 2 + 2 * 1536 * 256 + 3 * 1536 * 8960
+    multiplied = 28 * layer + 151936 * 1536
+    flops = model_flops(config)
+    assert flops.training([1024]) == 1024 * (6 * multiplied + 12 * 28 * 12 * 128 * 1024)
+    assert flops.forward([1024]) == flops.training([1024]) / 3
