@@ -4,6 +4,7 @@ Invariant: every number comes from the search or from the forecast of memory, so
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from dataclasses import dataclass
 
 from nemo_rl.sizing.candidates import Candidate
@@ -88,8 +89,12 @@ def _compared(search: Search, fitting: Fitting, size_of: Callable[[Candidate], i
     size, said = size_of(fitting.candidate), [f"an update takes about {_seconds(fitting.seconds)}"]
     for other in (size // 2, size * 2):
         if other:
-            said.append(f"with {other} {_outcome(search, lambda each, wanted=other: size_of(each) == wanted)}")
+            said.append(f"with {other} {_outcome(search, partial(_has_size, size_of, other))}")
     return "; ".join(said)
+
+
+def _has_size(size_of: Callable[[Candidate], int], size: int, candidate: Candidate) -> bool:
+    return size_of(candidate) == size
 
 
 def _outcome(search: Search, wanted: Callable[[Candidate], bool]) -> str:

@@ -84,6 +84,8 @@ BROAD_EXCEPT_BOUNDARIES = {
     "models/dtensor/proof/children.py": "whatever the code of an architecture raises is the answer of a proof",
     "models/generation/vllm/ranks.py": "whatever broke a step of one rank is told to the rank that asked for it",
     "models/generation/engine_group.py": "whatever broke an engine ends its requests",
+    "experience/runners/exchange.py": "whatever broke a call of a runner ends its groups",
+    "experience/runners/groups.py": "whatever broke a group is raised by the driver that waits for it",
     "host/background.py": "what a call raised is relayed to whoever asks for its result",
     "report/token_texts.py": "the file of a tokenizer may be damaged in any way",
     "models/huggingface/reachable.py": "whatever the hub's HTTP library raises means that the hub was not reached",
