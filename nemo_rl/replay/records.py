@@ -21,7 +21,7 @@ _NAME = re.compile(r"step_(\d+)\.json")
 
 @dataclass(frozen=True)
 class Step:
-    """What is compared of a step, as it was recorded or as it was repeated.
+    """A step as it was recorded or repeated, for a comparison.
 
     Attributes:
         summary: `config`, `samples`, `environment`, `code`, `layout`, as in the file of JSON.

@@ -43,7 +43,7 @@ class Job:
 
     @cached_property
     def role(self) -> Role:
-        """What the model is for."""
+        """The role of the model in the run."""
         return self.config.models[self.name]
 
     @property

@@ -4,8 +4,8 @@ Invariant: every number comes from the search or from the forecast of memory, so
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from dataclasses import dataclass
+from functools import partial
 
 from nemo_rl.sizing.candidates import Candidate
 from nemo_rl.sizing.costs import Seconds, update_seconds

@@ -101,7 +101,7 @@ class RunnerActor:
 
         Args:
             tasks: with the number of each.
-            given_up: numbers of groups that nobody waits for.
+            given_up: numbers of groups that no caller waits for.
             weight_version: version of the engines' weights.
         """
         self._engines.weight_version = weight_version

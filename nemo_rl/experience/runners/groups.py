@@ -91,7 +91,7 @@ class FinishedGroups:
 
 
 class OpenGroups:
-    """The groups that an actor plays, and those that nobody has taken yet; for one event loop.
+    """The groups that an actor plays, and those that were not taken yet; for one event loop.
 
     Args:
         play: plays a group.
@@ -108,7 +108,7 @@ class OpenGroups:
         self._running[number] = asyncio.get_running_loop().create_task(self._finish(number, task))
 
     def give_up(self, number: int) -> None:
-        """End a group that nobody waits for."""
+        """End a group that no caller waits for."""
         running = self._running.pop(number, None)
         if running is not None:
             running.cancel()

@@ -91,6 +91,7 @@ class Policy(PolicyInterface):
     Attributes:
         layout: position of each rank on the parallel axes.
         weight_version: number of training calls; `weight_stream` and the engines use it as the version of the weights.
+        ranks: calls of the ranks.
         work: counts the passes over rows, those of validations excepted.
 
     Raises:
@@ -152,11 +153,11 @@ class Policy(PolicyInterface):
             setup_timeout_s=self._timeouts.setup_s,
             call_timeout_s=self._timeouts.train_s,
         )
-        self._ranks = RankCalls(self.worker_group, self.layout, self._timeouts)
-        self.work = self._ranks.work
+        self.ranks = RankCalls(self.worker_group, self.layout, self._timeouts)
+        self.work = self.ranks.work
         packing = config.sequence_packing
         asks = packing.enabled and packing.share_prompts
-        self._shares_prompts = asks and all(self._ranks.everywhere("shares_prompts", "starting the policy"))
+        self._shares_prompts = asks and all(self.ranks.everywhere("shares_prompts", "starting the policy"))
         if weights_path is not None:
             self._load_checkpoint(weights_path, optimizer_path)
 
@@ -207,7 +208,7 @@ class Policy(PolicyInterface):
             for number in wanted:
                 batch, valid = counted[number]
                 sharded = self._shard(batch, strategy, group_size)
-                parts = self._ranks.with_rows(
+                parts = self.ranks.with_rows(
                     "train",
                     sharded,
                     loss_fn=loss_fn,
@@ -236,7 +237,7 @@ class Policy(PolicyInterface):
         make_portable(loss_fn)
         group_size = getattr(loss_fn, "rows_per_unit", 1)
         sharded = self._shard(data, training_strategy(self.config, None, group_size), group_size)
-        self._ranks.with_rows("accumulate", sharded, loss_fn=loss_fn)
+        self.ranks.with_rows("accumulate", sharded, loss_fn=loss_fn)
 
     def finish_update(self, data: BatchedDataDict[Any], loss_fn: AnyLossFunction) -> TrainResult:
         """Make the optimizer update of a global batch whose parts were passed to `accumulate`.
@@ -252,20 +253,16 @@ class Policy(PolicyInterface):
         """
         valid = count_valid(data)
         if not something_counts(valid, loss_fn):
-            self._ranks.everywhere("drop_gradients", "dropping gradients")
+            self.ranks.everywhere("drop_gradients", "dropping gradients")
             return train_result([{}], loss_fn)
         counted = float(data["num_counted_samples"][0]) if "num_counted_samples" in data else 0.0
         with self.held():
-            of_ranks = self._ranks.everywhere(
+            of_ranks = self.ranks.everywhere(
                 "finish_update", "the update", loss_fn=loss_fn, global_valid=valid, num_counted_samples=counted
             )
             self.weight_version += 1
         parts = [of_ranks[rank] for rank in self.layout.result_ranks]
         return train_result([join_ranks(parts, valid, eval_mode=False)], loss_fn)
-
-    def on_ranks(self, method: str, phase: str, **kwargs: Any) -> list[Any]:
-        """Call `RankCalls.everywhere`; returns the answer of every rank."""
-        return self._ranks.everywhere(method, phase, **kwargs)
 
     def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[LogprobOutputSpec]:
         """Score all tokens under the current weights and the sampler's temperature.
@@ -284,7 +281,7 @@ class Policy(PolicyInterface):
 
     def layer_outputs(self, token_ids: list[int]) -> tuple[list[str], list[torch.Tensor]]:
         """Return the names of the decoder layers, and one sequence's hidden states `[T, D]` float32 after each."""
-        reports: list[tuple[list[str], list[torch.Tensor]]] = self._ranks.everywhere(
+        reports: list[tuple[list[str], list[torch.Tensor]]] = self.ranks.everywhere(
             "layer_outputs", "comparing layers", token_ids=token_ids
         )
         return join_layers([reports[rank] for rank in self.layout.stage_ranks])
@@ -368,7 +365,7 @@ class Policy(PolicyInterface):
             background: return when the ranks have copied their state; `finalize_async_save` completes the checkpoint.
         """
         self.finalize_async_save()
-        self._ranks.everywhere(
+        self.ranks.everywhere(
             "save_checkpoint",
             "writing a checkpoint",
             weights_path=_absolute(weights_path),
@@ -390,7 +387,7 @@ class Policy(PolicyInterface):
     def checkpoint_is_written(self) -> bool:
         """Return whether the ranks have finished writing in the background, without waiting for them."""
         return self._complete_checkpoint is None or all(
-            self._ranks.everywhere("checkpoint_is_written", "asking for the checkpoint")
+            self.ranks.everywhere("checkpoint_is_written", "asking for the checkpoint")
         )
 
     def finalize_async_save(self) -> None:
@@ -402,24 +399,24 @@ class Policy(PolicyInterface):
         """
         complete, self._complete_checkpoint = self._complete_checkpoint, None
         if complete is not None:
-            self._ranks.everywhere("finish_checkpoint", "writing a checkpoint in the background")
+            self.ranks.everywhere("finish_checkpoint", "writing a checkpoint in the background")
             complete()
 
     def offload_optimizer(self) -> None:
         """Move optimizer state to host memory, to make room for colocated engines on GPUs."""
-        self._ranks.everywhere("move_optimizer_state", "offloading the optimizer", to_host=True)
+        self.ranks.everywhere("move_optimizer_state", "offloading the optimizer", to_host=True)
 
     def onload_optimizer(self) -> None:
         """Move optimizer state back to the GPUs before training."""
-        self._ranks.everywhere("move_optimizer_state", "onloading the optimizer", to_host=False)
+        self.ranks.everywhere("move_optimizer_state", "onloading the optimizer", to_host=False)
 
     def offload_weights(self) -> None:
         """Move the weights of a frozen model to host memory, to make room for other models on its GPUs."""
-        self._ranks.everywhere("move_weights", "offloading the weights", to_host=True)
+        self.ranks.everywhere("move_weights", "offloading the weights", to_host=True)
 
     def onload_weights(self) -> None:
         """Move the weights back to the GPUs before the model is used."""
-        self._ranks.everywhere("move_weights", "onloading the weights", to_host=False)
+        self.ranks.everywhere("move_weights", "onloading the weights", to_host=False)
 
     def held(self) -> AbstractContextManager[None]:
         """Keep other threads from calling the ranks, for a weight stream; one thread may nest it.
@@ -427,7 +424,7 @@ class Policy(PolicyInterface):
         Raises:
             DeadlineExceededError: another thread holds the policy for too long, see `RankCalls.held`.
         """
-        return self._ranks.held()
+        return self.ranks.held()
 
     def find_loss(self, *, silence_is_loss: bool) -> str | None:
         """Return in one line why the ranks have to be replaced, or None; see `RayWorkerGroup.find_loss`."""
@@ -457,7 +454,7 @@ class Policy(PolicyInterface):
         """Restore the ranks from a checkpoint; stop them if that fails, as the caller has no policy to shut down."""
         with ExitStack() as undo:
             undo.callback(self.worker_group.shutdown, force=True)
-            self._ranks.everywhere(
+            self.ranks.everywhere(
                 "load_checkpoint",
                 "reading a checkpoint",
                 weights_path=_absolute(weights_path),
@@ -483,7 +480,7 @@ class Policy(PolicyInterface):
         sharded = self._shard(self._scoring_rows(method, data), strategy)
         if self.config.offload_optimizer_for_logprob:
             self.offload_optimizer()  # until the next update
-        return sharded, self._ranks.with_rows(method, sharded, **common)
+        return sharded, self.ranks.with_rows(method, sharded, **common)
 
     def _shard(self, rows: BatchedDataDict[Any], strategy: MicrobatchStrategy, group_size: int = 1) -> ShardedBatch:
         """Divide rows over the ranks.

@@ -73,7 +73,7 @@ class UpdateRecord:
 
 def start_recording(policy: Policy, *, of_modules: bool) -> None:
     """Let all ranks record their updates until `take_records`."""
-    policy.on_ranks("record_updates", "starting to record the step", of_modules=of_modules)
+    policy.ranks.everywhere("record_updates", "starting to record the step", of_modules=of_modules)
 
 
 def take_records(policy: Policy) -> list[UpdateRecord]:
@@ -82,7 +82,7 @@ def take_records(policy: Policy) -> list[UpdateRecord]:
     Raises:
         DeadlineExceededError, WorkerDiedError: a rank does not answer.
     """
-    of_ranks: list[list[RankUpdate]] = policy.on_ranks("take_updates", "recording the step")
+    of_ranks: list[list[RankUpdate]] = policy.ranks.everywhere("take_updates", "recording the step")
     return [_joined(list(of_update), policy.layout.result_ranks) for of_update in zip(*of_ranks, strict=True)]
 
 

@@ -13,8 +13,6 @@ from nemo_rl.host.stop_signals import handlers_kept
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.log_backends.tracker import LoggerInterface, Metrics, flatten_dict, full_name, to_scalars
 
-_FOLDER_VARIABLE = "TRACKIO_DIR"
-
 
 class TrackioLogger(LoggerInterface):
     """Logs to one Trackio run; `TRACKIO_DIR=<folder> trackio show` shows it.
@@ -30,7 +28,7 @@ class TrackioLogger(LoggerInterface):
     failures = (OSError, RuntimeError, ValueError)
 
     def __init__(self, cfg: TrackioConfig, log_dir: str | Path):
-        os.environ.setdefault(_FOLDER_VARIABLE, str(Path(log_dir).absolute()))
+        os.environ.setdefault("TRACKIO_DIR", str(Path(log_dir).absolute()))
         import trackio  # reads the variable
 
         try:

@@ -262,7 +262,8 @@ def test_changed_files_of_the_library_are_listed() -> None:
     assert code_notes(step(), now) == []
 
 
-def test_people_get_a_table_and_programs_get_json() -> None:
+def test_people_get_a_table_and_programs_get_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     found = result(step(update(loss=0.5)))
     output = io.StringIO()
     write_text(found, output)

@@ -117,7 +117,7 @@ def test_topk_logits_come_back_in_order(policy, model_name, rows) -> None:
 @ray_test
 def test_the_optimizer_state_is_offloaded_from_log_prob_passes_to_the_next_update(policy, monkeypatch) -> None:
     calls: list[str] = []
-    everywhere, sharded = policy.worker_group.run_all_workers_single_data, policy._ranks.with_rows
+    everywhere, sharded = policy.worker_group.run_all_workers_single_data, policy.ranks.with_rows
 
     def noted_everywhere(method, **kwargs):
         calls.append("to host" if kwargs.get("to_host") else "back" if "to_host" in kwargs else method)
@@ -128,7 +128,7 @@ def test_the_optimizer_state_is_offloaded_from_log_prob_passes_to_the_next_updat
         return sharded(method, *args, **kwargs)
 
     monkeypatch.setattr(policy.worker_group, "run_all_workers_single_data", noted_everywhere)
-    monkeypatch.setattr(policy._ranks, "with_rows", noted_sharded)
+    monkeypatch.setattr(policy.ranks, "with_rows", noted_sharded)
     data = random_batch(rows=4)
     for wanted in (False, True):
         monkeypatch.setattr(
