@@ -68,7 +68,7 @@ QUICK = ("raise", "lock", "no message", "fork and hang", "leak")
 
 
 @pytest.fixture(scope="module")
-def own_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def own_ray(tmp_path_factory: pytest.TempPathFactory, worker_forks: WorkerForks) -> Iterator[None]:
     init_ray(str(tmp_path_factory.mktemp("ray_logs")), num_cpus=16)
     yield
     ray.shutdown()
