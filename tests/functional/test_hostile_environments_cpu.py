@@ -16,6 +16,7 @@ import psutil
 import pytest
 import ray
 from hostile_environments import Hostile, Pooled
+from worker_forks import WorkerForks
 
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.environments.workers.keys import WorkerKeys

@@ -1,8 +1,8 @@
 """Run a generation worker in a separate process, with the environment its engine needs.
 
 vLLM reads its environment at import and changes the process it runs in, so tests never import it
-themselves. The processes are forks of one that has imported what `fork_server` imports for a run's engines. The real `GenerationWorker` runs in that process, on the kind of loop that Ray gives its actors; its
-coroutines are called one at a time.
+themselves. The process is a fork of one that has imported what `fork_server` imports for the engines of a run. The real
+`GenerationWorker` runs in it, on the kind of loop that Ray gives its actors; its coroutines are called one at a time.
 """
 
 import asyncio
