@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from worker_forks import workers_forked
+from worker_forks import WorkerForks, workers_forked
 
 from nemo_rl.host.stop_signals import STOP_SIGNALS, handlers_kept
 
@@ -29,10 +29,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def worker_forks() -> Iterator[None]:
+def worker_forks() -> Iterator[WorkerForks]:
     """Let Ray fork workers instead of importing torch in each, wherever this process starts Ray from now on."""
-    with workers_forked():
-        yield
+    with workers_forked() as forks:
+        yield forks
 
 
 @pytest.fixture(autouse=True)

@@ -26,8 +26,32 @@ sys.stdin.read()
 """
 
 
+_PROGRAM = """
+import os, runpy, sys
+from nemo_rl.optimizations import fork_server
+fork_server._socket, *sys.argv = sys.argv[1:]
+sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+class WorkerForks:
+    """The server.
+
+    Args:
+        socket: path of its socket.
+    """
+
+    def __init__(self, socket: str) -> None:
+        self._socket = socket
+
+    def command(self, program: str, *arguments: str) -> list[str]:
+        """Return the command of a program that imports torch by itself, so that its Ray forks workers too."""
+        return [sys.executable, "-c", _PROGRAM, self._socket, program, *arguments]
+
+
 @contextmanager
-def workers_forked() -> Iterator[None]:
+def workers_forked() -> Iterator[WorkerForks]:
     """Let every Ray that this process starts fork its workers; the server ends with this process."""
     holder = subprocess.Popen([sys.executable, "-c", _HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
@@ -35,7 +59,7 @@ def workers_forked() -> Iterator[None]:
     assert socket not in ("", "None"), "the fork server did not start"
     fork_server._socket = socket
     try:
-        yield
+        yield WorkerForks(socket)
     finally:
         fork_server._socket = None
         holder.kill()

@@ -1,6 +1,10 @@
 """Fixtures that start the example scripts."""
 
+import fcntl
+import os
+import pickle
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,12 +20,26 @@ def start_example(tmp_path: Path) -> Iterator[StartExample]:
 
 
 @pytest.fixture(scope="session")
-def grpo_example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GRPOExample]:
-    """Run the CPU example for eight steps, kill it in the last one and resume from step 4; once for all tests."""
-    folder = tmp_path_factory.mktemp("grpo")
-    runs = ExampleRuns(folder)
+def grpo_example(tmp_path_factory: pytest.TempPathFactory) -> GRPOExample:
+    """Run the CPU example for eight steps, kill it in the last one and resume from step 4.
+
+    All tests share one run, also those of another worker of pytest-xdist, which waits for the first.
+    """
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with (shared / "grpo_example").open("a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        if not (written := file.read()):
+            written = pickle.dumps(_run_grpo_example(tmp_path_factory.mktemp("grpo")))
+            file.write(written)
+    example: GRPOExample = pickle.loads(written)
+    return example
+
+
+def _run_grpo_example(folder: Path) -> GRPOExample:
     overrides = ("grpo.max_num_steps=8", "checkpointing.save_period=4", "grpo.val_period=2")
-    metrics = killed_and_resumed(runs.start, "run_grpo.py", "grpo_math_cpu.yaml", overrides, folder, steps=8)
+    with closing(ExampleRuns(folder)) as runs:
+        metrics = killed_and_resumed(runs.start, "run_grpo.py", "grpo_math_cpu.yaml", overrides, folder, steps=8)
     console = "\n".join(log.read_text(errors="replace") for log in folder.glob("*.log"))
-    yield GRPOExample(metrics, folder / "checkpoints/step_8", max(console.splitlines(), key=len))
-    runs.close()
+    return GRPOExample(metrics, folder / "checkpoints/step_8", max(console.splitlines(), key=len))

@@ -10,6 +10,8 @@ from example_runs import ExampleRun, StartExample, killed_and_resumed, of_traini
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
 
 CONFIG = "grpo_math_cpu.yaml"
+SMALL = ("grpo.num_prompts_per_step=4", "policy.train_global_batch_size=32")
+"""Half of the configuration's batch; steps stay a few groups, which become ready at different times."""
 IN_FLIGHT = ("grpo.overlap.mode=ahead", "grpo.overlap.order=ready_first", "grpo.overlap.in_flight_weight_updates=true")
 
 
@@ -26,7 +28,8 @@ def trained_rows(run: ExampleRun, steps: range) -> Counter[int]:
 def test_a_fixed_schedule_is_repeated_bit_for_bit_also_by_a_killed_run(
     start_example: StartExample, tmp_path: Path
 ) -> None:
-    overrides = ("grpo.max_num_steps=8", "checkpointing.save_period=4", "grpo.val_period=3")
+    overrides = ("grpo.max_num_steps=8", "checkpointing.save_period=4", "grpo.val_period=3", *SMALL)
+    overrides += ("grpo.max_val_samples=32", "grpo.val_batch_size=32")
     overrides += ("grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=2")
     killed = killed_and_resumed(start_example, "run_grpo.py", CONFIG, overrides, tmp_path, steps=8)
     again = start_example("run_grpo.py", CONFIG, *overrides, "checkpointing.enabled=false", logs="again")
@@ -50,8 +53,9 @@ def test_no_prompt_is_lost_or_trained_twice_when_answers_continue_through_update
 ) -> None:
     overrides = (
         *IN_FLIGHT,
+        *SMALL,
         "grpo.overlap.max_age_steps=3",
-        "data.train.num_samples=64",
+        "data.train.num_samples=32",
         "grpo.max_num_epochs=1",
         "grpo.val_at_start=false",
         "checkpointing.save_period=2",
@@ -64,9 +68,9 @@ def test_no_prompt_is_lost_or_trained_twice_when_answers_continue_through_update
     resumed = start_example("run_grpo.py", CONFIG, *overrides, logs="resumed")
     assert resumed.finish() == 0, resumed.log()[-3000:]
     first = min(step for _, step, _ in of_training(read_metrics(resumed.log_dir)))
-    assert first in (3, 5)
+    assert first in (3, 5, 7)
     rows = trained_rows(killed, range(1, first)) + trained_rows(resumed, range(first, 9))
-    assert rows == Counter(range(64))
+    assert rows == Counter(range(32))
     ages = [value for (_, _, name), value in read_metrics(resumed.log_dir).items() if name == "max_trajectory_age"]
     assert 0 < max(ages) <= 3
 
@@ -149,7 +153,7 @@ def test_streaming_equals_sampling_and_training_in_turns_and_repeats_itself(
     stream = ("grpo.overlap.mode=stream",)
     runs = {}
     for name, overrides in {"none": (), "stream": stream, "again": stream}.items():
-        run = start_example("run_grpo.py", CONFIG, *overrides, *short, *two_ranks, logs=name)
+        run = start_example("run_grpo.py", CONFIG, *overrides, *short, *SMALL, *two_ranks, logs=name)
         assert run.finish() == 0, run.log()[-3000:]
         runs[name] = of_training(read_metrics(run.log_dir))
     assert runs["stream"] == runs["again"]

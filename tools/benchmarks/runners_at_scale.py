@@ -32,6 +32,7 @@ from nemo_rl.data.packing import FixedSize
 from nemo_rl.data.stored_rows import with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.tensor_transport import pack_tensors
+from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.workers.loading import import_path
 from nemo_rl.experience.event_loop import EventLoopThread
@@ -198,7 +199,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     options = parser.parse_args()
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    init_ray(num_cpus=2)
     runner = make_runner(options)
     for samples in options.samples:
         parts = measure(runner, samples, options)

@@ -440,10 +440,13 @@ def test_a_killed_actor_leaves_no_grading_process():
 
 
 DRIVER = """
-import asyncio, ray, sys
+import asyncio, sys
 sys.path[:] = {path!r}
-ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+from nemo_rl.optimizations.fork_server import start_fork_server
+start_fork_server()
 import test_environment_client as tests
+from nemo_rl.distributed.virtual_cluster import init_ray
+init_ray(num_cpus=1)
 client, actor, graders = tests.math_client()
 print(actor, *graders, flush=True)
 asyncio.run(asyncio.sleep(600))

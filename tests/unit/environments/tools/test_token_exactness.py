@@ -37,7 +37,7 @@ TEMPLATES = {
 }
 """Folder of the tokenizer, and another file with its chat template."""
 NO_SANDBOX = all(why_unavailable(one) for one in IN_ORDER)
-NUM_EPISODES = 30
+NUM_EPISODES = 16
 MAX_TURNS = 4
 
 
