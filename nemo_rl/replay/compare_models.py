@@ -19,8 +19,8 @@ _OTHER_START = (
     "has changed."
 )
 _FORWARD = (
-    "This is the first module whose output differs. Samples and weights are equal, so the module itself computes "
-    "something else."
+    "This is the first module whose output differs. Samples and weights are equal, so this module computes something "
+    "else, or the code of the module around it does, before it calls this one."
 )
 _BACKWARD = "The loss is equal, so the backward pass differs from this tensor on, or the sum of gradients over ranks."
 _OPTIMIZER = "The gradients are equal, so clipping, the optimizer, its state or the learning rate differ."
