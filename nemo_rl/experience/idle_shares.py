@@ -19,6 +19,10 @@ class BusySeconds:
     engines: list[float]
     environments: float
 
+    def __add__(self, other: "BusySeconds") -> "BusySeconds":
+        engines = [mine + its for mine, its in zip(self.engines, other.engines, strict=True)]
+        return BusySeconds(engines, self.environments + other.environments)
+
 
 @dataclass
 class IdleShares:

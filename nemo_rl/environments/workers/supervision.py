@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from nemo_rl.distributed.workers.logs import end_with_descendants, stopped_among, tail_of_logs
 from nemo_rl.distributed.workers.process import LoggedProcess
@@ -193,7 +193,7 @@ async def answer_of(call: "ray.ObjectRef[Any]", timeout_s: float) -> Any:
     return await asyncio.wait_for(asyncio.wrap_future(call.future()), timeout_s)
 
 
-def death_in_short(error: RayActorError) -> str:
+def death_in_short(error: RayError) -> str:
     """Return the lines of Ray's report that name what died: the first, and the process and node."""
     lines = [line.strip() for line in str(error).splitlines()]
     return ", ".join(lines[:1] + [line for line in lines if line.startswith(("pid:", "ip:"))])

@@ -13,6 +13,7 @@ from typing import Any
 from nemo_rl.config import TimeoutsConfig
 from nemo_rl.distributed.tensor_transport import pack_tensors
 from nemo_rl.models.generation.engine_group import EngineGroup
+from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
 from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError
 
 _NO_LIMIT = 2**31
@@ -103,3 +104,13 @@ class RunnerEngines(EngineGroup):
             silence_s=timeouts.engine_silence_s,
         )
         self._ids = itertools.count(secrets.randbits(48))
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """See `GenerationInterface.generate`; the answer tells the version of the engines' weights.
+
+        The driver tells it with new groups only, and later turns look for the engine with the newest prefix.
+        """
+        result = await super().generate(request)
+        if result.served_by is not None:
+            self.weight_version = result.served_by.weight_version
+        return result

@@ -16,13 +16,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError
 
 from nemo_rl.environments.workers.supervision import SupervisedActor, death_in_short
 from nemo_rl.experience.idle_shares import BusySeconds
 from nemo_rl.experience.runners.groups import FinishedGroups, GroupError, GroupTask
 from nemo_rl.experience.runners.stored import located
 from nemo_rl.experience.trajectory import Rollouts
+
+_AGAIN_S = 1.0
+"""Seconds after which a call that did not reach the actor is made again."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,10 @@ class GroupExchange:
         self._outbox: list[int] = []
         self._given_up: list[int] = []
         self._send_is_due = False
+        self._failure: Exception | None = None
+        """Why `serve` has ended."""
+        self._earlier = busy
+        """Time with work of earlier actors."""
         self._checks: set[asyncio.Task[None]] = set()
 
     @property
@@ -77,6 +84,8 @@ class GroupExchange:
             WorkerDiedError: the actor died too often.
             Exception: as `RolloutRunner.play_group`.
         """
+        if self._failure is not None:
+            raise self._failure
         self._actor.running()
         number = next(self._numbers)
         waiting = self._open[number] = _Waiting(task, asyncio.get_running_loop().create_future())
@@ -104,10 +113,11 @@ class GroupExchange:
                     self._send()
                     while True:
                         await self._take()
-                except RayActorError as death:
-                    self._handle = None
+                except (RayActorError, ObjectLostError) as death:
+                    self._handle, self._earlier = None, self.busy
                     self._actor.replace(incarnation, death_in_short(death))
         except Exception as failure:
+            self._failure = failure
             self._fail(list(self._open), failure)
             raise
 
@@ -116,7 +126,7 @@ class GroupExchange:
         collect = self._handle.collect.options(num_returns=2)
         answer, rows = collect.remote(self._poll_s)
         finished: FinishedGroups = await asyncio.wrap_future(answer.future())
-        self.busy = finished.busy
+        self.busy = self._earlier + finished.busy
         if finished.groups:
             self._actor.note_answer()
         for number, outcome in finished.groups:
@@ -146,16 +156,22 @@ class GroupExchange:
         try:
             call = self._handle.submit.remote(tasks, given_up, self._weight_version())
         except Exception as failure:  # boundary: a prompt's row may hold any object
+            self._given_up = given_up
             self._fail(numbers, failure)
             return
-        check = asyncio.get_running_loop().create_task(self._check(call, numbers))
+        check = asyncio.get_running_loop().create_task(self._check(call, numbers, given_up))
         self._checks.add(check)
         check.add_done_callback(self._checks.discard)
 
-    async def _check(self, call: "ray.ObjectRef[None]", numbers: Sequence[int]) -> None:
-        """Check that the actor accepted a call; `serve` handles a dead one."""
+    async def _check(self, call: "ray.ObjectRef[None]", numbers: Sequence[int], given_up: Sequence[int]) -> None:
+        """Check that the actor accepted a call, and send it again if not; `serve` handles a dead actor."""
         try:
             await asyncio.wrap_future(call.future())
+        except ActorUnavailableError:
+            await asyncio.sleep(_AGAIN_S)
+            self._outbox += numbers
+            self._given_up += given_up
+            self._send_soon()
         except RayActorError:
             return
         except Exception as failure:  # boundary: any failure of the call fails its groups

@@ -27,6 +27,8 @@ from nemo_rl.models.generation.interfaces import SamplingParams
 _TOKENS_OF_A_CALL = 1_000_000
 """Tokens after which a call takes no further groups: about 10 MB, which stay until all of them are trained on."""
 
+_MOST_UNWANTED = 10_000
+
 
 @dataclass(frozen=True)
 class GroupTask:
@@ -69,8 +71,10 @@ class GroupError:
     def exception(self) -> Exception:
         """Return the exception, with a note of its traceback; a `RuntimeError` with the text if it cannot be read."""
         try:
-            error: Exception = pickle.loads(self.pickled)
+            error = pickle.loads(self.pickled)
         except Exception:  # boundary: an exception may need arguments or modules that are not here
+            return RuntimeError(f"A rollout runner raised an error that cannot be sent:\n{self.text}")
+        if not isinstance(error, Exception):
             return RuntimeError(f"A rollout runner raised an error that cannot be sent:\n{self.text}")
         error.add_note(f"Raised in a rollout runner:\n{self.text}")
         return error
@@ -102,20 +106,30 @@ class OpenGroups:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._finished: deque[tuple[int, str, Rollouts | Exception]] = deque()
         self._has_news = asyncio.Event()
+        self._unwanted: deque[int] = deque(maxlen=_MOST_UNWANTED)
+        """Numbers of groups that were given up before they came: calls of an actor may overtake each other."""
 
     def start(self, number: int, task: GroupTask) -> None:
-        """Begin to play a group."""
+        """Begin to play a group, unless it is played already or was given up."""
+        if number in self._running or number in self._unwanted:
+            return
         self._running[number] = asyncio.get_running_loop().create_task(self._finish(number, task))
 
     def give_up(self, number: int) -> None:
         """End a group that no caller waits for."""
         running = self._running.pop(number, None)
-        if running is not None:
+        if running is None:
+            self._unwanted.append(number)
+        else:
             running.cancel()
 
     async def _finish(self, number: int, task: GroupTask) -> None:
         try:
             outcome: Rollouts | Exception = await self._play(task)
+        except asyncio.CancelledError:
+            if number not in self._running:
+                raise  # given up
+            outcome = RuntimeError("A part of the group was cancelled in the rollout runner.")
         except Exception as failure:  # boundary: the driver raises it
             outcome = failure
         self._running.pop(number, None)
@@ -148,6 +162,15 @@ def for_driver(
     Returns:
         The groups, and the tokens of those to train on; None if there are none of these.
     """
+    try:
+        return _packed(taken, reads_collections)
+    except Exception:  # boundary: texts and metadata come from environments
+        return _packed([_sendable(each, reads_collections) for each in taken], reads_collections)
+
+
+def _packed(
+    taken: Sequence[tuple[int, str, Rollouts | Exception]], reads_collections: bool
+) -> tuple[list[tuple[int, Rollouts | GroupError]], PackedRows | None]:
     played = [(number, phase, each) for number, phase, each in taken if isinstance(each, Rollouts)]
     samples = [sample for _, phase, each in played if phase == "train" for sample in each.trajectories]
     light, packed = split(samples, reads_collections=reads_collections) if samples else ([], None)
@@ -158,7 +181,20 @@ def for_driver(
     for number, phase, each in played:
         sent = [next(summaries) if phase == "train" else _sent(sample) for sample in each.trajectories]
         groups.append((number, replace(each, trajectories=sent)))
+    if reads_collections:
+        cloudpickle.dumps(groups)  # metadata may hold any object
     return groups, packed
+
+
+def _sendable(
+    taken: tuple[int, str, Rollouts | Exception], reads_collections: bool
+) -> tuple[int, str, Rollouts | Exception]:
+    """Return a finished group, or in its place the error with which it cannot be sent."""
+    try:
+        _packed([taken], reads_collections)
+    except Exception as failure:  # boundary: texts and metadata come from environments
+        return taken[0], taken[1], failure
+    return taken
 
 
 def _sent(sample: Trajectory) -> Trajectory:

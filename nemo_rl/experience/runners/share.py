@@ -121,7 +121,10 @@ class RunnerShare:
         """
         lost = await self._ask(handle.lost_engines.remote(self._poll_s))
         if lost:
-            workers = await asyncio.to_thread(self._replace_engines, lost)
+            given = self._given
+            workers = await asyncio.to_thread(self._replace_engines, lost, given)
+            if self._given is given:  # otherwise a new actor was started with the workers of that moment
+                self._given = workers
             await self._ask(handle.replace_engines.remote(workers, lost))
 
     async def _ask(self, call: "ray.ObjectRef[Any]") -> Any:
@@ -139,16 +142,16 @@ class RunnerShare:
         """Seconds after which the actor answers a call that waits for news."""
         return self._silence_s / _POLLS_WITHIN_SILENCE
 
-    def _replace_engines(self, lost: Sequence[int]) -> list[Any]:
+    def _replace_engines(self, lost: Sequence[int], given: Sequence[Any]) -> list[Any]:
         """Replace engines, unless another thread has done so already; return the current workers.
 
         Args:
             lost: positions among the runner's workers.
+            given: the workers that the actor knows.
         """
         with self.engines.exclusively():
             now = self._workers()
-            found = [self.ranks[position] for position in lost if now[position] is self._given[position]]
+            found = [self.ranks[position] for position in lost if now[position] is given[position]]
             if found:
                 self.engines.replace_engines(found, f"Rollout runner {self.name!r} got no answer from it.")
-            self._given = self._workers()
-        return self._given
+            return self._workers()

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from nemo_rl.config import ClusterConfig
 from nemo_rl.environments.workers import supervision
 from nemo_rl.experience.idle_shares import BusySeconds
+from nemo_rl.experience.runners import exchange as exchange_file
 from nemo_rl.experience.runners import groups
 from nemo_rl.experience.runners.exchange import GroupExchange
 from nemo_rl.experience.runners.groups import FinishedGroups, GroupError, OpenGroups
@@ -24,7 +25,7 @@ from nemo_rl.utils.errors import WorkerDiedError
 pytestmark = [pytest.mark.fast, pytest.mark.asyncio]
 
 SILENCE_S = 1.0
-BUSY = BusySeconds([1.0], 2.0)
+BUSY = BusySeconds([1.0, 3.0], 2.0)
 TASK: Any = SimpleNamespace(name="a group")
 
 
@@ -216,6 +217,36 @@ async def test_groups_that_a_runner_does_not_accept_fail(share_of: Callable[...,
             await asyncio.wait_for(exchange.play(TASK), 30)
 
 
+async def test_a_call_that_did_not_reach_the_actor_is_made_again(
+    share_of: Callable[..., RunnerShare], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange_file, "_AGAIN_S", 0.1)
+    player = Player(group)
+    reached, accepted = player.called, [ActorUnavailableError("no answer", None)]
+
+    def called(method: str, arguments: tuple[Any, ...]) -> Any:
+        if method != "submit" or not accepted:
+            return reached(method, arguments)
+        future: Future[Any] = Future()
+        future.set_exception(accepted.pop())
+        return SimpleNamespace(future=lambda: future)
+
+    monkeypatch.setattr(player, "called", called)
+    async with served(share_of(Engines(), player)) as exchange:
+        assert await asyncio.wait_for(exchange.play(TASK), 30) == group(0)
+
+
+async def test_time_with_work_of_earlier_actors_counts(share_of: Callable[..., RunnerShare]) -> None:
+    first, second = Player(group), Player(group)
+    share = share_of(Engines(), first, second)
+    async with served(share) as exchange:
+        await asyncio.wait_for(exchange.play(TASK), 30)
+        first.die()
+        await asyncio.sleep(0.1)
+        await asyncio.wait_for(exchange.play(TASK), 30)
+    assert share.actor.num_restarts == 1 and exchange.busy == BUSY + BUSY
+
+
 async def test_open_groups_fail_with_a_runner_that_dies_too_often(share_of: Callable[..., RunnerShare]) -> None:
     handles = Handle(), Handle()
     share = share_of(Engines(), *handles)
@@ -229,6 +260,14 @@ async def test_open_groups_fail_with_a_runner_that_dies_too_often(share_of: Call
     with pytest.raises(WorkerDiedError):
         await asyncio.wait_for(serving, 30)
     with pytest.raises(WorkerDiedError):
+        await asyncio.wait_for(share.exchange.play(TASK), 30)
+
+
+async def test_no_group_waits_after_the_exchange_has_ended(share_of: Callable[..., RunnerShare]) -> None:
+    share = share_of(Engines(), Handle(submit=None, collect=ValueError("an answer that cannot be read")))
+    with pytest.raises(ValueError, match="cannot be read"):
+        await asyncio.wait_for(share.exchange.serve(), 30)
+    with pytest.raises(ValueError, match="cannot be read"):
         await asyncio.wait_for(share.exchange.play(TASK), 30)
 
 
@@ -259,6 +298,26 @@ async def test_a_call_takes_groups_up_to_a_number_of_tokens(monkeypatch: pytest.
     ]
     assert await opened.take(1.0) == [(4, "train", played[4])]
     assert await opened.take(0.01) == []
+
+
+async def test_a_group_that_was_given_up_before_it_came_is_not_played() -> None:
+    async def play(task: Any) -> Rollouts:
+        return Rollouts([], {})
+
+    opened = OpenGroups(play)
+    opened.give_up(3)
+    opened.start(3, TASK)
+    assert await opened.take(0.05) == []
+
+
+async def test_a_group_whose_own_part_is_cancelled_is_answered() -> None:
+    async def play(task: Any) -> Rollouts:
+        raise asyncio.CancelledError
+
+    opened = OpenGroups(play)
+    opened.start(3, SimpleNamespace(key=SimpleNamespace(phase="train")))  # type: ignore[arg-type]
+    ((number, _, outcome),) = await opened.take(5.0)
+    assert number == 3 and "was cancelled" in str(outcome)
 
 
 async def test_an_engine_that_a_runner_has_lost_is_replaced_unless_it_was_already(

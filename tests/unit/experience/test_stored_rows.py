@@ -1,5 +1,6 @@
 """Trajectories whose tokens are in the object store: a batch of them becomes the tensors of one without references."""
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,8 +18,9 @@ from nemo_rl.data.packing import FixedSize, find_families
 from nemo_rl.data.stored_rows import SCORE_KEYS, STORED_ROWS, stale_of, with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.metrics import rollout_metrics
+from nemo_rl.experience.runners.groups import GroupError, for_driver
 from nemo_rl.experience.runners.stored import messages_of, split, whole
-from nemo_rl.experience.trajectory import Outcome, Trajectory
+from nemo_rl.experience.trajectory import Outcome, Rollouts, Trajectory
 from nemo_rl.models.generation.interfaces import VersionSpan
 from nemo_rl.models.policy.batching import count_valid, scoring_rows, shard_batch
 from nemo_rl.models.policy.stored_scores import of_rows
@@ -216,6 +218,20 @@ def test_the_driver_has_lengths_rewards_and_metrics_but_no_texts(groups: list[li
     assert [each.turn_spans for each in light] == [each.turn_spans for each in samples]
     assert light[0].prompt_text == "a question" and light[0].response_text == ""
     assert [messages_of(each) for each in light] == [each.turns for each in samples]
+
+
+def test_a_group_that_cannot_be_sent_is_an_error_of_its_own(groups: list[list[Trajectory]]) -> None:
+    first, second = groups
+    second[0].extra_env_info = {"lock": threading.Lock()}
+    taken: list[Any] = [(number, "train", Rollouts(group, {})) for number, group in enumerate(groups)]
+    sent, packed = for_driver(taken, reads_collections=True)
+    outcomes = dict(sent)
+    assert isinstance(outcomes[0], Rollouts) and isinstance(outcomes[1], GroupError)
+    assert "cannot pickle" in str(outcomes[1].exception())
+    assert packed is not None and len(packed.ends) == len(first)
+    sent, packed = for_driver(taken, reads_collections=False)
+    assert packed is not None and len(packed.ends) == len(first) + len(second)
+    assert all(isinstance(outcome, Rollouts) for _, outcome in sent)
 
 
 def test_environments_that_read_collections_get_texts_and_metadata_from_runners_and_checkpoints(
