@@ -131,7 +131,7 @@ class Player(Handle):
 
 
 def group(number: int) -> Rollouts:
-    return Rollouts([], {"number": {"value": float(number)}})
+    return Rollouts([], {"number": float(number)})
 
 
 @asynccontextmanager
