@@ -233,10 +233,10 @@ checks that need a GPU.
 """
 
 _TAIL = """
-`yes` in the column *hub files* means that a checkpoint has the names and shapes of `save_pretrained`, and loads again bit
-for bit. `yes` in the column *vLLM on CPU* means that the engine gives the log-probabilities of training, after weight
-updates or from an exported folder. Other architectures that vLLM serves are checked when a run starts, by the engine's
-receipt of the weights and a comparison of probabilities ([weight sync](../design-docs/weight-sync.md#proof)).
+`yes` in the column *hub files* means that a checkpoint has the names and shapes of `save_pretrained`, and loads again
+bit for bit. `yes` in the column *vLLM on CPU* means that the engine gives the log-probabilities of training, after
+weight updates or from an exported folder. Other architectures that vLLM serves are checked when a run starts, by the
+engine's receipt of the weights and a comparison of probabilities ([weight sync](../design-docs/weight-sync.md#proof)).
 `policy.generation.backend=hf` samples with transformers instead.
 
 The column *Megatron Core* has the difference of one rank, and the axes whose meshes are compared.
