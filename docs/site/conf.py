@@ -2,8 +2,8 @@
 
     uv run --extra cpu --group docs sphinx-build -W --keep-going -c docs/site . build/docs
 
-The pages are plain Markdown, so they can also be read on the web page of a repository. The modules next to this file add
-what only the site needs: navigation, redirects, descriptions of the API. Invariant: the built pages need no network.
+The pages are plain Markdown, so they can also be read on the web page of a repository. The modules next to this file
+add what only the site needs: navigation, redirects, descriptions of the API. Invariant: the pages need no network.
 """
 
 import sys
