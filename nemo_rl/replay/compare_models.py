@@ -20,9 +20,9 @@ _OTHER_START = (
 )
 _FORWARD = (
     "This is the first module whose output differs. Samples and weights are equal, so the computation of this module "
-    "differs."
+    "differs, or the code that calls it gives it other inputs."
 )
-_BACKWARD = "The loss is equal, so the backward pass of this tensor or the sum of gradients over ranks differs."
+_BACKWARD = "The loss is equal, so the backward pass differs from this tensor on, or the sum over ranks does."
 _OPTIMIZER = "The gradients are equal, so clipping, the optimizer, its state or the learning rate differ."
 
 type Prints = Mapping[str, Fingerprint]
