@@ -25,13 +25,18 @@ DEFAULT_PAGE = REPOSITORY_ROOT / "docs" / "reference" / "sizing.md"
 GPU_GB = 80.0
 _HEAD = f"""# Proposed sizes of the recipes
 
-What `nemo_rl size RECIPE --gpu-memory {GPU_GB:g}GiB` proposes for the recipes' machines, below the sizes that each
-recipe has. Made by `python tools/generate_sizing_table.py`; [the guide](../guides/sizing.md) describes the model of
-its costs. Nothing here was run on GPUs: seconds are estimates of which only ratios mean something, and every proposal
-passes the forecast of memory of the [dry run](../guides/recipes.md#the-dry-run).
+For each recipe, the line *own* has the sizes of its file, and the line *proposed* what
+`nemo_rl size RECIPE --gpu-memory {GPU_GB:g}GiB` proposes for the same machines. The table is made by
+`python tools/generate_sizing_table.py`. Nothing here was run on GPUs: the seconds are estimates, of which only ratios
+mean something ([the model of costs](../guides/sizing.md#the-model-of-costs)). Every proposal passes the forecast of
+memory of the [dry run](../guides/recipes.md#the-dry-run).
 
-*Tokens* are those of a microbatch, *peak* is the largest predicted GiB of training and of all phases, *engines* are
-number x GPUs of each at `gpu_memory_utilization`, *seconds* those of training in a step.
+| column | meaning |
+|---|---|
+| tokens | tokens of a microbatch |
+| engines | number x GPUs of each, at `gpu_memory_utilization` |
+| peak GiB | predicted largest memory of a GPU, in training / in all phases |
+| seconds | estimated seconds of training in a step |
 
 | recipe | | mesh | recomputation | tokens | engines | peak GiB | seconds |
 |---|---|---|---|---|---|---|---|

@@ -223,32 +223,34 @@ decoder layers; the table shows what is proven beyond that. **Megatron Core** (`
 that have a number in its column, and refuses all others by name before the start.
 
 {legend}
+
 All of these comparisons run on CPUs, with tiny random models that have the special features of their architecture
-(windows, sinks, latent attention, experts). Which checks need a GPU is on
-[What a CPU can and cannot show](../design-docs/gpu-readiness.md).
+(windows, sinks, latent attention, experts). [What a CPU can and cannot show](../design-docs/gpu-readiness.md) lists the
+checks that need a GPU.
 
 ## Training, files and engines
 
 """
 
 _TAIL = """
-Hub files: a checkpoint has the names and shapes of `save_pretrained`, and loads again bit for bit; vLLM on CPU: the
-engine gives the log-probabilities of training, after weight updates or from an exported folder. Any other architecture
-that vLLM serves is checked when a run starts, by the engine's receipt of the weights and a comparison of probabilities
-([weight sync](../design-docs/weight-sync.md#proof)); `policy.generation.backend=hf` samples with transformers instead.
+`yes` in the column *hub files* means that a checkpoint has the names and shapes of `save_pretrained`, and loads again
+bit for bit. `yes` in the column *vLLM on CPU* means that the engine gives the log-probabilities of training, after
+weight updates or from an exported folder. Other architectures that vLLM serves are checked when a run starts, by the
+engine's receipt of the weights and a comparison of probabilities ([weight sync](../design-docs/weight-sync.md#proof)).
+`policy.generation.backend=hf` samples with transformers instead.
 
-A number and axes in the column of Megatron Core: the difference of one rank, and the axes that are compared. Meshes
-that are refused for a family are on [its page](parity-megatron.md#refused).
+The column *Megatron Core* has the difference of one rank, and the axes whose meshes are compared.
+[Its page](parity-megatron.md#refused) lists the meshes that are refused for a family.
 
 ## Refused
 
-Packed rows are refused for these, because their results would differ from padded ones or because their attention is
-not replaceable; they train with `policy.sequence_packing.enabled=false`:
+Packed rows are refused for these types, because their results would differ from padded rows, or because the library
+cannot replace their attention. They train with `policy.sequence_packing.enabled=false`:
 
 """
 
 _PROOF = """
-Attention that the library cannot replace also rules out context parallelism.
+If the library cannot replace the attention of a type, context parallelism is refused too.
 
 ## The tests
 
@@ -262,7 +264,7 @@ _COLUMNS = (
 )
 
 _RUN = """
-Run those of a column:
+To run the tests of a column:
 
 ```text
 pytest tests/unit/models/dtensor/attention/test_packing_architectures.py

@@ -1,7 +1,7 @@
-"""Descriptions of the API: below the tables of a page in docs/reference/api, each name of them with its docstring.
+"""Describe the API: add the docstring of each name below the tables of a page in docs/reference/api.
 
-Names are imported by Sphinx's autodoc, so a page shows what `from nemo_rl... import` returns, also for names that a
-module offers without importing them first. On every page, a described name in code leads to its description.
+Sphinx's autodoc imports the names, so a page describes what `from nemo_rl... import` returns, also for names that a
+module imports only when they are used. On every page, a name in code that has a description becomes a link to it.
 """
 
 import importlib

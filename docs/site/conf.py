@@ -2,9 +2,8 @@
 
     uv run --extra cpu --group docs sphinx-build -W --keep-going -c docs/site . build/docs
 
-Pages are plain Markdown, so that they read well in a repository's browser too: what only the site needs (navigation,
-redirects, descriptions of the API) is derived from them by the modules next to this file. Invariant: the built pages
-need no network.
+The pages are plain Markdown, so they can also be read on the web page of a repository. The modules next to this file
+add what only the site needs: navigation, redirects, descriptions of the API. Invariant: the pages need no network.
 """
 
 import sys
@@ -40,7 +39,7 @@ exclude_patterns = [
 redirects["index"] = "README.html"
 
 nitpicky = True
-# Types that signatures name and no page describes: other libraries', and the library's own that are not public.
+# Signatures name types that no page describes: those of other libraries, and private ones of this library.
 nitpick_ignore_regex = [("py:.*", r"(?s).*")]
 
 myst_heading_anchors = 4

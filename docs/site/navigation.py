@@ -1,7 +1,7 @@
 """The navigation of the site: the tables of docs/README.md.
 
-A heading of that page becomes a caption, and each page that the table below it links becomes an entry, so a new page is
-added there and nowhere else. A page README.md of another folder lists the pages below itself in the same way.
+A heading of that page becomes a caption, and each page that the table below it links to becomes an entry. So a new page
+needs a row there and nothing else. A README.md in another folder lists the pages of its folder in the same way.
 """
 
 from pathlib import Path, PurePosixPath

@@ -1,4 +1,4 @@
-"""What the tables of a page list: pages of the navigation, or names of the API. It needs no Sphinx."""
+"""Read the tables of a page: pages of the navigation, or names of the API. It needs no Sphinx."""
 
 import re
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ def sections(text: str) -> Iterator[tuple[str, list[str]]]:
     """Yield the heading and the pages, without suffix, of each section that has a table of pages.
 
     Args:
-        text: Markdown whose tables have an entry's page in the first column; a page that only another column links
-            follows the entry of its row.
+        text: Markdown whose tables link to a page in the first column. If another column links to a page that no
+            first column has, this page follows that of its row.
     """
     placed = set(_ENTRY.findall(text))
     for section in _SECTION.finditer(text):

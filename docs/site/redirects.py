@@ -1,6 +1,6 @@
-"""Pages under another name: a page of the tree that only leads to another one is a redirect in the site.
+"""Find the pages that only lead to another page; in the site they are redirects.
 
-Such a page starts with `MARK` and has one link. Invariant: the link's target is a page or a place in one.
+Such a page starts with `MARK` and has one link. Invariant: the link's target is a page or a heading of one.
 """
 
 import re
@@ -12,7 +12,7 @@ _LINK = re.compile(r"\]\((?P<page>[\w./-]+)\.md(?P<anchor>#[\w-]+)?\)")
 
 
 def find_redirects(root: Path) -> dict[str, str]:
-    """Return the page that leads elsewhere, without suffix, and the address relative to it, for each such page.
+    """Return the target of each page that leads to another one: page without suffix -> address relative to it.
 
     Args:
         root: folder of the repository.

@@ -1,1 +1,1 @@
-"""`nemo_rl replay`: repeat a recorded training step, and name the first number that differs from the run's."""
+"""`nemo_rl replay`: repeat a recorded training step, and name the first part that differs from the run."""

@@ -1,7 +1,8 @@
 """Define the command line of `nemo_rl replay`.
 
-Imports little, so that the help appears immediately. Invariant: files of a run are only read, unless --add-modules asks
-to complete a record; the exit status is 0 if the step is equal, 1 if it differs and 2 if it cannot be repeated.
+It imports little, so that the help appears immediately. Invariant: the files of a run are only read, unless
+--add-modules adds to a record. The exit status is 0 if the step is equal, 1 if it differs and 2 if it cannot be
+repeated.
 """
 
 import argparse
@@ -12,9 +13,10 @@ NAME = "replay"
 SUMMARY = "repeat a recorded training step and compare every part with the run"
 DESCRIPTION = """Repeat a training step of a run from its checkpoint and recorded rollouts, and compare it with the run.
 
-The run needs logger.record_steps=true, and the checkpoint of the step before, or its initial weights for step 1. It
-trains as the run did, without engines, and compares configuration, samples, data, weights, advantages,
-log-probabilities, loss, gradients and new weights, in this order. Exit status: 0 equal, 1 different, 2 not repeated."""
+The run must have had logger.record_steps=true. The checkpoint of the step before must exist, except for step 1, which
+begins with the initial weights. The command trains as the run did, without engines, and compares configuration,
+samples, data, weights, advantages, log-probabilities, loss, gradients and new weights, in this order.
+Exit status: 0 if the step is equal, 1 if it differs, 2 if it cannot be repeated."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,13 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="RUN", help="log folder of a run (its newest exp_* with records)")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="number of the step")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the run's configuration")
-    parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="step folder, if it is not where it was")
+    parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="step folder, if it was moved")
     parser.add_argument(
         "--tolerance",
         metavar="FACTOR",
         default="auto",
-        help="exact: compare bits; a number: factor of the stated tolerances; auto (default): bits if device, versions "
-        "and division over ranks are the run's, else 1",
+        help="exact: compare bits; a number: multiply the tolerances by it; auto (default): exact if devices, versions "
+        "and layout of the ranks are those of the run, else 1",
     )
     parser.add_argument("--json", action="store_true", help="write the result as JSON to standard output")
     parser.add_argument(

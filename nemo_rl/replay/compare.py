@@ -3,8 +3,8 @@
     configuration ─► samples ─► data ─► weights ─► advantages ─► modules, log-probabilities ─► loss ─► gradients
     ─► new weights
 
-Invariant: each stage says by itself what differs; the first of them is the answer, because the later ones follow from
-it.
+Invariant: each stage is compared independently of the others. The first stage with a difference shows the cause,
+because later ones are computed from it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,22 +30,28 @@ _IN_SHORT = {
     "outcome": "its outcome",
 }
 _PLACES = (".model_name", ".tokenizer.name", ".data_path", ".prompt_file", ".system_prompt_file")
-"""Ends of keys that name files, which have other places on another machine; weights and prompts are compared."""
+"""Ends of the keys that name files. Paths may differ on another machine; weights and prompts are compared instead."""
 _TENSORS = {
-    "advantages": "The samples are equal, so what makes advantages of rewards differs: nemo_rl/algorithms/credit.",
+    "advantages": "The samples are equal, so the code that computes advantages from rewards differs: "
+    "nemo_rl/algorithms/credit.",
     "prev_logprobs": "The samples and the weights are equal, so the model's forward pass differs.",
     "reference_policy_logprobs": "The samples are equal, so the reference weights or the forward pass differ.",
-    "sample_mask": "The samples are equal, so what leaves samples out of the loss differs.",
+    "sample_mask": "The samples are equal, so the code that leaves samples out of the loss differs.",
 }
 _FORWARD = (
-    "Samples and weights are equal, so the model's forward pass differs. The record has no outputs of modules: repeat "
-    "the step with --add-modules where it is equal, then here again, to learn which module it is."
+    "Samples and weights are equal, so the model's forward pass differs. The record has no outputs of modules. To find "
+    "the module, repeat the step with --add-modules on a machine where it is equal, then repeat it here."
 )
 _LOSS = "Its inputs are equal, so the loss function itself differs: the keys of loss_fn, or nemo_rl/losses."
 
 
 def configuration(changed: Sequence[ChangedKey], num_keys: int) -> Stage:
-    """Compare the keys that the numbers of a step depend on; `num_keys` are compared."""
+    """Compare the keys that the numbers of a step depend on.
+
+    Args:
+        changed: all keys that differ.
+        num_keys: number of keys that were compared.
+    """
     counted = [key for key in changed if key.about != DIVISION and not _is_no_difference(key)]
     found = [
         Difference(key.key, f"configuration key {key.key} differs: {key.before} in the run, {key.now} now")
@@ -59,17 +65,17 @@ def _num_keys(section: Any) -> int:
 
 
 def without_influence(changed: Sequence[ChangedKey]) -> list[str]:
-    """Return the names of changed keys that are no difference by themselves."""
+    """Return the names of changed keys that do not change the numbers of a step."""
     return [key.key for key in changed if _is_no_difference(key)]
 
 
 def _is_no_difference(key: ChangedKey) -> bool:
-    """Return whether a step reads only what is compared anyway: recorded rewards, or the content of files."""
+    """Return whether a step does not read a key, or only something that is compared anyway, such as files."""
     return key.about in WITHOUT_INFLUENCE or key.key.startswith("env.") or key.key.endswith(_PLACES)
 
 
 def samples(recorded: Step, repeated: Step) -> Stage:
-    """Compare the rows of the batch: what was sampled, and its rewards."""
+    """Compare the rows of the batch: the sampled tokens, and the rewards."""
     before, now = recorded.summary["samples"], repeated.summary["samples"]
     found = [
         Difference(sample_name(row), f"{sample_name(row)} differs from the record: {_changes(row, other)}")
@@ -83,13 +89,13 @@ def samples(recorded: Step, repeated: Step) -> Stage:
 
 
 def sample_name(row: Mapping[str, Any]) -> str:
-    """Name a row for people."""
+    """Return a readable name of a row."""
     branch = "" if row["branch"] is None else f", conversation {row['branch']}"
     return f"sample {row['sample']} of prompt {row['group']}{branch}"
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Say in which way a row differs; "" if it does not."""
+    """Describe in which way a row differs; "" if it does not."""
     return ", ".join(
         said if name in SAMPLED else f"{said} is {now[name]}, recorded {before[name]}"
         for name, said in _IN_SHORT.items()
@@ -98,7 +104,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def token_tensors(recorded: Step, repeated: Step, limits: Tolerances) -> Iterator[Stage]:
-    """Compare what the stages of the run computed of tokens and rows."""
+    """Compare the values that the stages of the run computed for each token or row."""
     for name, cause in _TENSORS.items():
         before, now = recorded.tensors.get(name), repeated.tensors.get(name)
         title = name.replace("_", " ")
@@ -129,7 +135,7 @@ def _of_tokens(
     cause: str,
     first: int,
 ) -> Stage:
-    """Compare a value of each token of each row; `first` is the position of the first value's token."""
+    """Compare one value of each token of each row; `first` is the position of the token that has the first value."""
     found: list[Difference] = []
     largest, compared = 0.0, 0
     for row in sorted(before.keys() & now.keys()):
@@ -150,7 +156,7 @@ def _of_tokens(
 
 
 def loss(recorded: Step, repeated: Step, update: int, limits: Tolerances) -> Stage:
-    """Compare the loss of an update and its terms; terms come first, because the loss consists of them."""
+    """Compare the loss of an update and its terms; the terms come first, because the loss is computed from them."""
     before = _terms(recorded.updates[update], of_microbatches=limits.is_exact)
     now = _terms(repeated.updates[update], of_microbatches=limits.is_exact)
     found, largest = [], 0.0
@@ -167,7 +173,7 @@ def loss(recorded: Step, repeated: Step, update: int, limits: Tolerances) -> Sta
 
 
 def _terms(update: UpdateRecord, *, of_microbatches: bool) -> dict[str, float]:
-    """Return what a loss consists of, then the loss; losses of microbatches only where these have the same rows."""
+    """Return the terms of a loss, then the loss; with `of_microbatches` also the loss of each microbatch."""
     losses = {
         f"loss of microbatch {number} of data-parallel rank {rank}": value
         for rank, of_rank in enumerate(update.microbatch_losses)
@@ -178,7 +184,7 @@ def _terms(update: UpdateRecord, *, of_microbatches: bool) -> dict[str, float]:
 
 
 def of_update(step: Step, update: int) -> str:
-    """Name an update, if the step has several."""
+    """Return the name of an update for titles; "" if the step has one update."""
     return f" (update {update + 1})" if len(step.updates) > 1 else ""
 
 

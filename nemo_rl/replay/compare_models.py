@@ -1,6 +1,6 @@
-"""Compare what a step does to the model: outputs of modules, gradients and weights, by their fingerprints.
+"""Compare outputs of modules, gradients and weights of a step, by their fingerprints.
 
-Distances are estimates (`Fingerprint.distance`); whether bits are equal is not.
+Distances are estimates (`Fingerprint.distance`). Whether bits are equal is decided by checksums.
 """
 
 import math
@@ -13,23 +13,23 @@ from nemo_rl.replay.records import Step
 from nemo_rl.replay.tolerances import Tolerances
 
 _FLOOR = 0.01
-"""Part of the norm of the whole model below which a tensor is compared with this norm, not with its own."""
+"""Smallest norm that differences are relative to, as a share of the norm of the whole model."""
 _OTHER_START = (
     "The step does not begin as in the run: the checkpoint is another one, or the model that policy.model_name names "
     "has changed."
 )
 _FORWARD = (
-    "This is the first module whose output differs. Samples and weights are equal, so this module computes something "
-    "else, or the code of the module around it does, before it calls this one."
+    "This is the first module whose output differs. Samples and weights are equal, so the computation of this module "
+    "differs, or the code that calls it gives it other inputs."
 )
-_BACKWARD = "The loss is equal, so the backward pass differs from this tensor on, or the sum of gradients over ranks."
+_BACKWARD = "The loss is equal, so the backward pass differs from this tensor on, or the sum over ranks does."
 _OPTIMIZER = "The gradients are equal, so clipping, the optimizer, its state or the learning rate differ."
 
 type Prints = Mapping[str, Fingerprint]
 
 
 def old_weights(recorded: Step, repeated: Step) -> Stage:
-    """Compare the weights before the step, whose bits have to be equal whatever ranks hold them."""
+    """Compare the weights before the step; their bits have to be equal, for any number of ranks."""
     if not recorded.updates:
         return Stage("weights before the step", skipped="no update was made, because no token counts")
     before, now = recorded.updates[0].before, repeated.updates[0].before
@@ -62,14 +62,14 @@ def _calls(update: UpdateRecord) -> list[list[str]]:
 
 
 def gradients(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tolerances) -> Stage:
-    """Compare the gradients, the last tensors of the model first, as the backward pass computes them."""
+    """Compare the gradients, in the order of the backward pass: the last tensors of the model first."""
     old = dict(reversed(before.gradients.items()))
     found, largest = _tensors(old, now.gradients, old, limits.gradients, "gradient")
     return Stage(f"gradients{title}", len(old), "relative", found, limits.gradients, largest, _BACKWARD)
 
 
 def new_weights(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tolerances) -> Stage:
-    """Compare the weights after the update; distances are relative to the change that the update made."""
+    """Compare the weights after the update; differences are relative to the change that the update made."""
     moved = {
         name: Fingerprint(0, weight.distance(before.before[name]) ** 2)
         for name, weight in before.after.items()
@@ -81,20 +81,23 @@ def new_weights(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tol
 
 
 def _tensors(before: Prints, now: Prints, scales: Prints, limit: float, what: str) -> tuple[list[Difference], float]:
-    """Compare tensors by name; a distance is relative to the norm in `scales`, or to a part of that of all."""
+    """Compare tensors by name; return the differences and the largest size.
+
+    A size is relative to the norm of the tensor in `scales`, but at least to `_FLOOR` of the norm of all of them.
+    """
     floor = _FLOOR * _norm(scales.values())
     found, largest = [], 0.0
     for name, old in before.items():
         new = now.get(name)
         if new is None:
-            found.append(Difference(name, f"the {what} of {name} is not there now"))
+            found.append(Difference(name, f"the {what} of {name} is missing now"))
             continue
         size = _relative(old.distance(new), max(scales[name].norm if name in scales else 0.0, floor))
         largest = max(largest, size)
         if old.checksum != new.checksum and (limit == 0 or size > limit):
             text = f"the {what} of {name} differs, by {size:.1e} (norm {old.norm:.6g}, now {new.norm:.6g})"
             found.append(Difference(name, text, size))
-    found += [Difference(name, f"the {what} of {name} was not there in the run") for name in now if name not in before]
+    found += [Difference(name, f"the {what} of {name} is missing in the run") for name in now if name not in before]
     return found, largest
 
 

@@ -1,4 +1,4 @@
-"""The result of a comparison: a stage for each part of a step, each with what differs there."""
+"""The result of a comparison: a stage for each part of a step, each with its differences."""
 
 import math
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ class Difference:
     """One thing that differs.
 
     Attributes:
-        name: what differs, such as a key, a sample or a tensor.
-        text: the sentence for people.
-        size: size of the difference, in the unit of the stage; None for what has no size.
+        name: name of the key, sample, module or tensor.
+        text: description of the difference, in a sentence.
+        size: size of the difference, in the unit of the stage; None if it has none.
     """
 
     name: str
@@ -29,13 +29,13 @@ class Stage:
 
     Attributes:
         name: name of the part.
-        compared: number of things that were compared.
+        compared: number of values, rows or tensors that were compared.
         unit: unit of the sizes.
-        differences: what differs by more than the tolerance, in the order in which the step computes it.
+        differences: differences larger than the tolerance, in the order in which the step computes the values.
         tolerance: largest size that counts as equal; 0: bits are compared.
-        largest: size of the largest difference, also of one within the tolerance.
-        cause: where to look if this stage is the first that differs.
-        skipped: why nothing was compared; None if something was.
+        largest: size of the largest difference, including those within the tolerance.
+        cause: advice where to look if this stage is the first that differs.
+        skipped: reason why nothing was compared; None if something was.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Comparison:
         step: number of the step.
         stages: its parts in order.
         is_exact: whether bits are compared.
-        notes: circumstances that differ and are no difference of the step, such as versions.
+        notes: differences that do not count as one of the step, such as versions.
     """
 
     step: int
@@ -76,7 +76,7 @@ class Comparison:
         if self.first is None:
             return f"Step {self.step} is equal to that of the run, {how}."
         later = [stage for stage in self.stages if stage.differences and stage is not self.first]
-        end = "All numbers are equal all the same." if self.first.name == "configuration" and not later else ""
+        end = "All numbers are equal nevertheless." if self.first.name == "configuration" and not later else ""
         text = f"Step {self.step} differs. The first difference: {self.first.differences[0].text}. {end}".strip()
         return f"{text} {self.first.cause}".strip()
 
@@ -116,5 +116,5 @@ def _difference(each: Difference) -> dict[str, Any]:
 
 
 def _number(size: float | None) -> float | str | None:
-    """Return a size as JSON has it; one that is not finite is a text there."""
+    """Return a size for JSON, in which an infinite one is a string."""
     return size if size is None or math.isfinite(size) else str(size)

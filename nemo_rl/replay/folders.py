@@ -1,4 +1,4 @@
-"""Find the records of a run, without loading what reads them."""
+"""Find the records of a run. It imports little, so that errors appear immediately."""
 
 from pathlib import Path
 

@@ -44,7 +44,7 @@ def compare_prompts(trajectories: Sequence[Trajectory], data: RunData) -> Stage:
 
 
 def _writes_prompts(task_name: str) -> bool:
-    """Return whether an environment may change the prompt, so that the data alone does not have it."""
+    """Return whether an environment may write or change the prompt, so that it cannot be compared with the data."""
     try:
         environment: type[EnvironmentInterface[Any]] = import_dotted(
             env_class_path(task_name), ConfigError, task_name, ""
@@ -56,7 +56,7 @@ def _writes_prompts(task_name: str) -> bool:
 
 
 def _difference(trajectory: Trajectory, data: RunData) -> str | None:
-    """Say how a prompt differs from its row; None if it does not."""
+    """Describe how a prompt differs from its row; None if it does not."""
     if trajectory.idx >= len(data.train):
         return f"the data has {len(data.train)} rows"
     recorded = _tokens(trajectory)

@@ -24,8 +24,8 @@ class Step:
     """A step as it was recorded or repeated, for a comparison.
 
     Attributes:
-        summary: `config`, `samples`, `environment`, `code`, `layout`, as in the file of JSON.
-        tensors: what the stages computed, each `[B, T]` or `[B]`.
+        summary: `config`, `samples`, `environment`, `code`, `layout`, as in the JSON file.
+        tensors: values that the stages computed, each `[B, T]` or `[B]`.
         updates: the optimizer updates.
     """
 
@@ -39,8 +39,8 @@ class RecordedStep(Step):
     """A step of a run.
 
     Attributes:
-        file: the file of JSON.
-        trajectories: its rollouts.
+        file: the JSON file.
+        trajectories: the rollouts of the step.
     """
 
     file: Path
@@ -90,7 +90,7 @@ def read_step(folder: Path, step: int) -> RecordedStep:
 
 
 def add_modules(recorded: RecordedStep, repeated: Step) -> None:
-    """Add the outputs of modules of an equal repetition to a record."""
+    """Add the outputs of modules to a record, from a repetition that is equal to it."""
     updates = [
         replace(update, modules=again.modules) for update, again in zip(recorded.updates, repeated.updates, strict=True)
     ]

@@ -1,9 +1,9 @@
-"""Repeat a recorded step: the models of the run from its checkpoint, its rollouts, its stages, its update.
+"""Repeat a recorded step with the models of the run's checkpoint, the recorded rollouts, and the run's own code.
 
     recipe of the algorithm ─► Ray, ranks of the models ─► [B, T] tensors of the rollouts ─► stages ─► policy.train
 
-Invariant: each part is the one that the run used; only engines and environments are left out, because the rollouts are
-there.
+Invariant: each part is the one that the run used. Only engines and environments are left out, because the rollouts are
+recorded.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ def repeat(
         of_modules: whether to record the output of each module.
 
     Raises:
-        ConfigError, CheckpointError, ResourceInsufficientError: as the run itself would.
+        ConfigError, CheckpointError, ResourceInsufficientError: as at the start of a run.
     """
     with ExitStack() as resources:
         models = _start_models(config, recipe, checkpoint, resources)

@@ -1,4 +1,4 @@
-"""Write the result of a comparison for people."""
+"""Write the result of a comparison as text."""
 
 import os
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _SHOWN = 3
 
 
 def write_text(result: Comparison, output: TextIO) -> None:
-    """Write a line for each part of the step, what differs there, and the verdict."""
+    """Write a table with a line for each part of the step, then the differences, the notes and the verdict."""
     is_file = not output.isatty() and "COLUMNS" not in os.environ
     console = Console(file=output, width=_FILE_WIDTH if is_file else None)
     table = Table(box=SIMPLE_HEAD)

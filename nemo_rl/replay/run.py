@@ -1,4 +1,4 @@
-"""Repeat a recorded step and say whether it is equal: record, configuration, checkpoint, repetition, comparison."""
+"""Repeat a recorded step and compare it: read the record, configuration and checkpoint, repeat, compare, write."""
 
 import argparse
 import json
@@ -22,11 +22,11 @@ _CONFIG_FILE = "config.yaml"
 
 
 def replay(arguments: argparse.Namespace, output: TextIO) -> int:
-    """Do what a command line asks for; return 0 if the step is equal, 1 if it differs.
+    """Run the command; return 0 if the step is equal, 1 if it differs.
 
     Args:
-        arguments: as in `replay.command`.
-        output: where the result is written.
+        arguments: arguments of the command line, as `replay.command` defines them.
+        output: stream to write the result to.
 
     Raises:
         ReplayError: the step cannot be repeated.
@@ -35,7 +35,7 @@ def replay(arguments: argparse.Namespace, output: TextIO) -> int:
     from nemo_rl.replay.folders import find_folder
 
     folder = find_folder(arguments.folder)
-    # The file of a run has all keys, so each key without effect would be told.
+    # The file of a run has all keys, so the log would report each key without effect.
     logging.getLogger(load_config.__module__).setLevel(logging.WARNING)
     config = load_config(folder / _CONFIG_FILE, arguments.overrides, schema=GRPOMasterConfig)
     if not config.cluster.uses_gpu and is_on("fork_server", config.cluster.optimizations):
@@ -54,7 +54,7 @@ def replay(arguments: argparse.Namespace, output: TextIO) -> int:
         if result.first is not None:
             raise ReplayError("the step is not equal, so the outputs of its modules are not added to the record.")
         add_modules(recorded, repeated)
-        logger.info("The outputs of modules are in %s now.", recorded.file)
+        logger.info("The outputs of modules were added to %s.", recorded.file)
     return 0 if result.first is None else 1
 
 
@@ -79,7 +79,7 @@ def _repeated(
     repeated = repeat(config, parts, recorded, checkpoint, of_modules)
     limits, notes = chosen(factor, recorded, repeated, changed)
     idle = without_influence(changed)
-    notes += [f"keys that are no difference by themselves have changed: {', '.join(idle)}"] if idle else []
+    notes += [f"keys have changed that do not change the numbers of a step: {', '.join(idle)}"] if idle else []
     stages = compare(recorded, repeated, changed, data, limits)
     notes += code_notes(recorded, repeated)
     return Comparison(arguments.step, stages, limits.is_exact, notes), repeated
@@ -104,7 +104,7 @@ def _checkpoint(recorded: "RecordedStep", step: int, given: Path | None, config:
         raise ReplayError(
             f"step {step} needs the checkpoint of step {step - 1}, and {' and '.join(map(str, dict.fromkeys(places)))} "
             f"{'is' if given else 'are'} no step folder of a checkpoint. It may have been removed "
-            "(checkpointing.keep_top_k). Give its place with --checkpoint, or repeat a step whose checkpoint is there."
+            "(checkpointing.keep_top_k). Name its folder with --checkpoint, or repeat a step whose checkpoint exists."
         )
     if not (found / "policy" / "optimizer").is_dir():
         raise ReplayError(
@@ -114,7 +114,7 @@ def _checkpoint(recorded: "RecordedStep", step: int, given: Path | None, config:
 
 
 def _check_loss(recorded: "RecordedStep", loss_fn: object, changed: list[str]) -> None:
-    """Refuse a run whose loss was given by a program, which the configuration does not describe.
+    """Refuse a run whose program passed a loss that the configuration does not describe.
 
     Raises:
         ReplayError: the run had another loss.

@@ -1,6 +1,6 @@
-"""Decide how closely a repeated step has to equal the recorded one.
+"""Decide how large the differences between a repeated step and the recorded one may be.
 
-Invariant: where device, versions and the division of the work are those of the run, nothing but equal bits is equal.
+Invariant: if devices, versions and the layout of the ranks are those of the run, all bits have to be equal.
 """
 
 import math
@@ -13,7 +13,7 @@ from nemo_rl.replay.records import Step
 from nemo_rl.utils.errors import ReplayError
 
 DIVISION = "layout of passes and memory"
-"""The keys that decide who computes what, in `config.rules.resume.APPLIED`."""
+"""Group of keys in `config.rules.resume.APPLIED` that decide which rank computes what."""
 WITHOUT_INFLUENCE = (
     "length, validation and early stop",
     "saving and logging",
@@ -21,7 +21,7 @@ WITHOUT_INFLUENCE = (
     "engines and weight sync",
     "limits and defaults of data sets",
 )
-"""The keys that a step does not read once it has rollouts and weights, by what they are about."""
+"""Groups of keys there that a step does not read once it has rollouts and weights."""
 _SHOWN_FILES = 20
 _OUTSIDE_A_STEP = ("doctor/", "evals/", "regrade/", "replay/", "report/")
 _NUMBERS = ("torch", "transformers", "numpy", "flash-attn", "triton")
@@ -65,7 +65,7 @@ def tolerances(precision: str, factor: float = 1.0) -> Tolerances:
 
 
 def factor_of(option: str) -> float | None:
-    """Return the factor of the tolerances that `--tolerance` asks for: 0 compares bits, None decides by the place.
+    """Return the factor of the tolerances that `--tolerance` names: 0 compares bits, None lets `chosen` decide.
 
     Raises:
         ReplayError: the option is wrong.
@@ -84,10 +84,10 @@ def factor_of(option: str) -> float | None:
 def chosen(
     factor: float | None, recorded: Step, repeated: Step, changed: list[ChangedKey]
 ) -> tuple[Tolerances, list[str]]:
-    """Return the tolerances of a comparison, and what differs of the circumstances.
+    """Return the tolerances of a comparison, and the notes of `circumstances`.
 
     Args:
-        factor: as `factor_of` returns it.
+        factor: factor of the tolerances, as `factor_of` returns it; None: 0 without notes, else 1.
         recorded: the step of the run.
         repeated: the step now.
         changed: keys that differ.
@@ -99,7 +99,7 @@ def chosen(
 
 
 def circumstances(recorded: Step, repeated: Step, changed: list[ChangedKey]) -> list[str]:
-    """Return what may change the last bits and is no difference of the step: devices, versions, division."""
+    """Return notes on differences that may change the last bits only: versions, devices, layout of the ranks."""
     before, now = recorded.summary, repeated.summary
     notes = [
         f"{name}: {_get(before['environment'], name)} in the run, {_get(now['environment'], name)} now"
@@ -121,16 +121,12 @@ def _get(versions: Mapping[str, Any], name: str) -> str:
     return str(versions.get(name, "absent"))
 
 
-def _devices(step: Step) -> str:
-    return ", ".join(sorted({device for update in step.updates for device in update.devices}))
-
-
 def _layout(layout: Mapping[str, int]) -> str:
     return " x ".join(f"{axis}={size}" for axis, size in layout.items() if size > 1) or "1"
 
 
 def code_notes(recorded: Step, repeated: Step) -> list[str]:
-    """Return which files of the library differ from those of the run."""
+    """Return a note with the files of the library that differ from those of the run; none if all are equal."""
     before, now = recorded.summary["code"], repeated.summary["code"]
     names = (name for name in sorted({*before, *now}) if not name.startswith(_OUTSIDE_A_STEP))
     changed = [name for name in names if before.get(name) != now.get(name)]

@@ -3,5 +3,5 @@
     run_files ─► curves, samples, phases, findings ─► page ─► report.html
                                                    └► server ─► browser
 
-The page reads JSON and draws it (`assets/`); nothing of a run is ever HTML.
+The scripts of the page (`assets/`) read JSON and draw it; no text of a run is ever inserted as HTML.
 """

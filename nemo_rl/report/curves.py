@@ -1,4 +1,4 @@
-"""Read the metrics of a run into curves, again and again while it writes them."""
+"""Read the metrics of a run into curves, also while the run writes them."""
 
 import math
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ class Curve:
 
     Attributes:
         steps: steps with a value, ascending.
-        values: one for each step; None where it is not finite.
-        times: seconds since 1970 when it was logged; None where the file has none.
+        values: one value for each step; None if it is not finite.
+        times: time at which each value was logged, in seconds since 1970; None if the file has no times.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -22,7 +22,10 @@ class Curve:
     times: list[float | None] = field(default_factory=list)
 
     def add(self, step: int, value: float | None, time: float | None) -> None:
-        """Add the value of a step; a step that is repeated after a restart replaces itself and what follows."""
+        """Add the value of a step.
+
+        After a restart a run repeats steps. A repeated step replaces its earlier value and those of later steps.
+        """
         while self.steps and self.steps[-1] >= step:
             for column in (self.steps, self.values, self.times):
                 column.pop()
@@ -32,11 +35,11 @@ class Curve:
 
     @property
     def known(self) -> list[tuple[int, float]]:
-        """Steps and values without those that are not finite."""
+        """The steps with finite values, and these values."""
         return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if value is not None]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the columns; numbers have the digits that a chart can show."""
+        """Return the columns, with the values rounded to the digits that a chart can show."""
         values = [None if value is None else float(f"{value:.7g}") for value in self.values]
         return {"steps": self.steps, "values": values, "times": self.times}
 
@@ -55,7 +58,7 @@ class Curves:
     _read_to: int = 0
 
     def read(self) -> bool:
-        """Read what the run has written since; return whether there was anything."""
+        """Read the lines that are new since the last call; return whether there were any."""
         start = self._read_to
         for row, end in self.run.metric_rows(self._read_to):
             self._read_to = end

@@ -1,7 +1,7 @@
-"""Say in plain sentences what is wrong with a run, or may be.
+"""Find problems of a run in its curves, and describe them in plain sentences.
 
-Each rule looks at the curves and gives one finding or none. Invariant: a threshold is written once, in the rule, and is
-in the finding's text.
+Each rule reads the curves and returns one finding or none. Invariant: each threshold is written once, in its rule, and
+the text of the finding contains it.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ _FEW = 5
 
 @dataclass(frozen=True)
 class Finding:
-    """One observation.
+    """One observation about a run.
 
     Attributes:
-        level: "problem" spoils the run, "warning" may, "note" is worth knowing.
+        level: "problem": results are wrong or training is disturbed; "warning": they may be; "note": all others.
         title: the observation in a few words.
-        text: figures, the threshold, and what to do.
-        metric: curve that shows it.
-        steps: first and last step concerned.
+        text: figures, the threshold, and advice.
+        metric: name of the curve that shows it.
+        steps: first and last step that it is about.
         guide: page of the documentation.
     """
 
@@ -49,8 +49,9 @@ def find(curves: Curves, algorithm: str = "") -> list[Finding]:
     """Return the findings of a run, problems first.
 
     Args:
-        curves: its metrics.
-        algorithm: section of its algorithm; rewards that are not trained on say nothing about distillation.
+        curves: metrics of the run.
+        algorithm: name of its algorithm's section; a distillation is not trained on rewards, so rules about them are
+            left out.
     """
     rules = [rule for rule in RULES if algorithm not in _WITHOUT_REWARDS or rule not in _ABOUT_REWARDS]
     found = [finding for rule in rules if (finding := rule(curves)) is not None]
@@ -110,7 +111,7 @@ def engine_mismatch(curves: Curves) -> Finding | None:
 
 
 def entropy_collapse(curves: Curves) -> Finding | None:
-    """The policy stops to explore."""
+    """The policy stops exploring."""
     name, share, least = "train/approx_entropy", 0.1, 0.02
     points = curves.get(name).known
     if len(points) < 2 * _FEW:

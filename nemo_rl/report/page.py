@@ -1,6 +1,6 @@
-"""Put the page together: one HTML file that needs nothing else.
+"""Put the page together: one HTML file that needs no other file.
 
-Invariant: data is in the page as JSON in which no `<` occurs, and its policy lets only the page's own scripts run.
+Invariant: the data is JSON without any `<`, and the content security policy allows only the page's own scripts.
 """
 
 import base64
@@ -20,8 +20,8 @@ def make_page(data: Mapping[str, Any]) -> str:
     """Return the HTML of a page.
 
     Args:
-        data: `runs`, each a `RunView.as_json` that may have `samples`; `live`, whether a server answers the page's
-            questions; `version` and `written`.
+        data: `runs`, each as `RunView.as_json` returns it, perhaps with `samples`; `live`, whether a server answers
+            requests of the page; `version` and `written`.
     """
     scripts = "\n".join(map(_asset, _SCRIPTS))
     digest = base64.b64encode(hashlib.sha256(scripts.encode()).digest()).decode()
@@ -34,7 +34,7 @@ def make_page(data: Mapping[str, Any]) -> str:
 
 
 def as_json(data: Any) -> str:
-    """Format data so that it may stand between tags of HTML."""
+    """Format data as JSON that may be inserted into HTML."""
     text = json.dumps(data, ensure_ascii=True, separators=(",", ":"), allow_nan=False, default=str)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -1,4 +1,4 @@
-"""Tell where the time of a run went: seconds of each phase, by step and in all."""
+"""Compute the seconds of each phase of a run, for each step and in total."""
 
 from statistics import median
 from typing import Any
@@ -10,7 +10,7 @@ _TOTAL = f"{_PREFIX}total_step_time"
 _OUTSIDE = "checkpointing"
 """A phase that is not in the total."""
 _NESTED = ("exposed_generation", "idle/")
-"""Beginnings of the names of times that are inside of phases."""
+"""Prefixes of the names of times that are part of a phase."""
 _REST = "the rest"
 
 
@@ -18,9 +18,9 @@ def phases_of(curves: Curves) -> dict[str, Any]:
     """Return the phases of the training steps, the longest first.
 
     Returns:
-        `steps`; `total`, seconds of each step with its checkpoint; and `phases`, each with `name`, `seconds` by step,
-        their `sum`, `median` and `share` of the total. What no phase covers is a phase of its own. Empty without
-        timings.
+        `steps`; `total`, the seconds of each step with its checkpoint; and `phases`, each with `name`, `seconds` by
+        step, their `sum`, `median` and `share` of the total. Time that belongs to no phase is a phase of its own. Empty
+        if the run has no timings.
     """
     total = curves.get(_TOTAL)
     steps = [step for step, _ in total.known]

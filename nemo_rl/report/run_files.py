@@ -1,6 +1,6 @@
 """The files that a run leaves in its log folder: configuration, record, metrics and samples.
 
-Invariant: files are only read, and a file that is missing or damaged costs only its own part of the page.
+Invariant: files are only read. If a file is missing or damaged, only its part of the page is missing.
 """
 
 import json
@@ -34,7 +34,7 @@ class RunFiles:
 
     @property
     def name(self) -> str:
-        """Name of the run: the folder of all runs and its own, as `results/exp_001`."""
+        """Name of the run: its folder with the parent, such as `logs/exp_001`."""
         return f"{self.folder.parent.name}/{self.folder.name}"
 
     @cached_property
@@ -64,7 +64,7 @@ class RunFiles:
         return value if isinstance(value, int) and value > 0 else None
 
     def record(self) -> dict[str, Any]:
-        """Return `run.json`; a run whose process is gone has the status "killed"."""
+        """Return `run.json`; the status is "killed" if the process of a running run does not exist anymore."""
         try:
             record = read_json((self.folder / RECORD_FILE).read_bytes())
         except OSError:
@@ -76,7 +76,7 @@ class RunFiles:
         return record
 
     def metric_rows(self, start: int = 0) -> Iterator[tuple[Mapping[str, Any], int]]:
-        """Yield the complete lines of the metrics after a place in the file, with the place of the next line."""
+        """Yield the complete lines of the metrics from a place in the file on, each with the place of the next line."""
         try:
             file = (self.folder / METRICS_FILE).open("rb")
         except OSError:
@@ -110,7 +110,7 @@ def find_run(path: Path) -> RunFiles:
 
 
 def read_json(line: bytes | str) -> Any:
-    """Read a line of JSON; None if it is none. Numbers that are not finite become None too."""
+    """Read a line of JSON; None if it is not JSON. Numbers that are not finite become None too."""
     try:
         return json.loads(line, parse_constant=lambda _: None)
     except (ValueError, RecursionError):
@@ -131,6 +131,6 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _runs(record: Mapping[str, Any]) -> bool:
-    """Return whether the process of a record may still run; unknown where processes cannot be seen."""
+    """Return whether the process of a record may still run; True if that cannot be found out."""
     pid, started = record.get("pid"), record.get("pid_started")
     return not isinstance(pid, int) or started is None or start_of_process(pid) == started

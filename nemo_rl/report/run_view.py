@@ -31,7 +31,7 @@ _SHOWN_KEYS = {
 
 @dataclass
 class RunView:
-    """One run, read again while it goes on.
+    """One run, which may still go on.
 
     Attributes:
         run: its files.
@@ -48,7 +48,11 @@ class RunView:
         self.curves, self.samples = Curves(self.run), SampleIndex(self.run)
 
     def read(self, most_files: int | None = None) -> bool:
-        """Read what is new, of the samples at most some files; return whether there was anything."""
+        """Read new metrics and samples; return whether there were any.
+
+        Args:
+            most_files: largest number of files of samples to read; None: all.
+        """
         has_metrics, has_samples = self.curves.read(), self.samples.read(most_files)
         return has_metrics or has_samples
 
@@ -66,7 +70,7 @@ class RunView:
         }
 
     def detail(self, number: int) -> dict[str, Any]:
-        """Return a sample with the texts of its tokens; errors as `SampleIndex.detail`."""
+        """Return a sample with the texts of its tokens; it raises as `SampleIndex.detail`."""
         detail = self.samples.detail(number)
         tokens = detail["tokens"]
         if tokens:
@@ -76,11 +80,11 @@ class RunView:
         return detail
 
     def samples_as_json(self, num_listed: int, num_details: int) -> dict[str, Any]:
-        """Return the summaries of samples, and some of these samples whole.
+        """Return the summaries of samples, and the conversation and tokens of some of them.
 
         Args:
-            num_listed: samples with a summary; where there are more, whole groups are chosen evenly over the steps.
-            num_details: samples with their conversation and tokens.
+            num_listed: largest number of summaries; of more samples, whole groups are chosen evenly over the steps.
+            num_details: largest number of samples with conversation and tokens.
         """
         listed = self.samples.chosen(num_listed)
         return {

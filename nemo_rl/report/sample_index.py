@@ -3,7 +3,7 @@
     files of samples ── read ──► a table on disk: a few values and a short text for each sample
     SampleQuery ── select ──► one page of it;  detail(number) ──► the sample's line in its file
 
-Invariant: memory does not grow with the number of samples; a line that is no sample is left out and counted.
+Invariant: memory does not grow with the number of samples. A line that is no sample is left out and counted.
 """
 
 import sqlite3
@@ -53,12 +53,12 @@ class SampleIndex:
         return int(self._table.execute("SELECT count(*) FROM samples").fetchone()[0])
 
     def read(self, most: int | None = None) -> bool:
-        """Read files that are new, which are complete; return whether there was one.
+        """Read new files, which are always complete; return whether there were any.
 
-        A run that restarts writes the files of steps again; their samples replace the earlier ones.
+        A run that restarts writes the files of some steps again. Their samples replace the earlier ones.
 
         Args:
-            most: number of files; None: all.
+            most: largest number of files to read; None: all.
         """
         new = [file for file in sample_files(self.run.folder) if self._read.get(file[2]) != _state(file[2])]
         for step, phase, path in new[:most]:
@@ -89,8 +89,9 @@ class SampleIndex:
         """Return the samples that a page asks for.
 
         Returns:
-            `columns`, whose first one is the number for `detail`; `rows` of the page; `total`, the number of samples
-            that the query fits; `known`, of all; `choices`, the values of `CHOICES`; `num_damaged`.
+            `columns`, the first of which is the number for `detail`; `rows` of the page; `total`, the number of samples
+            that match the query; `known`, the number of all samples; `choices`, the values of the columns `CHOICES`;
+            `num_damaged`.
         """
         where, values = query.conditions()
         of_steps = "number IN (SELECT min(number) FROM samples WHERE " + where + " GROUP BY step)"
@@ -142,7 +143,7 @@ class SampleIndex:
 
         Raises:
             IndexError: there is no such sample.
-            OSError, ValueError: its file is gone, or was written again by a resumed run.
+            OSError, ValueError: its file was removed, or a resumed run has written it again.
         """
         found = self._table.execute("SELECT file, place, size FROM samples WHERE number = ?", (number,)).fetchone()
         if found is None:

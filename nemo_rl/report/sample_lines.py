@@ -45,8 +45,8 @@ def summary_of(line: bytes, phase: str, step: int) -> list[Scalar] | None:
 
     Args:
         line: a line of a file.
-        phase: of the file.
-        step: of the file.
+        phase: phase of the file, "train" or "validation".
+        step: step of the file.
     """
     row = read_json(line)
     if not _is_sample(row):
@@ -62,7 +62,7 @@ def summary_of(line: bytes, phase: str, step: int) -> list[Scalar] | None:
 
 
 def _scalar(value: Any) -> Scalar:
-    """Return a value that a table can hold: texts without halves of characters, other objects as JSON."""
+    """Return a value that a table can store: text without unpaired surrogates, other objects as JSON."""
     if value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < _LARGEST):
         return value
     text = value if isinstance(value, str) else json.dumps(value)

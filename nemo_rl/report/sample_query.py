@@ -1,4 +1,4 @@
-"""Questions for samples: filters, order and page, as a browser sends them."""
+"""Read a browser's query for samples: filters, order and page."""
 
 import math
 from collections.abc import Mapping
@@ -15,18 +15,18 @@ _LARGEST = 2**62
 
 @dataclass(frozen=True)
 class SampleQuery:
-    """A page of the samples that fit some filters.
+    """A query for one page of the samples that match some filters.
 
     Attributes:
-        equal: values of columns.
-        least: smallest values of columns.
-        most: largest values of columns.
-        text: a part of the end of the answer, in any case.
-        first_of_step: only the first fitting sample of each step.
-        sort: column; "": the order of steps.
-        descending: the largest first; samples without a value are last either way.
-        offset: samples before the page.
-        limit: rows of the page.
+        equal: value that a column must have, by column.
+        least: smallest value of a column, by column.
+        most: largest value of a column, by column.
+        text: text that the end of the answer must contain; upper and lower case are the same.
+        first_of_step: whether only the first matching sample of each step is wanted.
+        sort: column to sort by; "": the order of steps.
+        descending: whether the largest value is first; samples without a value are last in any case.
+        offset: number of samples before the page.
+        limit: largest number of rows of the page.
     """
 
     equal: Mapping[str, str] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class SampleQuery:
         """Read the parameters of a request: `phase`, `step_from`, `step_to`, `text`, `sort`, `offset` and so on.
 
         Raises:
-            ValueError: a parameter is unknown, or its value is of another kind.
+            ValueError: a parameter is unknown, or its value has the wrong type.
         """
         given: dict[str, Any] = {"equal": {}, "least": {}, "most": {}}
         for name, value in parameters.items():
@@ -67,7 +67,7 @@ class SampleQuery:
         return query
 
     def conditions(self) -> tuple[str, list[Any]]:
-        """Return a condition of SQL with its values."""
+        """Return a condition in SQL, and the values of its placeholders."""
         conditions, values = ["1"], list[Any]()
         for sign, wanted in (("=", self.equal), (">=", self.least), ("<=", self.most)):
             for name, value in wanted.items():
@@ -79,7 +79,7 @@ class SampleQuery:
         return " AND ".join(conditions), values
 
     def order(self) -> str:
-        """Return the order as SQL."""
+        """Return the order in SQL."""
         by_steps = "step, phase, number"
         if not self.sort:
             return by_steps
@@ -90,7 +90,7 @@ def _number(name: str, text: str) -> float:
     """Return a finite number.
 
     Raises:
-        ValueError: the text is none.
+        ValueError: the text is not a finite number.
     """
     try:
         number = float(text)

@@ -1,8 +1,8 @@
-"""Serve the page of one run while it goes on.
+"""Serve the page of one run, also while it goes on.
 
     reading (a thread, each second) ─► RunView ─► /KEY/  /KEY/news  /KEY/samples  /KEY/samples/N
 
-Invariants: files of the run are only read; nothing of it is in an answer to a request without the key.
+Invariants: files of the run are only read. The answer to a request without the key contains nothing about the run.
 """
 
 import asyncio
@@ -34,11 +34,11 @@ logger = logging.getLogger(__name__)
 
 _READ_EVERY_S = 1.0
 _FILES_AT_ONCE = 4
-"""Files of samples that are read before pages are answered again."""
+"""Files of samples that are read at a time; requests are answered in between."""
 _MOST_DIGITS = 12
 _NICENESS = 10
 _WAIT_S = 2.0
-"""Seconds after which a question for news is answered without any."""
+"""Seconds after which a request for news is answered even if there are none."""
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
 
@@ -98,7 +98,7 @@ class RunServer:
         return self._view.read(_FILES_AT_ONCE) or has_news
 
     async def _in_thread[T](self, work: Callable[[], T]) -> T:
-        """Do some work on a thread, one at a time."""
+        """Call a function on a thread; one call runs at a time."""
 
         def locked() -> T:
             with self._lock:

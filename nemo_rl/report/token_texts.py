@@ -1,4 +1,4 @@
-"""Texts of single tokens, from the file of a run's tokenizer."""
+"""Decode single tokens with the file of a run's tokenizer."""
 
 import logging
 from collections.abc import Iterable
@@ -15,10 +15,10 @@ _FILE = "tokenizer.json"
 
 
 class TokenTexts:
-    """Decodes tokens one by one; without the tokenizer's file they are shown as numbers.
+    """Decodes tokens one by one; without the file of the tokenizer, the texts are the numbers of the tokens.
 
     Args:
-        run: its configuration names the tokenizer, a folder or a model in the hub's cache.
+        run: the run, whose configuration names the tokenizer: a folder, or a model in the hub's cache.
     """
 
     def __init__(self, run: RunFiles) -> None:

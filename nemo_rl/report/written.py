@@ -16,16 +16,16 @@ logger = logging.getLogger(__name__)
 
 FILE = "report.html"
 _MOST_LISTED = 10_000
-"""Samples of a run that the file lists, about 2 MB."""
+"""Largest number of samples of a run in the list of the file; they take about 2 MB."""
 
 
 def write_report(folders: Sequence[Path], output: Path | None, num_samples: int) -> Path:
     """Write the report of runs and return its path.
 
     Args:
-        folders: log folders.
+        folders: log folders of the runs.
         output: the file; None: `report.html` in the folder of the first run.
-        num_samples: samples of each run with conversation and tokens.
+        num_samples: number of samples of each run with conversation and tokens.
 
     Raises:
         DataError: a folder has no run.

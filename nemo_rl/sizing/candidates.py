@@ -1,7 +1,7 @@
 """List the sizes that a model may have on its ranks, and write them as keys of its section.
 
-Sizes are powers of two, as GPUs of a machine, heads and batches mostly are. Invariant: a candidate only has to divide
-the ranks; the rules of the configuration and the backend judge everything else.
+Sizes are powers of two, because the numbers of GPUs, heads and rows usually are. Invariant: a candidate divides the
+ranks; whether it is allowed otherwise is checked by the rules of the configuration and the backend.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from nemo_rl.models.capacity.memory import microbatch_tokens
 from nemo_rl.sizing.jobs import Job
 
 MOST_TOKENS = 65536
-"""Tokens of a microbatch on a rank above which none is proposed: larger products are not faster."""
+"""Largest number of tokens of a microbatch on a rank that is proposed, because larger products are not faster."""
 _SHORTEST_PART = 2048
 _MOST_STAGES, _MOST_EXPERT_RANKS, _MOST_CONTEXT = 16, 64, 16
 Recompute = Literal["none", "selective", "full"]
@@ -28,9 +28,9 @@ class Candidate:
 
     Attributes:
         layout: sizes of the parallel axes.
-        recompute: what the backward pass computes again.
-        offload: keep the optimizer state (with DTensor also weights) in host memory.
-        rows: rows of maximum length that a microbatch has room for.
+        recompute: activations that the backward pass computes again.
+        offload: whether the optimizer state (with DTensor also the weights) is in host memory.
+        rows: rows of maximum length in a microbatch.
     """
 
     layout: ParallelLayout
@@ -39,7 +39,7 @@ class Candidate:
     rows: int
 
     def divisions(self) -> int:
-        """Return over how many ranks layers, tokens, stages and experts are divided, to prefer few."""
+        """Return the product of the sizes that divide the model or the rows; small ones are preferred."""
         axes = self.layout
         return axes.tp * axes.cp * axes.pp * axes.ep
 
@@ -72,7 +72,7 @@ def candidates(job: Job) -> Iterator[Candidate]:
 
 
 def rows_of_a_rank(job: Job, layout: ParallelLayout) -> int:
-    """Return the rows of an update that a data-parallel rank has."""
+    """Return the rows of an update on each data-parallel rank."""
     return max(ceil(job.batch / layout.data_parallel_size), 1)
 
 
@@ -92,9 +92,10 @@ def values_of(job: Job, candidate: Candidate) -> dict[str, Any]:
 
 
 def batching(job: Job, train_rows: int, pass_rows: int) -> dict[str, Any]:
-    """Write the rows of a microbatch in training and in log-prob passes, as tokens with packing or dynamic batching.
+    """Return the keys for the rows of a microbatch in training and in log-prob passes.
 
-    Without them, the keys of training count samples: a pair is one.
+    With sequence packing or dynamic batching the keys count tokens. Otherwise those of training count samples, where a
+    pair is one sample.
     """
     section = job.section
     for name in ("sequence_packing", "dynamic_batching"):
@@ -108,7 +109,7 @@ def batching(job: Job, train_rows: int, pass_rows: int) -> dict[str, Any]:
 
 
 def candidate_of(job: Job) -> Candidate:
-    """Return the sizes that the configuration itself has."""
+    """Return the sizes of the configuration as a candidate."""
     section, trains = job.section, job.role.trains
     tokens = microbatch_tokens(section, trains=trains)
     own = section.megatron_cfg if section.backend_key == "megatron_cfg" else section.dtensor_cfg

@@ -1,7 +1,7 @@
 """Define the command line of `nemo_rl size`.
 
-Imports little, so that the help appears immediately. Invariant: the exit status is 0 only for a proposal that fits; 1
-if nothing fits, 2 if the command line or the configuration is wrong.
+It imports little, so that the help appears immediately. Invariant: the exit status is 0 only for a proposal that fits;
+it is 1 if nothing fits, and 2 if the command line or the configuration is wrong.
 """
 
 import argparse
@@ -13,9 +13,9 @@ NAME = "size"
 SUMMARY = "propose parallel sizes and memory shares for given machines"
 DESCRIPTION = """Propose parallel sizes, microbatches, recomputation and engines for the machines of a configuration.
 
-For GPUs everything is predicted: nothing is started, and no GPU is needed. cluster.num_nodes and
-cluster.gpus_per_node say how many there are. For CPUs, --measure takes short real steps on this machine.
-Exit status: 0 with a proposal, 1 if nothing fits."""
+For GPUs everything is predicted: no GPU is needed, and nothing is started. cluster.num_nodes and
+cluster.gpus_per_node are the machines. For CPUs, --measure times short runs on this machine.
+Exit status: 0 with a proposal, 1 if nothing fits, 2 if the command line or the configuration is wrong."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,11 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", metavar="NAME", help="kind of GPU, such as h100, h200, b200, a100, l40s")
     parser.add_argument("--gpu-memory", metavar="SIZE", help="memory of a GPU, such as 80GiB")
     parser.add_argument(
-        "--engines", choices=("as-given", "colocated", "separate"), default="as-given", help="place of the engines"
+        "--engines",
+        choices=("as-given", "colocated", "separate"),
+        default="as-given",
+        help="GPUs of the engines: as the configuration says (default), those of the policy, or their own",
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the proposal as a YAML file")
-    parser.add_argument("--measure", action="store_true", help="on CPUs: take real steps with several sizes")
-    parser.add_argument("--steps", type=int, default=4, metavar="N", help="with --measure: timed steps of a trial")
+    parser.add_argument("--measure", action="store_true", help="on CPUs: time real steps with several sizes")
+    parser.add_argument(
+        "--steps", type=int, default=4, metavar="N", help="with --measure: timed steps of a trial (default: 4)"
+    )
     parser.add_argument("--algorithm", help="the file's algorithm, if its sections do not show it")
 
 

@@ -1,9 +1,9 @@
 """Estimate the seconds of an update for the sizes of a model, to compare candidates.
 
-The estimate adds what a rank computes and what it waits for; docs/guides/sizing.md states the model. All rows have the
-maximum length. Sources: operations by Chowdhery et al. 2022 (arXiv:2204.02311, appendix B), exchanges of tensor
-parallelism by Shoeybi et al. 2019 (arXiv:1909.08053), the pipeline's bubble by Narayanan et al. 2021
-(arXiv:2104.04473).
+The estimate is the sum of the time in which a rank computes and the time in which it waits; docs/guides/sizing.md
+describes the model. All rows have the maximum length. Sources: Chowdhery et al. 2022 (arXiv:2204.02311, appendix B) for
+operations, Shoeybi et al. 2019 (arXiv:1909.08053) for exchanges of tensor parallelism, Narayanan et al. 2021
+(arXiv:2104.04473) for the bubble of a pipeline.
 
 Invariant: only ratios between candidates of one job mean something; no constant was measured on a GPU.
 """
@@ -20,11 +20,11 @@ REACHED = 0.45
 REACHED_LINK = 0.7
 """Share of a link's bandwidth that collectives reach."""
 STARTING_TOKENS = 256
-"""Tokens that would be computed while the kernels of a microbatch start and end, on a rank that has whole layers."""
+"""Cost of the start and the end of a microbatch, in tokens, on a rank that has whole layers."""
 PACKED_SHARE = 0.5
-"""Share of the maximum length that rows have where the number of microbatches counts: packing needs fewer then."""
+"""Mean length of rows as a share of the maximum, for the number of packed microbatches of a pipeline."""
 LAYER_LAUNCH_S = 4e-4
-"""Seconds in which the host starts the kernels of a layer's forward and backward pass, however small they are."""
+"""Seconds that the host needs to start the kernels of a layer's forward and backward pass."""
 HOST_LINK_GB_S = 25.0
 """Bandwidth between a GPU and host memory."""
 HOST_MEMORY_GB_S = 10.0
@@ -38,12 +38,12 @@ class Seconds:
     """Seconds of an update of one model.
 
     Attributes:
-        compute: computation, or the start of kernels or the gathering of weights if they take longer.
+        compute: the longest of computation, start of kernels, and gathering of weights.
         tensor: exchanges between tensor-parallel ranks.
         context: exchanges of keys and values.
         experts: exchanges of tokens between the ranks of experts.
-        data: exchanges of gradients and weights that computation does not hide.
-        bubble: waiting of pipeline stages for each other.
+        data: exchanges of gradients that do not overlap with computation.
+        bubble: time in which pipeline stages wait for each other.
         offload: copies from and to host memory, and the optimizer there.
     """
 
@@ -90,13 +90,13 @@ class _Update:
 
     @property
     def passes(self) -> float:
-        """Forward passes that a microbatch is worth: a backward pass is two."""
+        """Cost of a microbatch in forward passes; a backward pass costs two."""
         trains = self.job.role.trains
         return (3.0 if trains else 1.0) * (1 + _COMPUTED_AGAIN[self.candidate.recompute])
 
     @property
     def crossings(self) -> int:
-        """Times that activations cross between ranks in a layer's passes: forward, backward, computed again."""
+        """Number of passes through a layer that exchange activations: forward, backward, and recomputation."""
         return 1 + self.job.role.trains + (self.candidate.recompute == "full")
 
     def seconds(self) -> Seconds:
@@ -111,7 +111,7 @@ class _Update:
         return Seconds(worked, tensor, context, experts, data, bubble, self._offload())
 
     def _compute(self) -> float:
-        """The slowest stage: all wait for it. The last one also has the head."""
+        """Return the seconds of computation in the slowest stage, which is the last one, because it has the head."""
         job, tp = self.job, self.axes.tp
         scores = 2 * job.attention_width * job.length  # causal: half of all pairs of tokens
         layers = ceil(self.layers) / len(job.trace.layers)
@@ -122,13 +122,16 @@ class _Update:
         return operations / tp / (job.gpu.tflops * 1e12 * REACHED)
 
     def _between_stages(self) -> float:
-        """Hidden states go from stage to stage and their gradients back."""
+        """Return the seconds in which hidden states go from stage to stage, and their gradients back."""
         stages = self.axes.pp
         moved = (stages > 1) * 2 * self.job.trace.hidden * _TWO_BYTES * self.tokens
         return self.microbatches * moved / self._bandwidth(self.axes.num_ranks)
 
     def _tensor(self) -> float:
-        """Two all-reduces, or as much with sequence parallelism, of a token's hidden state in a layer's pass."""
+        """Return the seconds of two all-reduces of the hidden states in each layer and pass.
+
+        With sequence parallelism the exchanged bytes are the same.
+        """
         tp = self.axes.tp
         moved = 2 * 2 * (tp - 1) / tp * self.job.trace.hidden * _TWO_BYTES * self.tokens * self.crossings
         return self.microbatches * self.layers * moved / self._bandwidth(tp)
@@ -139,7 +142,7 @@ class _Update:
         return self.microbatches * self.layers * moved / self._bandwidth(tp * cp)
 
     def _experts(self) -> float:
-        """Each token goes to its experts and comes back."""
+        """Return the seconds in which each token is sent to its experts and back."""
         ep, job = self.axes.ep, self.job
         if ep == 1:
             return 0.0
@@ -149,7 +152,7 @@ class _Update:
         return self.microbatches * self.layers * share * moved / self._bandwidth(ep)
 
     def _data(self) -> tuple[float, float]:
-        """Return the seconds that computation hides (FSDP's gathering), and those that it does not."""
+        """Return the seconds of FSDP's exchanges, which overlap with computation, and of those that do not overlap."""
         axes, held = self.axes, self._dense_elements() + self._expert_elements()
         if self.job.section.backend_key != "dtensor_cfg":
             ranks = axes.data_parallel_size * axes.cp
@@ -174,19 +177,19 @@ class _Update:
         return mine * (copies * _FOUR_BYTES / HOST_LINK_GB_S + _STATE_BYTES / HOST_MEMORY_GB_S) / 1e9
 
     def _dense_elements(self) -> float:
-        """Elements of a stage outside of experts, as they are on a tensor-parallel rank."""
+        """Return the elements of a stage on a tensor-parallel rank, without those of experts."""
         trace = self.job.trace
         inside = sum(layer.matrices + layer.vectors for layer in trace.layers) / self.axes.pp
         outside = 0 if trace.tied else trace.embedding.total
         return (inside + (outside + trace.last.total) / self.axes.pp) / self.axes.tp
 
     def _expert_elements(self) -> float:
-        """Elements of a stage's experts that a rank computes with."""
+        """Return the elements of a stage's experts that a rank computes with."""
         inside = sum(layer.experts for layer in self.job.trace.layers) / self.axes.pp
         return inside / (self.axes.ep if self.axes.ep > 1 else self.axes.tp)
 
     def _bandwidth(self, ranks: int) -> float:
-        """Return bytes a second between neighbouring ranks: over the network if they are more than a machine has."""
+        """Return bytes a second between neighbouring ranks: over the network if the group is larger than a machine."""
         gpu = self.job.gpu
         speed = gpu.link_gb_s if ranks <= self.job.per_node else gpu.network_gb_s
         return speed * 1e9 * REACHED_LINK

@@ -1,8 +1,7 @@
 """Choose the sizes of engines: ranks of each, and their share of the memory.
 
-An engine holds its weights on as few ranks as leave room for the answers that it samples at the same time. Its seconds
-are those of all answers at maximum length: each token reads the weights and the cached keys and values of all running
-answers. Invariant: as in `costs`, only ratios mean something.
+The seconds of an engine are estimated for answers of maximum length: each decoding step reads the weights and the
+cached keys and values of all running answers. Invariant: as in `costs`, only ratios mean something.
 """
 
 from collections.abc import Iterator
@@ -27,11 +26,11 @@ _ROUNDING = 1e-9
 MOST_RUNNING = 1024
 """Answers that vLLM runs at the same time on devices of at least 70 GiB (`EngineArgs.get_batch_defaults`)."""
 REACHED_MEMORY = 0.6
-"""Share of the memory's bandwidth that a step of an engine reaches."""
+"""Share of the memory's bandwidth that a decoding step reaches."""
 EXCHANGE_S = 1.5e-5
 """Seconds of a small exchange between the ranks of an engine, two in each layer."""
 STEP_S = 2e-3
-"""Seconds of an engine's step that are independent of its size."""
+"""Seconds of a decoding step that do not depend on its size."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class EngineChoice:
         stages: stages of layers.
         share: `gpu_memory_utilization`.
         engines: engines of the run.
-        answers: answers of a step for each engine.
-        room: answers of full length that its cache has room for.
+        answers: answers of a training step for each engine.
+        room: answers of full length for which its cache has room.
         seconds: estimated seconds to sample a step.
     """
 
@@ -71,7 +70,7 @@ def engine_choices(job: Job, config: MasterConfig, reserved: float) -> list[Engi
     Args:
         job: the policy.
         config: the run, with the sizes of its models.
-        reserved: bytes of a device that models and a weight sync need while engines are awake.
+        reserved: bytes of a device that models and a weight sync need while engines hold their memory.
     """
     found = [choice for choice in _choices(job, config, reserved) if choice is not None]
     return sorted(found, key=lambda choice: (choice.seconds, choice.tensor * choice.stages))
@@ -88,7 +87,7 @@ def _choices(job: Job, config: MasterConfig, reserved: float) -> Iterator[Engine
 
 
 def _choice(job: Job, config: MasterConfig, sizes: tuple[int, int, int], reserved: float) -> EngineChoice | None:
-    """Return the engine of a number of ranks with the memory that it needs and may have; None if it does not fit."""
+    """Return an engine of these sizes with its share of the memory; None if it does not fit."""
     tensor, stages, engines = sizes
     keys: dict[str, object] = {f"{ENGINE}.tensor_parallel_size": tensor, f"{ENGINE}.pipeline_parallel_size": stages}
     assert config.policy.generation is not None, "the run samples"

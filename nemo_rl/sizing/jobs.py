@@ -1,4 +1,4 @@
-"""Describe what a search for the sizes of one model needs: its section, ranks, rows of an update, and counts.
+"""Describe one model whose sizes are searched: its section, its ranks, the rows of an update, counts of parameters.
 
 Invariant: nothing in a job depends on the sizes that are searched.
 """
@@ -29,10 +29,10 @@ _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 @dataclass(frozen=True)
 class Job:
-    """A model of a run to be placed.
+    """A model whose sizes are searched.
 
     Attributes:
-        config: the run, with models that can be described here (`hub_configs.with_local_configs`).
+        config: the run, with model configurations that exist on this machine (`hub_configs.with_local_configs`).
         name: name of the model's section.
         gpu: the GPUs.
     """
@@ -73,7 +73,7 @@ class Job:
 
     @property
     def batch(self) -> int:
-        """Rows of an update of the policy, which other models read too."""
+        """Rows of an update of the policy; other models read the same rows."""
         return self.config.policy.train_global_batch_size * self.rows_each
 
     @property
@@ -88,7 +88,7 @@ class Job:
 
     @cached_property
     def text(self) -> Any:
-        """The part of it about language."""
+        """The part of the configuration about language."""
         return self.model.get_text_config()
 
     @cached_property
@@ -105,24 +105,24 @@ class Job:
 
     @cached_property
     def active_share(self) -> float:
-        """Share of the experts that a token passes."""
+        """Share of the experts that compute each token."""
         chosen = next((n for key in _EXPERTS_OF_A_TOKEN if (n := getattr(self.text, key, None))), 1)
         return chosen / self.num_experts if self.num_experts else 1.0
 
     @cached_property
     def multiplied(self) -> float:
-        """Parameters that a token is multiplied with: matrices, its experts, the head."""
+        """Number of parameters that a token is multiplied with: matrices, its experts, the head."""
         layers = sum(layer.matrices + layer.experts * self.active_share for layer in self.trace.layers)
         return layers + self.trace.hidden * self.trace.vocabulary
 
     @property
     def attention_width(self) -> int:
-        """Numbers of all heads' queries of a layer."""
+        """Width of the queries of a layer, over all heads."""
         return int(self.text.num_attention_heads * head_size(self.text))
 
     @property
     def key_value_width(self) -> int:
-        """Numbers of a token's keys and values in a layer."""
+        """Width of the keys and values of a layer together, over all heads."""
         heads = getattr(self.text, "num_key_value_heads", None) or self.text.num_attention_heads
         return int(2 * heads * head_size(self.text))
 

@@ -1,6 +1,6 @@
 """Describe the GPUs that a run is sized for: memory and speeds, by name or by size.
 
-Invariant: speeds are those of data sheets, for one direction of a link; `costs` states how much of them it expects.
+Invariant: speeds are those of data sheets, for one direction of a link; `costs` has the shares that are reached.
 """
 
 import re
@@ -19,8 +19,8 @@ class Gpu:
         memory_gib: memory as `nvidia-smi` reports it.
         tflops: dense bfloat16 operations, in 1e12 a second.
         memory_gb_s: bandwidth of its memory, in 1e9 bytes a second.
-        link_gb_s: bandwidth to another GPU of the machine.
-        network_gb_s: bandwidth of its share of the network to other machines.
+        link_gb_s: bandwidth to another GPU of the machine, in 1e9 bytes a second.
+        network_gb_s: bandwidth to other machines for each GPU, in 1e9 bytes a second.
     """
 
     name: str
@@ -43,8 +43,8 @@ GPUS = {
         Gpu("rtx4090", 24.0, 165.2, 1008.0, 32.0, 3.0),
     )
 }
-"""GPUs by name: SXM modules where there are several kinds; the network is one 400 Gb/s port for each GPU of a Hopper or
-Blackwell machine, 200 Gb/s for Ampere, 100 for L40S, and 25 for a desktop card."""
+"""GPUs by name; the SXM module if there are several kinds. The network has one port for each GPU: of 400 Gb/s for
+Hopper and Blackwell, 200 Gb/s for Ampere, 100 Gb/s for L40S, and 25 Gb/s for a desktop card."""
 
 _SIZE = re.compile(r"([\d.]+)\s*(GiB|MiB)?", re.IGNORECASE)
 
@@ -65,7 +65,11 @@ def memory_of(text: str) -> float:
 
 
 def chosen_gpu(name: str | None, memory_gib: float | None) -> Gpu:
-    """Return the GPU of a name; without one, a GPU with the speeds of the first in the table; memory as given.
+    """Return a GPU.
+
+    Args:
+        name: its name in `GPUS`; None takes the speeds of the first one.
+        memory_gib: its memory; None takes that of the table.
 
     Raises:
         ConfigError: the name is unknown.

@@ -1,9 +1,9 @@
 """Choose the sizes of a run on this machine's CPUs by real steps: ranks, threads, engines, microbatches.
 
-Each alternative is timed once against the configuration's own sizes, one kind of size after the other, on top of what
-was better before. The winner, or else the fastest alternative, is then timed in turns with the own sizes. Invariant:
-sizes are only proposed if they were clearly faster in those turns; otherwise the own sizes are, so a proposal is never
-slower as far as it was measured.
+The kinds of sizes are tried one after the other. An alternative is timed once, together with the earlier alternatives
+that were clearly faster than the configuration's own sizes. In the end the best combination, or else the fastest
+alternative, is timed in turns with the own sizes. Invariant: other sizes are proposed only if they were clearly faster
+in these turns too; otherwise the own sizes are proposed.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from nemo_rl.sizing.trial import Steps, take_steps
 from nemo_rl.utils.errors import ConfigError
 
 TURNS = 2
-"""Trials of the winner and of the own sizes in the end, in turns."""
+"""Trials of the best sizes and of the own sizes at the end, in turns."""
 CLEAR = 0.05
-"""Share of the step's seconds by which an alternative must be faster to be tried in turns."""
+"""Share of the step's seconds by which sizes must be faster to count as clearly faster."""
 TRIAL_DEADLINE_S = 600.0
 _ENGINES = "policy.generation.colocated"
 
@@ -36,8 +36,8 @@ class Alternative:
     """Another value of one kind of size.
 
     Attributes:
-        what: the kind, with the value.
-        overrides: the value as overrides.
+        what: name of the kind, with the value.
+        overrides: overrides that set the value.
     """
 
     what: str
@@ -81,7 +81,7 @@ def measure_run(arguments: argparse.Namespace, config: MasterConfig) -> int:
 
 
 def alternatives(config: MasterConfig) -> Iterator[list[Alternative]]:
-    """Yield the alternatives of each kind of size; the order is that in which they are decided."""
+    """Yield the alternatives of each kind of size, in the order in which the kinds are tried."""
     cores, ranks = usable_cores(), config.cluster.policy_ranks_per_node
     generation = config.policy.generation
     if cores > 1:
@@ -121,16 +121,17 @@ def search(
     accepted: Callable[[Sequence[str]], bool],
     tell: Callable[[str, Steps], None],
 ) -> list[str]:
-    """Decide one kind of size after the other by what is clearly faster than before.
+    """Try one kind of size after the other, and keep an alternative that is clearly faster than the sizes before.
 
     Args:
         kinds: alternatives by kind.
         timed: takes steps with overrides.
-        accepted: whether the configuration accepts overrides; others are left out.
+        accepted: returns whether the configuration accepts overrides; others are left out.
         tell: called with each result.
 
     Returns:
-        The overrides of the winner; if nothing was clearly faster than the own sizes, of the fastest alternative.
+        The overrides of the best sizes; those of the fastest alternative if nothing was clearly faster than the own
+        sizes.
     """
     best: list[str] = []
     all_results: list[tuple[float, list[str]]] = []
@@ -153,7 +154,7 @@ def search(
 
 
 def compare(best: list[str], timed: Callable[[Sequence[str]], Steps], tell: Callable[[str, Steps], None]) -> list[str]:
-    """Time sizes and the own ones in turns; return their overrides if they were clearly faster, else none."""
+    """Time the best sizes and the own sizes in turns; return the overrides if they were clearly faster, else none."""
     found: dict[str, list[float]] = {"own sizes, again": [], "fastest other, again": []}
     for _ in range(TURNS):
         for (name, seconds), overrides in zip(found.items(), ([], best), strict=True):

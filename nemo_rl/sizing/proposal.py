@@ -32,12 +32,12 @@ class Proposal:
 
     Attributes:
         values: values by dotted key.
-        config: the run with these values; its models can be described here.
+        config: the run with these values, and with model configurations that exist on this machine.
         models: the sizes of each model, by name.
-        searches: the search that found them.
+        searches: the search that found the sizes of each model, by name.
         engine: sizes of the engines; None if nothing is sampled.
         forecast: predicted memory.
-        headroom: share of the usable memory that models need at most.
+        headroom: largest share of the usable memory that models may need.
     """
 
     values: Mapping[str, Any]
@@ -55,7 +55,7 @@ class Proposal:
 
     @property
     def seconds(self) -> float:
-        """Estimated seconds of a step; engines that run meanwhile count only where they take longer."""
+        """Estimated seconds of a step: sampling and training, or the longer of them with an overlap."""
         sampling = self.engine.seconds if self.engine else 0.0
         overlaps = isinstance(self.config, RolloutMasterConfig) and self.config.algorithm.overlap.mode != "none"
         return max(sampling, self.train_seconds) if overlaps else sampling + self.train_seconds
@@ -70,7 +70,7 @@ def updates_of_a_step(config: MasterConfig) -> int:
 
 
 def described(config: MasterConfig, gpu: Gpu) -> MasterConfig:
-    """Return a copy whose models can be described here and whose cluster has these GPUs.
+    """Return a copy of a run whose model configurations exist on this machine and whose cluster has these GPUs.
 
     Raises:
         ConfigError: the sizes of the run cannot be searched.
@@ -87,7 +87,7 @@ def propose(config: MasterConfig, gpu: Gpu) -> Proposal | None:
     """Find the fastest sizes that fit; None if nothing does.
 
     Args:
-        config: what `described` returns, or a change of it.
+        config: the run, as `described` returns it, perhaps with changed keys.
         gpu: the GPUs.
 
     Raises:
@@ -109,7 +109,7 @@ class _Placement:
         return self.gpu.memory_gib * 2**30
 
     def find(self) -> Proposal | None:
-        """Place the models next to the policy, then the policy and the engines."""
+        """Find the sizes of the other models, then those of the policy and of the engines; None if nothing fits."""
         values: dict[str, Any] = {"cluster.gpu_memory_gb": self.gpu.memory_gib}
         models, searches = {}, {}
         for name in (name for name in self.config.models if name != "policy"):
@@ -174,7 +174,7 @@ class _Placement:
         return max(sum(size for kind, size in each.items() if kind not in _OF_ENGINES) for each in held)
 
     def _is_proven(self, config: MasterConfig) -> bool:
-        """Return whether the backends accept the models, with their proofs on small models."""
+        """Return whether the backends accept the models; the check includes proofs on small models."""
         try:
             check_backends(config.models, config.model_cluster)
         except ConfigError:

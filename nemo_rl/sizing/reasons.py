@@ -1,4 +1,4 @@
-"""Explain each size of a proposal in one sentence with numbers: what the next smaller and larger size would give.
+"""Explain each size of a proposal in a sentence, with the estimates for the next smaller and the next larger size.
 
 Invariant: every number comes from the search or from the forecast of memory, so a sentence cannot contradict them.
 """
@@ -34,7 +34,7 @@ _AXES = {
 
 @dataclass(frozen=True)
 class Reason:
-    """One size and why.
+    """One size and the reason for it.
 
     Attributes:
         what: name of the size.
@@ -85,7 +85,7 @@ def _data_sentence(search: Search, chosen: Candidate) -> str:
 
 
 def _compared(search: Search, fitting: Fitting, size_of: Callable[[Candidate], int]) -> str:
-    """Compare the estimate with those of half and twice a size."""
+    """Compare the estimate for a size with those for half and twice the size."""
     size, said = size_of(fitting.candidate), [f"an update takes about {_seconds(fitting.seconds)}"]
     for other in (size // 2, size * 2):
         if other:
@@ -98,7 +98,7 @@ def _has_size(size_of: Callable[[Candidate], int], size: int, candidate: Candida
 
 
 def _outcome(search: Search, wanted: Callable[[Candidate], bool]) -> str:
-    """Return what the best candidates of a kind would give, or why there are none."""
+    """Return the estimate of the fastest candidate of a kind, or the reason why there is none."""
     matching = [candidate for candidate in search.ranked if wanted(candidate) and not candidate.offload]
     if not matching:
         return "no layout divides the ranks, the rows or the model"

@@ -1,6 +1,6 @@
 """Write a proposal: a table with reasons, overrides to paste, and a YAML file.
 
-Invariant: the overrides and the file say the same, and both contain the overrides that the user gave.
+Invariant: the overrides and the file set the same keys, and both contain the overrides that the user gave.
 """
 
 import os
@@ -37,7 +37,7 @@ def proposal_lines(proposal: Proposal, gpu: Gpu, own: str) -> Iterator[str]:
     Args:
         proposal: the sizes.
         gpu: the GPUs.
-        own: what the configuration's own sizes give.
+        own: the estimate for the configuration's own sizes.
     """
     cluster = proposal.config.cluster
     yield "Machines"

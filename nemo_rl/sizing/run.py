@@ -1,4 +1,4 @@
-"""Size the run of a command line: search or measure, print, write, and check by the dry run."""
+"""Run `nemo_rl size`: search or measure sizes, print the proposal, write it, and check it by the dry run."""
 
 import argparse
 import sys
@@ -24,7 +24,7 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def size_run(arguments: argparse.Namespace) -> int:
-    """Do what a command line asks for; return the exit status.
+    """Run the command; return the exit status.
 
     Raises:
         ConfigError: the command line or the configuration is wrong.
@@ -68,7 +68,7 @@ def _read(arguments: argparse.Namespace) -> tuple[MasterConfig, type[Any]]:
 
 
 def _gpu(arguments: argparse.Namespace, config: MasterConfig) -> Gpu:
-    """Return the GPU of the options; without them that of the configuration, of this machine, or of 80 GiB."""
+    """Return the GPU of the options; without them that of the configuration or this machine, or one of 80 GiB."""
     memory = memory_of(arguments.gpu_memory) if arguments.gpu_memory else None
     if memory is None and arguments.gpu is None and config.cluster.uses_gpu:
         memory = device_bytes(config.cluster) / 2**30
@@ -103,7 +103,7 @@ def own_train_seconds(local: MasterConfig, gpu: Gpu) -> float:
 
 
 def shortage_lines(local: MasterConfig, gpu: Gpu) -> list[str]:
-    """Say what is short by how much, and how many GPUs would do."""
+    """Return lines that name how much memory is missing, and how many GPUs would be enough."""
     lines: list[str] = []
     for name in local.models:
         search = Search.of(Job(local, name, gpu), 1.0)

@@ -1,7 +1,7 @@
-"""Find the sizes with the fewest estimated seconds that rules, backend and memory accept.
+"""Find the sizes with the fewest estimated seconds that pass the rules, the backend's checks and the memory plan.
 
-Candidates are looked at from the fastest on, so most of them are never checked. Invariant: whether sizes are allowed is
-decided by the rules of the configuration, by the training backend and by its memory plan, never here.
+The candidates are checked in the order of their estimates, so most of them are never checked. Invariant: the rules of
+the configuration, the training backend and its memory plan decide whether sizes are allowed, never this module.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from nemo_rl.utils.errors import ConfigError
 HEADROOM = 0.95
 """Share of the usable memory that a proposal may need: predictions were up to 6 % too low where they were measured."""
 TIE = 0.02
-"""Difference of estimates that decides nothing."""
+"""Relative difference below which estimates count as equal."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class Rejected:
 
 @dataclass
 class Search:
-    """The candidates of a job, from the fastest on, and what is known about them.
+    """The candidates of a job, the fastest first, and the results of their checks.
 
     Attributes:
         job: the model.
-        usable: bytes of a device that the model may need.
+        usable: largest number of bytes of a device that the model may need.
     """
 
     job: Job
@@ -72,7 +72,7 @@ class Search:
     def of(cls, job: Job, headroom: float = HEADROOM) -> "Search":
         """Rank the candidates of a job by their estimates, those with offload last.
 
-        Estimates within `TIE` are equal: then less division of the model comes first, then larger microbatches.
+        Among estimates within `TIE`, layouts that divide the model less come first, then larger microbatches.
         """
         ranked = [(candidate, update_seconds(job, candidate)) for candidate in candidates(job)]
         ranked.sort(key=lambda each: _place(*each))
@@ -91,23 +91,26 @@ class Search:
                 yield judged
 
     def judge(self, candidate: Candidate, seconds: Seconds | None = None) -> Fitting | Rejected:
-        """Check a candidate; each is checked once, and larger microbatches than one that does not fit are not."""
+        """Check a candidate and keep the result.
+
+        If a microbatch does not fit, larger ones of the same layout are rejected without a check.
+        """
         if candidate not in self._judged:
             self._judged[candidate] = self._judge(candidate, seconds or update_seconds(self.job, candidate))
         return self._judged[candidate]
 
     def closest(self) -> Rejected | None:
-        """Return the candidate without room that needs least memory; None if rules refuse every candidate."""
+        """Return the candidate with too little room that needs the least memory; None if rules refuse all of them."""
         least = [self.judge(candidate) for candidate in self._smallest()]
         without_room = [each for each in least if isinstance(each, Rejected) and each.needs]
         return min(without_room, key=lambda each: each.needs, default=None)
 
     def refusal(self) -> str:
-        """Return a rule that refuses a candidate, for searches in which all are refused."""
+        """Return a rule that refuses a candidate, for the error if all are refused."""
         return next(filter(None, self._broken.values()), "no layout divides the ranks")
 
     def has_room(self) -> bool:
-        """Return whether a candidate with the smallest memory fits, without offload."""
+        """Return whether one of the candidates that need the least memory fits, without offload."""
         return any(isinstance(self.judge(candidate), Fitting) for candidate in self._smallest())
 
     def _smallest(self) -> list[Candidate]:

@@ -1,6 +1,6 @@
-"""Divide a cluster between the policy and engines with their own GPUs, and say how many GPUs a run needs.
+"""Divide a cluster between the policy and engines with their own GPUs, and find how many GPUs a run needs.
 
-Invariant: a cluster is divided as `plan_topology` reads it: one machine by GPUs, several by machines.
+Invariant: a cluster is divided as `plan_topology` expects: one machine by GPUs, several by machines.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ _GPUS_OF_A_MACHINE = 8
 
 
 def colocated(config: MasterConfig, gpu: Gpu) -> Proposal | None:
-    """Propose sizes for engines that take turns with the policy."""
+    """Propose sizes for engines on the GPUs of the policy."""
     keys = {f"{_COLOCATED}.enabled": True}
     return _with(keys, propose(with_values(config, keys), gpu))
 
@@ -38,7 +38,11 @@ def separate(config: MasterConfig, gpu: Gpu) -> Proposal | None:
 
 
 def smallest_cluster(config: MasterConfig, gpu: Gpu) -> tuple[int, int] | None:
-    """Return machines and GPUs of each of the smallest larger cluster, among common ones, with sizes that fit."""
+    """Return the smallest larger cluster, among common sizes, for which there is a proposal.
+
+    Returns:
+        Machines, and GPUs of each; None if there is none up to 64 machines.
+    """
     nodes, per_node = config.cluster.num_nodes, config.cluster.gpus_per_node
     more = [(1, gpus) for gpus in (2, 4, 8) if nodes == 1 and gpus > per_node]
     whole = max(per_node, _GPUS_OF_A_MACHINE) if nodes == 1 else per_node
@@ -61,7 +65,7 @@ def _divisions(config: MasterConfig) -> Iterator[dict[str, Any]]:
 
 
 def _with(keys: dict[str, Any], found: Proposal | None) -> Proposal | None:
-    """Add the keys of the engines' place to the values of a proposal."""
+    """Add the keys for the place of the engines to a proposal."""
     if found is None:
         return None
     return Proposal(**{**vars(found), "values": {**keys, **found.values}})

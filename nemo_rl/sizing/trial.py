@@ -1,7 +1,7 @@
-"""Take a few real steps of a run in a process of its own, and time them.
+"""Take a few real steps of a run in a separate process, and time them.
 
-`python -m nemo_rl.sizing.trial ALGORITHM FILE [key=value ...]` is that process. Invariant: a trial writes only below
-its own temporary folder, and nothing of it is left when it ends.
+The process is `python -m nemo_rl.sizing.trial ALGORITHM FILE [key=value ...]`. Invariant: a trial writes only into its
+temporary folder, which is removed when the trial ends.
 """
 
 import importlib
@@ -48,21 +48,22 @@ class Steps:
 
 
 def quiet_overrides(algorithm: str, steps: int, folder: Path) -> list[str]:
-    """Return overrides that leave only steps of a run: no validation, checkpoints or trackers; logs go to a folder."""
-    off = [f"logger.{name}_enabled=false" for name in ("wandb", "tensorboard", "mlflow", "swanlab")]
+    """Return overrides for a run of steps alone: no validation, checkpoints, trackers or ports; logs go to a folder."""
+    trackers = ("wandb", "tensorboard", "mlflow", "swanlab", "trackio")
+    off = [*(f"logger.{name}_enabled=false" for name in trackers), "logger.prometheus.enabled=false"]
     no_validation = [f"{algorithm}.val_period=0", f"{algorithm}.val_at_start=false", f"{algorithm}.val_at_end=false"]
     written = [f"logger.log_dir={folder}", "checkpointing.enabled=false"]
     return [f"{algorithm}.max_num_steps={steps}", *no_validation, *written, *off]
 
 
 def take_steps(algorithm: str, file: Path, overrides: Sequence[str], steps: int, deadline_s: float) -> Steps:
-    """Run a first step and then timed ones.
+    """Take a first step, and then timed ones.
 
     Args:
         algorithm: name of the algorithm.
-        file: configuration.
-        overrides: changes of it.
-        steps: timed steps.
+        file: configuration of the run.
+        overrides: changes of the configuration.
+        steps: number of timed steps.
         deadline_s: seconds after which the trial is ended.
 
     Raises:
@@ -89,7 +90,7 @@ def take_steps(algorithm: str, file: Path, overrides: Sequence[str], steps: int,
 
 
 def _watch(process: "subprocess.Popen[bytes]", logs: Path, steps: int, deadline: float) -> float | None:
-    """Wait for the end; return the processor seconds between the first and the last step, None if it has none."""
+    """Wait for the end; return the processor seconds between the first and the last step, None without a step."""
     first = last = None
     used: dict[int, float] = {}
     while process.poll() is None and time.monotonic() < deadline:

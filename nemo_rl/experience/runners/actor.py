@@ -1,10 +1,10 @@
-"""Play groups in an actor: the library's `RolloutRunner`, next to engines and environments of its own.
+"""Play groups in an actor, which has its own `RolloutRunner`, engines and environments.
 
     driver: client.RemoteRunner ── prompts ──► RunnerActor: RolloutRunner.play_group ─► engines, environments
             summaries ◄──────────────────────────┤
             references ◄── object store ◄─ tokens┘
 
-Invariant: an engine gets requests from one runner only, because its results are collected once.
+Invariant: an engine gets requests from one runner only, because each of its results can be collected only once.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from nemo_rl.experience.runners.groups import FinishedGroups, GroupTask, OpenGro
 from nemo_rl.experience.trajectory import Rollouts
 
 _LOOK_S = 0.1
-"""Seconds between two looks for lost engines."""
+"""Seconds between two checks for lost engines."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class RunnerSettings:
     """Settings of a runner actor.
 
     Attributes:
-        engines: actors of its engines' workers, in the order of their ranks.
-        workers_per_engine: as `EngineSettings.num_workers`.
-        environments: class path and section of `env` by task name.
-        cluster: deadlines, restarts, Python environments.
-        tokenizer: of rollouts.
-        limits: bounds of rollouts.
-        text_rules: as `RolloutRunner`.
-        import_path: folders that the driver searches for modules.
-        reads_collections: as `stored.split`; necessary if an environment corrects rewards of whole collections.
-        review: what is noted on finished samples.
+        engines: actors of the workers of its engines, in the order of their ranks.
+        workers_per_engine: number of workers of each engine (`EngineSettings.num_workers`).
+        environments: class path and section of `env`, by task name.
+        cluster: section with deadlines, restarts and Python environments.
+        tokenizer: tokenizer of the rollouts.
+        limits: limits of the rollouts.
+        text_rules: rules for texts, as in `RolloutRunner`.
+        import_path: folders in which the driver searches for modules.
+        reads_collections: as in `stored.split`; true if an environment corrects rewards of whole collections.
+        review: checks of finished samples, whose results are noted on them.
     """
 
     engines: Sequence[Any]
@@ -63,7 +63,7 @@ class RunnerSettings:
 
 
 class RunnerActor:
-    """Plays groups on the actor's event loop; see the module."""
+    """Plays groups on the event loop of the actor; the module's docstring shows the calls."""
 
     def __init__(self, settings: RunnerSettings) -> None:
         extend_path(settings.import_path)
@@ -91,7 +91,7 @@ class RunnerActor:
         self._groups = OpenGroups(self._play)
 
     def ready(self) -> ProcessIdentity:
-        """Return the actor's process, once the runner is built."""
+        """Return the process of the actor; it answers when the runner is ready."""
         return this_process()
 
     async def submit(
@@ -100,8 +100,8 @@ class RunnerActor:
         """Begin to play groups, and end others.
 
         Args:
-            tasks: with the number of each.
-            given_up: numbers of groups that no caller waits for.
+            tasks: the groups to play, each with its number.
+            given_up: numbers of the groups to end, because no caller waits for them.
             weight_version: version of the engines' weights.
         """
         self._engines.weight_version = weight_version
@@ -111,10 +111,11 @@ class RunnerActor:
             self._groups.start(number, task)
 
     async def collect(self, timeout_s: float) -> tuple[FinishedGroups, PackedRows | None]:
-        """Wait for finished groups; none have finished if there are none after `timeout_s`.
+        """Wait up to `timeout_s` for finished groups.
 
         Returns:
-            The groups, and the tokens with the texts of those to train on, which stay in the object store.
+            The finished groups, of which there may be none; and the tokens and texts of those to train on, which stay
+            in the object store.
         """
         taken = await self._groups.take(timeout_s)
         groups, packed = for_driver(taken, reads_collections=self._reads_collections)
@@ -124,10 +125,10 @@ class RunnerActor:
         return await self._runner.play_group(task.prompt, 0, task.num_generations, task.sampling, task.key)
 
     async def lost_engines(self, timeout_s: float) -> list[int]:
-        """Wait until engines have to be replaced; the driver also takes the answer as a sign of life.
+        """Wait up to `timeout_s` for engines that have to be replaced; the answer also shows that the actor works.
 
         Returns:
-            Positions of their workers in `RunnerSettings.engines`; empty if there are none after `timeout_s`.
+            Positions of their workers in `RunnerSettings.engines`; empty if there are none.
         """
         end = time.monotonic() + timeout_s
         while not (lost := self._workers.lost) and time.monotonic() < end:
@@ -135,7 +136,7 @@ class RunnerActor:
         return lost
 
     async def replace_engines(self, workers: Sequence[Any], lost: Sequence[int]) -> None:
-        """Take the current workers; those at the positions `lost` are new and have the current weights."""
+        """Use these workers from now on; those at the positions `lost` are new and have the current weights."""
         self._workers.replace(workers, lost)
 
     def shutdown(self) -> None:

@@ -1,8 +1,8 @@
 """Let runner actors play groups; the driver's `RolloutRunner` keeps order, deadlines and post-processing.
 
 Each group goes to the runner with the fewest open groups. A runner that dies or hangs is started again, and its open
-groups are played again: the same prompts with the same seeds. Finished groups outlive it, because the driver owns their
-references.
+groups are played again, with the same prompts and the same seeds. Its finished groups are not lost, because the driver
+owns the references to their tokens.
 """
 
 from collections.abc import Mapping
@@ -32,11 +32,11 @@ class RemoteRunner(RolloutRunner):
     """A `RolloutRunner` whose groups are played by runner actors (`cluster.rollout_runners`).
 
     Args:
-        engines: all engines; their weights are moved here, their requests come from the runners.
-        environments: by task name; the driver's own, which correct rewards of whole collections.
-        settings: of the runners; each gets its share of the engines.
-        num_runners: actors.
-        loop: runs the coroutines.
+        engines: all engines; the driver moves their weights, and the runners send their requests.
+        environments: environments of the driver by task name, which correct rewards of whole collections.
+        settings: settings of the runners; each gets its share of the engines.
+        num_runners: number of runner actors.
+        loop: event loop for the coroutines.
 
     Raises:
         ConfigError: there are fewer engines than runners.
@@ -80,7 +80,7 @@ class RemoteRunner(RolloutRunner):
         closings: Closings,
         progress: GroupProgress | None = None,
     ) -> Rollouts:
-        """Let a runner play the samples of one prompt from its start; it closes the episodes."""
+        """Let a runner play all samples of one prompt; the runner also closes the episodes."""
         if prompts.get("row_inputs") is not None:
             raise ConfigError(
                 "Rollout runners do not take inputs next to the tokens yet. Use cluster.rollout_runners=0."
@@ -102,7 +102,7 @@ class RemoteRunner(RolloutRunner):
         return located(Rollouts(samples, rollouts.metrics), ray.put(packed))
 
     def busy_seconds(self) -> BusySeconds:
-        """See `RolloutRunner.busy_seconds`; as the runners reported with their last groups."""
+        """See `RolloutRunner.busy_seconds`; the values are those that the runners reported with their last groups."""
         engines = [seconds for runner in self._runners for seconds in runner.exchange.busy.engines]
         return BusySeconds(engines, max(runner.exchange.busy.environments for runner in self._runners))
 

@@ -1,4 +1,4 @@
-"""The engines of a runner actor: their workers' actors, which the driver replaces when one dies.
+"""The engines of a runner actor: handles of their workers, which the driver replaces when one dies.
 
 runner: EngineGroup finds a dead engine ─► restart_workers ─► waits
 driver: lost_engines ─► replaces the engine, loads its weights ─► replace ─► the runner sends its requests again
@@ -24,7 +24,7 @@ class EngineWorkers:
     """Takes the place of a `RayWorkerGroup` in the `EngineGroup` of a runner; thread-safe.
 
     Args:
-        workers: actors of engines, in the order of their ranks.
+        workers: actors of the engines' workers, in the order of their ranks.
     """
 
     def __init__(self, workers: Sequence[Any]) -> None:
@@ -34,7 +34,7 @@ class EngineWorkers:
 
     @property
     def lost(self) -> list[int]:
-        """Positions of the workers that are to be replaced."""
+        """Positions of the workers that have to be replaced."""
         with self._changed:
             return sorted(self._lost)
 
@@ -60,7 +60,7 @@ class EngineWorkers:
             )
 
     def replace(self, workers: Sequence[Any], lost: Sequence[int]) -> None:
-        """Take the current actors of all engines; those of `lost` are new."""
+        """Use these actors from now on; those at the positions `lost` are new."""
         with self._changed:
             self.workers[:] = workers
             self._lost -= set(lost)
@@ -86,11 +86,12 @@ class EngineWorkers:
 class RunnerEngines(EngineGroup):
     """The `EngineGroup` of a runner.
 
-    Its requests have ids that no other group uses: an engine may still answer the requests of a runner that died.
+    The ids of its requests differ from those of all other runners, because an engine may still answer requests of a
+    runner that died.
 
     Args:
-        workers: of its engines.
-        workers_per_engine: as `EngineSettings.num_workers`.
+        workers: workers of its engines.
+        workers_per_engine: number of workers of each engine (`EngineSettings.num_workers`).
         timeouts: deadlines.
     """
 

@@ -1,12 +1,12 @@
-"""Give groups to a runner actor and take what it has played; many groups in a call, in both directions.
+"""Send groups to a runner actor and collect its results, many groups in each call.
 
     play() ─► outbox ─► _send (next iteration of the loop, one call) ─► actor.submit
     play() cancelled (deadline, another group failed) ─► _send ─► actor.submit, as given up
     serve ── collect (long poll) ──► finished groups ─► futures of play()
     the actor dies ─► serve: a new one gets all open groups from their start
 
-Invariant: a group has one answer, with the same tokens whichever actor plays it. The driver owns the references of its
-tokens, so they outlive the actor.
+Invariant: a group has one answer, with the same tokens whichever actor plays it. The driver owns the references to the
+tokens, so they are not lost when the actor dies.
 """
 
 import asyncio
@@ -30,23 +30,23 @@ _AGAIN_S = 1.0
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A group without an answer."""
+    """A group that has no answer yet."""
 
     task: GroupTask
     future: asyncio.Future[Rollouts]
 
 
 class GroupExchange:
-    """The open groups of one runner; for one event loop.
+    """The open groups of one runner; used on one event loop.
 
     Args:
         actor: the runner.
-        weight_version: returns the version of the engines' weights.
-        poll_s: seconds after which the actor answers `collect` without groups.
-        busy: time with work before the first answer.
+        weight_version: function that returns the version of the engines' weights.
+        poll_s: seconds after which the actor answers `collect` even if no group has finished.
+        busy: value of `busy` before the first answer.
 
     Attributes:
-        busy: time with work of the runner's engines and environments, as it reported last.
+        busy: seconds with work of the runner's engines and environments, as the runner last reported them.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class GroupExchange:
 
     @property
     def num_open(self) -> int:
-        """The number of groups that the runner plays."""
+        """Number of groups that the runner plays."""
         return len(self._open)
 
     async def play(self, task: GroupTask) -> Rollouts:
-        """Play a group in the actor, again if the actor dies or the watch kills it.
+        """Play a group in the actor. If the actor dies or is killed because it hangs, a new one plays the group again.
 
         Returns:
-            The samples, which know where their tokens are, and the metrics of environments.
+            The samples, with references to their tokens, and the metrics of environments.
 
         Raises:
             WorkerDiedError: the actor died too often.
@@ -99,7 +99,7 @@ class GroupExchange:
                 self._send_soon()
 
     async def serve(self) -> None:
-        """Keep groups going to the actor and coming back; never returns.
+        """Send groups to the actor and collect its results; never returns.
 
         Raises:
             WorkerDiedError: the actor died too often; all open groups raise it.
@@ -122,7 +122,7 @@ class GroupExchange:
             raise
 
     async def _take(self) -> None:
-        """Wait for finished groups, and answer those who wait for them."""
+        """Wait for finished groups, and give them to the callers of `play`."""
         collect = self._handle.collect.options(num_returns=2)
         answer, rows = collect.remote(self._poll_s)
         finished: FinishedGroups = await asyncio.wrap_future(answer.future())
@@ -144,7 +144,7 @@ class GroupExchange:
             asyncio.get_running_loop().call_soon(self._send)
 
     def _send(self) -> None:
-        """Send the groups that have come since the last call, and the numbers of those given up."""
+        """Send the groups that were added since the last call, and the numbers of those that were given up."""
         self._send_is_due = False
         if self._handle is None:
             return  # `serve` sends all open groups when the actor runs

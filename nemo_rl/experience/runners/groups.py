@@ -1,4 +1,4 @@
-"""Groups that a runner actor plays, and what goes between it and the driver: many groups in a call.
+"""Groups that a runner actor plays, and their form in calls between the actor and the driver.
 
 driver: exchange.GroupExchange ── submit([(number, task)], given up) ──► OpenGroups: a task for each group
         FinishedGroups, reference of the tokens ◄── collect ──────────── groups finished since the last call
@@ -25,7 +25,8 @@ from nemo_rl.experience.trajectory import Rollouts, Trajectory
 from nemo_rl.models.generation.interfaces import SamplingParams
 
 _TOKENS_OF_A_CALL = 1_000_000
-"""Tokens after which a call takes no further groups: about 10 MB, which stay until all of them are trained on."""
+"""Number of tokens after which a call takes no further groups. The tokens of a call are about 10 MB, and stay in the
+object store until all of them are trained on."""
 
 _MOST_UNWANTED = 10_000
 
@@ -35,10 +36,10 @@ class GroupTask:
     """A group to play.
 
     Attributes:
-        prompt: one collated row.
-        num_generations: samples.
-        sampling: how to sample.
-        key: as `RolloutRunner.play_group`.
+        prompt: the prompt, as a collated batch of one row.
+        num_generations: number of samples.
+        sampling: sampling parameters.
+        key: key of the rollouts, as in `RolloutRunner.play_group`.
     """
 
     prompt: BatchedDataDict[Any]
@@ -69,7 +70,7 @@ class GroupError:
             return cls(b"", text)
 
     def exception(self) -> Exception:
-        """Return the exception, with a note of its traceback; a `RuntimeError` with the text if it cannot be read."""
+        """Return the exception, with its traceback as a note; if it cannot be unpickled, a `RuntimeError` with it."""
         try:
             error = pickle.loads(self.pickled)
         except Exception:  # boundary: an exception may need arguments or modules that are not here
@@ -85,9 +86,9 @@ class FinishedGroups:
     """Groups that the driver takes in one call.
 
     Attributes:
-        groups: number of each, with its samples and the metrics of environments, or with its error. Samples of a
-            training phase have no tokens, those of a validation are whole.
-        busy: time with work of the runner's engines and environments since its start.
+        groups: the number of each group, with its samples and the metrics of environments, or with its error. Training
+            samples have no tokens; validation samples have all of them.
+        busy: seconds with work of the runner's engines and environments since its start.
     """
 
     groups: list[tuple[int, Rollouts | GroupError]]
@@ -95,10 +96,10 @@ class FinishedGroups:
 
 
 class OpenGroups:
-    """The groups that an actor plays, and those that were not taken yet; for one event loop.
+    """The groups that an actor plays, and finished ones that were not taken yet; used on one event loop.
 
     Args:
-        play: plays a group.
+        play: function that plays a group.
     """
 
     def __init__(self, play: Callable[[GroupTask], Coroutine[Any, Any, Rollouts]]) -> None:
@@ -137,7 +138,7 @@ class OpenGroups:
         self._has_news.set()
 
     async def take(self, timeout_s: float) -> list[tuple[int, str, Rollouts | Exception]]:
-        """Return the number, phase and outcome of finished groups; none if there are none after `timeout_s`."""
+        """Wait up to `timeout_s` for finished groups; return the number, phase and outcome of each."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._has_news.wait(), timeout_s)
         taken, num_tokens = [], 0
@@ -156,11 +157,11 @@ def for_driver(
     """Prepare finished groups for sending.
 
     Args:
-        taken: as `OpenGroups.take` returns them.
-        reads_collections: as `stored.split`.
+        taken: finished groups, as `OpenGroups.take` returns them.
+        reads_collections: as in `stored.split`.
 
     Returns:
-        The groups, and the tokens of those to train on; None if there are none of these.
+        The groups, and the tokens of those to train on; None instead of tokens if no group is to be trained on.
     """
     try:
         return _packed(taken, reads_collections)
@@ -198,7 +199,7 @@ def _sendable(
 
 
 def _sent(sample: Trajectory) -> Trajectory:
-    """Prepare the tensors of a whole sample for sending."""
+    """Prepare a sample with all its tensors for sending."""
     for conversation in sample.conversations:
         conversation.message_log = pack_tensors([dict(message) for message in conversation.message_log])
     sample.episode = None

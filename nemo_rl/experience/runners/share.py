@@ -1,10 +1,10 @@
-"""A runner actor as the driver sees it: its process, its share of the engines, and a watch over both.
+"""A runner actor in the driver: start its process, give it its share of the engines, and replace what dies.
 
     watch ── lost_engines(poll) ──► runner: answers when an engine is lost, or after `poll`
        no answer in time ─► the runner is killed; a new one plays its open groups again
        an engine is lost ─► it is replaced and gets the current weights ─► replace_engines
 
-Invariant: an engine that a runner reports is replaced once, whoever else finds it dead.
+Invariant: an engine that a runner reports as lost is replaced once, even if another part finds it dead too.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from nemo_rl.models.generation.engine_group import EngineGroup
 _MOST_CALLS = 1_000
 """Calls that a runner answers at the same time."""
 _POLLS_WITHIN_SILENCE = 4
-"""Signs of life that a runner gives within the time after which it counts as hung."""
+"""Number of answers that a working runner gives within the time after which it counts as hung."""
 
 
 class _NoSignOfLifeError(Exception):
@@ -33,13 +33,13 @@ class _NoSignOfLifeError(Exception):
 
 
 def ranks_of_runner(number: int, num_runners: int, num_workers: int, workers_per_engine: int) -> list[int]:
-    """Return the ranks of the engines' workers that a runner has: consecutive whole engines, often of one node.
+    """Return the ranks of the workers of a runner's engines: consecutive whole engines, often of one node.
 
     Args:
-        number: of the runner, from 0.
-        num_runners: at most the number of engines.
-        num_workers: of all engines.
-        workers_per_engine: as `EngineSettings.num_workers`.
+        number: number of the runner, from 0.
+        num_runners: number of runners, at most that of the engines.
+        num_workers: number of workers of all engines.
+        workers_per_engine: number of workers of each engine (`EngineSettings.num_workers`).
     """
     num_engines = num_workers // workers_per_engine
     first, end = (bound * num_engines // num_runners for bound in (number, number + 1))
@@ -51,12 +51,12 @@ class RunnerShare:
     """One runner: its actor and its engines.
 
     Attributes:
-        name: for logs and errors.
+        name: name for logs and errors.
         engines: all engines of the run.
-        ranks: of the workers of its own engines.
-        settings: of the actor; its engines are set at each start.
+        ranks: ranks of the workers of its own engines.
+        settings: settings of the actor; the engines in them are replaced at each start.
         actor: the actor, which is started again when it dies.
-        exchange: the groups that it plays.
+        exchange: the groups that the actor plays.
     """
 
     name: str
@@ -66,7 +66,7 @@ class RunnerShare:
     actor: SupervisedActor = field(init=False)
     exchange: GroupExchange = field(init=False)
     _given: list[Any] = field(default_factory=list, init=False)
-    """Workers that the running actor knows."""
+    """Workers that the running actor uses."""
 
     def __post_init__(self) -> None:
         cluster = self.settings.cluster
@@ -113,7 +113,7 @@ class RunnerShare:
                 self.actor.end_hung(incarnation, reason)  # on this loop, as `serve` replaces the actor here too
 
     async def _look(self, handle: Any) -> None:
-        """Wait for the loss of an engine for some time, and replace it.
+        """Ask the runner for lost engines, and replace them.
 
         Raises:
             RayActorError: the actor died.
@@ -139,7 +139,7 @@ class RunnerShare:
 
     @property
     def _poll_s(self) -> float:
-        """Seconds after which the actor answers a call that waits for news."""
+        """Seconds after which the actor answers a call even if it has nothing to report."""
         return self._silence_s / _POLLS_WITHIN_SILENCE
 
     def _replace_engines(self, lost: Sequence[int], given: Sequence[Any]) -> list[Any]:

@@ -1,7 +1,7 @@
-"""Trajectories without their tokens: what the driver keeps of rollouts that a runner actor has played.
+"""Trajectories without their tokens, which the driver keeps of rollouts that a runner actor has played.
 
-The driver sees lengths, rewards, versions and outcomes. Tokens and texts are in the object store, one object for each
-group; the driver owns the references, so they outlive the runner.
+The driver has lengths, rewards, versions and outcomes. Tokens and texts are in the object store, where one object may
+hold those of several groups. The driver owns the references, so the objects are not lost when the runner dies.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenCount:
-    """Takes the place of tokens that are stored elsewhere.
+    """Placeholder of tokens that are in the object store.
 
     Attributes:
-        count: their number.
+        count: number of tokens.
     """
 
     count: int
@@ -45,12 +45,13 @@ class TokenCount:
 
 
 def split(samples: Sequence[Trajectory], *, reads_collections: bool) -> tuple[list[Trajectory], PackedRows]:
-    """Divide the samples of a group into summaries for the driver, and tokens with texts.
+    """Divide samples into summaries for the driver, and tokens with texts for the object store.
 
     Args:
         samples: finished samples.
-        reads_collections: an environment reads whole collections, so the summaries have the texts of all messages and
-            the environment's metadata; False: the texts of those before the first response.
+        reads_collections: True if an environment reads whole collections: then the summaries have the texts of all
+            messages and the environment's metadata. False: they have the texts of the messages before the first
+            response.
     """
     packed = pack_rows([log for sample in samples for log in sample.logs])
     places = (StoredTokens(prompt, index) for index, prompt in enumerate(shared_prompts(packed)))
@@ -58,7 +59,7 @@ def split(samples: Sequence[Trajectory], *, reads_collections: bool) -> tuple[li
 
 
 def _summary(sample: Trajectory, places: Iterator[StoredTokens], reads_collections: bool) -> Trajectory:
-    """Return a sample without tokens; `places` gives those of its conversations and of later samples."""
+    """Return a sample without tokens; it takes the places of its conversations from `places`."""
     num_prompt = next((n for n, m in enumerate(sample.message_log) if "generation_logprobs" in m), None)
     return replace(
         sample,
@@ -78,7 +79,7 @@ def _summary(sample: Trajectory, places: Iterator[StoredTokens], reads_collectio
 
 
 def _counted(log: Sequence[Message], num_texts: int | None) -> list[Any]:
-    """Return messages with numbers of tokens in place of tokens; the first `num_texts` keep their texts, None: all."""
+    """Return messages with counts instead of tokens; the first `num_texts` keep their texts, None: all of them."""
     counted = []
     for number, message in enumerate(log):
         count = TokenCount(message["token_ids"].numel())
@@ -89,7 +90,7 @@ def _counted(log: Sequence[Message], num_texts: int | None) -> list[Any]:
 
 
 def located(rollouts: Rollouts, rows: "ObjectRef[Any]") -> Rollouts:
-    """Tell the summaries of a group where its tokens are; whole samples stay as they are."""
+    """Add the reference of the tokens to the summaries of a group; samples with tokens stay as they are."""
     for sample in rollouts.trajectories:
         for conversation in sample.conversations:
             if conversation.stored is not None:
@@ -131,7 +132,7 @@ def _messages(counted_log: Sequence[Any], place: StoredTokens | None, packed: Pa
 
 
 def messages_of(trajectory: Trajectory) -> list[Message]:
-    """Return the messages of a row without tokens, from the object store if they are there."""
+    """Return the messages of a row without tokens; their texts may come from the object store."""
     if trajectory.stored is None or trajectory.stored.rows is None:
         return trajectory.turns
     packed = fetched([trajectory.stored.rows])[trajectory.stored.rows]
@@ -139,11 +140,11 @@ def messages_of(trajectory: Trajectory) -> list[Message]:
 
 
 def lay_out(trajectories: Sequence[Trajectory], pad_token_id: int) -> BatchedDataDict[Any]:
-    """Return the rows of a batch, whose tokens are all stored.
+    """Return the rows of a batch, of which all tokens are in the object store.
 
     Args:
-        trajectories: one for each row, in order.
-        pad_token_id: as `StoredRow.pad_token_id`.
+        trajectories: one trajectory for each row, in the order of the rows.
+        pad_token_id: token for padding, as in `StoredRow.pad_token_id`.
     """
     lengths = [trajectory.length for trajectory in trajectories]
     width = max(lengths)

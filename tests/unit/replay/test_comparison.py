@@ -113,7 +113,7 @@ def test_a_changed_key_is_named_even_if_no_number_differs() -> None:
     found = result(step(), [key])
     assert found.first is not None and found.first.differences[0].name == "loss_fn.ratio_clip_min"
     assert "loss_fn.ratio_clip_min differs: 0.2 in the run, 0.1 now" in found.verdict
-    assert "All numbers are equal all the same." in found.verdict
+    assert "All numbers are equal nevertheless." in found.verdict
 
 
 def test_keys_that_a_step_does_not_read_are_no_difference() -> None:
