@@ -1,10 +1,12 @@
 """Read the metrics of a run into curves, again and again while it writes them."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_rl.report.run_files import RunFiles
+from nemo_rl.report.run_files import RunFiles, finite
+
+_LARGEST = 2**53
+"""Steps above are not exact in a browser."""
 
 
 @dataclass
@@ -27,7 +29,7 @@ class Curve:
             for column in (self.steps, self.values, self.times):
                 column.pop()
         self.steps.append(step)
-        self.values.append(value if value is not None and math.isfinite(value) else None)
+        self.values.append(finite(value))
         self.times.append(time)
 
     @property
@@ -59,8 +61,8 @@ class Curves:
         start = self._read_to
         for row, end in self.run.metric_rows(self._read_to):
             self._read_to = end
-            prefix, step, time = str(row.get("prefix", "")), row.get("step"), row.get("time")
-            if not isinstance(step, int) or not isinstance(time, int | float | None):
+            prefix, step, time = str(row.get("prefix", "")), row.get("step"), finite(row.get("time"))
+            if not isinstance(step, int) or abs(step) > _LARGEST:
                 continue
             for name, value in row["metrics"].items():
                 if value is None or isinstance(value, (int, float)):

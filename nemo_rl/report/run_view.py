@@ -10,7 +10,7 @@ from nemo_rl.report.curves import Curves
 from nemo_rl.report.findings import find
 from nemo_rl.report.phases import phases_of
 from nemo_rl.report.run_files import RunFiles
-from nemo_rl.report.sample_index import SampleIndex
+from nemo_rl.report.sample_index import READ_ERRORS, SampleIndex
 from nemo_rl.report.sample_lines import COLUMNS
 from nemo_rl.report.token_texts import TokenTexts
 
@@ -93,7 +93,7 @@ class RunView:
 
     def _details(self, numbers: Sequence[int]) -> Iterator[tuple[str, Any]]:
         for number in numbers:
-            with contextlib.suppress(OSError, ValueError):  # its file was written again meanwhile
+            with contextlib.suppress(IndexError, *READ_ERRORS):  # its file was written again meanwhile
                 yield str(number), self.detail(number)
 
     def _status(self) -> dict[str, Any]:

@@ -6,21 +6,38 @@
 Invariant: memory does not grow with the number of samples; a line that is no sample is left out and counted.
 """
 
+import logging
+import os
 import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from nemo_rl.report.run_files import RunFiles
-from nemo_rl.report.sample_lines import COLUMNS, detail_of, sample_files, summary_of
+from nemo_rl.report.run_files import RunFiles, finite
+from nemo_rl.report.sample_lines import COLUMNS, Scalar, detail_of, sample_files, summary_of
 from nemo_rl.report.sample_query import SampleQuery
 
+logger = logging.getLogger(__name__)
+
+READ_ERRORS = (OSError, sqlite3.Error, ValueError, OverflowError, RecursionError)
+"""What a file that is gone, damaged or written by a stranger, and a full disk, raise."""
+_LARGEST_EXACT = 2**53
 CHOICES = ("phase", "outcome", "task")
 """Columns whose values a page offers as filters."""
 _NUMBERS = {"step", "group", "sample", "branch", "idx", "reward", "length", "turns"}
 _TABLE = ", ".join(f'"{name}" {"NUMERIC" if name in _NUMBERS else "TEXT"}' for name in COLUMNS)
 _SHOWN = ", ".join(f'"{name}"' for name in COLUMNS)
+
+State = tuple[int, int]
+"""Time and size of a file."""
+
+
+class _Read(NamedTuple):
+    """A file that was read: its state then, and its lines that are no samples."""
+
+    state: State
+    num_damaged: int
 
 
 @dataclass
@@ -29,13 +46,12 @@ class SampleIndex:
 
     Attributes:
         run: the run.
-        num_damaged: lines that are no samples.
+        error: why a file could not be read at the last reading; None if each could.
     """
 
     run: RunFiles
-    num_damaged: int = 0
-    _read: dict[Path, tuple[int, int]] = field(default_factory=dict)
-    """Time and size of the files that were read."""
+    error: str | None = None
+    _read: dict[Path, _Read] = field(default_factory=dict)
     _table: sqlite3.Connection = field(init=False)
 
     def __post_init__(self) -> None:
@@ -52,38 +68,53 @@ class SampleIndex:
     def __len__(self) -> int:
         return int(self._table.execute("SELECT count(*) FROM samples").fetchone()[0])
 
+    @property
+    def num_damaged(self) -> int:
+        """Lines that are no samples."""
+        return sum(file.num_damaged for file in self._read.values())
+
     def read(self, most: int | None = None) -> bool:
         """Read files that are new, which are complete; return whether there was one.
 
-        A run that restarts writes the files of steps again; their samples replace the earlier ones.
+        A run that restarts writes the files of steps again; their samples replace the earlier ones. A file that cannot
+        be read keeps what was read of it before, and is tried again the next time.
 
         Args:
             most: number of files; None: all.
         """
-        new = [file for file in sample_files(self.run.folder) if self._read.get(file[2]) != _state(file[2])]
-        for step, phase, path in new[:most]:
-            self._table.execute("DELETE FROM samples WHERE file = ?", (str(path),))
-            self._read[path] = _state(path)
-            self._read_file(path, phase, step)
-        return bool(new)
+        num_read, error = 0, None
+        for step, phase, path in sample_files(self.run.folder):
+            if path in self._read and self._read[path].state == _state(path):
+                continue
+            if num_read == most:
+                break
+            try:
+                self._read[path] = self._read_file(path, phase, step)
+                num_read += 1
+            except READ_ERRORS as problem:
+                error = f"{path.name} cannot be read: {problem}"
+        if error is not None and error != self.error:
+            logger.warning("%s", error)
+        self.error = error
+        return num_read > 0
 
-    def _read_file(self, path: Path, phase: str, step: int) -> None:
+    def _read_file(self, path: Path, phase: str, step: int) -> _Read:
         rows: list[list[Any]] = []
-        place = 0
-        try:
-            with path.open("rb") as file:
-                for line in file:
-                    summary = summary_of(line, phase, step)
-                    if summary is None:
-                        self.num_damaged += 1
-                    else:
-                        rows.append([*summary, str(path), place, len(line)])
-                    place += len(line)
-        except OSError:
-            self.num_damaged += 1
+        place = num_damaged = 0
+        with path.open("rb") as file:
+            state = _state(file.fileno())
+            for line in file:
+                summary = summary_of(line, phase, step)
+                if summary is None:
+                    num_damaged += 1
+                else:
+                    rows.append([*summary, str(path), place, len(line)])
+                place += len(line)
         marks = ", ".join("?" * (len(COLUMNS) + 3))
-        self._table.executemany(f"INSERT INTO samples ({_SHOWN}, file, place, size) VALUES ({marks})", rows)
-        self._table.commit()
+        with self._table:  # all of it or nothing
+            self._table.execute("DELETE FROM samples WHERE file = ?", (str(path),))
+            self._table.executemany(f"INSERT INTO samples ({_SHOWN}, file, place, size) VALUES ({marks})", rows)
+        return _Read(state, num_damaged)
 
     def select(self, query: SampleQuery) -> dict[str, Any]:
         """Return the samples that a page asks for.
@@ -99,7 +130,7 @@ class SampleIndex:
         (total,) = self._table.execute(f"SELECT count(*) FROM samples WHERE {condition}", given).fetchone()
         return {
             "columns": ["number", *COLUMNS],
-            "rows": [list(row) for row in self._table.execute(chosen, (*given, query.limit, query.offset))],
+            "rows": [_shown(row) for row in self._table.execute(chosen, (*given, query.limit, query.offset))],
             "total": total,
             "known": len(self),
             "choices": {name: self._values_of(name) for name in CHOICES},
@@ -113,7 +144,7 @@ class SampleIndex:
         """Return number and summary of some samples, in the order of steps."""
         chosen = f"SELECT number, {_SHOWN} FROM samples ORDER BY step, phase, number"
         wanted = set(numbers)
-        return [list(row) for row in self._table.execute(chosen) if row[0] in wanted]
+        return [_shown(row) for row in self._table.execute(chosen) if row[0] in wanted]
 
     def chosen(self, most: int, among: Sequence[int] | None = None) -> list[int]:
         """Choose whole groups evenly over the steps of each phase.
@@ -142,20 +173,29 @@ class SampleIndex:
 
         Raises:
             IndexError: there is no such sample.
-            OSError, ValueError: its file is gone, or was written again by a resumed run.
+            OSError, ValueError: its file is gone, or was written again by a run that restarted.
         """
         found = self._table.execute("SELECT file, place, size FROM samples WHERE number = ?", (number,)).fetchone()
         if found is None:
             raise IndexError(number)
         path, place, size = found
         with open(path, "rb") as file:
+            if _state(file.fileno()) != self._read[Path(path)].state:
+                raise ValueError("the file was written again")
             file.seek(place)
             return detail_of(file.read(size))
 
 
-def _state(path: Path) -> tuple[int, int]:
+def _shown(row: Sequence[Scalar]) -> list[Scalar]:
+    """Return a row for a browser, which rounds whole numbers above 2^53; the table makes "1e999" infinite."""
+    values = (finite(value) if isinstance(value, float) else value for value in row)
+    return [str(value) if isinstance(value, int) and abs(value) > _LARGEST_EXACT else value for value in values]
+
+
+def _state(file: Path | int) -> State:
+    """Return the state of a file or of an open one; (0, 0) if it is gone."""
     try:
-        found = path.stat()
+        found = os.stat(file)
     except OSError:
         return (0, 0)
     return found.st_mtime_ns, found.st_size
