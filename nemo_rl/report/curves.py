@@ -7,6 +7,10 @@ from nemo_rl.report.run_files import RunFiles, finite
 
 _LARGEST = 2**53
 """Steps above are not exact in a browser."""
+_TRAINING = "train"
+"""Prefix of the first line of each training step."""
+_OF_SECONDS = "ray/"
+"""Beginning of the names of curves whose steps are seconds."""
 
 
 @dataclass
@@ -25,12 +29,16 @@ class Curve:
 
     def add(self, step: int, value: float | None, time: float | None) -> None:
         """Add the value of a step; a step that is repeated after a restart replaces itself and what follows."""
-        while self.steps and self.steps[-1] >= step:
-            for column in (self.steps, self.values, self.times):
-                column.pop()
+        self.cut(step)
         self.steps.append(step)
         self.values.append(finite(value))
         self.times.append(time)
+
+    def cut(self, step: int) -> None:
+        """Remove the values of a step and of later ones."""
+        while self.steps and self.steps[-1] >= step:
+            for column in (self.steps, self.values, self.times):
+                column.pop()
 
     @property
     def known(self) -> list[tuple[int, float]]:
@@ -50,11 +58,16 @@ class Curves:
     Attributes:
         run: the run.
         by_name: the curves that were read so far.
+        trained_at: seconds since 1970 of the last training step; None without one, or if the file has no times.
     """
 
     run: RunFiles
     by_name: dict[str, Curve] = field(default_factory=dict)
+    trained_at: float | None = None
     _read_to: int = 0
+    _last_trained: int = 0
+    _repeated: set[str] = field(default_factory=set)
+    """Curves that went back by themselves since the last training step."""
 
     def read(self) -> bool:
         """Read what the run has written since; return whether there was anything."""
@@ -64,10 +77,28 @@ class Curves:
             prefix, step, time = str(row.get("prefix", "")), row.get("step"), finite(row.get("time"))
             if not isinstance(step, int) or abs(step) > _LARGEST:
                 continue
+            if prefix == _TRAINING:
+                self._train(step, time)
             for name, value in row["metrics"].items():
                 if value is None or isinstance(value, (int, float)):
-                    self.by_name.setdefault(f"{prefix}/{name}" if prefix else name, Curve()).add(step, value, time)
+                    self._add(f"{prefix}/{name}" if prefix else name, step, value, time)
         return self._read_to > start
+
+    def _train(self, step: int, time: float | None) -> None:
+        """Remove what a run has taken back that goes on from an earlier checkpoint."""
+        if step < self._last_trained:
+            for name, curve in self.by_name.items():
+                if not name.startswith(_OF_SECONDS):
+                    curve.cut(step + 1 if name in self._repeated else step)
+            self.by_name = {name: curve for name, curve in self.by_name.items() if curve.steps}
+        self._last_trained, self.trained_at = step, time
+        self._repeated.clear()
+
+    def _add(self, name: str, step: int, value: float | None, time: float | None) -> None:
+        curve = self.by_name.setdefault(name, Curve())
+        if not curve.steps or curve.steps[-1] >= step:
+            self._repeated.add(name)
+        curve.add(step, value, time)
 
     def get(self, name: str) -> Curve:
         """Return a curve; an empty one if the metric does not exist."""

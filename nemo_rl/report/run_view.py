@@ -50,7 +50,18 @@ class RunView:
     def read(self, most_files: int | None = None) -> bool:
         """Read what is new, of the samples at most some files; return whether there was anything."""
         has_metrics, has_samples = self.curves.read(), self.samples.read(most_files)
+        self.samples.last_step = self._last_sampled()
         return has_metrics or has_samples
+
+    def _last_sampled(self) -> int | None:
+        """Return the last step whose training samples are of use; None if the run has logged no step.
+
+        Samples are written before the metrics of their step, and stay if it fails.
+        """
+        last, time = self.curves.last_step, self.curves.trained_at
+        if not last:
+            return None
+        return last + 1 if time is not None and self.samples.is_newer(last + 1, time) else last
 
     def as_json(self) -> dict[str, Any]:
         """Return everything but the samples."""

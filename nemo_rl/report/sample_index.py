@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_rl.report.run_files import RunFiles, finite
-from nemo_rl.report.sample_lines import COLUMNS, Scalar, detail_of, sample_files, summary_of
+from nemo_rl.report.sample_lines import COLUMNS, Scalar, detail_of, sample_files, summary_of, training_file
 from nemo_rl.report.sample_query import SampleQuery
 
 logger = logging.getLogger(__name__)
@@ -46,10 +46,13 @@ class SampleIndex:
 
     Attributes:
         run: the run.
+        last_step: the last step whose training samples are shown; a run that went back to an earlier checkpoint leaves
+            those of later steps until it writes them again. None: all.
         error: why a file could not be read at the last reading; None if each could.
     """
 
     run: RunFiles
+    last_step: int | None = None
     error: str | None = None
     _read: dict[Path, _Read] = field(default_factory=dict)
     _table: sqlite3.Connection = field(init=False)
@@ -66,7 +69,17 @@ class SampleIndex:
         self._table.create_function("has", 2, lambda text, part: part in str(text).lower(), deterministic=True)
 
     def __len__(self) -> int:
-        return int(self._table.execute("SELECT count(*) FROM samples").fetchone()[0])
+        return int(self._table.execute(f"SELECT count(*) FROM samples WHERE {self._valid}").fetchone()[0])
+
+    @property
+    def _valid(self) -> str:
+        """A condition of SQL: the run has not taken back the sample's step."""
+        return "1" if self.last_step is None else f"(phase != 'train' OR step <= {int(self.last_step)})"
+
+    def is_newer(self, step: int, time: float) -> bool:
+        """Return whether the training samples of a step were written after a time, in seconds since 1970."""
+        read = self._read.get(self.run.folder / training_file(step))
+        return read is not None and read.state[0] > time * 1e9
 
     @property
     def num_damaged(self) -> int:
@@ -124,6 +137,7 @@ class SampleIndex:
             that the query fits; `known`, of all; `choices`, the values of `CHOICES`; `num_damaged`.
         """
         where, values = query.conditions()
+        where = f"{self._valid} AND {where}"
         of_steps = "number IN (SELECT min(number) FROM samples WHERE " + where + " GROUP BY step)"
         condition, given = (of_steps, values) if query.first_of_step else (where, values)
         chosen = f"SELECT number, {_SHOWN} FROM samples WHERE {condition} ORDER BY {query.order()} LIMIT ? OFFSET ?"
@@ -138,11 +152,12 @@ class SampleIndex:
         }
 
     def _values_of(self, name: str) -> list[str]:
-        return [value for (value,) in self._table.execute(f'SELECT DISTINCT "{name}" FROM samples ORDER BY 1')]
+        values = f'SELECT DISTINCT "{name}" FROM samples WHERE {self._valid} ORDER BY 1'
+        return [value for (value,) in self._table.execute(values)]
 
     def rows_of(self, numbers: Sequence[int]) -> list[list[Any]]:
         """Return number and summary of some samples, in the order of steps."""
-        chosen = f"SELECT number, {_SHOWN} FROM samples ORDER BY step, phase, number"
+        chosen = f"SELECT number, {_SHOWN} FROM samples WHERE {self._valid} ORDER BY step, phase, number"
         wanted = set(numbers)
         return [_shown(row) for row in self._table.execute(chosen) if row[0] in wanted]
 
@@ -159,7 +174,7 @@ class SampleIndex:
         allowed = None if among is None else set(among)
         groups: dict[tuple[Any, ...], list[int]] = {}
         for number, *place in self._table.execute(
-            'SELECT number, phase, step, "group" FROM samples ORDER BY phase, step, number'
+            f'SELECT number, phase, step, "group" FROM samples WHERE {self._valid} ORDER BY phase, step, number'
         ):
             if allowed is None or number in allowed:
                 groups.setdefault(tuple(place), []).append(number)

@@ -41,6 +41,11 @@ def sample_files(folder: Path) -> list[tuple[int, str, Path]]:
     return sorted((int(name[2]), "train" if name[1] == "train" else "validation", path) for name, path in named if name)
 
 
+def training_file(step: int) -> str:
+    """Return the name of the file with the samples of a training step."""
+    return f"train_data_step{step}.jsonl"
+
+
 def summary_of(line: bytes, phase: str, step: int) -> list[Scalar] | None:
     """Return the values of `COLUMNS` of a sample; None if the line is no sample.
 
