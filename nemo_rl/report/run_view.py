@@ -72,6 +72,7 @@ class RunView:
             "facts": self._facts(),
             "config": self.run.flat_config,
             "curves": {name: curve.as_json() for name, curve in sorted(self.curves.by_name.items())},
+            "num_samples": self.samples.num_known,
             "phases": phases_of(self.curves),
             "findings": [finding.as_json() for finding in find(self.curves, self.run.algorithm)],
         }

@@ -9,6 +9,7 @@ Invariant: memory does not grow with the number of samples; a line that is no sa
 import logging
 import os
 import sqlite3
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +56,8 @@ class SampleIndex:
     last_step: int | None = None
     error: str | None = None
     _read: dict[Path, _Read] = field(default_factory=dict)
+    _known: dict[int | None, dict[str, Any]] = field(default_factory=dict)
+    """`known` and `choices` by the last step, until the next reading."""
     _table: sqlite3.Connection = field(init=False)
 
     def __post_init__(self) -> None:
@@ -70,6 +73,11 @@ class SampleIndex:
 
     def __len__(self) -> int:
         return int(self._table.execute(f"SELECT count(*) FROM samples WHERE {self._valid}").fetchone()[0])
+
+    @property
+    def num_known(self) -> int:
+        """Samples that are shown; fast while nothing is read."""
+        return int(self._known_now()["known"])
 
     @property
     def _valid(self) -> str:
@@ -104,6 +112,7 @@ class SampleIndex:
             try:
                 self._read[path] = self._read_file(path, phase, step)
                 num_read += 1
+                self._known.clear()
             except READ_ERRORS as problem:
                 error = f"{path.name} cannot be read: {problem}"
         if error is not None and error != self.error:
@@ -146,10 +155,15 @@ class SampleIndex:
             "columns": ["number", *COLUMNS],
             "rows": [_shown(row) for row in self._table.execute(chosen, (*given, query.limit, query.offset))],
             "total": total,
-            "known": len(self),
-            "choices": {name: self._values_of(name) for name in CHOICES},
+            **self._known_now(),
             "num_damaged": self.num_damaged,
         }
+
+    def _known_now(self) -> dict[str, Any]:
+        if self.last_step not in self._known:
+            choices = {name: self._values_of(name) for name in CHOICES}
+            self._known[self.last_step] = {"known": len(self), "choices": choices}
+        return self._known[self.last_step]
 
     def _values_of(self, name: str) -> list[str]:
         values = f'SELECT DISTINCT "{name}" FROM samples WHERE {self._valid} ORDER BY 1'
@@ -162,10 +176,10 @@ class SampleIndex:
         return [_shown(row) for row in self._table.execute(chosen) if row[0] in wanted]
 
     def chosen(self, most: int, among: Sequence[int] | None = None) -> list[int]:
-        """Choose whole groups evenly over the steps of each phase.
+        """Choose whole groups evenly over the steps of each phase; a sample without a group is one of its own.
 
         Args:
-            most: number of samples.
+            most: number of samples; if not even one group has so few, the first is cut.
             among: numbers of samples to choose from; None: all.
 
         Returns:
@@ -173,15 +187,13 @@ class SampleIndex:
         """
         allowed = None if among is None else set(among)
         groups: dict[tuple[Any, ...], list[int]] = {}
-        for number, *place in self._table.execute(
-            f'SELECT number, phase, step, "group" FROM samples WHERE {self._valid} ORDER BY phase, step, number'
+        for number, group, *place in self._table.execute(
+            f'SELECT number, "group", phase, step FROM samples WHERE {self._valid} ORDER BY phase, step, number'
         ):
             if allowed is None or number in allowed:
-                groups.setdefault(tuple(place), []).append(number)
-        largest = max(map(len, groups.values()), default=1)
-        count = min(max(most // largest, min(most, 1)), len(groups))
-        members = list(groups.values())
-        return sorted(number for place in range(count) for number in members[place * len(members) // count])
+                own = number if group is None else None
+                groups.setdefault((*place, group, own), []).append(number)
+        return sorted(_spread(list(groups.values()), most))
 
     def detail(self, number: int) -> dict[str, Any]:
         """Read a sample with its conversation and tokens.
@@ -199,6 +211,26 @@ class SampleIndex:
                 raise ValueError("the file was written again")
             file.seek(place)
             return detail_of(file.read(size))
+
+
+def _spread(groups: list[list[int]], room: int) -> list[int]:
+    """Return the members of groups that are evenly spaced, as many as there is room for."""
+    chosen: list[int] = []
+    rest = [group for group in groups if len(group) <= room]
+    if not rest and groups:
+        return groups[0][:room]
+    while rest:
+        count = bisect_right(range(1, len(rest) + 1), room, key=lambda count: sum(map(len, _spaced(rest, count))))
+        taken = _spaced(rest, count)
+        chosen += [number for group in taken for number in group]
+        room -= sum(map(len, taken))
+        known = {group[0] for group in taken}
+        rest = [group for group in rest if len(group) <= room and group[0] not in known]
+    return chosen
+
+
+def _spaced(groups: list[list[int]], count: int) -> list[list[int]]:
+    return [groups[place * len(groups) // count] for place in range(count)]
 
 
 def _shown(row: Sequence[Scalar]) -> list[Scalar]:

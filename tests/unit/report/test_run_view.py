@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -82,6 +83,24 @@ def test_whole_groups_are_chosen_evenly_over_the_steps(tmp_path: Path) -> None:
     assert {step for _, step, _ in groups} == {1, 3, 5, 7, 9}
     assert index.chosen(1000) == list(range(1, 41)) and index.chosen(0) == []
     assert set(index.chosen(4, among=chosen)) <= set(chosen) and len(index.chosen(4, among=chosen)) == 4
+
+
+def test_groups_of_different_sizes_are_added_until_there_is_no_room(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=2)
+    sizes = [9, *[2] * 10]
+    rows = [row(3, group, sample, "x") for group, size in enumerate(sizes) for sample in range(size)]
+    rows += [row(3, 0, 0, "x") | {"group": None} for _ in range(3)]
+    (run / "train_data_step3.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    index = SampleIndex(RunFiles(run))
+    index.read()
+    for most in range(1, 9):
+        chosen = index.rows_of(index.chosen(most))
+        assert len(chosen) == most, "a sample without a group fills the room"
+        counts = Counter((each[2], each[3]) for each in chosen if each[3] is not None)
+        assert set(counts.values()) <= {2}
+    assert len(index.chosen(len(index) - 1)) >= len(index) - 2
+    only = index.chosen(4, among=[each[0] for each in index.rows_of(range(1, 100)) if each[2:4] == [3, 0]])
+    assert len(only) == 4 and {each[3] for each in index.rows_of(only)} == {0}
 
 
 @pytest.fixture
