@@ -139,6 +139,7 @@ async function follow() {
         DATA.error = news.error;
         DATA.runs = [news.run];
         if (tab !== "rollouts" && tab !== "config" && !["INPUT", "SELECT"].includes(document.activeElement.tagName)) show();
+        servedSamples.tell(news.run.num_samples);
         footer();
       }
     } catch (problem) {
