@@ -166,6 +166,34 @@ def test_a_sample_whose_file_was_written_again_is_told_in_words(browser: Any, tm
         visitor.page.locator("#footer", has_text="train_data_step1.jsonl cannot be read").wait_for()
 
 
+def test_an_answer_that_comes_late_replaces_nothing(browser: Any, tmp_path: Path) -> None:
+    write_run(tmp_path, steps=2)
+    held: list[Any] = []
+    asked: list[str] = []
+    with watched(tmp_path) as address:
+        visitor = Visitor(browser, 1280, address)
+        page = visitor.page
+        page.on("request", lambda request: asked.append(request.url))
+        visitor.open("rollouts")
+        visitor.expect_count("8 of 8 samples")
+        page.route("**/samples?*limit=32*", lambda route: held.append(route))
+        page.locator("tr.choice").first.click()
+        page.wait_for_selector("article .message")
+        page.click("text=Its whole group")
+        page.locator("tr.choice").last.click()
+        last = page.locator("article", has_text="step 2")
+        last.wait_for()
+        with page.expect_response("**/samples?*limit=32*"):
+            held[0].continue_()
+        page.wait_for_timeout(300)
+        assert page.locator("article").count() == 1 and last.count() == 1
+        before = len([url for url in asked if re.search(r"/samples/\d+$", url)])
+        page.locator("label:has-text('colour') select").select_option("advantage")
+        page.wait_for_selector("text=From 1 to 1")
+        assert before == len([url for url in asked if re.search(r"/samples/\d+$", url)]) == 2
+        assert visitor.errors == []
+
+
 def check_filters(visitor: Visitor) -> None:
     """Use each control of the table; the run has 9 steps of 2 groups with 2 samples of 2 and 3 tokens."""
     page = visitor.page
