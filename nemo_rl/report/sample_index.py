@@ -22,7 +22,7 @@ from nemo_rl.report.sample_query import SampleQuery
 logger = logging.getLogger(__name__)
 
 READ_ERRORS = (OSError, sqlite3.Error, ValueError, OverflowError, RecursionError)
-"""What a file that is gone, damaged or written by a stranger, and a full disk, raise."""
+"""Errors of a full disk, and of files that are gone, damaged or written by a stranger."""
 _LARGEST_EXACT = 2**53
 CHOICES = ("phase", "outcome", "task")
 """Columns whose values a page offers as filters."""
