@@ -1,10 +1,16 @@
 """Read the metrics of a run into curves, also while the run writes them."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_rl.report.run_files import RunFiles
+from nemo_rl.report.run_files import RunFiles, finite
+
+_LARGEST = 2**53
+"""Steps above are not exact in a browser."""
+_TRAINING = "train"
+"""Prefix of the first line of each training step."""
+_OF_SECONDS = "ray/"
+"""Beginning of the names of curves whose steps are seconds."""
 
 
 @dataclass
@@ -22,16 +28,17 @@ class Curve:
     times: list[float | None] = field(default_factory=list)
 
     def add(self, step: int, value: float | None, time: float | None) -> None:
-        """Add the value of a step.
+        """Add the value of a step; a step that is repeated after a restart replaces itself and what follows."""
+        self.cut(step)
+        self.steps.append(step)
+        self.values.append(finite(value))
+        self.times.append(time)
 
-        After a restart a run repeats steps. A repeated step replaces its earlier value and those of later steps.
-        """
+    def cut(self, step: int) -> None:
+        """Remove the values of a step and of later ones."""
         while self.steps and self.steps[-1] >= step:
             for column in (self.steps, self.values, self.times):
                 column.pop()
-        self.steps.append(step)
-        self.values.append(value if value is not None and math.isfinite(value) else None)
-        self.times.append(time)
 
     @property
     def known(self) -> list[tuple[int, float]]:
@@ -51,24 +58,47 @@ class Curves:
     Attributes:
         run: the run.
         by_name: the curves that were read so far.
+        trained_at: seconds since 1970 of the last training step; None without one, or if the file has no times.
     """
 
     run: RunFiles
     by_name: dict[str, Curve] = field(default_factory=dict)
+    trained_at: float | None = None
     _read_to: int = 0
+    _last_trained: int = 0
+    _repeated: set[str] = field(default_factory=set)
+    """Curves that went back by themselves since the last training step."""
 
     def read(self) -> bool:
         """Read the lines that are new since the last call; return whether there were any."""
         start = self._read_to
         for row, end in self.run.metric_rows(self._read_to):
             self._read_to = end
-            prefix, step, time = str(row.get("prefix", "")), row.get("step"), row.get("time")
-            if not isinstance(step, int) or not isinstance(time, int | float | None):
+            prefix, step, time = str(row.get("prefix", "")), row.get("step"), finite(row.get("time"))
+            if not isinstance(step, int) or abs(step) > _LARGEST:
                 continue
+            if prefix == _TRAINING:
+                self._train(step, time)
             for name, value in row["metrics"].items():
                 if value is None or isinstance(value, (int, float)):
-                    self.by_name.setdefault(f"{prefix}/{name}" if prefix else name, Curve()).add(step, value, time)
+                    self._add(f"{prefix}/{name}" if prefix else name, step, value, time)
         return self._read_to > start
+
+    def _train(self, step: int, time: float | None) -> None:
+        """Remove what a run has taken back that goes on from an earlier checkpoint."""
+        if step < self._last_trained:
+            for name, curve in self.by_name.items():
+                if not name.startswith(_OF_SECONDS):
+                    curve.cut(step + 1 if name in self._repeated else step)
+            self.by_name = {name: curve for name, curve in self.by_name.items() if curve.steps}
+        self._last_trained, self.trained_at = step, time
+        self._repeated.clear()
+
+    def _add(self, name: str, step: int, value: float | None, time: float | None) -> None:
+        curve = self.by_name.setdefault(name, Curve())
+        if not curve.steps or curve.steps[-1] >= step:
+            self._repeated.add(name)
+        curve.add(step, value, time)
 
     def get(self, name: str) -> Curve:
         """Return a curve; an empty one if the metric does not exist."""

@@ -4,6 +4,7 @@ Invariant: files are only read. If a file is missing or damaged, only its part o
 """
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -110,11 +111,24 @@ def find_run(path: Path) -> RunFiles:
 
 
 def read_json(line: bytes | str) -> Any:
-    """Read a line of JSON; None if it is not JSON. Numbers that are not finite become None too."""
+    """Read a line of JSON; None if it is none. Numbers that are not finite, such as 1e999, become None too."""
     try:
-        return json.loads(line, parse_constant=lambda _: None)
+        return json.loads(line, parse_constant=lambda _: None, parse_float=_finite_of)
     except (ValueError, RecursionError):
         return None
+
+
+def finite(value: Any) -> float | None:
+    """Return a number as a float; None if it is none, is not finite, or does not fit."""
+    try:
+        return _finite_of(value) if isinstance(value, int | float) else None
+    except OverflowError:
+        return None
+
+
+def _finite_of(value: str | float) -> float | None:
+    number = float(value)
+    return number if math.isfinite(number) else None
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -124,6 +138,8 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if not isinstance(value, dict) or not value:
+        if isinstance(value, float) and not math.isfinite(value):
+            value = str(value)  # JSON has no infinity
         yield path, value if isinstance(value, (str, int, float, bool, type(None))) else json.dumps(value, default=str)
         return
     for key, inner in value.items():

@@ -10,7 +10,7 @@ from nemo_rl.report.curves import Curves
 from nemo_rl.report.findings import find
 from nemo_rl.report.phases import phases_of
 from nemo_rl.report.run_files import RunFiles
-from nemo_rl.report.sample_index import SampleIndex
+from nemo_rl.report.sample_index import READ_ERRORS, SampleIndex
 from nemo_rl.report.sample_lines import COLUMNS
 from nemo_rl.report.token_texts import TokenTexts
 
@@ -54,7 +54,18 @@ class RunView:
             most_files: largest number of files of samples to read; None: all.
         """
         has_metrics, has_samples = self.curves.read(), self.samples.read(most_files)
+        self.samples.last_step = self._last_sampled()
         return has_metrics or has_samples
+
+    def _last_sampled(self) -> int | None:
+        """Return the last step whose training samples are of use; None if the run has logged no step.
+
+        Samples are written before the metrics of their step, and stay if it fails.
+        """
+        last, time = self.curves.last_step, self.curves.trained_at
+        if not last:
+            return None
+        return last + 1 if time is not None and self.samples.is_newer(last + 1, time) else last
 
     def as_json(self) -> dict[str, Any]:
         """Return everything but the samples."""
@@ -65,6 +76,7 @@ class RunView:
             "facts": self._facts(),
             "config": self.run.flat_config,
             "curves": {name: curve.as_json() for name, curve in sorted(self.curves.by_name.items())},
+            "num_samples": self.samples.num_known,
             "phases": phases_of(self.curves),
             "findings": [finding.as_json() for finding in find(self.curves, self.run.algorithm)],
         }
@@ -97,7 +109,7 @@ class RunView:
 
     def _details(self, numbers: Sequence[int]) -> Iterator[tuple[str, Any]]:
         for number in numbers:
-            with contextlib.suppress(OSError, ValueError):  # its file was written again meanwhile
+            with contextlib.suppress(IndexError, *READ_ERRORS):  # its file was written again meanwhile
                 yield str(number), self.detail(number)
 
     def _status(self) -> dict[str, Any]:

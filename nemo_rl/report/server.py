@@ -27,6 +27,7 @@ import nemo_rl
 from nemo_rl.report.page import as_json, make_page
 from nemo_rl.report.run_files import RunFiles
 from nemo_rl.report.run_view import RunView
+from nemo_rl.report.sample_index import READ_ERRORS
 from nemo_rl.report.sample_query import SampleQuery
 from nemo_rl.utils.errors import ConfigError
 
@@ -58,6 +59,7 @@ class RunServer:
         self._lock = threading.Lock()
         self._version = 0
         self._status: dict[str, Any] = {}
+        self._error: str | None = None
         self._changed = asyncio.Event()
 
     def application(self) -> Starlette:
@@ -80,11 +82,7 @@ class RunServer:
 
     async def _read(self) -> None:
         while True:
-            try:
-                has_news = await self._in_thread(self._read_once)
-            except OSError as error:
-                logger.warning("The run cannot be read for the moment: %s", error)
-                has_news = False
+            has_news = await self._in_thread(self._read_once)
             if has_news:
                 self._version += 1
                 self._changed.set()
@@ -92,10 +90,20 @@ class RunServer:
             await asyncio.sleep(0 if has_news else _READ_EVERY_S)
 
     def _read_once(self) -> bool:
-        record = self._view.run.record()
+        """Read what is new; return whether the page differs. A reading that fails is repeated later."""
+        record, error = self._view.run.record(), None
         has_news = record != self._status
         self._status = record
-        return self._view.read(_FILES_AT_ONCE) or has_news
+        try:
+            has_news = self._view.read(_FILES_AT_ONCE) or has_news
+            error = self._view.samples.error
+        except READ_ERRORS as problem:
+            error = f"{type(problem).__name__}: {problem}"
+            if error != self._error:
+                logger.warning("The run cannot be read for the moment: %s", error)
+        has_news = has_news or error != self._error
+        self._error = error
+        return has_news
 
     async def _in_thread[T](self, work: Callable[[], T]) -> T:
         """Call a function on a thread; one call runs at a time."""
@@ -116,6 +124,7 @@ class RunServer:
         def page() -> str:
             run = self._view.as_json()
             about = {"live": True, "version": nemo_rl.__version__, "written": time.time(), "news": self._version}
+            about["error"] = self._error
             return make_page({"runs": [run], **about})
 
         return HTMLResponse(await self._in_thread(page), headers=_HEADERS)
@@ -129,7 +138,8 @@ class RunServer:
         def news() -> dict[str, Any]:
             if request.query_params.get("after") == str(self._version):
                 return {"version": self._version}
-            return {"version": self._version, "written": time.time(), "run": self._view.as_json()}
+            about = {"version": self._version, "written": time.time(), "error": self._error}
+            return {**about, "run": self._view.as_json()}
 
         return _json(await self._in_thread(news))
 
@@ -147,7 +157,7 @@ class RunServer:
         number = int(text) if text.isdecimal() and len(text) < _MOST_DIGITS else -1
         try:
             return _json(await self._in_thread(lambda: self._view.detail(number)))
-        except (IndexError, OSError, ValueError) as error:
+        except (IndexError, *READ_ERRORS) as error:
             raise HTTPException(404, f"sample {number} cannot be read: {type(error).__name__}") from error
 
 

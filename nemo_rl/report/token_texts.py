@@ -12,6 +12,8 @@ from nemo_rl.report.run_files import RunFiles
 logger = logging.getLogger(__name__)
 
 _FILE = "tokenizer.json"
+_LARGEST = 2**32
+"""Tokenizers take smaller numbers only."""
 
 
 class TokenTexts:
@@ -35,7 +37,7 @@ class TokenTexts:
         return self._texts[token]
 
     def _decode(self, token: int) -> str:
-        if self._tokenizer is None:
+        if self._tokenizer is None or token >= _LARGEST:
             return f"[{token}]"
         text: str = self._tokenizer.decode([token], skip_special_tokens=False)
         return text or str(self._tokenizer.id_to_token(token) or f"[{token}]")

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +106,9 @@ def test_samples_are_filtered_sorted_and_compared(browser: Any, run: Path, tmp_p
     assert visitor.errors == []
 
 
-@pytest.fixture
-def address(run: Path) -> Iterator[str]:
-    """The address of the live page of the run."""
+@contextmanager
+def watched(run: Path) -> Iterator[str]:
+    """Serve the live page of a run and give its address."""
     command = [sys.executable, "-m", "nemo_rl", "watch", str(run), "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
@@ -116,6 +117,13 @@ def address(run: Path) -> Iterator[str]:
             yield line[line.index("http://") :].split()[0]
         finally:
             server.terminate()
+
+
+@pytest.fixture
+def address(run: Path) -> Iterator[str]:
+    """The address of the live page of the run."""
+    with watched(run) as address:
+        yield address
 
 
 def test_the_live_page_answers_the_same_and_follows_the_run(browser: Any, run: Path, address: str) -> None:
@@ -128,7 +136,62 @@ def test_the_live_page_answers_the_same_and_follows_the_run(browser: Any, run: P
     visitor.page.locator(".card", has_text="after 10 steps").first.wait_for()
     visitor.open("rollouts")
     visitor.expect_count("40 of 40 samples")
+    add_step(run / "exp_001", 11, {"reward": 1.0}, "a new answer")
+    visitor.page.click("text=4 new samples")
+    visitor.expect_count("44 of 44 samples")
+    visitor.page.locator("button", has_text="new samples").wait_for(state="detached")
     assert visitor.errors == []
+
+
+def test_a_sample_whose_file_was_written_again_is_told_in_words(browser: Any, tmp_path: Path) -> None:
+    written = write_run(tmp_path, steps=2, text="a" + "\U0001f600" * 20_000)
+    with watched(tmp_path) as address:
+        visitor = Visitor(browser, 1280, address)
+        visitor.open("rollouts")
+        visitor.expect_count("8 of 8 samples")
+        visitor.page.locator("tr.choice").first.click()
+        visitor.page.locator("article .message.assistant button", has_text="Show 30002 more").wait_for()
+        samples = written / "train_data_step2.jsonl"
+        lines = samples.read_text().splitlines(keepends=True)
+        samples.write_text("".join([*lines, lines[0], "[]\n"]))
+        visitor.page.locator("tr.choice").last.click()
+        visitor.page.locator("article", has_text="This sample's file was written again.").wait_for()
+        visitor.page.locator("button", has_text="1 new sample").wait_for()
+        visitor.page.fill("input[type=search]", "\U0001f600")
+        visitor.expect_count("9 of 9 samples; 1 lines could not be read")
+        visitor.page.locator("tr.choice").last.click()
+        visitor.page.locator("article .message.assistant button").wait_for()
+        (written / "train_data_step1.jsonl").unlink()
+        (written / "train_data_step1.jsonl").symlink_to("/proc/self/mem")
+        visitor.page.locator("#footer", has_text="train_data_step1.jsonl cannot be read").wait_for()
+
+
+def test_an_answer_that_comes_late_replaces_nothing(browser: Any, tmp_path: Path) -> None:
+    write_run(tmp_path, steps=2)
+    held: list[Any] = []
+    asked: list[str] = []
+    with watched(tmp_path) as address:
+        visitor = Visitor(browser, 1280, address)
+        page = visitor.page
+        page.on("request", lambda request: asked.append(request.url))
+        visitor.open("rollouts")
+        visitor.expect_count("8 of 8 samples")
+        page.route("**/samples?*limit=32*", lambda route: held.append(route))
+        page.locator("tr.choice").first.click()
+        page.wait_for_selector("article .message")
+        page.click("text=Its whole group")
+        page.locator("tr.choice").last.click()
+        last = page.locator("article", has_text="step 2")
+        last.wait_for()
+        with page.expect_response("**/samples?*limit=32*"):
+            held[0].continue_()
+        page.wait_for_timeout(300)
+        assert page.locator("article").count() == 1 and last.count() == 1
+        before = len([url for url in asked if re.search(r"/samples/\d+$", url)])
+        page.locator("label:has-text('colour') select").select_option("advantage")
+        page.wait_for_selector("text=From 1 to 1")
+        assert before == len([url for url in asked if re.search(r"/samples/\d+$", url)]) == 2
+        assert visitor.errors == []
 
 
 def check_filters(visitor: Visitor) -> None:

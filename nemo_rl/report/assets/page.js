@@ -136,8 +136,10 @@ async function follow() {
       if (news.version !== DATA.news) {
         DATA.news = news.version;
         DATA.written = news.written;
+        DATA.error = news.error;
         DATA.runs = [news.run];
         if (tab !== "rollouts" && tab !== "config" && !["INPUT", "SELECT"].includes(document.activeElement.tagName)) show();
+        servedSamples.tell(news.run.num_samples);
         footer();
       }
     } catch (problem) {
@@ -149,7 +151,8 @@ async function follow() {
 }
 
 function footer() {
-  document.getElementById("footer").textContent = `nemo_rl ${DATA.version}, ${DATA.live ? "read" : "written"} ${moment(DATA.written)}`;
+  document.getElementById("footer").textContent = `nemo_rl ${DATA.version}, ${DATA.live ? "read" : "written"} ${moment(DATA.written)}` +
+    (DATA.error ? `. A part of the run cannot be read: ${DATA.error}` : "");
 }
 
 function choose(name) {

@@ -1,7 +1,7 @@
 "use strict";
 // A table of all samples with filters, and the conversation of a chosen one with coloured tokens.
 
-const PAGE_ROWS = 25, MOST_SIDE = 32, MOST_TOKENS = 8000, CHARS_AT_ONCE = 10000;
+const PAGE_ROWS = 25, MOST_SIDE = 32, MOST_TOKENS = 8000, CHARS_AT_ONCE = 10000, WAIT_FOR_TEXT_MS = 250;
 const COLORINGS = [
   ["none", "no colour"], ["logprob", "log-probability"], ["advantage", "advantage"],
   ["difference", "trainer minus engine log-probability"], ["version", "weight version"],
@@ -11,11 +11,17 @@ const ARE_NUMBERS = new Set(["step", "group", "sample", "branch", "idx", "reward
 
 function rolloutsView(source, isLive) {
   const filter = { stored: isLive ? "" : "1", sort: "", descending: "0" };
-  const state = { page: 0, coloring: "logprob", asked: 0, choices: "" };
+  const state = { page: 0, coloring: "logprob", asked: 0, opened: 0, waiting: 0, known: 0, choices: "" };
   const count = make("p", { class: "soft", "aria-live": "polite" }, "Reading the samples …");
   const table = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Samples" });
-  const detail = make("div", {}), choices = make("span", { class: "controls" });
+  const detail = make("div", {}), choices = make("span", { class: "controls" }), news = make("p", { role: "status" });
   const change = (name) => (value) => { filter[name] = value; state.page = 0; draw(); };
+  const changeText = (value) => {
+    filter.text = value;
+    state.page = 0;
+    clearTimeout(state.waiting); // a search reads all samples, so it waits for the next letter
+    state.waiting = setTimeout(draw, WAIT_FOR_TEXT_MS);
+  };
   const number = (name) => (value) => change(name)(value === "" || Number.isNaN(Number(value)) ? "" : value);
   const range = (name, label) => [
     field(`${label} from`, "number", "", number(`${name}_from`), { step: "any", style: "width:90px" }),
@@ -23,7 +29,7 @@ function rolloutsView(source, isLive) {
   ];
   const controls = make("div", { class: "controls" }, choices,
     range("step", "step"), range("reward", "reward"), range("length", "tokens"),
-    field("end of the answer has", "search", "", change("text")),
+    field("end of the answer has", "search", "", changeText),
     isLive ? null : make("label", {}, make("input", { type: "checkbox", checked: true, onchange: (event) => {
       change("stored")(event.target.checked ? "1" : "");
     } }), "only samples with their conversation in this file"));
@@ -51,10 +57,12 @@ function rolloutsView(source, isLive) {
     try {
       found = await source.select(query({ ...filter, offset: state.page * PAGE_ROWS, limit: PAGE_ROWS }));
     } catch (problem) {
-      count.textContent = problem.message;
+      if (asked === state.asked) count.textContent = problem.message;
       return;
     }
     if (asked !== state.asked) return; // a later question was faster
+    state.known = found.known;
+    news.replaceChildren();
     const pages = Math.max(1, Math.ceil(found.total / PAGE_ROWS));
     if (state.page >= pages) {
       state.page = pages - 1;
@@ -89,17 +97,28 @@ function rolloutsView(source, isLive) {
       make("span", { class: "soft" }, `page ${state.page + 1} of ${pages}`), make("button", { onclick: go(1) }, "Next")));
   }
 
+  function tell(known) {
+    // Another number of samples than in the list: offer to read it again, and leave it until then.
+    if (known === state.known) return news.replaceChildren();
+    const more = known - state.known;
+    const text = more > 0 ? `${more} new sample${more > 1 ? "s" : ""}` : "The samples have changed";
+    const read = () => { draw(); table.focus(); };
+    news.replaceChildren(make("button", { onclick: read, title: "Read the list again" }, text));
+  }
+
   async function openAll(wanted, at) {
+    const opened = state.opened += 1;
     try {
       const found = await source.select(query({ stored: filter.stored, ...wanted, limit: MOST_SIDE }));
-      await open(found.rows, found.total, at);
+      if (opened === state.opened) await open(found.rows, found.total, at);
     } catch (problem) {
-      detail.replaceChildren(make("p", { class: "soft" }, problem.message));
+      if (opened === state.opened) detail.replaceChildren(make("p", { class: "soft" }, problem.message));
     }
   }
 
-  async function open(rows, total, at) {
+  async function open(rows, total, at, details = new Map()) {
     if (!rows.length) return;
+    const opened = state.opened += 1;
     const first = rows[0], side = make("div", { class: "side" });
     const value = (name) => first[at[name]];
     const group = { phase: value("phase"), step: value("step"), group: value("group") };
@@ -110,15 +129,18 @@ function rolloutsView(source, isLive) {
       make("div", { class: "controls" },
         group.group === null ? null : make("button", { onclick: () => openAll(group, at) }, "Its whole group"),
         prompt.idx === null ? null : make("button", { onclick: () => openAll(prompt, at) }, "The same prompt over time"),
-        choice("colour tokens by", COLORINGS, state.coloring, (name) => { state.coloring = name; open(rows, total, at); })),
+        choice("colour tokens by", COLORINGS, state.coloring, (name) => { state.coloring = name; open(rows, total, at, details); })),
       side);
     for (const row of rows) {
+      const number = row[at.number];
       let content;
       try {
-        content = sampleView(await source.detail(row[at.number]), state.coloring);
+        if (!details.has(number)) details.set(number, await source.detail(number));
+        content = sampleView(details.get(number), state.coloring);
       } catch (problem) {
         content = [make("p", { class: "soft" }, problem.message)];
       }
+      if (opened !== state.opened) return; // another one was opened meanwhile
       const about = ["phase", "step", "group", "sample", "branch", "reward", "outcome", "length"].filter((name) => row[at[name]] !== null);
       side.append(make("article", { class: "card" },
         make("p", { class: "soft" }, about.map((name) => `${name} ${shown(row[at[name]])}`).join(" · ")), content));
@@ -126,8 +148,9 @@ function rolloutsView(source, isLive) {
     detail.querySelector("h2").focus();
   }
 
+  source.tell = tell;
   draw();
-  return [controls, count, table, detail];
+  return [controls, news, count, table, detail];
 }
 
 function sampleView(detail, coloring) {
@@ -157,8 +180,10 @@ function sampleView(detail, coloring) {
 
 function messageBody(message) {
   // A long text takes seconds to lay out, so its rest waits for a press.
-  const end = message.is_cut ? " … (cut off)" : "", rest = message.content.length - CHARS_AT_ONCE;
-  const body = make("div", { class: "body", tabindex: "0" }, message.content.slice(0, CHARS_AT_ONCE), rest > 0 ? " … " : end);
+  const end = message.is_cut ? " … (cut off)" : "", last = message.content.charCodeAt(CHARS_AT_ONCE - 1);
+  const shownChars = CHARS_AT_ONCE - (last >= 0xd800 && last < 0xdc00 ? 1 : 0); // no half of a character
+  const rest = message.content.length - shownChars;
+  const body = make("div", { class: "body", tabindex: "0" }, message.content.slice(0, shownChars), rest > 0 ? " … " : end);
   if (rest > 0) body.append(make("button", { onclick: () => body.replaceChildren(message.content, end) }, `Show ${rest} more characters`));
   return body;
 }

@@ -1,15 +1,17 @@
 "use strict";
 // Where samples come from: this file, or the server. Both answer the same queries, a page at a time.
 
-async function ask(path) {
+async function ask(path, textOf404) {
   const answer = await fetch(path, { cache: "no-store" });
+  if (answer.status === 404 && textOf404) throw new Error(textOf404);
   if (!answer.ok) throw new Error(`The server answered with status ${answer.status}.`);
   return answer.json();
 }
 
 const servedSamples = {
   select: (query) => ask(`samples?${new URLSearchParams(query)}`),
-  detail: (number) => ask(`samples/${number}`),
+  detail: (number) => ask(`samples/${number}`, "This sample's file was written again. Change a filter to read the list anew."),
+  tell: () => {},
 };
 
 function storedSamples(samples) {

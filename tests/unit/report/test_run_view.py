@@ -4,11 +4,12 @@ import json
 import os
 import shutil
 import sys
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from stored_run import TINY, row, write_run
+from stored_run import TINY, add_step, row, write_run
 from transformers import AutoTokenizer
 
 from nemo_rl.algorithms.setup.run_record import record_run
@@ -82,6 +83,24 @@ def test_whole_groups_are_chosen_evenly_over_the_steps(tmp_path: Path) -> None:
     assert {step for _, step, _ in groups} == {1, 3, 5, 7, 9}
     assert index.chosen(1000) == list(range(1, 41)) and index.chosen(0) == []
     assert set(index.chosen(4, among=chosen)) <= set(chosen) and len(index.chosen(4, among=chosen)) == 4
+
+
+def test_groups_of_different_sizes_are_added_until_there_is_no_room(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=2)
+    sizes = [9, *[2] * 10]
+    rows = [row(3, group, sample, "x") for group, size in enumerate(sizes) for sample in range(size)]
+    rows += [row(3, 0, 0, "x") | {"group": None} for _ in range(3)]
+    (run / "train_data_step3.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    index = SampleIndex(RunFiles(run))
+    index.read()
+    for most in range(1, 9):
+        chosen = index.rows_of(index.chosen(most))
+        assert len(chosen) == most, "a sample without a group fills the room"
+        counts = Counter((each[2], each[3]) for each in chosen if each[3] is not None)
+        assert set(counts.values()) <= {2}
+    assert len(index.chosen(len(index) - 1)) >= len(index) - 2
+    only = index.chosen(4, among=[each[0] for each in index.rows_of(range(1, 100)) if each[2:4] == [3, 0]])
+    assert len(only) == 4 and {each[3] for each in index.rows_of(only)} == {0}
 
 
 @pytest.fixture
@@ -190,6 +209,48 @@ def test_samples_of_a_step_that_is_trained_again_replace_the_earlier_ones(tmp_pa
     (run / "train_data_step1.jsonl").write_text(json.dumps(row(1, 0, 0, "again, and longer")) + "\n")
     assert view.read() and len(view.samples) == 5
     assert view.detail(9)["messages"][1]["content"] == "again, and longer"
+
+
+def test_steps_that_a_recovered_run_takes_back_are_not_shown(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=6)
+    (run / "val_data_step6.jsonl").write_text(json.dumps(row(6, 0, 0, "validation")) + "\n")
+    with (run / "metrics.jsonl").open("a") as file:
+        for step, prefix in ((4, "validation"), (6, "validation"), (600, "ray"), (3, "idle"), (6, "new")):
+            file.write(json.dumps({"step": step, "prefix": prefix, "metrics": {"value": 1.0}}) + "\n")
+    for path in run.glob("train_data_step*"):
+        os.utime(path, (1000.0, 1000.0))  # before the metrics
+    view = viewed(tmp_path)
+    assert (view.curves.last_step, len(view.samples)) == (6, 25)
+    written = [json.loads(line) for line in (run / "train_data_step3.jsonl").read_text().splitlines()]
+    (run / "train_data_step3.jsonl").write_text(
+        "".join(json.dumps(each | {"outcome": "cut"}) + "\n" for each in written)
+    )
+    with (run / "metrics.jsonl").open("a") as file:
+        for step, prefix in ((3, "idle"), (3, "train"), (601, "ray")):
+            line = {"step": step, "prefix": prefix, "metrics": {"value": 2.0}, "time": 2000.0}
+            file.write(json.dumps(line) + "\n")
+    assert view.read()
+    steps = {name: curve.steps for name, curve in view.curves.by_name.items()}
+    assert (view.curves.last_step, steps["train/reward"], steps["train/value"]) == (3, [1, 2], [3])
+    assert steps["timing/train/generation"] == [1, 2] and "validation/value" not in steps and "new/value" not in steps
+    assert view.curves.get("idle/value").values == [2.0] and steps["ray/value"] == [600, 601]
+    found = view.samples.select(SampleQuery.of({"sort": "step", "descending": "1"}))
+    assert [each[2] for each in found["rows"]] == [6, *[3] * 4, *[2] * 4, *[1] * 4] and found["known"] == 13
+    assert found["total"] == 13 and found["choices"]["outcome"] == ["cut", "finished"]
+    assert len(view.samples_as_json(100, 0)["rows"]) == 13
+    add_step(run, 4, {"reward": 1.0}, "again")
+    assert view.read() and len(view.samples) == 17
+
+
+def test_the_samples_of_a_step_that_fails_are_shown(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=2)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] == 1))
+    assert len(viewed(tmp_path).samples) == 8
+    os.utime(run / "train_data_step2.jsonl", (1005.0, 1005.0))  # before the metrics of step 1, at 1010
+    assert len(viewed(tmp_path).samples) == 4
+    (run / "metrics.jsonl").write_text("")
+    assert len(viewed(tmp_path).samples) == 8, "no step is logged yet"
 
 
 def test_equal_rewards_idle_parts_and_preemptions_are_found(tmp_path: Path) -> None:
