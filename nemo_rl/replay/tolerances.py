@@ -121,10 +121,6 @@ def _get(versions: Mapping[str, Any], name: str) -> str:
     return str(versions.get(name, "absent"))
 
 
-def _devices(step: Step) -> str:
-    return ", ".join(sorted({device for update in step.updates for device in update.devices}))
-
-
 def _layout(layout: Mapping[str, int]) -> str:
     return " x ".join(f"{axis}={size}" for axis, size in layout.items() if size > 1) or "1"
 

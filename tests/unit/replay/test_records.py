@@ -33,8 +33,9 @@ class Ranks:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.ranks = self
 
-    def on_ranks(self, method: str, phase: str, **kwargs: Any) -> list[Any]:
+    def everywhere(self, method: str, phase: str, **kwargs: Any) -> list[Any]:
         self.calls.append(method)
         scores = torch.tensor([[-0.1, -0.2, -0.3], [-0.4, 0.0, 0.0]])
         made = RankUpdate(WEIGHT, WEIGHT, WEIGHT, [0.1, 0.2], [{"kl": 0.1}, {"kl": 0.2}], [([0, 1], scores)])
