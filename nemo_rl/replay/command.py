@@ -5,8 +5,11 @@ to complete a record; the exit status is 0 if the step is equal, 1 if it differs
 """
 
 import argparse
+import logging
 import sys
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 NAME = "replay"
 SUMMARY = "repeat a recorded training step and compare every part with the run"
@@ -19,7 +22,12 @@ log-probabilities, loss, gradients and new weights, in this order. Exit status: 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to a parser."""
-    parser.add_argument("folder", type=Path, metavar="RUN", help="log folder of a run (its newest exp_* with records)")
+    parser.add_argument(
+        "folder",
+        type=Path,
+        metavar="RUN",
+        help="log folder of a run; of several exp_* in it the newest that recorded the step",
+    )
     parser.add_argument("--step", type=int, required=True, metavar="N", help="number of the step")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the run's configuration")
     parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="step folder, if it is not where it was")
@@ -32,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="write the result as JSON to standard output")
     parser.add_argument(
-        "--add-modules", action="store_true", help="if the step is equal, add the outputs of modules to its record"
+        "--add-modules",
+        action="store_true",
+        help="if the step is equal bit for bit, add the outputs of modules to its record",
     )
 
 
@@ -46,9 +56,11 @@ def main(arguments: argparse.Namespace) -> int:
         command_line.look_in_the_current_folder()
         try:
             return replay(arguments, sys.stdout)
-        except NemoRLError as error:
-            if isinstance(error, ReplayError):
-                raise
+        except ReplayError:
+            raise
+        except Exception as error:  # boundary: status 1 is a step that differs, and no failure of the replay itself
+            if not isinstance(error, NemoRLError):
+                logger.error("The replay failed.", exc_info=error)
             raise ReplayError(f"step {arguments.step} cannot be repeated: {type(error).__name__}: {error}") from error
 
     return command_line.exit_status(work)

@@ -34,7 +34,7 @@ def replay(arguments: argparse.Namespace, output: TextIO) -> int:
     """
     from nemo_rl.replay.folders import find_folder
 
-    folder = find_folder(arguments.folder)
+    folder = find_folder(arguments.folder, arguments.step)
     # The file of a run has all keys, so each key without effect would be told.
     logging.getLogger(load_config.__module__).setLevel(logging.WARNING)
     config = load_config(folder / _CONFIG_FILE, arguments.overrides, schema=GRPOMasterConfig)
@@ -50,11 +50,11 @@ def replay(arguments: argparse.Namespace, output: TextIO) -> int:
         output.write(json.dumps(result.as_json(), indent=1) + "\n")
     else:
         write_text(result, output)
-    if arguments.add_modules:
-        if result.first is not None:
-            raise ReplayError("the step is not equal, so the outputs of its modules are not added to the record.")
+    if arguments.add_modules and result.first is None and result.is_exact:
         add_modules(recorded, repeated)
         logger.info("The outputs of modules are in %s now.", recorded.file)
+    elif arguments.add_modules:
+        logger.warning("The step is not equal bit for bit, so the outputs of its modules are not added to the record.")
     return 0 if result.first is None else 1
 
 

