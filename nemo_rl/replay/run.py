@@ -63,7 +63,8 @@ def _repeated(
 ) -> "tuple[Comparison, Step]":
     """Repeat a step; return the comparison, and the step as it is now."""
     from nemo_rl.algorithms.grpo import recipe
-    from nemo_rl.replay.compare import compare, without_influence
+    from nemo_rl.replay.compare import compare
+    from nemo_rl.replay.configuration import configuration_notes
     from nemo_rl.replay.findings import Comparison
     from nemo_rl.replay.prompts import compare_prompts
     from nemo_rl.replay.repeat import repeat
@@ -74,14 +75,13 @@ def _repeated(
     changed = changed_keys(config, recorded.summary["config"])
     parts = recipe(config)
     _check_loss(recorded, parts.loss_fn, [key.key for key in changed])
-    data = compare_prompts(recorded.trajectories, parts.data)
+    data, notes_of_data = compare_prompts(recorded.trajectories, parts.data)
     of_modules = arguments.add_modules or any(any(update.modules) for update in recorded.updates)
     repeated = repeat(config, parts, recorded, checkpoint, of_modules)
     limits, notes = chosen(factor, recorded, repeated, changed)
-    idle = without_influence(changed)
-    notes += [f"keys that are no difference by themselves have changed: {', '.join(idle)}"] if idle else []
+    notes += configuration_notes(changed, recorded.summary["config"], repeated.summary["config"])
     stages = compare(recorded, repeated, changed, data, limits)
-    notes += code_notes(recorded, repeated)
+    notes += [*notes_of_data, *code_notes(recorded, repeated)]
     return Comparison(arguments.step, stages, limits.is_exact, notes), repeated
 
 

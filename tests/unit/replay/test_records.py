@@ -222,7 +222,8 @@ def test_another_format_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
 
 def test_a_foreign_file_of_tensors_is_refused(tmp_path: Path) -> None:
     recorded(tmp_path, 1)
-    for content in ([1], {"tensors": {}}, {"tensors": {}, "logprobs": [{}], "trajectories": [{}]}):
+    contents: list[Any] = [[1], {"tensors": {}}, {"tensors": {}, "logprobs": [{}], "trajectories": [{}]}]
+    for content in contents:
         torch.save(content, tmp_path / "steps" / "step_1.pt")
         with pytest.raises(ReplayError, match="is damaged, or another version wrote it"):
             read_step(tmp_path, 1)
