@@ -16,8 +16,8 @@ SUMMARY = "repeat a recorded training step and compare every part with the run"
 DESCRIPTION = """Repeat a training step of a run from its checkpoint and recorded rollouts, and compare it with the run.
 
 The run needs logger.record_steps=true, and the checkpoint of the step before, or its initial weights for step 1. It
-trains as the run did, without engines, and compares configuration, samples, data, weights, advantages,
-log-probabilities, loss, gradients and new weights, in this order. Exit status: 0 equal, 1 different, 2 not repeated."""
+trains as the run did, without engines, and compares configuration, samples, data, weights, modules, log-probabilities,
+advantages, loss, gradients and new weights, in this order. Exit status: 0 equal, 1 different, 2 not repeated."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

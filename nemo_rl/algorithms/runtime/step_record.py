@@ -198,7 +198,7 @@ def _write_both(path: Path, summary: Mapping[str, Any], content: Mapping[str, An
     Args:
         path: the file of JSON.
         summary: its content.
-        content: of the file of tensors beside it.
+        content: that of the file of tensors.
     """
     tensors = path.with_suffix(".pt")
     path.unlink(missing_ok=True)  # of this step of an earlier run in the folder
