@@ -1,10 +1,11 @@
 """Compare a repeated step with the recorded one, part by part, in the order in which a step computes them.
 
-    configuration ─► samples ─► data ─► weights ─► advantages ─► modules, log-probabilities ─► loss ─► gradients
-    ─► new weights
+    configuration ─► samples ─► prompts ─► weights ─► modules ─► log-probabilities of policy and reference
+    ─► sample mask ─► advantages ─► log-probabilities of the update ─► loss ─► gradients ─► norm and rate ─► new weights
 
-Invariant: each stage is compared independently of the others. The first stage with a difference shows the cause,
-because later ones are computed from it.
+The modules of the first update stand before all that their forward pass computes, although the update comes later: its
+weights are those that the stages score with. Invariant: each stage says by itself what differs; the first of them is
+the answer, because the later ones follow from it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,15 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl.algorithms.runtime.step_record import SAMPLED
+from nemo_rl.algorithms.runtime.step_record import SAMPLED, TOKEN_TENSORS
 from nemo_rl.config.rules.resume import ChangedKey
 from nemo_rl.models.policy.update_records import UpdateRecord
-from nemo_rl.replay.compare_models import gradients, modules, new_weights, old_weights
-from nemo_rl.replay.findings import Difference, Stage
+from nemo_rl.replay.compare_models import gradients, modules, new_weights, norm_and_rate, old_weights
+from nemo_rl.replay.configuration import configuration
+from nemo_rl.replay.findings import NOT_RECORDED, Difference, Stage
 from nemo_rl.replay.records import Step
-from nemo_rl.replay.tolerances import DIVISION, WITHOUT_INFLUENCE, Tolerances
+from nemo_rl.replay.tolerances import Tolerances
 
 _IN_SHORT = {
+    "idx": "its row of the data",
+    "group": "its prompt",
+    "sample": "its number among the samples of the prompt",
+    "branch": "its conversation",
+    "task_name": "its environment",
     "input_ids": "its tokens",
     "token_mask": "which of its tokens count",
     "generation_logprobs": "the engine's log-probabilities",
@@ -29,53 +36,30 @@ _IN_SHORT = {
     "penalized_reward": "its reward after penalties",
     "outcome": "its outcome",
 }
-_PLACES = (".model_name", ".tokenizer.name", ".data_path", ".prompt_file", ".system_prompt_file")
-"""Ends of the keys that name files. Paths may differ on another machine; weights and prompts are compared instead."""
 _TENSORS = {
-    "advantages": "The samples are equal, so the code that computes advantages from rewards differs: "
-    "nemo_rl/algorithms/credit.",
-    "prev_logprobs": "The samples and the weights are equal, so the model's forward pass differs.",
-    "reference_policy_logprobs": "The samples are equal, so the reference weights or the forward pass differ.",
-    "sample_mask": "The samples are equal, so the code that leaves samples out of the loss differs.",
+    "prev_logprobs": "The samples and the weights are equal, so the forward pass of the model differs.",
+    "reference_policy_logprobs": "The samples are equal, so the reference weights or their forward pass differ.",
+    "sample_mask": "The samples are equal, so what leaves samples out of the loss differs.",
+    "advantages": (
+        "Samples, masks and log-probabilities are equal, so what makes advantages of rewards differs: "
+        "nemo_rl/algorithms/credit."
+    ),
 }
-_FORWARD = (
-    "Samples and weights are equal, so the model's forward pass differs. The record has no outputs of modules. To find "
-    "the module, repeat the step with --add-modules on a machine where it is equal, then repeat it here."
+_ASK_FOR_MODULES = (
+    "The record has no outputs of modules: repeat the step with --add-modules where it is equal, then here again, to "
+    "learn which module it is."
 )
+_FORWARD = "Samples and weights are equal, so the model's forward pass differs."
+_AFTER_MODULES = "The outputs of modules are equal, so what makes log-probabilities of the last one differs."
 _LOSS = "Its inputs are equal, so the loss function itself differs: the keys of loss_fn, or nemo_rl/losses."
-
-
-def configuration(changed: Sequence[ChangedKey], num_keys: int) -> Stage:
-    """Compare the keys that the numbers of a step depend on.
-
-    Args:
-        changed: all keys that differ.
-        num_keys: number of keys that were compared.
-    """
-    counted = [key for key in changed if key.about != DIVISION and not _is_no_difference(key)]
-    found = [
-        Difference(key.key, f"configuration key {key.key} differs: {key.before} in the run, {key.now} now")
-        for key in counted
-    ]
-    return Stage("configuration", num_keys, differences=found)
-
-
-def _num_keys(section: Any) -> int:
-    return sum(map(_num_keys, section.values())) if isinstance(section, Mapping) else 1
-
-
-def without_influence(changed: Sequence[ChangedKey]) -> list[str]:
-    """Return the names of changed keys that do not change the numbers of a step."""
-    return [key.key for key in changed if _is_no_difference(key)]
-
-
-def _is_no_difference(key: ChangedKey) -> bool:
-    """Return whether a step does not read a key, or only something that is compared anyway, such as files."""
-    return key.about in WITHOUT_INFLUENCE or key.key.startswith("env.") or key.key.endswith(_PLACES)
+_UPDATES = (
+    "policy.train_global_batch_size or what divides rows into updates differs (nemo_rl/experience/rows.py), or which "
+    "rows have a token that counts."
+)
 
 
 def samples(recorded: Step, repeated: Step) -> Stage:
-    """Compare the rows of the batch: the sampled tokens, and the rewards."""
+    """Compare the rows of the batch: which samples they are, what was sampled, and its rewards."""
     before, now = recorded.summary["samples"], repeated.summary["samples"]
     found = [
         Difference(sample_name(row), f"{sample_name(row)} differs from the record: {_changes(row, other)}")
@@ -103,27 +87,34 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     )
 
 
-def token_tensors(recorded: Step, repeated: Step, limits: Tolerances) -> Iterator[Stage]:
-    """Compare the values that the stages of the run computed for each token or row."""
-    for name, cause in _TENSORS.items():
+def token_tensors(recorded: Step, repeated: Step, limits: Tolerances, of_modules: Stage | None) -> Iterator[Stage]:
+    """Compare what the stages of the run computed of tokens and rows; `of_modules` compares the modules before."""
+    for name in TOKEN_TENSORS:
         before, now = recorded.tensors.get(name), repeated.tensors.get(name)
-        title = name.replace("_", " ")
+        title, cause = name.replace("_", " "), _TENSORS[name]
         if before is None and now is None:
             continue
         if before is None or now is None:
-            yield Stage(title, skipped=f"only {'the run' if now is None else 'the replay'} computed them")
+            text = f"{title}: only {'the run' if now is None else 'the replay'} computed them"
+            yield Stage(title, 1, "absolute", [Difference(title, text)])
             continue
         limit = limits.logprobs if name.endswith("logprobs") else limits.advantages
+        if name == "prev_logprobs" and of_modules is not None and of_modules.skipped == NOT_RECORDED:
+            cause = f"{cause} {_ASK_FOR_MODULES}"
         rows = recorded.summary["samples"]
         yield _of_tokens(title, dict(enumerate(before)), dict(enumerate(now)), rows, limit, cause, first=0)
 
 
-def logprobs(recorded: Step, repeated: Step, update: int, limits: Tolerances, *, knows_modules: bool) -> Stage:
-    """Compare the log-probabilities that an update computed."""
+def logprobs(recorded: Step, repeated: Step, update: int, limits: Tolerances, of_modules: Stage) -> Stage:
+    """Compare the log-probabilities that an update computed; `of_modules` compares its modules."""
     before, now = recorded.updates[update].logprobs, repeated.updates[update].logprobs
-    cause = "The module above is the first that differs." if knows_modules else _FORWARD
-    rows = recorded.summary["samples"]
-    return _of_tokens(f"log-probabilities{of_update(recorded, update)}", before, now, rows, limits.logprobs, cause, 1)
+    title, rows = f"log-probabilities{of_update(recorded, update)}", recorded.summary["samples"]
+    if not before and not now:
+        return Stage(title, skipped="the loss takes none of single tokens")
+    cause = _AFTER_MODULES if of_modules.skipped is None else _FORWARD
+    if of_modules.skipped == NOT_RECORDED:
+        cause = f"{cause} {_ASK_FOR_MODULES}"
+    return _of_tokens(title, before, now, rows, limits.logprobs, cause, first=1)
 
 
 def _of_tokens(
@@ -138,21 +129,32 @@ def _of_tokens(
     """Compare one value of each token of each row; `first` is the position of the token that has the first value."""
     found: list[Difference] = []
     largest, compared = 0.0, 0
-    for row in sorted(before.keys() & now.keys()):
-        old, new = torch.atleast_1d(before[row]), torch.atleast_1d(now[row])
-        width = min(len(old), len(new))
-        old, new = old[:width], new[:width]
-        compared += width
+    for row in sorted(before.keys() | now.keys()):
+        name = sample_name(rows[row]) if row < len(rows) else f"row {row}"
+        if row not in before or row not in now:
+            has = "the replay" if row not in before else "the run"
+            found.append(Difference(name, f"{title} of {name}: only {has} computed them"))
+            continue
+        old, new = _same_width(before[row], now[row])
+        compared += len(old)
         apart = (old.double() - new.double()).abs().nan_to_num(nan=float("inf"))
         apart[(old == new) | (old.isnan() & new.isnan())] = 0.0
-        largest = max(largest, float(apart.max())) if width else largest
+        largest = max(largest, float(apart.max())) if len(old) else largest
         wrong = (apart > limit).nonzero()
         if len(wrong):
             place = int(wrong[0])
             of_token = f" of token {place + first}" if before[row].dim() else ""
-            text = f"{title}{of_token} of {sample_name(rows[row])}: {old[place]:.8g} in the run, {new[place]:.8g} now"
-            found.append(Difference(sample_name(rows[row]), text, float(apart.max())))
+            text = f"{title}{of_token} of {name}: {old[place]:.8g} in the run, {new[place]:.8g} now"
+            found.append(Difference(name, text, float(apart.max())))
     return Stage(title, compared, "absolute", found, limit, largest, cause)
+
+
+def _same_width(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values of a row, the shorter ones with the zeros that stand after the end of a row."""
+    pair = [torch.atleast_1d(old), torch.atleast_1d(new)]
+    width = max(map(len, pair))
+    old, new = (torch.nn.functional.pad(values, (0, width - len(values))) for values in pair)
+    return old, new
 
 
 def loss(recorded: Step, repeated: Step, update: int, limits: Tolerances) -> Stage:
@@ -160,14 +162,18 @@ def loss(recorded: Step, repeated: Step, update: int, limits: Tolerances) -> Sta
     before = _terms(recorded.updates[update], of_microbatches=limits.is_exact)
     now = _terms(repeated.updates[update], of_microbatches=limits.is_exact)
     found, largest = [], 0.0
-    for name in (name for name in before if name in now):
+    for name in [*before, *(name for name in now if name not in before)]:
+        said = name if name.startswith("loss") else f"loss term {name}"
+        if name not in before or name not in now:
+            found.append(Difference(name, f"{said}: only {'the replay' if name in now else 'the run'} computed it"))
+            continue
         size = abs(before[name] - now[name]) / max(abs(before[name]), 1.0)
         same = before[name] == now[name] or (before[name] != before[name] and now[name] != now[name])
         size = 0.0 if same else size if size == size else float("inf")
         largest = max(largest, size)
         if size > limits.loss:
-            text = f"loss term {name} differs: {before[name]:.8g} in the run, {now[name]:.8g} now"
-            found.append(Difference(name, text.removeprefix("loss term " if name.startswith("loss") else ""), size))
+            text = f"{said} differs: {before[name]:.8g} in the run, {now[name]:.8g} now"
+            found.append(Difference(name, text, size))
     title = f"loss and its terms{of_update(recorded, update)}"
     return Stage(title, len(before), "relative", found, limits.loss, largest, _LOSS)
 
@@ -179,7 +185,7 @@ def _terms(update: UpdateRecord, *, of_microbatches: bool) -> dict[str, float]:
         for rank, of_rank in enumerate(update.microbatch_losses)
         for number, value in enumerate(of_rank)
     }
-    terms = {name: value for name, value in update.metrics.items() if name != "loss"}
+    terms = {name: value for name, value in {**update.metrics, **update.model_metrics}.items() if name != "loss"}
     return {**terms, **(losses if of_microbatches else {}), "loss": update.loss}
 
 
@@ -200,19 +206,25 @@ def compare(
         data: the comparison of the prompts with the data.
         limits: the largest differences that count as equal.
     """
-    stages = [configuration(changed, _num_keys(recorded.summary["config"])), samples(recorded, repeated), data]
+    keys = configuration(changed, recorded.summary["config"], repeated.summary["config"])
+    stages = [keys, samples(recorded, repeated), data, old_weights(recorded, repeated)]
+    of_modules = [
+        modules(before, now, of_update(recorded, update), limits)
+        for update, (before, now) in enumerate(zip(recorded.updates, repeated.updates, strict=False))
+    ]
+    stages += of_modules[:1]
+    stages += token_tensors(recorded, repeated, limits, of_modules[0] if of_modules else None)
     if len(recorded.updates) != len(repeated.updates):
         counts = f"the run made {len(recorded.updates)} updates, the replay {len(repeated.updates)}"
-        return [*stages, Stage("updates", 1, differences=[Difference("updates", counts)])]
-    stages += [old_weights(recorded, repeated), *token_tensors(recorded, repeated, limits)]
-    for update in range(len(recorded.updates)):
-        title = of_update(recorded, update)
-        of_modules = modules(recorded.updates[update], repeated.updates[update], title, limits)
+        return [*stages, Stage("updates", 1, differences=[Difference("updates", counts)], cause=_UPDATES)]
+    for update, (before, now) in enumerate(zip(recorded.updates, repeated.updates, strict=True)):
+        title, its_modules = of_update(recorded, update), of_modules[update]
         stages += [
-            of_modules,
-            logprobs(recorded, repeated, update, limits, knows_modules=of_modules.skipped is None),
+            *([its_modules] if update else []),
+            logprobs(recorded, repeated, update, limits, its_modules),
             loss(recorded, repeated, update, limits),
-            gradients(recorded.updates[update], repeated.updates[update], title, limits),
-            new_weights(recorded.updates[update], repeated.updates[update], title, limits),
+            gradients(before, now, title, limits),
+            norm_and_rate(before, now, title, limits),
+            new_weights(before, now, title, limits),
         ]
     return stages

@@ -1,4 +1,4 @@
-"""Compare outputs of modules, gradients and weights of a step, by their fingerprints.
+"""Compare what a step does to the model: outputs of modules, gradients and weights, by their fingerprints, and norms.
 
 Distances are estimates (`Fingerprint.distance`). Whether bits are equal is decided by checksums.
 """
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from nemo_rl.models.policy.update_records import UpdateRecord
 from nemo_rl.models.training.fingerprints import Fingerprint, added
-from nemo_rl.replay.findings import Difference, Stage
+from nemo_rl.replay.findings import NOT_RECORDED, Difference, Stage
 from nemo_rl.replay.records import Step
 from nemo_rl.replay.tolerances import Tolerances
 
@@ -22,26 +22,36 @@ _FORWARD = (
     "This is the first module whose output differs. Samples and weights are equal, so the computation of this module "
     "differs, or the code that calls it gives it other inputs."
 )
-_BACKWARD = "The loss is equal, so the backward pass differs from this tensor on, or the sum over ranks does."
-_OPTIMIZER = "The gradients are equal, so clipping, the optimizer, its state or the learning rate differ."
+_BACKWARD = "The loss is equal, so the backward pass differs from this tensor on, or the sum of gradients over ranks."
+_RATE = "The learning rate follows from policy.optimizer, policy.scheduler and their state in the checkpoint."
+_GRAD_NORM = "The gradients are equal, so what adds up their norm over tensors and ranks differs."
+_OPTIMIZER = (
+    "The gradients, their norm and the learning rate are equal, so clipping, the optimizer or its state differ."
+)
+_NOT_SHOWN = "the training backend does not show them"
+_RATE_LIMIT = 1e-9
+"""Largest relative difference of learning rates that counts as equal if bits are not compared."""
 
 type Prints = Mapping[str, Fingerprint]
 
 
 def old_weights(recorded: Step, repeated: Step) -> Stage:
-    """Compare the weights before the step; their bits have to be equal, for any number of ranks."""
-    if not recorded.updates:
-        return Stage("weights before the step", skipped="no update was made, because no token counts")
+    """Compare the weights before the step, whose bits have to be equal whatever ranks hold them."""
+    name = "weights before the step"
+    if not recorded.updates or not repeated.updates:
+        return Stage(name, skipped="no update was made, because no token counts")
     before, now = recorded.updates[0].before, repeated.updates[0].before
+    if not before and not now:
+        return Stage(name, skipped=_NOT_SHOWN)
     found, largest = _tensors(before, now, before, 0.0, "weight")
-    return Stage("weights before the step", len(before), "relative", found, 0.0, largest, _OTHER_START)
+    return Stage(name, len(before), "relative", found, 0.0, largest, _OTHER_START)
 
 
 def modules(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tolerances) -> Stage:
     """Find the first module, in the order in which calls end, whose output differs."""
     name = f"outputs of modules{title}"
     if not any(before.modules):
-        return Stage(name, skipped="the run did not record them (logger.record_modules)")
+        return Stage(name, skipped=NOT_RECORDED)
     if _calls(before) != _calls(now):
         return Stage(name, skipped="modules are called in another order, or ranks divide the work differently")
     found: list[tuple[int, Difference]] = []
@@ -62,21 +72,42 @@ def _calls(update: UpdateRecord) -> list[list[str]]:
 
 
 def gradients(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tolerances) -> Stage:
-    """Compare the gradients, in the order of the backward pass: the last tensors of the model first."""
-    old = dict(reversed(before.gradients.items()))
+    """Compare the gradients, the last tensors of the model first, as the backward pass computes them."""
+    name, old = f"gradients{title}", dict(reversed(before.gradients.items()))
+    if not old and not now.gradients:
+        return Stage(name, skipped=_NOT_SHOWN)
     found, largest = _tensors(old, now.gradients, old, limits.gradients, "gradient")
-    return Stage(f"gradients{title}", len(old), "relative", found, limits.gradients, largest, _BACKWARD)
+    return Stage(name, len(old), "relative", found, limits.gradients, largest, _BACKWARD)
+
+
+def norm_and_rate(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tolerances) -> Stage:
+    """Compare the two numbers that an optimizer makes its update with; NaN equals NaN."""
+    found, sizes, causes = [], [], []
+    for name, old, new, limit, cause in (
+        ("learning rate", before.lr, now.lr, 0.0 if limits.is_exact else _RATE_LIMIT, _RATE),
+        ("gradient norm", before.grad_norm, now.grad_norm, limits.gradients, _GRAD_NORM),
+    ):
+        same = old == new or (math.isnan(old) and math.isnan(new))
+        sizes.append(0.0 if same else _relative(abs(old - new), abs(old)))
+        if sizes[-1] > limit:
+            text = f"the {name} differs: {old:.8g} in the run, {new:.8g} now"
+            found.append(Difference(name, text, sizes[-1]))
+            causes.append(cause)
+    name, cause = f"learning rate and gradient norm{title}", next(iter(causes), "")
+    return Stage(name, len(sizes), "relative", found, limits.gradients, max(sizes), cause)
 
 
 def new_weights(before: UpdateRecord, now: UpdateRecord, title: str, limits: Tolerances) -> Stage:
-    """Compare the weights after the update; differences are relative to the change that the update made."""
+    """Compare the weights after the update; distances are relative to the change that the update made."""
+    name, unit = f"weights after the step{title}", "relative to the update"
+    if not before.after and not now.after:
+        return Stage(name, skipped=_NOT_SHOWN)
     moved = {
         name: Fingerprint(0, weight.distance(before.before[name]) ** 2)
         for name, weight in before.after.items()
         if name in before.before
     }
     found, largest = _tensors(before.after, now.after, moved, limits.weights, "new weight")
-    name, unit = f"weights after the step{title}", "relative to the update"
     return Stage(name, len(before.after), unit, found, limits.weights, largest, _OPTIMIZER)
 
 
@@ -109,4 +140,4 @@ def _norm(prints: Iterable[Fingerprint]) -> float:
 def _relative(distance: float, norm: float) -> float:
     if distance == 0:
         return 0.0
-    return distance / norm if norm > 0 and math.isfinite(norm) else math.inf
+    return distance / norm if norm > 0 and math.isfinite(distance) and math.isfinite(norm) else math.inf

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+NOT_RECORDED = "the run did not record them (logger.record_modules)"
+"""Why the outputs of modules were not compared; the user's choice, so the verdict does not name it."""
 _SHOWN = 5
 
 
@@ -74,11 +76,19 @@ class Comparison:
         """The result in a sentence or two."""
         how = "bit for bit" if self.is_exact else "within the tolerances"
         if self.first is None:
-            return f"Step {self.step} is equal to that of the run, {how}."
+            return f"Step {self.step} is equal to that of the run, {how}.{self._not_compared}"
         later = [stage for stage in self.stages if stage.differences and stage is not self.first]
         end = "All numbers are equal nevertheless." if self.first.name == "configuration" and not later else ""
         text = f"Step {self.step} differs. The first difference: {self.first.differences[0].text}. {end}".strip()
         return f"{text} {self.first.cause}".strip()
+
+    @property
+    def _not_compared(self) -> str:
+        """The parts of an equal step that were left out, as a sentence; "" if there are none."""
+        skipped = [
+            f"{stage.name} ({stage.skipped})" for stage in self.stages if stage.skipped not in (None, NOT_RECORDED)
+        ]
+        return f" Not compared: {'; '.join(skipped)}." if skipped else ""
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""

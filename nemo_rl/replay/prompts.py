@@ -18,8 +18,8 @@ _CAUSE = "The data, the prompt file, the chat template, the tokenizer or the pro
 _NAME = "prompts in the data"
 
 
-def compare_prompts(trajectories: Sequence[Trajectory], data: RunData) -> Stage:
-    """Compare the tokens of each prompt with those of its row.
+def compare_prompts(trajectories: Sequence[Trajectory], data: RunData) -> tuple[Stage, list[str]]:
+    """Compare the tokens of each prompt with those of its row; return the comparison, and what it leaves out.
 
     Args:
         trajectories: the recorded rollouts.
@@ -39,8 +39,9 @@ def compare_prompts(trajectories: Sequence[Trajectory], data: RunData) -> Stage:
                 Difference(name, f"{name} (row {trajectory.idx} of the training data) differs from the record: {text}")
             )
     if not compared and opened:
-        return Stage(_NAME, skipped=f"the environments {sorted(opened)} write the prompts themselves")
-    return Stage(_NAME, compared, differences=found, cause=_CAUSE)
+        return Stage(_NAME, skipped=f"the environments {sorted(opened)} write the prompts themselves"), []
+    notes = [f"prompts that the environments {sorted(opened)} write themselves are not compared"] if opened else []
+    return Stage(_NAME, compared, differences=found, cause=_CAUSE), notes
 
 
 def _writes_prompts(task_name: str) -> bool:

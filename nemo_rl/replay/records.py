@@ -1,8 +1,8 @@
 """Read the records of steps that a run has written (`algorithms.runtime.step_record`)."""
 
 import json
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from nemo_rl.config.schema.logger import RECORDS_FOLDER
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.files.safe_load import load_plain
 from nemo_rl.models.policy.update_records import UpdateRecord
+from nemo_rl.replay.folders import recorded_steps
 from nemo_rl.utils.errors import ReplayError
 
-_NAME = re.compile(r"step_(\d+)\.json")
+_NEEDED = ("weight_version", "checkpoint", "loss_fn", "config", "samples", "environment", "code", "layout", "updates")
 
 
 @dataclass(frozen=True)
@@ -59,34 +60,46 @@ def read_step(folder: Path, step: int) -> RecordedStep:
         CheckpointError: the rollouts cannot be read.
     """
     file = folder / RECORDS_FOLDER / f"step_{step}.json"
-    names = (_NAME.fullmatch(path.name) for path in file.parent.iterdir())
-    recorded = sorted(int(name[1]) for name in names if name)
+    recorded = recorded_steps(folder)
     if step not in recorded:
         raise ReplayError(
             f"step {step} was not recorded. A run records its first step and each step after a checkpoint; {folder} "
             f"has {', '.join(map(str, recorded)) or 'none'}. Choose one of them."
         )
-    try:
+    with _damage_told(file):
         summary = json.loads(file.read_text(encoding="utf-8"))
         written_as = summary["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ReplayError(f"{file} is damaged: {error}") from error
     if written_as != FORMAT:
         raise ReplayError(
             f"{file} has format {written_as}, and this version of nemo_rl reads format {FORMAT}. Use the version that "
             f"wrote it: {summary.get('environment', {}).get('nemo_rl', 'unknown')}."
         )
     stored = load_plain(file.with_suffix(".pt"))
-    return RecordedStep(
-        summary,
-        stored["tensors"],
-        [
-            UpdateRecord.from_json(values, logprobs)
-            for values, logprobs in zip(summary["updates"], stored["logprobs"], strict=True)
-        ],
-        file,
-        [Trajectory.from_state(state) for state in stored["trajectories"]],
-    )
+    with _damage_told(file):
+        absent = [name for name in _NEEDED if name not in summary]
+        if absent:
+            raise KeyError(", ".join(absent))
+        return RecordedStep(
+            summary,
+            dict(stored["tensors"]),
+            [
+                UpdateRecord.from_json(values, logprobs)
+                for values, logprobs in zip(summary["updates"], stored["logprobs"], strict=True)
+            ],
+            file,
+            [Trajectory.from_state(state) for state in stored["trajectories"]],
+        )
+
+
+@contextmanager
+def _damage_told(file: Path) -> Iterator[None]:
+    """Name the file if its content is not that of a record."""
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ReplayError(
+            f"{file} is damaged, or another version wrote it: {type(error).__name__}: {error}. Record the step again."
+        ) from error
 
 
 def add_modules(recorded: RecordedStep, repeated: Step) -> None:

@@ -34,8 +34,8 @@ def replay(arguments: argparse.Namespace, output: TextIO) -> int:
     """
     from nemo_rl.replay.folders import find_folder
 
-    folder = find_folder(arguments.folder)
-    # The file of a run has all keys, so the log would report each key without effect.
+    folder = find_folder(arguments.folder, arguments.step)
+    # The file of a run has all keys, so each key without effect would be told.
     logging.getLogger(load_config.__module__).setLevel(logging.WARNING)
     config = load_config(folder / _CONFIG_FILE, arguments.overrides, schema=GRPOMasterConfig)
     if not config.cluster.uses_gpu and is_on("fork_server", config.cluster.optimizations):
@@ -50,11 +50,11 @@ def replay(arguments: argparse.Namespace, output: TextIO) -> int:
         output.write(json.dumps(result.as_json(), indent=1) + "\n")
     else:
         write_text(result, output)
-    if arguments.add_modules:
-        if result.first is not None:
-            raise ReplayError("the step is not equal, so the outputs of its modules are not added to the record.")
+    if arguments.add_modules and result.first is None and result.is_exact:
         add_modules(recorded, repeated)
-        logger.info("The outputs of modules were added to %s.", recorded.file)
+        logger.info("The outputs of modules are in %s now.", recorded.file)
+    elif arguments.add_modules:
+        logger.warning("The step is not equal bit for bit, so the outputs of its modules are not added to the record.")
     return 0 if result.first is None else 1
 
 
@@ -63,7 +63,8 @@ def _repeated(
 ) -> "tuple[Comparison, Step]":
     """Repeat a step; return the comparison, and the step as it is now."""
     from nemo_rl.algorithms.grpo import recipe
-    from nemo_rl.replay.compare import compare, without_influence
+    from nemo_rl.replay.compare import compare
+    from nemo_rl.replay.configuration import configuration_notes
     from nemo_rl.replay.findings import Comparison
     from nemo_rl.replay.prompts import compare_prompts
     from nemo_rl.replay.repeat import repeat
@@ -74,14 +75,13 @@ def _repeated(
     changed = changed_keys(config, recorded.summary["config"])
     parts = recipe(config)
     _check_loss(recorded, parts.loss_fn, [key.key for key in changed])
-    data = compare_prompts(recorded.trajectories, parts.data)
+    data, notes_of_data = compare_prompts(recorded.trajectories, parts.data)
     of_modules = arguments.add_modules or any(any(update.modules) for update in recorded.updates)
     repeated = repeat(config, parts, recorded, checkpoint, of_modules)
     limits, notes = chosen(factor, recorded, repeated, changed)
-    idle = without_influence(changed)
-    notes += [f"keys have changed that do not change the numbers of a step: {', '.join(idle)}"] if idle else []
+    notes += configuration_notes(changed, recorded.summary["config"], repeated.summary["config"])
     stages = compare(recorded, repeated, changed, data, limits)
-    notes += code_notes(recorded, repeated)
+    notes += [*notes_of_data, *code_notes(recorded, repeated)]
     return Comparison(arguments.step, stages, limits.is_exact, notes), repeated
 
 

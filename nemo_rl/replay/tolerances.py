@@ -23,7 +23,10 @@ WITHOUT_INFLUENCE = (
 )
 """Groups of keys there that a step does not read once it has rollouts and weights."""
 _SHOWN_FILES = 20
-_OUTSIDE_A_STEP = ("doctor/", "evals/", "regrade/", "replay/", "report/")
+_OUTSIDE_A_STEP = (
+    *("doctor/", "environments/", "evals/", "launch/", "models/generation/", "optimizations/", "regrade/", "replay/"),
+    *("report/", "sizing/", "weight_sync/"),
+)
 _NUMBERS = ("torch", "transformers", "numpy", "flash-attn", "triton")
 """Packages whose versions may change the last bits."""
 

@@ -90,7 +90,13 @@ def test_a_changed_coefficient_of_the_loss_is_named(run: RecordedRun) -> None:
     found = run.differs("loss_fn.reference_policy_kl_penalty=0.1")
     assert found["first"]["name"] == "loss_fn.reference_policy_kl_penalty"
     differing = [stage["name"] for stage in found["stages"] if stage["differing"]]
-    assert differing == ["configuration", "loss and its terms", "gradients", "weights after the step"]
+    assert differing == [
+        "configuration",
+        "loss and its terms",
+        "gradients",
+        "learning rate and gradient norm",
+        "weights after the step",
+    ]
 
 
 def test_a_changed_kernel_is_named_by_its_module(run: RecordedRun) -> None:

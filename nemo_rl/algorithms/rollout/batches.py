@@ -124,7 +124,7 @@ class RolloutBatches:
             stale_BT=stale_BT,
         )
         if self._recorder is not None:
-            self._recorder.begin(step, batch)
+            self._recorder.begin(step, batch, phase)
         return batch
 
     def _waiting(self, phase: Phase) -> Phase:

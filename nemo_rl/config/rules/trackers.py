@@ -94,6 +94,12 @@ def check_records(
             "logger.record_steps=true needs a training backend that shows its gradients; policy.megatron_cfg does not. "
             f"Use policy.dtensor_cfg. {off}"
         )
+    elif (stages := policy.backend_section.pipeline_parallel_size) > 1:
+        yield (
+            "logger.record_steps=true records gradients before the pipeline stages add up those of weights that they "
+            f"share, but policy.{policy.backend_key}.pipeline_parallel_size={stages} divides the model into stages. "
+            f"Use 1. {off}"
+        )
 
 
 def tracking_address(section: MlflowConfig) -> str | None:

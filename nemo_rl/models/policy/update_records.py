@@ -5,7 +5,7 @@ which belong to the microbatches of each rank.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -32,6 +32,7 @@ class UpdateRecord:
         modules: for each rank, name and output of each call of a module, in order; empty if they were not recorded.
         devices: names of the devices of the ranks.
         logprobs: log-probabilities of each row `[T - 1]` that the update computed, by the row's position in the step.
+        model_metrics: metrics of the model itself.
     """
 
     loss: float
@@ -45,6 +46,7 @@ class UpdateRecord:
     modules: list[list[tuple[str, Fingerprint]]]
     devices: list[str]
     logprobs: dict[int, Tensor]
+    model_metrics: dict[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values for a file of JSON, without the log-probabilities."""
@@ -54,6 +56,7 @@ class UpdateRecord:
             "metrics": self.metrics,
             "grad_norm": self.grad_norm,
             "lr": self.lr,
+            "model_metrics": self.model_metrics,
             "microbatch_losses": self.microbatch_losses,
             "devices": self.devices,
             **{key: {name: each.as_json() for name, each in prints.items()} for key, prints in named.items()},
@@ -94,6 +97,7 @@ def _joined(of_ranks: Sequence[RankUpdate], result_ranks: Sequence[int]) -> Upda
         metrics=reduce_metrics([reduce_metrics(result.metrics) for result in results]),
         grad_norm=of_ranks[0].grad_norm,
         lr=of_ranks[0].lr,
+        model_metrics=of_ranks[0].model_metrics,
         microbatch_losses=[result.losses for result in results],
         before=joined(update.before for update in of_ranks),
         gradients=joined(update.gradients for update in of_ranks),

@@ -102,7 +102,7 @@ def fingerprint(tensor: Tensor, shape: Sequence[int] | None = None, offset: Sequ
 
 def pieces(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
     """Compute the fingerprints of this rank's pieces of tensors; a rank without elements of a tensor has none."""
-    return {name: _piece(tensor) for name, tensor in tensors.items() if tensor.numel()}
+    return {name: _piece(tensor) for name, tensor in tensors.items() if _has_elements(tensor)}
 
 
 def joined(of_ranks: Iterable[Mapping[str, Piece]]) -> dict[str, Fingerprint]:
@@ -117,6 +117,12 @@ def joined(of_ranks: Iterable[Mapping[str, Piece]]) -> dict[str, Fingerprint]:
 def added(parts: Iterable[Fingerprint]) -> Fingerprint:
     """Add fingerprints of disjoint pieces."""
     return sum(parts, Fingerprint())
+
+
+def _has_elements(tensor: Tensor) -> bool:
+    """Return whether this rank holds elements of a tensor; a DTensor itself counts those of all ranks."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return bool(local.numel())
 
 
 def _piece(tensor: Tensor) -> Piece:

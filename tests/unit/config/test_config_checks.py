@@ -242,6 +242,15 @@ REFUSED: list[tuple[list[str], str]] = [
     (["loss_fn.constant_sample_length=64", "loss_fn.token_level_loss=false"], "replaces the length of each answer"),
     (["grpo.adv_estimator.std_level=batch", "grpo.normalize_rewards=false"], "std_level=batch only works with"),
     (["grpo.adv_estimator.kl_to_go=true"], r"kl_to_go=true only works with loss_fn\.use_kl_in_reward=true"),
+    # records of steps
+    (["logger.record_modules=true"], r"adds to the records of logger\.record_steps, which is false"),
+    (["logger.record_steps=true", "grpo.overlap.mode=stream"], r"overlap\.mode=stream adds up gradients while"),
+    (["logger.record_steps=true", "cluster.rollout_runners=1"], r"rollout_runners=1 keeps them elsewhere\. Use 0\."),
+    (["logger.record_steps=true", *MEGATRON], r"policy\.megatron_cfg does not\. Use policy\.dtensor_cfg\."),
+    (
+        ["logger.record_steps=true", "cluster.ranks_per_node=2", "policy.dtensor_cfg.pipeline_parallel_size=2"],
+        r"policy\.dtensor_cfg\.pipeline_parallel_size=2 divides the model into stages\. Use 1\.",
+    ),
     # single keys
     (["policy.max_total_sequence_length=-1"], r"Allowed: int >= 2"),
     (["grpo.num_prompts_per_step=0"], r"greater than 0"),

@@ -1,6 +1,9 @@
 """Records of steps: which are written, that they hold every bit, and why one cannot be replayed."""
 
 import json
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,8 +36,14 @@ class Ranks:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.ranks = self
 
-    def on_ranks(self, method: str, phase: str, **kwargs: Any) -> list[Any]:
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.calls.append(name)
+        yield
+
+    def everywhere(self, method: str, phase: str, **kwargs: Any) -> list[Any]:
         self.calls.append(method)
         scores = torch.tensor([[-0.1, -0.2, -0.3], [-0.4, 0.0, 0.0]])
         made = RankUpdate(WEIGHT, WEIGHT, WEIGHT, [0.1, 0.2], [{"kl": 0.1}, {"kl": 0.2}], [([0, 1], scores)])
@@ -79,7 +88,7 @@ def recorded(folder: Path, *steps: int, **checkpointing: Any) -> Ranks:
     recorder = StepRecorder(folder, settings, policy, ClippedPGLossFn(settings.loss_fn))  # type: ignore[arg-type]
     for step in steps:
         made = batch()
-        recorder.begin(step, made)
+        recorder.begin(step, made, policy.phase)
         recorder.write(step, made)
     return policy
 
@@ -91,12 +100,22 @@ def names(folder: Path) -> list[str]:
 def test_the_first_step_and_those_after_a_checkpoint_are_recorded(tmp_path: Path) -> None:
     policy = recorded(tmp_path, 1, 2, 3, 4, save_period=2)
     assert names(tmp_path) == ["step_1.json", "step_3.json"]
-    assert policy.calls == ["record_updates", "take_updates"] * 2
+    assert policy.calls == ["step_record", "record_updates", "step_record", "take_updates"] * 2
 
 
-def test_the_first_step_of_a_resumed_run_is_recorded(tmp_path: Path) -> None:
-    recorded(tmp_path, 6, 7, save_period=100)
+def test_the_first_step_of_a_resumed_run_is_recorded_if_its_checkpoint_is_whole(tmp_path: Path) -> None:
+    checkpoints = {"checkpoint_dir": str(tmp_path / "checkpoints"), "save_period": 100}
+    (tmp_path / "checkpoints/step_5/policy/weights").mkdir(parents=True)
+    recorded(tmp_path, 6, 7, **checkpoints)
+    assert not (tmp_path / "steps").exists(), "it has no state of the optimizer"
+    (tmp_path / "checkpoints/step_5/policy/optimizer").mkdir()
+    recorded(tmp_path, 6, 7, **checkpoints)
     assert names(tmp_path) == ["step_6.json"]
+
+
+def test_steps_after_checkpoints_without_an_optimizer_are_not_recorded(tmp_path: Path) -> None:
+    recorded(tmp_path, 1, 2, 3, save_period=1, save_optimizer=False)
+    assert names(tmp_path) == ["step_1.json"]
 
 
 def test_without_checkpoints_only_the_first_step_can_be_repeated(tmp_path: Path) -> None:
@@ -130,26 +149,63 @@ def test_modules_are_added_to_a_record(tmp_path: Path) -> None:
     assert read_step(tmp_path, 1).updates[0].modules == calls
 
 
-def test_a_disk_that_is_full_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: Any) -> None:
-        raise RuntimeError("unexpected pos 64")
+def raising(error: Exception) -> Callable[..., None]:
+    def fails(*arguments: Any) -> None:
+        raise error
 
-    monkeypatch.setattr(torch, "save", full)
+    return fails
+
+
+@pytest.mark.parametrize("part", ["torch.save", "nemo_rl.algorithms.runtime.step_record.write_json"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("unexpected pos 64"),
+        OSError("full"),
+        pickle.PicklingError("lambda"),
+        TypeError("set"),
+        ValueError(),
+    ],
+)
+def test_a_record_that_cannot_be_written_is_absent_and_does_not_end_the_run(
+    error: Exception, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded(tmp_path, 1)  # by an earlier run
+    monkeypatch.setattr(part, raising(error))
     recorded(tmp_path, 1)
     assert list((tmp_path / "steps").iterdir()) == []
 
 
+def test_a_record_replaces_the_one_of_an_earlier_run(tmp_path: Path) -> None:
+    recorded(tmp_path, 1)
+    (tmp_path / "steps" / "step_1.json").write_text("{}")
+    recorded(tmp_path, 1)
+    assert read_step(tmp_path, 1).summary["weight_version"] == 4
+    assert len(list((tmp_path / "steps").iterdir())) == 2
+
+
 def test_steps_that_were_not_recorded_are_refused_with_those_that_were(tmp_path: Path) -> None:
     with pytest.raises(ReplayError, match=r"has no recorded steps.*logger\.record_steps=true"):
-        find_folder(tmp_path)
+        find_folder(tmp_path, 1)
     run = tmp_path / "exp_010"
     run.mkdir()
     (tmp_path / "exp_009").mkdir()
     recorded(run, 1, 2, 3, save_period=2)
     recorded(tmp_path / "exp_009", 1)
-    assert find_folder(tmp_path) == find_folder(run) == run.resolve()
+    assert find_folder(tmp_path, 1) == find_folder(run, 1) == run.resolve()
     with pytest.raises(ReplayError, match=r"step 2 was not recorded.*has 1, 3\."):
         read_step(run, 2)
+
+
+def test_the_newest_folder_that_has_the_step_is_chosen_then_the_newest_with_any(tmp_path: Path) -> None:
+    first, second = tmp_path / "exp_009", tmp_path / "exp_010"
+    for folder in (first, second, tmp_path / "exp_011" / "steps", tmp_path / "steps"):
+        folder.mkdir(parents=True)
+    recorded(first, 1, 2, 3, save_period=2)
+    recorded(second, 1)
+    assert find_folder(tmp_path, 1) == second.resolve()
+    assert find_folder(tmp_path, 3) == first.resolve()
+    assert find_folder(tmp_path, 4) == second.resolve()
 
 
 def test_another_format_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
@@ -159,9 +215,24 @@ def test_another_format_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
     file.write_text(json.dumps(content | {"format": 99}))
     with pytest.raises(ReplayError, match="has format 99, and this version of nemo_rl reads format 1"):
         read_step(tmp_path, 1)
-    file.write_text("{")
-    with pytest.raises(ReplayError, match="is damaged"):
-        read_step(tmp_path, 1)
+    changes: list[dict[str, Any]] = [{"updates": None}, {"updates": []}, {"updates": [{}]}, {"updates": [3]}]
+    for change in changes:
+        file.write_text(json.dumps(content | change))
+        with pytest.raises(ReplayError, match=r"step_1\.json is damaged, or another version wrote it: \w+Error: "):
+            read_step(tmp_path, 1)
+    for text in ("{", "[]", "{}", json.dumps({name: content[name] for name in content if name != "layout"})):
+        file.write_text(text)
+        with pytest.raises(ReplayError, match="is damaged, or another version wrote it"):
+            read_step(tmp_path, 1)
+
+
+def test_a_foreign_file_of_tensors_is_refused(tmp_path: Path) -> None:
+    recorded(tmp_path, 1)
+    contents: list[Any] = [[1], {"tensors": {}}, {"tensors": {}, "logprobs": [{}], "trajectories": [{}]}]
+    for content in contents:
+        torch.save(content, tmp_path / "steps" / "step_1.pt")
+        with pytest.raises(ReplayError, match="is damaged, or another version wrote it"):
+            read_step(tmp_path, 1)
 
 
 def test_losses_have_names() -> None:

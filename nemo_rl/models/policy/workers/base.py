@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -179,16 +180,15 @@ class PolicyWorker:
                 recorder.note(rows, inputs[index], logprobs_K, losses[-1])
             return _differentiable(loss, logprobs_K)
 
-        if recorder is not None:
-            recorder.begin()
-        self.backend.run(inputs, forward_step, backward=not eval_mode)
+        with nullcontext() if recorder is None else recorder.passes():
+            self.backend.run(inputs, forward_step, backward=not eval_mode)
         if recorder is not None:
             recorder.passes_end(metrics)
         result = UpdateResult(loss=sum(loss.item() for loss in losses), metrics=reduce_metrics(metrics))
         if not eval_mode:
             self._update(result, last_update)
         if recorder is not None:
-            recorder.end(result.grad_norm, result.lr)
+            recorder.end(result.grad_norm, result.lr, result.model_metrics)
         return result
 
     def _laid_out(

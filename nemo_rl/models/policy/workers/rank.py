@@ -54,12 +54,20 @@ class PolicyRank(PolicyWorker):
 
     def record_updates(self, *, of_modules: bool) -> None:
         """Record the updates from now on, until `take_updates`; see `UpdateRecorder`."""
-        self.recorder = UpdateRecorder(self.backend, of_modules=of_modules)
+        self._stop_recorder()
+        self.recorder = UpdateRecorder(self.backend, of_modules=of_modules, gives_scores=self._gives_scores)
 
     def take_updates(self) -> list[RankUpdate]:
         """Return what was recorded, and stop recording."""
-        recorder, self.recorder = self.recorder, None
+        recorder = self._stop_recorder()
         return [] if recorder is None else recorder.take()
+
+    def _stop_recorder(self) -> UpdateRecorder | None:
+        """Return the recorder, which sees no further update; None if there is none."""
+        recorder, self.recorder = self.recorder, None
+        if recorder is not None:
+            recorder.stop_watching()
+        return recorder
 
     def describe_passes(self) -> PassCosts:
         """Return what passes over rows cost."""

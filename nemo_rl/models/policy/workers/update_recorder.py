@@ -6,7 +6,8 @@ Tensors of the model become fingerprints (`models.training.fingerprints`). Invar
 computes and changes none of it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,13 +34,14 @@ class RankUpdate:
         before: weights before the update.
         gradients: gradients that have been added up over microbatches and ranks, before clipping.
         after: weights after the update.
-        losses: loss of each microbatch.
+        losses: loss of each microbatch; like metrics and log-probabilities only of a rank that gives scores.
         metrics: metrics of the loss of each microbatch.
         logprobs: of each microbatch, the positions of its rows in the step and their log-probabilities
             `[b, T - 1]` on the CPU; empty for a loss without them.
         modules: name and output of each call of a module, in the order in which the calls ended.
         grad_norm: norm of the gradient of the whole model.
         lr: learning rate.
+        model_metrics: metrics of the model itself, such as the loss that balances experts.
         device: name of the device that computed it.
     """
 
@@ -52,6 +54,7 @@ class RankUpdate:
     modules: list[tuple[str, Fingerprint]] = field(default_factory=list)
     grad_norm: float = 0.0
     lr: float = 0.0
+    model_metrics: dict[str, float] = field(default_factory=dict)
     device: str = ""
 
 
@@ -61,26 +64,33 @@ class UpdateRecorder:
     Args:
         backend: has the weights, the gradients and the modules.
         of_modules: whether to record the output of each module.
+        gives_scores: whether this rank's losses, metrics and log-probabilities are part of the result; other ranks of
+            the same rows compute them too, and do not record them.
     """
 
-    def __init__(self, backend: PolicyBackend, *, of_modules: bool) -> None:
+    def __init__(self, backend: PolicyBackend, *, of_modules: bool, gives_scores: bool = True) -> None:
         self._backend = backend
         self._of_modules = of_modules
+        self._gives_scores = gives_scores
         self._hooks: list[RemovableHandle] = []
         self._updates: list[RankUpdate] = []
 
-    def begin(self) -> None:
-        """Start an update: record the weights, and watch the modules."""
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        """Start an update: record the weights, and watch the modules while the block runs the passes."""
         before = self._updates[-1].after if self._updates else pieces(self._backend.weights_here())
         self._updates.append(RankUpdate(before, device=device_name(self._backend.device)))
-        if self._of_modules:
-            self._hooks = [
-                module.register_forward_hook(self._output_of(name))
-                for name, module in self._backend.modules_here().items()
-            ]
+        try:
+            if self._of_modules:
+                self._watch(self._backend.modules_here())
+            yield
+        finally:
+            self.stop_watching()
 
     def note(self, rows: BatchedDataDict[Any], inputs: ModelInputs, scores: Tensor, loss: Tensor) -> None:
         """Record scores and loss of a microbatch; filler rows, which have one token, are left out."""
+        if not self._gives_scores:
+            return
         update = self._updates[-1]
         update.losses.append(loss.item())
         if scores.dim() == 1 and scores.numel() == inputs.places_K.numel() and ROW_NUMBERS in rows:
@@ -90,15 +100,16 @@ class UpdateRecorder:
 
     def passes_end(self, metrics: Sequence[LossMetrics]) -> None:
         """Record the gradients, before they are clipped, and the metrics of the microbatches."""
-        self.stop_watching()
         update = self._updates[-1]
-        update.metrics = [{name: float(value) for name, value in values.items()} for values in metrics]
+        if self._gives_scores:
+            update.metrics = [{name: float(value) for name, value in values.items()} for values in metrics]
         update.gradients = pieces(self._backend.gradients_here())
 
-    def end(self, grad_norm: float, lr: float) -> None:
-        """Record the weights after the update."""
+    def end(self, grad_norm: float, lr: float, model_metrics: Mapping[str, float]) -> None:
+        """Record the weights after the update, and the numbers that it made them with."""
         update = self._updates[-1]
         update.after, update.grad_norm, update.lr = pieces(self._backend.weights_here()), grad_norm, lr
+        update.model_metrics = {name: float(value) for name, value in model_metrics.items()}
 
     def stop_watching(self) -> None:
         """Remove the hooks from the modules."""
@@ -110,6 +121,10 @@ class UpdateRecorder:
         """Return the updates since the last call."""
         updates, self._updates = self._updates, []
         return updates
+
+    def _watch(self, modules: Mapping[str, nn.Module]) -> None:
+        for name, module in modules.items():
+            self._hooks.append(module.register_forward_hook(self._output_of(name)))
 
     def _output_of(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def record(module: nn.Module, inputs: Any, output: Any) -> None:

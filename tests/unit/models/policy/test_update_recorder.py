@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 import torch
 from policy_helpers import WeightedNLL, policy_config, random_batch, run_ranks, save_tiny_model
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.batching import count_valid, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker
 from nemo_rl.models.policy.workers.update_recorder import ROW_NUMBERS, RankUpdate, UpdateRecorder
-from nemo_rl.models.training.fingerprints import fingerprint, joined
+from nemo_rl.models.training.fingerprints import Piece, fingerprint, joined, pieces
 
 ROWS = 6
 
@@ -121,3 +122,53 @@ def test_modules_are_recorded_in_the_order_in_which_their_calls_end(tmp_path: Pa
     first, second = (one["updates"][number].modules for number in (0, 1))
     assert [module for module, _ in second] == names, "hooks of the first update are gone in the second"
     assert first != second
+
+
+def _without_scores(rank: int, world_size: int, name: str) -> RankUpdate:
+    config = policy_config(name)
+    worker = PolicyWorker(DTensorBackend(config, torch.device("cpu")), config)
+    worker.recorder = UpdateRecorder(worker.backend, of_modules=False, gives_scores=False)
+    batch = random_batch(rows=2)
+    batch[ROW_NUMBERS] = torch.arange(2)
+    worker.train(batch, [2], WeightedNLL(), count_valid(batch))
+    (update,) = worker.recorder.take()
+    return update
+
+
+def test_a_rank_that_gives_no_scores_sends_only_what_it_has_of_the_model(tmp_path: Path) -> None:
+    name = save_tiny_model(tmp_path / "m", "qwen2", vocab_size=98)
+    (update,) = run_ranks(_without_scores, 1, name)
+    assert (update.losses, update.metrics, update.logprobs) == ([], [], [])
+    assert update.before and update.gradients and update.after and update.grad_norm
+
+
+def _hooks_after_a_failure(rank: int, world_size: int, name: str) -> int:
+    config = policy_config(name)
+    backend = DTensorBackend(config, torch.device("cpu"))
+    worker = PolicyWorker(backend, config)
+    worker.recorder = UpdateRecorder(backend, of_modules=True)
+
+    def out_of_memory(*arguments: Any, **keywords: Any) -> None:
+        assert any(module._forward_hooks for module in backend.model.modules())
+        raise MemoryError
+
+    backend.run = out_of_memory  # type: ignore[method-assign]
+    batch = random_batch(rows=2)
+    with pytest.raises(MemoryError):
+        worker.train(batch, [2], WeightedNLL(), count_valid(batch))
+    return sum(len(module._forward_hooks) for module in backend.model.modules())
+
+
+def test_a_pass_that_fails_leaves_no_hooks(tmp_path: Path) -> None:
+    name = save_tiny_model(tmp_path / "m", "qwen2", vocab_size=98)
+    assert run_ranks(_hooks_after_a_failure, 1, name) == [0]
+
+
+def _pieces_of_one_row(rank: int, world_size: int) -> dict[str, Piece]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    return pieces({"w": distribute_tensor(torch.ones(1, 3), mesh, [Shard(0)])})
+
+
+def test_a_rank_without_rows_of_a_sharded_tensor_has_no_piece() -> None:
+    first, second = run_ranks(_pieces_of_one_row, 2)
+    assert first["w"].fingerprint == fingerprint(torch.ones(1, 3)) and second == {}

@@ -47,7 +47,7 @@ def test_any_changed_bit_and_any_exchange_changes_the_checksum() -> None:
     exchanged = values.clone()
     exchanged[[3, 40]] = values[[40, 3]]
     assert fingerprint(exchanged).checksum != want
-    assert fingerprint(-values * 0).checksum != fingerprint(values * 0).checksum or bool((values > 0).all())
+    assert fingerprint(-values * 0).checksum != fingerprint(values * 0).checksum
 
 
 def test_the_distance_is_that_of_the_tensors_within_a_small_factor() -> None:
