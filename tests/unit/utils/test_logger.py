@@ -11,10 +11,11 @@ import sqlite3
 import struct
 import subprocess
 import sys
+import threading
 import time
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -332,8 +333,11 @@ class FakeMlflow(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
 
-        def call(*args: Any, **kwargs: Any) -> None:
+        def call(*args: Any, **kwargs: Any) -> Any:
             self.told.append((name, args or kwargs))
+            if name.startswith("log_"):
+                assert kwargs["run_id"] == "run 1", "without the run, another thread would start a run of its own"
+            return SimpleNamespace(info=SimpleNamespace(run_id="run 1")) if name == "start_run" else None
 
         return call
 
@@ -357,6 +361,19 @@ def test_mlflow_stores_runs_in_the_folder_of_the_run(tmp_path: Path, fake_mlflow
     assert told["set_tracking_uri"] == (f"sqlite:///{tmp_path}/mlflow/mlflow.db",)
     assert told["create_experiment"] == ("grpo-dev",)
     assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "2"
+
+
+def test_mlflow_gets_metrics_of_all_threads_in_one_run_and_in_blocks(tmp_path: Path, fake_mlflow: FakeMlflow) -> None:
+    logger = Logger(LoggerConfig.build(mlflow_enabled=True), tmp_path)
+    many = {f"node.{number}.mem_gb": 1.0 for number in range(1500)}
+    thread = threading.Thread(target=logger.log_metrics, args=(many, 20, "ray"))
+    thread.start()
+    thread.join()
+    logger.log_hyperparams({"seed": 1})
+    logger.close()
+    sent = [args[0] for name, args in fake_mlflow.told if name == "log_metrics"]
+    assert [len(block) for block in sent] == [1000, 500]
+    assert ("log_params", ({"seed": "1"},)) in fake_mlflow.told
 
 
 @pytest.mark.parametrize("given", ["key", "variable"])
@@ -390,9 +407,13 @@ def test_mlflow_stores_runs_in_a_database(tmp_path, monkeypatch):
     logger = Logger(LoggerConfig(mlflow_enabled=True, mlflow=section), tmp_path)
     logger.log_hyperparams({"grpo": {"seed": 1}, "long": "x" * 1000})
     logger.log_metrics({"loss": 0.25}, 3, prefix="train")
+    thread = threading.Thread(target=logger.log_metrics, args=({"node.0.mem_gb": 8.0}, 20, "ray"))
+    thread.start()
+    thread.join()
     logger.close()
     [run] = mlflow.search_runs(experiment_names=["e"], output_format="list")
-    assert run.data.metrics["train/loss"] == 0.25
+    assert run.info.status == "FINISHED"
+    assert run.data.metrics["train/loss"] == 0.25 and run.data.metrics["ray/node.0.mem_gb"] == 8.0
     assert run.data.params["grpo.seed"] == "1"
 
 
