@@ -27,7 +27,7 @@ from nemo_rl.files.optional_output import OptionalOutput
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.log_backends.console import ConsoleLogger
 from nemo_rl.utils.log_backends.jsonl import JsonlLogger, to_line
-from nemo_rl.utils.log_backends.tracker import LoggerInterface, Metrics, flatten_dict
+from nemo_rl.utils.log_backends.tracker import LoggerInterface, Metrics, flatten_dict, without_secrets
 
 if TYPE_CHECKING:
     from nemo_rl.utils.log_backends.mlflow import MLflowLogger
@@ -157,8 +157,9 @@ class Logger(LoggerInterface):
         self._on_all(log)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """See `LoggerInterface.log_hyperparams`."""
-        self._on_all(lambda backend: backend.log_hyperparams(params))
+        """See `LoggerInterface.log_hyperparams`; secrets in it are hidden, because trackers show it to others."""
+        shown = without_secrets(params)
+        self._on_all(lambda backend: backend.log_hyperparams(shown))
 
     def log_batched_dict_as_jsonl(self, to_log: Mapping[str, Any], filename: str) -> None:
         """Write a batch to `<log_dir>/<filename>`, one line per sample.
