@@ -32,7 +32,7 @@ from nemo_rl.distributed.cluster.local_ray import LOOPBACK, local_ray_has_died, 
 from nemo_rl.distributed.cluster.node_choice import NodeRoom, choose_nodes, living_nodes, shortage
 from nemo_rl.distributed.cluster.node_health import lost_nodes
 from nemo_rl.distributed.ranks.rendezvous import bind_free_port
-from nemo_rl.host.console_bars import is_terminal
+from nemo_rl.host.terminal import is_terminal
 from nemo_rl.optimizations.switch import Choice
 from nemo_rl.utils.cluster_address import cluster_address
 from nemo_rl.utils.errors import ResourceInsufficientError

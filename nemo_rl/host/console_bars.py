@@ -12,18 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from nemo_rl.host.terminal import GONE, is_terminal
+
 _UNUSABLE = ("", "dumb", "unknown")
-_GONE = (OSError, ValueError)
-"""Errors of a terminal that was closed, and of a closed stream."""
-
-
-def is_terminal(stream: Any) -> bool:
-    """Return whether a stream is a terminal, also behind the live display; None and closed streams are none."""
-    stream = getattr(stream, "rich_proxied_file", stream)
-    try:
-        return bool(stream.isatty())
-    except (AttributeError, *_GONE):
-        return False
 
 
 def shows_bars() -> bool:
@@ -46,19 +37,19 @@ class Bar:
             from nemo_rl.host.live_display import DISPLAY
 
             self._display = DISPLAY
-            with suppress(*_GONE):
+            with suppress(*GONE):
                 self._id = DISPLAY.add(title, total)
 
     def show(self, done: int) -> None:
         """Show the number of finished parts."""
         if self._id is not None:
-            with suppress(*_GONE):
+            with suppress(*GONE):
                 self._display.update(self._id, done, self._total)
 
     def close(self) -> None:
         """Remove the line."""
         if self._id is not None:
-            with suppress(*_GONE):
+            with suppress(*GONE):
                 self._display.remove(self._id)
             self._id = None
 

@@ -24,7 +24,7 @@ from rich.progress import (
 )
 from rich.table import Column
 
-from nemo_rl.host.console_bars import is_terminal
+from nemo_rl.host.terminal import is_terminal
 
 _REDRAWS_PER_SECOND = 1
 _SPEED_OVER_S = 86400.0

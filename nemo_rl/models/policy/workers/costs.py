@@ -9,6 +9,7 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.host.device import device_name
 from nemo_rl.models.huggingface.flops import ModelFlops, model_flops
 from nemo_rl.models.huggingface.load import load_model_config
+from nemo_rl.models.training.low_rank import select_modules
 
 logger = logging.getLogger(__name__)
 
@@ -43,15 +44,13 @@ def pass_costs(config: PolicyConfig, device: torch.device) -> PassCosts:
         config: the policy section.
         device: device of the rank.
     """
-    from nemo_rl.models.dtensor.lora.modules import select_modules  # slow to import; the controller needs no layers
-
     name = None if device.type == "cpu" else device_name(device)
     lora, peft = config.dtensor_cfg.lora_cfg, config.megatron_cfg.peft
     dim = {"dtensor_cfg.lora_cfg": lora.dim, "megatron_cfg.peft": peft.dim}
     adapters = [dim[key] for key in config.adapter_keys]
 
     def adapted(linears: list[str]) -> list[str]:
-        return select_modules(linears, lora) if lora.enabled else linears
+        return select_modules(linears, lora, "policy.dtensor_cfg.lora_cfg") if lora.enabled else linears
 
     try:
         flops = model_flops(
