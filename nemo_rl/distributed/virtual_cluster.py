@@ -32,6 +32,7 @@ from nemo_rl.distributed.cluster.local_ray import LOOPBACK, local_ray_has_died, 
 from nemo_rl.distributed.cluster.node_choice import NodeRoom, choose_nodes, living_nodes, shortage
 from nemo_rl.distributed.cluster.node_health import lost_nodes
 from nemo_rl.distributed.ranks.rendezvous import bind_free_port
+from nemo_rl.host.terminal import is_terminal
 from nemo_rl.optimizations.switch import Choice
 from nemo_rl.utils.cluster_address import cluster_address
 from nemo_rl.utils.errors import ResourceInsufficientError
@@ -99,7 +100,7 @@ def init_ray(
         return
     for name, value in _RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         _without_colours()
     # Ray warns on every start that its token authentication is on, which is intended.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)

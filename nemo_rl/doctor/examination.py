@@ -15,6 +15,7 @@ from nemo_rl.doctor.nodes import NODE_CHECKS, NODES, NODES_DEADLINE_S
 from nemo_rl.doctor.requests import NodeRequest, node_request
 from nemo_rl.doctor.run import run_checks
 from nemo_rl.doctor.runner import as_the_run_says, perform, smallest
+from nemo_rl.host.terminal import is_terminal
 from nemo_rl.launch.checks import Passed, Request
 from nemo_rl.utils.cluster_address import cluster_address
 
@@ -89,7 +90,7 @@ def _on_all_nodes(request: NodeRequest, tell: Callable[[str], object]) -> list[F
 def _progress() -> Iterator[Callable[[str], object]]:
     """Show on a terminal which check is running."""
     console = Console(stderr=True)
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         yield lambda name: None
         return
     with console.status("") as status:

@@ -3,7 +3,7 @@
 Nothing is shown where stderr is no terminal, or one that cannot move its cursor (TERM=dumb); `waiting_log` logs lines
 there. Log records appear above the bars, because the display replaces `sys.stderr` while it is live. Invariant: the
 display never hides the cursor, so a process that is killed leaves the terminal as it was; and an error of the terminal
-(it was closed) is never raised.
+(it was closed) is never raised. A forked child has no display.
 """
 
 import os
@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from nemo_rl.host.terminal import GONE, is_terminal
+
 _UNUSABLE = ("", "dumb", "unknown")
 
 
 def shows_bars() -> bool:
     """Return whether this process's stderr is a terminal that can show bars."""
-    stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)  # the live display stands in front of it
-    return stream.isatty() and os.environ.get("TERM", "") not in _UNUSABLE
+    return is_terminal(sys.stderr) and os.environ.get("TERM", "") not in _UNUSABLE
 
 
 class Bar:
@@ -36,19 +37,19 @@ class Bar:
             from nemo_rl.host.live_display import DISPLAY
 
             self._display = DISPLAY
-            with suppress(OSError):
+            with suppress(*GONE):
                 self._id = DISPLAY.add(title, total)
 
     def show(self, done: int) -> None:
         """Show the number of finished parts."""
         if self._id is not None:
-            with suppress(OSError):
+            with suppress(*GONE):
                 self._display.update(self._id, done, self._total)
 
     def close(self) -> None:
         """Remove the line."""
         if self._id is not None:
-            with suppress(OSError):
+            with suppress(*GONE):
                 self._display.remove(self._id)
             self._id = None
 

@@ -1,6 +1,15 @@
-"""Draw the bars of `console_bars` with rich, which is imported only where there is a terminal."""
+"""Draw the bars of `console_bars` with rich, which is imported only where there is a terminal.
 
+While the display is live, `sys.stderr` is rich's, which prints above the bars, and so is `sys.stdout` if it is a
+terminal. Handlers of `logging` that hold the real streams get rich's until the display ends. Invariant: what a program
+writes to a pipe or a file never goes to the terminal instead.
+"""
+
+import logging
+import os
+import sys
 import threading
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -15,7 +24,11 @@ from rich.progress import (
 )
 from rich.table import Column
 
-_REDRAWS_PER_SECOND = 4
+from nemo_rl.host.terminal import is_terminal
+
+_REDRAWS_PER_SECOND = 1
+_SPEED_OVER_S = 86400.0
+"""Seconds over which the time left is estimated; with few of them slow steps would have no estimate."""
 _NARROW = 60
 """Columns below which a bar shows only the time left."""
 
@@ -34,13 +47,18 @@ class LiveDisplay:
     def __init__(self) -> None:
         self._guard = threading.RLock()
         self._progress: Progress | None = None
+        self._replaced: dict[str, tuple[Any, Any]] = {}
 
     def add(self, title: str, total: int | None) -> TaskID:
         """Add a bar and return its id."""
         with self._guard:
             if self._progress is None:
-                self._progress = _progress()
-                self._progress.start()
+                progress, real = _progress(), {name: getattr(sys, name) for name in ("stdout", "stderr")}
+                progress.start()
+                self._progress = progress
+                self._replaced = {name: (stream, getattr(sys, name)) for name, stream in real.items()}
+                for stream, shown in self._replaced.values():
+                    _hand_over(stream, shown)
             return self._progress.add_task(title, total=total)
 
     def update(self, bar: TaskID, done: int, total: int | None) -> None:
@@ -57,14 +75,43 @@ class LiveDisplay:
             self._progress.remove_task(bar)
             if not self._progress.tasks:
                 ended, self._progress = self._progress, None
-                ended.stop()
+                try:
+                    ended.stop()
+                finally:
+                    self._restore()
+
+    def forget(self) -> None:
+        """Give a forked child the real streams; the thread that draws and the holders of locks are not in it."""
+        self._guard = threading.RLock()
+        if self._progress is not None:
+            self._progress = None
+            self._restore()
+
+    def _restore(self) -> None:
+        """Put the real streams back in place of those of the display."""
+        for name, (stream, shown) in self._replaced.items():
+            if getattr(sys, name) is shown:
+                setattr(sys, name, stream)
+            _hand_over(shown, stream)
+        self._replaced = {}
+
+
+def _hand_over(before: Any, after: Any) -> None:
+    """Let handlers of `logging` that write to one stream write to another."""
+    if before is after or before is None:
+        return
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    for handler in [handler for one in loggers if isinstance(one, logging.Logger) for handler in one.handlers]:
+        if isinstance(handler, logging.StreamHandler) and handler.stream is before:
+            # Without `setStream`, which flushes: in a forked child another thread may have held the display's lock.
+            handler.stream = after
 
 
 def _progress() -> Progress:
     column = Column(ratio=2, no_wrap=True, overflow="ellipsis")
     title = TextColumn("{task.description}", markup=False, table_column=column)
     bar = BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4))
-    console = _Console(stderr=True)
+    console = _Console(stderr=True, force_terminal=True)
     # A narrow window has no room for both times.
     narrow = console.width < _NARROW
     times: list[ProgressColumn] = (
@@ -76,7 +123,10 @@ def _progress() -> Progress:
         transient=True,
         expand=True,
         refresh_per_second=_REDRAWS_PER_SECOND,
+        speed_estimate_period=_SPEED_OVER_S,
+        redirect_stdout=is_terminal(sys.stdout),
     )
 
 
 DISPLAY = LiveDisplay()
+os.register_at_fork(after_in_child=DISPLAY.forget)

@@ -54,13 +54,15 @@ class MachineLoad:
         busy_before, total_before = self._busy
         self._busy = (total - idle, total)
         passed = total - total_before
-        return {"cpu_util": 100 * (total - idle - busy_before) / passed} if passed > 0 else {}
+        # Some kernels let the counter of idle time go back a little.
+        return {"cpu_util": 100 * max(0.0, total - idle - busy_before) / passed} if passed > 0 else {}
 
     def _processes(self) -> dict[str, float]:
         pids = [self.root_pid, *descendants(self.root_pid)]
         used = {pid: seconds for pid in pids if (seconds := _processor_seconds(pid)) is not None}
         now = time.monotonic()
-        spent = sum(seconds - self._used.get(pid, 0.0) for pid, seconds in used.items())
+        # A new process may have the number of one that ended, with less time than that one.
+        spent = sum(max(0.0, seconds - self._used.get(pid, 0.0)) for pid, seconds in used.items())
         passed, self._read_at, self._used = now - self._read_at, now, used
         found = {"processes.mem_gb": sum(map(resident_bytes, used)) / _GIB}
         return found | ({"processes.cpu_cores": spent / passed} if passed > 0 else {})

@@ -2,6 +2,11 @@
 
 import os
 import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+
+_END_S = 1.0
+"""Seconds that the tool may take to end after SIGKILL; a driver that hangs may keep it for ever."""
 
 
 def query_gpus(*fields: str, timeout_s: float = 5.0) -> list[list[str]]:
@@ -17,9 +22,25 @@ def query_gpus(*fields: str, timeout_s: float = 5.0) -> list[list[str]]:
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
     for chosen in (["-i", visible], []) if visible else ([],):
-        try:
-            done = subprocess.run([*command, *chosen], capture_output=True, text=True, timeout=timeout_s, check=True)
-        except (OSError, subprocess.SubprocessError):
-            continue
-        return [[cell.strip() for cell in line.rsplit(",", len(fields) - 1)] for line in done.stdout.splitlines()]
+        answer = _answer([*command, *chosen], timeout_s)
+        if answer is not None:
+            return [[cell.strip() for cell in line.rsplit(",", len(fields) - 1)] for line in answer.splitlines()]
     return []
+
+
+def _answer(command: Sequence[str], timeout_s: float) -> str | None:
+    """Return what a command prints; None if it fails, or does not end in time."""
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        return None
+    assert process.stdout is not None
+    try:
+        printed, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+        process.stdout.close()
+        return None
+    return printed if process.returncode == 0 else None

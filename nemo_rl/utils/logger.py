@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from nemo_rl.files.optional_output import OptionalOutput
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.log_backends.console import ConsoleLogger
 from nemo_rl.utils.log_backends.jsonl import JsonlLogger, to_line
-from nemo_rl.utils.log_backends.tracker import LoggerInterface, Metrics, flatten_dict
+from nemo_rl.utils.log_backends.tracker import LoggerInterface, Metrics, flatten_dict, without_secrets
 
 if TYPE_CHECKING:
     from nemo_rl.utils.log_backends.mlflow import MLflowLogger
@@ -132,7 +133,7 @@ class Logger(LoggerInterface):
         self._outputs = [OptionalOutput(type(b).__name__, b.failures) for b in self._backends]
         self._files = OptionalOutput(f"Samples in {self.log_dir}")
         self.train_step = 0
-        self._turn = threading.Lock()
+        self._turns = [threading.Lock() for _ in self._backends]
         self._logged: set[tuple[str, int]] = set()
         self._repeated: frozenset[tuple[str, int]] = frozenset()
 
@@ -156,8 +157,9 @@ class Logger(LoggerInterface):
         self._on_all(log)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """See `LoggerInterface.log_hyperparams`."""
-        self._on_all(lambda backend: backend.log_hyperparams(params))
+        """See `LoggerInterface.log_hyperparams`; secrets in it are hidden, because trackers show it to others."""
+        shown = without_secrets(params)
+        self._on_all(lambda backend: backend.log_hyperparams(shown))
 
     def log_batched_dict_as_jsonl(self, to_log: Mapping[str, Any], filename: str) -> None:
         """Write a batch to `<log_dir>/<filename>`, one line per sample.
@@ -192,29 +194,43 @@ class Logger(LoggerInterface):
         self.close()
 
     def _on_all(self, log: Callable[[LoggerInterface], None]) -> None:
-        with self._turn:  # the monitor of the machines logs from a thread
-            for backend, output in zip(self._backends, self._outputs, strict=True):
-                with output.attempt():
-                    log(backend)
+        # The monitor of the machines logs from a thread. While a tracker keeps it waiting, the others take metrics.
+        for backend, output, turn in zip(self._backends, self._outputs, self._turns, strict=True):
+            with turn, output.attempt():
+                log(backend)
 
 
 def make_backends(cfg: LoggerConfig, log_dir: Path, total_steps: int | None) -> list[LoggerInterface]:
-    """Build the console, the metrics file and every enabled tracker.
+    """Build the console, the metrics file and every enabled tracker; if one fails, the others are closed again.
 
     Raises:
         ConfigError: a tracker is enabled and its library or login is missing, or metrics cannot be served.
     """
     check_trackers(cfg)
-    backends: list[LoggerInterface] = [ConsoleLogger(total_steps), JsonlLogger(log_dir)]
-    for name, class_name in _TRACKERS.items():
-        if not getattr(cfg, f"{name}_enabled"):
-            continue
-        folder = log_dir / name
-        folder.mkdir(exist_ok=True)
-        backends.append(_tracker_class(name, class_name)(getattr(cfg, name), folder))
-    if cfg.prometheus.enabled:
-        backends.append(_tracker_class("prometheus", "PrometheusLogger")(cfg.prometheus))
+    backends: list[LoggerInterface] = []
+    with ExitStack() as undo:
+
+        def add(backend: LoggerInterface) -> None:
+            backends.append(backend)
+            undo.callback(_close_failed, backend)
+
+        add(ConsoleLogger(total_steps))
+        add(JsonlLogger(log_dir))
+        if cfg.prometheus.enabled:  # before the trackers, which may keep a step waiting
+            add(_tracker_class("prometheus", "PrometheusLogger")(cfg.prometheus))
+        for name, class_name in _TRACKERS.items():
+            if getattr(cfg, f"{name}_enabled"):
+                folder = log_dir / name
+                folder.mkdir(exist_ok=True)
+                add(_tracker_class(name, class_name)(getattr(cfg, name), folder))
+        undo.pop_all()
     return backends
+
+
+def _close_failed(backend: LoggerInterface) -> None:
+    """Close a backend after another one could not start, whose error is the one to report."""
+    with suppress(*backend.failures):
+        backend.close()
 
 
 def _tracker_class(name: str, class_name: str) -> Any:

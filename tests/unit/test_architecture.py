@@ -59,7 +59,7 @@ BROAD_EXCEPT_BOUNDARIES = {
     "algorithms/runtime/run.py": "a lost rank may show as any error of the ranks that wait for it",
     "data/datasets/processed_dataset.py": "chat template and processor may be the user's own code",
     "distributed/cluster/local_ray.py": "Ray raises a plain Exception when its parts do not start in time",
-    "distributed/cluster/machine_monitor.py": "no failure of a reading may end or disturb the run",
+    "distributed/cluster/machine_monitor.py": "no failure of a reading or a tracker may end or disturb the run",
     "distributed/worker_groups.py": "clean-up goes on whatever part of it fails",
     "optimizations/fork_server.py": "nothing of the program that was forked may run on in a worker",
     "environments/agents/callables.py": "the program is the user's own code",

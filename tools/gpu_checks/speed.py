@@ -148,7 +148,7 @@ def _rate(bench: Bench, rank: PolicyRank, name: str, work: Callable[[], object],
         return Finding(name, {}, refusal)
     flops = model_flops(rank.backend.model.hf.config)  # type: ignore[attr-defined]
     rate = sizes.batch / seconds
-    row = flops.training([sizes.row]) if backward else flops.forward([sizes.row])
+    row = flops.training({sizes.row: 1}) if backward else flops.forward({sizes.row: 1})
     tflops = rate * row / sizes.row / 1e12
     peak = _peak(bench)
     figures: Figures = {"tokens_per_s": rate, "tflops": tflops, "mfu": None if peak is None else tflops / peak}

@@ -265,7 +265,13 @@ def _connect(
         source=prompts,
         validation=validation_of(config, recipe, runner, refitter, trajectory_log),
         run_config=config,
-        throughput=Throughput.of(policy, config.policy.precision, policy.layout.num_ranks, cluster),
+        throughput=Throughput.of(
+            policy,
+            config.policy.precision,
+            policy.layout.num_ranks,
+            cluster,
+            samples_in_phase=algorithm.overlap.mode == "none",
+        ),
     )
     session = Session(parts, resume_path, started_at)
     return Connection(session, source, stages, memory, streamed, was_changed=lambda: source.rollouts is not sampled)

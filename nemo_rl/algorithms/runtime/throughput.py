@@ -14,6 +14,7 @@ from nemo_rl.config import ClusterConfig
 from nemo_rl.host.cores import usable_cores
 from nemo_rl.models.huggingface.flops import peak_tflops
 from nemo_rl.models.policy.work import PassWork, WorkCount
+from nemo_rl.models.policy.workers.costs import PassCosts
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ class Throughput:
         policy_devices: GPUs of the policy, or on CPUs its ranks.
         devices: GPUs of the run, or on CPUs the cores of this machine.
         uses_gpu: whether they are GPUs.
+        samples_in_phase: whether the phase `generation` is all the time in which a step's answers are sampled, so that
+            it gives a rate; not where rollouts go on during other phases.
     """
 
     policy: Worker
@@ -43,13 +46,16 @@ class Throughput:
     policy_devices: int
     devices: int
     uses_gpu: bool
-    _has_told: bool = field(default=False, init=False)
+    samples_in_phase: bool = True
+    _told: PassCosts | None = field(default=None, init=False)
 
     @classmethod
-    def of(cls, policy: Worker, precision: str, num_ranks: int, cluster: ClusterConfig) -> "Throughput":
+    def of(
+        cls, policy: Worker, precision: str, num_ranks: int, cluster: ClusterConfig, samples_in_phase: bool = True
+    ) -> "Throughput":
         """Measure a policy of `num_ranks` ranks on a cluster."""
         devices = cluster.num_nodes * cluster.gpus_per_node if cluster.uses_gpu else usable_cores()
-        return cls(policy, precision, num_ranks, devices, cluster.uses_gpu)
+        return cls(policy, precision, num_ranks, devices, cluster.uses_gpu, samples_in_phase)
 
     def begin_step(self) -> None:
         """Forget passes that were made since the last step, such as those of a validation."""
@@ -65,7 +71,7 @@ class Throughput:
         seconds, tokens, samples = timings["total_step_time"], metrics.get("total_num_tokens", 0.0), _samples(metrics)
         rates = {"tokens_per_sec": tokens / seconds, "samples_per_sec": samples / seconds}
         generated = samples * metrics.get("mean_gen_tokens_per_sample", 0.0)
-        if generated and timings.get("generation"):
+        if self.samples_in_phase and generated and timings.get("generation"):
             rates["generation_tokens_per_sec"] = generated / timings["generation"]
         unit = "gpu" if self.uses_gpu else "core"
         found = rates | {f"{name}_per_{unit}": rate / self.devices for name, rate in rates.items()}
@@ -90,7 +96,7 @@ class Throughput:
         if not trained.lengths and not scored.lengths:
             return {}
         costs = self.policy.work.costs
-        self._tell_once()
+        self._tell_once(costs)
         if costs.flops is None:
             return {}
         found: dict[str, float] = {}
@@ -103,27 +109,26 @@ class Throughput:
         found |= {
             f"{name.removesuffix('_tflops')}_flops_per_gpu": rate / self.policy_devices for name, rate in found.items()
         }
-        peak = self._peak()
+        peak = self._peak(costs)
         if peak is not None:
             for name in ("train", "logprob"):
                 if f"{name}_flops_per_gpu" in found:
                     found[f"{name}_fp_utilization"] = found[f"{name}_flops_per_gpu"] / peak
         return found
 
-    def _peak(self) -> float | None:
+    def _peak(self, costs: PassCosts) -> float | None:
         """Return the TFLOP/s of which the utilisation is a share; None if unknown."""
-        name = self.policy.work.costs.device
+        name = costs.device
         return peak_tflops(name) if name and self.precision in _HALF else None
 
-    def _tell_once(self) -> None:
-        """Log why a metric will be missing in this run."""
-        if self._has_told:
+    def _tell_once(self, costs: PassCosts) -> None:
+        """Log why a metric is missing; once, unless the reason changes."""
+        if costs == self._told:
             return
-        self._has_told = True
-        costs = self.policy.work.costs
+        self._told = costs
         if costs.flops is None:
             logger.info("The model's operations cannot be counted, so no FLOP/s are reported (%s).", costs.reason)
-        elif self.uses_gpu and self._peak() is None:
+        elif self.uses_gpu and self._peak(costs) is None:
             why = f"the peak of {costs.device} is not known" if self.precision in _HALF else f"it is {self.precision}"
             logger.info("No utilisation (MFU) is reported: %s.", why)
 
@@ -133,4 +138,4 @@ def _samples(metrics: Mapping[str, float]) -> float:
 
 
 def _rate(work: PassWork) -> float:
-    return sum(work.lengths) / work.seconds if work.lengths and work.seconds else 0.0
+    return work.tokens / work.seconds if work.seconds else 0.0

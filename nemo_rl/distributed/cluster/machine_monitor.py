@@ -3,7 +3,8 @@
     a Ray of the run alone      one machine: a thread of this process reads it
     a joined cluster            an actor without resources reads each node, and the thread asks them
 
-Invariant: a failure of the monitor ends nothing and delays nothing; what it could not read is missing.
+Invariant: a failure of the monitor, or of a tracker that takes its readings, ends nothing and delays nothing; what it
+could not read or log is missing.
 """
 
 import logging
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 PREFIX = "ray"
 STEP_METRIC = "ray/ray_step"
 _ANSWER_S = 5.0
-"""Seconds that a node may take for one reading; a later answer is dropped."""
+"""Seconds to wait for the answers of a round; a later answer counts in the next one."""
 _MOST_STARTS = 3
 _STOP_S = 1.0
 
@@ -75,31 +76,51 @@ class OwnMachine:
 
 
 class ClusterNodes:
-    """Reads all living nodes of a joined cluster; nodes keep their numbers, and new ones get the next."""
+    """Reads all living nodes of a joined cluster; nodes keep their numbers, and new ones get the next.
+
+    A node has one open call at most, so a slow one collects no calls.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
         self._starts: dict[str, int] = {}
         self._readers: dict[str, Any] = {}
+        self._open: dict[str, Any] = {}
 
     def __call__(self) -> dict[int, dict[str, float]]:
-        """See `Readings`."""
+        """See `Readings`; nothing after Ray was shut down, because a call would start it again."""
+        if not ray.is_initialized():
+            return {}
         living = [node.node_id for node in living_nodes()]
+        for gone in self._readers.keys() - living:
+            self._forget(gone)
         for node_id in living:
-            self._numbers.setdefault(node_id, len(self._numbers))
-            if node_id not in self._readers and self._starts.get(node_id, 0) < _MOST_STARTS:
-                self._starts[node_id] = self._starts.get(node_id, 0) + 1
-                self._readers[node_id] = _start_reader(node_id)
-        calls = {self._readers[node_id].read.remote(): node_id for node_id in living if node_id in self._readers}
-        answered, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_ANSWER_S) if calls else ([], [])
+            self._ask(node_id)
+        nodes = {call: node_id for node_id, call in self._open.items()}
+        answered, _ = ray.wait(list(nodes), num_returns=len(nodes), timeout=_ANSWER_S) if nodes else ([], [])
         found: dict[int, dict[str, float]] = {}
         for call in answered:
+            node_id = nodes[call]
+            del self._open[node_id]
             try:
-                found[self._numbers[calls[call]]] = ray.get(call)
+                found[self._numbers[node_id]] = ray.get(call)
             except RayError as error:
-                logger.debug("The monitor of node %s is lost: %s", calls[call], error)
-                del self._readers[calls[call]]
+                logger.debug("The monitor of node %s is lost: %s", node_id, error)
+                self._forget(node_id)
         return found
+
+    def _ask(self, node_id: str) -> None:
+        """Ask for a reading of a node, unless an earlier call is still open or its reader cannot be started."""
+        self._numbers.setdefault(node_id, len(self._numbers))
+        if node_id not in self._readers and self._starts.get(node_id, 0) < _MOST_STARTS:
+            self._starts[node_id] = self._starts.get(node_id, 0) + 1
+            self._readers[node_id] = _start_reader(node_id)
+        if node_id in self._readers and node_id not in self._open:
+            self._open[node_id] = self._readers[node_id].read.remote()
+
+    def _forget(self, node_id: str) -> None:
+        self._readers.pop(node_id, None)
+        self._open.pop(node_id, None)
 
 
 def _start_reader(node_id: str) -> Any:
@@ -127,7 +148,8 @@ class MachineMonitor:
     _kept: list[tuple[int, dict[str, float]]] = field(default_factory=list, init=False)
     _stopped: threading.Event = field(default_factory=threading.Event, init=False)
     _guard: threading.Lock = field(default_factory=threading.Lock, init=False)
-    _has_failed: bool = field(default=False, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
+    _told: set[str] = field(default_factory=set, init=False)
 
     def start(self) -> None:
         """Begin to read."""
@@ -135,10 +157,12 @@ class MachineMonitor:
         self._thread.start()
 
     def stop(self) -> None:
-        """Log what was read, and end; a reading that takes long is not waited for."""
+        """Log what was read, and end; a reading that takes long is not waited for, and is not logged later."""
         self._stopped.set()
-        self._thread.join(_STOP_S)
-        self._flush()
+        if self._thread is not None:
+            self._thread.join(_STOP_S)
+        while self._log_next():
+            pass
 
     def _run(self) -> None:
         began = flushed = time.monotonic()
@@ -146,15 +170,14 @@ class MachineMonitor:
             self._collect(began)
             if time.monotonic() - flushed >= self.flush_s:
                 flushed = time.monotonic()
-                self._flush()
+                while not self._stopped.is_set() and self._log_next():
+                    pass
 
     def _collect(self, began: float) -> None:
         try:
             nodes = self.readings()
         except Exception as error:  # boundary: no failure of a reading may end or disturb the run
-            if not self._has_failed:
-                logger.warning("The load of the machines cannot be read (%s); training continues.", error)
-            self._has_failed = True
+            self._tell_once("read", error)
             return
         found = {f"node.{number}.{name}": value for number, load in nodes.items() for name, value in load.items()}
         if found:
@@ -162,11 +185,22 @@ class MachineMonitor:
             with self._guard:
                 self._kept.append((round(time.monotonic() - began), found))
 
-    def _flush(self) -> None:
+    def _log_next(self) -> bool:
+        """Log the oldest reading; return whether there was one."""
         with self._guard:
-            kept, self._kept = self._kept, []
-        for seconds, found in kept:
+            if not self._kept:
+                return False
+            seconds, found = self._kept.pop(0)
+        try:
             self.metrics.log_metrics(found, seconds, PREFIX, STEP_METRIC)
+        except Exception as error:  # boundary: the libraries of trackers raise errors of any kind
+            self._tell_once("logged", error)
+        return True
+
+    def _tell_once(self, what: str, error: Exception) -> None:
+        if what not in self._told:
+            logger.warning("The load of the machines cannot be %s (%s); training continues.", what, error)
+        self._told.add(what)
 
 
 @contextmanager

@@ -7,11 +7,12 @@ tokens and a dense model this is `6 N + 12 L H Q T` operations per trained token
 and H heads of dimension Q. A forward pass alone is a third of that.
 
 Invariant: a weight that multiplies nothing is not counted: an embedding that is only looked up, norms, biases, and
-experts that a token is not sent to.
+experts that a token is not sent to. Of a model with image or audio towers only the decoder and the head are counted.
 """
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +27,12 @@ PEAK_BF16_TFLOPS = {
     "B300": 2250.0,
     "B200": 2250.0,
     "GH200": 989.4,
+    "H200 NVL": 835.0,
     "H200": 989.4,
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
     "H100": 989.4,
+    "H800 PCIe": 756.0,
     "H800": 989.4,
     "H20": 148.0,
     "A100": 312.0,
@@ -37,20 +40,29 @@ PEAK_BF16_TFLOPS = {
     "L40S": 362.0,
     "L40": 181.0,
     "L4": 121.0,
+    "A10G": 70.0,
     "A10": 125.0,
     "RTX 4090": 165.2,
     "RTX A6000": 154.8,
 }
-"""Part of a device's name -> dense peak in bfloat16 and float16, by the makers' data sheets; the first match counts."""
+"""Words of a device's name -> dense peak in bfloat16 and float16, by makers' data sheets; the first match counts."""
+
+_PARTS_OF_GPUS = re.compile(r"\b(MIG|Laptop)\b")
+"""Words in the names of instances that have a part of a GPU, and of slower ones of the same name."""
 
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_topk", "moe_k")
 """Names that configurations have for the experts that a token is sent to."""
 
+_WITHOUT_ATTENTION = ("linear_attention", "conv", "moe")
+"""Kinds of layers whose matrix products are those of their weights."""
+
 
 def peak_tflops(device_name: str) -> float | None:
     """Return the dense bfloat16 TFLOP/s of a device; None if unknown."""
-    names = device_name.replace("-", " ")
-    return next((peak for part, peak in PEAK_BF16_TFLOPS.items() if part in names), None)
+    name = device_name.replace("-", " ")
+    if _PARTS_OF_GPUS.search(name):
+        return None
+    return next((peak for words, peak in PEAK_BF16_TFLOPS.items() if re.search(rf"\b{words}\b", name)), None)
 
 
 @dataclass(frozen=True)
@@ -68,21 +80,28 @@ class ModelFlops:
     frozen: float
     attention: tuple[tuple[int, int | None, int], ...]
 
-    def forward(self, lengths: Sequence[int]) -> float:
-        """Return the operations of a forward pass over sequences of these lengths, without padding."""
-        tokens = float(sum(lengths))
-        products = 2.0 * (self.trained + self.frozen) * tokens
+    def forward(self, lengths: Mapping[int, int]) -> float:
+        """Return the operations of a forward pass over sequences, without padding.
+
+        Args:
+            lengths: length of a sequence -> number of such sequences.
+        """
+        products = 2.0 * (self.trained + self.frozen) * _tokens(lengths)
         for width, window, layers in self.attention:
-            pairs = sum(float(length) * min(length, window or length) for length in lengths)
+            pairs = sum(float(length) * min(length, window or length) * count for length, count in lengths.items())
             products += 2.0 * width * layers * pairs
         return products
 
-    def training(self, lengths: Sequence[int]) -> float:
+    def training(self, lengths: Mapping[int, int]) -> float:
         """Return the operations of forward and backward pass; frozen weights need no gradients of their own.
 
         With a frozen model the gradient of the first layer's input is counted too, although nothing needs it.
         """
-        return 3.0 * self.forward(lengths) - 2.0 * self.frozen * float(sum(lengths))
+        return 3.0 * self.forward(lengths) - 2.0 * self.frozen * _tokens(lengths)
+
+
+def _tokens(lengths: Mapping[int, int]) -> float:
+    return float(sum(length * count for length, count in lengths.items()))
 
 
 def model_flops(
@@ -101,7 +120,8 @@ def model_flops(
         adapted: selects the layers with adapters among the names of the linear layers, the head excepted.
 
     Raises:
-        ValueError, KeyError: transformers has no causal language model for the configuration.
+        ValueError, KeyError: transformers has no causal language model for the configuration, or it has layers that
+            cannot be counted.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -111,13 +131,14 @@ def model_flops(
         hf = AutoModelForCausalLM.from_config(config)
     text: Any = config.get_text_config()
     head = hf.get_output_embeddings()
-    multiplied = sum(_multiplied(hf, None if not scores else head, _active_experts(text)))
+    of_tokens = dict.fromkeys([*hf.get_decoder().modules(), head])
+    multiplied = sum(_multiplied((part for part in of_tokens if not scores or part is not head), _active_experts(text)))
     if scores:
         multiplied += text.hidden_size
     added = 0
     if adapters:
         linears = {name: part for name, part in hf.named_modules() if isinstance(part, nn.Linear) and part is not head}
-        chosen = [linears[name] for name in adapted(list(linears))]
+        chosen = [part for name in adapted(list(linears)) if (part := linears[name]) in of_tokens]
         added = sum(adapters * (part.in_features + part.out_features) for part in chosen)
     trained, frozen = (float(added), multiplied) if adapters else (multiplied, 0.0)
     return ModelFlops(trained, frozen, tuple(_attention(text)))
@@ -127,19 +148,25 @@ def _active_experts(text: Any) -> int | None:
     return next((int(value) for name in _ACTIVE_EXPERTS if (value := getattr(text, name, None))), None)
 
 
-def _multiplied(hf: nn.Module, without: nn.Module | None, active: int | None) -> Iterator[float]:
+def _multiplied(modules: Iterable[nn.Module], active: int | None) -> Iterator[float]:
     """Yield the elements of each matrix that a token is multiplied with; of experts the active ones.
 
     A head that shares its weight with the embedding is a module of its own, so it is counted once, as a head.
     """
-    for module in hf.modules():
-        if module is without or isinstance(module, nn.Embedding | nn.Conv1d | nn.Conv2d):
+    for module in modules:
+        if isinstance(module, nn.Embedding | nn.Conv1d | nn.Conv2d):
             continue
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() < 2 or name.endswith("bias"):
                 continue
-            is_of_experts = parameter.dim() == 3
-            share = min(1.0, active / parameter.shape[0]) if is_of_experts and active else 1.0
+            share = 1.0
+            if parameter.dim() == 3:
+                if active is None:
+                    raise ValueError(
+                        f"the weight {name} of {type(module).__name__} is of experts, and the "
+                        f"configuration does not say how many of them a token has ({', '.join(_ACTIVE_EXPERTS)})"
+                    )
+                share = min(1.0, active / parameter.shape[0])
             yield parameter.numel() * share
 
 
@@ -148,7 +175,7 @@ def _attention(text: Any) -> list[tuple[int, int | None, int]]:
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     latent = getattr(text, "kv_lora_rank", None)
     query = text.qk_nope_head_dim + text.qk_rope_head_dim if latent else head
-    value = text.v_head_dim if latent else head
+    value = getattr(text, "v_head_dim", None) or head
     width = text.num_attention_heads * (query + value)
     return [(width, window, count) for window, count in Counter(_windows(text)).items()]
 
@@ -167,3 +194,5 @@ def _windows(text: Any) -> Iterator[int | None]:
             yield getattr(text, "attention_chunk_size", None)
         elif kind in ("full_attention", "attention"):
             yield None
+        elif kind not in _WITHOUT_ATTENTION:
+            raise ValueError(f"layers of the kind {kind} cannot be counted")

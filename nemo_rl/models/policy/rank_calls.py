@@ -19,7 +19,7 @@ from nemo_rl.distributed.worker_groups import MultiWorkerFuture, RayWorkerGroup
 from nemo_rl.models.policy.batching import ShardedBatch
 from nemo_rl.models.policy.work import WorkCount
 from nemo_rl.models.policy.workers.costs import PassCosts
-from nemo_rl.utils.errors import DeadlineExceededError
+from nemo_rl.utils.errors import DeadlineExceededError, NemoRLError
 
 _DESCRIPTION_S = 60.0
 """Seconds to make a model without memory and count its operations."""
@@ -90,11 +90,11 @@ class RankCalls:
 
     def _describe_passes(self) -> PassCosts:
         """Return what passes over rows cost, as the first rank finds out; a failure is the answer's reason."""
-        call = self._workers.run_single_worker_single_data("describe_passes", 0)
         try:
+            call = self._workers.run_single_worker_single_data("describe_passes", 0)
             costs: PassCosts = ray.get(call, timeout=_DESCRIPTION_S)
-        except RayError as error:
-            return PassCosts(None, None, " ".join(str(error).split())[-200:])
+        except (RayError, NemoRLError) as error:
+            return PassCosts(None, None, " ".join(str(error).split())[-200:], is_failure=True)
         return costs
 
     def _counted(self, method: str, sharded: ShardedBatch, *, is_counted: bool) -> AbstractContextManager[None]:

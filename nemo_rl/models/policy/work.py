@@ -6,15 +6,18 @@ Invariant: a row counts with its own length, never with padding or filler rows.
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Literal
 
 from nemo_rl.models.policy.workers.costs import PassCosts
 
 type PassKind = Literal["training", "scoring"]
+
+_MOST_ATTEMPTS = 3
+"""A description may take long to fail, so a step does not wait for one again and again."""
 
 
 @dataclass
@@ -22,30 +25,42 @@ class PassWork:
     """The passes of one kind.
 
     Attributes:
-        lengths: tokens of each row of each pass.
+        lengths: tokens of a row -> number of such rows of all passes. A model whose counts nobody takes, such as a
+            teacher, needs no more memory for longer runs.
         seconds: time that the passes took.
     """
 
-    lengths: list[int] = field(default_factory=list)
+    lengths: Counter[int] = field(default_factory=Counter)
     seconds: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(length * rows for length, rows in self.lengths.items())
 
 
 class WorkCount:
     """The passes of a policy since they were last taken; threads may count at the same time.
 
     Args:
-        describe: returns what a pass over rows costs; called once, when it is first needed.
+        describe: returns what a pass over rows costs; called when it is first needed, and again a few times if it
+            could not find out.
     """
 
     def __init__(self, describe: Callable[[], PassCosts]) -> None:
         self._describe = describe
         self._guard = threading.Lock()
         self._passes = _none()
+        self._costs: PassCosts | None = None
+        self._attempts = 0
 
-    @cached_property
+    @property
     def costs(self) -> PassCosts:
         """The cost of a pass over rows."""
-        return self._describe()
+        if self._costs is None or (self._costs.is_failure and self._attempts < _MOST_ATTEMPTS):
+            self._attempts += 1
+            self._costs = self._describe()
+        return self._costs
 
     @contextmanager
     def of(self, kind: PassKind, lengths: Iterable[int] = ()) -> Generator[None]:
@@ -54,7 +69,7 @@ class WorkCount:
         yield
         with self._guard:
             work = self._passes[kind]
-            work.lengths.extend(lengths)
+            work.lengths.update(lengths)
             work.seconds += time.perf_counter() - started
 
     def take(self) -> dict[PassKind, PassWork]:

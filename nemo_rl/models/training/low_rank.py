@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nemo_rl.config import LoraConfig
 from nemo_rl.utils.errors import ConfigError, WeightSyncError
 from nemo_rl.utils.seed import derive_seed
 
@@ -48,6 +49,12 @@ def select_layers(available: Sequence[str], targets: Sequence[str], excluded: Se
     if not chosen:
         raise ConfigError(f"{section} adapts no layer, so nothing would be trained. {_listed(available)}")
     return chosen
+
+
+def select_modules(available: Sequence[str], config: LoraConfig, section: str) -> list[str]:
+    """Return the layers that a section `lora_cfg` names, in model order; see `select_layers`."""
+    targets = [] if config.match_all_linear else config.target_modules
+    return select_layers(available, targets, config.exclude_modules, section)
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:

@@ -16,6 +16,8 @@ from nemo_rl.config.rules.trackers import tracking_address
 from nemo_rl.utils.log_backends.tracker import LoggerInterface, Metrics, flatten_dict, full_name, to_scalars
 
 _PARAMS_PER_CALL = 100
+_METRICS_PER_CALL = 1000
+"""The most that MLflow's servers accept."""
 _LONGEST_VALUE = 500
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 """By default MLflow retries for minutes, with doubling pauses, while the run waits."""
@@ -48,21 +50,24 @@ class MLflowLogger(LoggerInterface):
             if artifact_location and mlflow.get_experiment_by_name(cfg.experiment_name) is None:
                 mlflow.create_experiment(cfg.experiment_name, artifact_location=artifact_location)
             mlflow.set_experiment(cfg.experiment_name)
-        mlflow.start_run(run_id=cfg.run_id, run_name=cfg.run_name)
+        # MLflow keeps the active run per thread, and the monitor of the machines logs from another one.
+        self._run_id: str = mlflow.start_run(run_id=cfg.run_id, run_name=cfg.run_name).info.run_id
 
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
         """See `LoggerInterface.log_metrics`."""
         values = {full_name(prefix, name): value for name, value in to_scalars(metrics).items()}
-        mlflow.log_metrics(values, step=step)
+        items = list(values.items())
+        for start in range(0, len(items), _METRICS_PER_CALL):
+            mlflow.log_metrics(dict(items[start : start + _METRICS_PER_CALL]), step=step, run_id=self._run_id)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """See `LoggerInterface.log_hyperparams`; long values are cut to MLflow's limit."""
         flat = flatten_dict(params, expand_lists=False)
         items = [(name, str(value)[:_LONGEST_VALUE]) for name, value in flat.items()]
         for start in range(0, len(items), _PARAMS_PER_CALL):
-            mlflow.log_params(dict(items[start : start + _PARAMS_PER_CALL]))
+            mlflow.log_params(dict(items[start : start + _PARAMS_PER_CALL]), run_id=self._run_id)
 
     def close(self) -> None:
         """See `LoggerInterface.close`."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from nemo_rl.config import PrometheusConfig
@@ -28,6 +28,13 @@ logger = logging.getLogger(__name__)
 _PREFIX = "nemo_rl"
 _NUMBERED = re.compile(r"\b(node|gpu|engine)\.(\d+)\.")
 _NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]+")
+
+_REASONS: dict[int | None, str] = {
+    errno.EADDRINUSE: "Another program has the port",
+    errno.EACCES: "This user may not serve the port: those below 1024 are often kept for the system",
+}
+_WHOLE = ("ray",)
+"""Groups that are logged as a whole: a value that is not logged again is of a node or a GPU that is gone."""
 
 type Labels = tuple[tuple[str, str], ...]
 
@@ -62,12 +69,11 @@ class PrometheusLogger(LoggerInterface):
         registry.register(self._newest)
         try:
             self._server, self._thread = start_http_server(cfg.port, cfg.host, registry)
-        except (OSError, OverflowError) as error:
-            used = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        except (OSError, OverflowError, ValueError) as error:
+            reason = _REASONS.get(getattr(error, "errno", None), "host has to be an address of this machine")
             raise ConfigError(
-                f"logger.prometheus: {cfg.host}:{cfg.port} cannot be served ({error}). "
-                + ("Another program has the port; " if used else "host has to be an address of this machine; ")
-                + "choose another logger.prometheus.port, 0 for a free one, or set logger.prometheus.enabled=false."
+                f"logger.prometheus: {cfg.host}:{cfg.port} cannot be served ({error}). {reason}; "
+                "choose another logger.prometheus.port, 0 for a free one, or set logger.prometheus.enabled=false."
             ) from error
         self.port: int = self._server.server_port
         logger.info("Metrics for Prometheus: http://%s:%d/metrics", cfg.host, self.port)
@@ -78,7 +84,8 @@ class PrometheusLogger(LoggerInterface):
         """See `LoggerInterface.log_metrics`."""
         found = {exported_name(full_name(prefix, name)): value for name, value in to_scalars(metrics).items()}
         group = _NOT_IN_A_NAME.sub("_", prefix or "other")
-        self._newest.add(found | {(f"{_PREFIX}_step", (("group", group),)): float(step)})
+        values = found | {(f"{_PREFIX}_step", (("group", group),)): float(step)}
+        self._newest.add(values, whole=prefix if prefix in _WHOLE else None)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Serve nothing: a configuration is no number."""
@@ -96,19 +103,22 @@ class _Newest(Collector):
     def __init__(self) -> None:
         self._guard = threading.Lock()
         self._values: dict[tuple[str, Labels], float] = {}
+        self._of_whole: dict[str, frozenset[tuple[str, Labels]]] = {}
 
-    def add(self, values: Mapping[tuple[str, Labels], float]) -> None:
-        """Take the values of a group of metrics."""
+    def add(self, values: Mapping[tuple[str, Labels], float], *, whole: str | None = None) -> None:
+        """Take the values of a group of metrics; those of a `whole` group replace all earlier ones of it."""
         with self._guard:
+            if whole is not None:
+                for gone in self._of_whole.get(whole, frozenset()) - values.keys():
+                    self._values.pop(gone, None)
+                self._of_whole[whole] = frozenset(values)
             self._values |= values
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield one family for each name and set of labels."""
+    def collect(self) -> Iterator[Metric]:
+        """Yield one family for each name; its samples may differ in their labels."""
         with self._guard:
             values = dict(self._values)
-        families: dict[tuple[str, tuple[str, ...]], GaugeMetricFamily] = {}
+        families: dict[str, Metric] = {}
         for (name, labels), value in values.items():
-            kinds = tuple(kind for kind, _ in labels)
-            family = families.setdefault((name, kinds), GaugeMetricFamily(name, "", labels=kinds))
-            family.add_metric([number for _, number in labels], value)
+            families.setdefault(name, Metric(name, "", "gauge")).add_sample(name, dict(labels), value)
         yield from families.values()

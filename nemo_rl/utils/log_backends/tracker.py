@@ -4,12 +4,19 @@ The other files of this folder and `utils.logger` implement it. Invariant: a met
 a number that is not finite is logged unchanged, never hidden.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 type Metrics = Mapping[str, Any]
 """Name -> number; 0-dimensional tensors and NumPy scalars are numbers too."""
+
+_VARIABLES = ("env_vars", "environment")
+"""Keys whose values are environment variables; those of other sections of these names have values of other kinds."""
+_SECRET = re.compile(r"(api_?key|password|secret|(auth|access|hf)_token|authorization)$", re.IGNORECASE)
+_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
+_HIDDEN = "***"
 
 
 class LoggerInterface(ABC):
@@ -84,3 +91,25 @@ def flatten_dict(d: Mapping[str, Any], sep: str = ".", expand_lists: bool = True
         else:
             flat[str(name)] = value
     return flat
+
+
+def without_secrets(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration for others to read: values of environment variables, keys and logins of URLs are hidden.
+
+    Example:
+        >>> without_secrets({"env_vars": {"HF_TOKEN": "hf_1"}, "tracking_uri": "https://me:key@host"})
+        {'env_vars': {'HF_TOKEN': '***'}, 'tracking_uri': 'https://***@host'}
+    """
+    return {name: _shown(str(name), value) for name, value in params.items()}
+
+
+def _shown(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        if name in _VARIABLES and all(isinstance(inner, str) for inner in value.values()):
+            return dict.fromkeys(value, _HIDDEN)
+        return without_secrets(value)
+    if isinstance(value, list | tuple):
+        return [_shown(name, inner) for inner in value]
+    if isinstance(value, str):
+        return _HIDDEN if value and _SECRET.search(name) else _LOGIN.sub(f"{_HIDDEN}@", value)
+    return value

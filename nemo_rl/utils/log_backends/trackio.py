@@ -6,7 +6,7 @@ Selected by `logger.trackio_enabled`. Invariant: only this file imports trackio.
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from nemo_rl.config import TrackioConfig
 from nemo_rl.host.stop_signals import handlers_kept
@@ -22,13 +22,22 @@ class TrackioLogger(LoggerInterface):
         log_dir: folder of the run's database, unless TRACKIO_DIR names another.
 
     Raises:
-        ConfigError: Trackio cannot start the run, or reach its Space.
+        ConfigError: Trackio cannot start the run, or reach its Space, or has another run's folder in this process.
     """
 
     failures = (OSError, RuntimeError, ValueError)
+    _first_folder: ClassVar[str | None] = None
 
     def __init__(self, cfg: TrackioConfig, log_dir: str | Path):
-        os.environ.setdefault("TRACKIO_DIR", str(Path(log_dir).absolute()))
+        folder = str(Path(log_dir).absolute())
+        if os.environ.get("TRACKIO_DIR", "") == TrackioLogger._first_folder != folder:
+            raise ConfigError(
+                f"logger.trackio_enabled=true: a run of this process reports to {TrackioLogger._first_folder} already, "
+                "and Trackio keeps the folder of its first run. Start each run in a process of its own, or set "
+                "TRACKIO_DIR to one folder for all of them."
+            )
+        if "TRACKIO_DIR" not in os.environ:
+            os.environ["TRACKIO_DIR"] = TrackioLogger._first_folder = folder
         import trackio  # reads the variable
 
         try:

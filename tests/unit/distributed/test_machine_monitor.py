@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import ray
 from ray_nodes import ray_nodes
 
 from nemo_rl.config import LoggerConfig
+from nemo_rl.distributed.cluster import machine_monitor
 from nemo_rl.distributed.cluster.machine_monitor import ClusterNodes, MachineMonitor, monitored
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.utils.logger import Logger
@@ -96,6 +98,117 @@ def test_a_reading_that_hangs_does_not_hold_up_the_end() -> None:
     monitor.stop()
     assert time.monotonic() - started < 5
     release.set()
+
+
+@pytest.mark.fast
+def test_a_reading_that_returns_after_the_end_is_not_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_monitor, "_STOP_S", 0.05)
+    taken, began, release = Taken(), threading.Event(), threading.Event()
+
+    def read() -> dict[int, dict[str, float]]:
+        began.set()
+        release.wait(30)
+        return {0: {"mem_gb": 1.0}}
+
+    monitor = MachineMonitor(read, taken, 0.01, 0.0)
+    monitor.start()
+    assert began.wait(10)
+    thread = monitor._thread
+    assert thread is not None
+    monitor.stop()
+    release.set()
+    thread.join(10)
+    assert not thread.is_alive() and taken.rows == []
+
+
+@pytest.mark.fast
+def test_a_tracker_that_fails_ends_neither_the_monitor_nor_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    taken, calls = Taken(), []
+
+    class Failing(Taken):
+        def log_metrics(self, metrics: Any, step: int, prefix: str = "", step_metric: str | None = None) -> None:
+            calls.append(step)
+            if len(calls) != 3:
+                raise KeyError("the run was deleted")
+            taken.log_metrics(metrics, step, prefix, step_metric)
+
+    monitor = MachineMonitor(lambda: {0: {"mem_gb": 1.0}}, Failing(), 0.02, 0.02)
+    with caplog.at_level(logging.WARNING, "nemo_rl"):
+        monitor.start()
+        until(lambda: len(calls) >= 4)
+        monitor.stop()
+    assert len(taken.rows) == 1
+    assert caplog.messages == ["The load of the machines cannot be logged ('the run was deleted'); training continues."]
+
+
+@pytest.mark.fast
+def test_a_monitor_that_was_never_started_can_be_stopped() -> None:
+    MachineMonitor(dict, Taken(), 1.0, 1.0).stop()
+
+
+@pytest.mark.fast
+def test_no_node_is_asked_after_ray_was_shut_down() -> None:
+    assert not ray.is_initialized()
+    assert ClusterNodes()() == {}
+    assert not ray.is_initialized(), "a call would start a Ray of its own"
+
+
+class Node:
+    """A living node."""
+
+    def __init__(self, node_id: str) -> None:
+        self.node_id = node_id
+
+
+class Cluster:
+    """Stands for Ray: nodes whose readers answer when the test says so; a call is (node, number)."""
+
+    def __init__(self, *node_ids: str) -> None:
+        self.living = list(node_ids)
+        self.calls: list[tuple[str, int]] = []
+        self.slow: set[str] = set()
+
+    def living_nodes(self) -> list[Node]:
+        return [Node(node_id) for node_id in self.living]
+
+    def start_reader(self, node_id: str) -> Any:
+        def ask() -> tuple[str, int]:
+            self.calls.append((node_id, len(self.calls)))
+            return self.calls[-1]
+
+        return SimpleNamespace(read=SimpleNamespace(remote=ask))
+
+    def wait(self, calls: list[tuple[str, int]], *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        assert num_returns == len(calls) and timeout > 0
+        return [call for call in calls if call[0] not in self.slow], [call for call in calls if call[0] in self.slow]
+
+    def get(self, call: tuple[str, int]) -> dict[str, float]:
+        return {"call": float(call[1])}
+
+    def is_initialized(self) -> bool:
+        return True
+
+
+@pytest.mark.fast
+def test_a_slow_node_has_one_open_call_whose_answer_counts_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster("a", "b")
+    monkeypatch.setattr(machine_monitor, "ray", cluster)
+    monkeypatch.setattr(machine_monitor, "living_nodes", cluster.living_nodes)
+    monkeypatch.setattr(machine_monitor, "_start_reader", cluster.start_reader)
+    readings = ClusterNodes()
+    cluster.slow = {"b"}
+    assert readings() == {0: {"call": 0.0}}
+    assert readings() == {0: {"call": 2.0}}
+    cluster.slow = set()
+    assert readings() == {0: {"call": 3.0}, 1: {"call": 1.0}}
+    cluster.slow = {"b"}
+    readings()
+    cluster.living = ["a"]
+    cluster.slow = set()
+    assert readings().keys() == {0}, "the open call of a dead node is dropped"
+    cluster.living = ["a", "b", "c"]
+    assert readings().keys() == {0, 1, 2}
+    assert [node for node, _ in cluster.calls].count("b") == 3
 
 
 @pytest.mark.fast

@@ -1,6 +1,7 @@
 """Bars on a pseudo-terminal: with log lines above them, narrow, dumb, without colours, interrupted; lines on a pipe."""
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -9,8 +10,11 @@ import struct
 import subprocess
 import sys
 import termios
+from pathlib import Path
 
 import pytest
+
+from nemo_rl.host.console_bars import progress_bar, shows_bars
 
 pytestmark = pytest.mark.fast
 
@@ -29,7 +33,7 @@ with waiting_log.StillWaiting("the rollouts of train step 1", "parts are finishe
     for done in range(1, 8 if sys.argv[1:] == ["end"] else 80):
         wait.look()
         logging.getLogger("nemo_rl.test").info("record %d is whole", done)
-        time.sleep(0.1)
+        time.sleep(0.2)
 console.log_metrics({"loss": 0.5}, 1, "train", step_finished=True)
 console.close()
 """
@@ -37,13 +41,15 @@ BAR = "\u2501"
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-def on_terminal(*arguments: str, columns: int = 100, interrupt: bool = False, **environment: str) -> tuple[int, str]:
-    """Run the program with a pseudo-terminal as stderr; return its exit status and what it wrote."""
+def on_terminal(
+    *arguments: str, columns: int = 100, interrupt: bool = False, program: str = PROGRAM, **environment: str
+) -> tuple[int, str]:
+    """Run a program with a pseudo-terminal as stderr; return its exit status and what it wrote there."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
     settings = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *arguments], stderr=follower, env=settings | {"TERM": "xterm"} | environment
+        [sys.executable, "-c", program, *arguments], stderr=follower, env=settings | {"TERM": "xterm"} | environment
     )
     os.close(follower)
     output = b""
@@ -112,3 +118,108 @@ def test_a_pipe_gets_a_line_now_and_then() -> None:
     assert 1 <= len(waits) <= 3
     assert re.search(r"[1-7] of 8 parts are finished, about \d+ s left\.$", waits[0])
     assert "step 1/3  loss=0.5" in done.stderr
+
+
+TWO_BARS = """
+import logging, os, sys, time
+from pathlib import Path
+from nemo_rl.host.console_bars import Bar
+
+plain = logging.getLogger("elsewhere")
+plain.addHandler(handler := logging.StreamHandler())
+real = sys.stderr
+bars = [Bar("first", 9), Bar("second", 9)]
+"""
+
+
+def test_a_handler_made_before_the_bars_writes_above_them_and_gets_its_stream_back() -> None:
+    program = f"""{TWO_BARS}
+for number in range(5):
+    for bar in bars:
+        bar.show(number)
+    plain.warning("record %d is whole", number)
+    time.sleep(0.3)
+assert handler.stream is sys.stderr is not real
+for bar in bars:
+    bar.close()
+assert handler.stream is sys.stderr is real
+plain.warning("record 5 is whole")
+"""
+    status, output = on_terminal(program=program)
+    assert status == 0, output
+    # What a terminal shows: a line that the cursor moves back to is erased by what follows.
+    shown = [re.split(r"\x1b\[2K", line)[-1] for line in output.split("\n")]
+    for number in range(6):
+        [line] = [line for line in shown if f"record {number} is whole" in line]
+        assert BAR not in line
+
+
+def test_a_pipe_as_stdout_gets_what_is_printed_while_there_are_bars(tmp_path: Path) -> None:
+    program = f"""{TWO_BARS}
+sys.stdout = Path(sys.argv[1]).open("w")
+bars[0].close(), bars[1].close()
+bar = Bar("again", 3)
+print("for the file")
+bar.close()
+sys.stdout.close()
+"""
+    status, output = on_terminal(str(tmp_path / "out"), program=program)
+    assert status == 0, output
+    assert (tmp_path / "out").read_text() == "for the file\n" and "for the file" not in output
+
+
+def test_a_forked_child_has_the_real_streams_and_no_display() -> None:
+    program = f"""{TWO_BARS}
+child = os.fork()
+if child == 0:
+    bars[0].show(3)
+    plain.warning("from the child")
+    os._exit(0 if handler.stream is sys.stderr is real else 7)
+assert os.waitpid(child, 0)[1] == 0
+assert sys.stderr is not real
+for bar in bars:
+    bar.close()
+"""
+    status, output = on_terminal(program=program)
+    assert status == 0, output
+    assert "from the child" in output
+
+
+def test_slow_parts_have_an_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nemo_rl.host.live_display import _progress
+
+    now, progress = [0.0], _progress()
+    progress.get_time = lambda: now[0]
+    bar = progress.add_task("steps", total=10)
+    for step in range(1, 5):
+        now[0] += 200.0
+        progress.update(bar, completed=step)
+    assert progress.tasks[0].time_remaining == pytest.approx(6 * 200.0)
+
+
+class Closed(io.StringIO):
+    """A terminal whose program has closed its stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.close()
+
+
+@pytest.mark.parametrize("stream", [None, object(), Closed()], ids=["none", "not a file", "closed"])
+def test_without_a_stream_there_are_no_bars(stream: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert not shows_bars()
+    with progress_bar("work", 3) as bar:
+        bar.show(1)
+
+
+def test_a_stream_that_is_closed_while_there_are_bars_raises_nothing() -> None:
+    program = f"""{TWO_BARS}
+real.close()
+for bar in bars:
+    bar.show(1)
+    bar.close()
+os._exit(5)
+"""
+    status, _ = on_terminal(program=program)
+    assert status == 5

@@ -10,6 +10,7 @@ import pytest
 
 from nemo_rl.host import machine_load
 from nemo_rl.host.machine_load import MachineLoad
+from nemo_rl.host.nvidia_smi import query_gpus
 
 pytestmark = pytest.mark.fast
 
@@ -76,3 +77,19 @@ def test_a_system_without_these_files_reports_what_it_can(monkeypatch: pytest.Mo
     monkeypatch.setattr(machine_load, "_MEMORY", tmp_path / "none")
     found = MachineLoad(os.getpid()).read()
     assert not {"cpu_util", "mem_gb"} & found.keys() and "processes.mem_gb" in found
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_tool_that_does_not_die_is_given_up(nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that hangs keeps its caller in the kernel, where no signal reaches it."""
+    (nvidia_smi.parent / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 6\n")
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: None)
+    began = time.monotonic()
+    assert query_gpus("index", timeout_s=0.2) == []
+    assert time.monotonic() - began < 5
+
+
+def test_a_process_with_the_number_of_an_ended_one_does_not_count_negatively() -> None:
+    load = MachineLoad(os.getpid())
+    load._used = {os.getpid(): 1e9}
+    assert load.read()["processes.cpu_cores"] >= 0.0

@@ -45,6 +45,18 @@ def test_labels_in_legends_are_those_that_are_served() -> None:
     used = {}
     for panel in DASHBOARD["panels"]:
         for target in panel["targets"]:
-            if labels := set(re.findall(r"{{(\w+)}}", target["legendFormat"])):
+            labels = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+            assert "instance" in labels, "several runs can be chosen"
+            if labels := labels - {"instance"}:
                 used[target["expr"].partition("{")[0]] = labels
     assert used == served
+
+
+def test_shares_end_at_their_largest_value() -> None:
+    ends = {
+        panel["title"]: (panel["fieldConfig"]["defaults"]["unit"], panel["fieldConfig"]["defaults"].get("max"))
+        for panel in DASHBOARD["panels"]
+    }
+    assert {end for unit, end in ends.values() if unit == "percentunit"} == {1}
+    assert {end for unit, end in ends.values() if unit == "percent"} == {100}
+    assert ends["Truncated answers"] == ("percentunit", 1)

@@ -11,10 +11,11 @@ import sqlite3
 import struct
 import subprocess
 import sys
+import threading
 import time
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from nemo_rl.config import LoggerConfig
+from nemo_rl.config import LoggerConfig, TrackioConfig
 from nemo_rl.files.optional_output import OptionalOutput
 from nemo_rl.utils import logger as logger_module
 from nemo_rl.utils.errors import ConfigError
@@ -332,8 +333,11 @@ class FakeMlflow(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
 
-        def call(*args: Any, **kwargs: Any) -> None:
+        def call(*args: Any, **kwargs: Any) -> Any:
             self.told.append((name, args or kwargs))
+            if name.startswith("log_"):
+                assert kwargs["run_id"] == "run 1", "without the run, another thread would start a run of its own"
+            return SimpleNamespace(info=SimpleNamespace(run_id="run 1")) if name == "start_run" else None
 
         return call
 
@@ -357,6 +361,62 @@ def test_mlflow_stores_runs_in_the_folder_of_the_run(tmp_path: Path, fake_mlflow
     assert told["set_tracking_uri"] == (f"sqlite:///{tmp_path}/mlflow/mlflow.db",)
     assert told["create_experiment"] == ("grpo-dev",)
     assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "2"
+
+
+def test_secrets_of_a_configuration_do_not_reach_trackers(tmp_path: Path, fake_mlflow: FakeMlflow) -> None:
+    logger = Logger(LoggerConfig.build(mlflow_enabled=True), tmp_path)
+    logger.log_hyperparams(
+        {
+            "policy": {"dtensor_cfg": {"env_vars": {"HF_TOKEN": "private 1"}}, "generation": {"env_vars": None}},
+            "env": {"agent": {"environment": {"KEY": "private 2"}}, "extra": [{"api_key": "private 3"}]},
+            "judge": {"api_key_env": "JUDGE_KEY", "environment": {"steps": 3}},
+            "logger": {"mlflow": {"tracking_uri": "https://me:private4@host:5000/x"}},
+            "seed": 7,
+        }
+    )
+    logger.close()
+    told = {name: value for call, args in fake_mlflow.told if call == "log_params" for name, value in args[0].items()}
+    assert told == {
+        "policy.dtensor_cfg.env_vars.HF_TOKEN": "***",
+        "policy.generation.env_vars": "None",
+        "env.agent.environment.KEY": "***",
+        "env.extra": "[{'api_key': '***'}]",
+        "judge.api_key_env": "JUDGE_KEY",
+        "judge.environment.steps": "3",
+        "logger.mlflow.tracking_uri": "https://***@host:5000/x",
+        "seed": "7",
+    }
+
+
+def test_a_second_run_of_a_process_is_not_put_into_the_folder_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, trackio = [], ModuleType("trackio")
+    trackio.init = lambda **arguments: made.append(os.environ["TRACKIO_DIR"])  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    monkeypatch.setenv("TRACKIO_DIR", "")
+    monkeypatch.delenv("TRACKIO_DIR")
+    monkeypatch.setattr(logger_module.TrackioLogger, "_first_folder", None)
+    config = TrackioConfig()
+    logger_module.TrackioLogger(config, tmp_path / "1")
+    with pytest.raises(ConfigError, match=rf"reports to {tmp_path}/1 already.*a process of its own"):
+        logger_module.TrackioLogger(config, tmp_path / "2")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "all"))
+    logger_module.TrackioLogger(config, tmp_path / "3")
+    assert made == [str(tmp_path / "1"), str(tmp_path / "all")]
+
+
+def test_mlflow_gets_metrics_of_all_threads_in_one_run_and_in_blocks(tmp_path: Path, fake_mlflow: FakeMlflow) -> None:
+    logger = Logger(LoggerConfig.build(mlflow_enabled=True), tmp_path)
+    many = {f"node.{number}.mem_gb": 1.0 for number in range(1500)}
+    thread = threading.Thread(target=logger.log_metrics, args=(many, 20, "ray"))
+    thread.start()
+    thread.join()
+    logger.log_hyperparams({"seed": 1})
+    logger.close()
+    sent = [args[0] for name, args in fake_mlflow.told if name == "log_metrics"]
+    assert [len(block) for block in sent] == [1000, 500]
+    assert ("log_params", ({"seed": "1"},)) in fake_mlflow.told
 
 
 @pytest.mark.parametrize("given", ["key", "variable"])
@@ -390,9 +450,13 @@ def test_mlflow_stores_runs_in_a_database(tmp_path, monkeypatch):
     logger = Logger(LoggerConfig(mlflow_enabled=True, mlflow=section), tmp_path)
     logger.log_hyperparams({"grpo": {"seed": 1}, "long": "x" * 1000})
     logger.log_metrics({"loss": 0.25}, 3, prefix="train")
+    thread = threading.Thread(target=logger.log_metrics, args=({"node.0.mem_gb": 8.0}, 20, "ray"))
+    thread.start()
+    thread.join()
     logger.close()
     [run] = mlflow.search_runs(experiment_names=["e"], output_format="list")
-    assert run.data.metrics["train/loss"] == 0.25
+    assert run.info.status == "FINISHED"
+    assert run.data.metrics["train/loss"] == 0.25 and run.data.metrics["ray/node.0.mem_gb"] == 8.0
     assert run.data.params["grpo.seed"] == "1"
 
 

@@ -24,7 +24,7 @@ from nemo_rl.config import LoraConfig
 from nemo_rl.distributed.ranks.placements import held_here, whole
 from nemo_rl.models.dtensor.checkpoints.model_files import weights_by_name
 from nemo_rl.models.dtensor.pipeline.weights import joined
-from nemo_rl.models.training.low_rank import ADAPTER_PARAMETERS, generator_of, initial_a, require_moved, select_layers
+from nemo_rl.models.training.low_rank import ADAPTER_PARAMETERS, generator_of, initial_a, require_moved, select_modules
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def apply_lora(hf: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
     Raises:
         ConfigError: a pattern matches no linear layer, no layer is left, or an adapted layer shares its weight.
     """
-    names = select_modules(_linear_names(hf), config)
+    names = select_modules(_linear_names(hf), config, SECTION)
     _refuse_shared(hf, names)
     hf.requires_grad_(False)
     for name in names:
@@ -126,12 +126,6 @@ def apply_lora(hf: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
         100 * trained / total,
     )
     return names
-
-
-def select_modules(available: Sequence[str], config: LoraConfig) -> list[str]:
-    """Return the layers that `lora_cfg` names, in model order; see `low_rank.select_layers`."""
-    targets = [] if config.match_all_linear else config.target_modules
-    return select_layers(available, targets, config.exclude_modules, SECTION)
 
 
 def adapted_modules(hf: nn.Module) -> dict[str, LoraLinear]:

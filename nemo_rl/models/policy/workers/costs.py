@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl.config import PolicyConfig
+from nemo_rl.host.device import device_name
 from nemo_rl.models.huggingface.flops import ModelFlops, model_flops
 from nemo_rl.models.huggingface.load import load_model_config
-from nemo_rl.models.training.low_rank import select_layers
+from nemo_rl.models.training.low_rank import select_modules
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +25,13 @@ class PassCosts:
         flops: the model's operations; None if they cannot be counted.
         device: name of the GPU; None for a CPU.
         reason: why the operations are not known; empty if they are.
+        is_failure: whether nothing could be found out, so that another attempt may succeed.
     """
 
     flops: ModelFlops | None
     device: str | None
     reason: str = ""
+    is_failure: bool = False
 
 
 def pass_costs(config: PolicyConfig, device: torch.device) -> PassCosts:
@@ -41,14 +44,13 @@ def pass_costs(config: PolicyConfig, device: torch.device) -> PassCosts:
         config: the policy section.
         device: device of the rank.
     """
-    name = None if device.type == "cpu" else torch.cuda.get_device_name(device)
+    name = None if device.type == "cpu" else device_name(device)
     lora, peft = config.dtensor_cfg.lora_cfg, config.megatron_cfg.peft
     dim = {"dtensor_cfg.lora_cfg": lora.dim, "megatron_cfg.peft": peft.dim}
     adapters = [dim[key] for key in config.adapter_keys]
-    targets, excluded = ([], []) if lora.match_all_linear else (lora.target_modules, lora.exclude_modules)
 
     def adapted(linears: list[str]) -> list[str]:
-        return select_layers(linears, targets, excluded, "policy.dtensor_cfg.lora_cfg") if lora.enabled else linears
+        return select_modules(linears, lora, "policy.dtensor_cfg.lora_cfg") if lora.enabled else linears
 
     try:
         flops = model_flops(
@@ -58,5 +60,5 @@ def pass_costs(config: PolicyConfig, device: torch.device) -> PassCosts:
             adapted=adapted,
         )
     except _NOT_COUNTED as error:
-        return PassCosts(None, name, f"{type(error).__name__}: {str(error).splitlines()[:1]}")
+        return PassCosts(None, name, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
     return PassCosts(flops, name)

@@ -80,11 +80,48 @@ def test_passes_between_steps_do_not_count(clock: list[float]) -> None:
     assert throughput.of_step(STEP, TIMINGS)["policy_and_reference_logprobs_tokens_per_sec"] == 5.0
 
 
+def test_rollouts_beside_training_have_no_rate_of_a_phase() -> None:
+    throughput = Throughput(Counted(WorkCount(lambda: PassCosts(None, None))), "float32", 1, 8, False, False)
+    assert not [name for name in throughput.of_step(STEP, TIMINGS) if name.startswith("generation")]
+
+
+def test_counts_that_nobody_takes_need_no_more_memory() -> None:
+    work = WorkCount(lambda: PassCosts(None, None))
+    for _ in range(100):
+        with work.of("scoring", [3, 5, 3]):
+            pass
+    lengths = work.take()["scoring"].lengths
+    assert lengths == {3: 200, 5: 100} and len(lengths) == 2
+
+
+def test_a_failed_description_is_asked_for_again_a_few_times(
+    clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    failed, answers = PassCosts(None, None, "the rank did not answer", is_failure=True), []
+
+    def describe() -> PassCosts:
+        answers.append(failed if len(answers) < 1 else PassCosts(FLOPS, None))
+        return answers[-1]
+
+    throughput = Throughput(Counted(WorkCount(describe)), "float32", 1, 8, uses_gpu=False)
+    steps = []
+    with caplog.at_level(logging.INFO, "nemo_rl"):
+        for _ in range(3):
+            with throughput.policy.work.of("training", [7]):
+                clock[0] += 1.0
+            steps.append(throughput.of_step(STEP, TIMINGS))
+    assert ["train_tflops" in step for step in steps] == [False, True, True]
+    assert len(answers) == 2 and len(caplog.messages) == 1
+    lost = WorkCount(lambda: answers.append(failed) or failed)
+    assert [lost.costs for _ in range(9)] == [failed] * 9
+    assert len(answers) == 2 + 3
+
+
 def test_a_pass_that_fails_does_not_count() -> None:
     work = WorkCount(lambda: PassCosts(FLOPS, None))
     with pytest.raises(ValueError, match="lost"), work.of("training", [5]):
         raise ValueError("lost")
-    assert work.take()["training"].lengths == []
+    assert work.take()["training"].tokens == 0
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,11 @@ import pytest
 import torch
 from architectures import random_model
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
-from nemo_rl.models.huggingface.flops import model_flops, peak_tflops
+from nemo_rl.models.huggingface.flops import PEAK_BF16_TFLOPS, _attention, _multiplied, model_flops, peak_tflops
 
 ROWS, T = 2, 12
 WIDE = {"sliding_window": 64, "attn_implementation": "eager"}
@@ -41,12 +42,12 @@ def counted(model: torch.nn.Module, *, backward: bool) -> int:
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_forward_pass_has_the_operations_that_torch_counts(model_type: str, tied: bool) -> None:
     model = random_model(model_type, tie_word_embeddings=tied, experts_implementation="eager", **WIDE)
-    assert model_flops(model.config).forward([T] * ROWS) == counted(model, backward=False)
+    assert model_flops(model.config).forward({T: ROWS}) == counted(model, backward=False)
 
 
 def test_training_has_three_times_the_operations_of_a_forward_pass() -> None:
     model = random_model("qwen3", **WIDE)
-    assert model_flops(model.config).training([T] * ROWS) == counted(model, backward=True)
+    assert model_flops(model.config).training({T: ROWS}) == counted(model, backward=True)
 
 
 def test_frozen_weights_need_no_gradients_of_their_own() -> None:
@@ -59,12 +60,12 @@ def test_frozen_weights_need_no_gradients_of_their_own() -> None:
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=names)).train()
     # Nothing needs the gradient of the first layer's input: its three base products and three of A stay forward only.
     unneeded = 2 * ROWS * T * (inputs + 3 * 4 * model.config.hidden_size)
-    assert flops.training([T] * ROWS) - unneeded == counted(adapted, backward=True)
+    assert flops.training({T: ROWS}) - unneeded == counted(adapted, backward=True)
 
 
 def test_a_scalar_head_takes_the_place_of_the_vocabulary() -> None:
     config = random_model("qwen2").config
-    with_head, scalar = (model_flops(config, scores=scores).forward([1]) for scores in (False, True))
+    with_head, scalar = (model_flops(config, scores=scores).forward({1: 1}) for scores in (False, True))
     assert with_head - scalar == 2 * config.hidden_size * (config.vocab_size - 1)
 
 
@@ -73,7 +74,7 @@ def test_a_window_bounds_the_tokens_that_a_token_sees() -> None:
     assert config.layer_types == ["sliding_attention", "full_attention"] and config.sliding_window == 5
     flops = model_flops(config)
     width = config.num_attention_heads * 2 * config.head_dim
-    attention = flops.forward([3, T]) - 2 * flops.trained * (3 + T)
+    attention = flops.forward({3: 1, T: 1}) - 2 * flops.trained * (3 + T)
     assert attention == 2 * width * ((3 * 3 + T * 5) + (3 * 3 + T * T))
 
 
@@ -82,18 +83,80 @@ def test_the_rule_of_thumb_holds_for_a_dense_model() -> None:
     config = random_model("llama", tie_word_embeddings=True).config
     flops = model_flops(config)
     layers, heads, head = config.num_hidden_layers, config.num_attention_heads, config.head_dim
-    assert flops.training([T]) == T * (6 * flops.trained + 12 * layers * heads * head * T)
+    assert flops.training({T: 1}) == T * (6 * flops.trained + 12 * layers * heads * head * T)
 
 
-def test_peak_rates_are_found_by_device_name() -> None:
-    names = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "Other"]
-    assert [peak_tflops(name) for name in names] == [989.4, 989.4, 756.0, 312.0, 121.0, None]
-    assert [peak_tflops(f"NVIDIA {name}") for name in ("B200", "GB200", "L40S", "L40")] == [
-        2250.0,
-        2500.0,
-        362.0,
-        181.0,
-    ]
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA GB300", 2500.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA B300 SXM6 AC", 2250.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H200 NVL", 835.0),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H100 NVL", 835.0),
+        ("NVIDIA H800", 989.4),
+        ("NVIDIA H800 PCIe", 756.0),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A800-SXM4-80GB", 312.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA L40", 181.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA A10", 125.0),
+        ("NVIDIA A10G", 70.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA RTX A6000", 154.8),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("Other", None),
+    ],
+)
+def test_peak_rates_are_found_by_device_name(name: str, peak: float | None) -> None:
+    assert peak_tflops(name) == peak
+
+
+def test_all_listed_devices_are_tested() -> None:
+    [mark] = [m for m in test_peak_rates_are_found_by_device_name.pytestmark if m.name == "parametrize"]  # type: ignore[attr-defined]
+    names = [name.replace("-", " ") for name, _ in mark.args[1]]
+    assert all(any(words in name for name in names) for words in PEAK_BF16_TFLOPS)
+
+
+def test_towers_for_images_do_not_count() -> None:
+    text = random_model("gemma3_text").config
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = AutoConfig.for_model("gemma3", text_config=text.to_dict(), vision_config=vision)
+    assert model_flops(config) == model_flops(text)
+
+
+def test_layers_that_cannot_be_counted_are_refused() -> None:
+    config = random_model("gemma3_text").config
+    config.layer_types = ["full_attention", "new_attention"]
+    with pytest.raises(ValueError, match="layers of the kind new_attention cannot be counted"):
+        _attention(config)
+    config.layer_types = ["full_attention", "linear_attention"]
+    assert [layers for _, _, layers in _attention(config)] == [1]
+
+
+def test_experts_without_a_known_number_are_refused() -> None:
+    experts = nn.Module()
+    experts.down = nn.Parameter(torch.zeros(4, 2, 3))
+    with pytest.raises(ValueError, match=r"the weight down of Module is of experts.*num_experts_per_tok"):
+        list(_multiplied([experts], None))
+    assert list(_multiplied([experts], 1)) == [6.0]
+
+
+def test_values_may_be_narrower_than_keys() -> None:
+    config = random_model("qwen3").config
+    [(width, _, _)] = _attention(config)
+    config.v_head_dim = config.head_dim // 2
+    [(narrower, _, _)] = _attention(config)
+    assert narrower == width * 3 / 4
 
 
 def test_operations_equal_a_hand_count() -> None:
@@ -103,5 +166,5 @@ def test_operations_equal_a_hand_count() -> None:
     layer = 1536 * 1536 * 2 + 2 * 1536 * 256 + 3 * 1536 * 8960
     multiplied = 28 * layer + 151936 * 1536
     flops = model_flops(config)
-    assert flops.training([1024]) == 1024 * (6 * multiplied + 12 * 28 * 12 * 128 * 1024)
-    assert flops.forward([1024]) == flops.training([1024]) / 3
+    assert flops.training({1024: 1}) == 1024 * (6 * multiplied + 12 * 28 * 12 * 128 * 1024)
+    assert flops.forward({1024: 1}) == flops.training({1024: 1}) / 3

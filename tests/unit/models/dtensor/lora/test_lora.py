@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM
 
 from nemo_rl.config import LoraConfig
 from nemo_rl.models.dtensor.backend import DTensorBackend
-from nemo_rl.models.dtensor.lora.modules import LoraLinear, adapted_modules, apply_lora, select_modules
+from nemo_rl.models.dtensor.lora.modules import SECTION, LoraLinear, adapted_modules, apply_lora
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker
-from nemo_rl.models.training.low_rank import adapters_off
+from nemo_rl.models.training.low_rank import adapters_off, select_modules
 from nemo_rl.utils.errors import CheckpointError, ConfigError, WeightSyncError
 
 CPU = torch.device("cpu")
@@ -123,7 +123,7 @@ def test_adapted_layers_are_chosen_by_name() -> None:
     names = [f"model.layers.{i}.{m}" for i in (0, 1) for m in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj")]
 
     def chosen(**values):
-        return select_modules(names, LoraConfig.build(enabled=True, **values))
+        return select_modules(names, LoraConfig.build(enabled=True, **values), SECTION)
 
     assert chosen() == names
     assert chosen(exclude_modules=["mlp.up_proj"]) == [n for n in names if "up_proj" not in n]

@@ -1,0 +1,18 @@
+"""Tell terminals from other streams.
+
+Invariant: no stream raises here, whether it is missing, closed or of another kind.
+"""
+
+from typing import Any
+
+GONE = (OSError, ValueError)
+"""Errors of a terminal that was closed, and of a closed stream."""
+
+
+def is_terminal(stream: Any) -> bool:
+    """Return whether a stream is a terminal, also behind the live display; None and closed streams are none."""
+    stream = getattr(stream, "rich_proxied_file", stream)
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, *GONE):
+        return False
