@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from nemo_rl.algorithms.setup.memory_forecast import rows_per_sample
 from nemo_rl.config import MasterConfig, load_config
 from nemo_rl.config.base.paths import find_path
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
@@ -90,8 +91,9 @@ def alternatives(config: MasterConfig) -> Iterator[list[Alternative]]:
     if generation is not None and generation.colocated.enabled and cores > 1:
         keys = [f"{_ENGINES}.enabled=false", f"{_ENGINES}.resources.ranks_per_node={cores}"]
         yield [Alternative(f"{cores} engines of their own", keys)]
-    tokens = microbatch_tokens(config.policy, trains=True)
-    length = config.policy.max_total_sequence_length
+    rows = rows_per_sample(config)
+    tokens = microbatch_tokens(config.policy, trains=True, rows_per_sample=rows)
+    length = config.policy.max_total_sequence_length * rows
     yield [each for factor in (2, 4) if tokens // factor >= length for each in _microbatch(config, factor)]
     if cores > 1:
         now = config.cluster.threads_per_rank or max(cores // ranks, 1)
