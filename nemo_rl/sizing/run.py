@@ -111,9 +111,8 @@ def shortage_lines(local: MasterConfig, gpu: Gpu) -> list[str]:
         if search.has_room():
             continue
         if closest is None:
-            lines.append(
-                f"  {name}: every layout of {search.job.ranks} ranks is refused, for example: {search.refusal()}"
-            )
+            refused = f"every layout of {search.job.ranks} ranks is refused, for example: "
+            lines.append(f"  {name}: {refused if search.ranked else ''}{search.refusal()}")
             continue
         more = (closest.needs - search.usable) / 2**30
         lines.append(

@@ -6,6 +6,7 @@ decided by the rules of the configuration, by the training backend and by its me
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import floor, log
 
 from nemo_rl.algorithms.setup.memory_forecast import USABLE_SHARE
@@ -13,6 +14,7 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.capacity.memory import MemoryPlan
 from nemo_rl.sizing.candidates import Candidate, candidates, values_of
 from nemo_rl.sizing.costs import Seconds, update_seconds
+from nemo_rl.sizing.engines import engines_of_one_rank
 from nemo_rl.sizing.jobs import Job, with_values
 from nemo_rl.utils.errors import ConfigError
 
@@ -73,7 +75,11 @@ class Search:
         """Rank the candidates of a job by their estimates, those with offload last.
 
         Estimates within `TIE` are equal: then less division of the model comes first, then larger microbatches.
+
+        Raises:
+            ConfigError: the model or its backend cannot be described.
         """
+        job.require_description()
         ranked = [(candidate, update_seconds(job, candidate)) for candidate in candidates(job)]
         ranked.sort(key=lambda each: _place(*each))
         return cls(job, job.gpu.memory_gib * 2**30 * USABLE_SHARE * headroom, ranked)
@@ -104,7 +110,8 @@ class Search:
 
     def refusal(self) -> str:
         """Return a rule that refuses a candidate, for searches in which all are refused."""
-        return next(filter(None, self._broken.values()), "no layout divides the ranks")
+        nothing = "no layout divides the ranks" if self.job.ranks > 0 else "other models and engines leave it no GPU"
+        return next(filter(None, self._broken.values()), nothing)
 
     def has_room(self) -> bool:
         """Return whether a candidate with the smallest memory fits, without offload."""
@@ -140,11 +147,20 @@ class Search:
         )
         return self._too_large[kind]
 
-    def _broken_rule(self, candidate: Candidate) -> str:
-        """Return the first rule that a layout breaks; empty if it breaks none."""
+    @cached_property
+    def _of_others(self) -> frozenset[str]:
+        """What is wrong before sizes of a model next to the policy change: the policy's sizes are found later."""
         job = self.job
-        changed = with_values(job.config, values_of(job, candidate))
-        found = next(iter(changed.findings()), None)
+        if job.name == "policy":
+            return frozenset()
+        found = with_values(job.config, engines_of_one_rank(job.config)).findings()
+        return frozenset(text for text in found if job.name not in text)
+
+    def _broken_rule(self, candidate: Candidate) -> str:
+        """Return the first rule that a layout breaks, whatever the engines' own sizes; empty if it breaks none."""
+        job = self.job
+        changed = with_values(job.config, engines_of_one_rank(job.config) | values_of(job, candidate))
+        found = next((text for text in changed.findings() if text not in self._of_others), None)
         if found is None:
             try:
                 job.backend.check_sizes(getattr(changed, job.name), job.ranks, job.name)
