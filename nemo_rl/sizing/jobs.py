@@ -144,8 +144,8 @@ class Job:
         """
         if self.backend.rank_memory() is None:
             raise ConfigError(
-                f"{self.name}.training_backend.name={type(self.backend).__name__} predicts no memory, so its sizes cannot "
-                "be searched. Return a class from its rank_memory, or use dtensor_cfg or megatron_cfg."
+                f"{self.name}.training_backend.name={type(self.backend).__name__} predicts no memory, so its sizes "
+                "cannot be searched. Return a class from its rank_memory, or use dtensor_cfg or megatron_cfg."
             )
         if not self.trace.activations:
             raise self._not_described("its layers do not run without data, so their activations are unknown")

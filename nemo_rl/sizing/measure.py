@@ -19,10 +19,11 @@ from nemo_rl.config import MasterConfig, load_config
 from nemo_rl.config.base.paths import find_path
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
 from nemo_rl.host.cores import usable_cores
+from nemo_rl.host.stop_signals import leave_by_unwinding
 from nemo_rl.models.capacity.memory import microbatch_tokens
 from nemo_rl.sizing import report
 from nemo_rl.sizing.trial import Steps, take_steps
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.errors import ConfigError, NemoRLError
 
 TURNS = 2
 """Trials of the winner and of the own sizes in the end, in turns."""
@@ -56,6 +57,8 @@ def measure_run(arguments: argparse.Namespace, config: MasterConfig) -> int:
         raise ConfigError("--measure takes steps on this machine's CPUs, and cluster.device=cuda. Leave it out.")
     algorithm = arguments.algorithm or algorithm_of(arguments.config)
     file = Path(str(find_path(arguments.config)))
+
+    leave_by_unwinding()
 
     def timed(overrides: Sequence[str]) -> Steps:
         return take_steps(algorithm, file, [*arguments.overrides, *overrides], arguments.steps, TRIAL_DEADLINE_S)
@@ -121,7 +124,7 @@ def search(
     kinds: Iterator[list[Alternative]],
     timed: Callable[[Sequence[str]], Steps],
     accepted: Callable[[Sequence[str]], bool],
-    tell: Callable[[str, Steps], None],
+    tell: Callable[[str, Steps | NemoRLError], None],
 ) -> list[str]:
     """Decide one kind of size after the other by what is clearly faster than before.
 
@@ -129,7 +132,7 @@ def search(
         kinds: alternatives by kind.
         timed: takes steps with overrides.
         accepted: whether the configuration accepts overrides; others are left out.
-        tell: called with each result.
+        tell: called with each result; an alternative that fails is left out.
 
     Returns:
         The overrides of the winner; if nothing was clearly faster than the own sizes, of the fastest alternative.
@@ -144,7 +147,11 @@ def search(
             overrides = [*best, *alternative.overrides]
             if not accepted(overrides):
                 continue
-            steps = timed(overrides)
+            try:
+                steps = timed(overrides)
+            except NemoRLError as error:
+                tell(alternative.what, error)
+                continue
             tell(alternative.what, steps)
             results.append((steps.typical, overrides, steps))
         fastest = min(results, key=lambda each: each[0], default=None)
@@ -154,18 +161,33 @@ def search(
     return best or min(all_results, default=(0.0, best))[1]
 
 
-def compare(best: list[str], timed: Callable[[Sequence[str]], Steps], tell: Callable[[str, Steps], None]) -> list[str]:
+def compare(
+    best: list[str], timed: Callable[[Sequence[str]], Steps], tell: Callable[[str, Steps | NemoRLError], None]
+) -> list[str]:
     """Time sizes and the own ones in turns; return their overrides if they were clearly faster, else none."""
+    if not best:
+        return []
     found: dict[str, list[float]] = {"own sizes, again": [], "fastest other, again": []}
     for _ in range(TURNS):
         for (name, seconds), overrides in zip(found.items(), ([], best), strict=True):
-            steps = timed(overrides)
+            try:
+                steps = timed(overrides)
+            except NemoRLError as error:
+                if not overrides:
+                    raise
+                tell(name, error)
+                return []
             tell(name, steps)
             seconds += steps.wall
     own, other = map(median, found.values())
     return best if other < (1 - CLEAR) * own else []
 
 
-def _tell(name: str, steps: Steps) -> None:
-    sys.stdout.write(f"  {name:<28}{steps.typical:>8.2f} s{steps.processor:>10.2f} s\n")
+def _tell(name: str, result: Steps | NemoRLError) -> None:
+    if isinstance(result, Steps):
+        text = f"{result.typical:>8.2f} s{result.processor:>10.2f} s"
+    else:
+        lines = str(result).strip().splitlines()
+        text = "failed: " + " ".join(dict.fromkeys((lines[0], lines[-1].strip())))
+    sys.stdout.write(f"  {name:<28}{text}\n")
     sys.stdout.flush()
