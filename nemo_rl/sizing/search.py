@@ -4,7 +4,7 @@ Candidates are looked at from the fastest on, so most of them are never checked.
 decided by the rules of the configuration, by the training backend and by its memory plan, never here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import floor, log
@@ -89,9 +89,15 @@ class Search:
         """All candidates, the fastest first."""
         return [candidate for candidate, _ in self._ranked]
 
-    def fitting(self) -> Iterator[Fitting]:
-        """Yield the candidates that are accepted, the fastest first."""
+    def fitting(self, skipped: Collection[tuple[ParallelLayout, bool]] = ()) -> Iterator[Fitting]:
+        """Yield the candidates that are accepted, the fastest first.
+
+        Args:
+            skipped: layouts, each with or without offload, that are left out; the caller may add some meanwhile.
+        """
         for candidate, seconds in self._ranked:
+            if (candidate.layout, candidate.offload) in skipped:
+                continue
             judged = self.judge(candidate, seconds)
             if isinstance(judged, Fitting):
                 yield judged

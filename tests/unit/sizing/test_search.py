@@ -1,5 +1,6 @@
 """The search on other machines than a recipe's, for pairs, and for models and clusters that cannot be sized."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,10 +9,14 @@ import pytest
 from nemo_rl.algorithms.setup.memory_forecast import forecast_memory
 from nemo_rl.config import REPOSITORY_ROOT, MasterConfig, load_config
 from nemo_rl.config.loading.algorithms import ALGORITHMS
-from nemo_rl.sizing.candidates import candidate_of, layouts
+from nemo_rl.sizing import proposal
+from nemo_rl.sizing.candidates import Candidate, candidate_of, layouts
+from nemo_rl.sizing.costs import update_seconds
+from nemo_rl.sizing.engines import EngineChoice
 from nemo_rl.sizing.jobs import Job, with_values
 from nemo_rl.sizing.machines import chosen_gpu
 from nemo_rl.sizing.proposal import Proposal, described, propose
+from nemo_rl.sizing.reasons import reasons
 from nemo_rl.sizing.search import Search
 from nemo_rl.utils.errors import ConfigError
 
@@ -97,3 +102,56 @@ def test_no_stage_of_megatron_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(described_recipe("sft-deepseek-v3-32n8g-megatron"), "policy", chosen_gpu("h200", None))
     monkeypatch.setitem(job.__dict__, "trace", replace(job.trace, layers=job.trace.layers[:18]))
     assert {layout.pp for layout in layouts(job)} == {1, 2, 4}
+
+
+def test_adapters_take_two_passes_and_no_exchange_of_frozen_weights() -> None:
+    gpu = chosen_gpu("h100", None)
+    name = "sft-llama3.1-8b-1n8g-fsdp"
+    whole = Job(described_recipe(name), "policy", gpu)
+    keys = {"policy.dtensor_cfg.lora_cfg.enabled": True}
+    adapters = Job(with_values(whole.config, keys), "policy", gpu)
+    layout = next(each for each in layouts(whole) if each.dp_shard == 8)
+    for recompute, share in {"none": 2 / 3, "full": 3 / 4}.items():
+        candidate = Candidate(layout, "full" if recompute == "full" else "none", False, 1)
+        seconds = [update_seconds(job, candidate).compute for job in (whole, adapters)]
+        assert seconds[1] / seconds[0] == pytest.approx(share)
+    offload = [update_seconds(job, Candidate(layout, "none", True, 1)).offload for job in (whole, adapters)]
+    assert offload[1] < offload[0]
+
+
+def test_offload_tells_the_host_memory_of_a_machine() -> None:
+    """Weights, gradients and two moments of 8.03e9 parameters, in float32, whatever the number of ranks."""
+    config = described_recipe("sft-llama3.1-8b-1n8g-fsdp", "cluster.gpus_per_node=1")
+    found = proposed(config)
+    assert found.models["policy"].candidate.offload
+    sentence = next(each.sentence for each in reasons(found) if each.what == "CPU offload")
+    held = re.search(r"the 1 ranks of a machine keep ([\d.]+) GiB", sentence)
+    assert held is not None and float(held[1]) == pytest.approx(4 * 4 * 8.03e9 / 2**30, rel=0.01)
+
+
+def test_what_backends_refuse_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise ConfigError("the device has no such kernels")
+
+    monkeypatch.setattr(proposal, "check_backends", refuse)
+    monkeypatch.setattr(proposal, "_MOST_TRIED", 3)
+    refused: list[str] = []
+    assert propose(described_recipe("sft-llama3.1-8b-1n8g-fsdp"), chosen_gpu("h200", None), refused) is None
+    assert refused == ["the device has no such kernels"] * 6, (
+        "once for each of 3 sizes, with 95 % and all of the memory"
+    )
+
+
+def test_a_layout_without_room_for_engines_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def no_room(job: Job, config: MasterConfig, reserved: float) -> list[EngineChoice]:
+        own = candidate_of(Job(config, "policy", job.gpu))
+        asked.append((own.layout, own.offload))
+        return []
+
+    monkeypatch.setattr(proposal, "engine_choices", no_room)
+    config = described_recipe("grpo-llama3.1-8b-instruct-1n8g-fsdp")
+    assert propose(config, chosen_gpu("h200", None)) is None
+    half = len(asked) // 2
+    assert len(set(asked[:half])) == half > 5 and asked[:half] == asked[half:]
