@@ -167,19 +167,10 @@ class _Update:
         gathers = self.microbatches if axes.pp == 1 else 1
         each = held * share * _TWO_BYTES * (1 + self.job.role.trains)
         reduced = held * share * _FOUR_BYTES * self.reduces
-        copies = (
-            2
-            * (axes.dp_replicate - 1)
-            / axes.dp_replicate
-            * held
-            / shards
-            * _FOUR_BYTES
-            * self.microbatches
-            * self.reduces
-        )
+        copies = 2 * (axes.dp_replicate - 1) / axes.dp_replicate * held / shards * _FOUR_BYTES * self.reduces
         inside = self._bandwidth(shards * axes.tp)
         hidden = (gathers * each + self.microbatches * reduced) / inside
-        return hidden, copies / self._bandwidth(axes.num_ranks)
+        return hidden, self.microbatches * copies / self._bandwidth(axes.num_ranks)
 
     def _offload(self) -> float:
         if not self.candidate.offload:

@@ -77,10 +77,10 @@ def measure_run(arguments: argparse.Namespace, config: MasterConfig) -> int:
     lines = ["", *report.command_lines(arguments.config, given)]
     if not best:
         lines.append("The configuration's own sizes were the fastest: nothing to change.")
-    if arguments.write is not None:
-        report.write_file(arguments.write, file, given, {})
-        lines.append(f"wrote {arguments.write}")
     sys.stdout.write("\n".join([*lines, ""]))
+    if arguments.write is not None:
+        report.write_file(arguments.write, file, given, {}, ALGORITHMS[algorithm])
+        sys.stdout.write(f"wrote {arguments.write}\n")
     return 0
 
 
