@@ -98,7 +98,7 @@ class _Update:
 
     @property
     def reduces(self) -> bool:
-        """Whether all weights have gradients and optimizer state; those of adapters are small."""
+        """True if all weights have gradients and optimizer state; those of adapters are small."""
         return self.job.role.trains and not self.job.adapts
 
     @property

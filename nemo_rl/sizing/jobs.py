@@ -52,13 +52,13 @@ class Job:
 
     @property
     def adapts(self) -> bool:
-        """Whether only adapters are trained, and all other weights are frozen."""
+        """True if only adapters are trained, and all other weights are frozen."""
         section = self.section
         return section.megatron_cfg.peft.enabled if self.is_megatron else section.dtensor_cfg.lora_cfg.enabled
 
     @property
     def is_megatron(self) -> bool:
-        """Whether Megatron Core trains the model."""
+        """True if Megatron Core trains the model."""
         return self.section.backend_key == "megatron_cfg"
 
     @cached_property

@@ -155,7 +155,7 @@ class Search:
 
     @cached_property
     def _of_others(self) -> frozenset[str]:
-        """What is wrong before sizes of a model next to the policy change: the policy's sizes are found later."""
+        """The findings before sizes of a model next to the policy change: those of the policy are found later."""
         job = self.job
         if job.name == "policy":
             return frozenset()
