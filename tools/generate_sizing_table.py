@@ -97,7 +97,7 @@ def _cells(config: MasterConfig, gpu: Gpu, seconds: float) -> list[str]:
     return [
         mesh_text(config.policy, job.ranks) or "1",
         candidate.recompute + (", offload" if candidate.offload else ""),
-        str(microbatch_tokens(config.policy, trains=True)),
+        str(microbatch_tokens(config.policy, trains=True, rows_per_sample=job.rows_each)),
         engines,
         f"{training / 2**30:.1f} / {peak / 2**30:.1f}",
         f"{seconds:.3g}",

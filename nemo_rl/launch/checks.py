@@ -193,14 +193,14 @@ def check_memory(request: Request) -> Passed:
     It fails if the run would refuse to start; a configuration that probably does not fit is a warning.
     """
     from nemo_rl.algorithms.setup.memory_check import log_memory, memory_of_a_rank
-    from nemo_rl.algorithms.setup.memory_forecast import warn_of_shortfalls
+    from nemo_rl.algorithms.setup.memory_forecast import rows_per_sample, warn_of_shortfalls
 
     config = request.config
     assert isinstance(config, MasterConfig), "an evaluation trains nothing"
     with logs_of_library():  # the data check repeats the tokenizer's warnings
         roles = recipe_of(config, with_data=False).roles
     available = memory_of_a_rank(config.cluster, request.gpu_bytes, request.host_bytes)
-    told = log_memory(config.model_cluster, roles, available)
+    told = log_memory(config.model_cluster, roles, available, rows_per_sample(config))
     if config.cluster.uses_gpu and available is not None:
         warn_of_shortfalls(config, available, request.gpu_bytes, request.host_bytes)
     size = f"{available / 2**30:.3g} GiB" if available else "unknown"

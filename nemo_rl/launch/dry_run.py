@@ -17,6 +17,7 @@ from nemo_rl.algorithms.setup.memory_forecast import (
     MemoryForecast,
     device_bytes,
     forecast_memory,
+    rows_per_sample,
 )
 from nemo_rl.config import (
     ClusterConfig,
@@ -26,7 +27,6 @@ from nemo_rl.config import (
     Role,
     RolloutMasterConfig,
     RunConfig,
-    SupervisedMasterConfig,
     Topology,
     divide_cluster,
     model_ranks,
@@ -192,12 +192,6 @@ def step_lines(config: MasterConfig) -> Iterator[str]:
     yield _line("microbatches", f"{_count(rows, 'row')} for each of {ranks}, {how}: at most {microbatches} an update")
     tokens = samples * rows_each * length
     yield _line("tokens", f"at most {_count(samples * rows_each, 'row')} x {length} = {tokens:,} a step")
-
-
-def rows_per_sample(config: MasterConfig) -> int:
-    """Return the rows of a batch that a sample takes: 2 for pairs of answers."""
-    pairs = isinstance(config, SupervisedMasterConfig) and config.section in ("dpo", "rm")
-    return 1 + (pairs and getattr(config.algorithm, "preference_loss", "") != "kto")
 
 
 def _microbatches(policy: PolicyConfig, rows: int, rows_each: int) -> tuple[int, str]:

@@ -45,12 +45,16 @@ class Candidate:
 
 
 def layouts(job: Job) -> Iterator[ParallelLayout]:
-    """Yield all layouts of a job's ranks."""
+    """Yield all layouts of a job's ranks; none if other models and engines leave it no rank."""
+    if job.ranks < 1:
+        return
     trains, dtensor = job.role.trains, job.section.backend_key == "dtensor_cfg"
     nodes = job.ranks // job.per_node
     tensor = _powers(job.per_node)
     context = _powers(min(_MOST_CONTEXT, job.length // _SHORTEST_PART))
     stages = _powers(min(_MOST_STAGES, len(job.trace.layers))) if trains else [1]
+    if not dtensor:
+        stages = [pp for pp in stages if _last_stage(len(job.trace.layers), pp) > 0]
     copies = [1, nodes] if dtensor and nodes > 1 else [1]
     experts = [n for n in _powers(min(_MOST_EXPERT_RANKS, job.num_experts)) if job.num_experts % n == 0] or [1]
     for tp, cp, pp, replicas, ep in product(tensor, context, stages, copies, experts):
@@ -111,7 +115,7 @@ def batching(job: Job, train_rows: int, pass_rows: int) -> dict[str, Any]:
 def candidate_of(job: Job) -> Candidate:
     """Return the sizes of the configuration as a candidate."""
     section, trains = job.section, job.role.trains
-    tokens = microbatch_tokens(section, trains=trains)
+    tokens = microbatch_tokens(section, trains=trains, rows_per_sample=job.rows_each)
     own = section.megatron_cfg if section.backend_key == "megatron_cfg" else section.dtensor_cfg
     how = own.activation_checkpointing
     recompute: Recompute = "selective" if how == "selective" else "full" if how and trains else "none"
@@ -143,10 +147,15 @@ def _megatron_options(
             options[f"{own}.optimizer.optimizer_offload_fraction"] = float(candidate.offload)
     if candidate.recompute == "full" and written.recompute_granularity != "full":
         options[f"{own}.recompute_granularity"] = "full"
-    last = layers - (stages - 1) * ceil(layers / stages) if layers % stages else None
+    last = _last_stage(layers, stages) if layers % stages else None
     ends = {"num_layers_in_first_pipeline_stage": None, "num_layers_in_last_pipeline_stage": last}
     ends |= {"virtual_pipeline_model_parallel_size": None}
     return options | {f"{own}.{key}": size for key, size in ends.items() if getattr(written, key) != size}
+
+
+def _last_stage(layers: int, stages: int) -> int:
+    """Return the layers that the last stage has if all others have equally many, rounded up."""
+    return layers - (stages - 1) * ceil(layers / stages)
 
 
 def _powers(most: int) -> list[int]:

@@ -29,7 +29,8 @@ HOST_LINK_GB_S = 25.0
 """Bandwidth between a GPU and host memory."""
 HOST_MEMORY_GB_S = 10.0
 """Bandwidth of host memory for the optimizer of one rank."""
-_COMPUTED_AGAIN = {"none": 0.0, "selective": 0.05, "full": 1 / 3}
+_COMPUTED_AGAIN = {"none": 0.0, "selective": 0.15, "full": 1.0}
+"""Forward passes in which a backward pass computes activations again."""
 _TWO_BYTES, _FOUR_BYTES, _STATE_BYTES = 2, 4, 16
 
 
@@ -90,9 +91,15 @@ class _Update:
 
     @property
     def passes(self) -> float:
-        """Cost of a microbatch in forward passes; a backward pass costs two."""
-        trains = self.job.role.trains
-        return (3.0 if trains else 1.0) * (1 + _COMPUTED_AGAIN[self.candidate.recompute])
+        """Forward passes that a microbatch is worth: a backward pass is two, without gradients of weights one."""
+        if not self.job.role.trains:
+            return 1.0
+        return (2.0 if self.job.adapts else 3.0) + _COMPUTED_AGAIN[self.candidate.recompute]
+
+    @property
+    def reduces(self) -> bool:
+        """True if all weights have gradients and optimizer state; those of adapters are small."""
+        return self.job.role.trains and not self.job.adapts
 
     @property
     def crossings(self) -> int:
@@ -157,24 +164,25 @@ class _Update:
         if self.job.section.backend_key != "dtensor_cfg":
             ranks = axes.data_parallel_size * axes.cp
             moved = held * (_FOUR_BYTES + _TWO_BYTES) * (ranks - 1) / ranks
-            return 0.0, moved / self._bandwidth(ranks * axes.tp) * self.job.role.trains
+            return 0.0, moved / self._bandwidth(ranks * axes.tp) * self.reduces
         shards = axes.dp_shard * axes.cp
         share = (shards - 1) / shards
         gathers = self.microbatches if axes.pp == 1 else 1
         each = held * share * _TWO_BYTES * (1 + self.job.role.trains)
-        reduced = held * share * _FOUR_BYTES * self.job.role.trains
-        copies = 2 * (axes.dp_replicate - 1) / axes.dp_replicate * held / shards * _FOUR_BYTES * self.microbatches
+        reduced = held * share * _FOUR_BYTES * self.reduces
+        copies = 2 * (axes.dp_replicate - 1) / axes.dp_replicate * held / shards * _FOUR_BYTES * self.reduces
         inside = self._bandwidth(shards * axes.tp)
         hidden = (gathers * each + self.microbatches * reduced) / inside
-        return hidden, copies / self._bandwidth(axes.num_ranks)
+        return hidden, self.microbatches * copies / self._bandwidth(axes.num_ranks)
 
     def _offload(self) -> float:
         if not self.candidate.offload:
             return 0.0
         axes, held = self.axes, self._dense_elements() + self._expert_elements()
         mine = held / (axes.data_parallel_size // axes.dp_replicate * axes.cp)
-        copies = 3 * self.microbatches if self.job.section.backend_key == "dtensor_cfg" else 2
-        return mine * (copies * _FOUR_BYTES / HOST_LINK_GB_S + _STATE_BYTES / HOST_MEMORY_GB_S) / 1e9
+        copies = 2 * self.reduces if self.job.is_megatron else (2 + self.reduces) * self.microbatches
+        state = _STATE_BYTES * self.reduces
+        return mine * (copies * _FOUR_BYTES / HOST_LINK_GB_S + state / HOST_MEMORY_GB_S) / 1e9
 
     def _dense_elements(self) -> float:
         """Return the elements of a stage on a tensor-parallel rank, without those of experts."""

@@ -40,6 +40,7 @@ class EngineChoice:
     Attributes:
         tensor: ranks that divide each layer.
         stages: stages of layers.
+        experts: ranks that divide the experts.
         share: `gpu_memory_utilization`.
         engines: engines of the run.
         answers: answers of a training step for each engine.
@@ -49,6 +50,7 @@ class EngineChoice:
 
     tensor: int
     stages: int
+    experts: int
     share: float
     engines: int
     answers: int
@@ -57,11 +59,17 @@ class EngineChoice:
 
     def values(self) -> dict[str, object]:
         """Write the sizes as values of keys."""
-        return {
-            f"{ENGINE}.tensor_parallel_size": self.tensor,
-            f"{ENGINE}.pipeline_parallel_size": self.stages,
-            f"{ENGINE}.gpu_memory_utilization": self.share,
-        }
+        return _sizes(self.tensor, self.stages, self.experts) | {f"{ENGINE}.gpu_memory_utilization": self.share}
+
+
+def _sizes(tensor: int, stages: int, experts: int) -> dict[str, object]:
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages, "expert_parallel_size": experts}
+    return {f"{ENGINE}.{key}": size for key, size in sizes.items()}
+
+
+def engines_of_one_rank(config: MasterConfig) -> dict[str, object]:
+    """Return the smallest sizes as values of keys, for searches of models: engines are chosen after them."""
+    return _sizes(1, 1, 1) if config.policy.generation is not None else {}
 
 
 def engine_choices(job: Job, config: MasterConfig, reserved: float) -> list[EngineChoice]:
@@ -77,7 +85,7 @@ def engine_choices(job: Job, config: MasterConfig, reserved: float) -> list[Engi
 
 
 def _choices(job: Job, config: MasterConfig, reserved: float) -> Iterator[EngineChoice | None]:
-    topology = plan_topology(config.model_cluster, config.policy)
+    topology = plan_topology(config.policy_cluster, config.policy)
     sizes = [n for n in (1, 2, 4, 8, 16) if n <= topology.generation_ranks_per_node]
     for tensor, stages in product(sizes, sizes):
         if topology.generation_ranks_per_node % (tensor * stages):
@@ -89,11 +97,9 @@ def _choices(job: Job, config: MasterConfig, reserved: float) -> Iterator[Engine
 def _choice(job: Job, config: MasterConfig, sizes: tuple[int, int, int], reserved: float) -> EngineChoice | None:
     """Return an engine of these sizes with its share of the memory; None if it does not fit."""
     tensor, stages, engines = sizes
-    keys: dict[str, object] = {f"{ENGINE}.tensor_parallel_size": tensor, f"{ENGINE}.pipeline_parallel_size": stages}
     assert config.policy.generation is not None, "the run samples"
-    if config.policy.generation.engine.expert_parallel_size > 1:
-        keys[f"{ENGINE}.expert_parallel_size"] = tensor
-    changed = with_values(config, keys)
+    experts = tensor if config.policy.generation.engine.expert_parallel_size > 1 else 1
+    changed = with_values(config, _sizes(tensor, stages, experts))
     generation = changed.policy.generation
     assert generation is not None, "the run samples"
     try:
@@ -112,7 +118,7 @@ def _choice(job: Job, config: MasterConfig, sizes: tuple[int, int, int], reserve
     if room < 1:
         return None
     seconds = _seconds(job, memory, (tensor, stages), min(answers, room, MOST_RUNNING), answers)
-    return EngineChoice(tensor, stages, share, engines, answers, room, seconds)
+    return EngineChoice(tensor, stages, experts, share, engines, answers, room, seconds)
 
 
 def samples_of_a_step(config: MasterConfig) -> int:

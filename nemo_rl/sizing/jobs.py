@@ -11,9 +11,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from nemo_rl.algorithms.setup.memory_forecast import rows_per_prompt
-from nemo_rl.config import MasterConfig, PolicyConfig, Role, model_ranks
-from nemo_rl.launch.dry_run import rows_per_sample
+from nemo_rl.algorithms.setup.memory_forecast import rows_per_prompt, rows_per_sample
+from nemo_rl.config import MasterConfig, PolicyConfig, Role, divide_cluster, model_ranks, plan_topology
 from nemo_rl.models.capacity.memory import MemoryPlan
 from nemo_rl.models.capacity.memory_trace import ModelTrace, trace_model
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
@@ -51,15 +50,29 @@ class Job:
         """The model's section."""
         return self.role.section
 
+    @property
+    def adapts(self) -> bool:
+        """True if only adapters are trained, and all other weights are frozen."""
+        section = self.section
+        return section.megatron_cfg.peft.enabled if self.is_megatron else section.dtensor_cfg.lora_cfg.enabled
+
+    @property
+    def is_megatron(self) -> bool:
+        """True if Megatron Core trains the model."""
+        return self.section.backend_key == "megatron_cfg"
+
     @cached_property
     def ranks(self) -> int:
         """Ranks of the model."""
         return model_ranks(self.config.model_cluster, self.config.models)[self.name]
 
-    @property
+    @cached_property
     def per_node(self) -> int:
         """Ranks of a machine, which its fast links connect."""
-        return min(self.ranks, self.config.cluster.gpus_per_node)
+        part = divide_cluster(self.config.model_cluster, self.config.models)[self.name]
+        if (self.role.shares_with or self.name) == "policy":
+            return plan_topology(part, self.config.policy).policy_ranks_per_node
+        return part.policy_ranks_per_node
 
     @property
     def length(self) -> int:
@@ -95,7 +108,10 @@ class Job:
     def trace(self) -> ModelTrace:
         """Counts of the model's parameters."""
         dtype = torch_dtype(self.section.precision)
-        return trace_model(self.model, _TRACED_TOKENS, dtype, scores=self.section.reward_model_cfg.enabled)
+        try:
+            return trace_model(self.model, _TRACED_TOKENS, dtype, scores=self.section.reward_model_cfg.enabled)
+        except (AttributeError, RuntimeError) as error:
+            raise self._not_described(f"its layers cannot be counted ({str(error).splitlines()[0]})") from error
 
     @property
     def num_experts(self) -> int:
@@ -129,13 +145,31 @@ class Job:
     @cached_property
     def backend(self) -> TrainingBackend:
         """The training backend of the section."""
-        backend = training_backend(self.section)
-        if backend.rank_memory() is None:
+        return training_backend(self.section)
+
+    def require_description(self) -> None:
+        """Check that memory and work of the model can be predicted.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        if self.backend.rank_memory() is None:
             raise ConfigError(
-                f"{self.name}.training_backend.name={type(backend).__name__} predicts no memory, so its sizes cannot "
-                "be searched. Return a class from its rank_memory, or use dtensor_cfg or megatron_cfg."
+                f"{self.name}.training_backend.name={type(self.backend).__name__} predicts no memory, so its sizes "
+                "cannot be searched. Return a class from its rank_memory, or use dtensor_cfg or megatron_cfg."
             )
-        return backend
+        if not self.trace.activations:
+            raise self._not_described("its layers do not run without data, so their activations are unknown")
+        try:
+            assert self.attention_width and self.key_value_width
+        except AttributeError as error:
+            raise self._not_described(f"it has no attention as other models have ({error})") from error
+
+    def _not_described(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"{self.name}.model_name={self.section.model_name} is a {self.model.model_type}, whose sizes cannot be "
+            f"searched: {why}. Choose them yourself, and compare some steps of a run."
+        )
 
     def plan(self, section: PolicyConfig) -> MemoryPlan:
         """Predict the memory of a rank with another section."""
@@ -146,6 +180,7 @@ class Job:
             keeps_reference=self.role.keeps_reference,
             on_gpu=True,
             rows_per_prompt=self.answers,
+            rows_per_sample=self.rows_each,
         )
         assert plan is not None, "the backend predicts memory"
         return plan

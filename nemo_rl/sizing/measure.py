@@ -14,14 +14,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from nemo_rl.algorithms.setup.memory_forecast import rows_per_sample
 from nemo_rl.config import MasterConfig, load_config
 from nemo_rl.config.base.paths import find_path
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
 from nemo_rl.host.cores import usable_cores
+from nemo_rl.host.stop_signals import leave_by_unwinding
 from nemo_rl.models.capacity.memory import microbatch_tokens
 from nemo_rl.sizing import report
 from nemo_rl.sizing.trial import Steps, take_steps
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.errors import ConfigError, NemoRLError
 
 TURNS = 2
 """Trials of the best sizes and of the own sizes at the end, in turns."""
@@ -56,6 +58,8 @@ def measure_run(arguments: argparse.Namespace, config: MasterConfig) -> int:
     algorithm = arguments.algorithm or algorithm_of(arguments.config)
     file = Path(str(find_path(arguments.config)))
 
+    leave_by_unwinding()
+
     def timed(overrides: Sequence[str]) -> Steps:
         return take_steps(algorithm, file, [*arguments.overrides, *overrides], arguments.steps, TRIAL_DEADLINE_S)
 
@@ -73,10 +77,10 @@ def measure_run(arguments: argparse.Namespace, config: MasterConfig) -> int:
     lines = ["", *report.command_lines(arguments.config, given)]
     if not best:
         lines.append("The configuration's own sizes were the fastest: nothing to change.")
-    if arguments.write is not None:
-        report.write_file(arguments.write, file, given, {})
-        lines.append(f"wrote {arguments.write}")
     sys.stdout.write("\n".join([*lines, ""]))
+    if arguments.write is not None:
+        report.write_file(arguments.write, file, given, {}, ALGORITHMS[algorithm])
+        sys.stdout.write(f"wrote {arguments.write}\n")
     return 0
 
 
@@ -90,8 +94,9 @@ def alternatives(config: MasterConfig) -> Iterator[list[Alternative]]:
     if generation is not None and generation.colocated.enabled and cores > 1:
         keys = [f"{_ENGINES}.enabled=false", f"{_ENGINES}.resources.ranks_per_node={cores}"]
         yield [Alternative(f"{cores} engines of their own", keys)]
-    tokens = microbatch_tokens(config.policy, trains=True)
-    length = config.policy.max_total_sequence_length
+    rows = rows_per_sample(config)
+    tokens = microbatch_tokens(config.policy, trains=True, rows_per_sample=rows)
+    length = config.policy.max_total_sequence_length * rows
     yield [each for factor in (2, 4) if tokens // factor >= length for each in _microbatch(config, factor)]
     if cores > 1:
         now = config.cluster.threads_per_rank or max(cores // ranks, 1)
@@ -119,15 +124,15 @@ def search(
     kinds: Iterator[list[Alternative]],
     timed: Callable[[Sequence[str]], Steps],
     accepted: Callable[[Sequence[str]], bool],
-    tell: Callable[[str, Steps], None],
+    tell: Callable[[str, Steps | NemoRLError], None],
 ) -> list[str]:
     """Try one kind of size after the other, and keep an alternative that is clearly faster than the sizes before.
 
     Args:
         kinds: alternatives by kind.
         timed: takes steps with overrides.
-        accepted: returns whether the configuration accepts overrides; others are left out.
-        tell: called with each result.
+        accepted: whether the configuration accepts overrides; others are left out.
+        tell: called with each result; an alternative that fails is left out.
 
     Returns:
         The overrides of the best sizes; those of the fastest alternative if nothing was clearly faster than the own
@@ -143,7 +148,11 @@ def search(
             overrides = [*best, *alternative.overrides]
             if not accepted(overrides):
                 continue
-            steps = timed(overrides)
+            try:
+                steps = timed(overrides)
+            except NemoRLError as error:
+                tell(alternative.what, error)
+                continue
             tell(alternative.what, steps)
             results.append((steps.typical, overrides, steps))
         fastest = min(results, key=lambda each: each[0], default=None)
@@ -153,18 +162,33 @@ def search(
     return best or min(all_results, default=(0.0, best))[1]
 
 
-def compare(best: list[str], timed: Callable[[Sequence[str]], Steps], tell: Callable[[str, Steps], None]) -> list[str]:
-    """Time the best sizes and the own sizes in turns; return the overrides if they were clearly faster, else none."""
+def compare(
+    best: list[str], timed: Callable[[Sequence[str]], Steps], tell: Callable[[str, Steps | NemoRLError], None]
+) -> list[str]:
+    """Time sizes and the own ones in turns; return their overrides if they were clearly faster, else none."""
+    if not best:
+        return []
     found: dict[str, list[float]] = {"own sizes, again": [], "fastest other, again": []}
     for _ in range(TURNS):
         for (name, seconds), overrides in zip(found.items(), ([], best), strict=True):
-            steps = timed(overrides)
+            try:
+                steps = timed(overrides)
+            except NemoRLError as error:
+                if not overrides:
+                    raise
+                tell(name, error)
+                return []
             tell(name, steps)
             seconds += steps.wall
     own, other = map(median, found.values())
     return best if other < (1 - CLEAR) * own else []
 
 
-def _tell(name: str, steps: Steps) -> None:
-    sys.stdout.write(f"  {name:<28}{steps.typical:>8.2f} s{steps.processor:>10.2f} s\n")
+def _tell(name: str, result: Steps | NemoRLError) -> None:
+    if isinstance(result, Steps):
+        text = f"{result.typical:>8.2f} s{result.processor:>10.2f} s"
+    else:
+        lines = str(result).strip().splitlines()
+        text = "failed: " + " ".join(dict.fromkeys((lines[0], lines[-1].strip())))
+    sys.stdout.write(f"  {name:<28}{text}\n")
     sys.stdout.flush()

@@ -5,7 +5,7 @@ next to the fastest sizes of the policy, the next ones are tried. Invariant: a p
 configuration, the checks of its backends and the forecast of memory that `--dry-run` makes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from nemo_rl.algorithms.setup.memory_forecast import USABLE_SHARE, MemoryForecast, forecast_memory
 from nemo_rl.algorithms.setup.preflight import check_backends
 from nemo_rl.config import GRPOMasterConfig, MasterConfig, RolloutMasterConfig
+from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.capacity.hub_configs import with_local_configs
 from nemo_rl.sizing.candidates import MOST_TOKENS, batching, rows_of_a_rank, values_of
 from nemo_rl.sizing.engines import EngineChoice, engine_choices
@@ -23,6 +24,7 @@ from nemo_rl.utils.errors import ConfigError
 
 _OF_ENGINES = ("engine's weights", "engine's workspace", "key-value cache")
 _MOST_TRIED = 60
+"""Sizes of the policy that are tried with engines, without those whose layout left engines no room."""
 _LARGER_PASSES = (4, 2)
 
 
@@ -83,17 +85,19 @@ def described(config: MasterConfig, gpu: Gpu) -> MasterConfig:
     return with_values(with_local_configs(config), {"cluster.gpu_memory_gb": gpu.memory_gib})
 
 
-def propose(config: MasterConfig, gpu: Gpu) -> Proposal | None:
+def propose(config: MasterConfig, gpu: Gpu, refused: list[str] | None = None) -> Proposal | None:
     """Find the fastest sizes that fit; None if nothing does.
 
     Args:
         config: the run, as `described` returns it, perhaps with changed keys.
         gpu: the GPUs.
+        refused: gets the errors of backends that refused sizes which fit.
 
     Raises:
         ConfigError: a model or backend cannot be described.
     """
-    found = (_Placement(config, gpu, headroom).find() for headroom in (HEADROOM, 1.0))
+    errors = [] if refused is None else refused
+    found = (_Placement(config, gpu, headroom, errors).find() for headroom in (HEADROOM, 1.0))
     return next(filter(None, found), None)
 
 
@@ -102,6 +106,7 @@ class _Placement:
     config: MasterConfig
     gpu: Gpu
     headroom: float
+    refused: list[str]
 
     @property
     def device(self) -> float:
@@ -121,9 +126,14 @@ class _Placement:
             values |= values_of(search.job, placed.candidate)
         search = Search.of(Job(with_values(self.config, values), "policy", self.gpu), self.headroom)
         searches["policy"] = search
-        for fitting in islice(search.fitting(), _MOST_TRIED):
+        without_room: set[tuple[ParallelLayout, bool]] = set()
+        for fitting in islice(search.fitting(without_room), _MOST_TRIED):
             chosen = values | values_of(search.job, fitting.candidate)
-            found = self._complete(search.job, fitting, chosen)
+            engines = self._engines(search.job, chosen)
+            if not engines:  # what a layout keeps on its devices is the same for all microbatches
+                without_room.add((fitting.candidate.layout, fitting.candidate.offload))
+                continue
+            found = self._complete(search.job, fitting, chosen, engines)
             if found is not None:
                 more, engine, forecast = found
                 changed = with_values(self.config, more)
@@ -131,23 +141,27 @@ class _Placement:
                 return Proposal(more, changed, models, searches, engine, forecast, self.headroom)
         return None
 
-    def _complete(
-        self, job: Job, fitting: Fitting, chosen: dict[str, Any]
-    ) -> tuple[dict[str, Any], EngineChoice | None, MemoryForecast] | None:
-        """Add microbatches of log-prob passes and engines to sizes of the models; None if they do not fit."""
+    def _engines(self, job: Job, chosen: Mapping[str, Any]) -> Sequence[EngineChoice | None]:
+        """Return the engines that fit next to sizes of the models; one None for a run without engines."""
         config = with_values(self.config, chosen)
-        forecast = forecast_memory(config, self.device)
+        if config.policy.generation is None:
+            return [None]
+        return engine_choices(job, config, self._reserved(forecast_memory(config, self.device)))
+
+    def _complete(
+        self, job: Job, fitting: Fitting, chosen: dict[str, Any], engines: Sequence[EngineChoice | None]
+    ) -> tuple[dict[str, Any], EngineChoice | None, MemoryForecast] | None:
+        """Add microbatches of log-prob passes and engines to sizes of the models; None if they are refused."""
+        if not self._is_proven(with_values(self.config, chosen)):
+            return None
         chosen = chosen | self._passes(job, fitting, chosen)
-        engines: list[EngineChoice | None] = [None]
-        if config.policy.generation is not None:
-            engines = list(engine_choices(job, config, self._reserved(forecast)))
         for engine in engines:
             values = chosen | (engine.values() if engine else {})
             config = with_values(self.config, values)
             if next(iter(config.findings()), None) is not None:
                 continue
             forecast = forecast_memory(config, self.device)
-            if not forecast.shortfalls and self._is_proven(config):
+            if not forecast.shortfalls:
                 return values, engine, forecast
         return None
 
@@ -177,6 +191,7 @@ class _Placement:
         """Return whether the backends accept the models; the check includes proofs on small models."""
         try:
             check_backends(config.models, config.model_cluster)
-        except ConfigError:
+        except ConfigError as error:
+            self.refused.append(str(error))
             return False
         return True

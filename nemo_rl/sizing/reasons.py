@@ -74,7 +74,9 @@ def _of_model(prefix: str, search: Search, fitting: Fitting) -> Iterator[Reason]
         yield Reason(f"{prefix}recomputation", chosen.recompute, _recompute_sentence(search, fitting))
         host = "on" if chosen.offload else "off"
         need = f"{fitting.plan.peak / 2**30:.1f} GiB of {search.usable / 2**30:.1f} GiB are needed at most"
-        yield Reason(f"{prefix}CPU offload", host, need if chosen.offload else f"{need} without it")
+        held = sum(fitting.plan.host.values()) * job.per_node / 2**30
+        on_host = f"; the {job.per_node} ranks of a machine keep {held:.1f} GiB in host memory"
+        yield Reason(f"{prefix}CPU offload", host, need + on_host if chosen.offload else f"{need} without it")
 
 
 def _data_sentence(search: Search, chosen: Candidate) -> str:

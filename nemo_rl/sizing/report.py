@@ -6,13 +6,13 @@ Invariant: the overrides and the file set the same keys, and both contain the ov
 import os
 import shlex
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from nemo_rl.config import MasterConfig
+from nemo_rl.config import MasterConfig, load_config
 from nemo_rl.config.loading.overrides import parse_override
 from nemo_rl.launch.dry_run import mesh_text
 from nemo_rl.sizing.machines import Gpu
@@ -63,7 +63,40 @@ def command_lines(config: Path, overrides: Sequence[str]) -> Iterator[str]:
     yield " \\\n".join([f"  --config {shlex.quote(str(config))}", *(f"  {shlex.quote(text)}" for text in overrides)])
 
 
-def write_file(target: Path, config: Path, given: Sequence[str], values: Mapping[str, Any]) -> None:
+def needed_overrides(
+    config: MasterConfig, values: Mapping[str, Any], load: Callable[[Sequence[str]], MasterConfig]
+) -> dict[str, Any]:
+    """Return the values to write so that a configuration has all of them, also where keys follow others.
+
+    Args:
+        config: the configuration.
+        values: the proposal.
+        load: loads the configuration with overrides.
+    """
+    needed = changed_values(config, values)
+    while more := changed_values(load(overrides_of(needed)), values).keys() - needed.keys():
+        needed = {key: value for key, value in values.items() if key in needed or key in more}
+    return needed
+
+
+def check_target(target: Path, given: Sequence[str]) -> None:
+    """Check before a search that its result can be written.
+
+    Raises:
+        ConfigError: the file exists, its folder does not, or an override cannot be written as a key.
+    """
+    if target.exists():
+        raise ConfigError(f"--write {target} exists already. Name a new file.")
+    if not target.absolute().parent.is_dir():
+        raise ConfigError(f"--write {target}: there is no folder {target.absolute().parent}. Make it first.")
+    for text in given:
+        if text.startswith("~"):
+            raise ConfigError(f"--write cannot write the override {text!r}, which removes a key. Leave it out.")
+
+
+def write_file(
+    target: Path, config: Path, given: Sequence[str], values: Mapping[str, Any], schema: type[MasterConfig]
+) -> None:
     """Write a YAML file that inherits from a configuration.
 
     Args:
@@ -71,30 +104,36 @@ def write_file(target: Path, config: Path, given: Sequence[str], values: Mapping
         config: the configuration.
         given: overrides of the user, written first.
         values: the proposal.
+        schema: class of the configuration.
 
     Raises:
-        ConfigError: the file exists or cannot be written, or an override cannot be written as a key.
+        ConfigError: the file exists, cannot be written, or does not load.
     """
-    tree: dict[str, Any] = {"defaults": os.path.relpath(config.absolute(), target.absolute().parent)}
+    tree: dict[str, Any] = {"defaults": os.path.relpath(config.resolve(), target.resolve().parent)}
     for text in given:
         override = parse_override(text)
-        if text.startswith("~"):
-            raise ConfigError(f"--write cannot write the override {text!r}, which removes a key. Leave it out.")
         _put(tree, override.key_or_group, override.value())
     for key, value in values.items():
         _put(tree, key, value)
+    text = f"# Sizes proposed by `nemo_rl size`.\n{yaml.safe_dump(tree, sort_keys=False)}"
     try:
         with target.open("x", encoding="utf-8") as file:
-            file.write("# Sizes proposed by `nemo_rl size`.\n")
-            yaml.safe_dump(tree, file, sort_keys=False)
+            file.write(text)
     except OSError as error:
         raise ConfigError(f"--write {target} cannot be written ({error.strerror}). Name a new file.") from error
+    try:
+        load_config(target, schema=schema, check=False)
+    except ConfigError as error:
+        raise ConfigError(f"--write {target}: the file was written, but does not load. {error}") from error
 
 
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     *sections, last = key.split(".")
     for name in sections:
-        tree = tree.setdefault(name, {})
+        below = tree.get(name)
+        if not isinstance(below, dict):
+            below = tree[name] = {}
+        tree = below
     tree[last] = value
 
 

@@ -4,8 +4,9 @@ The candidates are checked in the order of their estimates, so most of them are 
 the configuration, the training backend and its memory plan decide whether sizes are allowed, never this module.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import floor, log
 
 from nemo_rl.algorithms.setup.memory_forecast import USABLE_SHARE
@@ -13,6 +14,7 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.capacity.memory import MemoryPlan
 from nemo_rl.sizing.candidates import Candidate, candidates, values_of
 from nemo_rl.sizing.costs import Seconds, update_seconds
+from nemo_rl.sizing.engines import engines_of_one_rank
 from nemo_rl.sizing.jobs import Job, with_values
 from nemo_rl.utils.errors import ConfigError
 
@@ -72,8 +74,12 @@ class Search:
     def of(cls, job: Job, headroom: float = HEADROOM) -> "Search":
         """Rank the candidates of a job by their estimates, those with offload last.
 
-        Among estimates within `TIE`, layouts that divide the model less come first, then larger microbatches.
+        Estimates within `TIE` are equal: then less division of the model comes first, then larger microbatches.
+
+        Raises:
+            ConfigError: the model or its backend cannot be described.
         """
+        job.require_description()
         ranked = [(candidate, update_seconds(job, candidate)) for candidate in candidates(job)]
         ranked.sort(key=lambda each: _place(*each))
         return cls(job, job.gpu.memory_gib * 2**30 * USABLE_SHARE * headroom, ranked)
@@ -83,9 +89,15 @@ class Search:
         """All candidates, the fastest first."""
         return [candidate for candidate, _ in self._ranked]
 
-    def fitting(self) -> Iterator[Fitting]:
-        """Yield the candidates that are accepted, the fastest first."""
+    def fitting(self, skipped: Collection[tuple[ParallelLayout, bool]] = ()) -> Iterator[Fitting]:
+        """Yield the candidates that are accepted, the fastest first.
+
+        Args:
+            skipped: layouts, each with or without offload, that are left out; the caller may add some meanwhile.
+        """
         for candidate, seconds in self._ranked:
+            if (candidate.layout, candidate.offload) in skipped:
+                continue
             judged = self.judge(candidate, seconds)
             if isinstance(judged, Fitting):
                 yield judged
@@ -106,8 +118,9 @@ class Search:
         return min(without_room, key=lambda each: each.needs, default=None)
 
     def refusal(self) -> str:
-        """Return a rule that refuses a candidate, for the error if all are refused."""
-        return next(filter(None, self._broken.values()), "no layout divides the ranks")
+        """Return a rule that refuses a candidate, for searches in which all are refused."""
+        nothing = "no layout divides the ranks" if self.job.ranks > 0 else "other models and engines leave it no GPU"
+        return next(filter(None, self._broken.values()), nothing)
 
     def has_room(self) -> bool:
         """Return whether one of the candidates that need the least memory fits, without offload."""
@@ -143,11 +156,20 @@ class Search:
         )
         return self._too_large[kind]
 
-    def _broken_rule(self, candidate: Candidate) -> str:
-        """Return the first rule that a layout breaks; empty if it breaks none."""
+    @cached_property
+    def _of_others(self) -> frozenset[str]:
+        """The findings before sizes of a model next to the policy change: those of the policy are found later."""
         job = self.job
-        changed = with_values(job.config, values_of(job, candidate))
-        found = next(iter(changed.findings()), None)
+        if job.name == "policy":
+            return frozenset()
+        found = with_values(job.config, engines_of_one_rank(job.config)).findings()
+        return frozenset(text for text in found if job.name not in text)
+
+    def _broken_rule(self, candidate: Candidate) -> str:
+        """Return the first rule that a layout breaks, whatever the engines' own sizes; empty if it breaks none."""
+        job = self.job
+        changed = with_values(job.config, engines_of_one_rank(job.config) | values_of(job, candidate))
+        found = next((text for text in changed.findings() if text not in self._of_others), None)
         if found is None:
             try:
                 job.backend.check_sizes(getattr(changed, job.name), job.ranks, job.name)

@@ -6,7 +6,7 @@ Invariant: a cluster is divided as `plan_topology` expects: one machine by GPUs,
 from collections.abc import Iterator
 from typing import Any
 
-from nemo_rl.config import MasterConfig
+from nemo_rl.config import MasterConfig, RolloutMasterConfig
 from nemo_rl.sizing.jobs import Job, with_values
 from nemo_rl.sizing.machines import Gpu
 from nemo_rl.sizing.proposal import Proposal, propose
@@ -18,41 +18,60 @@ _MACHINES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _GPUS_OF_A_MACHINE = 8
 
 
-def colocated(config: MasterConfig, gpu: Gpu) -> Proposal | None:
-    """Propose sizes for engines on the GPUs of the policy."""
-    keys = {f"{_COLOCATED}.enabled": True}
-    return _with(keys, propose(with_values(config, keys), gpu))
+def placements(engines: str, config: MasterConfig) -> list[dict[str, Any]]:
+    """Return the values of the keys for each way to place the engines that is tried.
 
-
-def separate(config: MasterConfig, gpu: Gpu) -> Proposal | None:
-    """Propose the fastest division of the cluster between policy and engines.
+    Args:
+        engines: what `--engines` asks for.
+        config: the run.
 
     Raises:
-        ConfigError: the cluster has one GPU.
+        ConfigError: the run has no engines to place, or the cluster has one GPU to divide.
     """
-    cluster = config.cluster
-    if cluster.num_nodes * cluster.gpus_per_node < 2:
+    if engines == "as-given":
+        return [{}]
+    if not isinstance(config, RolloutMasterConfig):
+        raise ConfigError(f"--engines {engines} places engines, and this run samples nothing. Leave it out.")
+    if engines == "colocated":
+        return [{f"{_COLOCATED}.enabled": True}]
+    if config.cluster.num_nodes * config.cluster.gpus_per_node < 2:
         raise ConfigError("--engines separate divides GPUs, and the cluster has one. Raise cluster.gpus_per_node.")
-    tried = [_with(keys, propose(with_values(config, keys), gpu)) for keys in _divisions(config)]
+    return list(_divisions(config))
+
+
+def placed(engines: str, config: MasterConfig, gpu: Gpu, refused: list[str] | None = None) -> Proposal | None:
+    """Propose the fastest sizes for engines that are placed as asked for.
+
+    Args:
+        engines: what `--engines` asks for.
+        config: the run.
+        gpu: the GPUs.
+        refused: see `propose`.
+
+    Raises:
+        ConfigError: see `placements` and `propose`.
+    """
+    ways = placements(engines, config)
+    tried = [_with(keys, propose(with_values(config, keys), gpu, refused)) for keys in ways]
     return min((each for each in tried if each is not None), key=lambda each: each.seconds, default=None)
 
 
-def smallest_cluster(config: MasterConfig, gpu: Gpu) -> tuple[int, int] | None:
-    """Return the smallest larger cluster, among common sizes, for which there is a proposal.
-
-    Returns:
-        Machines, and GPUs of each; None if there is none up to 64 machines.
-    """
+def smallest_cluster(engines: str, config: MasterConfig, gpu: Gpu) -> tuple[int, int] | None:
+    """Return machines and GPUs of each of the smallest larger cluster, among common ones, with sizes that fit."""
     nodes, per_node = config.cluster.num_nodes, config.cluster.gpus_per_node
     more = [(1, gpus) for gpus in (2, 4, 8) if nodes == 1 and gpus > per_node]
     whole = max(per_node, _GPUS_OF_A_MACHINE) if nodes == 1 else per_node
     more += [(machines, whole) for machines in _MACHINES if machines > nodes]
     for machines, gpus in more:
         larger = with_values(config, {"cluster.num_nodes": machines, "cluster.gpus_per_node": gpus})
-        jobs = (Job(larger, name, gpu) for name in larger.models)
-        if all(Search.of(job).has_room() for job in jobs) and propose(larger, gpu) is not None:
+        ways = (with_values(larger, keys) for keys in placements(engines, larger))
+        if any(_have_room(way, gpu) for way in ways) and placed(engines, larger, gpu) is not None:
             return machines, gpus
     return None
+
+
+def _have_room(config: MasterConfig, gpu: Gpu) -> bool:
+    return all(Search.of(Job(config, name, gpu)).has_room() for name in config.models)
 
 
 def _divisions(config: MasterConfig) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """Take a few real steps of a run in a separate process, and time them.
 
-The process is `python -m nemo_rl.sizing.trial ALGORITHM FILE [key=value ...]`. Invariant: a trial writes only into its
-temporary folder, which is removed when the trial ends.
+`python -m nemo_rl.sizing.trial PARENT ALGORITHM FILE [key=value ...]` is that process; it ends with PARENT, the process
+that waits for it. Invariant: a trial writes only below its own temporary folder, and nothing of it is left when it
+ends.
 """
 
 import importlib
@@ -18,7 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from nemo_rl.config import LoggerConfig
 from nemo_rl.config.loading.algorithms import ALGORITHMS
+from nemo_rl.host.child_process import die_with_parent
 from nemo_rl.host.processes import descendants, end_descendants
 from nemo_rl.launch.command_line import launch
 from nemo_rl.utils.errors import NemoRLError
@@ -48,9 +51,10 @@ class Steps:
 
 
 def quiet_overrides(algorithm: str, steps: int, folder: Path) -> list[str]:
-    """Return overrides for a run of steps alone: no validation, checkpoints, trackers or ports; logs go to a folder."""
-    trackers = ("wandb", "tensorboard", "mlflow", "swanlab", "trackio")
-    off = [*(f"logger.{name}_enabled=false" for name in trackers), "logger.prometheus.enabled=false"]
+    """Return overrides that leave only steps of a run: no validation, checkpoints or trackers; logs go to a folder."""
+    trackers = [name for name in LoggerConfig.model_fields if name.endswith("_enabled")]
+    others = ("prometheus.enabled", "record_steps", "record_modules", "monitor_gpus")
+    off = [f"logger.{name}=false" for name in (*trackers, *others)]
     no_validation = [f"{algorithm}.val_period=0", f"{algorithm}.val_at_start=false", f"{algorithm}.val_at_end=false"]
     written = [f"logger.log_dir={folder}", "checkpointing.enabled=false"]
     return [f"{algorithm}.max_num_steps={steps}", *no_validation, *written, *off]
@@ -72,21 +76,29 @@ def take_steps(algorithm: str, file: Path, overrides: Sequence[str], steps: int,
     with tempfile.TemporaryDirectory(prefix="nemo_rl_size_") as name:
         folder = Path(name)
         quiet = quiet_overrides(algorithm, steps + 1, folder / "logs")
-        command = [sys.executable, "-m", "nemo_rl.sizing.trial", algorithm, str(file), *overrides, *quiet]
+        program = [sys.executable, "-m", "nemo_rl.sizing.trial", str(os.getpid())]
         with (folder / "output").open("wb") as output:
+            command = [*program, algorithm, str(file), *overrides, *quiet]
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
             processor = _watch(process, folder / "logs", steps + 1, time.monotonic() + deadline_s)
+            is_late = process.poll() is None
         finally:
             if process.poll() is None:
                 end_descendants(process.pid)
                 process.kill()
                 process.wait()
         wall = step_seconds(folder / "logs")
-        if process.returncode or len(wall) <= steps or processor is None:
-            told = (folder / "output").read_text(errors="replace").splitlines()[-_LAST_LINES:]
-            raise NemoRLError("\n".join([f"a trial with {' '.join(overrides) or 'own sizes'} failed:", *told]))
-        return Steps(wall[1:], processor / steps)
+        if processor is not None and len(wall) > steps and not process.returncode:
+            return Steps(wall[1:], processor / steps)
+        done = f"{len(wall)} of {steps + 1} steps"
+        why = f"ended with exit status {process.returncode} after {done}"
+        if is_late:
+            why = f"was ended after {deadline_s:g} s, with {done}"
+        elif not process.returncode:
+            why = f"took {done}: the run is too short. Lower --steps"
+        told = (folder / "output").read_text(errors="replace").splitlines()[-_LAST_LINES:]
+        raise NemoRLError("\n".join([f"a trial with {' '.join(overrides) or 'own sizes'} {why}.", *told]))
 
 
 def _watch(process: "subprocess.Popen[bytes]", logs: Path, steps: int, deadline: float) -> float | None:
@@ -127,7 +139,8 @@ def processor_seconds(pid: int) -> dict[int, float]:
 
 def main() -> int:
     """Run the process of a trial."""
-    algorithm, file, *overrides = sys.argv[1:]
+    parent, algorithm, file, *overrides = sys.argv[1:]
+    die_with_parent(int(parent))
 
     def train(config: Any) -> None:
         module = importlib.import_module(f"nemo_rl.algorithms.{algorithm}")

@@ -23,13 +23,16 @@ _WAYS_OUT = (
 )
 
 
-def log_memory(cluster: ClusterConfig, roles: Mapping[str, Role], available: float | None) -> str:
+def log_memory(
+    cluster: ClusterConfig, roles: Mapping[str, Role], available: float | None, rows_per_sample: int = 1
+) -> str:
     """Log the predicted memory of each model's ranks; warn if it is more than the ranks have.
 
     Args:
         cluster: the machines.
         roles: models of the run by name, the policy among them.
         available: bytes of a rank, see `memory_of_a_rank`; None if unknown.
+        rows_per_sample: rows of a sample, 2 for pairs.
 
     Returns:
         The predictions in one line.
@@ -41,7 +44,12 @@ def log_memory(cluster: ClusterConfig, roles: Mapping[str, Role], available: flo
     for name, num_ranks in sorted(model_ranks(cluster, roles).items(), key=lambda item: item[0] != "policy"):
         section, trains, keeps_reference = roles[name].section, roles[name].trains, roles[name].keeps_reference
         plan = training_backend(section).predict_memory(
-            section, num_ranks, trains=trains, keeps_reference=keeps_reference, on_gpu=cluster.uses_gpu
+            section,
+            num_ranks,
+            trains=trains,
+            keeps_reference=keeps_reference,
+            on_gpu=cluster.uses_gpu,
+            rows_per_sample=rows_per_sample,
         )
         if plan is None:
             told.append(f"{name}: its backend does not predict memory")

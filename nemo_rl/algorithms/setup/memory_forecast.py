@@ -23,6 +23,7 @@ from nemo_rl.config import (
     Role,
     RolloutMasterConfig,
     RunConfig,
+    SupervisedMasterConfig,
     model_ranks,
     sharing,
 )
@@ -152,6 +153,16 @@ def rows_per_prompt(config: RunConfig) -> int:
     return config.algorithm.num_generations_per_prompt if isinstance(config, RolloutMasterConfig) else 1
 
 
+def rows_per_sample(config: RunConfig) -> int:
+    """Return the rows of a batch that a sample takes: 2 for pairs of answers."""
+    pairs = isinstance(config, SupervisedMasterConfig) and config.section in ("dpo", "rm")
+    return 1 + (pairs and getattr(config.algorithm, "preference_loss", "") != "kto")
+
+
+def _rows(config: RunConfig) -> dict[str, int]:
+    return {"rows_per_prompt": rows_per_prompt(config), "rows_per_sample": rows_per_sample(config)}
+
+
 @dataclass(frozen=True)
 class _Forecast:
     cluster: ClusterConfig
@@ -186,7 +197,7 @@ class _Forecast:
             num_ranks,
             trains=role.trains,
             keeps_reference=role.keeps_reference,
-            rows_per_prompt=rows_per_prompt(config),
+            **_rows(config),
         )
         phase = f"{name}'s training" if role.trains else f"{name}'s scores"
         return MemoryPlan({}, {phase: _held(plan)}, plan.host, plan.missing)
@@ -202,13 +213,11 @@ class _Forecast:
     def policy_phases(self, num_ranks: int, config: RunConfig) -> MemoryPlan:
         """Predict the policy alone, by phase."""
         on_gpu, keeps_reference = self.cluster.uses_gpu, config.keeps_reference
-        answers = rows_per_prompt(config)
-        trained = self._predict(
-            self.policy, num_ranks, trains=True, keeps_reference=keeps_reference, rows_per_prompt=answers
-        )
+        rows = _rows(config)
+        trained = self._predict(self.policy, num_ranks, trains=True, keeps_reference=keeps_reference, **rows)
         phases: dict[str, Moment] = {"training": _held(trained)}
         if keeps_reference or isinstance(config, GRPOMasterConfig):
-            passing = self._predict(self.policy, num_ranks, trains=False, keeps_reference=True, rows_per_prompt=answers)
+            passing = self._predict(self.policy, num_ranks, trains=False, keeps_reference=True, **rows)
             stays = dict(trained.stays)
             if self.policy.offload_optimizer_for_logprob and on_gpu:
                 stays.pop("optimizer state", None)

@@ -148,7 +148,8 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
         backends = Logger(config.logger, folders.log_dir, steps)
         resources.callback(backends.close)
         backends.log_hyperparams(config.model_dump())
-        log_memory(config.cluster, recipe.roles, memory_of_a_rank(config.cluster))
+        available = memory_of_a_rank(config.cluster)
+        log_memory(config.cluster, recipe.roles, available, recipe.rows_per_sample)
         models = _start_models(config, recipe, folders, resources)
         resources.enter_context(monitored(config.logger, backends))
 

@@ -51,12 +51,18 @@ def keys_per_token(policy: PolicyConfig, rows_per_prompt: int) -> int:
     return min(packing.max_keys_per_token, rows_per_prompt + 1)
 
 
-def microbatch_tokens(policy: PolicyConfig, *, trains: bool) -> int:
-    """Return the tokens of the largest microbatch that a policy section allows."""
+def microbatch_tokens(policy: PolicyConfig, *, trains: bool, rows_per_sample: int = 1) -> int:
+    """Return the tokens of the largest microbatch that a policy section allows.
+
+    Args:
+        policy: section of the model.
+        trains: whether the microbatch is one of training.
+        rows_per_sample: rows of each sample that `train_micro_batch_size` counts; 2 for pairs.
+    """
     for way in (policy.sequence_packing, policy.dynamic_batching):
         if way.enabled:
             return way.train_mb_tokens if trains else way.logprob_mb_tokens
-    rows = policy.train_micro_batch_size if trains else policy.logprob_batch_size
+    rows = policy.train_micro_batch_size * rows_per_sample if trains else policy.logprob_batch_size
     return rows * policy.max_total_sequence_length
 
 

@@ -126,13 +126,14 @@ def _fits(layers: int, stages: int, chunks: int, ends: dict[str, int]) -> bool:
     if stages == 1:
         return not ends and chunks == 1
     rest, others = layers - sum(ends.values()), stages - len(ends)
-    if any(count % chunks for count in ends.values()):
+    if any(count < 1 or count % chunks for count in ends.values()):
         return False
     return rest == 0 if others == 0 else rest > 0 and rest % (others * chunks) == 0
 
 
 def _arithmetic(layers: int, stages: int, chunks: int, ends: dict[str, int]) -> str:
-    odd = [f"{count} / {chunks} = {count / chunks:g}" for count in ends.values() if count % chunks]
+    empty = [f"a stage with {count} layers" for count in ends.values() if count < 1]
+    odd = empty + [f"{count} / {chunks} = {count / chunks:g}" for count in ends.values() if count % chunks]
     if odd:
         return ", ".join(odd)
     rest, others = layers - sum(ends.values()), stages - len(ends)

@@ -91,6 +91,7 @@ class TrainingBackend(ABC):
         keeps_reference: bool,
         on_gpu: bool,
         rows_per_prompt: int = 1,
+        rows_per_sample: int = 1,
     ) -> MemoryPlan | None:
         """Predict the memory of the rank that needs most, for the largest microbatch that the section allows.
 
@@ -101,6 +102,7 @@ class TrainingBackend(ABC):
             keeps_reference: whether its initial weights are kept.
             on_gpu: whether each rank has a GPU.
             rows_per_prompt: sequences of a batch that begin with the same prompt.
+            rows_per_sample: rows of a sample, 2 for pairs.
 
         Returns:
             The plan; None if the backend has no prediction.
@@ -110,7 +112,7 @@ class TrainingBackend(ABC):
             return None
         from nemo_rl.models.huggingface.load import load_model_config
 
-        tokens = microbatch_tokens(policy, trains=trains)
+        tokens = microbatch_tokens(policy, trains=trains, rows_per_sample=rows_per_sample)
         keys = keys_per_token(policy, rows_per_prompt)
         work = Work(tokens, trains=trains, keeps_reference=keeps_reference, on_cpu=not on_gpu, keys_per_token=keys)
         model = load_model_config(policy.model_name, policy.hf_config_overrides)

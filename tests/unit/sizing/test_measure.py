@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,8 @@ from nemo_rl.config import REPOSITORY_ROOT, GRPOMasterConfig, load_config
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
 from nemo_rl.sizing import measure
 from nemo_rl.sizing.measure import Alternative, alternatives, compare, search
-from nemo_rl.sizing.trial import Steps, processor_seconds, quiet_overrides, step_seconds
+from nemo_rl.sizing.trial import Steps, processor_seconds, quiet_overrides, step_seconds, take_steps
+from nemo_rl.utils.errors import NemoRLError
 
 CPU = REPOSITORY_ROOT / "examples/configs/grpo_math_cpu.yaml"
 
@@ -67,10 +69,80 @@ def test_the_winner_must_win_again_in_turns(other: float, kept: list[str]) -> No
     assert found == kept and asked == [(), ("a",)] * 2
 
 
+def test_an_alternative_that_fails_is_told_and_left_out() -> None:
+    kinds = iter([[Alternative("a", ["a"]), Alternative("b", ["b"])]])
+    told: list[tuple[str, bool]] = []
+
+    def timed(overrides: Sequence[str]) -> Steps:
+        if overrides == ["a"]:
+            raise NemoRLError("no memory")
+        return Steps([1.0 if overrides else 2.0], 1.0)
+
+    def tell(name: str, result: Steps | NemoRLError) -> None:
+        told.append((name, isinstance(result, NemoRLError)))
+
+    assert search(kinds, timed, lambda overrides: True, tell) == ["b"]
+    assert told == [("own sizes", False), ("a", True), ("b", False)]
+    assert compare(["a"], timed, tell) == [] and told[-1] == ("fastest other, again", True)
+
+
+def test_without_alternatives_nothing_is_compared() -> None:
+    assert compare([], times({}, []), lambda name, steps: None) == []
+
+
+@pytest.mark.parametrize(
+    ("program", "deadline", "message"),
+    [
+        ("sleep 60", 0.3, "was ended after 0.3 s, with 0 of 3 steps"),
+        ("exit 0", 60.0, "took 0 of 3 steps: the run is too short"),
+        ("echo some reason; exit 3", 60.0, "ended with exit status 3 after 0 of 3 steps.\nsome reason"),
+    ],
+)
+def test_a_trial_without_times_says_why(
+    program: str, deadline: float, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "program"
+    script.write_text(f"#!/bin/sh\n{program}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    with pytest.raises(NemoRLError, match=message):
+        take_steps("grpo", CPU, [], 2, deadline)
+
+
+def test_a_trial_without_its_parent_ends() -> None:
+    command = [sys.executable, "-m", "nemo_rl.sizing.trial", "1", "grpo", str(CPU)]
+    ended = subprocess.run(command, capture_output=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, b"", b"")
+
+
+def test_a_signal_removes_the_folder_of_a_trial() -> None:
+    program = """
+import tempfile, time
+from nemo_rl.host.stop_signals import leave_by_unwinding
+leave_by_unwinding()
+with tempfile.TemporaryDirectory() as folder:
+    print(folder, flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
+        assert folder.is_dir()
+        for _ in range(2):  # as `timeout` and `uv run` do
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM
+    assert not folder.exists()
+
+
 def test_a_trial_logs_elsewhere_and_its_overrides_are_accepted(tmp_path: Path) -> None:
-    config = load_config(CPU, quiet_overrides("grpo", 3, tmp_path), schema=GRPOMasterConfig)
+    on = ["logger.wandb_enabled=true", "logger.trackio_enabled=true", "logger.prometheus.enabled=true"]
+    config = load_config(CPU, [*on, *quiet_overrides("grpo", 3, tmp_path)], schema=GRPOMasterConfig)
     assert config.grpo.max_num_steps == 3 and not config.checkpointing.enabled
-    assert config.logger.log_dir == str(tmp_path) and not config.logger.tensorboard_enabled
+    logger = config.logger
+    assert logger.log_dir == str(tmp_path)
+    trackers = {name: on for name, on in logger.items() if name.endswith("_enabled")}
+    assert len(trackers) >= 5 and not any(trackers.values())
+    assert not (logger.prometheus.enabled or logger.record_steps or logger.record_modules or logger.monitor_gpus)
 
 
 @pytest.mark.parametrize("file", ["sft_cpu", "dpo_cpu", "rm_cpu", "distillation_math_cpu", "grpo_math_cpu"])

@@ -15,7 +15,7 @@ from nemo_rl.sizing.machines import GPUS, chosen_gpu, memory_of
 from nemo_rl.sizing.proposal import described, propose
 from nemo_rl.sizing.reasons import reasons
 from nemo_rl.sizing.search import Rejected, Search
-from nemo_rl.sizing.splits import separate
+from nemo_rl.sizing.splits import placed
 from nemo_rl.utils.errors import ConfigError
 
 RECIPES = REPOSITORY_ROOT / "examples/configs/recipes/llm"
@@ -135,7 +135,7 @@ def test_an_engine_by_hand() -> None:
 
 def test_separate_engines_divide_the_machine() -> None:
     job = job_of("grpo.overlap.mode=ahead", "policy.generation.colocated.enabled=false")
-    found = separate(job.config, job.gpu)
+    found = placed("separate", job.config, job.gpu)
     assert found is not None and found.engine is not None
     engines = found.values["policy.generation.colocated.resources.gpus_per_node"]
     assert engines in (2, 4, 6) and found.engine.engines * found.engine.tensor * found.engine.stages == engines
@@ -188,6 +188,11 @@ def test_what_is_short_and_how_many_gpus_would_do(capsys: pytest.CaptureFixture[
         ([str(RECIPES / "sft-llama3.1-8b-1n8g-fsdp.yaml"), "--engines", "separate"], "samples nothing"),
         ([str(LLAMA), "--engines", "separate", "cluster.gpus_per_node=1"], "has one"),
         ([str(LLAMA), "--steps", "0"], "times no step"),
+        ([str(LLAMA), "--write", "no-such-folder/sized.yaml"], "there is no folder"),
+        ([str(LLAMA), "--write", "sized.yaml", "~policy.optimizer"], "which removes a key"),
+        ([str(LLAMA), "--measure", "--gpu", "h100"], "--gpu is about GPUs"),
+        ([str(LLAMA), "--measure", "--gpu-memory", "80GiB"], "--gpu-memory is about GPUs"),
+        ([str(LLAMA), "--measure", "--engines", "separate"], "--engines is about GPUs"),
         ([str(LLAMA), "policy.model_name=no-such-user/knows-this"], "is not here"),
     ],
 )
