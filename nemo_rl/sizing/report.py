@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from nemo_rl.config import MasterConfig, load_config
+from nemo_rl.config import MasterConfig, RunConfig, load_config
 from nemo_rl.config.loading.overrides import parse_override
 from nemo_rl.launch.dry_run import mesh_text
 from nemo_rl.sizing.machines import Gpu
@@ -95,7 +95,7 @@ def check_target(target: Path, given: Sequence[str]) -> None:
 
 
 def write_file(
-    target: Path, config: Path, given: Sequence[str], values: Mapping[str, Any], schema: type[MasterConfig]
+    target: Path, config: Path, given: Sequence[str], values: Mapping[str, Any], schema: type[RunConfig]
 ) -> None:
     """Write a YAML file that inherits from a configuration.
 
