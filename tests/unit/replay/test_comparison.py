@@ -325,7 +325,7 @@ def test_a_changed_forward_pass_is_told_before_the_advantages_that_follow_from_i
             "loss of microbatch 1 of data-parallel rank 0",
             "loss of microbatch 1 of data-parallel rank 0: only the replay computed it",
         ),
-        (step(update(gradients={})), NAMES[2], f"the gradient of {NAMES[2]} is not there now"),
+        (step(update(gradients={})), NAMES[2], f"the gradient of {NAMES[2]} is missing now"),
     ],
 )
 def test_what_one_side_lacks_is_a_difference(now: Step, name: str, said: str) -> None:
