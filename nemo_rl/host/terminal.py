@@ -10,7 +10,7 @@ GONE = (OSError, ValueError)
 
 
 def is_terminal(stream: Any) -> bool:
-    """Return whether a stream is a terminal, also behind the live display; None and closed streams are none."""
+    """Return whether a stream, or the one that the live display replaced, is a terminal; None and closed ones are not."""
     stream = getattr(stream, "rich_proxied_file", stream)
     try:
         return bool(stream.isatty())

@@ -25,7 +25,7 @@ class PassWork:
     """The passes of one kind.
 
     Attributes:
-        lengths: tokens of a row -> number of such rows of all passes. A model whose counts nobody takes, such as a
+        lengths: tokens of a row -> number of such rows of all passes. A model whose counts are never taken, such as a
             teacher, needs no more memory for longer runs.
         seconds: time that the passes took.
     """
