@@ -10,7 +10,7 @@ GONE = (OSError, ValueError)
 
 
 def is_terminal(stream: Any) -> bool:
-    """Return whether a stream, or the one that the live display replaced, is a terminal; None and closed ones are not."""
+    """Return whether a stream is a terminal; None and closed streams are not, the live display counts as its terminal."""
     stream = getattr(stream, "rich_proxied_file", stream)
     try:
         return bool(stream.isatty())
