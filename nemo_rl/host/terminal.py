@@ -10,7 +10,7 @@ GONE = (OSError, ValueError)
 
 
 def is_terminal(stream: Any) -> bool:
-    """Return whether a stream is a terminal; None and closed streams are not, the live display counts as its terminal."""
+    """Return whether a stream is a terminal, or the live display on one; False for None and a closed stream."""
     stream = getattr(stream, "rich_proxied_file", stream)
     try:
         return bool(stream.isatty())
