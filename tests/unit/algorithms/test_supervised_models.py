@@ -38,7 +38,10 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """Play the parts of a start that need Ray."""
     monkeypatch.setattr(start, "init_ray", lambda *_, **options: None)
     monkeypatch.setattr(start, "reserve", lambda *_: None)
-    monkeypatch.setattr(start, "start_role", lambda name, *_: SimpleNamespace(name=name, shutdown=lambda: None))
+    layout = SimpleNamespace(num_ranks=1)
+    monkeypatch.setattr(
+        start, "start_role", lambda name, *_: SimpleNamespace(name=name, layout=layout, shutdown=lambda: None)
+    )
 
 
 @pytest.mark.usefixtures("without_ray")

@@ -74,6 +74,7 @@ class VirtualLoop(EventLoopThread):
         phase: str,
         describe: Callable[[], str] = str,
         items: queue.SimpleQueue[ItemT] | None = None,
+        num_expected: int | None = None,
     ) -> Generator[ItemT, None, T]:
         """See `EventLoopThread.stream`; without deadlines."""
         ready: queue.SimpleQueue[ItemT] = queue.SimpleQueue() if items is None else items
