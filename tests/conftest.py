@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from worker_forks import WorkerForks, workers_forked
 
 from nemo_rl.host.stop_signals import STOP_SIGNALS, handlers_kept
 
@@ -26,13 +25,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Run fast tests on one thread: their tensors are small, and workers of pytest-xdist share the cores."""
     if config.getoption("markexpr") == "fast":
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
-@pytest.fixture(scope="session")
-def worker_forks() -> Iterator[WorkerForks]:
-    """Let Ray fork workers instead of importing torch in each, wherever this process starts Ray from now on."""
-    with workers_forked() as forks:
-        yield forks
 
 
 @pytest.fixture(autouse=True)

@@ -256,7 +256,6 @@ def test_a_corrupted_bucket_stops_the_run(tmp_path: Path, monkeypatch: pytest.Mo
         ray.shutdown()
 
 
-@pytest.mark.usefixtures("worker_forks")
 def test_a_wrong_layer_with_a_correct_checksum_stops_the_run_before_an_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,6 @@ import psutil
 import pytest
 import ray
 from hostile_environments import Hostile, Pooled
-from worker_forks import WorkerForks
 
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.environments.workers.keys import WorkerKeys
@@ -69,7 +68,7 @@ QUICK = ("raise", "lock", "no message", "fork and hang", "leak")
 
 
 @pytest.fixture(scope="module")
-def own_ray(tmp_path_factory: pytest.TempPathFactory, worker_forks: WorkerForks) -> Iterator[None]:
+def own_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     init_ray(str(tmp_path_factory.mktemp("ray_logs")), num_cpus=16)
     yield
     ray.shutdown()

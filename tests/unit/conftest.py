@@ -7,13 +7,12 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
-from worker_forks import WorkerForks
 
 RamDisk = Callable[[str], AbstractContextManager[Path]]
 
 
 @pytest.fixture(scope="session")
-def local_ray(tmp_path_factory: pytest.TempPathFactory, worker_forks: WorkerForks) -> Iterator[Path]:
+def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Start one Ray on this machine for all tests that need one; yield the folder with the link to its logs."""
     import ray
 

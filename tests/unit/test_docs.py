@@ -227,12 +227,12 @@ def test_the_blocks_for_users_of_nemo_rl_run(monkeypatch, capsys):
         ("class OneStepAhead", "run.source.rollouts = OneStepAhead", 3),
     ],
 )
-def test_the_shown_run_trains(tmp_path, worker_forks, shown_class, line, steps):
+def test_the_shown_run_trains(tmp_path, shown_class, line, steps):
     """As a reader would: the class and the lines that start the run, in a script."""
     wanted = (shown_class, line)
     script = "\n\n".join(block for block in blocks(ADDING, "python") if any(text in block for text in wanted))
     (tmp_path / "my_run.py").write_text(script)
-    subprocess.run(worker_forks.command("my_run.py"), cwd=tmp_path, check=True, timeout=240)
+    subprocess.run([sys.executable, "my_run.py"], cwd=tmp_path, check=True, timeout=240)
     (folder,) = tmp_path.glob("logs/exp_*")
     assert len(list(folder.glob("train_data_step*.jsonl"))) == steps
     logged = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -246,7 +246,7 @@ def test_the_shown_run_trains(tmp_path, worker_forks, shown_class, line, steps):
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_the_shown_rows_with_an_extra_input_train(tmp_path, worker_forks, shown):
+def test_the_shown_rows_with_an_extra_input_train(tmp_path, shown):
     """As a reader would, on two data-parallel ranks: the module, its section of the configuration, and the script."""
     project = tmp_path / "my_project"
     project.mkdir()
@@ -270,7 +270,7 @@ def test_the_shown_rows_with_an_extra_input_train(tmp_path, worker_forks, shown)
     }
     config["policy"] |= {"train_global_batch_size": 8, "train_micro_batch_size": 2}
     (project / "sensor_sft.yaml").write_text(yaml.safe_dump(config))
-    done = subprocess.run(worker_forks.command("run.py"), cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "run.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     logged = [json.loads(row) for row in next(tmp_path.glob("logs/exp_*/metrics.jsonl")).read_text().splitlines()]
     trained = [row["metrics"] for row in logged if row["prefix"] == "train"]

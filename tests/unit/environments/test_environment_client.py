@@ -440,13 +440,10 @@ def test_a_killed_actor_leaves_no_grading_process():
 
 
 DRIVER = """
-import asyncio, sys
+import asyncio, ray, sys
 sys.path[:] = {path!r}
-from nemo_rl.optimizations.fork_server import start_fork_server
-start_fork_server()
+ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
 import test_environment_client as tests
-from nemo_rl.distributed.virtual_cluster import init_ray
-init_ray(num_cpus=1)
 client, actor, graders = tests.math_client()
 print(actor, *graders, flush=True)
 asyncio.run(asyncio.sleep(600))

@@ -3,19 +3,18 @@
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from worker_forks import WorkerForks
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize("program", ["driver_at_scale", pytest.param("runners_at_scale", marks=pytest.mark.ray)])
-def test_a_small_step_is_measured(program: str, worker_forks: WorkerForks) -> None:
-    size = ("--samples", "64", "--tokens", "16", "--steps", "1")
+def test_a_small_step_is_measured(program: str) -> None:
     done = subprocess.run(
-        worker_forks.command(f"tools/benchmarks/{program}.py", *size),
+        [sys.executable, f"tools/benchmarks/{program}.py", "--samples", "64", "--tokens", "16", "--steps", "1"],
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
         capture_output=True,

@@ -1,8 +1,8 @@
 """Run a generation worker in a separate process, with the environment its engine needs.
 
 vLLM reads its environment at import and changes the process it runs in, so tests never import it
-themselves. The process is a fork of one that has imported what `fork_server` imports for the engines of a run. The real
-`GenerationWorker` runs in it, on the kind of loop that Ray gives its actors; its coroutines are called one at a time.
+themselves. The real `GenerationWorker` runs in that process, on the kind of loop that Ray gives its actors; its
+coroutines are called one at a time.
 """
 
 import asyncio
@@ -19,8 +19,7 @@ from unittest import mock
 from ray._private.async_compat import get_new_event_loop
 
 from nemo_rl.models.generation.interfaces import EngineLoad, EngineSettings, GenerationRequest, GenerationResult
-from nemo_rl.models.generation.vllm.settings import LIBRARIES, engine_environment
-from nemo_rl.optimizations.fork_server import PRELOADED
+from nemo_rl.models.generation.vllm.settings import engine_environment
 
 ANSWER_TIMEOUT_S = 240.0
 STOP = "stop"
@@ -34,14 +33,11 @@ class EngineProcess:
     """
 
     def __init__(self, settings: dict[str, EngineSettings], rank: int = 0, port: int = 0):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOADED, *LIBRARIES])
+        context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        common = engine_environment("cpu") | {"HF_HUB_OFFLINE": "1"}
-        own = {"RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        environment = os.environ | common | own
-        self._process = context.Process(target=_serve, args=(theirs, settings, environment), daemon=True)
-        with mock.patch.dict(os.environ, common):  # of the process that is forked, which the first start creates
+        self._process = context.Process(target=_serve, args=(theirs, settings), daemon=True)
+        own = {"RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
+        with mock.patch.dict(os.environ, engine_environment("cpu") | own):
             self._process.start()
         theirs.close()
         self._next_id = 0
@@ -102,10 +98,7 @@ class EngineProcess:
             self._process.join()
 
 
-def _serve(pipe: Connection, settings: dict[str, EngineSettings], environment: dict[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-
+def _serve(pipe: Connection, settings: dict[str, EngineSettings]) -> None:
     from nemo_rl.models.generation.worker import GenerationWorker
 
     async def serve() -> None:
