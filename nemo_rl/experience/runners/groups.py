@@ -182,8 +182,8 @@ def _packed(
     for number, phase, each in played:
         sent = [next(summaries) if phase == "train" else _sent(sample) for sample in each.trajectories]
         groups.append((number, replace(each, trajectories=sent)))
-    if reads_collections:
-        cloudpickle.dumps(groups)  # metadata may hold any object
+        # Ray pickles the rest, which the library makes itself; metadata may hold any object.
+        cloudpickle.dumps([sample.extra_env_info for sample in sent])
     return groups, packed
 
 
