@@ -13,11 +13,11 @@ from swanlab.exceptions import AuthenticationError, DataStoreError
 from nemo_rl.config import SwanlabConfig
 from nemo_rl.host.stop_signals import handlers_kept
 from nemo_rl.utils.errors import ConfigError
-from nemo_rl.utils.log_backends.tracker import LoggerInterface, Metrics, full_name, to_scalars
+from nemo_rl.utils.log_backends.tracker import RunTracker
 
 
-class SwanlabLogger(LoggerInterface):
-    """Logs to one SwanLab run.
+class SwanlabLogger(RunTracker):
+    """Logs to one SwanLab run; SwanLab ignores its own write errors.
 
     Args:
         cfg: the `logger.swanlab` section.
@@ -40,17 +40,6 @@ class SwanlabLogger(LoggerInterface):
                 "SWANLAB_MODE=offline."
             ) from error
 
-    def log_metrics(
-        self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
-    ) -> None:
-        """See `LoggerInterface.log_metrics`; SwanLab ignores its own write errors."""
-        self._run.log({full_name(prefix, name): value for name, value in to_scalars(metrics).items()}, step=step)
-
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """See `LoggerInterface.log_hyperparams`."""
         self._run.config.update(dict(params))
-
-    def close(self) -> None:
-        """See `LoggerInterface.close`."""
-        with handlers_kept():
-            self._run.finish()

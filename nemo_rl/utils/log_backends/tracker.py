@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from nemo_rl.host.stop_signals import handlers_kept
+
 type Metrics = Mapping[str, Any]
 """Name -> number; 0-dimensional tensors and NumPy scalars are numbers too."""
 
@@ -51,6 +53,23 @@ class LoggerInterface(ABC):
     def close(self) -> None:
         """Write pending output; do nothing by default."""
         return None
+
+
+class RunTracker(LoggerInterface):
+    """Logs to the run object of a tracker whose steps are those of training; `__init__` sets the object."""
+
+    _run: Any
+
+    def log_metrics(
+        self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
+    ) -> None:
+        """See `LoggerInterface.log_metrics`."""
+        self._run.log({full_name(prefix, name): value for name, value in to_scalars(metrics).items()}, step=step)
+
+    def close(self) -> None:
+        """See `LoggerInterface.close`."""
+        with handlers_kept():
+            self._run.finish()
 
 
 def full_name(prefix: str | None, name: str) -> str:

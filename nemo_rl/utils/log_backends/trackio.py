@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 from nemo_rl.config import TrackioConfig
 from nemo_rl.host.stop_signals import handlers_kept
 from nemo_rl.utils.errors import ConfigError
-from nemo_rl.utils.log_backends.tracker import LoggerInterface, Metrics, flatten_dict, full_name, to_scalars
+from nemo_rl.utils.log_backends.tracker import RunTracker, flatten_dict
 
 
-class TrackioLogger(LoggerInterface):
+class TrackioLogger(RunTracker):
     """Logs to one Trackio run; `TRACKIO_DIR=<folder> trackio show` shows it.
 
     Args:
@@ -51,17 +51,6 @@ class TrackioLogger(LoggerInterface):
                 "logger.trackio.space_id=null, which keeps the run in its own folder."
             ) from error
 
-    def log_metrics(
-        self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
-    ) -> None:
-        """See `LoggerInterface.log_metrics`."""
-        self._run.log({full_name(prefix, name): value for name, value in to_scalars(metrics).items()}, step=step)
-
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """See `LoggerInterface.log_hyperparams`."""
         self._run.config.update(flatten_dict(params, expand_lists=False))
-
-    def close(self) -> None:
-        """See `LoggerInterface.close`."""
-        with handlers_kept():
-            self._run.finish()
