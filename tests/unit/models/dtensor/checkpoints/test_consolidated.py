@@ -29,7 +29,7 @@ class InProcessPolicy(Policy):
         self.config, self.tokenizer, self._rank = config, make_char_tokenizer(), backend
         self._backend = training_backend(config)
         self._complete_checkpoint = None
-        self._ranks = cast(RankCalls, SimpleNamespace(everywhere=self._save))
+        self.ranks = cast(RankCalls, SimpleNamespace(everywhere=self._save))
 
     def _save(self, method: str, phase: str, **kwargs: Any) -> list[Any]:
         optimizer = kwargs["optimizer_path"]
