@@ -50,11 +50,13 @@ class SampleIndex:
         last_step: the last step whose training samples are shown; a run that went back to an earlier checkpoint leaves
             those of later steps until it writes them again. None: all.
         error: why a file could not be read at the last reading; None if each could.
+        has_more: whether the last reading left files for the next one.
     """
 
     run: RunFiles
     last_step: int | None = None
     error: str | None = None
+    has_more: bool = False
     _read: dict[Path, _Read] = field(default_factory=dict)
     _known: dict[int | None, dict[str, Any]] = field(default_factory=dict)
     """`known` and `choices` by the last step, until the next reading."""
@@ -103,11 +105,12 @@ class SampleIndex:
         Args:
             most: largest number of files to read; None: all.
         """
-        num_read, error = 0, None
+        num_read, error, self.has_more = 0, None, False
         for step, phase, path in sample_files(self.run.folder):
             if path in self._read and self._read[path].state == _state(path):
                 continue
             if num_read == most:
+                self.has_more = True
                 break
             try:
                 self._read[path] = self._read_file(path, phase, step)

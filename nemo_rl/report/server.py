@@ -1,6 +1,6 @@
 """Serve the page of one run, also while it goes on.
 
-    reading (a thread, each second) ─► RunView ─► /KEY/  /KEY/news  /KEY/samples  /KEY/samples/N
+    reading (a thread, at most each second) ─► RunView ─► /KEY/  /KEY/news  /KEY/samples  /KEY/samples/N
 
 Invariants: files of the run are only read. The answer to a request without the key contains nothing about the run.
 """
@@ -34,6 +34,8 @@ from nemo_rl.utils.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _READ_EVERY_S = 1.0
+_LARGEST_SHARE = 0.05
+"""Largest share of the time in which a run that goes on is read, except for samples that were there before."""
 _FILES_AT_ONCE = 4
 """Files of samples that are read at a time; requests are answered in between."""
 _MOST_DIGITS = 12
@@ -82,12 +84,13 @@ class RunServer:
 
     async def _read(self) -> None:
         while True:
-            has_news = await self._in_thread(self._read_once)
-            if has_news:
+            started = time.perf_counter()
+            if await self._in_thread(self._read_once):
                 self._version += 1
                 self._changed.set()
                 self._changed = asyncio.Event()
-            await asyncio.sleep(0 if has_news else _READ_EVERY_S)
+            took_s = time.perf_counter() - started
+            await asyncio.sleep(0 if self._view.samples.has_more else max(_READ_EVERY_S, took_s / _LARGEST_SHARE))
 
     def _read_once(self) -> bool:
         """Read what is new; return whether the page differs. A reading that fails is repeated later."""

@@ -73,6 +73,13 @@ def test_lines_that_are_no_samples_are_counted_and_left_out(tmp_path: Path) -> N
     assert index.detail(5)["messages"][1]["content"] == "text"
 
 
+def test_a_reading_of_a_few_files_says_that_there_are_more(tmp_path: Path) -> None:
+    index = SampleIndex(RunFiles(write_run(tmp_path, steps=3)))
+    assert index.read(2) and index.has_more
+    assert index.read(2) and not index.has_more
+    assert not index.read(2) and not index.has_more
+
+
 def test_whole_groups_are_chosen_evenly_over_the_steps(tmp_path: Path) -> None:
     run = write_run(tmp_path, steps=10)
     index = SampleIndex(RunFiles(run))
