@@ -115,6 +115,38 @@ class StoredRow:
     pad_token_id: int
     prompt: SharedPrompt
 
+    @staticmethod
+    def pack_list(rows: "Sequence[StoredRow]") -> "_Columns":
+        """Return what `tensor_transport.pack_tensors` pickles in place of a list of rows; unpickled, it is the list."""
+        return _Columns(rows)
+
+
+class _Columns:
+    """Rows as one list for each attribute; a reference that rows share is pickled once."""
+
+    def __init__(self, rows: Sequence[StoredRow]) -> None:
+        numbers: dict[Any, int] = {}
+        of_rows = [numbers.setdefault(row.rows, len(numbers)) for row in rows]
+        self._columns = (
+            list(numbers),
+            of_rows,
+            [row.index for row in rows],
+            [row.width for row in rows],
+            [row.pad_token_id for row in rows],
+            [row.prompt.length for row in rows],
+            [row.prompt.digest for row in rows],
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rows_of_columns, self._columns
+
+
+def _rows_of_columns(references: Sequence[Any], numbers: Sequence[int], *columns: Sequence[Any]) -> list[StoredRow]:
+    return [
+        StoredRow(references[number], index, width, pad_token_id, SharedPrompt(length, digest))
+        for number, index, width, pad_token_id, length, digest in zip(numbers, *columns, strict=True)
+    ]
+
 
 def pack_rows(message_logs: Sequence[Sequence[Any]]) -> PackedRows:
     """Pack the messages of some rows; each has `token_ids` and, if the policy wrote it, `generation_logprobs`."""

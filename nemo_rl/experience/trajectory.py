@@ -208,21 +208,23 @@ class Trajectory:
     @property
     def length(self) -> int:
         """Number of all tokens, prompt included."""
-        return sum(map(num_tokens, self.logs))
+        return sum(map(num_tokens, self.logs)) if self.branches else num_tokens(self.message_log)
 
     @property
     def num_prompt_tokens(self) -> int:
         """Number of tokens before the first response of each conversation."""
-        return sum(conversation.prompt_length for conversation in self.conversations)
+        return self.prompt_length + sum(branch.prompt_length for branch in self.branches)
 
     @property
     def response_length(self) -> int:
         """Number of tokens written by the policy."""
-        return sum(map(num_written_tokens, self.logs))
+        return sum(map(num_written_tokens, self.logs)) if self.branches else num_written_tokens(self.message_log)
 
     @property
     def turn_spans(self) -> list[tuple[int, int]]:
         """First token and end of each response turn, as positions in the conversations laid end to end."""
+        if not self.branches:
+            return spans_of_turns(self.message_log)
         spans, start = [], 0
         for log in self.logs:
             spans += spans_of_turns(log, start)
@@ -237,7 +239,7 @@ class Trajectory:
     @property
     def is_penalized(self) -> bool:
         """True if a penalty applies to one of the turns."""
-        return any(self.penalties.values())
+        return bool(self.penalties) and any(self.penalties.values())
 
     @property
     def penalized_reward(self) -> float | None:
@@ -250,9 +252,9 @@ class Trajectory:
 
         Offending turns pay what a penalty takes away, in equal shares; the last turn does if none of them is rewarded.
         """
+        if self.reward is None or not self.turn_rewards or not self.is_penalized:
+            return list(self.turn_rewards)
         rewards = list(self.turn_rewards)
-        if self.reward is None or not self.is_penalized or not rewards:
-            return rewards
         offending = sorted({turn for turns in self.penalties.values() for turn in turns if turn < len(rewards)})
         payers = offending or [len(rewards) - 1]
         for turn in payers:

@@ -1,5 +1,6 @@
 """Trajectories whose tokens are in the object store: a batch of them becomes the tensors of one without references."""
 
+import pickle
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -209,6 +210,16 @@ def test_ranks_get_their_rows_and_fillers_that_do_not_count(groups: list[list[Tr
         for name in ("input_lengths", "sample_mask", "token_mask", "advantages", "generation_logprobs"):
             counted = rank_dense["sample_mask"][:, None] if rank_dense[name].ndim == 2 else 1
             assert torch.equal(whole[name] * counted, rank_dense[name] * counted), name
+
+
+def test_rows_leave_a_process_as_columns_and_arrive_as_rows(groups: list[list[Trajectory]], store: Store) -> None:
+    light, _ = credited(stored(groups, store))
+    light["of_other_rows"] = [*range(light.size)]
+    sent = pickle.dumps(light)
+    arrived = pickle.loads(sent)
+    assert arrived[STORED_ROWS] == light[STORED_ROWS] and arrived["of_other_rows"] == light["of_other_rows"]
+    assert b"StoredRow" not in sent  # a row of its own would name its class
+    assert pickle.loads(pickle.dumps(light.slice(0, 0)))[STORED_ROWS] == []
 
 
 def test_the_driver_has_lengths_rewards_and_metrics_but_no_texts(groups: list[list[Trajectory]], store: Store) -> None:
