@@ -19,7 +19,7 @@ from nemo_rl.config.loading.dotlist import dotlist_to_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
-    ROOT / "docs/guides/environments.md",
+    ROOT / "docs/environments/environments.md",
     ROOT / "docs/reference/model-support.md",
     *sorted((ROOT / "docs/operations").glob("*.md")),
     *sorted((ROOT / "docs/use-cases").glob("*.md")),
