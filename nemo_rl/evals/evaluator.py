@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.algorithms.setup.model_downloads import download_models
 from nemo_rl.config import config_of
 from nemo_rl.config.runs.dependent_keys import fill_dependent_keys
 from nemo_rl.config.runs.eval import EvalMasterConfig
@@ -292,6 +293,7 @@ def _started(
         loop = EventLoopThread()
         resources.callback(loop.close)
         require_model(config, loop)
+        download_models(model.model_name for _, _, model in config.model_keys())
         with key_stays_here(config):
             init_ray(optimizations=cluster.optimizations)
             running = start_environment(environment, config.env.get(name, {}), cluster, resources)

@@ -88,6 +88,13 @@ def test_redirects_lead_to_pages_of_the_site():
         assert goal in [*PAGES, *ROOT.glob("*.md")], f"{page} leads to {target}, which is no page of the site"
 
 
+def test_pages_that_programs_name_exist():
+    programs = [path for folder in ("nemo_rl", "tools", "examples") for path in (ROOT / folder).rglob("*.py")]
+    named = {name for path in programs for name in re.findall(r"\bdocs/[\w/-]+\.md", text_of(path))}
+    assert len(named) > 10
+    assert [name for name in named if (ROOT / name) not in PAGES] == []
+
+
 def test_moved_pages_leave_no_file_behind():
     assert [page for page in moved_pages() if (ROOT / f"{page}.md").exists()] == []
 

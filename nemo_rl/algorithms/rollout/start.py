@@ -41,6 +41,7 @@ from nemo_rl.algorithms.runtime.step_record import StepRecorder
 from nemo_rl.algorithms.runtime.throughput import Throughput
 from nemo_rl.algorithms.runtime.validations import Validation
 from nemo_rl.algorithms.setup.memory_check import log_memory, memory_of_a_rank
+from nemo_rl.algorithms.setup.model_downloads import download_models
 from nemo_rl.algorithms.setup.placement import place_models
 from nemo_rl.algorithms.setup.preflight import check_added_models
 from nemo_rl.algorithms.setup.roles import allowed_restarts, replace_ranks, reserve, start_role, start_together
@@ -191,6 +192,7 @@ def _start_workers(
 ) -> Workers:
     """Start environments in the background, then engines and models; block until engines and models are ready."""
     cluster, seed = config.cluster, config.algorithm.seed
+    download_models(model.model_name for _, _, model in config.model_keys())
     init_ray(str(folders.log_dir), optimizations=cluster.optimizations)
     environments = start_environments(config, recipe.data.task_env.values(), recipe.environments, resources)
     places = place_models(config.model_cluster, recipe.roles)

@@ -11,6 +11,7 @@ from typing import Any, Self, cast
 
 import torch
 
+from nemo_rl.algorithms.setup.model_downloads import download_models
 from nemo_rl.algorithms.setup.packages import check_training_packages
 from nemo_rl.algorithms.setup.placement import make_clusters
 from nemo_rl.config import ClusterConfig, PolicyConfig, count_gpus, find_path, plan_topology
@@ -40,6 +41,7 @@ class OpenPolicy(Policy):
         tokenizer = get_tokenizer(config.tokenizer)
         check_training_packages(config, cluster)
         training_backend(config).check(config, plan_topology(cluster, config).policy_ranks)
+        download_models([config.model_name])
         init_ray(optimizations=cluster.optimizations)
         self._places = make_clusters(cluster, config)[0]
         with ExitStack() as undo:

@@ -21,6 +21,7 @@ from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
 from nemo_rl.algorithms.runtime.throughput import Throughput
 from nemo_rl.algorithms.runtime.validations import InTurn
 from nemo_rl.algorithms.setup.memory_check import log_memory, memory_of_a_rank
+from nemo_rl.algorithms.setup.model_downloads import download_models
 from nemo_rl.algorithms.setup.placement import place_models
 from nemo_rl.algorithms.setup.preflight import check_added_models
 from nemo_rl.algorithms.setup.roles import allowed_restarts, replace_ranks, reserve, start_role, start_together
@@ -202,6 +203,7 @@ def _start_models(
 ) -> dict[str, Policy]:
     """Start Ray and the ranks of all models; blocks until they are ready."""
     cluster, seed = config.cluster, config.algorithm.seed
+    download_models(model.model_name for _, _, model in config.model_keys())
     init_ray(str(folders.log_dir), optimizations=cluster.optimizations)
     places = place_models(cluster, recipe.roles)
     reserve(places.values(), config, recipe.roles, resources)
