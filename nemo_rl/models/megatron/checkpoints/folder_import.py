@@ -78,8 +78,9 @@ def import_huggingface(model_name: str, target: Path, dtype: str | None = None) 
         state = _state(config, policy.megatron_cfg, precision)
 
         def value(name: str, like: Tensor) -> Tensor:
+            found = values.of(name, like)
             progress.look()
-            return values.of(name, like)
+            return found
 
         prepare(weights / ITERATION, state, late=value)(None)
     values.require_all()
