@@ -8,8 +8,6 @@ from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from huggingface_hub import HfFileSystem
-
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.datasets.arithmetic.problems import VALIDATION
 from nemo_rl.data.datasets.rows.readers import RowTable, is_file_path, read_file, table_of
@@ -100,6 +98,8 @@ def _download_files(builder: "datasets.DatasetBuilder") -> None:
     files = [file for split in (builder.config.data_files or {}).values() for file in split]
     if Path(builder.cache_dir).is_dir() or not all(str(file).startswith(_HUB) for file in files):
         return
+    from huggingface_hub import HfFileSystem
+
     hub = HfFileSystem()
     places = [hub.resolve_path(file) for file in files]
     for name, revision in {(place.repo_id, place.revision) for place in places}:
