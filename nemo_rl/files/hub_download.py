@@ -11,7 +11,7 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, Literal
 
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import DryRunFileInfo, constants, snapshot_download
 from huggingface_hub.errors import DryRunError
 from tqdm import tqdm
 
@@ -54,9 +54,11 @@ def download(
     }
     what = f"the download of the {kind} {name}"
     try:
-        missing = _missing_bytes(name, wanted)
-        if missing == 0:
-            return Path(snapshot_download(name, **wanted, tqdm_class=_bars_of([])))
+        files = _files(name, wanted)
+        missing = None if files is None else sum(file.file_size for file in files if file.will_download)
+        if files and missing == 0:
+            # The name of a file may have folders.
+            return Path(files[0].local_path).parents[len(Path(files[0].filename).parts) - 1]
         return _download(name, wanted, what, missing)
     except Exception as error:  # the hub's HTTP library differs from version to version
         raise DownloadError(
@@ -65,13 +67,12 @@ def download(
         ) from error
 
 
-def _missing_bytes(name: str, wanted: dict[str, Any]) -> int | None:
-    """Return the bytes of the wanted files that are not in the cache; None if the hub cannot be asked."""
+def _files(name: str, wanted: dict[str, Any]) -> list[DryRunFileInfo] | None:
+    """Return what the hub and the cache say about the wanted files; None if the hub cannot be asked."""
     try:
-        files: Any = snapshot_download(name, **wanted, dry_run=True, tqdm_class=_bars_of([]))
+        return snapshot_download(name, **wanted, dry_run=True, tqdm_class=_bars_of([]))
     except DryRunError:
         return None
-    return sum(file.file_size for file in files if file.will_download)
 
 
 def _download(name: str, wanted: dict[str, Any], what: str, num_bytes: int | None) -> Path:
@@ -102,5 +103,9 @@ def _bars_of(bars: list[tqdm]) -> type[tqdm]:
             super().__init__(*values, **options | {"file": io.StringIO(), "disable": False})
             if options.get("unit") == "B":
                 bars.append(self)
+
+        def display(self, *values: Any, **options: Any) -> bool:
+            """Show nothing."""
+            return True
 
     return Silent

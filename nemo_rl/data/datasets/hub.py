@@ -12,7 +12,7 @@ from nemo_rl.config import DatasetConfig
 from nemo_rl.data.datasets.arithmetic.problems import VALIDATION
 from nemo_rl.data.datasets.rows.readers import RowTable, is_file_path, read_file, table_of
 from nemo_rl.files.hub_download import download
-from nemo_rl.utils.errors import DataError
+from nemo_rl.utils.errors import DataError, DownloadError
 
 if TYPE_CHECKING:
     # The library is imported only when a data set is loaded.
@@ -87,7 +87,7 @@ def _load_hub(path: str, subset: str | None, split: str, section: str) -> "datas
             else f"Without network, set {section}.data_path to a local copy: a file, or a "
             "folder with the files of the hub repository."
         )
-        cause = f" ({error.__cause__})" if error.__cause__ else ""
+        cause = f" ({error.__cause__})" if error.__cause__ and not isinstance(error, DownloadError) else ""
         raise DataError(
             f"data set {path!r} (subset {subset}, split {split!r}) cannot be loaded: {error}{cause}. {hint}"
         ) from error

@@ -116,9 +116,10 @@ def model_folder(model_name: str) -> Path:
     path = Path(model_name).expanduser()
     if path.is_dir():
         return path
-    index = download(model_name, _DESCRIBING_FILES, ignored=_SUBFOLDERS) / SAFE_WEIGHTS_INDEX_NAME
-    names = {SAFE_WEIGHTS_NAME} | _indexed(index)
-    return download(model_name, sorted(names))
+    folder = download(model_name, _DESCRIBING_FILES, ignored=_SUBFOLDERS)
+    names = {SAFE_WEIGHTS_NAME} | _indexed(folder / SAFE_WEIGHTS_INDEX_NAME)
+    # The folder of a commit has its name; the weights must be of the same commit.
+    return download(model_name, sorted(names), revision=folder.name)
 
 
 def weight_files(folder: Path) -> list[Path]:
