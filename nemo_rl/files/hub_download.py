@@ -55,7 +55,7 @@ def download(
     what = f"the download of the {kind} {name}"
     try:
         files = _files(name, wanted)
-        missing = None if files is None else sum(file.file_size for file in files if file.will_download)
+        missing = None if files is None else sum(file.file_size or 0 for file in files if file.will_download)
         if files and missing == 0:
             # The name of a file may have folders.
             return Path(files[0].local_path).parents[len(Path(files[0].filename).parts) - 1]
