@@ -8,7 +8,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+import pytest
+from huggingface_hub import constants
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _API = re.compile(r"/api/(?P<kind>models|datasets)/(?P<name>[\w.-]+/[\w.-]+)(?:/(?P<what>\w[\w-]*)/(?P<rest>.*))?")
@@ -42,6 +46,16 @@ class Hub:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         self.address = f"http://127.0.0.1:{server.server_port}"
         return server
+
+
+def use_hub(monkeypatch: pytest.MonkeyPatch, address: str, cache: Path) -> None:
+    """Let this process download from a server, in pieces of 64 KiB, into a folder."""
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", _CHUNK)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -98,9 +98,10 @@ def _download_files(builder: "datasets.DatasetBuilder") -> None:
     files = [file for split in (builder.config.data_files or {}).values() for file in split]
     if Path(builder.cache_dir).is_dir() or not all(str(file).startswith(_HUB) for file in files):
         return
+    import datasets
     from huggingface_hub import HfFileSystem
 
-    hub = HfFileSystem()
+    hub = HfFileSystem(endpoint=datasets.config.HF_ENDPOINT)
     places = [hub.resolve_path(file) for file in files]
     for name, revision in {(place.repo_id, place.revision) for place in places}:
         patterns = [escape(place.path_in_repo) for place in places if place.repo_id == name]
