@@ -27,7 +27,8 @@ class Hub:
     Attributes:
         models, datasets: repository -> file -> content.
         pause_s: seconds before each 64 KiB of a file.
-        break_after: bytes after which each answer with a file is broken off; None: none.
+        break_after: bytes after which answers with a file are broken off; None: none.
+        broken: end of the names of these files.
         requests: method and path of each request.
         address: value of HF_ENDPOINT.
     """
@@ -36,6 +37,7 @@ class Hub:
     datasets: Mapping[str, Mapping[str, bytes]] = field(default_factory=dict)
     pause_s: float = 0.0
     break_after: int | None = None
+    broken: str = ""
     requests: list[str] = field(default_factory=list)
     address: str = ""
 
@@ -89,7 +91,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._refuse("RepoNotFound")
             if place["file"] not in files:
                 return self._refuse("EntryNotFound")
-            return self._send_file(files[place["file"]], with_body)
+            breaks = place["file"].endswith(self.hub.broken)
+            return self._send_file(files[place["file"]], with_body, self.hub.break_after if breaks else None)
         return self._refuse("EntryNotFound")
 
     def _described(self, api: re.Match[str], files: Mapping[str, bytes], body: bytes) -> object:
@@ -119,7 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text)
 
-    def _send_file(self, content: bytes, with_body: bool) -> None:
+    def _send_file(self, content: bytes, with_body: bool, break_after: int | None) -> None:
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         first = int(asked[1]) if asked else 0
         self.send_response(206 if asked else 200)
@@ -134,7 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         for start in range(first, len(content), _CHUNK):
             time.sleep(self.hub.pause_s)
-            if self.hub.break_after is not None and start - first >= self.hub.break_after:
+            if break_after is not None and start - first >= break_after:
                 self.close_connection = True
                 self.connection.close()
                 return

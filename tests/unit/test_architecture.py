@@ -86,6 +86,7 @@ BROAD_EXCEPT_BOUNDARIES = {
     "models/generation/engine_group.py": "whatever broke an engine ends its requests",
     "experience/runners/exchange.py": "whatever broke a call of a runner ends its groups",
     "experience/runners/groups.py": "whatever broke a group is raised by the driver that waits for it",
+    "data/datasets/hub.py": "whatever a library raises that reads a data set, the data set is named",
     "files/hub_download.py": "whatever the hub's HTTP library raises is a download that failed",
     "host/background.py": "what a call raised is relayed to whoever asks for its result",
     "replay/command.py": "a failure of the replay itself is no difference of the step, whatever it is",

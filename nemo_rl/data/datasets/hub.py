@@ -80,7 +80,7 @@ def _load_hub(path: str, subset: str | None, split: str, section: str) -> "datas
         _download_files(builder)
         builder.download_and_prepare()
         return builder.as_dataset(split=split)
-    except (OSError, RuntimeError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+    except Exception as error:  # for a broken connection, what `datasets` raises is an error of an HTTP library
         hint = (
             "The files of the folder must belong together as in a hub repository."
             if folder.is_dir()
@@ -89,7 +89,8 @@ def _load_hub(path: str, subset: str | None, split: str, section: str) -> "datas
         )
         cause = f" ({error.__cause__})" if error.__cause__ and not isinstance(error, DownloadError) else ""
         raise DataError(
-            f"data set {path!r} (subset {subset}, split {split!r}) cannot be loaded: {error}{cause}. {hint}"
+            f"data set {path!r} (subset {subset}, split {split!r}) cannot be loaded: "
+            f"{type(error).__name__}: {error}{cause}. {hint}"
         ) from error
 
 

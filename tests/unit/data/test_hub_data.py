@@ -63,8 +63,15 @@ def test_an_unknown_data_set_is_named(hub: Hub) -> None:
         load("owner/unknown")
 
 
-def test_a_connection_that_always_breaks_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.break_after = 0
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("README.md", r"data set 'owner/sums' .* cannot be loaded: \w*Error: \S"),
+        (".jsonl", r"The download of the dataset owner/sums from http://127\.0\.0\.1:\d+ failed: \w*Error: \S"),
+    ],
+)
+def test_a_connection_that_always_breaks_is_named(hub, monkeypatch, broken: str, said: str) -> None:
+    hub.break_after, hub.broken = 0, broken
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
-    with pytest.raises(DataError, match=rf"The download of the dataset {NAME} from {hub.address} failed: \w*Error: \S"):
+    with pytest.raises(DataError, match=said):
         load()
