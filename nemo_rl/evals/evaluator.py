@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.setup.model_downloads import download_models
 from nemo_rl.config import config_of
 from nemo_rl.config.runs.dependent_keys import fill_dependent_keys
 from nemo_rl.config.runs.eval import EvalMasterConfig
@@ -45,6 +44,7 @@ from nemo_rl.experience.rollouts import RolloutKey, RolloutRunner
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.host.console_bars import progress_bar
 from nemo_rl.host.stop_signals import DeferredSignals
+from nemo_rl.models.downloads import download_models
 from nemo_rl.models.generation.factory import check_engine_model
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.models.generation.remote.model import ChatModel

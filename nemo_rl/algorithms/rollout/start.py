@@ -41,7 +41,6 @@ from nemo_rl.algorithms.runtime.step_record import StepRecorder
 from nemo_rl.algorithms.runtime.throughput import Throughput
 from nemo_rl.algorithms.runtime.validations import Validation
 from nemo_rl.algorithms.setup.memory_check import log_memory, memory_of_a_rank
-from nemo_rl.algorithms.setup.model_downloads import download_models
 from nemo_rl.algorithms.setup.placement import place_models
 from nemo_rl.algorithms.setup.preflight import check_added_models
 from nemo_rl.algorithms.setup.roles import allowed_restarts, replace_ranks, reserve, start_role, start_together
@@ -62,6 +61,7 @@ from nemo_rl.experience.rollouts import RolloutRunner
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.experience.trajectory_log import TrajectoryLog
 from nemo_rl.losses.loss_function import AnyLossFunction
+from nemo_rl.models.downloads import download_models
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.factory import check_engine_model, engine_settings, make_engines, sampling_params
 from nemo_rl.models.policy.lm_policy import Policy

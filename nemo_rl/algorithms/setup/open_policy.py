@@ -11,7 +11,6 @@ from typing import Any, Self, cast
 
 import torch
 
-from nemo_rl.algorithms.setup.model_downloads import download_models
 from nemo_rl.algorithms.setup.packages import check_training_packages
 from nemo_rl.algorithms.setup.placement import make_clusters
 from nemo_rl.config import ClusterConfig, PolicyConfig, count_gpus, find_path, plan_topology
@@ -19,6 +18,7 @@ from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.losses.loss_function import AnyLossFunction, LossFunction, LossInputType
+from nemo_rl.models.downloads import download_models
 from nemo_rl.models.policy.batching import require_keys
 from nemo_rl.models.policy.interfaces import TrainResult
 from nemo_rl.models.policy.lm_policy import TRAINING_KEYS, Policy

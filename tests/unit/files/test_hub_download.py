@@ -11,9 +11,9 @@ import pytest
 from hub_server import COMMIT, Hub, use_hub
 from pseudo_terminal import BAR, lines_of, on_terminal
 
-from nemo_rl.algorithms.setup.model_downloads import download_models
 from nemo_rl.files.hub_download import download
 from nemo_rl.host import waiting_log
+from nemo_rl.models.downloads import download_models
 from nemo_rl.models.huggingface.tensor_files import model_folder
 from nemo_rl.utils.errors import DownloadError
 
