@@ -244,6 +244,7 @@ MODEL_ARROWS: dict[str, set[str]] = {
     "attention": set(),
     "huggingface": set(),
     "capacity": {"huggingface"},
+    "downloads": {"huggingface"},
     "training": {"attention"},
     "training.backends": {"accepted_rows", "capacity", "huggingface"},
     "training.model_folders": {"huggingface", "training.backends"},
