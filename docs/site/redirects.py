@@ -1,7 +1,7 @@
 """Find the addresses that only lead to another page; in the site they are redirects.
 
 A file of such an address starts with `MARK` and has one link; it exists where NVIDIA NeMo RL has a page. Pages of this
-project that have moved leave no file behind, so that a folder lists what it has: their old addresses are in `MOVED`.
+project that have moved leave no file there, so that a folder lists what it has: their old addresses are in `MOVED`.
 Invariant: the target is a page or a heading of one.
 """
 

@@ -95,7 +95,7 @@ def test_pages_that_programs_name_exist():
     assert [name for name in named if (ROOT / name) not in PAGES] == []
 
 
-def test_moved_pages_leave_no_file_behind():
+def test_moved_pages_leave_no_file():
     assert [page for page in moved_pages() if (ROOT / f"{page}.md").exists()] == []
 
 
