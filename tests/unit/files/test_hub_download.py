@@ -29,7 +29,7 @@ FILES = {
     "original/config.json": b"[]",
     "README.md": b"# A model",
 }
-UNREAD = ("consolidated.safetensors", "original/config.json", "README.md")
+LEFT_OUT = ("consolidated.safetensors", "original/config.json", "README.md")
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_the_files_that_are_read_arrive_and_lines_count_them(hub, tmp_path, monk
     monkeypatch.setattr(waiting_log, "PERIOD_S", 0.4)
     caplog.set_level(logging.INFO, "nemo_rl")
     download_models([MODEL, str(tmp_path), MODEL])
-    assert arrived(tmp_path / "cache") == {name: content for name, content in FILES.items() if name not in UNREAD}
+    assert arrived(tmp_path / "cache") == {name: content for name, content in FILES.items() if name not in LEFT_OUT}
     pattern = r"the download of the model owner/name after \d+ s: (\d) of 4 MB have arrived(, about \d+ s left)?\.$"
     shown = [found for line in caplog.messages if (found := re.search(pattern, line))]
     counts = [int(found[1]) for found in shown]
