@@ -6,7 +6,7 @@
 #   uv run --extra cpu bash examples/chain_cpu.sh [new folder, default results/chain]
 #
 # Each stage starts from the Hugging Face folder that the stage before it exported, and prints what it changed. The
-# script ends with an error as soon as a stage does not improve its own metric. docs/guides/chain.md explains it.
+# script ends with an error as soon as a stage does not improve its own metric. docs/algorithms/chain.md explains it.
 set -euo pipefail
 work=${1:-results/chain}
 if [ -e "$work" ]; then echo "$work exists; name a new folder, or remove it." >&2; exit 2; fi

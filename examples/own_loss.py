@@ -2,7 +2,7 @@
 
     uv run --extra cpu python examples/own_loss.py
 
-The cells are those of docs/guides/notebook.md; on a GPU change DEVICE.
+The cells are those of docs/start/notebook.md; on a GPU change DEVICE.
 """
 
 # %% A policy: a model with its optimizer, in its own process

@@ -6,7 +6,7 @@
 #   uv run --extra cpu bash examples/rlhf_cpu.sh [new folder, default results/rlhf]
 #
 # The true preference is a function of the data (examples/rlhf_data.py), which no stage sees. The script ends with an
-# error as soon as a stage does not improve its own metric. docs/guides/judges.md explains it.
+# error as soon as a stage does not improve its own metric. docs/environments/judges.md explains it.
 set -euo pipefail
 work=${1:-results/rlhf}
 if [ -e "$work" ]; then echo "$work exists; name a new folder, or remove it." >&2; exit 2; fi

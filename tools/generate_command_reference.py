@@ -28,7 +28,7 @@ _HEAD = """# Commands
 What each program prints for `--help`, made by `python tools/generate_command_reference.py`. Below `uv run --extra cpu`
 or `uv run --extra vllm`, `nemo_rl` is on the path; `python -m nemo_rl` is the same. Keys that may follow as `key=value`
 are in the [configuration reference](configuration.md), exit statuses in
-[several machines](../guides/cluster.md#exit-statuses).
+[several machines](../machines/cluster.md#exit-statuses).
 """
 
 

@@ -21,7 +21,7 @@ GPU_GB = 80
 _HEAD = f"""# Recipes
 
 Files of `examples/configs/recipes/llm/`, for GPUs of {GPU_GB} GB, made from their dry runs by
-`python tools/generate_recipe_table.py`. [The guide](../guides/recipes.md) says which to choose and how to fit your own
+`python tools/generate_recipe_table.py`. [The guide](../start/recipes.md) says which to choose and how to fit your own
 model. The numbers are predictions: no recipe has been run on GPUs.
 
 A name is `<algorithm>-<model>-<nodes>n<GPUs of each>g-<how the model is spread>[-variant]`. In the mesh, `fsdp` is the

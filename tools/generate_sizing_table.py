@@ -28,8 +28,8 @@ _HEAD = f"""# Proposed sizes of the recipes
 For each recipe, the line *own* has the sizes of its file, and the line *proposed* what
 `nemo_rl size RECIPE --gpu-memory {GPU_GB:g}GiB` proposes for the same machines. The table is made by
 `python tools/generate_sizing_table.py`. Nothing here was run on GPUs: the seconds are estimates, of which only ratios
-mean something ([the model of costs](../guides/sizing.md#the-model-of-costs)). Every proposal passes the forecast of
-memory of the [dry run](../guides/recipes.md#the-dry-run).
+mean something ([the model of costs](../machines/sizing.md#the-model-of-costs)). Every proposal passes the forecast of
+memory of the [dry run](../start/recipes.md#the-dry-run).
 
 | column | meaning |
 |---|---|

@@ -11,7 +11,7 @@ OmegaConf and Hydra may be in a separate folder (x86-64 Linux, Python 3.12):
     python tools/gpu_check.py --wheels wheels
 
 Each check runs in a separate process with a deadline, the most important first, until `--budget` is used up. The exit
-status is 1 if a correctness row failed. See docs/design-docs/gpu-readiness.md for the meaning of the rows.
+status is 1 if a correctness row failed. See docs/development/gpu-readiness.md for the meaning of the rows.
 """
 
 import argparse

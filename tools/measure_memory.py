@@ -8,7 +8,7 @@ peak: the tensors alive before the update, plus every allocation and release dur
 what `torch.cuda.max_memory_allocated` counts on a GPU. The resident set is shown too: the C library keeps freed memory,
 so it also depends on the order of sizes.
 
-Without arguments it measures the tables of `docs/design-docs/training-backends.md`.
+Without arguments it measures the tables of `docs/development/training-backends.md`.
 """
 
 import argparse

@@ -160,7 +160,7 @@ python tools/megatron_parity_table.py --write docs/reference/parity-megatron.md
 ```
 
 made this table; `--only`, `--meshes` and `--layouts` measure a part of it and keep the other cells. Each cell is the
-largest relative difference between the [Megatron Core backend](../design-docs/megatron-backend.md) in float32 and
+largest relative difference between the [Megatron Core backend](../development/megatron-backend.md) in float32 and
 transformers' own model in float64, in one process and row by row without padding, over four updates with AdamW and
 clipping on the CPU: of losses, gradient norms and log-probabilities, of every gradient of the first update (not with
 the distributed optimizer, where a rank sums a part of it), and of every weight after the last one; both relative to

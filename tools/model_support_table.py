@@ -199,7 +199,7 @@ def rows() -> Iterator[tuple[str, ...]]:
         yield (f"`{kind}`", packed, plan(kind), *cells, *of_tests, *of_megatron)
 
 
-_PLAN_PAGE = "../design-docs/fsdp2-parallel-plan.md"
+_PLAN_PAGE = "../development/fsdp2-parallel-plan.md"
 _LEGEND = {
     "a number": "the largest relative difference of losses, gradients, their norm and log-probabilities from "
     "transformers' own model in float64 in one process, on all meshes with this axis on the page of comparisons "
@@ -225,7 +225,7 @@ that have a number in its column, and refuses all others by name before the star
 {legend}
 
 All of these comparisons run on CPUs, with tiny random models that have the special features of their architecture
-(windows, sinks, latent attention, experts). [What a CPU can and cannot show](../design-docs/gpu-readiness.md) lists the
+(windows, sinks, latent attention, experts). [What a CPU can and cannot show](../development/gpu-readiness.md) lists the
 checks that need a GPU.
 
 ## Training, files and engines
@@ -236,7 +236,7 @@ _TAIL = """
 `yes` in the column *hub files* means that a checkpoint has the names and shapes of `save_pretrained`, and loads again
 bit for bit. `yes` in the column *vLLM on CPU* means that the engine gives the log-probabilities of training, after
 weight updates or from an exported folder. Other architectures that vLLM serves are checked when a run starts, by the
-engine's receipt of the weights and a comparison of probabilities ([weight sync](../design-docs/weight-sync.md#proof)).
+engine's receipt of the weights and a comparison of probabilities ([weight sync](../development/weight-sync.md#proof)).
 `policy.generation.backend=hf` samples with transformers instead.
 
 The column *Megatron Core* has the difference of one rank, and the axes whose meshes are compared.
@@ -271,8 +271,8 @@ pytest tests/unit/models/dtensor/attention/test_packing_architectures.py
 pytest tests/unit/models/generation/test_vllm_engine.py -k greedy
 ```
 
-To add an architecture: [the parallel plan](../design-docs/fsdp2-parallel-plan.md#adding-a-model), and for Megatron Core
-[adding a family](../design-docs/megatron-backend.md#adding-a-family).
+To add an architecture: [the parallel plan](../development/fsdp2-parallel-plan.md#adding-a-model), and for Megatron Core
+[adding a family](../development/megatron-backend.md#adding-a-family).
 """
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from redirects import find_redirects  # noqa: E402
+from redirects import find_redirects, moved_pages  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,7 +31,7 @@ extensions = [
 # The source folder is the repository, so that links between its README and docs/ work in the site too.
 root_doc = "README"
 include_patterns = ["*.md", "docs/**.md"]
-redirects = find_redirects(ROOT)
+redirects = moved_pages() | find_redirects(ROOT)
 exclude_patterns = [
     *(entry.name for entry in ROOT.iterdir() if entry.is_dir() and entry.name != "docs"),
     *(f"{page}.md" for page in redirects),

@@ -1,12 +1,30 @@
-"""Find the pages that only lead to another page; in the site they are redirects.
+"""Find the addresses that only lead to another page; in the site they are redirects.
 
-Such a page starts with `MARK` and has one link. Invariant: the link's target is a page or a heading of one.
+A file of such an address starts with `MARK` and has one link; it exists where NVIDIA NeMo RL has a page. Pages of this
+project that have moved leave no file there, so that a folder lists what it has: their old addresses are in `MOVED`.
+Invariant: the target is a page or a heading of one.
 """
 
+import posixpath
 import re
 from pathlib import Path
 
 MARK = "<!-- redirect -->"
+
+MOVED = {
+    "docs/guides": {
+        "docs/start": "coming-from-nemo-rl doctor examples faq first-steps install notebook recipes troubleshooting",
+        "docs/algorithms": "chain deepscaler distillation lora overlap reward-shaping",
+        "docs/environments": "agents code games judges multi-turn nemo-gym several-environments tools",
+        "docs/operations": "monitoring replay report",
+        "docs/machines": "cluster environments-per-worker kubernetes megatron sizing slurm",
+    },
+    "docs/design-docs": {
+        "docs/development": "adding-things agents architecture configuration gpu-readiness megatron-backend "
+        "one-training-step optimizations private-apis rollout-runners weight-sync",
+    },
+}
+"""Old folder -> new folder -> pages that have moved between them."""
 
 _LINK = re.compile(r"\]\((?P<page>[\w./-]+)\.md(?P<anchor>#[\w-]+)?\)")
 
@@ -31,3 +49,13 @@ def find_redirects(root: Path) -> dict[str, str]:
         page = path.relative_to(root).with_suffix("").as_posix()
         found[page] = f"{links[0]['page']}.html{links[0]['anchor'] or ''}"
     return found
+
+
+def moved_pages() -> dict[str, str]:
+    """Return the targets of the old addresses in `MOVED`: page without suffix -> address relative to it."""
+    return {
+        f"{old}/{page}": f"{posixpath.relpath(new, old)}/{page}.html"
+        for old, folders in MOVED.items()
+        for new, pages in folders.items()
+        for page in pages.split()
+    }

@@ -13,7 +13,7 @@ from nemo_rl.doctor.runner import as_the_run_says
 from nemo_rl.launch.checks import CHECKS, Passed, Request, RunCheck
 from nemo_rl.utils.cluster_address import cluster_address
 
-_ADVICE = "The run's own steps would fail too; see docs/guides/troubleshooting.md."
+_ADVICE = "The run's own steps would fail too; see docs/start/troubleshooting.md."
 
 
 def run_checks(request: Request, *, with_step: bool = False) -> Sequence[Check[Request]]:

@@ -44,6 +44,7 @@ from nemo_rl.experience.rollouts import RolloutKey, RolloutRunner
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.host.console_bars import progress_bar
 from nemo_rl.host.stop_signals import DeferredSignals
+from nemo_rl.models.downloads import download_models
 from nemo_rl.models.generation.factory import check_engine_model
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.models.generation.remote.model import ChatModel
@@ -292,6 +293,7 @@ def _started(
         loop = EventLoopThread()
         resources.callback(loop.close)
         require_model(config, loop)
+        download_models(model.model_name for _, _, model in config.model_keys())
         with key_stays_here(config):
             init_ray(optimizations=cluster.optimizations)
             running = start_environment(environment, config.env.get(name, {}), cluster, resources)

@@ -27,6 +27,7 @@ class StillWaiting:
         state: what is true of the finished parts, for example "workers have answered".
         done: returns the number of finished parts; None if the work has no parts.
         total: number of parts; None: not known.
+        unit: name of the parts, for the title of the bar; "": the title needs none.
     """
 
     def __init__(
@@ -35,8 +36,10 @@ class StillWaiting:
         state: str,
         done: Callable[[], int] | None = None,
         total: int | None = None,
+        unit: str = "",
     ) -> None:
         self._what, self._state = what, state
+        self._title = f"{what}, {unit}" if unit else what
         self._done, self._total = done, total
         self._began = self._said = time.monotonic()
         self._on_terminal = shows_bars()
@@ -66,7 +69,7 @@ class StillWaiting:
 
     def _draw(self, now: float) -> None:
         if self._bar is None and now - self._began >= SHOWN_AFTER_S:
-            self._bar = Bar(self._what, self._total)
+            self._bar = Bar(self._title, self._total)
         if self._bar is not None and self._done is not None:
             self._bar.show(self._done())
 

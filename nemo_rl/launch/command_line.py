@@ -22,7 +22,7 @@ from nemo_rl.optimizations.switch import is_on
 from nemo_rl.utils.errors import ConfigError, NemoRLError
 from nemo_rl.utils.logging_setup import configure_logging
 
-TROUBLESHOOTING = "docs/guides/troubleshooting.md"
+TROUBLESHOOTING = "docs/start/troubleshooting.md"
 """Page that is named below the error that ends a run; messages about a user's mistake already say what to do."""
 
 

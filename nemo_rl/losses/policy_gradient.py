@@ -113,7 +113,7 @@ class ClippedPGLossFn:
             global_valid_toks: Tokens that count in the global batch.
 
         Returns:
-            Scalar loss and metrics (see `docs/guides/grpo.md` for their meaning).
+            Scalar loss and metrics (see `docs/algorithms/grpo.md` for their meaning).
         """
         batch = make_policy_batch(
             next_token_logprobs,

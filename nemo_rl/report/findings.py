@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from nemo_rl.report.curves import Curves
 
-_METRICS = "docs/guides/grpo.md, section Metrics"
+_METRICS = "docs/algorithms/grpo.md, section Metrics"
 _FEW = 5
 """Steps at the start of a run with which later ones are compared."""
 
@@ -106,7 +106,7 @@ def engine_mismatch(curves: Curves) -> Finding | None:
         "engine did not get.",
         name,
         _bounds(over),
-        "docs/guides/faq.md",
+        "docs/start/faq.md",
     )
 
 
@@ -270,7 +270,7 @@ def preemptions(curves: Curves) -> Finding | None:
         "key-value cache was full. Give engines more memory, or fewer requests at a time.",
         name,
         _bounds(over),
-        "docs/guides/overlap.md",
+        "docs/algorithms/overlap.md",
     )
 
 
@@ -292,7 +292,7 @@ def idle_shares(curves: Curves) -> Finding | None:
         "Overlap of sampling and training may help.",
         f"idle/{part}",
         _bounds(points),
-        "docs/guides/overlap.md",
+        "docs/algorithms/overlap.md",
     )
 
 

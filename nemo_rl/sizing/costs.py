@@ -1,6 +1,6 @@
 """Estimate the seconds of an update for the sizes of a model, to compare candidates.
 
-The estimate is the sum of the time in which a rank computes and the time in which it waits; docs/guides/sizing.md
+The estimate is the sum of the time in which a rank computes and the time in which it waits; docs/machines/sizing.md
 describes the model. All rows have the maximum length. Sources: Chowdhery et al. 2022 (arXiv:2204.02311, appendix B) for
 operations, Shoeybi et al. 2019 (arXiv:1909.08053) for exchanges of tensor parallelism, Narayanan et al. 2021
 (arXiv:2104.04473) for the bubble of a pipeline.

@@ -79,6 +79,10 @@ class WeightSyncError(NemoRLError, RuntimeError):
     """Weights did not arrive, or arrived with other content than was sent."""
 
 
+class DownloadError(NemoRLError, ConnectionError):
+    """Files of a model or a data set did not arrive from the hub; the message holds the hub's answer."""
+
+
 class CheckpointError(NemoRLError, RuntimeError):
     """A checkpoint cannot be written or read."""
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from example_runs import REPOSITORY, run_environment
 
-PAGE = REPOSITORY / "docs/design-docs/adding-things.md"
+PAGE = REPOSITORY / "docs/development/adding-things.md"
 DISCOUNT = 0.5
 
 GAME = '''

@@ -9,7 +9,7 @@ import pytest
 from example_runs import REPOSITORY, run_environment
 from transformers import AutoModelForCausalLM
 
-PAGE = REPOSITORY / "docs/guides/notebook.md"
+PAGE = REPOSITORY / "docs/start/notebook.md"
 EXAMPLE = REPOSITORY / "examples/own_loss.py"
 
 

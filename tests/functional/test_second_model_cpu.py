@@ -12,7 +12,7 @@ from example_runs import REPOSITORY, StartExample, of_training, read_metrics, ru
 from safetensors.torch import load_file
 
 PATHS = {"PYTHONPATH": str(REPOSITORY)}
-ADDING = REPOSITORY / "docs/design-docs/adding-things.md"
+ADDING = REPOSITORY / "docs/development/adding-things.md"
 SHORT = (
     *("grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=8"),
     *(

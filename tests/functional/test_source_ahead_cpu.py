@@ -33,7 +33,7 @@ if __name__ == "__main__":
 @pytest.fixture
 def start_ahead(start_example: StartExample, tmp_path: Path) -> StartExample:
     """Start a GRPO run with the source of the documentation."""
-    page = (REPOSITORY / "docs/design-docs/adding-things.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs/development/adding-things.md").read_text(encoding="utf-8")
     shown = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
     (source,) = [block for block in shown if "class OneStepAhead" in block]
     (tmp_path / "run_ahead.py").write_text(source + MAIN)

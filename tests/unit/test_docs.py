@@ -23,8 +23,8 @@ from nemo_rl.losses.invariance import check_invariance
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-GUIDE = ROOT / "docs/guides/grpo.md"
-ADDING = ROOT / "docs/design-docs/adding-things.md"
+GUIDE = ROOT / "docs/algorithms/grpo.md"
+ADDING = ROOT / "docs/development/adding-things.md"
 
 
 def text_of(page: Path) -> str:
@@ -62,7 +62,7 @@ def test_names_in_files_exist():
 
 def test_tests_that_a_page_names_exist():
     """`test_file.py::test_name`, or `::test_name` of the file that was named last."""
-    named = re.findall(r"`(test_\w+\.py)?::(test_\w+)`", text_of(ROOT / "docs/design-docs/gpu-readiness.md"))
+    named = re.findall(r"`(test_\w+\.py)?::(test_\w+)`", text_of(ROOT / "docs/development/gpu-readiness.md"))
     assert len(named) > 20
     file = ""
     for given, name in named:
@@ -85,7 +85,7 @@ def top_level_names(file: Path) -> set[str]:
 
 @pytest.mark.parametrize(("algorithm", "most"), [("GRPO", 18), ("SFT", 13)])
 def test_a_step_is_read_in_few_files(algorithm, most):
-    page = text_of(ROOT / "docs/design-docs/one-training-step.md")
+    page = text_of(ROOT / "docs/development/one-training-step.md")
     listed = re.search(rf"^{algorithm}:\n\n((?:\d+\. .*\n)+)", page, flags=re.MULTILINE)
     assert listed is not None
     named = re.findall(r"^\d+\. `([\w/.]+)`: ", listed[1], flags=re.MULTILINE)
@@ -198,7 +198,7 @@ def test_the_shown_data_set_has_rows(shown):
 
 def test_the_blocks_for_users_of_nemo_rl_run(monkeypatch, capsys):
     """One after the other, up to the start of the workers."""
-    page = ROOT / "docs/guides/coming-from-nemo-rl.md"
+    page = ROOT / "docs/start/coming-from-nemo-rl.md"
     started = []
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(
@@ -309,7 +309,7 @@ def test_the_shown_backend_and_engine_run_together(tmp_path):
 
 def test_the_messages_of_the_troubleshooting_page_are_those_of_the_library():
     """A quoted message, whose `...` stand for what varies, is part of one text in the source."""
-    page = ROOT / "docs/guides/troubleshooting.md"
+    page = ROOT / "docs/start/troubleshooting.md"
     tables = re.findall(r"^\| message contains .*\n\|[-|]+\n((?:\|.*\n)+)", text_of(page), flags=re.MULTILINE)
     rows = [row for table in tables for row in table.splitlines()]
     quoted = [message for row in rows for message in re.findall(r"`([^`]+)`", row.split("|")[1]) if " " in message]

@@ -18,9 +18,9 @@ DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS / "site"))
 
 from page_tables import names, sections  # noqa: E402
-from redirects import MARK, find_redirects  # noqa: E402
+from redirects import MARK, find_redirects, moved_pages  # noqa: E402
 
-REDIRECTS = find_redirects(ROOT)
+REDIRECTS = moved_pages() | find_redirects(ROOT)
 PAGES = sorted(path for path in DOCS.rglob("*.md") if not path.read_text(encoding="utf-8").startswith(MARK))
 API = sorted(path for path in (DOCS / "reference/api").glob("*.md") if path.name != "README.md")
 
@@ -82,10 +82,26 @@ def test_anchors_of_links_exist(page):
 
 
 def test_redirects_lead_to_pages_of_the_site():
-    assert len(REDIRECTS) > 30
+    assert len(REDIRECTS) > 60
     for page, target in REDIRECTS.items():
         goal = (ROOT / PurePosixPath(page).parent / target.split("#")[0].replace(".html", ".md")).resolve()
         assert goal in [*PAGES, *ROOT.glob("*.md")], f"{page} leads to {target}, which is no page of the site"
+
+
+def test_pages_that_programs_name_exist():
+    programs = [path for folder in ("nemo_rl", "tools", "examples") for path in (ROOT / folder).rglob("*.py")]
+    named = {name for path in programs for name in re.findall(r"\bdocs/[\w/-]+\.md", text_of(path))}
+    assert len(named) > 10
+    assert [name for name in named if (ROOT / name) not in PAGES] == []
+
+
+def test_moved_pages_leave_no_file():
+    assert [page for page in moved_pages() if (ROOT / f"{page}.md").exists()] == []
+
+
+@pytest.mark.parametrize("folder", sorted({page.parent for page in DOCS.rglob("*.md")}), ids=lambda path: path.name)
+def test_a_folder_has_few_pages(folder):
+    assert len(list(folder.glob("*.md"))) <= 16
 
 
 @pytest.mark.parametrize(
@@ -94,6 +110,7 @@ def test_redirects_lead_to_pages_of_the_site():
         *("docker", "cluster", "local-workstation", "testing", "documentation", "adding-new-models", "debugging"),
         *("nsys-profiling", "fp8", "model-quirks", "design-docs/checkpointing", "guides/grpo-deepscaler"),
         *("guides/async-grpo", "guides/grpo", "guides/dpo", "guides/sft", "guides/rm", "guides/eval"),
+        *("guides/environments", "design-docs/fsdp2-parallel-plan", "design-docs/training-backends"),
     ],
 )
 def test_paths_of_nemo_rls_documentation_exist(path):
@@ -127,7 +144,7 @@ def test_the_api_has_the_names_that_the_package_exports():
 
 def test_the_api_has_the_interfaces_that_a_user_implements():
     """Those of the table of "A class of your own", under the name of their file."""
-    table = text_of(DOCS / "design-docs/adding-things.md").partition("\n## An environment\n")[0]
+    table = text_of(DOCS / "development/adding-things.md").partition("\n## An environment\n")[0]
     places = re.findall(r"`(nemo_rl/[\w/]+)\.py::(\w+)` \|", table)
     assert len(places) == 7
     described = set(names(text_of(DOCS / "reference/api/extending.md")))

@@ -13,13 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl.__main__ import COMMANDS
 from nemo_rl.config import load_config
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
 from nemo_rl.config.loading.dotlist import dotlist_to_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
-    ROOT / "docs/guides/environments.md",
+    ROOT / "docs/environments/environments.md",
+    ROOT / "docs/machines/sizing.md",
     ROOT / "docs/reference/model-support.md",
     *sorted((ROOT / "docs/operations").glob("*.md")),
     *sorted((ROOT / "docs/use-cases").glob("*.md")),
@@ -85,7 +87,7 @@ def test_programs_exist(command: str) -> None:
     elif words[:2] == ["python", "-c"]:
         ast.parse(words[2])
     else:
-        assert words[:2] in (["nemo_rl", "doctor"], ["nemo_rl", "report"])
+        assert words[0] == "nemo_rl" and words[1] in {command.NAME for command in COMMANDS}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

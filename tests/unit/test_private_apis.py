@@ -1,4 +1,4 @@
-"""Private names of other libraries: each use is on docs/design-docs/private-apis.md, with a test that exists."""
+"""Private names of other libraries: each use is on docs/development/private-apis.md, with a test that exists."""
 
 import ast
 import importlib.util
@@ -15,7 +15,7 @@ from nemo_rl.models.generation.vllm.settings import LIBRARIES
 from nemo_rl.optimizations import fork_server
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "design-docs" / "private-apis.md"
+PAGE = ROOT / "docs" / "development" / "private-apis.md"
 HEADINGS = {
     "Ray": "ray",
     "vLLM": "vllm",

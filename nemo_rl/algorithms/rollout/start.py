@@ -61,6 +61,7 @@ from nemo_rl.experience.rollouts import RolloutRunner
 from nemo_rl.experience.trajectory import Trajectory
 from nemo_rl.experience.trajectory_log import TrajectoryLog
 from nemo_rl.losses.loss_function import AnyLossFunction
+from nemo_rl.models.downloads import download_models
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.factory import check_engine_model, engine_settings, make_engines, sampling_params
 from nemo_rl.models.policy.lm_policy import Policy
@@ -191,6 +192,7 @@ def _start_workers(
 ) -> Workers:
     """Start environments in the background, then engines and models; block until engines and models are ready."""
     cluster, seed = config.cluster, config.algorithm.seed
+    download_models(model.model_name for _, _, model in config.model_keys())
     init_ray(str(folders.log_dir), optimizations=cluster.optimizations)
     environments = start_environments(config, recipe.data.task_env.values(), recipe.environments, resources)
     places = place_models(config.model_cluster, recipe.roles)

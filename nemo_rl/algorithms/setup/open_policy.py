@@ -18,6 +18,7 @@ from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.losses.loss_function import AnyLossFunction, LossFunction, LossInputType
+from nemo_rl.models.downloads import download_models
 from nemo_rl.models.policy.batching import require_keys
 from nemo_rl.models.policy.interfaces import TrainResult
 from nemo_rl.models.policy.lm_policy import TRAINING_KEYS, Policy
@@ -40,6 +41,7 @@ class OpenPolicy(Policy):
         tokenizer = get_tokenizer(config.tokenizer)
         check_training_packages(config, cluster)
         training_backend(config).check(config, plan_topology(cluster, config).policy_ranks)
+        download_models([config.model_name])
         init_ray(optimizations=cluster.optimizations)
         self._places = make_clusters(cluster, config)[0]
         with ExitStack() as undo:

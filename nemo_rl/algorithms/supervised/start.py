@@ -38,6 +38,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.cluster.machine_monitor import monitored
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.losses.loss_function import LossFunction
+from nemo_rl.models.downloads import download_models
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.logger import Logger
 
@@ -202,6 +203,7 @@ def _start_models(
 ) -> dict[str, Policy]:
     """Start Ray and the ranks of all models; blocks until they are ready."""
     cluster, seed = config.cluster, config.algorithm.seed
+    download_models(model.model_name for _, _, model in config.model_keys())
     init_ray(str(folders.log_dir), optimizations=cluster.optimizations)
     places = place_models(cluster, recipe.roles)
     reserve(places.values(), config, recipe.roles, resources)

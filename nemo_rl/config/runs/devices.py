@@ -34,7 +34,7 @@ def check_device(config: RunConfig, gpu_count: int) -> None:
     if cluster.num_nodes > 1:
         raise ConfigError(
             f"cluster.num_nodes={cluster.num_nodes}, but without RAY_ADDRESS a run has this machine only. Start Ray on "
-            "each machine (docs/guides/cluster.md) and set RAY_ADDRESS, or set cluster.num_nodes=1."
+            "each machine (docs/machines/cluster.md) and set RAY_ADDRESS, or set cluster.num_nodes=1."
         )
     if not cluster.uses_gpu or not (config.models or config.policy.generation):
         return  # with a model at an endpoint nothing of the run computes on a GPU

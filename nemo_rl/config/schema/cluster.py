@@ -111,7 +111,7 @@ class ClusterConfig(Section):
     rollout_runners: NonNegativeInt = 0
     """Actors, spread over the nodes, that play rollouts; 0: the driver does. With runners, tokens and texts stay in
     Ray's object store, and the driver sees lengths, rewards and versions. Each runner has engines and environment
-    processes of its own. For GRPO, see docs/design-docs/rollout-runners.md."""
+    processes of its own. For GRPO, see docs/development/rollout-runners.md."""
     agent_endpoint: AgentEndpointConfig = Field(default_factory=AgentEndpointConfig)
     """The HTTP endpoint from which agent programs sample."""
     venvs: dict[str, VenvConfig] = Field(default_factory=dict)
@@ -119,7 +119,7 @@ class ClusterConfig(Section):
     all other workers use the driver's interpreter."""
     optimizations: Annotated[Literal["auto", "none"] | list[str], AfterValidator(_known_optimizations)] = "auto"
     """Speed-ups of start-up and CPU steps that change no result: `auto` takes all whose libraries have the versions
-    that they were written for, `none` takes none, a list of names only those (docs/design-docs/optimizations.md)."""
+    that they were written for, `none` takes none, a list of names only those (docs/development/optimizations.md)."""
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
     """Deadlines of the phases."""
     master_port_range_low: int | None = Field(default=1400, ge=1, le=65535)

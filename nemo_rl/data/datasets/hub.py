@@ -4,17 +4,22 @@ Invariant: a name means the same columns for every source of the rows.
 """
 
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.datasets.arithmetic.problems import VALIDATION
 from nemo_rl.data.datasets.rows.readers import RowTable, is_file_path, read_file, table_of
-from nemo_rl.utils.errors import DataError
+from nemo_rl.files.hub_download import download
+from nemo_rl.utils.errors import DataError, DownloadError
 
 if TYPE_CHECKING:
     # The library is imported only when a data set is loaded.
     import datasets
+
+
+_HUB = "hf://"
 
 
 @dataclass(frozen=True)
@@ -69,15 +74,36 @@ def _load_hub(path: str, subset: str | None, split: str, section: str) -> "datas
             return datasets.load_from_disk(str(folder))[split]
         if (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file():
             return datasets.load_from_disk(str(folder))
-        return datasets.load_dataset(str(folder) if folder.is_dir() else path, subset, split=split)
-    except (OSError, RuntimeError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+        if folder.is_dir():
+            return datasets.load_dataset(str(folder), subset, split=split)
+        builder = datasets.load_dataset_builder(path, subset)
+        _download_files(builder)
+        builder.download_and_prepare()
+        return builder.as_dataset(split=split)
+    except Exception as error:  # for a broken connection, what `datasets` raises is an error of an HTTP library
         hint = (
             "The files of the folder must belong together as in a hub repository."
             if folder.is_dir()
             else f"Without network, set {section}.data_path to a local copy: a file, or a "
             "folder with the files of the hub repository."
         )
-        cause = f" ({error.__cause__})" if error.__cause__ else ""
+        cause = f" ({error.__cause__})" if error.__cause__ and not isinstance(error, DownloadError) else ""
         raise DataError(
-            f"data set {path!r} (subset {subset}, split {split!r}) cannot be loaded: {error}{cause}. {hint}"
+            f"data set {path!r} (subset {subset}, split {split!r}) cannot be loaded: "
+            f"{type(error).__name__}: {error}{cause}. {hint}"
         ) from error
+
+
+def _download_files(builder: "datasets.DatasetBuilder") -> None:
+    """Download the files of a data set, all splits, to where `datasets` finds them; nothing if it is prepared."""
+    files = [file for split in (builder.config.data_files or {}).values() for file in split]
+    if Path(builder.cache_dir).is_dir() or not all(str(file).startswith(_HUB) for file in files):
+        return
+    import datasets
+    from huggingface_hub import HfFileSystem
+
+    hub = HfFileSystem(endpoint=datasets.config.HF_ENDPOINT)
+    places = [hub.resolve_path(file) for file in files]
+    for name, revision in {(place.repo_id, place.revision) for place in places}:
+        patterns = [escape(place.path_in_repo) for place in places if place.repo_id == name]
+        download(name, patterns, kind="dataset", revision=revision)

@@ -6,12 +6,14 @@ files correctly.
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from torch import Tensor
 
+from nemo_rl.host.waiting_log import StillWaiting
+from nemo_rl.models.huggingface.tensor_files import TensorFiles, write_file
 from nemo_rl.utils.errors import CheckpointError
 
 MODEL_FOLDER = "model"
@@ -24,7 +26,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 def copy_model_folder(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
     """Copy the files of a model folder, without its subfolders.
 
-    One file is in memory at a time.
+    One tensor is in memory at a time.
 
     Args:
         source: a folder that `from_pretrained` loads.
@@ -33,11 +35,19 @@ def copy_model_folder(source: Path, target: Path, dtype: torch.dtype | None = No
     """
     files = sorted(file for file in source.iterdir() if file.is_file())
     target.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        if dtype is not None and file.match(TENSOR_FILES):
-            _convert(file, target / file.name, dtype)
-        else:
-            shutil.copyfile(file, target / file.name)
+    tensors = {file: TensorFiles([file]) for file in files if file.match(TENSOR_FILES)}
+    written, total = 0, sum(len(list(held)) for held in tensors.values())
+    with StillWaiting(f"the writing of {target}", "tensors are written", lambda: written, total) as progress:
+        for file in files:
+            held = tensors.get(file)
+            if dtype is None or held is None:
+                shutil.copyfile(file, target / file.name)
+                written += len(list(held or ()))
+                progress.look()
+                continue
+            for _ in _convert(held, target / file.name, dtype):
+                written += 1
+                progress.look()
     if dtype is not None:
         _note_dtype(target, dtype)
 
@@ -52,11 +62,14 @@ def require_empty(target: Path) -> None:
         raise CheckpointError(f"{str(target)!r} is not empty. Give a new folder for the exported model.")
 
 
-def _convert(source: Path, target: Path, dtype: torch.dtype) -> None:
-    with safe_open(source, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
-    converted = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-    save_file(converted, target, metadata={"format": "pt"})
+def _convert(source: TensorFiles, target: Path, dtype: torch.dtype) -> Iterator[None]:
+    """Write the tensors of a file in another dtype; yield after each."""
+
+    def converted(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    likes = {name: converted(source.like(name)) for name in source}
+    return write_file(target, likes, ((name, converted(source.read(name))) for name in source))
 
 
 def _note_dtype(target: Path, dtype: torch.dtype) -> None:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from nemo_rl.files.hub_download import download
+from nemo_rl.host.waiting_log import StillWaiting
 from nemo_rl.utils.errors import CheckpointError
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -35,6 +36,9 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 """Names of dtypes in the headers of safetensors files."""
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _ALIGNMENT = 8
+_DESCRIBING_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+"""Configuration and tokenizer of a model on the hub."""
+_SUBFOLDERS = ("*/*",)
 
 MAX_FILE_BYTES = 5 * 1024**3
 """Largest size of the tensors in one file of a model folder, unless a single tensor is larger."""
@@ -102,9 +106,20 @@ class TensorFiles:
 
 
 def model_folder(model_name: str) -> Path:
-    """Return the folder of a model's files; a hub id is downloaded, or found in the cache."""
+    """Return the folder of a model's files; a hub id is downloaded, or found in the cache.
+
+    Of the weights only those files are downloaded that `weight_files` names.
+
+    Raises:
+        DownloadError: the files do not arrive.
+    """
     path = Path(model_name).expanduser()
-    return path if path.is_dir() else Path(snapshot_download(model_name, allow_patterns=["*.safetensors*", "*.json"]))
+    if path.is_dir():
+        return path
+    folder = download(model_name, _DESCRIBING_FILES, ignored=_SUBFOLDERS)
+    names = {SAFE_WEIGHTS_NAME} | _indexed(folder / SAFE_WEIGHTS_INDEX_NAME)
+    # The folder of a commit has its name; the weights must be of the same commit.
+    return download(model_name, sorted(names), revision=folder.name)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -116,7 +131,7 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     names = {SAFE_WEIGHTS_NAME}
     if not (folder / SAFE_WEIGHTS_NAME).exists() and index.exists():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = _indexed(index)
     absent = sorted(name for name in names if not (folder / name).is_file())
     if absent:
         raise CheckpointError(
@@ -124,6 +139,11 @@ def weight_files(folder: Path) -> list[Path]:
             f"{SAFE_WEIGHTS_INDEX_NAME} names; other formats have to be converted to safetensors first."
         )
     return [folder / name for name in sorted(names)]
+
+
+def _indexed(index: Path) -> set[str]:
+    """Return the files that an index names; none without an index."""
+    return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.exists() else set()
 
 
 def header_bytes(described: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:
@@ -160,6 +180,24 @@ def file_names(num_bytes: Mapping[str, int], max_bytes: int = MAX_FILE_BYTES) ->
     return {name: f"model-{mine:05d}-of-{number:05d}.safetensors" for name, mine in numbers.items()}
 
 
+def write_file(file: Path, likes: Mapping[str, Tensor], tensors: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
+    """Write one safetensors file; yield after each tensor.
+
+    Args:
+        file: path of the file.
+        likes: shape and dtype of its tensors, in order.
+        tensors: their values on the CPU, in the same order; others may follow.
+    """
+    with file.open("wb") as stream:
+        stream.write(header_bytes({name: (like.dtype, like.shape) for name, like in likes.items()}))
+        for name, like in likes.items():
+            found, tensor = next(tensors)
+            same = (found, tensor.dtype, tensor.shape) == (name, like.dtype, like.shape)
+            assert same, f"{found} where {name} belongs"
+            stream.write(raw_bytes(tensor.contiguous()))
+            yield
+
+
 def write_model_files(
     folder: Path,
     likes: Mapping[str, Tensor],
@@ -175,13 +213,11 @@ def write_model_files(
         max_bytes: largest size of the tensors in a file.
     """
     file_of = file_names({name: like.nbytes for name, like in likes.items()}, max_bytes)
-    arriving = iter(tensors)
-    for file in dict.fromkeys(file_of.values()):
-        mine = {name: (like.dtype, like.shape) for name, like in likes.items() if file_of[name] == file}
-        with (folder / file).open("wb") as stream:
-            stream.write(header_bytes(mine))
-            for name, (dtype, shape) in mine.items():
-                found, tensor = next(arriving)
-                assert (found, tensor.dtype, tensor.shape) == (name, dtype, shape), f"{found} where {name} belongs"
-                stream.write(raw_bytes(tensor.contiguous()))
+    arriving, written = iter(tensors), 0
+    with StillWaiting(f"the writing of {folder}", "tensors are written", lambda: written, len(likes)) as progress:
+        for file in dict.fromkeys(file_of.values()):
+            mine = {name: like for name, like in likes.items() if file_of[name] == file}
+            for _ in write_file(folder / file, mine, arriving):
+                written += 1
+                progress.look()
     write_index(folder, file_of, sum(like.nbytes for like in likes.values()))

@@ -266,7 +266,7 @@ def test_a_worker_that_never_joins_is_named_with_the_end_of_its_log(jobs):
 
 
 def test_the_guide_lists_the_variables_of_the_script():
-    table = (REPOSITORY / "docs/guides/slurm.md").read_text().partition("\n## Variables\n")[2].partition("\n## ")[0]
+    table = (REPOSITORY / "docs/machines/slurm.md").read_text().partition("\n## Variables\n")[2].partition("\n## ")[0]
     documented = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", table, flags=re.MULTILINE))
     defaults = script_defaults()
     assert documented.keys() == defaults.keys()

@@ -102,7 +102,7 @@ def keys_below(section: BaseModel, path: str = "") -> Iterator[str]:
 
 def test_every_pattern_names_a_key_and_is_in_the_guide():
     keys = {key for name in EXAMPLES for key in keys_below(load(name))}
-    guide = (ROOT / "docs/guides/grpo.md").read_text()
+    guide = (ROOT / "docs/algorithms/grpo.md").read_text()
     for group, patterns in APPLIED.items():
         assert group in guide
         for pattern in patterns:

@@ -13,12 +13,12 @@ from nemo_rl.config import GRPOMasterConfig, SecondModelConfig, load_config
 ROOT = Path(__file__).resolve().parents[3]
 BASE = ROOT / "examples/configs/grpo_math_cpu.yaml"
 PAGES = [
-    "docs/guides/grpo.md",
-    "docs/guides/lora.md",
+    "docs/algorithms/grpo.md",
+    "docs/algorithms/lora.md",
     "README.md",
-    "docs/design-docs/adding-things.md",
-    "docs/design-docs/configuration.md",
-    "docs/guides/environments.md",
+    "docs/development/adding-things.md",
+    "docs/development/configuration.md",
+    "docs/environments/environments.md",
     "docs/operations/network.md",
 ]
 FILE_KEYS = ("data_path", "prompt_file", "system_prompt_file")
@@ -66,4 +66,4 @@ def test_each_snippet_of_the_docs_loads_and_passes_all_checks(snippet, tmp_path,
 
 
 def test_the_guide_has_all_variants():
-    assert len(blocks("docs/guides/grpo.md")) > 30
+    assert len(blocks("docs/algorithms/grpo.md")) > 30

@@ -37,7 +37,7 @@ from nemo_rl.utils.errors import WorkerDiedError
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
 ROOT = Path(__file__).resolve().parents[3]
-ADDING = ROOT / "docs/design-docs/adding-things.md"
+ADDING = ROOT / "docs/development/adding-things.md"
 TOKENIZERS = ROOT / "tests/assets/tokenizers"
 
 

@@ -11,7 +11,7 @@ from nemo_rl.config.loading.dotlist import dotlist_to_overrides
 
 pytestmark = pytest.mark.fast
 
-GUIDE = (ROOT / "docs/guides/eval.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "docs/algorithms/eval.md").read_text(encoding="utf-8")
 COMMANDS = [
     shlex.split(line)
     for block in re.findall(r"^```sh\n(.*?)^```", GUIDE, flags=re.DOTALL | re.MULTILINE)

@@ -241,7 +241,7 @@ def test_a_sample_that_finished_before_its_group_was_stored_is_reviewed_with_the
 
 
 def test_the_penalty_that_the_guide_shows_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    guide = (Path(__file__).resolve().parents[3] / "docs/guides/reward-shaping.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).resolve().parents[3] / "docs/algorithms/reward-shaping.md").read_text(encoding="utf-8")
     (source,) = re.findall(r"```python\n(# polite.py\n.*?)```", guide, re.DOTALL)
     (section,) = (text for text in re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL) if "own:" in text)
     (tmp_path / "polite.py").write_text(source, encoding="utf-8")

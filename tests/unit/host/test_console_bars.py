@@ -1,18 +1,14 @@
 """Bars on a pseudo-terminal: with log lines above them, narrow, dumb, without colours, interrupted; lines on a pipe."""
 
-import fcntl
 import io
-import os
-import pty
 import re
 import signal
-import struct
 import subprocess
 import sys
-import termios
 from pathlib import Path
 
 import pytest
+from pseudo_terminal import BAR, lines_of, on_terminal
 
 from nemo_rl.host.console_bars import progress_bar, shows_bars
 
@@ -37,43 +33,10 @@ with waiting_log.StillWaiting("the rollouts of train step 1", "parts are finishe
 console.log_metrics({"loss": 0.5}, 1, "train", step_finished=True)
 console.close()
 """
-BAR = "\u2501"
-_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-
-
-def on_terminal(
-    *arguments: str, columns: int = 100, interrupt: bool = False, program: str = PROGRAM, **environment: str
-) -> tuple[int, str]:
-    """Run a program with a pseudo-terminal as stderr; return its exit status and what it wrote there."""
-    leader, follower = pty.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
-    settings = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, *arguments], stderr=follower, env=settings | {"TERM": "xterm"} | environment
-    )
-    os.close(follower)
-    output = b""
-    while True:
-        try:
-            block = os.read(leader, 65536)
-        except OSError:
-            break
-        if not block:
-            break
-        output += block
-        if interrupt and BAR.encode() in output:
-            process.send_signal(signal.SIGINT)
-            interrupt = False
-    os.close(leader)
-    return process.wait(), output.decode()
-
-
-def lines_of(output: str) -> list[str]:
-    return [_ESCAPE.sub("", line) for line in output.replace("\r", "\n").split("\n")]
 
 
 def test_a_terminal_shows_the_wait_and_the_steps_below_whole_records() -> None:
-    status, output = on_terminal("end")
+    status, output = on_terminal("end", program=PROGRAM)
     lines = lines_of(output)
     assert status == 0
     assert any("the rollouts of train step 1" in line and BAR in line and "/8" in line for line in lines)
@@ -86,28 +49,28 @@ def test_a_terminal_shows_the_wait_and_the_steps_below_whole_records() -> None:
 
 
 def test_a_window_of_40_columns_has_no_longer_line() -> None:
-    _, output = on_terminal("end", columns=40)
+    _, output = on_terminal("end", program=PROGRAM, columns=40)
     bars = [line for line in lines_of(output) if BAR in line]
     assert bars and max(map(len, bars)) <= 40
     assert any("/8" in line for line in bars)
 
 
 def test_colours_can_be_switched_off() -> None:
-    _, coloured = on_terminal("end")
-    _, plain = on_terminal("end", NO_COLOR="1")
+    _, coloured = on_terminal("end", program=PROGRAM)
+    _, plain = on_terminal("end", program=PROGRAM, NO_COLOR="1")
     assert re.search(r"\x1b\[(?:\d+;)*3\d", coloured) and not re.search(r"\x1b\[(?:\d+;)*[34]\d", plain)
     assert BAR in plain
 
 
 def test_an_interrupt_leaves_the_terminal_as_it_was() -> None:
-    status, output = on_terminal("long", interrupt=True)
+    status, output = on_terminal("long", program=PROGRAM, interrupt=True)
     assert status == 128 + signal.SIGINT
     assert "SIGINT: ended immediately" in output and "\x1b[?25l" not in output
 
 
 @pytest.mark.parametrize("terminal", ["dumb", ""])
 def test_a_terminal_that_cannot_move_its_cursor_gets_lines(terminal: str) -> None:
-    _, output = on_terminal("end", TERM=terminal)
+    _, output = on_terminal("end", program=PROGRAM, TERM=terminal)
     assert BAR not in output and "\x1b" not in output and "Still waiting for the rollouts" in output
 
 

@@ -46,7 +46,7 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory) -> ModuleType:
     """The model of the documentation, as a module that forked ranks have too."""
-    page = (ROOT / "docs/design-docs/adding-things.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/development/adding-things.md").read_text(encoding="utf-8")
     (block,) = [b for b in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.M) if "class SensorModel" in b]
     file = tmp_path_factory.mktemp("shown") / "sensor_model.py"
     file.write_text(block, encoding="utf-8")

@@ -134,7 +134,7 @@ class VllmConfig(Section):
 
     idle: ClassVar[dict[str, str]] = {
         "async_engine": "prompts always reach the engine one by one, and answers come back as they end",
-        "expose_http_server": "the endpoint of environments with agents serves all engines, see docs/guides/agents.md",
+        "expose_http_server": "the endpoint of docs/environments/agents.md serves all engines",
     }
 
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"

@@ -25,6 +25,7 @@ from transformers import PretrainedConfig
 from nemo_rl.config import MegatronConfig, PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.files.manifest import write_manifest
+from nemo_rl.host.waiting_log import StillWaiting
 from nemo_rl.models.huggingface.comparison import is_classifier
 from nemo_rl.models.huggingface.folders import TOKENIZER_FILES, require_empty
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
@@ -70,12 +71,18 @@ def import_huggingface(model_name: str, target: Path, dtype: str | None = None) 
     rules = rules_for(config, has_scalar_head=is_classifier(config))
     files = DequantizedFiles(weight_files(folder), config)
     values, weights = _Values(rules, files, sources(rules, files, folder)), target / "policy" / "weights"
-    with _one_rank(policy.megatron_cfg, ParallelLayout.of(policy, 1)):
+    with _one_rank(policy.megatron_cfg, ParallelLayout.of(policy, 1)), values.progress(weights) as progress:
         from nemo_rl.models.megatron.checkpoints.torch_dist import prepare
 
         precision = torch_dtype(dtype or str(config.dtype or "float32").removeprefix("torch."))
         state = _state(config, policy.megatron_cfg, precision)
-        prepare(weights / ITERATION, state, late=values.of)(None)
+
+        def value(name: str, like: Tensor) -> Tensor:
+            found = values.of(name, like)
+            progress.look()
+            return found
+
+        prepare(weights / ITERATION, state, late=value)(None)
     values.require_all()
     config.dtype = precision
     _write_other_files(folder, config, target, described)
@@ -118,6 +125,13 @@ class _Values:
         fill(whole, rule, asked, self._files, Groups.current())
         self._missing -= {(parameter, part.name) for part in asked.values()}
         return whole if half is None else whole.chunk(2)[half]
+
+    def progress(self, weights: Path) -> StillWaiting:
+        """Return the wait for all tensors of the files to be written."""
+        total = len(self._missing)
+        return StillWaiting(
+            f"the writing of {weights}", "tensors are written", lambda: total - len(self._missing), total
+        )
 
     def require_all(self) -> None:
         """Raise a CheckpointError if a tensor of the files was not written."""

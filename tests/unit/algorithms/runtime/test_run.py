@@ -323,7 +323,7 @@ def test_all_that_failed_to_start_is_said(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err.splitlines() == [
         *("", "WorkerDiedError: no memory", "This kept 'engines' from starting."),
         "'teacher' did not start either: ConfigError: no such model",
-        "Causes of such errors, and what to do: docs/guides/troubleshooting.md",
+        "Causes of such errors, and what to do: docs/start/troubleshooting.md",
     ]
     assert ended == ["policy"]
 

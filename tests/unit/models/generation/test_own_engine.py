@@ -20,7 +20,7 @@ from nemo_rl.models.generation.registry import ENGINES
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.weight_sync.transport import TransportSpec
 
-PAGE = Path(__file__).resolve().parents[4] / "docs/design-docs/adding-things.md"
+PAGE = Path(__file__).resolve().parents[4] / "docs/development/adding-things.md"
 CLUSTER = ClusterConfig(device="cpu", gpus_per_node=0)
 
 

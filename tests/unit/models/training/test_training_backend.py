@@ -30,7 +30,7 @@ RATE = 0.5
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Iterator[Path]:
     """Make a folder that Python imports from, with the backend of the documentation as `table_backend`."""
-    page = (ROOT / "docs/design-docs/adding-things.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/development/adding-things.md").read_text(encoding="utf-8")
     (shown,) = [block for block in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.M) if "TableRank" in block]
     made = tmp_path_factory.mktemp("my_project")
     (made / "table_backend.py").write_text(shown, encoding="utf-8")

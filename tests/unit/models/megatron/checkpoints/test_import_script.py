@@ -2,7 +2,10 @@
 
 import importlib
 import json
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ from small_models import MODELS, VOCAB, hf_model
 from tiny_models import make_char_tokenizer
 from torch import Tensor
 
+from nemo_rl.host import waiting_log
+from nemo_rl.launch.library_logs import logs_of_library
 from nemo_rl.models.training.interfaces import CheckpointPaths
 
 pytestmark = needs_megatron
@@ -55,6 +60,19 @@ def different(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     ]
 
 
+@contextmanager
+def each_look_is_a_line() -> Iterator[list[str]]:
+    """Collect the lines about waits in a block; each time that a wait is looked at has one."""
+    before, waiting_log.PERIOD_S = waiting_log.PERIOD_S, 0.0
+    try:
+        with logs_of_library() as records:
+            lines: list[str] = []
+            yield lines
+            lines += [record.getMessage() for record in records]
+    finally:
+        waiting_log.PERIOD_S = before
+
+
 def on_one_rank(rank: int, world: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with without_groups():
@@ -63,8 +81,10 @@ def on_one_rank(rank: int, world: int, folder: Path) -> dict[str, Any]:
             assert import_model(source, target) == 0
             assert export_model(target, back) == 0
             found[name] = different(hub(source), hub(back))
-        assert import_model(folder / "hf/llama", folder / "half", "--dtype", "bfloat16") == 0
-        assert export_model(folder / "half", folder / "16") == 0
+        with each_look_is_a_line() as lines:
+            assert import_model(folder / "hf/llama", folder / "half", "--dtype", "bfloat16") == 0
+            assert export_model(folder / "half", folder / "16") == 0
+        found["progress"] = lines
         rounded = {name: tensor.bfloat16() for name, tensor in hub(folder / "hf/llama").items()}
         found["rounded"] = different(rounded, hub(folder / "16"))
         damaged = ("lacks", "has more", "other shape")
@@ -116,6 +136,15 @@ def found(host: Any, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("name", [*MODELS, "reward", "rounded"])
 def test_an_imported_model_exports_bit_for_bit(found: dict[str, Any], name: str) -> None:
     assert found[name] == []
+
+
+@pytest.mark.parametrize("written", ["half/policy/weights", "16"])
+def test_progress_counts_every_tensor(found: dict[str, Any], folder: Path, written: str) -> None:
+    pattern = rf"the writing of {folder / written} after \d+ s: (\d+) of (\d+) tensors are written"
+    counts = [(int(shown[1]), int(shown[2])) for line in found["progress"] if (shown := re.search(pattern, line))]
+    total = len(hub(folder / "hf/llama"))
+    assert counts[0][0] <= 2 and counts[-1] == (total, total)
+    assert counts == sorted(counts) and len(set(counts)) > total / 2
 
 
 def test_files_of_another_model_and_folders_in_use_are_refused(found: dict[str, Any], folder: Path) -> None:

@@ -1,0 +1,111 @@
+"""Download files of a repository of the Hugging Face hub, with a bar or log lines that say how much has arrived.
+
+`huggingface_hub` does the work: its cache, its locks between processes, its attempts (a broken connection is continued
+where it broke), and its deadlines (`HF_HUB_DOWNLOAD_TIMEOUT` seconds without a byte). Invariant: nothing is asked of
+the hub for files of a commit that are in the cache.
+"""
+
+import io
+from collections.abc import Sequence
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any, Literal
+
+from huggingface_hub import DryRunFileInfo, constants, snapshot_download
+from huggingface_hub.errors import DryRunError
+from tqdm import tqdm
+
+from nemo_rl.host.background import in_background
+from nemo_rl.host.waiting_log import StillWaiting
+from nemo_rl.utils.errors import DownloadError
+
+_MEGABYTE = 10**6
+_LOOK_EVERY_S = 0.5
+
+
+def download(
+    name: str,
+    patterns: Sequence[str],
+    *,
+    ignored: Sequence[str] = (),
+    kind: Literal["model", "dataset"] = "model",
+    revision: str | None = None,
+) -> Path:
+    """Download files of a repository into the hub's cache, or find them there.
+
+    Args:
+        name: id of the repository.
+        patterns: names of files, or patterns for them; a file that none matches is left out.
+        ignored: names or patterns of files that are left out all the same.
+        kind: kind of the repository.
+        revision: branch, tag or commit; None takes the newest commit.
+
+    Returns:
+        Folder of the commit in the cache.
+
+    Raises:
+        DownloadError: the hub has no such repository, or a file did not arrive.
+    """
+    wanted: dict[str, Any] = {
+        "repo_type": kind,
+        "revision": revision,
+        "allow_patterns": list(patterns),
+        "ignore_patterns": list(ignored) or None,
+    }
+    what = f"the download of the {kind} {name}"
+    try:
+        files = _files(name, wanted)
+        missing = None if files is None else sum(file.file_size or 0 for file in files if file.will_download)
+        if files and missing == 0:
+            # The name of a file may have folders.
+            return Path(files[0].local_path).parents[len(Path(files[0].filename).parts) - 1]
+        return _download(name, wanted, what, missing)
+    except Exception as error:  # the hub's HTTP library differs from version to version
+        raise DownloadError(
+            f"{what[0].upper()}{what[1:]} from {constants.ENDPOINT} failed: {type(error).__name__}: {error}. What has "
+            "arrived is kept, and the same command continues. Without a network, use a folder with the files."
+        ) from error
+
+
+def _files(name: str, wanted: dict[str, Any]) -> list[DryRunFileInfo] | None:
+    """Return what the hub and the cache say about the wanted files; None if the hub cannot be asked."""
+    try:
+        return snapshot_download(name, **wanted, dry_run=True, tqdm_class=_bars_of([]))
+    except DryRunError:
+        return None
+
+
+def _download(name: str, wanted: dict[str, Any], what: str, num_bytes: int | None) -> Path:
+    """Download in a thread, and show meanwhile how many megabytes have arrived."""
+    bars: list[tqdm] = []
+    # Bytes that are received and bytes that are written have a bar each.
+    total = None if num_bytes is None else -(-num_bytes // _MEGABYTE)
+    arriving = in_background(lambda: snapshot_download(name, **wanted, tqdm_class=_bars_of(bars)), "download")
+    with StillWaiting(what, "MB have arrived", lambda: _arrived_megabytes(bars), total, "MB") as progress:
+        while not wait([arriving], timeout=_LOOK_EVERY_S).done:
+            progress.look()
+    return Path(arriving.result())
+
+
+def _arrived_megabytes(bars: Sequence[tqdm]) -> int:
+    return -(-int(max((bar.n for bar in bars), default=0)) // _MEGABYTE)
+
+
+def _bars_of(bars: list[tqdm]) -> type[tqdm]:
+    """Return a class of bars that show nothing; those that count bytes are added to `bars`."""
+
+    class Silent(tqdm):
+        """A bar that only counts."""
+
+        monitor_interval = 0
+
+        def __init__(self, *values: Any, **options: Any) -> None:
+            super().__init__(*values, **options | {"file": io.StringIO(), "disable": False})
+            if options.get("unit") == "B":
+                bars.append(self)
+
+        def display(self, *values: Any, **options: Any) -> bool:
+            """Show nothing."""
+            return True
+
+    return Silent
