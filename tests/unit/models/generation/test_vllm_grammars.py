@@ -1,0 +1,157 @@
+"""Responses with a grammar: vLLM draws them in their form, and scores them as the policy without it."""
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+from engine_process import EngineProcess
+from generation_helpers import MAX_MODEL_LEN, ask, logits_of, make_model, make_settings, reference_logprobs, save_model
+from tiny_models import make_char_tokenizer
+from transformers import PreTrainedModel
+
+from nemo_rl.models.generation.interfaces import GenerationResult, Grammar, SamplingParams
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra cpu or vllm"),
+]
+
+NAME = "llama"
+PROMPT = list(range(20, 60))
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Bonn", "Berlin", "Kiel"]}, "sunny": {"type": "boolean"}},
+    "required": ["city", "sunny"],
+    "additionalProperties": False,
+}
+JSON = Grammar("json", json.dumps(SCHEMA))
+REGEX = Grammar("regex", "[a-c]{3,9}-[0-9]+x")
+CHOICE = Grammar("choice", json.dumps(["yes", "yesterday", "no"]))
+EBNF = Grammar("grammar", 'root ::= ("ab" | "cd") root | "."')
+GRAMMARS = [JSON, REGEX, CHOICE, EBNF]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return make_model("llama", False, seed=0)
+
+
+@pytest.fixture(scope="module")
+def engines(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    folder = tmp_path_factory.mktemp("model")
+    save_model(folder, model)
+    with EngineProcess({NAME: make_settings(folder, "vllm", load_weights=True)}) as process:
+        yield process
+
+
+def text_of(result: GenerationResult) -> str:
+    return str(make_char_tokenizer().decode(result.token_ids.tolist(), skip_special_tokens=True))
+
+
+def keeps(text: str, grammar: Grammar) -> bool:
+    if grammar is JSON:
+        value = json.loads(text)
+        return value.keys() == {"city", "sunny"} and value["city"] in ("Bonn", "Berlin", "Kiel")
+    if grammar is CHOICE:
+        return text in json.loads(CHOICE.definition)
+    return re.fullmatch(REGEX.definition if grammar is REGEX else r"(ab|cd)*\.", text) is not None
+
+
+def is_complete(result: GenerationResult) -> bool:
+    return result.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind)
+def test_a_response_keeps_its_form_and_is_scored_without_it(engines, model, grammar):
+    """Next to plain requests in the same batch, whose responses do not change."""
+    plain = [ask(PROMPT, seed=seed) for seed in range(4)]
+    alone = engines.generate(NAME, plain)
+    formed = [ask(PROMPT[: 10 + 5 * seed], seed=seed, max_new_tokens=120, grammar=grammar) for seed in range(6)]
+    mixed = engines.generate(NAME, [*formed, *plain])
+    results = mixed[: len(formed)]
+    assert [each.token_ids.tolist() for each in mixed[len(formed) :]] == [each.token_ids.tolist() for each in alone]
+    assert sum(map(is_complete, results)) >= 4
+    for request, result in zip(formed, results, strict=True):
+        tokens = result.token_ids.tolist()
+        assert result.error is None and result.weight_versions == [(0, 0)]
+        if is_complete(result):
+            assert tokens[-1] == 258 and keeps(text_of(result), grammar)
+        forced = reference_logprobs(model, request.prompt_token_ids, tokens, SamplingParams())
+        assert result.logprobs == pytest.approx(forced, abs=1e-4)
+
+
+def test_without_scoring_the_log_probabilities_are_those_of_the_mask(engines, model):
+    """They are larger, so a response whose mask was not taken away would not pass the test before."""
+    sampling = {"max_new_tokens": 120, "grammar": CHOICE}
+    scored, masked = engines.generate(NAME, [ask(PROMPT, **sampling), ask(PROMPT, **sampling, scores_policy=False)])
+    assert masked.token_ids.tolist() == scored.token_ids.tolist()
+    starts = make_char_tokenizer()("yn")["input_ids"]
+    first = logits_of(model, PROMPT, masked.token_ids.tolist()[:1])[0, starts].log_softmax(-1)
+    assert masked.logprobs[0] == pytest.approx(float(first[starts.index(int(masked.token_ids[0]))]), abs=1e-4)
+    assert (masked.logprobs - scored.logprobs).max() > 1.0
+    hot = ask(PROMPT, **sampling, scores_policy=False, temperature=0.3, top_p=0.9)
+    assert keeps(text_of(engines.generate(NAME, [hot])[0]), CHOICE)
+
+
+def test_what_cannot_be_kept_or_scored_is_refused(engines):
+    bad = {
+        "json": ["{", '{"type": "objekt"}', "[1]"],
+        "regex": ["(", "a\x00"],
+        "choice": ["[]", '"no list"'],
+        "grammar": ["root ::= (", " "],
+    }
+    requests = [ask(PROMPT, grammar=Grammar(kind, text)) for kind, texts in bad.items() for text in texts]
+    hot = ask(PROMPT, grammar=CHOICE, temperature=0.5)
+    long = ask([3] * (MAX_MODEL_LEN - 1), grammar=CHOICE)
+    *results, refused_hot, refused_long = engines.generate(NAME, [*requests, hot, long])
+    assert [result.error is not None for result in results] == [True] * len(requests)
+    assert all("vLLM cannot keep an answer to this form" in str(result.error) for result in results)
+    assert "temperature=0.5" in str(refused_hot.error)
+    assert "leaves no room" in str(refused_long.error)
+    (cut,) = engines.generate(NAME, [ask([3] * (MAX_MODEL_LEN - 4), max_new_tokens=50, grammar=EBNF)])
+    assert len(cut.token_ids) <= 3 and cut.error is None
+
+
+def test_an_aborted_response_has_no_tokens_and_leaves_nothing(engines):
+    engines.call(NAME, "submit", [("aborted", ask(PROMPT, max_new_tokens=200, grammar=Grammar("regex", "a{150,190}")))])
+    engines.call(NAME, "abort", ["aborted"])
+    ((request_id, result),), _ = engines.call(NAME, "collect")
+    assert (request_id, result.finish_reason, len(result.token_ids)) == ("aborted", "abort", 0)
+    assert engines.look(NAME, open_responses) == (0, 0, 0)
+    assert keeps(text_of(engines.generate(NAME, [ask(PROMPT, grammar=CHOICE)])[0]), CHOICE)
+
+
+def open_responses(engine) -> tuple[int, int, int]:
+    return len(engine._scoring.prompts), len(engine._scoring.drawn), len(engine._vllm_ids)
+
+
+def update_between(engine, grammar: Grammar) -> tuple[list[int], list[float], list[list[float]]]:
+    """Draw a response, change the weights before it is scored, and return it with the scores of both weights."""
+    request = ask(PROMPT, max_new_tokens=120, grammar=grammar)
+    engine.add_request("updated", request)
+    while not engine._scoring.drawn:
+        assert not engine.step()
+    tokens = list(engine._scoring.drawn["updated"].token_ids)
+    assert engine.num_tokens("updated") == len(tokens) and engine.sampled_so_far("updated") == ([], [])
+    head = engine._engine.model_executor.driver_worker.model_runner.get_model().lm_head.weight
+    with torch.no_grad():
+        head.mul_(0.5)
+    try:
+        engine.finish_loading(changed=True)
+        (response,) = engine.step()
+    finally:
+        with torch.no_grad():
+            head.mul_(2.0)
+    assert response.token_ids == tokens
+    return tokens, response.logprobs, []
+
+
+def test_weights_that_come_before_the_scores_give_all_of_them(engines, model):
+    tokens, logprobs, _ = engines.look(NAME, update_between, CHOICE)
+    with torch.no_grad():
+        halved = (logits_of(model, PROMPT, tokens) / 2).log_softmax(-1)[range(len(tokens)), tokens]
+    assert logprobs == pytest.approx(halved.tolist(), abs=1e-4)
