@@ -229,7 +229,7 @@ async def forced_calls(client: AsyncOpenAI, messages: list[Any]) -> list[Any]:
     async with AsyncAnthropic(base_url=url, api_key=client.api_key) as anthropic:
         message = await anthropic.messages.create(
             model="policy",
-            max_tokens=100,
+            max_tokens=400,
             messages=messages,
             tools=[{"name": "check", "input_schema": CHECK["parameters"]}],
             tool_choice={"type": "any", "disable_parallel_tool_use": True},
@@ -239,7 +239,7 @@ async def forced_calls(client: AsyncOpenAI, messages: list[Any]) -> list[Any]:
 
 
 def test_a_forced_call_is_one_of_the_tools_and_its_conversation_goes_on(engine, tokenizer, policy):
-    sample, found = play(engine, tokenizer, forced_calls)
+    sample, found = play(engine, tokenizer, forced_calls, sampling={"max_new_tokens": 400})
     assert len(found) >= 4 and found[1][0] == "calculator" and found[-1][0] == "check"
     for name, arguments in found:
         if name == "calculator":
