@@ -15,11 +15,13 @@ from generation_helpers import (
     make_model,
     make_settings,
     reference_logprobs,
+    restrict_vocabulary,
     save_model,
     streamed,
 )
-from tiny_models import make_char_tokenizer
-from transformers import PreTrainedModel
+from tiny_models import make_char_tokenizer, save_tiny_checkpoint
+from tokenizers import Tokenizer
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from nemo_rl.models.generation.interfaces import GenerationResult, Grammar, SamplingParams
 
@@ -31,7 +33,7 @@ pytestmark = [
 
 type Weights = dict[str, torch.Tensor]
 
-NAME = "llama"
+NAME, THINKING = "llama", "llama that thinks"
 PROMPT = list(range(20, 60))
 SCHEMA = {
     "type": "object",
@@ -55,8 +57,24 @@ def model() -> PreTrainedModel:
 def engines(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     folder = tmp_path_factory.mktemp("model")
     save_model(folder, model)
-    with EngineProcess({NAME: make_settings(folder, "vllm", load_weights=True)}) as process:
+    thinking = tmp_path_factory.mktemp("thinking")
+    save_tiny_checkpoint(
+        thinking, restrict_vocabulary(make_model("llama", False, seed=3), "ab<|reserved_1|>"), thinker()
+    )
+    settings = {NAME: folder, THINKING: thinking}
+    parser = {NAME: {}, THINKING: {"engine_kwargs": {"reasoning_parser": "deepseek_r1"}}}
+    made = {name: make_settings(each, "vllm", load_weights=True, **parser[name]) for name, each in settings.items()}
+    with EngineProcess(made) as process:
         yield process
+
+
+def thinker() -> PreTrainedTokenizerFast:
+    """Make the tokenizer of a model that reasons first."""
+    known = make_char_tokenizer()
+    text = known.backend_tokenizer.to_str().replace("<|reserved_0|>", "<think>").replace("<|reserved_1|>", "</think>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(text), eos_token=known.eos_token, pad_token=known.pad_token
+    )
 
 
 def text_of(result: GenerationResult) -> str:
@@ -134,6 +152,18 @@ def test_an_aborted_response_has_no_tokens_and_leaves_nothing(engines):
     assert (request_id, result.finish_reason, len(result.token_ids)) == ("aborted", "abort", 0)
     assert engines.look(NAME, open_responses) == (0, 0, 0)
     assert keeps(text_of(engines.generate(NAME, [ask(PROMPT, grammar=CHOICE)])[0]), CHOICE)
+
+
+def test_with_a_reasoning_parser_the_form_begins_after_the_reasoning(engines):
+    """The likeliest tokens are letters, or the end of the reasoning."""
+    requests = [
+        ask(PROMPT[:length], temperature=0.0, max_new_tokens=150, grammar=CHOICE, scores_policy=False)
+        for length in range(5, 40)
+    ]
+    answers = [thinker().decode(each.token_ids.tolist()) for each in engines.generate(THINKING, requests)]
+    parts = [answer.removesuffix("<|im_end|>").split("</think>") for answer in answers if "</think>" in answer]
+    assert any(reasoning for reasoning, _ in parts)
+    assert all(set(reasoning) <= {"a", "b"} and answer in json.loads(CHOICE.definition) for reasoning, answer in parts)
 
 
 def open_responses(engine) -> tuple[int, int, int]:
