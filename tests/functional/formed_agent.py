@@ -19,9 +19,8 @@ async def solve(task: Any) -> dict[str, Any]:
     """Return a reward for a call with the numbers of the question, and whether both answers had their form."""
     async with AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
         chat, messages = client.chat.completions, list(task.messages)
-        called = await chat.create(
-            model=task.model, messages=messages, tools=[CALCULATOR], tool_choice="required", parallel_tool_calls=False
-        )
+        choice: Any = {"type": "function", "function": {"name": "calculator"}}
+        called = await chat.create(model=task.model, messages=messages, tools=[CALCULATOR], tool_choice=choice)
         calls = called.choices[0].message.tool_calls or []
         expression = json.loads(calls[0].function.arguments)["expression"] if calls else ""
         verdict = await chat.create(
