@@ -267,8 +267,9 @@ class AgentSession:
             asked = GenerationRequest(prompt.token_ids, sampling, seed, at, chat=chat)
             result = await self.parts.generation.generate(asked)
         except GenerationError as error:
-            code = "invalid_prompt" if sampling.grammar is None else "invalid_structured_output"
-            raise CallError(400, f"The engine refuses the request: {error}", code) from error
+            has_form = sampling.grammar is not None
+            what, code = ("request", "invalid_structured_output") if has_form else ("prompt", "invalid_prompt")
+            raise CallError(400, f"The engine refuses the {what}: {error}", code) from error
         except NoAnswerError as error:
             if error.is_too_long:
                 self.budget.bound = Ending.SEQUENCE_LENGTH

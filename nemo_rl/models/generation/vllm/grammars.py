@@ -55,7 +55,7 @@ def reading() -> VllmSamplingParams:
     """Make the parameters with which vLLM reads a prompt and returns its log-probabilities."""
     return VllmSamplingParams(
         temperature=0.0,
-        max_tokens=1,  # vLLM draws at least one; nobody reads it
+        max_tokens=1,  # vLLM draws at least one, which is not used
         prompt_logprobs=0,
         flat_logprobs=True,
         ignore_eos=True,

@@ -278,7 +278,7 @@ def test_an_answer_that_is_cut_off_ends_with_length_and_has_no_call(engine, toke
 
 
 BAD: dict[str, dict[str, Any]] = {
-    "type": {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "objekt"}}}},
+    "type": {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "thing"}}}},
     "reference": {"extra_body": {"guided_json": {"$ref": "#/$defs/nothing"}}},
     "regex": {"extra_body": {"structured_outputs": {"regex": "("}}},
     "grammar": {"extra_body": {"structured_outputs": {"grammar": "root ::= ("}}},

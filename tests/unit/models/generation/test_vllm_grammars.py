@@ -128,7 +128,7 @@ def test_without_scoring_the_log_probabilities_are_those_of_the_mask(engines, mo
 
 def test_what_cannot_be_kept_or_scored_is_refused(engines):
     bad = {
-        "json": ["{", '{"type": "objekt"}', "[1]"],
+        "json": ["{", '{"type": "thing"}', "[1]"],
         "regex": ["(", "a\x00"],
         "choice": ["[]", '"no list"'],
         "grammar": ["root ::= (", " "],
