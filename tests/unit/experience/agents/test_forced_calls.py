@@ -10,6 +10,7 @@ from nemo_rl.experience.agents.calls import ANY_TOOL, CallError, CallRequest
 from nemo_rl.experience.agents.forced_calls import form_of_calls, read_calls
 from nemo_rl.experience.agents.forms import with_form
 from nemo_rl.models.generation.interfaces import Grammar, SamplingParams
+from nemo_rl.models.generation.registry import ENGINES, grammar_refusal
 
 pytestmark = pytest.mark.fast
 
@@ -103,3 +104,9 @@ def test_another_server_forces_calls_itself() -> None:
     assert with_form(SamplingParams(), request, trains=False, forwards=True).grammar is None
     request = CallRequest(tools=[CLOCK], grammar=FORM)
     assert with_form(SamplingParams(), request, trains=False, forwards=True).grammar == FORM
+
+
+def test_only_an_engine_that_keeps_to_forms_gets_them() -> None:
+    assert [name for name in ENGINES if grammar_refusal(name) is None] == ["vllm"]
+    refusal = grammar_refusal("megatron")
+    assert refusal is not None and "policy.generation.backend=megatron" in refusal and "backend=vllm" in refusal

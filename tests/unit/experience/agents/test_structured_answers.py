@@ -127,6 +127,14 @@ def policy() -> Any:
     return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
 
 
+SQL = """
+root ::= "SELECT " columns " from " table
+columns ::= column | column ", " column
+column ::= "col_1" | "col_2"
+table ::= "table_1" | "table_2"
+"""
+
+
 type Program = Callable[[AsyncOpenAI, list[Any]], Awaitable[Any]]
 
 
@@ -178,7 +186,8 @@ async def formed(client: AsyncOpenAI, messages: list[Any]) -> list[Any]:
         {"structured_outputs": {"choice": ["right", "wrong", "rightly"]}},
         {"guided_choice": ["right", "wrong", "rightly"]},
         {"structured_outputs": {"regex": "[0-9]{2,4}x"}},
-        {"guided_grammar": 'root ::= "<" [a-c] [a-c]? ">"'},
+        {"guided_grammar": SQL},
+        {"structured_outputs": {"regex": "[a-z0-9.]{1,20}@[a-z]{6,10}\\.com\n"}, "stop": ["\n"]},
     ):
         answer = await chat.create(model="policy", messages=messages, extra_body=body)
         found.append(answer.choices[0].message.content)
@@ -190,7 +199,8 @@ def test_the_packages_ways_to_demand_a_form_are_kept_and_trained_exactly(engine,
     sample, found = play(engine, tokenizer, formed)
     assert all(isinstance(each, Verdict) for each in found[:3])
     assert found[3] in ("right", "wrong", "rightly") and found[4] in ("right", "wrong", "rightly")
-    assert re.fullmatch("[0-9]{2,4}x", found[5]) and re.fullmatch("<[a-c]{1,2}>", found[6])
+    assert re.fullmatch("[0-9]{2,4}x", found[5]) and re.fullmatch("SELECT (col_[12](, )?)+ from table_[12]", found[6])
+    assert re.fullmatch("[a-z0-9.]{1,20}@[a-z]{6,10}[.]com", found[7]), "the stop string is cut off"
     recorded, forced = scores(policy, sample)
     assert len(recorded) == sample.agent_counts["constrained_tokens"] > 40
     assert (recorded - forced).abs().max() < 1e-4
