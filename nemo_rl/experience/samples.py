@@ -94,7 +94,7 @@ class RolloutKey:
 
     @property
     def trains(self) -> bool:
-        """Whether the policy is trained on the samples."""
+        """True if the policy is trained on the samples."""
         return self.phase == "train"
 
     def seed_of(self, sample: Trajectory) -> int:

@@ -71,7 +71,7 @@ class SamplingParams:
 
     @property
     def draws_from_policy(self) -> bool:
-        """Whether, without a grammar, tokens are drawn from the policy's own distribution."""
+        """True if tokens are drawn from the policy's own distribution, but for the grammar."""
         is_whole = self.top_k is None and self.top_p == 1.0 and not self.bad_words
         return is_whole and self.temperature == 1.0
 
