@@ -1,7 +1,10 @@
 """An agent that multiplies with a calculator, written with the package openai as for any model.
 
 env.agent.program=calculator_agent.solve                             a function, called for each sample
-env.agent.command=[python,examples/calculator_agent.py]              a process, started for each sample
+env.agent.program=null env.agent.command=[python,$FILE] env.agent.readable=[$FILE]
+                                                                     a process, started for each sample
+
+FILE is the absolute path of this file, which a process in a sandbox may read.
 """
 
 import ast

@@ -92,6 +92,11 @@ class RolloutKey:
     round: int = 0
     first_group: int = 0
 
+    @property
+    def trains(self) -> bool:
+        """True if the policy is trained on the samples."""
+        return self.phase == "train"
+
     def seed_of(self, sample: Trajectory) -> int:
         """Return the seed of a sample's next turn."""
         group = self.first_group + sample.group_index
@@ -266,7 +271,8 @@ class SamplePlayer:
     ) -> None:
         """Run the program of a sample to its end."""
         step_of = self._environments[sample.task_name].step
-        played = await self._agents.play(sample, section, step_of, sampling, partial(key.call_seed_of, sample))
+        seed_of = partial(key.call_seed_of, sample)
+        played = await self._agents.play(sample, section, step_of, sampling, seed_of, trains=key.trains)
         if _absorb(sample, played.step):
             played.spread_reward()
 

@@ -31,6 +31,26 @@ def test_a_program_on_the_package_openai_samples_from_the_policy(start_example: 
 
 
 @pytest.mark.long
+def test_answers_of_a_demanded_form_are_trained_by_the_policys_log_probabilities(start_example: StartExample) -> None:
+    small = ("grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=16")
+    run = start_example(
+        "run_grpo.py",
+        CONFIG,
+        *SHORT,
+        *small,
+        "env.agent.program=formed_agent.solve",
+        "env.agent.grader=null",
+        "grpo.max_num_steps=2",
+        environment={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/functional'}"},
+    )
+    assert run.finish() == 0, run.log()[-3000:]
+    metrics = check_agent_steps(run, 2)
+    for step in (1, 2):
+        assert metrics["train", step, "num_agent_constrained_tokens"] > 16 * 20
+        assert metrics["train", step, "num_agent_refused"] == 0
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("program", ["calculator_agent.solve", "anthropic_agent.solve"])
 def test_the_policy_learns_to_use_the_tool_of_a_program(program: str, start_example: StartExample) -> None:
     """The starting model is right in 0.28 of 128 problems; three standard errors of a share are 0.12."""

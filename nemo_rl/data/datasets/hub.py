@@ -100,10 +100,11 @@ def _download_files(builder: "datasets.DatasetBuilder") -> None:
     if Path(builder.cache_dir).is_dir() or not all(str(file).startswith(_HUB) for file in files):
         return
     import datasets
-    from huggingface_hub import HfFileSystem
+    from huggingface_hub.hf_file_system import HfFileSystem, HfFileSystemResolvedRepositoryPath
 
     hub = HfFileSystem(endpoint=datasets.config.HF_ENDPOINT)
-    places = [hub.resolve_path(file) for file in files]
+    resolved = [hub.resolve_path(file) for file in files]
+    places = [place for place in resolved if isinstance(place, HfFileSystemResolvedRepositoryPath)]
     for name, revision in {(place.repo_id, place.revision) for place in places}:
         patterns = [escape(place.path_in_repo) for place in places if place.repo_id == name]
         download(name, patterns, kind="dataset", revision=revision)

@@ -9,6 +9,7 @@ import asyncio
 import httpx
 
 from nemo_rl.environments.agents.interfaces import AgentError, AgentTask
+from nemo_rl.utils.http import read_at_most
 
 SHOWN_CHARS = 200
 """Characters of a response in errors."""
@@ -69,22 +70,20 @@ class TaskPoster:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         try:
             async with self._client.stream("POST", url, content=body, headers=headers) as response:
-                content = bytearray()
-                async for chunk in response.aiter_raw():
-                    content += chunk
-                    if len(content) > self._largest:
-                        raise AgentError(f"the service {url} sent more than {self._largest} bytes")
+                content = await read_at_most(response, self._largest)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise _MayPassError(f"the service {url} failed: {_reason(error)}") from None
         except httpx.HTTPError as error:
             raise AgentError(f"the service {url} failed: {_reason(error)}") from None
+        if content is None:
+            raise AgentError(f"the service {url} sent more than {self._largest} bytes")
         if response.status_code != httpx.codes.OK:
             kind = _MayPassError if response.status_code in _REFUSED else AgentError
             raise kind(f"the service {url} answered with status {response.status_code}: {shown(task, content)}")
-        return bytes(content)
+        return content
 
 
-def shown(task: AgentTask, content: bytes | bytearray) -> str:
+def shown(task: AgentTask, content: bytes) -> str:
     """Return the beginning of a response for an error, without the task's key."""
     return task.without_key(content.decode(errors="replace"))[:SHOWN_CHARS]
 

@@ -29,6 +29,7 @@ from nemo_rl.environments.agents.interfaces import AgentError
 from nemo_rl.environments.agents.remains import end_processes
 from nemo_rl.environments.nemo_gym.command import added_config, find_program, overrides
 from nemo_rl.sandbox.scratch import remove
+from nemo_rl.utils.http import http_address
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ class GymServers:
             await self.close()
             raise
         found = _addresses(config, [_AGENTS])
-        self._agents = {name: f"http://{_bracketed(host)}:{port}" for name, (host, port) in found.items()}
+        self._agents = {name: http_address(host, port) for name, (host, port) in found.items()}
         self._base_url = base_url
         logger.info("NeMo Gym's servers answer; agents: %s", ", ".join(sorted(self._agents)))
 
@@ -224,7 +225,7 @@ def _private(path: str, flags: int) -> int:
 
 async def _global_config(head: HeadServerConfig, deadline: float, process: _Process | None) -> Mapping[str, Any]:
     """Ask the head server for the configuration of all servers until it answers."""
-    url = f"http://{_bracketed(head.host)}:{head.port}{_CONFIG_PATH}"
+    url = f"{http_address(head.host, head.port)}{_CONFIG_PATH}"
     async with httpx.AsyncClient(timeout=_CONNECT_S) as client:
         while True:
             try:
@@ -301,7 +302,3 @@ def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -15,6 +15,7 @@ from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.environments.tools.parsing.template import choose_parser, response_text
 from nemo_rl.environments.tools.parsing.vllm import CallParser, ReasoningReader, load_parsers
 from nemo_rl.experience.agents.calls import AnsweredToolCall, CallRequest
+from nemo_rl.experience.agents.forced_calls import read_calls
 from nemo_rl.models.generation.texts import sampled_text
 
 ID_LENGTH = 9
@@ -70,7 +71,7 @@ class AnswerReader:
         Raises:
             ConfigError: no parser reads what the chat template writes.
         """
-        if self._name is None and request.tools and request.reads_tool_calls:
+        if self._name is None and _parses_tools(request):
             async with self._choosing:
                 if self._name is None:
                     self._name = await asyncio.to_thread(self._choose)
@@ -83,22 +84,35 @@ class AnswerReader:
             request: the request that they answer.
             seed: of the answer; the ids of its tool calls derive from it.
         """
-        parses_tools = bool(request.tools) and request.reads_tool_calls
-        if not parses_tools and self._reasoning is None:
+        parses_tools = _parses_tools(request)
+        if not parses_tools and request.forced_tool is None and self._reasoning is None:
             text, stop = before_stop(sampled_text(self.tokenizer, token_ids), request.stop)
             return ReadAnswer(text, stop_string=stop)
         text, stop = before_stop(response_text(token_ids, self.tokenizer), request.stop)
-        reasoning: str | None = None
-        if self._reasoning is not None:
-            reasoning, text = self._reasoning.split(text)
-        if not parses_tools:
-            return ReadAnswer(self._shown(text), reasoning, stop_string=stop)
-        content, calls = self._parser(request.tools).content_and_calls(text)
+        reasoning, text = self._split(text, request)
+        if request.forced_tool is not None:
+            content = self._shown(text)
+            calls = read_calls(content, request)
+            content = content if calls is None else ""
+        elif parses_tools:
+            content, calls = self._parser(request.tools).content_and_calls(text)
+            content = self._shown(content)
+        else:
+            content, calls = self._shown(text), None
         answered = [
             AnsweredToolCall(short_id("tool", seed, number), name, arguments)
-            for number, (name, arguments) in enumerate(calls)
+            for number, (name, arguments) in enumerate(calls or ())
         ]
-        return ReadAnswer(self._shown(content), reasoning, answered, stop)
+        return ReadAnswer(content, reasoning, answered, stop)
+
+    def _split(self, text: str, request: CallRequest) -> tuple[str | None, str]:
+        """Return the reasoning of an answer, None without any, and the rest of it."""
+        if self._reasoning is None:
+            return None, text
+        reasoning, rest = self._reasoning.split(text)
+        has_form = request.grammar is not None or request.forced_tool is not None
+        # The form may leave no room for reasoning, and parsers take an answer without its end for reasoning.
+        return (None, text) if has_form and not rest else (reasoning, rest)
 
     def _parser(self, tools: Sequence[Any]) -> CallParser:
         """Return the parser for some tools."""
@@ -119,6 +133,11 @@ class AnswerReader:
         for token in self.tokenizer.all_special_tokens:
             text = text.replace(token, "")
         return text
+
+
+def _parses_tools(request: CallRequest) -> bool:
+    """Return whether a parser looks for calls in the answer to a request."""
+    return bool(request.tools) and request.reads_tool_calls and request.forced_tool is None
 
 
 def before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:

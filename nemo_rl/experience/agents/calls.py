@@ -5,8 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nemo_rl.data.interfaces import Message
+from nemo_rl.models.generation.interfaces import Grammar
 
 type CallEnd = Literal["stop", "length", "tool_calls"]
+
+ANY_TOOL = ""
+"""Value of `CallRequest.forced_tool`: one or more calls of any tools of the request."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,9 @@ class CallRequest:
         prompt: text or token ids of a plain completion; None for a conversation.
         tools: function schemas in OpenAI's form: `{"type": "function", "function": {"name": ..., ...}}`.
         reads_tool_calls: whether calls in the answer are parsed; False for `tool_choice: "none"`.
+        forced_tool: name of the tool that the answer has to call, or `ANY_TOOL`; None: the policy decides.
+        calls_once: whether a forced answer has one call only.
+        grammar: form of an answer that is not forced to be a call; None: any.
         max_tokens: tokens of the answer; None: as many as the run allows.
         stop: texts that end the answer, and are not part of its content.
         num_answers: answers to sample.
@@ -36,6 +43,9 @@ class CallRequest:
     prompt: str | Sequence[int] | None = None
     tools: Sequence[Mapping[str, Any]] = ()
     reads_tool_calls: bool = True
+    forced_tool: str | None = None
+    calls_once: bool = False
+    grammar: Grammar | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     num_answers: int = 1

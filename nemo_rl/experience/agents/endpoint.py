@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvicorn
 from starlette.applications import Starlette
@@ -35,6 +35,7 @@ from nemo_rl.experience.agents.exchanges import ClientGoneError
 from nemo_rl.experience.agents.request_body import key_in, parsed_body
 from nemo_rl.experience.agents.session import AgentSession
 from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.http import http_address
 
 MODEL = "policy"
 """Name of the model; requests may name any other."""
@@ -71,6 +72,29 @@ class _Client:
         return True
 
 
+class _Admitted(NamedTuple):
+    """A request with the key of an open session.
+
+    Attributes:
+        client: the program.
+        raw: body of the request.
+        parsed: the same, if it was parsed to find the key in it.
+    """
+
+    client: _Client
+    raw: bytes
+    parsed: dict[str, Any] | None = None
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The parsed body.
+
+        Raises:
+            CallError: it is no JSON object.
+        """
+        return parsed_body(self.raw) if self.parsed is None else self.parsed
+
+
 class AgentEndpoint:
     """Serves the sessions of one event loop.
 
@@ -92,7 +116,7 @@ class AgentEndpoint:
             import ray  # deferred: evaluations and tests may run without Ray
 
             host = ray.util.get_node_ip_address()
-        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
+        return http_address(host, self._port)
 
     async def start(self) -> None:
         """Listen, and serve in a task of the running loop; does nothing if it serves already.
@@ -155,11 +179,11 @@ class AgentEndpoint:
         return handle
 
     async def _answer(self, dialect: Dialect, request: Request) -> Response:
-        client, raw = await self._admitted(request)
-        session = client.session
-        identity = hashlib.blake2b(dialect.path.encode() + b"\n" + raw, digest_size=16).hexdigest()
-        self._note_arrival(client, identity)
-        body = parsed_body(raw)
+        admitted = await self._admitted(request)
+        session = admitted.client.session
+        identity = hashlib.blake2b(dialect.path.encode() + b"\n" + admitted.raw, digest_size=16).hexdigest()
+        self._note_arrival(admitted.client, identity)
+        body = admitted.body
         call = dialect.read(body, session.memory)
         exchange = session.exchange(call, identity, is_retry=_is_retry(request))
         try:
@@ -186,10 +210,10 @@ class AgentEndpoint:
 
     async def _tokenize(self, request: Request) -> Response:
         """Return the tokens that a prompt or the messages of a conversation would have."""
-        client, raw = await self._admitted(request)
-        session = client.session
-        self._note_arrival(client, "")
-        body = parsed_body(raw)
+        admitted = await self._admitted(request)
+        session = admitted.client.session
+        self._note_arrival(admitted.client, "")
+        body = admitted.body
         dialect = DIALECT_BY_PATH["/v1/chat/completions" if "messages" in body else "/v1/completions"]
         tokens = session.token_ids(dialect.read({"model": MODEL, **body}, session.memory))
         most = session.parts.limits.max_sequence_length
@@ -201,7 +225,7 @@ class AgentEndpoint:
         client = self._clients.get(name)
         return client if client is not None and client.admits(start) else None
 
-    async def _admitted(self, request: Request) -> tuple[_Client, bytes]:
+    async def _admitted(self, request: Request) -> _Admitted:
         """Return the program with a request's key, and the body of the request.
 
         Raises:
@@ -210,15 +234,16 @@ class AgentEndpoint:
         """
         client = self._found(_header_key(request))
         if client is not None:
-            return client, await self._body(request)
+            return _Admitted(client, await self._body(request))
         try:
             raw = await self._body(request)
-            client = self._found(key_in(parsed_body(raw)))
+            parsed = parsed_body(raw)
         except CallError:
-            client = None
+            raise _unknown_key() from None
+        client = self._found(key_in(parsed))
         if client is None:
             raise _unknown_key()
-        return client, raw
+        return _Admitted(client, raw, parsed)
 
     def _note_arrival(self, client: _Client, identity: str) -> None:
         """Count a request.

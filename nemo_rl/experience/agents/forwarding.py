@@ -39,6 +39,8 @@ def forwarded(request: CallRequest) -> ChatInput:
         request.tools,
         request.template_kwargs,
         may_call=request.reads_tool_calls,
+        forced_tool=request.forced_tool,
+        calls_once=request.calls_once,
     )
 
 

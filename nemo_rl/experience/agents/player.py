@@ -77,6 +77,8 @@ class AgentPlayer:
         step_of: Callable[[list[Message], Any], Awaitable[StepResult]],
         sampling: SamplingParams,
         seed_of: CallSeed,
+        *,
+        trains: bool = True,
     ) -> Played:
         """Run the program of a sample to its end, and write what it sampled into the sample.
 
@@ -86,13 +88,14 @@ class AgentPlayer:
             step_of: the method `step` of its environment.
             sampling: of the run.
             seed_of: makes the seeds of answers.
+            trains: see `CallParts.trains`.
 
         Raises:
             Exception: an engine cannot answer any more, or the environment cannot be kept running.
         """
         endpoint = await self._started()
         settings = await self._settings_of(sample.task_name, section)
-        parts = CallParts(self.generation, self.tokenizer, self.text_rules, self.limits, sampling)
+        parts = CallParts(self.generation, self.tokenizer, self.text_rules, self.limits, sampling, trains)
         session = AgentSession(parts, settings.session, seed_of)
         key = endpoint.open(session)
         started = asyncio.get_running_loop().time()

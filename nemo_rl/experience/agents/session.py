@@ -26,6 +26,7 @@ from nemo_rl.experience.agents.budget import Budget, Grant
 from nemo_rl.experience.agents.call_tree import Call, CallTree
 from nemo_rl.experience.agents.calls import CallAnswer, CallEnd, CallError, CallRequest
 from nemo_rl.experience.agents.exchanges import Answering, Exchange, Exchanges
+from nemo_rl.experience.agents.forms import with_form
 from nemo_rl.experience.agents.forwarding import forwarded, read_forwarded, refusal
 from nemo_rl.experience.agents.prompts import Prompt, PromptRenderer
 from nemo_rl.experience.limits import RolloutLimits
@@ -40,9 +41,10 @@ from nemo_rl.models.generation.interfaces import (
 from nemo_rl.models.generation.remote.chats import ChatInput
 from nemo_rl.utils.errors import ConfigError, DataError, GenerationError, NoAnswerError
 
-COUNTS = ("calls", "retries", "undelivered", "refused", "unlike_template", "new_trees")
+COUNTS = ("calls", "retries", "undelivered", "refused", "unlike_template", "new_trees", "constrained_tokens")
 """Numbers of a session for metrics: answers that were asked for, repeated requests, answers whose client had gone away,
-refused requests, histories that the chat template renders in another way, and trees that were started for them."""
+refused requests, histories that the chat template renders in another way, trees that were started for them, and tokens
+of answers whose form was demanded."""
 
 _CLOSE_S = 1.0
 
@@ -80,6 +82,7 @@ class CallParts:
         text_rules: as `RolloutRunner`.
         limits: bounds of the sample.
         sampling: of the run.
+        trains: whether the answers are trained, so that their log-probabilities have to be the policy's.
     """
 
     generation: GenerationInterface
@@ -87,6 +90,7 @@ class CallParts:
     text_rules: TextRules
     limits: RolloutLimits
     sampling: SamplingParams
+    trains: bool = True
 
 
 @dataclass(eq=False)
@@ -215,11 +219,12 @@ class AgentSession:
                 await self.settings.reader.prepare(request)
         except ConfigError as error:
             raise CallError(400, f"The tools cannot be used: {error}", "invalid_tools", "tools") from error
+        sampling = self._sampling(request)
         prompt = self._prompt(request)
         budget = self.budget
         grant = budget.grant(request, len(prompt.token_ids))
         self.counts["calls"] += request.num_answers
-        sampling = self._sampling(request, grant)
+        sampling = grant.applied(sampling, request.stop)
         identity = _identity(prompt, request)
         self._times_asked[identity] += 1
         seeds = [self.seed_of(identity, self._times_asked[identity], number) for number in range(request.num_answers)]
@@ -262,7 +267,9 @@ class AgentSession:
             asked = GenerationRequest(prompt.token_ids, sampling, seed, at, chat=chat)
             result = await self.parts.generation.generate(asked)
         except GenerationError as error:
-            raise CallError(400, f"The engine refuses the prompt: {error}", "invalid_prompt") from error
+            has_form = sampling.grammar is not None
+            what, code = ("request", "invalid_structured_output") if has_form else ("prompt", "invalid_prompt")
+            raise CallError(400, f"The engine refuses the {what}: {error}", code) from error
         except NoAnswerError as error:
             if error.is_too_long:
                 self.budget.bound = Ending.SEQUENCE_LENGTH
@@ -310,28 +317,36 @@ class AgentSession:
             cut_by=grant.bound if is_cut else None,
             num_beginning=prompt.num_beginning,
         )
+        if request.grammar is not None or request.forced_tool is not None:
+            self.counts["constrained_tokens"] += answer.num_tokens
         text = self._prompts.text(call.token_ids) if request.prompt is not None else ""
         self.tree.add(call, request, answer.message, text)
         return answer
 
-    def _sampling(self, request: CallRequest, grant: Grant) -> SamplingParams:
-        """Return the run's sampling with what the request may change."""
-        sampling = grant.applied(self.parts.sampling, request.stop)
-        if self.settings.sampling == "run":
-            return sampling
-        return replace(
-            sampling,
-            temperature=sampling.temperature if request.temperature is None else request.temperature,
-            top_p=sampling.top_p if request.top_p is None else request.top_p,
-            top_k=sampling.top_k if request.top_k is None else (request.top_k if request.top_k > 0 else None),
-        )
+    def _sampling(self, request: CallRequest) -> SamplingParams:
+        """Return the run's sampling with what the request may change, and with the form of its answer.
+
+        Raises:
+            CallError: answers of such a form are not sampled.
+        """
+        sampling = self.parts.sampling
+        if self.settings.sampling == "request":
+            sampling = replace(
+                sampling,
+                temperature=sampling.temperature if request.temperature is None else request.temperature,
+                top_p=sampling.top_p if request.top_p is None else request.top_p,
+                top_k=sampling.top_k if request.top_k is None else (request.top_k if request.top_k > 0 else None),
+            )
+        return with_form(sampling, request, trains=self.parts.trains, forwards=self.parts.generation.reads_chats)
 
 
 def _identity(prompt: Prompt, request: CallRequest) -> str:
     """Return what tells the answers to a request apart from those to other requests of the sample, whatever runs."""
     asked = (request.seed, request.num_answers, request.max_tokens)
     distribution = (request.temperature, request.top_p, request.top_k)
-    content = json.dumps([prompt.token_ids, request.stop, asked, distribution])
+    form = (request.grammar, request.forced_tool, request.calls_once)
+    forms = [form] if request.grammar is not None or request.forced_tool is not None else []
+    content = json.dumps([prompt.token_ids, request.stop, asked, distribution, *forms])
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 

@@ -22,9 +22,23 @@ from nemo_rl.optimizations.switch import Choice
 __getattr__ = public_names(__name__, {"configure_generation_config": "nemo_rl.models.generation.configure"})
 
 FinishReason = Literal["stop", "length", "abort"]
+GrammarKind = Literal["json", "regex", "choice", "grammar"]
 
 COLLECT_POLL_S = 60.0
 """Seconds that a worker waits for a result before it returns an empty list."""
+
+
+class Grammar(NamedTuple):
+    """The form of a response: tokens that would break it are never drawn.
+
+    Attributes:
+        kind: of the definition: "json" (a JSON schema), "regex", "choice" (a JSON list of texts), or "grammar" (EBNF or
+            Lark).
+        definition: text of that kind.
+    """
+
+    kind: GrammarKind
+    definition: str
 
 
 @dataclass(frozen=True)
@@ -39,6 +53,10 @@ class SamplingParams:
         stop_token_ids: ids that end a response; the id stays in the response.
         stop_strings: texts that end a response; their tokens stay in the response.
         bad_words: texts that the response may not contain: the last token of one is never drawn after its other tokens.
+        grammar: form of the response; None: any. Only engines with `accepts_grammars` get one.
+        scores_policy: log-probabilities of a response with a grammar are those of the policy, without the grammar and
+            at temperature 1 without any filter, which training needs; False: those of the distribution that was drawn
+            from.
     """
 
     temperature: float = 1.0
@@ -48,6 +66,14 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     bad_words: tuple[str, ...] = ()
+    grammar: Grammar | None = None
+    scores_policy: bool = True
+
+    @property
+    def draws_from_policy(self) -> bool:
+        """True if tokens are drawn from the policy's own distribution, but for the grammar."""
+        is_whole = self.top_k is None and self.top_p == 1.0 and not self.bad_words
+        return is_whole and self.temperature == 1.0
 
 
 class ServedBy(NamedTuple):
@@ -109,7 +135,8 @@ class GenerationResult:
     Attributes:
         token_ids: [n] response tokens, stop token included.
         logprobs: [n] log-probability of each response token under the distribution it was drawn from
-            (after bad words, temperature, top-k and top-p).
+            (after bad words, temperature, top-k and top-p). With a grammar see `SamplingParams.scores_policy`; the
+            policy's are then all of the weights that were in force when the last token had been drawn.
         finish_reason: "stop" (a stop id or string), "length", or "abort" (ended by `Engine.abort`).
         weight_versions: spans from token 0 on, with rising start and version. There are several if weights were updated
             during the response. Each token's log-probability is that of its span's weights, given all earlier tokens.
@@ -263,10 +290,12 @@ class Engine(Protocol):
 
     The protocol leaves open where it computes: in this process between two calls (`stepped.SteppedEngine`), in its own
     processes or on its own devices, or on a server. A class that reads `GenerationRequest.row_inputs` sets
-    `accepts_inputs = True`; the others never get requests with such inputs (`registry.engine_rows`). A class may have
-    a method `take_load() -> EngineLoad | None`, and a coroutine function `responses_so_far(ids) -> dict[str,
-    ResponseSoFar]`, which returns the tokens sampled so far for those of the requests that run, and does not end them.
-    Without it, a resumed run samples responses that a checkpoint found unfinished from their start.
+    `accepts_inputs = True`; the others never get requests with such inputs (`registry.engine_rows`). Likewise only a
+    class with `accepts_grammars = True` gets requests with `SamplingParams.grammar`.
+
+    A class may have a method `take_load() -> EngineLoad | None`, and a coroutine function `responses_so_far(ids) ->
+    dict[str, ResponseSoFar]`, which returns the tokens sampled so far for those of the requests that run, and does not
+    end them. Without it, a resumed run samples responses that a checkpoint found unfinished from their start.
     """
 
     def generate(self, request_id: str, request: GenerationRequest) -> Awaitable[GenerationResult]:

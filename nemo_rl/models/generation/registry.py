@@ -23,6 +23,7 @@ class EngineKind:
         check: dotted path of a function of the sections `policy` and `cluster`. Before any worker starts, it refuses a
             model that the engine cannot serve, by a `ConfigError`; it needs no engine library.
         accepts_inputs: whether the engine accepts rows with further inputs and position rules (`data.model_rows`).
+        accepts_grammars: whether the engine keeps to `SamplingParams.grammar`.
         cpu_sequences: most sequences that it runs at the same time on the CPU, if it has such a limit.
     """
 
@@ -32,6 +33,7 @@ class EngineKind:
     check: str | None = None
     cpu_sequences: int | None = None
     accepts_inputs: bool = False
+    accepts_grammars: bool = False
 
 
 ENGINES = {
@@ -41,6 +43,7 @@ ENGINES = {
         "nemo_rl.models.generation.vllm.ranks.VllmRank",
         "nemo_rl.models.generation.vllm.check.check_model",
         CPU_SEQUENCES,
+        accepts_grammars=True,
     ),
     "hf": EngineKind("nemo_rl.models.generation.hf.engine.HfEngine", accepts_inputs=True),
     "megatron": EngineKind(
@@ -67,6 +70,22 @@ def engine_rows(backend: str) -> AcceptedRows:
     known = ENGINES.get(backend)
     accepts = known.accepts_inputs if known else bool(getattr(engine_class(backend), "accepts_inputs", False))
     return AcceptedRows(f"policy.generation.backend={backend}", inputs=accepts, positions=accepts)
+
+
+def grammar_refusal(backend: str) -> str | None:
+    """Return why an engine gets no request with a grammar; None if it accepts them.
+
+    Raises:
+        ConfigError: the path of the class cannot be imported.
+    """
+    known = ENGINES.get(backend)
+    if known.accepts_grammars if known else getattr(engine_class(backend), "accepts_grammars", False):
+        return None
+    return (
+        f"policy.generation.backend={backend} draws any token, so it cannot keep an answer to a form (response_format, "
+        'structured_outputs, or a tool_choice that demands a call). Leave the form out (for tool_choice "auto"), or '
+        "set policy.generation.backend=vllm."
+    )
 
 
 def make_engine(settings: EngineSettings, place: int = 0) -> Engine:

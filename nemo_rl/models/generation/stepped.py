@@ -35,12 +35,13 @@ _OVERFLOW = (
 
 
 class Finished(NamedTuple):
-    """A finished response; fields as in `GenerationResult`, but lists."""
+    """A finished response; fields as in `GenerationResult`, but lists. With an `error`, the request is refused."""
 
     request_id: str
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
+    error: str | None = None
 
 
 @dataclass
@@ -208,18 +209,24 @@ class SteppedEngine(ABC):
             raise NonFiniteError(f"{error} {cause}") from None
 
     def _answer(self, finished: list[Finished]) -> None:
-        for request_id, token_ids, logprobs, reason in finished:
+        for request_id, token_ids, logprobs, reason, error in finished:
             running = self._running.pop(request_id)
-            if not running.answer.done():
-                running.answer.set_result(
-                    GenerationResult(
-                        np.array(token_ids, dtype=np.int32),
-                        np.array(logprobs, dtype=np.float32),
-                        reason,
-                        running.versions,
-                        text=self.decode(token_ids),
-                    )
+            if running.answer.done():
+                continue
+            if error is not None:
+                running.answer.set_exception(GenerationError(error))
+                continue
+            first, *others = running.versions
+            running.answer.set_result(
+                GenerationResult(
+                    np.array(token_ids, dtype=np.int32),
+                    np.array(logprobs, dtype=np.float32),
+                    reason,
+                    # Weights may have come after the last token was drawn, if an engine computes more than tokens.
+                    [first, *(span for span in others if span.start < len(token_ids))],
+                    text=self.decode(token_ids),
                 )
+            )
 
     def _pass_on_failure(self, steps: asyncio.Task[None]) -> None:
         """Fail every running response if a step has failed."""

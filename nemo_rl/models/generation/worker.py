@@ -28,7 +28,7 @@ from nemo_rl.models.generation.interfaces import (
     ResponseSoFar,
     engine_of,
 )
-from nemo_rl.models.generation.registry import engine_rows, make_engine
+from nemo_rl.models.generation.registry import engine_rows, grammar_refusal, make_engine
 from nemo_rl.optimizations.host_allocator import keep_freed_memory
 from nemo_rl.optimizations.switch import is_on
 from nemo_rl.utils.errors import GenerationError
@@ -51,6 +51,7 @@ class GenerationWorker:
         self._engine = make_engine(settings, place)
         self._take_load: Callable[[], EngineLoad | None] = getattr(self._engine, "take_load", lambda: None)
         self._accepted = engine_rows(settings.backend)
+        self._grammar_refusal = grammar_refusal(settings.backend)
         self._name = f"engine {index}, worker {place}"
         self._receiver: WeightReceiver | None = None
         self._finished: list[tuple[str, GenerationResult]] = []
@@ -68,13 +69,19 @@ class GenerationWorker:
     async def submit(self, requests: list[tuple[str, GenerationRequest]]) -> None:
         """Pass requests to the engine; `collect` returns their results, including those of refused requests."""
         for request_id, request in requests:
-            refusal = self._accepted.refusal(request.row_inputs) if request.row_inputs else None
+            refusal = self._refusal(request)
             if refusal is not None:
                 self._finished.append((request_id, GenerationResult.refused(refusal)))
                 self._has_news.set()
                 continue
             answer = asyncio.ensure_future(self._engine.generate(request_id, request))
             answer.add_done_callback(partial(self._note, request_id))
+
+    def _refusal(self, request: GenerationRequest) -> str | None:
+        """Return why the engine gets a request not at all; None if it gets it."""
+        if request.sampling.grammar is not None and self._grammar_refusal is not None:
+            return self._grammar_refusal
+        return self._accepted.refusal(request.row_inputs) if request.row_inputs else None
 
     async def abort(self, request_ids: list[str]) -> None:
         """End requests; `collect` returns the running ones with their tokens so far."""

@@ -25,7 +25,7 @@ from nemo_rl.experience.agents.dialects.openai_form import (
     usage,
 )
 from nemo_rl.experience.agents.dialects.sampling import sampling_fields
-from nemo_rl.experience.agents.dialects.tools import nested_tools, reads_tool_calls
+from nemo_rl.experience.agents.dialects.tools import nested_tools, tool_choice
 
 _ID_PREFIX = "chatcmpl-"
 
@@ -48,7 +48,7 @@ class ChatCompletions:
         return CallRequest(
             messages=messages,
             tools=tools,
-            reads_tool_calls=reads_tool_calls(fields, tools),
+            **tool_choice(fields, tools),
             continues_last=_continues_last(fields, messages),
             reads_token_texts=reads_texts,
             **sampling_fields(fields, ("max_completion_tokens", "max_tokens")),

@@ -21,7 +21,7 @@ from nemo_rl.experience.agents.dialects.message_blocks import (
 )
 from nemo_rl.experience.agents.dialects.openai_form import prompt_token_ids, token_ids
 from nemo_rl.experience.agents.dialects.sampling import sampling_fields
-from nemo_rl.experience.agents.dialects.tools import reads_tool_calls, schema_tools
+from nemo_rl.experience.agents.dialects.tools import schema_tools, tool_choice
 
 _UNSUPPORTED: Mapping[str, Sequence[Any]] = {"container": (), "mcp_servers": ([],), "n": (1,)}
 _KEEPS_ALL_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
@@ -54,9 +54,9 @@ class Messages:
         return CallRequest(
             messages=messages,
             tools=tools,
-            reads_tool_calls=reads_tool_calls(fields, tools),
+            **tool_choice(fields, tools),
             continues_last=_continues_last(fields, messages),
-            **sampling_fields(fields, ("max_tokens",), "stop_sequences"),
+            **sampling_fields(fields, ("max_tokens",), "stop_sequences", fields.object("output_config")),
         )
 
     def response(
@@ -93,9 +93,6 @@ class Messages:
 
 def _refuse_unsupported(fields: Fields) -> None:
     fields.refuse(_UNSUPPORTED)
-    output = fields.object("output_config")
-    if output is not None:
-        output.refuse({"format": ()})
     management = fields.object("context_management")
     if management is not None:
         for edit in management.items("edits"):

@@ -13,10 +13,9 @@ from nemo_rl.experience.agents.calls import CallAnswer, CallError, CallRequest
 from nemo_rl.experience.agents.dialects.fields import Fields
 from nemo_rl.experience.agents.dialects.interface import Body, Event, SessionMemory
 from nemo_rl.experience.agents.dialects.openai_form import error_body, exact_tokens, prompt_token_ids, token_ids
-from nemo_rl.experience.agents.dialects.response_events import stream_events
-from nemo_rl.experience.agents.dialects.response_items import items_of, read_items
+from nemo_rl.experience.agents.dialects.response_items import Item, empty_item, items_of, read_items
 from nemo_rl.experience.agents.dialects.sampling import sampling_fields
-from nemo_rl.experience.agents.dialects.tools import flat_tools, reads_tool_calls
+from nemo_rl.experience.agents.dialects.tools import flat_tools, tool_choice
 
 _STORED = "responses"
 _UNSUPPORTED: Mapping[str, Sequence[Any]] = {
@@ -51,8 +50,8 @@ class Responses:
         return CallRequest(
             messages=messages,
             tools=tools,
-            reads_tool_calls=reads_tool_calls(fields, tools),
-            **sampling_fields(fields, ("max_output_tokens",)),
+            **tool_choice(fields, tools),
+            **sampling_fields(fields, ("max_output_tokens",), own_form=fields.object("text")),
         )
 
     def response(
@@ -70,7 +69,7 @@ class Responses:
         self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
     ) -> Iterator[Event]:
         """See `Dialect.events`."""
-        yield from stream_events(self.response(body, request, answers, memory))
+        yield from _stream_events(self.response(body, request, answers, memory))
 
     def error(self, error: CallError) -> Mapping[str, Any]:
         """See `Dialect.error`."""
@@ -79,9 +78,6 @@ class Responses:
 
 def _refuse_unsupported(fields: Fields) -> None:
     fields.refuse(_UNSUPPORTED)
-    text = fields.object("text")
-    if text is not None:
-        text.refuse({"format": ({"type": "text"},)})
     if _LOGPROBS in fields.items("include"):
         raise fields.unsupported("include", "Use /v1/chat/completions with logprobs.")
 
@@ -125,7 +121,7 @@ def _response(body: Body, request: CallRequest, answer: CallAnswer) -> dict[str,
         "parallel_tool_calls": True,
         "previous_response_id": body.get("previous_response_id"),
         "temperature": request.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": (body.get("text") or {}).get("format") or {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": [
             {"type": "function", "strict": False, "parameters": None, **each["function"]} for each in request.tools
@@ -154,3 +150,38 @@ def _usage(answer: CallAnswer) -> Mapping[str, Any]:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + sampled,
     }
+
+
+def _stream_events(response: Item) -> Iterator[Event]:
+    """Return the events of a complete response, each with its `sequence_number`."""
+    for number, data in enumerate(_response_events(response)):
+        yield Event({**data, "sequence_number": number}, data["type"])
+
+
+def _response_events(response: Item) -> Iterator[Item]:
+    unfinished: Item = {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    yield {"type": "response.created", "response": {**response, **unfinished}}
+    yield {"type": "response.in_progress", "response": {**response, **unfinished}}
+    for index, item in enumerate(response["output"]):
+        yield {"type": "response.output_item.added", "output_index": index, "item": empty_item(item)}
+        yield from _content_events(item, {"item_id": item["id"], "output_index": index})
+        yield {"type": "response.output_item.done", "output_index": index, "item": item}
+    yield {"type": f"response.{response['status']}", "response": response}
+
+
+def _content_events(item: Item, place: Item) -> Iterator[Item]:
+    """Return the events for the arguments of a call, or for each part of a content."""
+    if item["type"] == "function_call":
+        kind = "response.function_call_arguments"
+        yield {"type": f"{kind}.delta", **place, "delta": item["arguments"]}
+        yield {"type": f"{kind}.done", **place, "arguments": item["arguments"], "name": item["name"]}
+        return
+    for index, part in enumerate(item["content"]):
+        at = {**place, "content_index": index}
+        # Only events of an answer's text have this field.
+        scores: Item = {"logprobs": []} if part["type"] == "output_text" else {}
+        yield {"type": "response.content_part.added", **at, "part": {**part, "text": ""}}
+        if part["text"]:
+            yield {"type": f"response.{part['type']}.delta", **at, "delta": part["text"], **scores}
+        yield {"type": f"response.{part['type']}.done", **at, "text": part["text"], **scores}
+        yield {"type": "response.content_part.done", **at, "part": part}

@@ -1,12 +1,13 @@
 """Read the fields that say how an answer is sampled; all dialects share them.
 
 Other fields are ignored: those of accounting ("user", "metadata", "store", "service_tier", "cache_control" ...) and
-those that only advise a model ("reasoning_effort", "verbosity", "parallel_tool_calls", "thinking").
+those that only advise a model ("reasoning_effort", "verbosity", "thinking").
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nemo_rl.experience.agents.dialects.answer_forms import answer_form
 from nemo_rl.experience.agents.dialects.fields import Fields
 
 MOST_ANSWERS = 128
@@ -28,10 +29,7 @@ UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "documents": ([],),
     "echo": (False,),
     "frequency_penalty": (0,),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
+    "guided_whitespace_pattern": (),
     "ignore_eos": (False,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
@@ -44,10 +42,8 @@ UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "presence_penalty": (0,),
     "prompt_logprobs": (),
     "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "stop_token_ids": ([],),
-    "structured_outputs": (),
     "suffix": ("",),
     "top_logprobs": (0,),
     "truncate_prompt_tokens": (),
@@ -80,13 +76,16 @@ _TEMPLATE_ARGUMENTS = frozenset(
 """Arguments of the function that applies a chat template; they are no variables of the template."""
 
 
-def sampling_fields(fields: Fields, length_fields: Sequence[str], stop_field: str = "stop") -> dict[str, Any]:
+def sampling_fields(
+    fields: Fields, length_fields: Sequence[str], stop_field: str = "stop", own_form: Fields | None = None
+) -> dict[str, Any]:
     """Return the attributes of a `CallRequest` that say how to sample, by name.
 
     Args:
         fields: the request.
         length_fields: names of the field for the largest number of tokens; the first one that is given counts.
         stop_field: name of the field for texts that end the answer.
+        own_form: see `answer_form`.
 
     Raises:
         CallError: a field is wrong or not supported.
@@ -100,6 +99,7 @@ def sampling_fields(fields: Fields, length_fields: Sequence[str], stop_field: st
     if top_k == 0:
         top_k = _ALL_TOKENS
     return {
+        "grammar": answer_form(fields, own_form),
         "max_tokens": next((each for each in lengths if each is not None), None),
         "stop": fields.texts(stop_field),
         "num_answers": _num_answers(fields),

@@ -7,6 +7,7 @@ other fields, such as `strict`, are for the server, and a chat template would sh
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_rl.experience.agents.calls import ANY_TOOL
 from nemo_rl.experience.agents.dialects.fields import Fields
 
 type Tool = dict[str, Any]
@@ -59,32 +60,41 @@ def schema_tools(fields: Fields) -> list[Tool]:
     return tools
 
 
-def reads_tool_calls(fields: Fields, tools: list[Tool]) -> bool:
-    """Return whether calls in the answer are parsed, from `tool_choice`.
-
-    "none" turns it off. "auto", "required" (Anthropic: "any") and a named tool turn it on: nothing forces the model to
-    call a tool, because its tokens are sampled from the policy without constraints. If the answer shall have a call,
-    the program has to check for it.
+def tool_choice(fields: Fields, tools: list[Tool]) -> dict[str, Any]:
+    """Return the attributes of a `CallRequest` that say whether the answer calls tools, from `tool_choice`.
 
     Raises:
         CallError: the field is wrong, or names a tool that the request does not have.
     """
+    choice, name = _choice(fields, tools)
+    forced = {"any": ANY_TOOL, "required": ANY_TOOL, "named": name}.get(choice)
+    if forced == ANY_TOOL and not tools:
+        raise fields.wrong("tools", f'a list of at least one tool with tool_choice "{choice}"')
+    details = fields.values.get("tool_choice")
+    is_single = isinstance(details, Mapping) and details.get("disable_parallel_tool_use") is True
+    is_single = is_single or not fields.flag("parallel_tool_calls", default=True)
+    return {
+        "reads_tool_calls": choice != "none",
+        "forced_tool": forced,
+        "calls_once": forced == ANY_TOOL and is_single,
+    }
+
+
+def _choice(fields: Fields, tools: list[Tool]) -> tuple[str, str | None]:
+    """Return "none", "auto", "required" (Anthropic: "any") or "named", and the name of the tool."""
     value = fields.values.get("tool_choice")
     if value is None:
-        return True
+        return "auto", None
     if isinstance(value, str):
-        return fields.one_of("tool_choice", ("none", "auto", "required")) != "none"
-    choice = fields.object("tool_choice")
-    if choice is None:
-        return True
+        return fields.one_of("tool_choice", ("none", "auto", "required")), None
+    choice = Fields(value, "tool_choice")
     if choice.values.get("type") == "allowed_tools":
         raise choice.unsupported("type", "Give only the tools that are allowed in the field tools.")
-    if choice.one_of("type", ("none", "auto", "any", "tool", "function")) in ("tool", "function"):
-        _check_named(choice, tools)
-    return choice.values["type"] != "none"
+    kind = choice.one_of("type", ("none", "auto", "any", "tool", "function"))
+    return ("named", _named(choice, tools)) if kind in ("tool", "function") else (kind, None)
 
 
-def _check_named(choice: Fields, tools: list[Tool]) -> None:
+def _named(choice: Fields, tools: list[Tool]) -> str:
     named = choice.object("function") or choice
     name = named.required_text("name")
     known = [tool["function"]["name"] for tool in tools]
@@ -92,6 +102,7 @@ def _check_named(choice: Fields, tools: list[Tool]) -> None:
         raise named.wrong(
             "name", f"the name of a tool of the request: {', '.join(known[:_SHOWN_TOOLS]) or 'it has none'}"
         )
+    return name
 
 
 def _check_type(tool: Fields, allowed: str) -> None:

@@ -22,12 +22,16 @@ class ChatInput:
         tools: function schemas in OpenAI's form.
         template_kwargs: variables for the chat template.
         may_call: False forbids calls of the tools.
+        forced_tool: name of the tool that the answer has to call, an empty text for any; None: the model decides.
+        calls_once: whether a forced answer has one call only.
     """
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     may_call: bool = True
+    forced_tool: str | None = None
+    calls_once: bool = False
 
 
 @dataclass(frozen=True)

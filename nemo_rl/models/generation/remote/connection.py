@@ -17,6 +17,7 @@ from typing import Any, Literal
 import httpx
 
 from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.http import read_at_most
 
 _SHOWN_CHARS = 300
 _TRANSIENT = frozenset((408, 409, 425, 429))
@@ -104,11 +105,9 @@ class EndpointConnection:
 
     async def _ask(self, method: str, url: str, body: Mapping[str, Any] | None) -> Any:
         async with self._client.stream(method, url, json=body) as response:
-            content = bytearray()
-            async for chunk in response.aiter_raw():
-                content += chunk
-                if len(content) > self.largest_bytes:
-                    raise EndpointError(f"{self.name} at {url} sent more than {self.largest_bytes} bytes")
+            content = await read_at_most(response, self.largest_bytes)
+        if content is None:
+            raise EndpointError(f"{self.name} at {url} sent more than {self.largest_bytes} bytes")
         # The key is taken out first: a cut could leave a part of it that is not recognised.
         shown = self.safe(content[: 2**16].decode(errors="replace"))[:_SHOWN_CHARS]
         status = response.status_code

@@ -10,7 +10,7 @@ from typing import Any
 from nemo_rl.config.schema.model.endpoint import ModelEndpointConfig
 from nemo_rl.data.interfaces import Message
 from nemo_rl.data.messages.observations import template_message
-from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
+from nemo_rl.models.generation.interfaces import GenerationRequest, Grammar, SamplingParams
 from nemo_rl.models.generation.remote.chats import ChatInput
 
 _KEPT = ("role", "content", "name", "tool_calls", "tool_call_id")
@@ -51,8 +51,20 @@ def _sampling(sampling: SamplingParams) -> dict[str, Any]:
         "top_k": sampling.top_k,
         "stop_token_ids": list(sampling.stop_token_ids),
         "bad_words": list(sampling.bad_words),
+        **_form(sampling.grammar),
     }
     return fields | {name: value for name, value in optional.items() if value}
+
+
+def _form(grammar: Grammar | None) -> dict[str, Any]:
+    """Return the field for the form of an answer: OpenAI's for JSON, and vLLM's for the forms that OpenAI lacks."""
+    if grammar is None:
+        return {}
+    kind, definition = grammar
+    if kind != "json":
+        return {"structured_outputs": {kind: json.loads(definition) if kind == "choice" else definition}}
+    schema = {"name": "answer", "schema": json.loads(definition)}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
 def _around(chat: ChatInput) -> dict[str, Any]:
@@ -62,6 +74,11 @@ def _around(chat: ChatInput) -> dict[str, Any]:
         fields["tools"] = [dict(tool) for tool in chat.tools]
         if not chat.may_call:
             fields["tool_choice"] = "none"
+        if chat.forced_tool is not None:
+            named = {"type": "function", "function": {"name": chat.forced_tool}}
+            fields["tool_choice"] = named if chat.forced_tool else "required"
+            if chat.calls_once:
+                fields["parallel_tool_calls"] = False
     if chat.template_kwargs:
         fields["chat_template_kwargs"] = dict(chat.template_kwargs)
     return fields

@@ -1,12 +1,11 @@
 """Adapt vLLM's in-process engine to the `Engine` protocol, for the CPU and GPU builds.
 
-Weight loading (`weights`) and the other ranks of an engine (`ranks`) have their own files. Invariant: unless
-`logprobs_mode` is changed, log-probabilities are those of the sampled distribution, so they agree with a trainer that
-divides logits by the same temperature.
+Weight loading (`weights`), the other ranks of an engine (`ranks`) and responses with a grammar (`grammars`) have their
+own files. Invariant: unless `logprobs_mode` is changed, log-probabilities are those of the sampled distribution, so
+they agree with a trainer that divides logits by the same temperature; with a grammar, they are those without it.
 """
 
 import logging
-import math
 import os
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -34,7 +33,9 @@ from nemo_rl.models.generation.interfaces import (
 from nemo_rl.models.generation.stepped import Finished, SteppedEngine
 from nemo_rl.models.generation.texts import sampled_text
 from nemo_rl.models.generation.vllm.concurrency import CacheWatch
+from nemo_rl.models.generation.vllm.grammars import REFUSED, Scoring, is_scored, reading, structured_outputs
 from nemo_rl.models.generation.vllm.layers import start_recording, stop_recording
+from nemo_rl.models.generation.vllm.logprobs import of_tokens
 from nemo_rl.models.generation.vllm.ranks import RanksExecutor
 from nemo_rl.models.generation.vllm.settings import CPU_SEQUENCES
 from nemo_rl.models.generation.vllm.weights import (
@@ -49,7 +50,7 @@ from nemo_rl.optimizations.switch import is_on
 from nemo_rl.optimizations.vllm.bursts import BurstExecutor
 from nemo_rl.optimizations.vllm.inspection import inspect_here
 from nemo_rl.optimizations.vllm.threads import ThreadChoice, cores_of_each, packing_threads, start_threads
-from nemo_rl.utils.errors import GenerationError, NonFiniteError
+from nemo_rl.utils.errors import GenerationError
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +61,15 @@ _DEEPSEEK_V3_ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 class VllmEngine(SteppedEngine):
     """One vLLM engine, or worker 0 of an engine with several workers."""
 
+    accepts_grammars = True
+
     def __init__(self, settings: EngineSettings):
         super().__init__()
         self._can_sleep = settings.can_sleep
         self._max_model_len = settings.max_model_len
         self._tensor_parallel_size = settings.tensor_parallel_size
         self._vllm_ids: dict[str, str] = {}
+        self._scoring = Scoring()
         arguments = engine_arguments(settings)
         if settings.device == "cpu":
             if is_on("model_inspection", settings.optimizations):
@@ -83,21 +87,28 @@ class VllmEngine(SteppedEngine):
 
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
         """See `SteppedEngine.add_request`."""
-        prompt_length = len(request.prompt_token_ids)
-        room = self._max_model_len - prompt_length
+        prompt_length, will_be_scored = len(request.prompt_token_ids), is_scored(request.sampling)
+        # When vLLM reads prompt and response, it draws another token.
+        room = self._max_model_len - prompt_length - will_be_scored
         if room < 1:
             raise GenerationError(
                 f"A prompt of {prompt_length} tokens leaves no room in the context of "
                 f"{self._max_model_len} (policy.generation.engine.max_model_len)."
             )
         try:
-            self._vllm_ids[request_id] = self._engine.add_request(
-                request_id,
-                {"prompt_token_ids": request.prompt_token_ids},
-                sampling_params(request.sampling, request.seed, room),
-            )
+            self._submit(request_id, request.prompt_token_ids, self._sampling_params(request, room))
         except (VLLMValidationError, ValueError) as refusal:
-            raise GenerationError(f"vLLM refused a prompt: {refusal}") from refusal
+            what = "vLLM refused a prompt" if request.sampling.grammar is None else REFUSED
+            raise GenerationError(f"{what}: {refusal}") from refusal
+        if will_be_scored:
+            self._scoring.prompts[request_id] = request.prompt_token_ids
+
+    def _submit(self, request_id: str, token_ids: list[int], params: VllmSamplingParams) -> None:
+        self._vllm_ids[request_id] = self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
+
+    def _sampling_params(self, request: GenerationRequest, room: int) -> VllmSamplingParams:
+        eos: int | None = getattr(self._engine.renderer.tokenizer, "eos_token_id", None)
+        return sampling_params(request.sampling, request.seed, room, eos)
 
     def step(self) -> list[Finished]:
         """See `SteppedEngine.step`."""
@@ -107,12 +118,27 @@ class VllmEngine(SteppedEngine):
         finished = []
         for output in self._engine.step():
             if isinstance(output, RequestOutput) and output.finished:
-                finished.append(_finished(output))
-                del self._vllm_ids[output.request_id]
+                finished += self._taken(output)
         if self._threads is not None:
             self._threads.end_step(has_more=bool(self._vllm_ids))
         self._cache.end_step(len(finished))
         return finished
+
+    def _taken(self, output: RequestOutput) -> list[Finished]:
+        """Return the response of an output; none if it has to be scored, which begins here."""
+        request_id = output.request_id
+        del self._vllm_ids[request_id]
+        if request_id in self._scoring.drawn:
+            return [self._scoring.scored(output)]
+        response = _finished(output)
+        if request_id not in self._scoring.prompts:
+            return [response]
+        if response.error is not None:
+            self._scoring.forget(request_id)
+            return [response]
+        self._scoring.drawn[request_id] = response
+        self._submit(request_id, self._scoring.tokens_to_read(request_id), reading())
+        return []
 
     def take_load(self) -> EngineLoad:
         """See `SteppedEngine.take_load`."""
@@ -124,17 +150,22 @@ class VllmEngine(SteppedEngine):
         for request_id in request_ids:
             token_ids, logprobs = self.sampled_so_far(request_id)
             removed.append(Finished(request_id, token_ids, logprobs, "abort"))
+            self._scoring.forget(request_id)
         self._engine.abort_request([self._vllm_ids.pop(request_id) for request_id in request_ids], internal=True)
         return removed
 
     def sampled_so_far(self, request_id: str) -> tuple[list[int], list[float]]:
-        """See `SteppedEngine.sampled_so_far`."""
+        """See `SteppedEngine.sampled_so_far`; none of a response whose log-probabilities are known at its end only."""
+        if request_id in self._scoring.prompts:
+            return [], []
         state = self._state(request_id)
         token_ids = list(state.detokenizer.output_token_ids)
-        return token_ids, sampled_logprobs(token_ids, state.logprobs_processor.logprobs)
+        return token_ids, of_tokens(token_ids, state.logprobs_processor.logprobs)
 
     def num_tokens(self, request_id: str) -> int:
         """See `SteppedEngine.num_tokens`."""
+        if request_id in self._scoring.drawn:
+            return len(self._scoring.drawn[request_id].token_ids)
         num_tokens: int = self._state(request_id).detokenizer.num_output_tokens()
         return num_tokens
 
@@ -190,6 +221,9 @@ class VllmEngine(SteppedEngine):
             own, *of_others = self._engine.collective_rpc(finish_reload)
         if changed:
             self._engine.reset_prefix_cache(reset_running_requests=True)
+            for request_id in self._scoring.drawn:  # with one version of the weights for all tokens
+                self._engine.abort_request([self._vllm_ids[request_id]], internal=True)
+                self._submit(request_id, self._scoring.tokens_to_read(request_id), reading())
         return own + [f"{name} of worker {rank}" for rank, names in enumerate(of_others, start=1) for name in names]
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
@@ -289,8 +323,20 @@ def _routing(model: PretrainedConfig) -> dict[str, str]:
     return {key: value for key, value in _DEEPSEEK_V3_ROUTING.items() if getattr(model, key, None) is None}
 
 
-def sampling_params(sampling: SamplingParams, seed: int, room: int) -> VllmSamplingParams:
-    """Translate sampling parameters into vLLM's; `room` is the number of tokens left in the context."""
+def sampling_params(sampling: SamplingParams, seed: int, room: int, eos: int | None = None) -> VllmSamplingParams:
+    """Translate sampling parameters into vLLM's.
+
+    Args:
+        sampling: the parameters.
+        seed: of the request.
+        room: tokens left in the context.
+        eos: the tokenizer's end of text, with which a complete response with a grammar may always end.
+
+    Raises:
+        ValueError: the grammar is none.
+    """
+    grammar = sampling.grammar
+    ends = [] if grammar is None or eos is None or eos in sampling.stop_token_ids else [eos]
     return VllmSamplingParams(
         temperature=sampling.temperature,
         top_k=sampling.top_k or 0,
@@ -303,7 +349,8 @@ def sampling_params(sampling: SamplingParams, seed: int, room: int) -> VllmSampl
         bad_words=list(sampling.bad_words) or None,
         include_stop_str_in_output=True,
         skip_special_tokens=False,
-        stop_token_ids=list(sampling.stop_token_ids),
+        stop_token_ids=[*sampling.stop_token_ids, *ends],
+        structured_outputs=None if grammar is None else structured_outputs(grammar),
         ignore_eos=True,
         detokenize=bool(sampling.stop_strings),
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -313,27 +360,11 @@ def sampling_params(sampling: SamplingParams, seed: int, room: int) -> VllmSampl
 
 def _finished(output: RequestOutput) -> Finished:
     completion = output.outputs[0]
+    if completion.finish_reason == "error":
+        return Finished(output.request_id, [], [], "abort", f"{REFUSED}; its log has the reason.")
     token_ids = list(completion.token_ids)
     reason: FinishReason = "stop" if completion.finish_reason == "stop" else "length"
-    return Finished(output.request_id, token_ids, sampled_logprobs(token_ids, completion.logprobs), reason)
-
-
-def sampled_logprobs(token_ids: list[int], logprobs: object) -> list[float]:
-    """Read each sampled token's log-probability from vLLM's flat table.
-
-    Raises:
-        GenerationError: vLLM returned a table without the sampled tokens.
-        NonFiniteError: a sampled token's log-probability is NaN.
-    """
-    table_ids = list(getattr(logprobs, "token_ids", []))
-    values = list(getattr(logprobs, "logprobs", []))
-    if table_ids != token_ids or len(values) != len(token_ids):
-        raise GenerationError(
-            f"vLLM returned log-probabilities of {len(table_ids)} tokens for {len(token_ids)} sampled ones."
-        )
-    if math.isnan(sum(values)):
-        raise NonFiniteError("vLLM's log-probabilities are not finite.")
-    return values
+    return Finished(output.request_id, token_ids, of_tokens(token_ids, completion.logprobs), reason)
 
 
 def _nameless_file() -> str:

@@ -5,8 +5,9 @@ import json
 import pytest
 from dialect_parts import WEATHER, WEATHER_SCHEMA
 
-from nemo_rl.experience.agents.calls import CallError
+from nemo_rl.experience.agents.calls import ANY_TOOL, CallError
 from nemo_rl.experience.agents.dialects.registry import DIALECT_BY_PATH, DIALECTS
+from nemo_rl.models.generation.interfaces import Grammar
 
 pytestmark = pytest.mark.fast
 
@@ -66,13 +67,14 @@ def test_each_path_has_one_dialect():
         ("logit_bias", {"50256": -100}),
         ("presence_penalty", 0.5),
         ("frequency_penalty", -1),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", "json"),
+        ("guided_whitespace_pattern", " "),
         ("top_logprobs", 3),
         ("audio", {"voice": "alloy"}),
         ("best_of", 4),
         ("echo", True),
         ("suffix", "end"),
-        ("structured_outputs", {"regex": "a"}),
+        ("structured_outputs", ["a"]),
         ("stop_token_ids", [5]),
     ],
 )
@@ -220,11 +222,66 @@ def test_wrong_content_of_the_assistant_is_refused_by_messages(content, paramete
     refused(MESSAGES, parameter, messages=[USER, {"role": "assistant", "content": content}])
 
 
-def test_structured_outputs_are_refused():
-    refused(RESPONSES, "text.format", text={"format": {"type": "json_schema", "name": "a", "schema": {}}})
-    refused(MESSAGES, "output_config.format", output_config={"format": {"type": "json_schema", "schema": {}}})
-    assert read(RESPONSES, text={"format": {"type": "text"}, "verbosity": "low"})
-    assert read(MESSAGES, output_config={"effort": "low"})
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+JSON = Grammar("json", json.dumps(SCHEMA))
+ANY_OBJECT = Grammar("json", '{"type": "object"}')
+NESTED = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
+FLAT = {"type": "json_schema", "name": "a", "schema": SCHEMA}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("changes", "form"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, ANY_OBJECT),
+        ({"response_format": NESTED}, JSON),
+        ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": False, "whitespace_pattern": None}}, JSON),
+        ({"structured_outputs": {"json": JSON.definition}}, JSON),
+        ({"structured_outputs": {"json_object": True}}, ANY_OBJECT),
+        ({"structured_outputs": {"json_object": False}}, None),
+        ({"structured_outputs": {"regex": "a+"}}, Grammar("regex", "a+")),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, Grammar("choice", '["yes", "no"]')),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, Grammar("grammar", 'root ::= "a"')),
+        ({"guided_json": SCHEMA}, JSON),
+        ({"guided_regex": "a+"}, Grammar("regex", "a+")),
+        ({"guided_choice": ["yes"]}, Grammar("choice", '["yes"]')),
+        ({"guided_grammar": 'root ::= "a"'}, Grammar("grammar", 'root ::= "a"')),
+    ],
+)
+def test_a_form_of_the_answer_is_read_in_all_dialects(path, changes, form):
+    assert read(path, **changes).grammar == form
+
+
+def test_a_form_is_read_where_an_api_has_a_field_of_its_own():
+    assert read(RESPONSES, text={"format": FLAT, "verbosity": "low"}).grammar == JSON
+    assert read(RESPONSES, text={"format": {"type": "json_object"}}).grammar == ANY_OBJECT
+    assert read(RESPONSES, text={"format": {"type": "text"}, "verbosity": "low"}).grammar is None
+    assert read(MESSAGES, output_config={"format": FLAT, "effort": "low"}).grammar == JSON
+    assert read(MESSAGES, output_config={"effort": "low"}).grammar is None
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "parameter"),
+    [
+        (CHAT, {"response_format": {"type": "xml"}}, "response_format.type"),
+        (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.schema"),
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
+        (CHAT, {"response_format": NESTED, "guided_regex": "a"}, "response_format"),
+        (CHAT, {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.regex"),
+        (CHAT, {"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        (CHAT, {"structured_outputs": {"json": 5}}, "structured_outputs.json"),
+        (CHAT, {"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        (CHAT, {"structured_outputs": {"choice": [5]}}, "structured_outputs.choice"),
+        (CHAT, {"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        (CHAT, {"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+        (RESPONSES, {"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+        (MESSAGES, {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+    ],
+)
+def test_a_wrong_form_is_refused(path, changes, parameter):
+    refused(path, parameter, **changes)
 
 
 def test_edits_of_the_context_are_refused_unless_they_change_nothing():
@@ -281,6 +338,25 @@ def test_only_the_choice_none_turns_off_the_parsing_of_calls(path):
     none = {"type": "none"} if path == MESSAGES else "none"
     request = read(path, tools=[TOOLS[path]], tool_choice=none)
     assert request.tools and not request.reads_tool_calls
+    assert request.forced_tool is None
+
+
+@pytest.mark.parametrize("path", TOOLS)
+def test_a_choice_of_tools_may_force_a_call(path):
+    is_messages = path == MESSAGES
+    auto, required = ({"type": "auto"}, {"type": "any"}) if is_messages else ("auto", "required")
+    single = (
+        {"tool_choice": {**required, "disable_parallel_tool_use": True}}
+        if is_messages
+        else {"tool_choice": required, "parallel_tool_calls": False}
+    )
+    tools = [TOOLS[path]]
+    assert read(path, tools=tools, tool_choice=auto).forced_tool is None
+    assert read(path, tools=tools, tool_choice=NAMED[path]).forced_tool == "weather"
+    request = read(path, tools=tools, tool_choice=required)
+    assert (request.forced_tool, request.calls_once) == (ANY_TOOL, False)
+    assert read(path, tools=tools, **single).calls_once
+    refused(path, "tools", tool_choice=required)
 
 
 @pytest.mark.parametrize(

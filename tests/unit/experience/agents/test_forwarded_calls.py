@@ -119,6 +119,34 @@ def test_what_needs_the_models_tokens_is_refused(path: str, body: dict[str, Any]
         assert server.bodies == []
 
 
+def test_a_demanded_form_is_passed_on_and_a_forced_call_too() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+    async def program(task: Mapping[str, Any]) -> float:
+        async with client_of(task) as client:
+            options: dict[str, Any] = {"model": "any", "messages": list(task["messages"])}
+            form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+            await client.chat.completions.create(response_format=form, **options)
+            await client.chat.completions.create(extra_body={"guided_choice": ["a", "b"]}, **options)
+            await client.chat.completions.create(
+                tools=TOOLS, tool_choice="required", parallel_tool_calls=False, **options
+            )
+            await client.chat.completions.create(
+                tools=TOOLS, tool_choice={"type": "function", "function": {"name": "add"}}, **options
+            )
+        return 1.0
+
+    with ChatServer(echo) as server:
+        sample = play_at(server, program)
+    assert sample.error is None, sample.error
+    formed, chosen, required, named = server.bodies
+    assert formed["response_format"]["json_schema"]["schema"] == schema
+    assert chosen["structured_outputs"] == {"choice": ["a", "b"]}
+    assert (required["tool_choice"], required["parallel_tool_calls"]) == ("required", False)
+    assert named["tool_choice"] == {"type": "function", "function": {"name": "add"}}
+    assert not {"response_format", "structured_outputs"} & (required.keys() | named.keys())
+
+
 async def gives_up(task: Mapping[str, Any]) -> float:
     """A program that takes a missing answer for a wrong one."""
     async with client_of(task) as client:

@@ -1,0 +1,95 @@
+"""Responses that keep to a grammar: vLLM draws them under a mask, and reads them again to score them without it.
+
+    prompt ─► tokens, drawn under the mask ─► prompt and tokens as a second prompt ─► log-probabilities of the policy
+
+vLLM masks the logits before it computes any log-probability of a drawn token, also a raw one. Those of a prompt know
+neither mask nor temperature nor filter. Invariant: all log-probabilities of a response are of the same weights.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
+
+from nemo_rl.models.generation.interfaces import Grammar, SamplingParams
+from nemo_rl.models.generation.stepped import Finished
+from nemo_rl.models.generation.vllm.logprobs import of_tokens
+from nemo_rl.utils.errors import GenerationError
+
+REFUSED = "vLLM cannot keep an answer to this form"
+
+
+def structured_outputs(grammar: Grammar) -> StructuredOutputsParams:
+    """Translate a grammar into vLLM's parameters.
+
+    Raises:
+        ValueError: it is none.
+    """
+    kind, definition = grammar
+    values: Mapping[str, Any] = {kind: json.loads(definition) if kind == "choice" else definition}
+    return StructuredOutputsParams(**values)
+
+
+def is_scored(sampling: SamplingParams) -> bool:
+    """Return whether a response is read again after it was drawn.
+
+    Raises:
+        GenerationError: it would have to be, and is drawn from another distribution than the policy's.
+    """
+    if sampling.grammar is None or not sampling.scores_policy:
+        return False
+    if not sampling.draws_from_policy:
+        raise GenerationError(
+            "The log-probabilities of a response with a grammar are known at temperature 1 without top_k, top_p and "
+            f"bad_words only, and it shall be drawn with temperature={sampling.temperature:g}, top_k={sampling.top_k}, "
+            f"top_p={sampling.top_p:g} and bad_words={list(sampling.bad_words)}."
+        )
+    return True
+
+
+def reading() -> VllmSamplingParams:
+    """Make the parameters with which vLLM reads a prompt and returns its log-probabilities."""
+    return VllmSamplingParams(
+        temperature=0.0,
+        max_tokens=1,  # vLLM draws at least one, which is not used
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+@dataclass
+class Scoring:
+    """The responses of one engine that are scored when they have been drawn.
+
+    Attributes:
+        prompts: their prompts, by the id of the request.
+        drawn: those that are drawn to the end and being read, by the same ids.
+    """
+
+    prompts: dict[str, list[int]] = field(default_factory=dict)
+    drawn: dict[str, Finished] = field(default_factory=dict)
+
+    def forget(self, request_id: str) -> None:
+        """Drop a response."""
+        self.prompts.pop(request_id, None)
+        self.drawn.pop(request_id, None)
+
+    def tokens_to_read(self, request_id: str) -> list[int]:
+        """Return prompt and tokens of a drawn response."""
+        return [*self.prompts[request_id], *self.drawn[request_id].token_ids]
+
+    def scored(self, output: RequestOutput) -> Finished:
+        """Return a response with the log-probabilities that vLLM has read, and drop it here."""
+        request_id = output.request_id
+        prompt, drawn = self.prompts.pop(request_id), self.drawn.pop(request_id)
+        # The first token of a prompt has no log-probability.
+        values = of_tokens(drawn.token_ids, output.prompt_logprobs, num_before=len(prompt) - 1)
+        return drawn._replace(logprobs=values)
