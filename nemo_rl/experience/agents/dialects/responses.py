@@ -69,7 +69,7 @@ class Responses:
         self, body: Body, request: CallRequest, answers: Sequence[CallAnswer], memory: SessionMemory
     ) -> Iterator[Event]:
         """See `Dialect.events`."""
-        yield from _stream_events(self.response(body, request, answers, memory))
+        yield from _stream_events(dict(self.response(body, request, answers, memory)))
 
     def error(self, error: CallError) -> Mapping[str, Any]:
         """See `Dialect.error`."""
