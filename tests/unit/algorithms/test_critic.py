@@ -8,8 +8,8 @@ import torch
 
 from nemo_rl.algorithms.critic import CriticUpdate, PolicyEpochs, ValueInference
 from nemo_rl.algorithms.ppo import recipe
+from nemo_rl.algorithms.runtime.idle_steps import made_update
 from nemo_rl.algorithms.runtime.run import StepBatch
-from nemo_rl.algorithms.runtime.session import made_update
 from nemo_rl.config import REPOSITORY_ROOT, PPOMasterConfig, load_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.branches import Branch
