@@ -18,9 +18,10 @@ from nemo_rl.algorithms.runtime.run import StepBatch, Trainer
 from nemo_rl.data.model_rows import ROW_INPUTS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.rows import rows_per_update
+from nemo_rl.experience.trajectory import Outcome
 from nemo_rl.losses.loss_function import AnyLossFunction, LossFunction
 from nemo_rl.models.policy.batching import count_valid
-from nemo_rl.models.policy.interfaces import TrainResult, ValueOutputSpec
+from nemo_rl.models.policy.interfaces import ScoreOutputSpec, TrainResult, ValueOutputSpec
 
 _OF_A_CRITIC = ("input_ids", "input_lengths", "token_mask", "sample_mask", "values", "returns", ROW_INPUTS)
 _OF_THE_BATCH = ("global_valid_seqs", "global_valid_toks", "num_valid_samples")
@@ -33,6 +34,9 @@ class Critic(Trainer, Protocol):
     def get_values(self, data: BatchedDataDict[Any]) -> BatchedDataDict[ValueOutputSpec]:
         """Return the value of the state before each token."""
 
+    def score(self, data: BatchedDataDict[Any]) -> BatchedDataDict[ScoreOutputSpec]:
+        """Return the value of the state after the last token of each row."""
+
 
 @dataclass(frozen=True)
 class ValueInference:
@@ -40,16 +44,28 @@ class ValueInference:
 
     Attributes:
         critic: the model that predicts rewards.
+        continues_truncated: whether the value after the end of truncated answers is needed.
     """
 
     critic: Critic
+    continues_truncated: bool = False
 
     name = "value_inference"
     roles = ("value",)
 
     def apply(self, batch: StepBatch) -> dict[str, float]:
-        """Write `values [B, T]` float32, where position t has the value of the state before token t."""
-        batch.tensors["values"] = self.critic.get_values(batch.tensors)["values"]
+        """Write `values [B, T]` float32, where position t has the value of the state before token t.
+
+        With `continues_truncated` also `values_after [B]` float32, the value of the state after the last token of the
+        rows of truncated samples; 0 for other rows.
+        """
+        tensors = batch.tensors
+        tensors["values"] = self.critic.get_values(tensors)["values"]
+        if self.continues_truncated:
+            truncated = [row for row, sample in enumerate(batch.rows) if sample.outcome == Outcome.TRUNCATED]
+            tensors["values_after"] = torch.zeros(tensors.size)
+            if truncated:
+                tensors["values_after"][truncated] = self.critic.score(tensors.select_indices(truncated))["scores"]
         return {}
 
 

@@ -72,7 +72,7 @@ def recipe(config: PPOMasterConfig, user_parts: UserParts = NOTHING) -> RolloutR
         threshold, corrects = ppo.seq_logprob_error_threshold, corrects_staleness(config)
         return [
             PolicyScoring(policy, needs_prev, needs_reference, threshold, corrects),
-            ValueInference(critic),
+            ValueInference(critic, ppo.adv_estimator.bootstrap_truncated),
             credit,
             CriticUpdate(critic, value_loss_fn, ppo.ppo_epochs, config.value.train_global_batch_size),
         ]

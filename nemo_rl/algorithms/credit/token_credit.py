@@ -9,7 +9,6 @@ a sample that the loss leaves out has advantages and returns of 0 and enters no 
 Legend: `R` rows, `B` samples, `T` tokens, `N` tokens that count of the sample with most.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from nemo_rl.algorithms.credit.reward_shaping import training_rewards
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.config import ClippedPGLossConfig, PPOConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.trajectory import Outcome, Trajectory, is_right
+from nemo_rl.experience.trajectory import is_right
 from nemo_rl.losses.kl import kl_penalty
 from nemo_rl.losses.reductions import masked_mean, masked_var, safe_divide
 
@@ -49,7 +48,8 @@ class TokenCredit:
     def apply(self, batch: StepBatch) -> dict[str, float]:
         """Write `advantages [R, T]`, `returns [R, T]` and `positive_examples [R]`.
 
-        Needs `values`, and with a KL penalty in the reward `prev_logprobs` and `reference_policy_logprobs`.
+        Needs `values`, with `bootstrap_truncated` also `values_after`, and with a KL penalty in the reward
+        `prev_logprobs` and `reference_policy_logprobs`.
 
         Returns:
             Metrics: rewards of the samples, advantages, returns and values of the tokens that count, and
@@ -62,7 +62,10 @@ class TokenCredit:
         values_BN = tokens.take(joined.join(tensors["values"]))
         rewards_B = training_rewards(trajectories, self._config)
         rewards_BN = self._token_rewards(rewards_B, tokens, joined, tensors)
-        advantages_BN, returns_BN = self._estimate(tokens, rewards_BN, values_BN, trajectories)
+        after_B = torch.zeros(len(trajectories))
+        if self._config.adv_estimator.bootstrap_truncated:
+            after_B = joined.last(tensors["values_after"])
+        advantages_BN, returns_BN = self._estimate(tokens, rewards_BN, values_BN, after_B)
         advantages_RT = joined.cut(tokens.put(advantages_BN))
         tensors["advantages"] = advantages_RT.float()
         tensors["returns"] = joined.cut(tokens.put(returns_BN)).float()
@@ -87,14 +90,10 @@ class TokenCredit:
         return rewards_BN - kl_penalty(policy_BN, reference_BN, tokens.exists_BN, self._loss_config)
 
     def _estimate(
-        self, tokens: CountedTokens, rewards_BN: Tensor, values_BN: Tensor, trajectories: Sequence[Trajectory]
+        self, tokens: CountedTokens, rewards_BN: Tensor, values_BN: Tensor, after_B: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return advantages of the policy and returns of the critic, `[B, N]` each."""
         config = self._config.adv_estimator
-        after_B = torch.zeros(len(trajectories), dtype=torch.float64)
-        if config.bootstrap_truncated:
-            truncated_B = torch.tensor([t.outcome == Outcome.TRUNCATED for t in trajectories])
-            after_B = torch.where(truncated_B, (values_BN * tokens.is_last_BN).sum(1), 0.0)
 
         def estimate(states_BN: Tensor, lambda_B: Tensor) -> Tensor:
             return gae(tokens, rewards_BN, states_BN, after_B=after_B, gamma=config.gae_gamma, lambda_B=lambda_B)

@@ -13,7 +13,7 @@ from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.config import REPOSITORY_ROOT, PPOMasterConfig, load_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.branches import Branch
-from nemo_rl.experience.trajectory import Trajectory
+from nemo_rl.experience.trajectory import Outcome, Trajectory
 from nemo_rl.losses.mse_value import MseValueLossFn
 from nemo_rl.utils.errors import DataError
 
@@ -22,7 +22,7 @@ CPU = REPOSITORY_ROOT / "examples/configs/ppo_math_cpu.yaml"
 
 @dataclass
 class Model:
-    """Notes its calls of `train`; a value is the number of its row."""
+    """Notes its calls of `train`; a value is the number of its row, and a score the sum of its tokens."""
 
     calls: list[tuple[BatchedDataDict[Any], Any]] = field(default_factory=list)
 
@@ -30,12 +30,21 @@ class Model:
         rows, tokens = data["input_ids"].shape
         return BatchedDataDict({"values": torch.arange(float(rows))[:, None].expand(rows, tokens)})
 
+    def score(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        return BatchedDataDict({"scores": data["input_ids"].sum(1).float()})
+
     def train(self, data: BatchedDataDict[Any], loss_fn: Any, *, gbs: Any = None) -> Any:
         self.calls.append((data, gbs))
         num_updates = data.size // gbs if isinstance(gbs, int) else len(gbs)
         metrics = {
-            "loss": 0.5, "grad_norm": 2.0, "lr": 0.1, "num_updates": float(num_updates), "skipped_updates": 0.0,
-            "global_valid_seqs": float(data.size), "global_valid_toks": 2.0 * data.size, "vf_clipfrac": 0.25,
+            "loss": 0.5,
+            "grad_norm": 2.0,
+            "lr": 0.1,
+            "num_updates": float(num_updates),
+            "skipped_updates": 0.0,
+            "global_valid_seqs": float(data.size),
+            "global_valid_toks": 2.0 * data.size,
+            "vf_clipfrac": 0.25,
         }
         ones = torch.ones(num_updates)
         return {"loss": ones, "grad_norm": ones, "metrics": metrics, "all_mb_metrics": {}}
@@ -61,6 +70,17 @@ def test_values_are_written_into_the_batch() -> None:
     assert batch.tensors["values"].tolist() == [[0.0] * 3, [1.0] * 3]
 
 
+def test_only_truncated_answers_get_a_value_after_their_end() -> None:
+    batch = batch_of(0, 1, 0)
+    batch.tensors["input_ids"] = torch.arange(4)[:, None].expand(4, 3)
+    batch.trajectories[1].outcome = Outcome.TRUNCATED
+    ValueInference(Model(), continues_truncated=True).apply(batch)
+    assert batch.tensors["values_after"].tolist() == [0.0, 3.0, 6.0, 0.0]
+    batch.trajectories[1].outcome = Outcome.FINISHED
+    ValueInference(Model(), continues_truncated=True).apply(batch)
+    assert not batch.tensors["values_after"].any()
+
+
 def test_the_critic_passes_over_the_rows_in_order() -> None:
     critic, batch = Model(), batch_of(0, 0, 0, 0)
     metrics = CriticUpdate(critic, MseValueLossFn({}), epochs=3, samples_per_update=2).apply(batch)
@@ -69,8 +89,12 @@ def test_the_critic_passes_over_the_rows_in_order() -> None:
     assert set(rows) == {"input_ids", "input_lengths", "token_mask", "sample_mask", "values", "returns"}
     assert torch.equal(rows["returns"], batch.tensors["returns"].repeat(3, 1))
     assert metrics == {
-        "critic/loss": 0.5, "critic/grad_norm": 2.0, "critic/lr": 0.1, "critic/num_updates": 6.0,
-        "critic/skipped_updates": 0.0, "vf_clipfrac": 0.25,
+        "critic/loss": 0.5,
+        "critic/grad_norm": 2.0,
+        "critic/lr": 0.1,
+        "critic/num_updates": 6.0,
+        "critic/skipped_updates": 0.0,
+        "vf_clipfrac": 0.25,
     }
 
 

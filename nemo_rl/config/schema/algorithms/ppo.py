@@ -44,8 +44,8 @@ class PPOAdvantageConfig(Section):
     normalize_advantages: bool = True
     """Shift and scale the advantages of all tokens of a step that count to mean 0 and deviation 1."""
     bootstrap_truncated: bool = False
-    """Add the critic's value to the end of an answer that hit a length limit, as if it went on: the value before its
-    last token. false: nothing follows."""
+    """Add the critic's value of the state after the last token to an answer that hit a length limit, as if it went on;
+    costs a forward pass of the critic over these answers. false: nothing follows."""
 
 
 class AsyncPPOConfig(AsyncGRPOConfig):

@@ -57,6 +57,7 @@ def credited(
     tensors["values"] = torch.full(tensors["token_mask"].shape, 9.0)  # of prompts, observations and padding
     for row, of_row in enumerate(values or [[0.0] * int(n) for n in tensors["token_mask"].sum(1)]):
         tensors["values"][row, tensors["token_mask"][row] > 0] = torch.tensor(of_row)
+    tensors["values_after"] = torch.tensor([0.75] * tensors.size)
     loss = loss or ClippedPGLossConfig.build()
     if loss.use_kl_in_reward:
         width = tensors["token_mask"].shape[1]
@@ -122,13 +123,16 @@ def test_raw_rewards_are_the_discounted_sums_without_the_critic() -> None:
     assert of_tokens(batch, "advantages") == of_tokens(batch, "returns") == [[2.0, 4.0, 8.0]]
 
 
-def test_a_truncated_answer_may_be_continued_by_the_critic() -> None:
-    """The value before the last token stands for what follows it; a finished answer ends with 0."""
-    samples = [sample(0.0, messages(1, 2), outcome=outcome) for outcome in (Outcome.TRUNCATED, Outcome.FINISHED)]
-    options = {"gae_lambda": 1.0, "bootstrap_truncated": True, **RAW}
-    batch, _ = credited(samples, [[0.5, 0.25]] * 2, adv_estimator=options)
-    assert of_tokens(batch, "returns") == [[0.25, 0.25], [0.0, 0.0]]
-    assert of_tokens(batch, "advantages") == [[-0.25, 0.0], [-0.5, -0.25]]
+def test_the_value_after_the_last_token_may_follow_an_answer() -> None:
+    options = {"gae_lambda": 1.0, **RAW}
+    ended, _ = credited([sample(0.5, messages(1, 2))], [[0.5, 0.25]], adv_estimator=options)
+    assert of_tokens(ended, "returns") == [[0.5, 0.5]]
+    samples = [sample(0.5, messages(1, 2)), sample(0.5, messages(1, 1), messages(1, 1))]
+    options |= {"bootstrap_truncated": True, "gae_gamma": 0.5}
+    batch, _ = credited(samples, [[0.5, 0.25], [0.5], [0.25]], adv_estimator=options)
+    for rows in ([0], [1, 2]):
+        assert flat([of_tokens(batch, "returns")[row] for row in rows]) == [0.5 * (0.5 + 0.375), 0.5 + 0.375]
+        assert flat([of_tokens(batch, "advantages")[row] for row in rows]) == [0.4375 - 0.5, 0.875 - 0.25]
 
 
 def test_long_answers_have_a_lambda_near_one() -> None:
