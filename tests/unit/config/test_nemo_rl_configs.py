@@ -57,6 +57,17 @@ ACCEPTED = {
     ),
     "dpo": ("dpo.val_period=-1",),
     "rm": ("rm.val_period=-1", "data.train.split_validation_size=0", "data.validation=null"),
+    "ppo": (
+        "value.generation_batch_size=64",
+        "value.offload_optimizer_for_logprob=true",
+        "value.train_global_batch_size=256",
+        "value.reward_model_cfg={enabled: true, reward_model_type: regression}",
+        "ppo.adv_estimator={name: gae, gae_lambda_policy: 0.95, gae_lambda_value: 1.0, length_adaptive_alpha: 0.05}",
+        "ppo.policy_training_start_step=50",
+        "ppo.val_period=-1",
+        "loss_fn.positive_example_nll_weight=0.1",
+        "value_loss_fn={scale: 1.0, cliprange: null}",
+    ),
     "distillation": (
         "teacher.generation_batch_size=64",
         "teacher.offload_optimizer_for_logprob=true",
@@ -184,7 +195,6 @@ NOT_BUILT = {
         "policy.dequantize_base_checkpoint=true",
         "grpo.adv_estimator.name=opd",
         "data_plane={enabled: true}",
-        "ppo={ppo_epochs: 4}",
         "async_rl.generation_router={enabled: true}",
         "data.train.data_files=hf://x",
         "data.train.allowed_problem_types=[a]",
@@ -336,7 +346,9 @@ def later_keys(algorithm: str) -> dict[str, tuple[Any, ...]]:
     """Yield every key of a feature that is not implemented, with its neutral values."""
     found = {}
     for path, section in sections(ALGORITHMS[algorithm]):
-        if "training_backend" not in path and (path != "policy.generation" or algorithm in ("grpo", "distillation")):
+        if "training_backend" not in path and (
+            path != "policy.generation" or algorithm in ("grpo", "ppo", "distillation")
+        ):
             for key in section.later:
                 found[f"{path}.{key}".lstrip(".")] = section.neutral.get(key, ())
     supervised = algorithm in ("sft", "dpo", "rm")
@@ -344,7 +356,7 @@ def later_keys(algorithm: str) -> dict[str, tuple[Any, ...]]:
     return {
         key: neutral
         for key, neutral in found.items()
-        if not key.startswith((*unwanted, "teacher.generation.", "data.validation.", "async_rl."))
+        if not key.startswith((*unwanted, "teacher.generation.", "value.generation.", "data.validation.", "async_rl."))
     }
 
 
