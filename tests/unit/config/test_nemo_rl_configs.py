@@ -345,10 +345,9 @@ def nested(values: dict[str, Any]) -> dict[str, Any]:
 def later_keys(algorithm: str) -> dict[str, tuple[Any, ...]]:
     """Yield every key of a feature that is not implemented, with its neutral values."""
     found = {}
+    samples = algorithm in ("grpo", "ppo", "distillation")
     for path, section in sections(ALGORITHMS[algorithm]):
-        if "training_backend" not in path and (
-            path != "policy.generation" or algorithm in ("grpo", "ppo", "distillation")
-        ):
+        if "training_backend" not in path and (path != "policy.generation" or samples):
             for key in section.later:
                 found[f"{path}.{key}".lstrip(".")] = section.neutral.get(key, ())
     supervised = algorithm in ("sft", "dpo", "rm")
