@@ -45,7 +45,8 @@ _OTHERS = """# Other algorithms
 
 PPO, SFT, DPO, reward-model training and distillation have the sections `policy`, `data`, `checkpointing`, `logger` and
 `cluster` that are described above, PPO and distillation also `env`, PPO also `loss_fn`, and the ones below. If a
-section occurs twice, the table below applies. Parts of `teacher` and `value` that have no table here are those of `policy`.
+section occurs twice, the table below applies. Parts of `teacher` and `value` that have no table here are those of
+`policy`.
 """
 _LATER = """## Accepted only while switched off
 
