@@ -24,7 +24,7 @@ from nemo_rl.algorithms.credit.fixed_advantages import set_invalid_tool_calls, s
 from nemo_rl.algorithms.credit.group_statistics import spread
 from nemo_rl.algorithms.credit.joined_rows import JoinedRows
 from nemo_rl.algorithms.credit.reward_shaping import scale_rewards, training_rewards
-from nemo_rl.algorithms.rollout.ahead import rewarded_source
+from nemo_rl.algorithms.rewarded_source import rewarded_source
 from nemo_rl.algorithms.rollout.environments import response_data
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
 from nemo_rl.algorithms.runtime.run import Run, Stage, StepBatch

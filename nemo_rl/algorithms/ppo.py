@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.credit.token_credit import TokenCredit
 from nemo_rl.algorithms.critic import CriticUpdate, PolicyEpochs, ValueInference
-from nemo_rl.algorithms.rollout.ahead import rewarded_source
+from nemo_rl.algorithms.rewarded_source import rewarded_source
 from nemo_rl.algorithms.rollout.environments import response_data
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
 from nemo_rl.algorithms.runtime.run import Run, Stage

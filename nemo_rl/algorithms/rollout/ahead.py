@@ -12,16 +12,14 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-from nemo_rl.algorithms.credit.reward_shaping import scale_rewards
 from nemo_rl.algorithms.rollout.group_failures import GroupFailures
 from nemo_rl.algorithms.rollout.open_groups import DrawnPrompt, OpenGroup, Origin, groups_of_step
-from nemo_rl.algorithms.rollout.source import DynamicSampling, FreshRollouts, Group, RolloutSource, source_wrapper
-from nemo_rl.config import OverlapConfig, RewardedTrainingConfig, RolloutTrainingConfig
+from nemo_rl.algorithms.rollout.source import FreshRollouts, Group, RolloutSource
+from nemo_rl.config import OverlapConfig, RolloutTrainingConfig
 from nemo_rl.data.streams.prompt_stream import DataExhausted
 from nemo_rl.experience.event_loop import wait_for_any
 from nemo_rl.experience.rollouts import RolloutKey
@@ -231,31 +229,3 @@ def with_overlap(fresh: FreshRollouts, groups_per_step: int, algorithm: RolloutT
     if algorithm.overlap.mode != "ahead":
         return fresh
     return AheadRollouts(fresh, groups_per_step, algorithm.overlap, algorithm.max_num_steps)
-
-
-def rewarded_source(section: str, algorithm: RewardedTrainingConfig) -> Callable[[FreshRollouts], RolloutSource]:
-    """Return what builds the source of an algorithm that learns from rewards: overlap, dynamic sampling, own class.
-
-    Args:
-        section: name of the algorithm's section.
-        algorithm: the section.
-
-    Raises:
-        ConfigError: the class that `rollout_source.name` names cannot be used.
-    """
-    wrap_source = source_wrapper(algorithm.rollout_source, f"{section}.rollout_source")
-    factor = algorithm.batch_multiplier if algorithm.use_dynamic_sampling else 1.0
-
-    def build(fresh: FreshRollouts) -> RolloutSource:
-        rollouts = with_overlap(fresh, int(algorithm.num_prompts_per_step * factor), algorithm)
-        if algorithm.use_dynamic_sampling:
-            rollouts = DynamicSampling(
-                rollouts,
-                algorithm.num_prompts_per_step,
-                algorithm.dynamic_sampling_max_gen_batches,
-                partial(scale_rewards, config=algorithm.reward_scaling),
-                whole_rounds=algorithm.overlap.mode != "stream",
-            )
-        return wrap_source(rollouts)
-
-    return build
