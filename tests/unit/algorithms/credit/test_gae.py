@@ -46,7 +46,7 @@ def test_advantages_equal_the_double_sum_of_the_definition(gamma: float, lam: fl
         want = by_definition(
             rewards[row].tolist(), values[row].tolist(), float(after[row]), gamma, lam, (mask[row] != 0).tolist()
         )
-        torch.testing.assert_close(found[row], torch.tensor(want).double(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found[row], torch.tensor(want, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 
 def test_a_case_by_hand() -> None:
