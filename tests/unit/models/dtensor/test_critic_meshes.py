@@ -46,6 +46,8 @@ CASES: dict[str, tuple[int, str, dict[str, Any], bool]] = {
     "context, tensor and sequence": (4, "dense", CP | SP, True),
     "stages and tensor": (4, "dense", PP | SP, True),
 }
+SHARING = ("data parallel, shared prompts", "tensor")
+"""Cases whose packed rows share prompts."""
 
 
 def made(kind: str) -> Any:
@@ -131,12 +133,8 @@ def test_values_and_gradients_do_not_depend_on_the_mesh(world: int, folders: dic
         found[name, "gradients"] = max(
             relative(tensor, want["gradients"][key]) for part in of_ranks for key, tensor in part["gradients"].items()
         )
-        assert of_ranks[0]["shares"] == (CASES[name][3] and not section_divides_rows(CASES[name][2])), name
+        assert of_ranks[0]["shares"] == (name in SHARING), name
     assert {case: difference for case, difference in found.items() if not difference < ALLOWED} == {}
-
-
-def section_divides_rows(section: dict[str, Any]) -> bool:
-    return "context_parallel_size" in section or "pipeline_parallel_size" in section
 
 
 def _new_heads(rank: int, world: int, name: str) -> list[Tensor]:
