@@ -5,11 +5,14 @@ from pathlib import Path
 import pytest
 from example_runs import StartExample, finished, killed_and_resumed, read_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
 
 SCRIPT, CONFIG = "run_ppo.py", "ppo_math_cpu.yaml"
 STEPS = 8
-OVERRIDES = (f"ppo.max_num_steps={STEPS}", f"ppo.val_period={STEPS}", f"checkpointing.save_period={STEPS}")
+OVERRIDES = (
+    *(f"ppo.max_num_steps={STEPS}", f"ppo.val_period={STEPS}", f"checkpointing.save_period={STEPS}"),
+    "policy.generation.backend=hf",
+)
 SMALL = (
     *("ppo.num_prompts_per_step=4", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=8"),
     *("policy.train_micro_batch_size=8", "value.train_global_batch_size=8", "value.train_micro_batch_size=8"),

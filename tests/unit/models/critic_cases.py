@@ -77,6 +77,7 @@ def hf_values(model: PreTrainedModel, data: BatchedDataDict[Any]) -> Tensor:
 
 def reference(model: PreTrainedModel, data: BatchedDataDict[Any]) -> dict[str, Any]:
     """Return values, loss, metrics and gradients of one update by Hugging Face alone, in float64."""
+    model.set_experts_implementation("eager")  # the others do not support float64
     model = model.double()
     values = hf_values(model, data)
     _, tokens = count_valid(data)
