@@ -41,7 +41,7 @@ def test_advantages_equal_the_double_sum_of_the_definition(gamma: float, lam: fl
     mask[3], mask[4, 1:], mask[5] = 0, 0, 1
     rewards, values, after = torch.randn(9, 23).double(), torch.randn(9, 23).double(), torch.randn(9).double()
     rewards[mask == 0], values[mask == 0] = torch.nan, INF
-    found = estimate(rewards, values, mask, gamma=gamma, lam=torch.tensor(lam), after=after)
+    found = estimate(rewards, values, mask, gamma=gamma, lam=torch.tensor(lam, dtype=torch.float64), after=after)
     for row in range(9):
         want = by_definition(
             rewards[row].tolist(), values[row].tolist(), float(after[row]), gamma, lam, (mask[row] != 0).tolist()
