@@ -56,7 +56,7 @@ def test_the_critic_follows_the_policy_and_may_differ() -> None:
             r"16 x ppo.num_generations_per_prompt=4 = 64 samples do not divide .* Nearest values: 32, 64",
         ),
         (("policy.train_global_batch_size=48",), "ppo.num_prompts_per_step=16 x ppo.num_generations_per_prompt=4"),
-        (("ppo.policy_training_start_step=40",), "trains only the critic in all of the ppo.max_num_steps=40"),
+        (("ppo.policy_training_start_step=30",), "trains only the critic in all of the ppo.max_num_steps=30"),
         (
             ("ppo.adv_estimator.name=raw_reward", "ppo.adv_estimator.bootstrap_truncated=true"),
             "raw_reward uses no values",
