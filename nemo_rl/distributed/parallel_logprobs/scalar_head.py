@@ -32,7 +32,7 @@ def initial_head(hidden_size: int, seed: int) -> Tensor:
     """Return the first weight `[1, D]` of a new scalar head, float32 on the CPU; the same on every rank.
 
     The standard deviation is `1 / (D + 1)`, so that for hidden states with elements of about 1 the outputs have one of
-    about `1 / sqrt(D)`: a new critic's values are small beside rewards of 1, whatever the width of the model.
+    about `1 / sqrt(D)`: a new critic's values are small compared with rewards of 1, for any width of the model.
 
     Args:
         hidden_size: D.

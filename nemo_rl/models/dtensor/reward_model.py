@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.distributed.parallel_logprobs import SamplingDensity, TopK, scalar_outputs
+from nemo_rl.distributed.ranks.placements import held_here
 from nemo_rl.models.dtensor.parallelize import ShardableModel
 from nemo_rl.models.huggingface.layers import hidden_states
 from nemo_rl.utils.errors import ConfigError
@@ -55,7 +56,10 @@ class RewardModel(ShardableModel):
         rows = self.whole_rows(hidden, partial_gradient=False)  # every rank has the whole head and the whole gradient
         hidden_KD = rows.flatten(0, 1).index_select(0, positions_K)
         head: Any = self.hf.score
-        scores_K = scalar_outputs(hidden_KD, head.weight, head.bias)
+        # Tensor-parallel ranks hold the head as a DTensor that is whole on each of them.
+        scores_K = scalar_outputs(
+            hidden_KD, held_here(head.weight), None if head.bias is None else held_here(head.bias)
+        )
         return scores_K, torch.zeros_like(scores_K)
 
 

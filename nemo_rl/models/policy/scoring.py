@@ -133,7 +133,7 @@ class ScoringPolicy(PolicyInterface):
     def get_values(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[ValueOutputSpec]:
-        """Return what a scalar head says before each token: the twin of `get_logprobs` for a critic.
+        """Return what a scalar head says before each token: as `get_logprobs`, for a critic.
 
         Args:
             data: `input_ids [B, T]` right padded, `input_lengths [B]`, or stored rows; any number of rows. With

@@ -36,7 +36,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 CASES: dict[str, tuple[int, str, dict[str, Any], bool]] = {
     "data parallel, shared prompts": (2, "dense", {}, True),
-    "replicated": (2, "dense", {"dp_replicate_size": 2}, False),
     "tensor": (2, "dense", TP, True),
     "tensor and sequence": (2, "dense", SP, False),
     "context": (2, "dense", CP, True),
