@@ -98,7 +98,9 @@ class CriticUpdate:
         Raises:
             DataError: samples have branches, and do not divide into optimizer updates.
         """
-        rows = BatchedDataDict({name: batch.tensors[name] for name in _OF_A_CRITIC if name in batch.tensors})
+        rows: BatchedDataDict[Any] = BatchedDataDict(
+            {name: batch.tensors[name] for name in _OF_A_CRITIC if name in batch.tensors}
+        )
         size = rows_per_update(batch.trajectories, self.samples_per_update) or self.samples_per_update
         metrics = train_in_epochs(self.critic, rows, self.loss_fn, size, self.epochs)["metrics"]
         of_critic = ("loss", "grad_norm", "lr", "num_updates", "skipped_updates")
