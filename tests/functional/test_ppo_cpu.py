@@ -5,14 +5,11 @@ from pathlib import Path
 import pytest
 from example_runs import StartExample, finished, killed_and_resumed, read_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
 
 SCRIPT, CONFIG = "run_ppo.py", "ppo_math_cpu.yaml"
-STEPS = 8
-OVERRIDES = (
-    *(f"ppo.max_num_steps={STEPS}", f"ppo.val_period={STEPS}", f"checkpointing.save_period={STEPS}"),
-    "policy.generation.backend=hf",
-)
+STEPS = 6
+OVERRIDES = (f"ppo.max_num_steps={STEPS}", f"ppo.val_period={STEPS}", f"checkpointing.save_period={STEPS}")
 SMALL = (
     *("ppo.num_prompts_per_step=4", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=8"),
     *("policy.train_micro_batch_size=8", "value.train_global_batch_size=8", "value.train_micro_batch_size=8"),
@@ -27,8 +24,8 @@ def test_policy_and_critic_learn(start_example: StartExample, tmp_path: Path) ->
     def mean(name: str, *steps: int) -> float:
         return sum(metrics["train", step, name] for step in steps) / len(steps)
 
-    assert mean("critic/explained_var", 4, 5, 6) > mean("critic/explained_var", 1, 2) + 0.15
-    assert mean("critic/loss", 7, 8) < 0.6 * mean("critic/loss", 1, 2)
+    assert mean("critic/explained_var", 4, 5) > mean("critic/explained_var", 1, 2) + 0.15
+    assert mean("critic/loss", 5, 6) < 0.7 * mean("critic/loss", 1, 2)
     saved = tmp_path / f"checkpoints/step_{STEPS}"
     for model in ("policy", "value"):
         assert {part.name for part in (saved / model).iterdir()} == {"weights", "optimizer", "tokenizer"}

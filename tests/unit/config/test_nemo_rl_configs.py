@@ -507,12 +507,13 @@ def test_a_value_left_open_is_requested(tmp_path: Path) -> None:
     assert collect_errors(path, "sft", ["policy.model_name=Qwen/Qwen3-4B"]) == []
 
 
-def test_ppo_is_refused_as_not_implemented(tmp_path: Path) -> None:
+def test_a_file_for_ppo_is_found_by_its_section(tmp_path: Path) -> None:
     path = tmp_path / "ppo.yaml"
     parts = {"ppo": {"ppo_epochs": 4}, "value": {"model_name": "m"}, "value_loss_fn": {"scale": 0.4}}
     path.write_text(yaml.safe_dump({"defaults": str(SHAPES / "common.yaml"), **parts}))
-    assert algorithm_of(path) == "grpo"
+    assert algorithm_of(path) == "ppo"
     found = collect_errors(path, "grpo")
-    assert [text.split("=")[0] for text in found] == ["ppo", "value", "value_loss_fn"]
-    with pytest.raises(ConfigError, match="not built yet: PPO with a value model"):
+    assert [name in text for name, text in zip(parts, found, strict=True)] == [True] * 3
+    assert all("unknown key" in text for text in found)
+    with pytest.raises(ConfigError, match="unknown key 'ppo'"):
         load_config(path)
