@@ -5,7 +5,7 @@
     batch ─► plan (data.packing) ─► each data-parallel rank its rows ─► workers ─► gather, reorder
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,7 +14,6 @@ from nemo_rl.data.model_rows import ROW_INPUTS, completed
 from nemo_rl.data.packing import MicrobatchStrategy
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.models.accepted_rows import AcceptedRows
 from nemo_rl.models.policy.batching import ShardedBatch, logprob_strategy, scoring_rows, shard_batch
 from nemo_rl.models.policy.interfaces import (
     KeptScores,
@@ -29,6 +28,9 @@ from nemo_rl.models.policy.rank_calls import RankCalls
 from nemo_rl.models.policy.stored_scores import of_rows
 from nemo_rl.models.policy.train_results import join_layers
 
+if TYPE_CHECKING:  # the rows that a training backend accepts; only it makes them
+    from nemo_rl.models.accepted_rows import AcceptedRows
+
 
 class ScoringPolicy(PolicyInterface):
     """The calls of a policy that score rows; a subclass sets the attributes.
@@ -42,7 +44,7 @@ class ScoringPolicy(PolicyInterface):
     config: PolicyConfig
     layout: ParallelLayout
     ranks: RankCalls
-    _accepted: AcceptedRows
+    _accepted: "AcceptedRows"
     _shares_prompts: bool
 
     @property
