@@ -251,9 +251,7 @@ MODEL_ARROWS: dict[str, set[str]] = {
     "policy.interfaces": set(),
     "policy.metrics": set(),
     "policy.workers": {"huggingface", "policy.metrics", "training"},
-    "policy": {
-        *("accepted_rows", "policy.interfaces", "policy.metrics", "policy.workers", "training", "training.backends"),
-    },
+    "policy": {"policy.interfaces", "policy.metrics", "policy.workers", "training", "training.backends"},
     "generation": {"accepted_rows", "capacity", "huggingface", "training"},
     "generation.megatron": {"attention", "generation", "huggingface", "megatron", "training"},
 }
