@@ -513,7 +513,6 @@ def test_a_file_for_ppo_is_found_by_its_section(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump({"defaults": str(SHAPES / "common.yaml"), **parts}))
     assert algorithm_of(path) == "ppo"
     found = collect_errors(path, "grpo")
-    assert [name in text for name, text in zip(parts, found, strict=True)] == [True] * 3
-    assert all("unknown key" in text for text in found)
+    assert [name for name in parts if not any(f"unknown key {name!r}" in text for text in found)] == []
     with pytest.raises(ConfigError, match="unknown key 'ppo'"):
         load_config(path)
