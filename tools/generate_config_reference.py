@@ -43,9 +43,10 @@ Every key of `examples/run_grpo.py`, made from the schema in `nemo_rl/config/` b
 """
 _OTHERS = """# Other algorithms
 
-SFT, DPO, reward-model training and distillation have the sections `policy`, `data`, `checkpointing`, `logger` and
-`cluster` that are described above, distillation also `env`, and the ones below. If a section occurs twice, the table
-below applies. Parts of `teacher` that have no table here are those of `policy`.
+PPO, SFT, DPO, reward-model training and distillation have the sections `policy`, `data`, `checkpointing`, `logger` and
+`cluster` that are described above, PPO and distillation also `env`, PPO also `loss_fn`, and the ones below. If a
+section occurs twice, the table below applies. Parts of `teacher` and `value` that have no table here are those of
+`policy`.
 """
 _LATER = """## Accepted only while switched off
 
@@ -96,8 +97,8 @@ def _other_tables(shown: set[tuple[str, type[BaseModel]]]) -> list[str]:
 
 
 def _repeats_policy(block: _Block, shown: set[tuple[str, type[BaseModel]]]) -> bool:
-    """Return whether this is a section of the teacher that the page has already described for the policy."""
-    place = block.path.removeprefix("teacher.")
+    """Return whether this is a section of another model that the page has already described for the policy."""
+    place = block.path.removeprefix("teacher.").removeprefix("value.")
     return place != block.path and (f"policy.{place}", block.section) in shown
 
 

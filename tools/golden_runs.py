@@ -58,6 +58,7 @@ CASES = {
     "dpo": Case("run_dpo.py", "dpo_cpu.yaml", "dpo"),
     "kto": Case("run_dpo.py", "dpo_cpu.yaml", "dpo", ("dpo.preference_loss=kto",)),
     "rm": Case("run_rm.py", "rm_cpu.yaml", "rm"),
+    "ppo": Case("run_ppo.py", "ppo_math_cpu.yaml", "ppo"),
     "distillation": Case("run_distillation.py", "distillation_math_cpu.yaml", "distillation"),
     "grpo_lora": Case("run_grpo.py", "grpo_math_cpu.yaml", "grpo", _LORA),
     "grpo_two_ranks_two_engines": Case("run_grpo.py", "grpo_math_cpu.yaml", "grpo", _TWO_AND_TWO),

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import yaml
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -37,6 +38,7 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.losses.likelihood import NLLLossFn
+from nemo_rl.losses.loss_function import LossInputType, LossType
 from nemo_rl.models.capacity.memory import Work, microbatch_tokens
 from nemo_rl.models.dtensor.memory_plan import DTensorRank
 from nemo_rl.models.megatron.memory_plan import MegatronRank
@@ -76,6 +78,7 @@ class Setting:
         precision: precision of the forward and backward pass.
         reference: keep the initial weights.
         backend: training backend, by the name of its folder.
+        critic: train the values of a scalar head instead of log-probabilities.
     """
 
     name: str
@@ -90,6 +93,7 @@ class Setting:
     precision: str = "float32"
     reference: bool = False
     backend: str = "dtensor"
+    critic: bool = False
 
     def policy(self, model_name: str) -> PolicyConfig:
         """Build the policy section."""
@@ -105,6 +109,7 @@ class Setting:
             max_total_sequence_length=self.length,
             train_micro_batch_size=self.rows,
             generation=None,
+            reward_model_cfg={"enabled": self.critic},
             **keys,
         )
         copies = ParallelLayout.of(policy, self.ranks).data_parallel_size
@@ -124,6 +129,8 @@ SETTINGS = (
     Setting("1 rank, 1024 tokens", length=1024),
     Setting("1 rank, heads of 128, reference kept", shape={"head_dim": 128}, model_type="qwen3", reference=True),
     Setting("1 rank, bfloat16", precision="bfloat16"),
+    Setting("1 rank, critic", critic=True),
+    Setting("1 rank, critic, bfloat16", critic=True, precision="bfloat16"),
     Setting("dp_shard 2", ranks=2),
     Setting(
         "dp_shard 2, bfloat16, checkpointing", ranks=2, precision="bfloat16", keys={"activation_checkpointing": True}
@@ -152,6 +159,8 @@ SETTINGS_OF_MEGATRON = (
     _MEGATRON("megatron, 1 rank, recomputed", keys={"activation_checkpointing": True}),
     _MEGATRON("megatron, 1 rank, bfloat16", precision="bfloat16"),
     _MEGATRON("megatron, 1 rank, reference kept", reference=True),
+    _MEGATRON("megatron, 1 rank, critic", critic=True),
+    _MEGATRON("megatron, 1 rank, critic, bfloat16", critic=True, precision="bfloat16"),
     _MEGATRON("megatron, dp 2", ranks=2),
     _MEGATRON("megatron, dp 2, whole state", ranks=2, keys=_WHOLE_STATE),
     _MEGATRON("megatron, tp 2", ranks=2, keys=_MEGATRON_TP),
@@ -173,6 +182,22 @@ SETTINGS_OF_MEGATRON = (
         keys={"expert_model_parallel_size": 2},
     ),
 )
+
+
+class SquaredValues:
+    """Mean square of the values of all tokens: a critic's loss with returns of zero."""
+
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInputType.VALUE
+    needs_reference = False
+    rows_per_unit = 1
+
+    def __call__(
+        self, values: Tensor, data: Any, global_valid_seqs: Any, global_valid_toks: Any
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Compute the loss of one microbatch."""
+        loss = (values.square() * data["token_mask"][:, 1:]).sum() / global_valid_toks
+        return loss, {"loss": loss.detach()}
 
 
 def random_rows(policy: PolicyConfig, vocabulary: int) -> BatchedDataDict[Any]:
@@ -199,7 +224,8 @@ def measured_bytes(policy: PolicyConfig, reference: bool, vocabulary: int) -> di
     place = layout.data_parallel_rank(dist.get_rank())
     batch = shard_batch(data, layout.data_parallel_size, training_strategy(policy))
     rows, sizes = batch.data[place], batch.sizes[place]
-    worker.train(rows, sizes, NLLLossFn(), count_valid(data))
+    loss_fn = SquaredValues() if policy.reward_model_cfg.enabled else NLLLossFn()
+    worker.train(rows, sizes, loss_fn, count_valid(data))
     if reference:
         with backend.reference_weights():
             pass
@@ -207,7 +233,7 @@ def measured_bytes(policy: PolicyConfig, reference: bool, vocabulary: int) -> di
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak of the resident set
     resident = _status("VmRSS")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        worker.train(rows, sizes, NLLLossFn(), count_valid(data))
+        worker.train(rows, sizes, loss_fn, count_valid(data))
     return {
         "alive": before,
         "peak": before + _highest(recorded),

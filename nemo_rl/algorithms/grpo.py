@@ -1,18 +1,16 @@
 """Build runs of group relative policy optimisation (arXiv 2402.03300), and re-export NeMo RL's names.
 
-One step: fresh weights to the engines, rollouts, log-probabilities, advantages, update (`runtime.run.train`). The two
-stages between rollouts and update are here: `PolicyScoring` and `CreditAssignment`. Every variant (DAPO, GSPO,
-Dr.GRPO, RLOO, REINFORCE++, CISPO ...) is a value chosen here: a rollout source, an advantage estimator, a loss.
+One step: fresh weights to the engines, rollouts, log-probabilities (`scoring.PolicyScoring`), advantages
+(`CreditAssignment`, here), update (`runtime.run.train`). Every variant (DAPO, GSPO, Dr.GRPO, RLOO, REINFORCE++, CISPO
+...) is a value chosen here: a rollout source, an advantage estimator, a loss.
 
 Invariant: what can be refused before Ray starts is refused before; below this file no code sees a raw configuration
-dict. A forward pass is skipped only when its result cannot change the update. Samples without a reward enter no
+dict. Samples without a reward enter no
 statistic; samples with one do, even if the loss leaves them out; and the reward on the trajectory stays as the
 environment gave it, for metrics.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,20 +21,15 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.algorithms.credit.advantages import AdvantageEstimator, AdvantageExtras, make_advantage_estimator
 from nemo_rl.algorithms.credit.efforts import effort_metrics, effort_penalty
 from nemo_rl.algorithms.credit.fixed_advantages import set_invalid_tool_calls, set_malformed_thinking
+from nemo_rl.algorithms.credit.group_statistics import spread
 from nemo_rl.algorithms.credit.joined_rows import JoinedRows
-from nemo_rl.algorithms.credit.reward_shaping import scale_rewards, shape_rewards
-from nemo_rl.algorithms.rollout.ahead import with_overlap
-from nemo_rl.algorithms.rollout.batches import (
-    mask_mismatched_sequences,
-    mask_sequences,
-    masked_metrics,
-    num_counted_samples,
-)
+from nemo_rl.algorithms.credit.reward_shaping import scale_rewards, training_rewards
+from nemo_rl.algorithms.rewarded_source import rewarded_source
 from nemo_rl.algorithms.rollout.environments import response_data
-from nemo_rl.algorithms.rollout.source import DynamicSampling, FreshRollouts, RolloutSource, source_wrapper
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
 from nemo_rl.algorithms.runtime.run import Run, Stage, StepBatch
 from nemo_rl.algorithms.runtime.run import train_with_restarts as grpo_train
+from nemo_rl.algorithms.scoring import PolicyScoring, corrects_staleness, forward_passes
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.compat.public_names import public_names
 from nemo_rl.config import (
@@ -49,14 +42,13 @@ from nemo_rl.config import (
     Role,
 )
 from nemo_rl.data.effort_levels import with_effort_levels
-from nemo_rl.data.stored_rows import NUM_STALE, NUM_WRITTEN, SAMPLE_ADVANTAGES, STORED_ROWS
+from nemo_rl.data.stored_rows import NUM_WRITTEN, SAMPLE_ADVANTAGES, STORED_ROWS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.penalties.review import ReviewSettings
-from nemo_rl.experience.trajectory import Outcome, Trajectory, is_right
+from nemo_rl.experience.trajectory import Trajectory, is_right
 from nemo_rl.losses.loss_function import LossFunction
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.losses.reductions import masked_mean
-from nemo_rl.models.policy.interfaces import ScoringModel
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.seed import set_seed
 
@@ -137,29 +129,14 @@ def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> Rollout
     marks_malformed = grpo.malformed_thinking_advantage is not None
     review = ReviewSettings(config.reward_penalties, config.effort_levels, marks_malformed)
     review.make(tokenizer)  # reports what is wrong with it before Ray starts
-    needs_prev, needs_reference = forward_passes(config, loss_fn, credit)
+    needs_prev, needs_reference = forward_passes(config, loss_fn, for_credit=credit.needs_logprobs)
     data = user_parts.data(config, lambda: response_data(tokenizer, config), sampled=True)
 
     prompt_factor = grpo.batch_multiplier if grpo.use_dynamic_sampling else 1.0
-    wrap_source = source_wrapper(grpo.rollout_source, "grpo.rollout_source")
 
     def stages(roles: Mapping[str, Policy]) -> list[Stage]:
         threshold, corrects = grpo.seq_logprob_error_threshold, corrects_staleness(config)
         return [PolicyScoring(roles["policy"], needs_prev, needs_reference, threshold, corrects), credit]
-
-    def source(fresh: FreshRollouts) -> RolloutSource:
-        drawn = int(grpo.num_prompts_per_step * prompt_factor)
-        rollouts = with_overlap(fresh, drawn, grpo)
-        if grpo.use_dynamic_sampling:
-            scale = partial(scale_rewards, config=grpo.reward_scaling)
-            rollouts = DynamicSampling(
-                rollouts,
-                grpo.num_prompts_per_step,
-                grpo.dynamic_sampling_max_gen_batches,
-                scale,
-                whole_rounds=grpo.overlap.mode != "stream",
-            )
-        return wrap_source(rollouts)
 
     return RolloutRecipe(
         tokenizer=tokenizer,
@@ -167,95 +144,11 @@ def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> Rollout
         loss_fn=loss_fn,
         roles=config.models | {"policy": Role(config.policy, keeps_reference=needs_reference)},
         stages=stages,
-        source=source,
+        source=rewarded_source("grpo", grpo),
         prompt_factor=prompt_factor,
         environments=user_parts.running_environments,
         review=review,
     )
-
-
-@dataclass(frozen=True)
-class PolicyScoring:
-    """The stage that adds log-probabilities; a `runtime.run.Stage`.
-
-    `forward_passes` decides once which of the two forward passes a run needs. With one optimizer update per batch the
-    update's own forward pass sees the same weights as a separate one would, so `prev_logprobs` are left out and the
-    loss takes its current ones, detached: same numbers, a third less work.
-
-    Attributes:
-        policy: the model that scores.
-        needs_prev: whether `prev_logprobs` are computed separately from the update.
-        needs_reference: whether `reference_policy_logprobs` are computed.
-        max_sequence_error: mask rows whose training/generation ratio exceeds this; None for never.
-        corrects_staleness: whether the loss itself accounts for stale tokens; see `apply`.
-    """
-
-    policy: ScoringModel
-    needs_prev: bool
-    needs_reference: bool
-    max_sequence_error: float | None = None
-    corrects_staleness: bool = False
-
-    name = "policy_and_reference_logprobs"
-    roles = ("policy",)
-
-    def apply(self, batch: StepBatch) -> dict[str, float]:
-        """Write `prev_logprobs` and `reference_policy_logprobs` `[B, T]` if the run needs them.
-
-        Without `prev_logprobs` the loss measures the mismatch of each sequence. It then needs the number of sequences
-        that count, which is written as `num_counted_samples`.
-
-        The ratio of a loss is between the current policy and the one that sampled. For a token of the current weights
-        this is the policy before the update. For a stale token it is an older policy, whose weights no longer exist, so
-        the engine's log-probability (`generation_logprobs`) is used. With `corrects_staleness` all tokens have the
-        policy before the update, because the importance weights of the loss are relative to it.
-
-        Returns:
-            Metrics of the mismatch of sequences, and of the mask that follows from it.
-        """
-        tensors = batch.tensors
-        rewards = [row.reward for row in batch.rows]
-        if STORED_ROWS in tensors:
-            return self._score_stored(tensors, rewards)
-        stale_BT = None if self.corrects_staleness else batch.stale_BT
-        if self.needs_prev or stale_BT is not None:
-            tensors["prev_logprobs"] = self._prev_logprobs(tensors, stale_BT)
-        if self.needs_reference:
-            scored = self.policy.get_reference_policy_logprobs(tensors)
-            tensors["reference_policy_logprobs"] = scored["reference_logprobs"]
-        if "prev_logprobs" not in tensors:
-            return _count_samples(tensors)
-        return mask_mismatched_sequences(tensors, rewards, self.max_sequence_error)
-
-    def _score_stored(self, tensors: BatchedDataDict[Any], rewards: Sequence[float | None]) -> dict[str, float]:
-        """Do as `apply` for stored rows: log-probabilities stay in the object store."""
-        if self.corrects_staleness:
-            tensors.pop(NUM_STALE, None)
-        if self.needs_reference:
-            tensors["reference_policy_logprobs"], _ = self.policy.keep_logprobs(tensors, of_reference=True)
-        if not (self.needs_prev or NUM_STALE in tensors):
-            return _count_samples(tensors)
-        if NUM_STALE in tensors and bool((tensors[NUM_STALE] >= tensors["input_lengths"]).all()):
-            tensors["prev_logprobs"] = [None] * tensors.size  # those of the engines, so the errors are exp(0)
-            errors_B = (tensors[NUM_WRITTEN] > 0).float() * (tensors["sample_mask"] != 0)
-        else:
-            tensors["prev_logprobs"], errors_B = self.policy.keep_logprobs(tensors)
-        return mask_sequences(tensors, errors_B, rewards, self.max_sequence_error)
-
-    def _prev_logprobs(self, tensors: BatchedDataDict[Any], stale_BT: Tensor | None) -> Tensor:
-        """Compute the log-probabilities `[B, T]` that the ratio is relative to; see `apply`."""
-        if stale_BT is None:
-            return self.policy.get_logprobs(tensors)["logprobs"]
-        sampled_BT = tensors["generation_logprobs"]
-        if not ((tensors["token_mask"] > 0) & ~stale_BT).any():
-            return sampled_BT.clone()
-        return torch.where(stale_BT, sampled_BT, self.policy.get_logprobs(tensors)["logprobs"])
-
-
-def _count_samples(tensors: BatchedDataDict[Any]) -> dict[str, float]:
-    """Write `num_counted_samples`; return the metrics of a batch in which no sample is masked."""
-    tensors["num_counted_samples"] = torch.full_like(tensors["sample_mask"], float(num_counted_samples(tensors)))
-    return masked_metrics()
 
 
 class CreditAssignment:
@@ -311,7 +204,7 @@ class CreditAssignment:
         mask_RT = written_RT * batch["sample_mask"][:, None]
         mask_BT = joined.join(mask_RT)
         effort_penalty_B = effort_penalty(trajectories, self._effort_levels)
-        rewards_B = self._training_rewards(trajectories) + effort_penalty_B.float()
+        rewards_B = training_rewards(trajectories, self._config) + effort_penalty_B.float()
         extras = self._extras(trajectories)
         if self.needs_logprobs:
             extras["logprobs_policy"] = joined.join(batch["prev_logprobs"])
@@ -327,7 +220,7 @@ class CreditAssignment:
         batch["positive_examples"] = joined.repeat(positive_B)
         return {
             "filtered_reward": float(masked_mean(rewards_B, joined.largest(batch["sample_mask"]))),
-            **_spread("advantages", advantages_RT, mask_RT, batch[NUM_WRITTEN] if is_stored else None),
+            **spread("advantages", advantages_RT, mask_RT, batch[NUM_WRITTEN] if is_stored else None),
             **effort_metrics(trajectories, self._effort_levels, effort_penalty_B),
         }
 
@@ -349,13 +242,6 @@ class CreditAssignment:
         if config.malformed_thinking_advantage is not None:
             set_malformed_thinking(advantages, mask_BT, trajectories, config.malformed_thinking_advantage)
 
-    def _training_rewards(self, trajectories: Sequence[Trajectory]) -> Tensor:
-        rewards_B = torch.tensor([t.penalized_reward or 0.0 for t in trajectories])
-        lengths_B = torch.tensor([t.response_length for t in trajectories])
-        truncated_B = torch.tensor([t.outcome == Outcome.TRUNCATED for t in trajectories])
-        rewards_B = scale_rewards(rewards_B, self._config.reward_scaling)
-        return shape_rewards(rewards_B, lengths_B, truncated_B, self._config.reward_shaping)
-
     def _components(self, trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
         """Return the penalised, scaled reward components by name, each `[B]`; shaping is of the total reward only."""
         names = sorted({name for t in trajectories for name in t.reward_components})
@@ -366,33 +252,6 @@ class CreditAssignment:
         return {name: scale_rewards(values_B, self._config.reward_scaling) for name, values_B in rewards.items()}
 
 
-def corrects_staleness(config: GRPOMasterConfig) -> bool:
-    """Return whether the loss handles stale tokens with `prev_logprobs` of the current policy.
-
-    Importance weights account for the difference to the policy that sampled; a forced ratio of 1 ignores it on purpose.
-    """
-    return config.loss_fn.use_importance_sampling_correction or config.loss_fn.force_on_policy_ratio
-
-
-def forward_passes(config: GRPOMasterConfig, loss_fn: LossFunction, credit: CreditAssignment) -> tuple[bool, bool]:
-    """Return whether a run needs `prev_logprobs` and reference log-probabilities; see `PolicyScoring`.
-
-    This holds for batches of the policy's current weights; `PolicyScoring` adds `prev_logprobs` to batches with stale
-    tokens. A loss of another kind than the configured one always gets `prev_logprobs`, and reference log-probabilities
-    if it or the configured loss needs them.
-    """
-    grpo = config.grpo
-    samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
-    several_updates = samples > config.policy.train_global_batch_size
-    on_policy = config.loss_fn.force_on_policy_ratio or not several_updates
-    own = not isinstance(loss_fn, ClippedPGLossFn)
-    needs_prev = own or not on_policy or grpo.seq_logprob_error_threshold is not None
-    needs_reference = getattr(loss_fn, "needs_reference", False)
-    if own:
-        needs_reference = needs_reference or ClippedPGLossFn(config.loss_fn).needs_reference
-    return needs_prev or credit.needs_logprobs, needs_reference or credit.needs_logprobs
-
-
 def _padded(rows: Sequence[Sequence[Any]], filler: Any, dtype: torch.dtype) -> Tensor:
     """Return `[B, N, ...]`: rows of at most N entries, each followed by fillers.
 
@@ -401,21 +260,3 @@ def _padded(rows: Sequence[Sequence[Any]], filler: Any, dtype: torch.dtype) -> T
     longest = max(len(row) for row in rows)
     values = torch.tensor([[*row, *[filler] * (longest - len(row))] for row in rows], dtype=dtype)
     return values.reshape(len(rows), longest, *np.shape(filler))
-
-
-def _spread(name: str, values_BT: Tensor, mask_BT: Tensor, counts_B: Tensor | None) -> dict[str, float]:
-    """Return mean, largest and smallest value of the tokens that count.
-
-    Args:
-        name: name of the metrics.
-        values_BT: values of tokens, or `[B, 1]` values that all tokens of a row have.
-        mask_BT: not 0 where a token counts.
-        counts_B: tokens of each row, for values of rows.
-    """
-    counted_BT = mask_BT.numpy() > 0
-    values = torch.from_numpy(values_BT.numpy()[counted_BT])  # numpy selects twenty times faster than torch
-    if values.numel() == 0:
-        return {f"{name}/mean": 0.0, f"{name}/max": 0.0, f"{name}/min": 0.0}
-    counts = None if counts_B is None else counts_B.numpy()[counted_BT[:, 0]]
-    mean = float(values.mean()) if counts is None else float(np.average(values.double().numpy(), weights=counts))
-    return {f"{name}/mean": mean, f"{name}/max": float(values.max()), f"{name}/min": float(values.min())}

@@ -19,7 +19,6 @@ _VISION = "multimodal data (VLM)"
 NOT_BUILT: dict[str, tuple[str, tuple[str, ...]]] = {
     "nemo_rl.algorithms.async_utils": ("async GRPO", ()),
     "nemo_rl.algorithms.grpo_sync": ("the data plane", ()),
-    "nemo_rl.algorithms.ppo": ("PPO", ()),
     "nemo_rl.algorithms.single_controller": _SINGLE_CONTROLLER,
     "nemo_rl.algorithms.single_controller_utils": _SINGLE_CONTROLLER,
     "nemo_rl.algorithms.x_token": ("cross-tokenizer distillation", ()),
@@ -42,7 +41,6 @@ NOT_BUILT: dict[str, tuple[str, tuple[str, ...]]] = {
     "nemo_rl.models.policy.tq_policy": ("the data plane", ()),
     "nemo_rl.models.policy.utils": ("extension of policy workers", ()),
     "nemo_rl.models.policy.workers.dtensor_policy_worker_v2": ("extension of policy workers", ()),
-    "nemo_rl.models.value": ("PPO", ()),
     "nemo_rl.utils.checkpoint_engines": ("checkpoint engines", ()),
     "nemo_rl.utils.memory_tracker": ("the record of host memory by stage", ()),
     "nemo_rl.utils.nsys": ("profiling with Nsight Systems", ()),
@@ -50,6 +48,8 @@ NOT_BUILT: dict[str, tuple[str, tuple[str, ...]]] = {
 """Module -> feature, and the names of the module that belong to it; no names: the whole module does."""
 
 ELSEWHERE: dict[str, str] = {
+    "nemo_rl.models.value": "a critic is a Policy (nemo_rl.models.policy.lm_policy) with reward_model_cfg.enabled, "
+    "which has get_values",
     "nemo_rl.algorithms.interfaces": "import LossFunction and LossType from nemo_rl.algorithms.loss.interfaces",
     "nemo_rl.algorithms.logits_sampling_utils": "nemo_rl.distributed.parallel_logprobs has apply_top_k_top_p",
     "nemo_rl.algorithms.loss.utils": "a loss receives its input prepared, in the form that its input_type names "

@@ -28,7 +28,13 @@ from nemo_rl.config.rules.training import check_advantages, check_reward_scaling
 from nemo_rl.config.runs.devices import check_device, count_gpus
 from nemo_rl.config.runs.distillation import DistillationMasterConfig
 from nemo_rl.config.runs.eval import EvalMasterConfig
-from nemo_rl.config.runs.rollouts import GRPOMasterConfig, MasterConfig, RolloutMasterConfig
+from nemo_rl.config.runs.ppo import PPOMasterConfig
+from nemo_rl.config.runs.rollouts import (
+    GRPOMasterConfig,
+    MasterConfig,
+    PolicyGradientMasterConfig,
+    RolloutMasterConfig,
+)
 from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.config.runs.supervised import (
     DPOMasterConfig,
@@ -44,15 +50,22 @@ from nemo_rl.config.schema.algorithms.distillation import (
 from nemo_rl.config.schema.algorithms.dpo import DPOConfig
 from nemo_rl.config.schema.algorithms.effort_levels import EffortLevelConfig
 from nemo_rl.config.schema.algorithms.evaluation import EvalConfig, EvalDataConfig
-from nemo_rl.config.schema.algorithms.grpo import (
-    AdvantageEstimatorConfig,
-    GRPOConfig,
+from nemo_rl.config.schema.algorithms.grpo import AdvantageEstimatorConfig, GRPOConfig
+from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
+from nemo_rl.config.schema.algorithms.overlap import AsyncGRPOConfig, AsyncRLConfig, OverlapConfig
+from nemo_rl.config.schema.algorithms.ppo import (
+    AsyncPPOConfig,
+    MseValueLossConfig,
+    PPOAdvantageConfig,
+    PPOConfig,
+    ValueConfig,
+)
+from nemo_rl.config.schema.algorithms.reward_penalties import RewardPenaltyConfig, RewardPenaltyTokenIdsConfig
+from nemo_rl.config.schema.algorithms.rewarded_training import (
+    RewardedTrainingConfig,
     RewardScalingConfig,
     RewardShapingConfig,
 )
-from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
-from nemo_rl.config.schema.algorithms.overlap import AsyncGRPOConfig, AsyncRLConfig, OverlapConfig
-from nemo_rl.config.schema.algorithms.reward_penalties import RewardPenaltyConfig, RewardPenaltyTokenIdsConfig
 from nemo_rl.config.schema.algorithms.rm import RMConfig
 from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
 from nemo_rl.config.schema.algorithms.sft import SFTConfig

@@ -22,7 +22,7 @@ from nemo_rl.files.optional_output import OptionalOutput
 
 _DECIMALS = 6
 _ROWS_AT_ONCE = 256
-_PER_TOKEN = ("generation_logprobs", "prev_logprobs", "advantages", "reference_policy_logprobs")
+_PER_TOKEN = ("generation_logprobs", "prev_logprobs", "advantages", "reference_policy_logprobs", "values", "returns")
 
 
 class TrajectoryLog:

@@ -7,6 +7,7 @@ whole batch.
 from nemo_rl.losses.distillation import DistillationLossFn
 from nemo_rl.losses.likelihood import NLLLossFn
 from nemo_rl.losses.loss_function import LossFunction, LossInputType, LossType
+from nemo_rl.losses.mse_value import MseValueLossFn
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.losses.preference import DPOLossConfig, DPOLossFn, PreferenceLossFn
 
@@ -18,6 +19,7 @@ __all__ = [
     "LossFunction",
     "LossInputType",
     "LossType",
+    "MseValueLossFn",
     "NLLLossFn",
     "PreferenceLossFn",
 ]

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nemo_rl.config import ClippedPGLossConfig
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -84,3 +85,24 @@ def calculate_kl(
     if weights is not None:
         kl = kl * weights
     return kl if output_clamp_value is None else kl.clamp(-output_clamp_value, output_clamp_value)
+
+
+def kl_penalty(
+    logprobs_BT: Tensor, logprobs_reference_BT: Tensor, mask_BT: Tensor, config: ClippedPGLossConfig
+) -> Tensor:
+    """Return what the KL penalty takes from the reward of each token, `[B, T]` float64; 0 where the mask is 0.
+
+    Args:
+        logprobs_BT: log-probabilities under the policy.
+        logprobs_reference_BT: those under the reference policy.
+        mask_BT: not 0 on tokens that count; other log-probabilities may be anything.
+        config: weight, estimator and clamps.
+    """
+    kl_BT = calculate_kl(
+        torch.where(mask_BT != 0, logprobs_BT.double(), 0.0),
+        torch.where(mask_BT != 0, logprobs_reference_BT.double(), 0.0),
+        config.reference_policy_kl_type,
+        config.kl_input_clamp_value,
+        config.kl_output_clamp_value,
+    )
+    return config.reference_policy_kl_penalty * kl_BT

@@ -29,6 +29,8 @@ class LossInputType(Enum):
     """The model's unchanged output: `[B, T, V]` logits or `[B]` scores."""
     LOGPROB = "logprob"
     """`[B, T-1]` log-probabilities of the tokens at positions 1..T-1."""
+    VALUE = "value"
+    """`[B, T-1]` outputs of a scalar head: entry t-1 is the value of the state before token t, for t in 1..T-1."""
     DISTILLATION = "distillation"
     """Student and teacher log-probabilities over the teacher's top-k tokens; see `TopkLossFunction`."""
     DRAFT = "draft"

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from nemo_rl.losses.kl import calculate_kl
 from nemo_rl.losses.loss_function import LossMetrics
+from nemo_rl.losses.objectives import token_weight, without_overflow
 from nemo_rl.losses.policy_batch import PolicyBatch
-from nemo_rl.losses.ratios import token_weight, without_overflow
 from nemo_rl.losses.reductions import masked_max, masked_mean, masked_min, masked_sum, safe_divide
 
 

@@ -1,6 +1,6 @@
 """The policy-gradient loss: GRPO, PPO clip, DAPO, GSPO, CISPO, REINFORCE and their corrections.
 
-It is composed of `ratios`, `objectives`, `kl`, `policy_batch` and `mismatch`. Invariant: every option chooses a
+It is composed of `objectives`, `kl`, `policy_batch` and `mismatch`. Invariant: every option chooses a
 function once, at construction; `__call__` runs the same lines for all options.
 
     loss = reduce(w * objective(log p, ratio, A)) + beta * reduce(KL to the reference)
@@ -23,17 +23,18 @@ from nemo_rl.config import ClippedPGLossConfig, check_loss_options, report_findi
 from nemo_rl.losses.kl import calculate_kl
 from nemo_rl.losses.loss_function import LossData, LossInputType, LossMetrics, LossType
 from nemo_rl.losses.mismatch import after_mask, mismatch_metrics, sequence_error_metrics, sequence_errors
-from nemo_rl.losses.objectives import clip_ratio, make_objective
-from nemo_rl.losses.policy_batch import PolicyBatch, make_policy_batch
-from nemo_rl.losses.ratios import (
+from nemo_rl.losses.objectives import (
     ImportanceWeights,
     RatioFn,
+    clip_ratio,
+    make_objective,
     make_truncation,
     sequence_mean_ratio,
     sequence_product_weight,
     token_ratio,
     token_weight,
 )
+from nemo_rl.losses.policy_batch import PolicyBatch, make_policy_batch
 from nemo_rl.losses.reductions import (
     masked_max,
     masked_mean,

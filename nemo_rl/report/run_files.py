@@ -20,7 +20,19 @@ from nemo_rl.utils.log_backends.jsonl import METRICS_FILE
 
 CONFIG_FILE = "config.yaml"
 _STEPS = ("max_num_steps", "max_num_epochs")
-_NOT_ALGORITHMS = ("policy", "data", "env", "logger", "checkpointing", "cluster", "loss_fn", "teacher", "generation")
+_NOT_ALGORITHMS = (
+    "policy",
+    "data",
+    "env",
+    "logger",
+    "checkpointing",
+    "cluster",
+    "loss_fn",
+    "teacher",
+    "value",
+    "value_loss_fn",
+    "generation",
+)
 
 
 @dataclass(frozen=True)

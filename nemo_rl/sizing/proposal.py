@@ -12,7 +12,7 @@ from typing import Any
 
 from nemo_rl.algorithms.setup.memory_forecast import USABLE_SHARE, MemoryForecast, forecast_memory
 from nemo_rl.algorithms.setup.preflight import check_backends
-from nemo_rl.config import GRPOMasterConfig, MasterConfig, RolloutMasterConfig
+from nemo_rl.config import MasterConfig, PolicyGradientMasterConfig, RolloutMasterConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.capacity.hub_configs import with_local_configs
 from nemo_rl.sizing.candidates import MOST_TOKENS, batching, rows_of_a_rank, values_of
@@ -168,7 +168,7 @@ class _Placement:
     def _passes(self, job: Job, fitting: Fitting, chosen: Mapping[str, Any]) -> dict[str, Any]:
         """Return the largest microbatch of log-prob passes that fits, up to four times that of training."""
         config, candidate = with_values(self.config, chosen), fitting.candidate
-        if not (isinstance(config, GRPOMasterConfig) or config.keeps_reference):
+        if not (isinstance(config, PolicyGradientMasterConfig) or config.keeps_reference):
             return {}
         most = min(MOST_TOKENS * candidate.layout.cp // job.length, rows_of_a_rank(job, candidate.layout))
         for factor in _LARGER_PASSES:

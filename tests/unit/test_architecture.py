@@ -41,8 +41,8 @@ LEVELS: dict[str, list[set[str]]] = {
         {"runtime"},
         {"setup"},
         {"rollout", "credit", "supervised"},
-        {"kto", "teacher"},
-        {"grpo", "distillation", "sft", "dpo", "rm"},
+        {"critic", "kto", "rewarded_source", "scoring", "teacher"},
+        {"grpo", "ppo", "distillation", "sft", "dpo", "rm"},
         {"advantage_estimator", "reward_functions", "utils", "loss"},
     ],
 }
@@ -106,6 +106,7 @@ PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
     "nemo_rl.algorithms.distillation": ("DistillationConfig", "MasterConfig", "check_vocab_equality"),
     "nemo_rl.algorithms.grpo": (),
     "nemo_rl.algorithms.loss": ("ClippedPGLossFn", "NLLLossFn", "PreferenceLossFn", "DPOLossFn", "DistillationLossFn"),
+    "nemo_rl.algorithms.ppo": ("AsyncPPOConfig", "MasterConfig", "PPOConfig"),
     "nemo_rl.algorithms.reward_functions": ("apply_reward_shaping",),
     "nemo_rl.algorithms.utils": ("masked_mean", "calculate_kl", "set_seed", "get_tokenizer"),
     "nemo_rl.data.collate_fn": (),

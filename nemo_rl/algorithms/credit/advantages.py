@@ -28,7 +28,7 @@ from nemo_rl.config import (
     check_advantages,
     report_findings,
 )
-from nemo_rl.losses.kl import calculate_kl
+from nemo_rl.losses.kl import kl_penalty
 from nemo_rl.utils.errors import ConfigError, DataError
 from nemo_rl.utils.named_parts import Registry
 
@@ -288,16 +288,9 @@ class ReinforcePlusPlusAdvantageEstimator:
                 "loss_fn.use_kl_in_reward=true needs logprobs_policy and logprobs_reference when "
                 "advantages are computed; they were not given."
             )
-        kl_BT = calculate_kl(
-            torch.where(mask_BT != 0, extras["logprobs_policy"].double(), 0.0),
-            torch.where(mask_BT != 0, extras["logprobs_reference"].double(), 0.0),
-            self.loss_config.reference_policy_kl_type,
-            self.loss_config.kl_input_clamp_value,
-            self.loss_config.kl_output_clamp_value,
-        )
-        if self.kl_to_go:
-            kl_BT = kl_BT.flip(-1).cumsum(-1).flip(-1)
-        return self.loss_config.reference_policy_kl_penalty * kl_BT
+        logprobs, reference = extras["logprobs_policy"], extras["logprobs_reference"]
+        penalty_BT = kl_penalty(logprobs, reference, mask_BT, self.loss_config)
+        return penalty_BT.flip(-1).cumsum(-1).flip(-1) if self.kl_to_go else penalty_BT
 
 
 class ClippedAdvantageEstimator:

@@ -85,6 +85,10 @@ class JoinedRows:
             return values_R
         return torch.stack([values.max() for values in values_R.split(self.num_rows_B.tolist())])
 
+    def last(self, values_R: Tensor) -> Tensor:
+        """Return the value of the last row of each sample, `[B]`."""
+        return values_R if self._is_same else values_R[self.num_rows_B.cumsum(0) - 1]
+
     @cached_property
     def _is_same(self) -> bool:
         """True if each sample is one row."""

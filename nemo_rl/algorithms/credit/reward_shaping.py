@@ -7,19 +7,21 @@ Legend: `B` samples.
 """
 
 import copy
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nemo_rl.config import (
+    RewardedTrainingConfig,
     RewardScalingConfig,
     RewardShapingConfig,
     check_reward_scaling,
     check_reward_shaping,
     report_findings,
 )
+from nemo_rl.experience.trajectory import Outcome, Trajectory
 
 
 def linear_map(rewards_B: Tensor, source: tuple[float, float], target: tuple[float, float]) -> Tensor:
@@ -109,6 +111,15 @@ def shape_rewards(
     assert longest is not None and buffer is not None and penalty is not None, "checked above"
     penalty_B = overlong_penalty(response_lengths_B, longest, buffer, penalty, config.limit_overlong_penalty)
     return rewards_B + penalty_B.to(rewards_B)
+
+
+def training_rewards(trajectories: Sequence[Trajectory], config: RewardedTrainingConfig) -> Tensor:
+    """Return the reward of each sample as it is trained on, `[B]`: penalised, scaled, then shaped; 0 without one."""
+    rewards_B = torch.tensor([t.penalized_reward or 0.0 for t in trajectories])
+    lengths_B = torch.tensor([t.response_length for t in trajectories])
+    truncated_B = torch.tensor([t.outcome == Outcome.TRUNCATED for t in trajectories])
+    rewards_B = scale_rewards(rewards_B, config.reward_scaling)
+    return shape_rewards(rewards_B, lengths_B, truncated_B, config.reward_shaping)
 
 
 def apply_reward_shaping[BatchT: MutableMapping[str, Any]](batch: BatchT, cfg: RewardShapingConfig) -> BatchT:

@@ -10,6 +10,8 @@ from nemo_rl.algorithms.loss.loss_functions import (
     DPOLossFn,
     KTOLossConfig,
     KTOLossFn,
+    MseValueLossConfig,
+    MseValueLossFn,
     NLLLossFn,
     PreferenceLossFn,
 )
@@ -26,6 +28,8 @@ __all__ = [
     "LossFunction",
     "LossInputType",
     "LossType",
+    "MseValueLossConfig",
+    "MseValueLossFn",
     "NLLLossFn",
     "PreferenceLossFn",
 ]

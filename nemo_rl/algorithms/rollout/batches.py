@@ -177,6 +177,9 @@ class TrainingBatch(TypedDict, total=False):
     teacher_topk_logits: Tensor  # [B, T, k] float32, after token t, over the temperature; distillation only
     teacher_topk_indices: Tensor  # [B, T, k] int64
     advantages: Tensor  # [B, T] float32
+    values: Tensor  # [B, T] float32, of the state before token t; with a critic only
+    values_after: Tensor  # [B] float32, of the state after the last token; with bootstrap_truncated only
+    returns: Tensor  # [B, T] float32, what the critic is trained on
     prev_logprobs: Tensor  # [B, T] float32; absent when the update is exactly on-policy
     reference_policy_logprobs: Tensor  # [B, T] float32; absent without a KL term
     positive_examples: Tensor  # [B] float32, 1 on answers with a positive reward

@@ -35,7 +35,7 @@ from nemo_rl.algorithms.rollout.validation import ValidationReport, Validator, m
 from nemo_rl.algorithms.runtime.device_sharing import saved_models, share_memory
 from nemo_rl.algorithms.runtime.engine_load import engine_load
 from nemo_rl.algorithms.runtime.recovery import Connection, Recovery
-from nemo_rl.algorithms.runtime.run import Run, Stage
+from nemo_rl.algorithms.runtime.run import Run, Stage, Trainer
 from nemo_rl.algorithms.runtime.session import Cadence, Session, SessionParts
 from nemo_rl.algorithms.runtime.step_record import StepRecorder
 from nemo_rl.algorithms.runtime.throughput import Throughput
@@ -84,6 +84,8 @@ class RolloutRecipe:
         roles: models by name; "policy" is trained on `loss_fn` and sampled from.
         stages: builds the stages of a step from the started models, or from objects that score as they do.
         source: wraps the source of freshly sampled groups.
+        trainer: builds what makes the updates, from the started models and a function that returns the running step;
+            None: the policy does.
         prompt_factor: prompts drawn at a time, divided by `num_prompts_per_step`.
         needs_reward: whether samples without a reward are excluded from the loss.
         environments: user-supplied environments by task name, used instead of those in `env`; see
@@ -97,6 +99,7 @@ class RolloutRecipe:
     roles: Mapping[str, Role]
     stages: Callable[[Mapping[str, Any]], list[Stage]]
     source: Callable[[FreshRollouts], RolloutSource] = as_sampled
+    trainer: Callable[[Mapping[str, Any], Callable[[], int]], Trainer] | None = None
     prompt_factor: float = 1.0
     needs_reward: bool = True
     environments: Mapping[str, Any] = field(default_factory=dict)
@@ -276,7 +279,10 @@ def _connect(
         ),
     )
     session = Session(parts, resume_path, started_at)
-    return Connection(session, source, stages, memory, streamed, was_changed=lambda: source.rollouts is not sampled)
+    trainer: Trainer | None = streamed
+    if recipe.trainer is not None:
+        trainer = recipe.trainer(workers.models, lambda: session.step)
+    return Connection(session, source, stages, memory, trainer, was_changed=lambda: source.rollouts is not sampled)
 
 
 def _fresh_rollouts(

@@ -18,7 +18,7 @@ from torch import Tensor
 from nemo_rl.algorithms.rollout.refit import Refitter
 from nemo_rl.data.stored_rows import STORED_ROWS, stale_of, with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.losses.ratios import bounded_exp
+from nemo_rl.losses.objectives import bounded_exp
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.errors import WeightSyncError

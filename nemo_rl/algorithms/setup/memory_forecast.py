@@ -18,8 +18,8 @@ from transformers import PretrainedConfig
 from nemo_rl.algorithms.setup.memory_check import memory_of_a_rank, ways_to_less
 from nemo_rl.config import (
     ClusterConfig,
-    GRPOMasterConfig,
     PolicyConfig,
+    PolicyGradientMasterConfig,
     Role,
     RolloutMasterConfig,
     RunConfig,
@@ -216,7 +216,7 @@ class _Forecast:
         rows = _rows(config)
         trained = self._predict(self.policy, num_ranks, trains=True, keeps_reference=keeps_reference, **rows)
         phases: dict[str, Moment] = {"training": _held(trained)}
-        if keeps_reference or isinstance(config, GRPOMasterConfig):
+        if keeps_reference or isinstance(config, PolicyGradientMasterConfig):
             passing = self._predict(self.policy, num_ranks, trains=False, keeps_reference=True, **rows)
             stays = dict(trained.stays)
             if self.policy.offload_optimizer_for_logprob and on_gpu:

@@ -27,6 +27,9 @@ from nemo_rl.models.training.backends import training_backend
 from nemo_rl.utils.cluster_address import cluster_address
 from nemo_rl.utils.errors import ConfigError
 
+_OF_TOKENS = (LossInputType.LOGPROB, LossInputType.VALUE)
+"""Input types of losses with one number for each token."""
+
 
 class OpenPolicy(Policy):
     """A model with its optimizer, in its own processes; made by `open_policy`.
@@ -73,7 +76,7 @@ class OpenPolicy(Policy):
         exception in a worker ends all workers.
         """
         require_keys(data, [*TRAINING_KEYS, *extra_keys(loss_fn)], "train")
-        if not self._places.use_gpus and input_type_of(loss_fn) is LossInputType.LOGPROB:
+        if not self._places.use_gpus and input_type_of(loss_fn) in _OF_TOKENS:
             _try_out(cast(LossFunction, loss_fn), data)
         return super().train(data, loss_fn, eval_mode, gbs or data.size, mbs)
 
@@ -129,12 +132,12 @@ def open_policy(
 
 
 def _try_out(loss_fn: LossFunction, data: BatchedDataDict[Any]) -> None:
-    """Call a loss with made-up log-probabilities."""
+    """Call a loss with made-up log-probabilities or values."""
     rows = data.slice(0, getattr(loss_fn, "rows_per_unit", 1))
     num_rows, num_tokens = rows["input_ids"].shape
-    logprobs = torch.full((num_rows, num_tokens - 1), -1.0, requires_grad=True)
+    scores = torch.full((num_rows, num_tokens - 1), -1.0, requires_grad=True)
     one = torch.ones(())
-    loss_fn(logprobs, data=rows, global_valid_seqs=one, global_valid_toks=one)
+    loss_fn(scores, data=rows, global_valid_seqs=one, global_valid_toks=one)
 
 
 def _require_gpus(cluster: ClusterConfig) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from nemo_rl.config.loading.inheritance import load_config_with_inheritance
 from nemo_rl.config.runs.distillation import DistillationMasterConfig
 from nemo_rl.config.runs.eval import EvalMasterConfig
+from nemo_rl.config.runs.ppo import PPOMasterConfig
 from nemo_rl.config.runs.rollouts import GRPOMasterConfig
 from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.config.runs.supervised import DPOMasterConfig, RMMasterConfig, SFTMasterConfig
@@ -13,6 +14,7 @@ from nemo_rl.utils.errors import ConfigError
 
 ALGORITHMS: Mapping[str, type[RunConfig]] = {
     "grpo": GRPOMasterConfig,
+    "ppo": PPOMasterConfig,
     "sft": SFTMasterConfig,
     "dpo": DPOMasterConfig,
     "rm": RMMasterConfig,
@@ -30,8 +32,6 @@ def algorithm_of(path: str | Path) -> str:
     """
     content = load_config_with_inheritance(path)
     found = [name for name in ALGORITHMS if name in content]
-    if "ppo" in content and not found:
-        return "grpo"  # GRPO's schema names the missing section in its error
     if len(found) != 1:
         sections = ", ".join(f"{name}:" for name in ALGORITHMS)
         has = f"has the sections {', '.join(found)}" if found else f"has none of the sections {sections}"

@@ -1,32 +1,43 @@
 """Checks the keys of `loss_fn` against each other and against the run.
 
-`GRPOMasterConfig.check` runs all of these rules before anything starts; `losses.policy_gradient` runs
+`PolicyGradientMasterConfig.check` runs all of these rules before anything starts; `losses.policy_gradient` runs
 `check_loss_options` again, because a loss can be made without a run.
 """
 
 from nemo_rl.config.rules.broken_rules import Findings
-from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
 from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
+from nemo_rl.config.schema.algorithms.rewarded_training import RewardedTrainingConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
 
 
-def check_loss(grpo: GRPOConfig, policy: PolicyConfig, loss: ClippedPGLossConfig) -> Findings:
-    """Check that loss options contradict neither each other nor the run."""
+def check_loss(
+    section: str, algorithm: RewardedTrainingConfig, policy: PolicyConfig, loss: ClippedPGLossConfig, epochs: int = 1
+) -> Findings:
+    """Check that loss options contradict neither each other nor the run.
+
+    Args:
+        section: name of the algorithm's section.
+        algorithm: the section.
+        policy: the section of the policy.
+        loss: the section of the loss.
+        epochs: passes over the samples of a step.
+    """
     penalty = f"loss_fn.reference_policy_kl_penalty={loss.reference_policy_kl_penalty:g}"
-    if grpo.skip_reference_policy_logprobs_calculation and loss.reference_policy_kl_penalty != 0:
+    if algorithm.skip_reference_policy_logprobs_calculation and loss.reference_policy_kl_penalty != 0:
         yield (
             f"{penalty} needs the reference policy, but "
-            "grpo.skip_reference_policy_logprobs_calculation=true. Set the penalty to 0 or the skip to false."
+            f"{section}.skip_reference_policy_logprobs_calculation=true. Set the penalty to 0 or the skip to false."
         )
     if loss.use_kl_in_reward and loss.reference_policy_kl_penalty == 0:
         yield f"loss_fn.use_kl_in_reward=true has no effect with {penalty}. Give the penalty a weight."
-    samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+    samples = algorithm.num_prompts_per_step * algorithm.num_generations_per_prompt
     updates = samples // policy.train_global_batch_size
-    if loss.force_on_policy_ratio and updates > 1:
+    if loss.force_on_policy_ratio and updates * epochs > 1:
+        passes, one = (f" x {section}.ppo_epochs={epochs}", f" and {section}.ppo_epochs=1") if epochs > 1 else ("", "")
         yield (
             "loss_fn.force_on_policy_ratio=true needs one optimizer update per step, but "
-            f"{samples} samples / policy.train_global_batch_size={policy.train_global_batch_size} = "
-            f"{updates} updates. Set policy.train_global_batch_size={samples}."
+            f"{samples} samples / policy.train_global_batch_size={policy.train_global_batch_size}{passes} = "
+            f"{updates * epochs} updates. Set policy.train_global_batch_size={samples}{one}."
         )
     yield from check_loss_options(loss)
 

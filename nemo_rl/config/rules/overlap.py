@@ -3,6 +3,7 @@
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
 from nemo_rl.config.schema.algorithms.overlap import AsyncRLConfig
+from nemo_rl.config.schema.algorithms.rewarded_training import RewardedTrainingConfig
 from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
@@ -46,7 +47,8 @@ def check_overlap(
             "GPUs of their own: policy.generation.colocated.enabled=false, with their number in "
             "policy.generation.colocated.resources."
         )
-    factor = algorithm.batch_multiplier if isinstance(algorithm, GRPOConfig) and algorithm.use_dynamic_sampling else 1
+    draws_more = isinstance(algorithm, RewardedTrainingConfig) and algorithm.use_dynamic_sampling
+    factor = algorithm.batch_multiplier if draws_more else 1
     needed = int(algorithm.num_prompts_per_step * factor)
     if overlap.max_buffered_groups is not None and overlap.max_buffered_groups < needed:
         yield (

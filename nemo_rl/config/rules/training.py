@@ -11,8 +11,13 @@ from nemo_rl.config.rules.engines import check_engines
 from nemo_rl.config.rules.megatron import check_offloading
 from nemo_rl.config.rules.model import check_backend, check_budgets, check_trainable
 from nemo_rl.config.rules.placement.topology import data_parallel_ranks, plan_topology
-from nemo_rl.config.schema.algorithms.grpo import GRPOConfig, RewardScalingConfig, RewardShapingConfig
+from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
 from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
+from nemo_rl.config.schema.algorithms.rewarded_training import (
+    RewardedTrainingConfig,
+    RewardScalingConfig,
+    RewardShapingConfig,
+)
 from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.data import DataConfig
@@ -122,7 +127,7 @@ def _check_answer_lengths(generation: GenerationConfig, total: int) -> Findings:
 
 
 def check_grpo(grpo: GRPOConfig) -> Findings:
-    """Check that group size, dynamic sampling and the keys of rewards fit together."""
+    """Check that the group size suffices for the baseline, and the keys that GRPO shares."""
     group = f"grpo.num_generations_per_prompt={grpo.num_generations_per_prompt}"
     estimator = grpo.adv_estimator
     if grpo.num_generations_per_prompt == 1:
@@ -133,21 +138,26 @@ def check_grpo(grpo: GRPOConfig) -> Findings:
                 f"{group} leaves no other answer for a baseline without the sample's own reward "
                 f"(grpo.adv_estimator.name={estimator.name}). Sample at least 2 answers per prompt, or {other}."
             )
-        if grpo.use_dynamic_sampling:
-            yield (
-                f"{group} makes every group's rewards equal, so grpo.use_dynamic_sampling=true drops "
-                "all prompts. Sample at least 2 answers per prompt."
-            )
-    prompts = grpo.num_prompts_per_step
-    drawn = prompts * grpo.batch_multiplier
-    if grpo.use_dynamic_sampling and drawn != int(drawn):
+    yield from check_rewards("grpo", grpo)
+
+
+def check_rewards(section: str, algorithm: RewardedTrainingConfig) -> Findings:
+    """Check that group size, dynamic sampling and the keys of rewards fit together."""
+    prompts, answers = algorithm.num_prompts_per_step, algorithm.num_generations_per_prompt
+    if algorithm.use_dynamic_sampling and answers == 1:
         yield (
-            f"grpo.num_prompts_per_step={prompts} x grpo.batch_multiplier={grpo.batch_multiplier:g} = "
+            f"{section}.num_generations_per_prompt={answers} makes every group's rewards equal, so "
+            f"{section}.use_dynamic_sampling=true drops all prompts. Sample at least 2 answers per prompt."
+        )
+    drawn = prompts * algorithm.batch_multiplier
+    if algorithm.use_dynamic_sampling and drawn != int(drawn):
+        yield (
+            f"{section}.num_prompts_per_step={prompts} x {section}.batch_multiplier={algorithm.batch_multiplier:g} = "
             f"{drawn:g} prompts is not a whole number. Choose a multiplier such as "
             f"{round(drawn) / prompts:g}."
         )
-    yield from check_reward_scaling(grpo.reward_scaling)
-    yield from check_reward_shaping(grpo.reward_shaping)
+    yield from check_reward_scaling(algorithm.reward_scaling, section)
+    yield from check_reward_shaping(algorithm.reward_shaping, section)
 
 
 PER_TURN = ("grpo", "dr_grpo", "rloo")
@@ -220,16 +230,16 @@ def check_early_stop(section: str, algorithm: RolloutTrainingConfig) -> Findings
         )
 
 
-def check_reward_scaling(scaling: RewardScalingConfig) -> Findings:
+def check_reward_scaling(scaling: RewardScalingConfig, section: str = "grpo") -> Findings:
     """Check that the source range is not empty."""
     if scaling.enabled and scaling.source_min >= scaling.source_max:
         yield (
-            f"grpo.reward_scaling.source_min={scaling.source_min:g} must be below "
-            f"grpo.reward_scaling.source_max={scaling.source_max:g}."
+            f"{section}.reward_scaling.source_min={scaling.source_min:g} must be below "
+            f"{section}.reward_scaling.source_max={scaling.source_max:g}."
         )
 
 
-def check_reward_shaping(shaping: RewardShapingConfig) -> Findings:
+def check_reward_shaping(shaping: RewardShapingConfig, section: str = "grpo") -> Findings:
     """Check that the values of the chosen penalty are set."""
     if not shaping.enabled or shaping.stop_properly_penalty_coef is not None:
         return
@@ -237,8 +247,8 @@ def check_reward_shaping(shaping: RewardShapingConfig) -> Findings:
     empty = [key for key in needed if getattr(shaping, key) is None]
     if empty:
         yield (
-            f"grpo.reward_shaping.enabled=true needs a value for {', '.join(empty)}, or "
-            "grpo.reward_shaping.stop_properly_penalty_coef instead."
+            f"{section}.reward_shaping.enabled=true needs a value for {', '.join(empty)}, or "
+            f"{section}.reward_shaping.stop_properly_penalty_coef instead."
         )
 
 

@@ -5,8 +5,8 @@
     tags     env.nemo_gym.thinking_tags -> reward_penalties.thinking_tags
     gym      files of env.nemo_gym that exist, and its log_dir -> their absolute paths
     engine   generation.mcore_generation_config.max_model_len -> engine.max_model_len, with backend=megatron
-    source   grpo.rollout_source.name=dynamic_sampling -> grpo.use_dynamic_sampling
-    overlap  async_rl, or grpo.async_grpo.enabled -> grpo.overlap
+    source   rollout_source.name=dynamic_sampling -> use_dynamic_sampling, in grpo and in ppo
+    overlap  async_rl, or grpo.async_grpo.enabled -> grpo.overlap; ppo.async_ppo.enabled -> ppo.overlap
     saving   megatron_cfg.checkpoint.async_save of a trained model -> checkpointing.is_async
 
 It runs after types are checked and before the rules; later code reads plain values. Defaults that are interpolations in
@@ -20,11 +20,13 @@ from typing import Any
 from nemo_rl.config.base.paths import find_path
 from nemo_rl.config.rules.placement.roles import trained
 from nemo_rl.config.runs.eval import EvalMasterConfig
+from nemo_rl.config.runs.ppo import PPOMasterConfig
 from nemo_rl.config.runs.rollouts import GRPOMasterConfig, RolloutMasterConfig
 from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.config.schema.agents import NEMO_GYM, AgentKeys, NemoGymConfig
-from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
-from nemo_rl.config.schema.algorithms.overlap import AsyncGRPOConfig
+from nemo_rl.config.schema.algorithms.overlap import AsyncGRPOConfig, AsyncRLConfig
+from nemo_rl.config.schema.algorithms.rewarded_training import RewardedTrainingConfig
+from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.model.generation import GenerationConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
@@ -40,15 +42,17 @@ def fill_dependent_keys(config: RunConfig) -> None:
     if isinstance(config, RolloutMasterConfig | EvalMasterConfig):
         _fill_gym(config.env.get(NEMO_GYM))
     if isinstance(config, GRPOMasterConfig):
-        _fill_overlap(config)
+        _fill_overlap(config.grpo, config.async_rl or config.grpo.async_grpo)
         gym = config.env.get(NEMO_GYM)
         if isinstance(gym, NemoGymConfig) and gym.thinking_tags is not None:
             config.reward_penalties.thinking_tags = gym.thinking_tags
+    if isinstance(config, PPOMasterConfig):
+        _fill_overlap(config.ppo, config.ppo.async_ppo)
     for section in config.values():
         generation = section.generation if isinstance(section, PolicyConfig) else section
         if isinstance(generation, GenerationConfig):
             _fill_context(generation)
-        if isinstance(section, GRPOConfig) and section.rollout_source.name == "dynamic_sampling":
+        if isinstance(section, RewardedTrainingConfig) and section.rollout_source.name == "dynamic_sampling":
             section.use_dynamic_sampling = True
         if isinstance(section, CheckpointingConfig) and _saves_in_background(config):
             section.is_async = True
@@ -91,13 +95,12 @@ def _fill_context(generation: GenerationConfig) -> None:
         generation.engine.max_model_len = context
 
 
-def _fill_overlap(config: GRPOMasterConfig) -> None:
-    asked = config.async_rl or config.grpo.async_grpo
+def _fill_overlap(algorithm: RolloutTrainingConfig, asked: AsyncGRPOConfig | AsyncRLConfig | None) -> None:
     if asked is None or (isinstance(asked, AsyncGRPOConfig) and not asked.enabled):
         return
-    own = config.grpo.overlap
-    config.grpo.overlap = asked.overlap
-    config.grpo.overlap.validation = own.validation  # NeMo RL has no key for it
+    own = algorithm.overlap
+    algorithm.overlap = asked.overlap
+    algorithm.overlap.validation = own.validation  # NeMo RL has no key for it
 
 
 def _saves_in_background(config: RunConfig) -> bool:

@@ -41,6 +41,7 @@ from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
 from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
 from nemo_rl.config.schema.algorithms.overlap import AsyncRLConfig
 from nemo_rl.config.schema.algorithms.reward_penalties import RewardPenaltyConfig
+from nemo_rl.config.schema.algorithms.rewarded_training import RewardedTrainingConfig
 from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
@@ -65,7 +66,6 @@ class MasterConfig(RunConfig):
         "data_plane": "a separate data plane",
         "on_policy_distillation": "multi-teacher on-policy distillation",
         _PENALTIES: "reward penalties of an algorithm other than GRPO",
-        **dict.fromkeys(("ppo", "value", "value_loss_fn"), "PPO with a value model"),
     }
 
     policy: PolicyConfig
@@ -206,15 +206,60 @@ class RolloutMasterConfig(MasterConfig):
         raise NotImplementedError
 
 
-class GRPOMasterConfig(RolloutMasterConfig):
+class PolicyGradientMasterConfig(RolloutMasterConfig):
+    """Base of the configurations whose policy learns from rewards of its answers."""
+
+    loss_fn: ClippedPGLossConfig = Field(default_factory=ClippedPGLossConfig)
+    """The policy-gradient loss."""
+
+    @property
+    def algorithm(self) -> RewardedTrainingConfig:
+        """The section of the algorithm."""
+        raise NotImplementedError
+
+    @property
+    def num_epochs(self) -> int:
+        """Passes over the samples of a step."""
+        return 1
+
+    @property
+    def updates_per_step(self) -> int:
+        """The number of optimizer updates of the policy in a step."""
+        samples = self.algorithm.num_prompts_per_step * self.algorithm.num_generations_per_prompt
+        return self.num_epochs * -(-samples // self.policy.train_global_batch_size)
+
+    @property
+    def keeps_reference(self) -> bool:
+        """True if the loss or the reward has a penalty for the distance from the initial policy."""
+        return self.loss_fn.reference_policy_kl_penalty != 0
+
+    def policy_gradient_findings(self, section: str) -> Findings:
+        """Yield what is wrong with the keys that all of these algorithms have.
+
+        Args:
+            section: name of the algorithm's section.
+        """
+        algorithm = self.algorithm
+        return chain(
+            check_batches(section, algorithm, self.policy, self.policy_cluster),
+            check_lengths(self.policy, self.data),
+            check_overlap(section, algorithm, self.policy, self.cluster),
+            check_rollout_runners(algorithm, self.policy, self.cluster),
+            check_early_stop(section, algorithm),
+            check_loss(section, algorithm, self.policy, self.loss_fn, self.num_epochs),
+            check_generation(self.policy, self.policy_cluster),
+            check_data(self.data, self.env),
+            check_validation(section, algorithm, self.data),
+        )
+
+
+class GRPOMasterConfig(PolicyGradientMasterConfig):
     """Configuration of `examples/run_grpo.py`."""
 
     later: ClassVar[dict[str, str]] = {key: text for key, text in MasterConfig.later.items() if key != _PENALTIES}
 
     grpo: GRPOConfig = Field(default_factory=GRPOConfig)
     """The algorithm."""
-    loss_fn: ClippedPGLossConfig = Field(default_factory=ClippedPGLossConfig)
-    """The policy-gradient loss."""
     async_rl: AsyncRLConfig | None = None
     """NeMo RL's newer section for overlap; fills in grpo.overlap unless it is null."""
     reward_penalties: RewardPenaltyConfig = Field(default_factory=RewardPenaltyConfig)
@@ -233,11 +278,6 @@ class GRPOMasterConfig(RolloutMasterConfig):
         return self.grpo
 
     @property
-    def keeps_reference(self) -> bool:
-        """True if the loss or the reward has a penalty for the distance from the initial policy."""
-        return self.loss_fn.reference_policy_kl_penalty != 0
-
-    @property
     def named_parts(self) -> Mapping[str, NamedPartConfig]:
         """See `RunConfig.named_parts`."""
         grpo = self.grpo
@@ -251,19 +291,11 @@ class GRPOMasterConfig(RolloutMasterConfig):
         """See `MasterConfig.findings`."""
         return chain(
             super().findings(),
-            check_batches("grpo", self.grpo, self.policy, self.policy_cluster),
-            check_lengths(self.policy, self.data),
+            self.policy_gradient_findings("grpo"),
             check_grpo(self.grpo),
-            check_overlap("grpo", self.grpo, self.policy, self.cluster),
-            check_rollout_runners(self.grpo, self.policy, self.cluster),
             check_one_overlap(self.grpo, self.async_rl),
             check_advantages(self.grpo, self.loss_fn),
             check_agents(self.env, self.grpo, self.cluster),
-            check_early_stop("grpo", self.grpo),
             check_reward_penalties(self.reward_penalties),
             check_effort_levels(self.effort_levels, self.grpo),
-            check_loss(self.grpo, self.policy, self.loss_fn),
-            check_generation(self.policy, self.policy_cluster),
-            check_data(self.data, self.env),
-            check_validation("grpo", self.grpo, self.data),
         )

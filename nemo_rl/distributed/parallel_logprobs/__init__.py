@@ -11,6 +11,7 @@ group the results are those of the whole vocabulary, equal on all of its ranks.
 from nemo_rl.distributed.parallel_logprobs.chunked import logprobs_from_logits, token_logprobs
 from nemo_rl.distributed.parallel_logprobs.density import SamplingDensity, apply_top_k_top_p
 from nemo_rl.distributed.parallel_logprobs.head import LogitTransform, default_chunk_size
+from nemo_rl.distributed.parallel_logprobs.scalar_head import initial_head, scalar_outputs
 from nemo_rl.distributed.parallel_logprobs.topk import TopK, topk_logits, topk_of
 
 __all__ = [
@@ -19,7 +20,9 @@ __all__ = [
     "TopK",
     "apply_top_k_top_p",
     "default_chunk_size",
+    "initial_head",
     "logprobs_from_logits",
+    "scalar_outputs",
     "token_logprobs",
     "topk_logits",
     "topk_of",

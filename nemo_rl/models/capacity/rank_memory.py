@@ -90,3 +90,10 @@ class RankMemory(ABC):
         """Return the bytes of this number of tensors, each as large as one chunk of float32 logits."""
         chunk = self.policy.logprob_chunk_size or default_chunk_size(on_gpu=not self.work.on_cpu)
         return self.has_head * tensors * min(self.tokens, chunk) * self.trace.vocabulary * WIDE / self.layout.tp
+
+    def scalar_head(self) -> float:
+        """Return the bytes that the backward pass of a scalar head needs, if all tokens have a value; else 0.
+
+        It has no logits, but float32 copies of the hidden states of these tokens, and of their gradient.
+        """
+        return self.has_head * (self.trace.vocabulary == 1) * 2 * self.tokens * self.trace.hidden * WIDE

@@ -85,7 +85,7 @@ class DTensorBackend(TorchBackend):
         layout: sizes of the mesh axes; None derives them from the configuration and the number of ranks.
         init_optimizer: make optimizer and schedule (a frozen scorer needs none).
         init_reference_model: keep a CPU copy of the initial weights; with LoRA the frozen base is used instead.
-        seed: run seed, for the adapters' initial values.
+        seed: run seed, for the initial values of adapters or of a new scalar head.
         build: makes the model; collective.
     """
 

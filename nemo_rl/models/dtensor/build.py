@@ -5,6 +5,7 @@ finds unsupported settings on a small probe model, and all ranks refuse them.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from transformers.modeling_utils import PreTrainedModel
 
@@ -59,12 +60,12 @@ def build_model(config: PolicyConfig, seed: int) -> Built:
 
     Args:
         config: the policy section.
-        seed: run seed, for the adapters' initial values.
+        seed: run seed, for the initial values of adapters or of a new scalar head.
 
     Raises:
         ConfigError: the architecture does not support the settings.
     """
-    load = load_scoring_model if config.reward_model_cfg.enabled else load_causal_lm
+    load = partial(load_scoring_model, seed=seed) if config.reward_model_cfg.enabled else load_causal_lm
     with weights_left_in_files() as lazy_weights:
         hf = load(
             config.model_name,

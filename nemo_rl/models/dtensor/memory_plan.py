@@ -103,7 +103,7 @@ class DTensorRank(RankMemory):
         unreduced = {"gradients before their reduction": root * (self.itemsize + WIDE) if fsdp else 0.0}
         update = {"optimizer's temporaries": 2 * self.largest / self._shards * WIDE if self.work.on_cpu else 0.0}
         return {
-            "head backward": earlier | {"activations": kept, "logits": logits},
+            "head backward": earlier | {"activations": kept + self.scalar_head(), "logits": logits},
             "layer backward": earlier | {"activations": kept + again, "logits": self.head},
             "embedding backward": gathered | unreduced | {"gradients": gradients, "activations": again},
             "update": {"gradients": gradients} | update,

@@ -1,7 +1,8 @@
-"""A Hugging Face sequence classifier with one label, whose forward returns a score for each given position.
+"""A Hugging Face sequence classifier with one label, whose forward returns a number for each given position.
 
 It has the same signature as the wrapper in `causal_lm`, so that `backend` can run either. The body computes hidden
-states; the scalar head sees only the last token of each sequence, packed or padded.
+states; the scalar head sees only the positions that the inputs name: the last token of each sequence for scores of a
+reward model, the token before each target for values of a critic.
 
 Invariant: parameters keep their Hugging Face names under `hf`, and the score of a sequence equals that of
 `AutoModelForSequenceClassification`; `require_scoring_head` compares the two on a small probe model.
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
-from nemo_rl.distributed.parallel_logprobs import SamplingDensity, TopK
+from nemo_rl.distributed.parallel_logprobs import SamplingDensity, TopK, scalar_outputs
+from nemo_rl.distributed.ranks.placements import held_here
 from nemo_rl.models.dtensor.parallelize import ShardableModel
 from nemo_rl.models.huggingface.layers import hidden_states
 from nemo_rl.utils.errors import ConfigError
@@ -38,23 +40,26 @@ class RewardModel(ShardableModel):
         density: SamplingDensity | None = None,
         top_k: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Score the sequences that end at the given positions.
+        """Score the sequences up to the given positions.
 
         Args:
             model_inputs: the model's keyword arguments; `input_ids` is `[b, T]`, or `[1, N]` packed.
-            positions_K: `[K]` indices into the flattened `[b * T]` tokens: the last token of each sequence.
+            positions_K: `[K]` indices into the flattened `[b * T]` tokens.
             targets_K: not used; part of the common signature with language models.
             density: not used.
             top_k: not used.
 
         Returns:
-            `(scores_K, zeros_K)`, float32.
+            `(scores_K, zeros_K)`, float32 (float64 for float64 models).
         """
         hidden = hidden_states(self.hf, model_inputs)
         rows = self.whole_rows(hidden, partial_gradient=False)  # every rank has the whole head and the whole gradient
         hidden_KD = rows.flatten(0, 1).index_select(0, positions_K)
         head: Any = self.hf.score
-        scores_K = head(hidden_KD).squeeze(-1).float()
+        # Tensor-parallel ranks hold the head as a DTensor that is whole on each of them.
+        scores_K = scalar_outputs(
+            hidden_KD, held_here(head.weight), None if head.bias is None else held_here(head.bias)
+        )
         return scores_K, torch.zeros_like(scores_K)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
+from nemo_rl.distributed.parallel_logprobs import initial_head
 from nemo_rl.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ PRECISIONS: dict[str, torch.dtype] = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
+
+_HEAD_WEIGHT = "score.weight"
+"""Name of the scalar head's weight in the sequence classifiers of transformers."""
 
 WITHOUT_PACKING = (
     "Set policy.sequence_packing.enabled=false for this model "
@@ -72,15 +76,17 @@ def load_scoring_model(
     *,
     config_overrides: dict[str, Any] | None = None,
     attn_implementation: str | None = None,
+    seed: int = 0,
 ) -> "PreTrainedModel":
     """Load a language model, or a reward model, as a sequence classifier with one label, in float32.
 
-    If the weights have no such head, it is initialized at random, equally on every rank and in every run.
+    If the files have no such head, it starts as `initial_head`, equally on every rank.
 
     Args:
         model_name: Hugging Face id or local folder.
         config_overrides: fields of the model's configuration to replace.
         attn_implementation: as in `load_causal_lm`.
+        seed: run seed, for a new head.
 
     Raises:
         ConfigError: the model cannot be found, has no sequence classifier, does not accept an attention function, or
@@ -93,12 +99,16 @@ def load_scoring_model(
     attention = attention_choice(config, attn_implementation, AutoModelForSequenceClassification)
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model = AutoModelForSequenceClassification.from_pretrained(
-                model_name, config=config, dtype=torch.float32, **attention
+            torch.manual_seed(seed)
+            model, loaded = AutoModelForSequenceClassification.from_pretrained(
+                model_name, config=config, dtype=torch.float32, output_loading_info=True, **attention
             )
     except ValueError as error:
         raise ConfigError(f"policy.model_name={model_name!r} cannot be loaded with a scalar head: {error}") from error
+    if _HEAD_WEIGHT in loaded["missing_keys"]:
+        weight = model.get_parameter(_HEAD_WEIGHT)
+        with torch.no_grad():
+            weight.copy_(initial_head(weight.shape[-1], seed))
     return model.eval()
 
 

@@ -285,6 +285,6 @@ def _loaded_chunks(
     prepare(chunks)
     scores = config.reward_model_cfg.enabled
     if scores:
-        give_scalar_head(chunks, std=getattr(hf_config, "initializer_range", 0.02))
+        give_scalar_head(chunks, seed)
     load_huggingface(chunks, hf_config, model_folder(config.model_name), has_scalar_head=scores)
     return list(chunks)

@@ -126,8 +126,9 @@ class MegatronRank(RankMemory):
         wide = self._updated * WIDE if self._gradient_size < WIDE else 0.0
         moved = min(self.largest / self._copies[0], self._updated)
         update = {"optimizer's temporaries": 2 * moved * WIDE} if self.work.on_cpu else {}
+        kept_at_head = kept + hidden + self.scalar_head()
         return {
-            "head backward": {"activations": kept + hidden, "logits": self.logits(GRADIENT_OF_LOGITS) + 2 * self.head},
+            "head backward": {"activations": kept_at_head, "logits": self.logits(GRADIENT_OF_LOGITS) + 2 * self.head},
             "layer backward": {"activations": kept + again, "logits": self.head},
             "update": {"float32 gradients": wide} | update,
         }

@@ -12,14 +12,21 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from nemo_rl.distributed.parallel_logprobs import LogitTransform, SamplingDensity, token_logprobs, topk_logits
+from nemo_rl.distributed.parallel_logprobs import (
+    LogitTransform,
+    SamplingDensity,
+    initial_head,
+    scalar_outputs,
+    token_logprobs,
+    topk_logits,
+)
 from nemo_rl.distributed.ranks.collectives import all_gather, all_reduce, reduce_gradient
 from nemo_rl.models.megatron.inputs import RankInputs
 from nemo_rl.models.megatron.parallel import Groups
 
 
 class ScalarHead(nn.Module):
-    """The head of a reward model, which replaces the output layer: one number per hidden state.
+    """The head of a reward model or critic, which replaces the output layer: one number per hidden state.
 
     Every tensor-parallel rank has the whole head and sees the same hidden states, so every rank has its whole gradient.
 
@@ -32,25 +39,24 @@ class ScalarHead(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device))
 
     def forward(self, hidden_kD: Tensor) -> Tensor:
-        """Return `[k]` scores."""
-        return (hidden_kD @ self.weight.t()).squeeze(-1)
+        """Return `[k]` scores, float32 or wider."""
+        return scalar_outputs(hidden_kD, self.weight)
 
 
-def give_scalar_head(chunks: Sequence[Any], *, std: float) -> None:
-    """Replace the output layer of the last stage, if this rank has it.
+def give_scalar_head(chunks: Sequence[Any], seed: int) -> None:
+    """Replace the output layer of the last stage by a new scalar head, if this rank has it.
 
     Args:
         chunks: unwrapped GPTModels that do not share the embedding's weight with the output layer.
-        std: standard deviation of the initial values, which are the same on every rank and in every run.
+        seed: run seed, for the initial values.
     """
     for chunk in chunks:
         assert not chunk.share_embeddings_and_output_weights, "a scalar head shares no weight with the embedding"
         if chunk.post_process:
             old = chunk.output_layer.weight
             chunk.output_layer = head = ScalarHead(chunk.config.hidden_size, old.dtype, old.device)
-            drawn = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(0))
             with torch.no_grad():
-                head.weight.copy_(std * drawn)
+                head.weight.copy_(initial_head(chunk.config.hidden_size, seed))
 
 
 def logit_transform(hf_config: PretrainedConfig) -> LogitTransform:
@@ -105,7 +111,6 @@ class Scoring:
         hidden_kD = self._hidden(hidden_states, context, partial_gradient=not scalar)
         if scalar:
             scores_k = output_layer(hidden_kD)
-            scores_k = scores_k.to(torch.promote_types(scores_k.dtype, torch.float32))
             return self._of_all(scores_k, context), scores_k.new_zeros(context.num_scores)
         weight: Any = output_layer.weight if output_weight is None else output_weight
         how: dict[str, Any] = {

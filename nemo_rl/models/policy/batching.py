@@ -31,6 +31,8 @@ from nemo_rl.utils.errors import ConfigError, DataError
 
 SCORING_KEYS = ("input_ids", "input_lengths")
 _STORED_SCORING_KEYS = ("input_lengths", "sample_mask", STORED_ROWS, NUM_STALE)
+_OF_SCALAR_HEADS = ("score", "get_values")
+"""Methods of `Policy` that need a scalar head."""
 _MASKS = ("token_mask", "sample_mask")
 
 
@@ -209,11 +211,19 @@ def scoring_rows(
 
     Raises:
         DataError: keys are missing.
-        ConfigError: the model is a reward model, and the method needs a language model.
+        ConfigError: the method needs another head than the model's.
     """
     require_keys(data, SCORING_KEYS, f"Policy.{method}")
-    if config.reward_model_cfg.enabled and method != "score":
-        raise ConfigError(f"Policy.{method} needs a language model; this one is a reward model, see Policy.score.")
+    has_scalar_head = config.reward_model_cfg.enabled
+    if has_scalar_head and method not in _OF_SCALAR_HEADS:
+        raise ConfigError(
+            f"Policy.{method} needs a language model; this one has a scalar head (reward_model_cfg.enabled=true). "
+            "Policy.score gives a number for each row, Policy.get_values one for each token."
+        )
+    if method in _OF_SCALAR_HEADS and not has_scalar_head:
+        raise ConfigError(
+            f"Policy.{method} needs a scalar head (reward_model_cfg.enabled=true); this is a language model."
+        )
     shared = ("token_mask",) if shares_prompts else ()
     optional = _STORED_SCORING_KEYS if STORED_ROWS in data else (*SCORING_KEYS, *shared, ROW_INPUTS)
     wanted: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in optional if key in data})

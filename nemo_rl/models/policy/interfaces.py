@@ -32,6 +32,12 @@ class ScoreOutputSpec(TypedDict):
     scores: Tensor  # [B] float32
 
 
+class ValueOutputSpec(TypedDict):
+    """Result of `get_values`."""
+
+    values: Tensor  # [B, T] float32; position t has the value of the tokens < t, position 0 is 0
+
+
 class TopkLogitsOutputSpec(TypedDict):
     """Result of `get_topk_logits`; position t holds the distribution after token t."""
 

@@ -156,23 +156,26 @@ def build_score_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: 
 
 
 def build_topk_inputs(rows: BatchedDataDict[Any], top: TopK, layout: InputLayout, device: torch.device) -> ModelInputs:
-    """Lay out the rows of one microbatch for the largest logits of every real token, the last one included.
+    """Call `build_position_inputs` for the largest logits after every token, as `top` says."""
+    return replace(build_position_inputs(rows, layout, device), top_k=top)
+
+
+def build_position_inputs(rows: BatchedDataDict[Any], layout: InputLayout, device: torch.device) -> ModelInputs:
+    """Lay out the rows of one microbatch for what the model gives after every real token, the last one included.
 
     Args:
         rows: `input_ids [b, T]` right padded and `input_lengths [b]`, on the CPU.
-        top: which logits of each token are returned.
         layout: padded or packed.
         device: where the model runs.
 
     Returns:
-        Inputs of `shape` `(b, T)`: position t belongs to the logits that the model gives after token t.
+        Inputs of `shape` `(b, T)`: position t belongs to what the model gives after token t.
     """
     input_ids, lengths = rows["input_ids"], rows["input_lengths"]
     num_rows, width = input_ids.shape
     row_K, column_K = (torch.arange(width)[None, :] < lengths[:, None]).nonzero(as_tuple=True)
     targets_K, places_K = input_ids[row_K, column_K], row_K * width + column_K
-    inputs = _scored_at(row_K, column_K, targets_K, places_K, (num_rows, width), rows, layout, device)
-    return replace(inputs, top_k=top)
+    return _scored_at(row_K, column_K, targets_K, places_K, (num_rows, width), rows, layout, device)
 
 
 def _scored_at(

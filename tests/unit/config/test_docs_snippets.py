@@ -8,13 +8,15 @@ import pytest
 import yaml
 from pydantic import Field
 
-from nemo_rl.config import GRPOMasterConfig, SecondModelConfig, load_config
+from nemo_rl.config import GRPOMasterConfig, PPOMasterConfig, SecondModelConfig, load_config
 
 ROOT = Path(__file__).resolve().parents[3]
 BASE = ROOT / "examples/configs/grpo_math_cpu.yaml"
+PPO_BASE = ROOT / "examples/configs/ppo_math_cpu.yaml"
 PAGES = [
     "docs/algorithms/grpo.md",
     "docs/algorithms/lora.md",
+    "docs/algorithms/ppo.md",
     "README.md",
     "docs/development/adding-things.md",
     "docs/development/configuration.md",
@@ -58,10 +60,10 @@ def test_each_snippet_of_the_docs_loads_and_passes_all_checks(snippet, tmp_path,
         if not (ROOT / name).exists():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).touch()
-    inherits = "" if "defaults" in tree else f"defaults: {BASE}\n"
+    schema = WithCritic if "critic" in tree else PPOMasterConfig if "ppo" in tree else GRPOMasterConfig
+    inherits = "" if "defaults" in tree else f"defaults: {PPO_BASE if schema is PPOMasterConfig else BASE}\n"
     file = tmp_path / "snippet.yaml"
     file.write_text(inherits + snippet.replace("defaults: examples/", f"defaults: {ROOT}/examples/"))
-    schema = WithCritic if "critic" in tree else GRPOMasterConfig
     assert load_config(file, schema=schema).policy.model_name
 
 

@@ -11,6 +11,7 @@ from nemo_rl.utils.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[3]
 FILES = {
     "grpo": "grpo_math_cpu.yaml",
+    "ppo": "ppo_math_cpu.yaml",
     "sft": "sft_cpu.yaml",
     "dpo": "dpo_cpu.yaml",
     "rm": "rm_cpu.yaml",
@@ -31,7 +32,10 @@ def test_every_algorithm_takes_a_loss_by_dotted_path(algorithm):
 
 @pytest.mark.parametrize(
     ("algorithm", "name"),
-    [("grpo", "clipped_pg"), ("sft", "nll"), ("dpo", "dpo"), ("rm", "preference"), ("distillation", "distillation")],
+    [
+        *(("grpo", "clipped_pg"), ("ppo", "clipped_pg"), ("sft", "nll"), ("dpo", "dpo"), ("rm", "preference")),
+        ("distillation", "distillation"),
+    ],
 )
 def test_every_algorithm_names_its_own_loss(algorithm, name):
     assert load(algorithm)["loss_fn"].name == load(algorithm, f"loss_fn.name={name}")["loss_fn"].name == name

@@ -57,6 +57,17 @@ ACCEPTED = {
     ),
     "dpo": ("dpo.val_period=-1",),
     "rm": ("rm.val_period=-1", "data.train.split_validation_size=0", "data.validation=null"),
+    "ppo": (
+        "value.generation_batch_size=64",
+        "value.offload_optimizer_for_logprob=true",
+        "value.train_global_batch_size=256",
+        "value.reward_model_cfg={enabled: true, reward_model_type: regression}",
+        "ppo.adv_estimator={name: gae, gae_lambda_policy: 0.95, gae_lambda_value: 1.0, length_adaptive_alpha: 0.05}",
+        "ppo.policy_training_start_step=50",
+        "ppo.val_period=-1",
+        "loss_fn.positive_example_nll_weight=0.1",
+        "value_loss_fn={scale: 1.0, cliprange: null}",
+    ),
     "distillation": (
         "teacher.generation_batch_size=64",
         "teacher.offload_optimizer_for_logprob=true",
@@ -184,7 +195,6 @@ NOT_BUILT = {
         "policy.dequantize_base_checkpoint=true",
         "grpo.adv_estimator.name=opd",
         "data_plane={enabled: true}",
-        "ppo={ppo_epochs: 4}",
         "async_rl.generation_router={enabled: true}",
         "data.train.data_files=hf://x",
         "data.train.allowed_problem_types=[a]",
@@ -335,8 +345,9 @@ def nested(values: dict[str, Any]) -> dict[str, Any]:
 def later_keys(algorithm: str) -> dict[str, tuple[Any, ...]]:
     """Yield every key of a feature that is not implemented, with its neutral values."""
     found = {}
+    samples = algorithm in ("grpo", "ppo", "distillation")
     for path, section in sections(ALGORITHMS[algorithm]):
-        if "training_backend" not in path and (path != "policy.generation" or algorithm in ("grpo", "distillation")):
+        if "training_backend" not in path and (path != "policy.generation" or samples):
             for key in section.later:
                 found[f"{path}.{key}".lstrip(".")] = section.neutral.get(key, ())
     supervised = algorithm in ("sft", "dpo", "rm")
@@ -344,7 +355,7 @@ def later_keys(algorithm: str) -> dict[str, tuple[Any, ...]]:
     return {
         key: neutral
         for key, neutral in found.items()
-        if not key.startswith((*unwanted, "teacher.generation.", "data.validation.", "async_rl."))
+        if not key.startswith((*unwanted, "teacher.generation.", "value.generation.", "data.validation.", "async_rl."))
     }
 
 
@@ -496,12 +507,12 @@ def test_a_value_left_open_is_requested(tmp_path: Path) -> None:
     assert collect_errors(path, "sft", ["policy.model_name=Qwen/Qwen3-4B"]) == []
 
 
-def test_ppo_is_refused_as_not_implemented(tmp_path: Path) -> None:
+def test_a_file_for_ppo_is_found_by_its_section(tmp_path: Path) -> None:
     path = tmp_path / "ppo.yaml"
     parts = {"ppo": {"ppo_epochs": 4}, "value": {"model_name": "m"}, "value_loss_fn": {"scale": 0.4}}
     path.write_text(yaml.safe_dump({"defaults": str(SHAPES / "common.yaml"), **parts}))
-    assert algorithm_of(path) == "grpo"
+    assert algorithm_of(path) == "ppo"
     found = collect_errors(path, "grpo")
-    assert [text.split("=")[0] for text in found] == ["ppo", "value", "value_loss_fn"]
-    with pytest.raises(ConfigError, match="not built yet: PPO with a value model"):
+    assert [name for name in parts if not any(f"unknown key {name!r}" in text for text in found)] == []
+    with pytest.raises(ConfigError, match="unknown key 'ppo'"):
         load_config(path)

@@ -11,9 +11,10 @@ import ray
 import torch
 
 from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
-from nemo_rl.algorithms.grpo import CreditAssignment, PolicyScoring
+from nemo_rl.algorithms.grpo import CreditAssignment
 from nemo_rl.algorithms.rollout.batches import build_training_batch, mark_stale, num_counted_samples
 from nemo_rl.algorithms.runtime.run import StepBatch
+from nemo_rl.algorithms.scoring import PolicyScoring
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig, PolicyConfig
 from nemo_rl.data.packing import FixedSize, find_families
 from nemo_rl.data.stored_rows import SCORE_KEYS, STORED_ROWS, stale_of, with_tokens

@@ -28,8 +28,9 @@ from nemo_rl.models.dtensor.build import Built, Found, adapted
 from nemo_rl.models.dtensor.optimizer import clip_gradients
 from nemo_rl.models.dtensor.pipeline.stages import stage_of
 from nemo_rl.models.dtensor.pipeline.weights import copied_parameters, sum_shared_gradients
+from nemo_rl.models.huggingface.layers import hidden_states
 from nemo_rl.models.huggingface.lazy_weights import LazyWeights
-from nemo_rl.models.training.inputs import InputLayout, ModelInputs, build_score_inputs, build_training_inputs
+from nemo_rl.models.training.inputs import InputLayout, ModelInputs, build_position_inputs, build_training_inputs
 
 _CPU = torch.device("cpu")
 _LENGTHS = ((13, 9), (7, 11, 6))
@@ -48,7 +49,7 @@ class Reference:
 
     Attributes:
         loss: loss of all rows.
-        scores: `[b, T - 1]`, or `[b, 1]`, by data-parallel rank and microbatch.
+        scores: `[b, T - 1]`, or `[b, T]` of a scalar head, by data-parallel rank and microbatch.
         gradients: gradient of every trained parameter, by name.
     """
 
@@ -115,7 +116,7 @@ class Task:
 
     @property
     def scores(self) -> bool:
-        """True for a reward model."""
+        """True for a scalar head: a reward model or a critic."""
         return self.policy.reward_model_cfg.enabled
 
     def microbatches(self, dp_rank: int) -> Iterator[BatchedDataDict[Any]]:
@@ -135,7 +136,7 @@ class Task:
                     "input_lengths": torch.tensor(lengths),
                     "token_mask": (real & (torch.arange(shape[1]) >= _ALIKE - 1)).float(),
                     "sample_mask": torch.ones(len(lengths)),
-                    "weights": torch.randn(shape[0], 1 if self.scores else shape[1] - 1, generator=generator),
+                    "weights": torch.randn(shape[0], shape[1] - (not self.scores), generator=generator),
                 }
             )
 
@@ -165,11 +166,16 @@ def one_process(task: Task) -> Reference:
 
 
 def _scores_of_row(task: Task, hf: PreTrainedModel, rows: BatchedDataDict[Any], row: int, length: int) -> Tensor:
-    """Score one row: its tokens after the prompt, or the row as a whole for a reward model."""
+    """Score one row: its tokens after the prompt, or for a scalar head every position.
+
+    The model's own forward gives the score of the last position only.
+    """
     ids = rows["input_ids"][row : row + 1, :length]
     logits = hf(input_ids=ids, use_cache=False).logits
     if task.scores:
-        return logits.flatten().double()
+        head: Any = hf.score
+        before = head(hidden_states(hf, {"input_ids": ids}))[0, :-1, 0]
+        return torch.cat([before, logits.flatten()]).double()
     logprobs = torch.log_softmax(logits[0, :-1].double(), dim=-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
     counted: Tensor = rows["token_mask"][row, 1:length]
     return logprobs * counted
@@ -212,7 +218,7 @@ def on_mesh(task: Task, reference: Reference) -> RankNumbers:
 def _laid_out(task: Task, backend: DTensorBackend, rows: BatchedDataDict[Any]) -> ModelInputs:
     packed = task.policy.sequence_packing.enabled
     layout = InputLayout(packed, row_length_multiple(task.policy), packed and backend.shares_prompts)
-    build = build_score_inputs if task.scores else build_training_inputs
+    build = build_position_inputs if task.scores else build_training_inputs
     return build(rows, layout, _CPU)
 
 

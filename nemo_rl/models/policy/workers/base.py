@@ -22,30 +22,19 @@ import torch
 from torch import Tensor
 
 from nemo_rl.config import PolicyConfig, row_length_multiple
-from nemo_rl.data.stored_rows import stale_of, with_tokens
+from nemo_rl.data.stored_rows import with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.distributed.parallel_logprobs import TopK
 from nemo_rl.distributed.ranks.process_group import destroy_process_group
 from nemo_rl.host.background import in_background
 from nemo_rl.host.cores import usable_cores
-from nemo_rl.host.device import device_for, to_host
 from nemo_rl.losses.loss_function import AnyLossFunction, LossMetrics, LossType
-from nemo_rl.models.huggingface.layers import recorded_outputs
 from nemo_rl.models.policy.metrics import reduce_metrics
-from nemo_rl.models.policy.workers.kept_scores import Kept, keep
 from nemo_rl.models.policy.workers.loss_inputs import call_loss, input_builder
+from nemo_rl.models.policy.workers.scoring import ScoringWorker
 from nemo_rl.models.policy.workers.update_recorder import UpdateRecorder
 from nemo_rl.models.training.finite import listed, not_finite, on_all_ranks, require_finite
-from nemo_rl.models.training.inputs import (
-    InputLayout,
-    ModelInputs,
-    all_targets,
-    build_model_inputs,
-    build_score_inputs,
-    build_topk_inputs,
-    split_rows,
-)
+from nemo_rl.models.training.inputs import InputLayout, ModelInputs, split_rows
 from nemo_rl.models.training.interfaces import CheckpointPaths, PolicyBackend
 from nemo_rl.optimizations.switch import Choice
 from nemo_rl.utils.errors import CheckpointError, ConfigError, NonFiniteError
@@ -127,7 +116,7 @@ class _Part:
     loss: Tensor
 
 
-class PolicyWorker:
+class PolicyWorker(ScoringWorker):
     """One rank of the policy.
 
     Args:
@@ -137,9 +126,8 @@ class PolicyWorker:
     """
 
     def __init__(self, backend: PolicyBackend, config: PolicyConfig, *, gives_scores: bool = True) -> None:
-        self.backend = backend
-        self._layout = replace(input_layout(config), shares_prompts=backend.shares_prompts)
-        self._gives_scores = gives_scores
+        layout = replace(input_layout(config), shares_prompts=backend.shares_prompts)
+        super().__init__(backend, layout, gives_scores=gives_scores)
         self._sender: WeightSender | None = None
         self._saving: Future[None] | None = None
         self._parts: list[_Part] = []
@@ -288,101 +276,6 @@ class PolicyWorker:
         """Return the names of the weights that hold NaN or infinity on any rank; collective."""
         return on_all_ranks(not_finite(self.backend.weights_here()))
 
-    def get_logprobs(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
-        """Score every token of this rank's rows under the current weights.
-
-        Args:
-            data: `input_ids [b, T]` and `input_lengths [b]`, in microbatch order.
-            sizes: rows of each microbatch.
-
-        Returns:
-            `[b, T]` float32 on the CPU; position 0 and padding are 0. As in every scoring method, empty if another rank
-            returns the scores.
-        """
-        microbatches = list(split_rows(data, sizes))
-        inputs = [
-            build_model_inputs(rows, all_targets(rows), self._layout, self.backend.device) for rows in microbatches
-        ]
-        scores: list[Tensor] = []
-
-        def forward_step(index: int, logprobs_K: Tensor, entropy_K: Tensor) -> None:
-            scored = inputs[index].scatter(logprobs_K).float()
-            scores.append(to_host(torch.nn.functional.pad(scored, (1, 0))))
-
-        self.backend.run(inputs, forward_step, backward=False)
-        return self._given(scores)
-
-    def shares_prompts(self) -> bool:
-        """Return whether this rank's packed rows share one copy of a prompt, so that more of them fit."""
-        return self._layout.shares_prompts
-
-    def layer_outputs(self, token_ids: list[int]) -> tuple[list[str], list[Tensor]]:
-        """Return the names of the decoder layers, and one sequence's hidden states `[T, D]` float32 after each."""
-        rows: BatchedDataDict[Any] = BatchedDataDict(
-            {"input_ids": torch.tensor([token_ids]), "input_lengths": torch.tensor([len(token_ids)])}
-        )
-        layers = self.backend.decoder_layers()
-        with recorded_outputs(list(layers.values())) as outputs:
-            self.get_logprobs(rows, [1])
-        return list(layers), [self.backend.join_tokens(output)[: len(token_ids)] for output in outputs]
-
-    def score(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
-        """Score this rank's whole rows; only for reward models.
-
-        Args:
-            data: `input_ids [b, T]` and `input_lengths [b]`, in microbatch order.
-            sizes: rows of each microbatch.
-
-        Returns:
-            `[b]` float32 on the CPU.
-        """
-        inputs = [build_score_inputs(rows, self._layout, self.backend.device) for rows in split_rows(data, sizes)]
-        scores: list[Tensor] = []
-
-        def forward_step(index: int, scores_K: Tensor, entropy_K: Tensor) -> None:
-            scores.append(to_host(scores_K.float()))
-
-        self.backend.run(inputs, forward_step, backward=False)
-        return self._given(scores)
-
-    def get_topk_logits(
-        self, data: BatchedDataDict[Any], sizes: Sequence[int], k: int, vocab_size: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the k largest logits after every token of this rank's rows, under the current weights.
-
-        Args:
-            data: `input_ids [b, T]` and `input_lengths [b]`, in microbatch order.
-            sizes: rows of each microbatch.
-            k: number of logits.
-            vocab_size: only ids below it are considered; None: all.
-
-        Returns:
-            `[b, T, k]` float32 and `[b, T, k]` int64 on the CPU, largest first; 0 on padding.
-        """
-        top = TopK(k, vocab_size)
-        microbatches = split_rows(data, sizes)
-        inputs = [build_topk_inputs(rows, top, self._layout, self.backend.device) for rows in microbatches]
-        logits: list[Tensor] = []
-        indices: list[Tensor] = []
-
-        def forward_step(index: int, logits_Kk: Tensor, indices_Kk: Tensor) -> None:
-            logits.append(to_host(inputs[index].scatter(logits_Kk).float()))
-            indices.append(to_host(inputs[index].scatter(indices_Kk)))
-
-        self.backend.run(inputs, forward_step, backward=False)
-        return self._given(logits), self._given(indices)
-
-    def get_reference_policy_logprobs(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
-        """Score as `get_logprobs`, under the weights that the run started from."""
-        with self.backend.reference_weights():
-            return self.get_logprobs(data, sizes)
-
-    def keep_logprobs(self, data: BatchedDataDict[Any], sizes: Sequence[int], of_reference: bool) -> Kept | None:
-        """Score stored rows, and leave the scores in the object store; None if another rank returns them."""
-        rows = with_tokens(data)
-        scores = self.get_reference_policy_logprobs(rows, sizes) if of_reference else self.get_logprobs(rows, sizes)
-        return keep(rows, scores, None if of_reference else stale_of(data)) if self._gives_scores else None
-
     def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Call `PolicyBackend.iterate_weights`; all ranks must exhaust the iterator together."""
         return self.backend.iterate_weights(dtype)
@@ -473,11 +366,6 @@ class PolicyWorker:
             self._sender.close()
         destroy_process_group()
         return True
-
-    def _given(self, parts: list[Tensor]) -> Tensor:
-        """Join the scores of all microbatches; empty if another rank returns them, or this stage has none."""
-        device_for(self.backend.device.type != "cpu").synchronize()
-        return torch.cat(parts) if self._gives_scores else torch.empty(0)
 
 
 def input_layout(config: PolicyConfig) -> InputLayout:

@@ -34,6 +34,7 @@ BuildInputs = Callable[[BatchedDataDict[Any], InputLayout, torch.device], ModelI
 _BUILDERS: dict[LossInputType, BuildInputs] = {
     LossInputType.LOGIT: build_score_inputs,
     LossInputType.LOGPROB: build_training_inputs,
+    LossInputType.VALUE: build_training_inputs,
     LossInputType.DISTILLATION: build_distillation_inputs,
 }
 
@@ -67,10 +68,10 @@ def call_loss(
     """Compute loss and metrics of one microbatch.
 
     Args:
-        loss_fn: the loss. It receives `[b, T - 1]` log-probabilities, or `[b, 1]` scores of sequences. For distillation
-            it receives the student's log-probabilities of the teacher's top-k tokens `[b, T - 1, k]`, those of the
-            teacher, normalised over these k, and the student's negative entropy over the whole vocabulary
-            `[b, T - 1]`.
+        loss_fn: the loss. It receives `[b, T - 1]` log-probabilities or values, or `[b, 1]` scores of sequences. For
+            distillation it receives the student's log-probabilities of the teacher's top-k tokens `[b, T - 1, k]`,
+            those of the teacher, normalised over these k, and the student's negative entropy over the whole
+            vocabulary `[b, T - 1]`.
         inputs: inputs of the forward.
         scores: `[K]`, or `[K, k]` for distillation.
         entropy_K: entropy of each distribution.
@@ -96,7 +97,7 @@ def check_loss(loss_fn: AnyLossFunction, config: PolicyConfig) -> None:
     """
     prepared = [LossInputType.LOGPROB, LossInputType.DISTILLATION]
     if config.reward_model_cfg.enabled:
-        prepared = [LossInputType.LOGIT]
+        prepared = [LossInputType.LOGIT, LossInputType.VALUE]
     wanted = input_type_of(loss_fn)
     if wanted not in prepared:
         raise ConfigError(

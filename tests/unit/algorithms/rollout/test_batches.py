@@ -10,10 +10,11 @@ import torch
 
 from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
 from nemo_rl.algorithms.credit.reward_shaping import scale_rewards
-from nemo_rl.algorithms.grpo import CreditAssignment, PolicyScoring
+from nemo_rl.algorithms.grpo import CreditAssignment
 from nemo_rl.algorithms.rollout.batches import build_training_batch, mask_mismatched_sequences
 from nemo_rl.algorithms.rollout.source import DynamicSampling, Group
 from nemo_rl.algorithms.runtime.run import StepBatch
+from nemo_rl.algorithms.scoring import PolicyScoring
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig, RewardScalingConfig
 from nemo_rl.data.streams.prompt_stream import DataExhausted
 from nemo_rl.experience.trajectory import Outcome, Trajectory

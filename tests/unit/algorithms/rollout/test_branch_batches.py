@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
-from nemo_rl.algorithms.grpo import CreditAssignment, PolicyScoring
+from nemo_rl.algorithms.grpo import CreditAssignment
 from nemo_rl.algorithms.rollout.batches import RolloutBatches, build_training_batch
 from nemo_rl.algorithms.rollout.open_groups import OpenGroup
 from nemo_rl.algorithms.rollout.part_scores import KeptScores, PartScores, ScoringParts
 from nemo_rl.algorithms.rollout.source import DynamicSampling, Group, SampledGroups
 from nemo_rl.algorithms.rollout.streamed import StreamedRollouts
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
+from nemo_rl.algorithms.scoring import PolicyScoring
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
 from nemo_rl.data.streams.prompt_stream import PromptPosition
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict

@@ -9,7 +9,6 @@ import pytest
 import torch
 from numbered_prompts import make_stream
 
-from nemo_rl.algorithms.grpo import PolicyScoring, corrects_staleness
 from nemo_rl.algorithms.rollout.batches import build_training_batch
 from nemo_rl.algorithms.rollout.refit import Refitter
 from nemo_rl.algorithms.rollout.source import DynamicSampling, Group, SampledGroups
@@ -17,6 +16,7 @@ from nemo_rl.algorithms.rollout.staleness import StoredVersion, age_metrics, che
 from nemo_rl.algorithms.rollout.sync_probe import SyncProbe
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.algorithms.runtime.run import StepBatch
+from nemo_rl.algorithms.scoring import PolicyScoring, corrects_staleness
 from nemo_rl.config import load_config
 from nemo_rl.data.streams.prompt_stream import PromptPosition
 from nemo_rl.experience.trajectory import Outcome, Trajectory

@@ -33,6 +33,7 @@ SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "
     [
         Setting("1 rank, packed, selective", packed=True, shape=SMALL, keys={"activation_checkpointing": "selective"}),
         Setting("1 rank, padded, other heads", shape=SMALL | {"head_dim": 64}, model_type="qwen3"),
+        Setting("1 rank, critic", shape=SMALL, critic=True),
     ],
     ids=lambda setting: setting.name,
 )
@@ -119,6 +120,19 @@ def test_each_mesh_axis_divides_its_part_of_the_memory() -> None:
     assert some["gathered weights"] < all_of_them["gathered weights"]
     recomputed = [activations(plan_of(activation_checkpointing=how)) for how in (True, "selective", False)]
     assert recomputed == sorted(recomputed)
+
+
+def test_a_critic_has_no_logits_but_float32_copies_of_hidden_states() -> None:
+    """The hidden states of all tokens and their gradient, where a language model has chunks of logits."""
+    given = {"model_name": "m", "precision": "bfloat16", "generation": None}
+    heads = [PolicyConfig.build(**given, reward_model_cfg={"enabled": scalar}) for scalar in (False, True)]
+    tokens, hidden, vocabulary = 4096, 64, 96
+    language, critic = (
+        DTensorRank.predict(policy, ParallelLayout(), model_config(), Work(tokens)).moments["head backward"]
+        for policy in heads
+    )
+    assert critic["logits"] * vocabulary == language["logits"]
+    assert critic["activations"] - language["activations"] == 2 * tokens * hidden * 4
 
 
 def test_gathered_weights_are_one_layer_with_fsdp_and_all_in_a_stage() -> None:

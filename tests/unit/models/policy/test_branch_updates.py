@@ -8,9 +8,10 @@ from policy_helpers import hf_logprobs_with_grad, policy_config, process_group, 
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
-from nemo_rl.algorithms.grpo import CreditAssignment, PolicyScoring
+from nemo_rl.algorithms.grpo import CreditAssignment
 from nemo_rl.algorithms.rollout.batches import build_training_batch
 from nemo_rl.algorithms.runtime.run import StepBatch
+from nemo_rl.algorithms.scoring import PolicyScoring
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
 from nemo_rl.experience.branches import Branch
 from nemo_rl.experience.rows import rows_per_update

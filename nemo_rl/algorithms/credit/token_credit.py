@@ -1,0 +1,138 @@
+"""Turn the rewards of samples and the values of a critic into advantages and returns of tokens.
+
+    reward of a sample ─► reward of each token ─► advantages of the policy, lambda_policy ─► whitened
+                          (last token; minus KL)  returns of the critic, lambda_value: advantage + value
+
+The value of a state is a number at the token that follows it: position t holds the value before token t. Invariant:
+a sample that the loss leaves out has advantages and returns of 0 and enters no statistic.
+
+Legend: `R` rows, `B` samples, `T` tokens, `N` tokens that count of the sample with most.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl.algorithms.credit.gae import CountedTokens, gae, length_adaptive_lambda
+from nemo_rl.algorithms.credit.group_statistics import spread, std_with_floor, whiten
+from nemo_rl.algorithms.credit.joined_rows import JoinedRows
+from nemo_rl.algorithms.credit.reward_shaping import training_rewards
+from nemo_rl.algorithms.runtime.run import StepBatch
+from nemo_rl.config import ClippedPGLossConfig, PPOConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience.trajectory import is_right
+from nemo_rl.losses.kl import kl_penalty
+from nemo_rl.losses.reductions import masked_mean, masked_var, safe_divide
+
+
+class TokenCredit:
+    """The stage that writes advantages and returns of tokens into a batch; a `runtime.run.Stage`.
+
+    A sample with several conversations is one sequence: its tokens are those of all of them, in their order
+    (`credit.joined_rows`).
+
+    Args:
+        config: the section `ppo`.
+        loss_config: the section `loss_fn`, for a KL penalty in the reward.
+    """
+
+    name = "advantage_calculation"
+    roles: tuple[str, ...] = ()
+
+    def __init__(self, config: PPOConfig, loss_config: ClippedPGLossConfig) -> None:
+        self._config = config
+        self._loss_config = loss_config
+        self.needs_logprobs = loss_config.use_kl_in_reward and loss_config.reference_policy_kl_penalty != 0
+
+    def apply(self, batch: StepBatch) -> dict[str, float]:
+        """Write `advantages [R, T]`, `returns [R, T]` and `positive_examples [R]`.
+
+        Needs `values`, with `bootstrap_truncated` also `values_after`, and with a KL penalty in the reward
+        `prev_logprobs` and `reference_policy_logprobs`.
+
+        Returns:
+            Metrics: rewards of the samples, advantages, returns and values of the tokens that count, and
+            `critic/explained_var`, the share of the variance of the returns that the values explain.
+        """
+        tensors, trajectories = batch.tensors, batch.trajectories
+        joined = JoinedRows.of(trajectories, tensors)
+        mask_RT = tensors["token_mask"] * tensors["sample_mask"][:, None]
+        tokens = CountedTokens.of(joined.join(mask_RT))
+        values_BN = tokens.take(joined.join(tensors["values"]))
+        rewards_B = training_rewards(trajectories, self._config)
+        rewards_BN = self._token_rewards(rewards_B, tokens, joined, tensors)
+        after_B = torch.zeros(len(trajectories))
+        if self._config.adv_estimator.bootstrap_truncated:
+            after_B = joined.last(tensors["values_after"])
+        advantages_BN, returns_BN = self._estimate(tokens, rewards_BN, values_BN, after_B)
+        advantages_RT = joined.cut(tokens.put(advantages_BN))
+        tensors["advantages"] = advantages_RT.float()
+        tensors["returns"] = joined.cut(tokens.put(returns_BN)).float()
+        positive_B = torch.tensor([float(is_right(t.penalized_reward)) for t in trajectories])
+        tensors["positive_examples"] = joined.repeat(positive_B)
+        return {
+            "filtered_reward": float(masked_mean(rewards_B, joined.largest(tensors["sample_mask"]))),
+            **spread("advantages", advantages_RT, mask_RT),
+            **_value_metrics(tokens, values_BN, returns_BN),
+        }
+
+    def _token_rewards(
+        self, rewards_B: Tensor, tokens: CountedTokens, joined: JoinedRows, tensors: BatchedDataDict[Any]
+    ) -> Tensor:
+        """Return the reward of each token, `[B, N]`: the sample's at its last token, less the KL penalty of each."""
+        rewards_BN = torch.where(tokens.is_last_BN, rewards_B.double()[:, None], 0.0)
+        if not self.needs_logprobs:
+            return rewards_BN
+        policy_BN, reference_BN = (
+            tokens.take(joined.join(tensors[name])) for name in ("prev_logprobs", "reference_policy_logprobs")
+        )
+        return rewards_BN - kl_penalty(policy_BN, reference_BN, tokens.exists_BN, self._loss_config)
+
+    def _estimate(
+        self, tokens: CountedTokens, rewards_BN: Tensor, values_BN: Tensor, after_B: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return advantages of the policy and returns of the critic, `[B, N]` each."""
+        config = self._config.adv_estimator
+
+        def estimate(states_BN: Tensor, lambda_B: Tensor) -> Tensor:
+            return gae(tokens, rewards_BN, states_BN, after_B=after_B, gamma=config.gae_gamma, lambda_B=lambda_B)
+
+        lambda_policy_B, lambda_value_B = self._lambdas(tokens)
+        returns_BN = estimate(values_BN, lambda_value_B) + values_BN
+        if config.name == "raw_reward":
+            advantages_BN = estimate(torch.zeros_like(values_BN), torch.ones_like(lambda_value_B))
+        else:
+            advantages_BN = estimate(values_BN, lambda_policy_B)
+        if config.normalize_advantages:
+            advantages_BN = whiten(advantages_BN, tokens.exists_BN, std_with_floor)
+        return advantages_BN, returns_BN
+
+    def _lambdas(self, tokens: CountedTokens) -> tuple[Tensor, Tensor]:
+        """Return lambda of the policy's advantages and of the critic's returns, `[B]` each."""
+        config, lengths_B = self._config.adv_estimator, tokens.lengths_B
+
+        def fixed(own: float | None) -> Tensor:
+            return torch.full((len(lengths_B),), config.gae_lambda if own is None else own, dtype=torch.float64)
+
+        alpha = config.length_adaptive_alpha
+        policy_B = length_adaptive_lambda(lengths_B, alpha) if alpha else fixed(config.gae_lambda_policy)
+        return policy_B, fixed(config.gae_lambda_value)
+
+
+def _value_metrics(tokens: CountedTokens, values_BN: Tensor, returns_BN: Tensor) -> dict[str, float]:
+    """Return the metrics of the critic before its update; 0 where no token counts, or where all returns are equal."""
+    kept_BN = tokens.exists_BN.double()
+    if not tokens.exists_BN.any():
+        names = ("returns_mean", "values_mean", "values_min", "values_max", "critic/explained_var")
+        return dict.fromkeys(names, 0.0)
+    variance = masked_var(returns_BN, kept_BN, unbiased=False)
+    unexplained = masked_var(returns_BN - values_BN, kept_BN, unbiased=False)
+    values = values_BN[tokens.exists_BN]
+    return {
+        "returns_mean": float(masked_mean(returns_BN, kept_BN)),
+        "values_mean": float(values.mean()),
+        "values_min": float(values.min()),
+        "values_max": float(values.max()),
+        "critic/explained_var": float(safe_divide(variance - unexplained, variance)),
+    }

@@ -1,0 +1,111 @@
+"""Keys of `ppo`, of `value` and of `value_loss_fn`: policy optimisation with a critic.
+
+Invariant: the critic is a second policy section with a scalar head, which is trained next to the policy.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from nemo_rl.config.base.section import Section, derived
+from nemo_rl.config.schema.algorithms.overlap import AsyncGRPOConfig
+from nemo_rl.config.schema.algorithms.rewarded_training import RewardedTrainingConfig
+from nemo_rl.config.schema.model.policy import RewardModelConfig
+from nemo_rl.config.schema.second_model import SecondModelConfig
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class PPOAdvantageConfig(Section):
+    """The formula that turns rewards and values into the advantage of each token."""
+
+    @classmethod
+    def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
+        """Report a fixed lambda of the policy where the length of an answer decides it."""
+        is_set = values.get("length_adaptive_alpha") and values.get("gae_lambda_policy") is not None
+        told = {"gae_lambda_policy": "length_adaptive_alpha sets the policy's lambda"} if is_set else {}
+        return {**super().without_effect(values), **told}
+
+    name: Literal["gae", "raw_reward"] = "gae"
+    """gae: generalised advantage estimation from the critic's values; raw_reward: the discounted sum of the rewards
+    from a token on, without the critic, which is trained all the same."""
+    gae_gamma: Share = 1.0
+    """Discount of a reward for each token between it and the token that is credited."""
+    gae_lambda: Share = 0.95
+    """Lambda of generalised advantage estimation: 0 trusts the critic for all later tokens, 1 only the rewards."""
+    gae_lambda_policy: Share | None = None
+    """Lambda of the policy's advantages; null: gae_lambda."""
+    gae_lambda_value: Share | None = None
+    """Lambda of the returns that the critic is trained on; null: gae_lambda. VAPO takes 1."""
+    length_adaptive_alpha: NonNegativeFloat = 0.0
+    """VAPO: lambda of the policy's advantages is 1 - 1 / (alpha * tokens of the answer), at least 0, so that long
+    answers do not lose their reward on the way to the first tokens; VAPO takes 0.05. 0: off."""
+    normalize_advantages: bool = True
+    """Shift and scale the advantages of all tokens of a step that count to mean 0 and deviation 1."""
+    bootstrap_truncated: bool = False
+    """Add the critic's value of the state after the last token to an answer that hit a length limit, as if it went on;
+    costs a forward pass of the critic over these answers. false: nothing follows."""
+
+
+class AsyncPPOConfig(AsyncGRPOConfig):
+    """NeMo RL's section for overlap; the same as `overlap` with `mode=ahead` and `order=in_order`."""
+
+    later: ClassVar[dict[str, str]] = {
+        "warmup_generation_lead_steps": "another lead of sampling while only the critic is trained",
+    }
+    ignored: ClassVar[dict[str, str]] = {
+        "drop_incomplete_targets_on_restore": "overlap.partial_responses says what becomes of unfinished groups",
+    }
+
+
+class PPOConfig(RewardedTrainingConfig):
+    """Proximal policy optimisation with a critic: steps, epochs, validation and processing of rewards."""
+
+    max_num_steps: PositiveInt = 100_000
+    """Training stops after this many steps."""
+    max_num_epochs: PositiveInt = 100_000
+    """Training stops after this many passes over the training data; with data.train.<i>.weight a pass is as many
+    prompts as all data sets have rows."""
+    val_period: int = Field(default=20, ge=-1)
+    """Validate every this many steps; 0 or -1: only at start or end."""
+    ppo_epochs: PositiveInt = 4
+    """Passes over the samples of a step, by the policy and by the critic; each makes all updates of the step again."""
+    policy_training_start_step: NonNegativeInt = 0
+    """First steps in which only the critic is trained, and the policy stays as it is."""
+    adv_estimator: PPOAdvantageConfig = Field(default_factory=PPOAdvantageConfig)
+    """The advantage formula."""
+    async_ppo: AsyncPPOConfig | None = Field(default_factory=AsyncPPOConfig)
+    """NeMo RL's section for overlap; fills in overlap where enabled."""
+
+
+class ValueHeadConfig(RewardModelConfig):
+    """The scalar head of the critic."""
+
+    idle: ClassVar[dict[str, str]] = {"reward_model_type": "a critic is trained on returns"}
+
+    enabled: bool = True
+    """Give the model a scalar head; a critic always has one."""
+    reward_model_type: Literal["bradley_terry", "regression"] = "regression"  # type: ignore[assignment]
+    """Not used: the critic's output is the value of a state."""
+
+
+class ValueConfig(SecondModelConfig):
+    """The critic, which predicts the rewards that follow; what it shares with `policy` follows it."""
+
+    place: ClassVar[str] = "value"
+
+    model_name: str = derived("${policy.model_name}")
+    """Hub id or folder of the model that the critic starts from: the policy's, or a reward model. A model without a
+    scalar head gets a new one."""
+    reward_model_cfg: ValueHeadConfig = Field(default_factory=ValueHeadConfig)
+    """The scalar head."""
+
+
+class MseValueLossConfig(Section):
+    """The squared difference between the critic's values and the returns."""
+
+    scale: PositiveFloat = 1.0
+    """Factor on the loss."""
+    cliprange: PositiveFloat | None = None
+    """Largest change of a value in one step that lowers the loss; null: no limit."""

@@ -1,0 +1,159 @@
+"""Score the rows of one rank, for every training backend; `base.PolicyWorker` adds what changes the model.
+
+What a model gives for a token is a property of its head: a log-probability, or a number of a scalar head. Which tokens
+are asked is a property of the inputs (`models.training.inputs`). Invariant: as in `base`, all ranks make the same calls
+of the backend.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl.data.stored_rows import stale_of, with_tokens
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.parallel_logprobs import TopK
+from nemo_rl.host.device import device_for, to_host
+from nemo_rl.models.huggingface.layers import recorded_outputs
+from nemo_rl.models.policy.workers.kept_scores import Kept, keep
+from nemo_rl.models.training.inputs import (
+    InputLayout,
+    all_targets,
+    build_model_inputs,
+    build_score_inputs,
+    build_topk_inputs,
+    split_rows,
+)
+from nemo_rl.models.training.interfaces import PolicyBackend
+
+
+class ScoringWorker:
+    """One rank of a model that scores rows.
+
+    Args:
+        backend: holds the model and its mesh.
+        layout: how microbatches become model inputs.
+        gives_scores: whether this rank returns scores; see `ParallelLayout.result_ranks`.
+    """
+
+    def __init__(self, backend: PolicyBackend, layout: InputLayout, *, gives_scores: bool = True) -> None:
+        self.backend = backend
+        self._layout = layout
+        self._gives_scores = gives_scores
+
+    def get_logprobs(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
+        """Score every token of this rank's rows under the current weights.
+
+        Args:
+            data: `input_ids [b, T]` and `input_lengths [b]`, in microbatch order.
+            sizes: rows of each microbatch.
+
+        Returns:
+            `[b, T]` float32 on the CPU; position 0 and padding are 0. As in every scoring method, empty if another rank
+            returns the scores.
+        """
+        return self._of_tokens(data, sizes)
+
+    def get_values(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
+        """Return the scalar head's output before every token of this rank's rows; only for models with such a head.
+
+        Args:
+            data: as in `get_logprobs`, or stored rows.
+            sizes: rows of each microbatch.
+
+        Returns:
+            `[b, T]` float32 on the CPU; position t has the value of the tokens before t, position 0 and padding are 0.
+        """
+        return self._of_tokens(with_tokens(data), sizes)
+
+    def shares_prompts(self) -> bool:
+        """Return whether this rank's packed rows share one copy of a prompt, so that more of them fit."""
+        return self._layout.shares_prompts
+
+    def layer_outputs(self, token_ids: list[int]) -> tuple[list[str], list[Tensor]]:
+        """Return the names of the decoder layers, and one sequence's hidden states `[T, D]` float32 after each."""
+        rows: BatchedDataDict[Any] = BatchedDataDict(
+            {"input_ids": torch.tensor([token_ids]), "input_lengths": torch.tensor([len(token_ids)])}
+        )
+        layers = self.backend.decoder_layers()
+        with recorded_outputs(list(layers.values())) as outputs:
+            self.get_logprobs(rows, [1])
+        return list(layers), [self.backend.join_tokens(output)[: len(token_ids)] for output in outputs]
+
+    def score(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
+        """Score this rank's whole rows; only for reward models.
+
+        Args:
+            data: `input_ids [b, T]` and `input_lengths [b]`, in microbatch order.
+            sizes: rows of each microbatch.
+
+        Returns:
+            `[b]` float32 on the CPU.
+        """
+        inputs = [build_score_inputs(rows, self._layout, self.backend.device) for rows in split_rows(data, sizes)]
+        scores: list[Tensor] = []
+
+        def forward_step(index: int, scores_K: Tensor, entropy_K: Tensor) -> None:
+            scores.append(to_host(scores_K.float()))
+
+        self.backend.run(inputs, forward_step, backward=False)
+        return self._given(scores)
+
+    def get_topk_logits(
+        self, data: BatchedDataDict[Any], sizes: Sequence[int], k: int, vocab_size: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the k largest logits after every token of this rank's rows, under the current weights.
+
+        Args:
+            data: `input_ids [b, T]` and `input_lengths [b]`, in microbatch order.
+            sizes: rows of each microbatch.
+            k: number of logits.
+            vocab_size: only ids below it are considered; None: all.
+
+        Returns:
+            `[b, T, k]` float32 and `[b, T, k]` int64 on the CPU, largest first; 0 on padding.
+        """
+        top = TopK(k, vocab_size)
+        microbatches = split_rows(data, sizes)
+        inputs = [build_topk_inputs(rows, top, self._layout, self.backend.device) for rows in microbatches]
+        logits: list[Tensor] = []
+        indices: list[Tensor] = []
+
+        def forward_step(index: int, logits_Kk: Tensor, indices_Kk: Tensor) -> None:
+            logits.append(to_host(inputs[index].scatter(logits_Kk).float()))
+            indices.append(to_host(inputs[index].scatter(indices_Kk)))
+
+        self.backend.run(inputs, forward_step, backward=False)
+        return self._given(logits), self._given(indices)
+
+    def get_reference_policy_logprobs(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
+        """Score as `get_logprobs`, under the weights that the run started from."""
+        with self.backend.reference_weights():
+            return self.get_logprobs(data, sizes)
+
+    def keep_logprobs(self, data: BatchedDataDict[Any], sizes: Sequence[int], of_reference: bool) -> Kept | None:
+        """Score stored rows, and leave the scores in the object store; None if another rank returns them."""
+        rows = with_tokens(data)
+        scores = self.get_reference_policy_logprobs(rows, sizes) if of_reference else self.get_logprobs(rows, sizes)
+        return keep(rows, scores, None if of_reference else stale_of(data)) if self._gives_scores else None
+
+    def _of_tokens(self, data: BatchedDataDict[Any], sizes: Sequence[int]) -> Tensor:
+        """Return what the model gives for every token that has a predecessor, `[b, T]`."""
+        microbatches = list(split_rows(data, sizes))
+        inputs = [
+            build_model_inputs(rows, all_targets(rows), self._layout, self.backend.device) for rows in microbatches
+        ]
+        scores: list[Tensor] = []
+
+        def forward_step(index: int, scores_K: Tensor, entropy_K: Tensor) -> None:
+            scored = inputs[index].scatter(scores_K).float()
+            scores.append(to_host(torch.nn.functional.pad(scored, (1, 0))))
+
+        self.backend.run(inputs, forward_step, backward=False)
+        return self._given(scores)
+
+    def _given(self, parts: list[Tensor]) -> Tensor:
+        """Join the scores of all microbatches; empty if another rank returns them, or this stage has none."""
+        device_for(self.backend.device.type != "cpu").synchronize()
+        return torch.cat(parts) if self._gives_scores else torch.empty(0)

@@ -1,0 +1,60 @@
+"""PPO with a critic end to end on the CPU: it learns, its options work together, and it resumes bit for bit."""
+
+from pathlib import Path
+
+import pytest
+from example_runs import StartExample, finished, killed_and_resumed, read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
+
+SCRIPT, CONFIG = "run_ppo.py", "ppo_math_cpu.yaml"
+STEPS = 6
+OVERRIDES = (f"ppo.max_num_steps={STEPS}", f"ppo.val_period={STEPS}", f"checkpointing.save_period={STEPS}")
+SMALL = (
+    *("ppo.num_prompts_per_step=4", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=8"),
+    *("policy.train_micro_batch_size=8", "value.train_global_batch_size=8", "value.train_micro_batch_size=8"),
+    *("ppo.val_at_start=false", "policy.generation.backend=hf", "logger.tensorboard_enabled=false"),
+)
+
+
+def test_policy_and_critic_learn(start_example: StartExample, tmp_path: Path) -> None:
+    metrics = finished(start_example, SCRIPT, CONFIG, OVERRIDES, tmp_path)
+    assert metrics["validation", STEPS, "accuracy"] > metrics["validation", 0, "accuracy"] + 0.25
+
+    def mean(name: str, *steps: int) -> float:
+        return sum(metrics["train", step, name] for step in steps) / len(steps)
+
+    assert mean("critic/explained_var", 4, 5) > mean("critic/explained_var", 1, 2) + 0.15
+    assert mean("critic/loss", 5, 6) < 0.7 * mean("critic/loss", 1, 2)
+    saved = tmp_path / f"checkpoints/step_{STEPS}"
+    for model in ("policy", "value"):
+        assert {part.name for part in (saved / model).iterdir()} == {"weights", "optimizer", "tokenizer"}
+
+
+def test_options_work_together(start_example: StartExample) -> None:
+    """Sampling ahead, a KL penalty in the reward, steps of the critic alone, and several updates in each epoch."""
+    run = start_example(
+        SCRIPT,
+        CONFIG,
+        *SMALL,
+        *("ppo.max_num_steps=4", "ppo.val_period=0", "checkpointing.enabled=false", "ppo.ppo_epochs=3"),
+        *("ppo.async_ppo.enabled=true", "ppo.policy_training_start_step=2", "policy.generation.max_new_tokens=3"),
+        *("ppo.skip_reference_policy_logprobs_calculation=false", "loss_fn.reference_policy_kl_penalty=0.05"),
+        *("loss_fn.use_kl_in_reward=true", "ppo.adv_estimator.bootstrap_truncated=true"),
+        *("ppo.adv_estimator.length_adaptive_alpha=0.5", "ppo.adv_estimator.gae_lambda_value=1.0"),
+        "loss_fn.positive_example_nll_weight=0.1",
+    )
+    assert run.finish() == 0, run.log()[-3000:]
+    metrics = read_metrics(run.log_dir)
+    for step in (1, 2, 3, 4):
+        assert metrics["train", step, "critic/num_updates"] == 2 * 3
+        assert (("train", step, "loss") in metrics) == (step > 2)
+        assert metrics["train", step, "global_valid_seqs"] <= 16
+    assert metrics["train", 3, "num_updates"] == metrics["train", 4, "num_updates"] == 2 * 3
+
+
+@pytest.mark.long
+def test_a_killed_run_resumes_bit_for_bit(start_example: StartExample, tmp_path: Path) -> None:
+    overrides = (*SMALL, "ppo.max_num_steps=8", "ppo.val_period=8", "checkpointing.save_period=4")
+    metrics = killed_and_resumed(start_example, SCRIPT, CONFIG, overrides, tmp_path, steps=8)
+    assert len({metrics["train", step, "critic/loss"] for step in range(1, 9)}) == 8

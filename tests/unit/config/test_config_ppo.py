@@ -1,0 +1,108 @@
+"""The PPO configuration: the critic follows the policy where it should, and rules between keys hold."""
+
+import logging
+
+import pytest
+
+from nemo_rl.config import REPOSITORY_ROOT, GRPOMasterConfig, PPOMasterConfig, load_config
+from nemo_rl.config.loading.algorithms import algorithm_of
+from nemo_rl.utils.errors import ConfigError
+
+CONFIGS = REPOSITORY_ROOT / "examples/configs"
+CPU = CONFIGS / "ppo_math_cpu.yaml"
+
+
+def load(*overrides: str) -> PPOMasterConfig:
+    return load_config(CPU, overrides, schema=PPOMasterConfig)
+
+
+def test_the_file_of_nemo_rl_has_its_values() -> None:
+    config = load_config(CONFIGS / "ppo_math_1B.yaml", schema=PPOMasterConfig)
+    assert algorithm_of(CONFIGS / "ppo_math_1B.yaml") == "ppo"
+    ppo, estimator = config.ppo, config.ppo.adv_estimator
+    assert (ppo.num_prompts_per_step, ppo.num_generations_per_prompt, ppo.ppo_epochs) == (32, 16, 4)
+    assert (ppo.max_num_steps, ppo.max_num_epochs, ppo.val_period, ppo.val_at_start) == (100_000, 100_000, 20, True)
+    assert (estimator.name, estimator.gae_gamma, estimator.gae_lambda) == ("gae", 1.0, 0.95)
+    assert (estimator.gae_lambda_policy, estimator.gae_lambda_value, estimator.length_adaptive_alpha) == (None, None, 0)
+    assert (ppo.policy_training_start_step, estimator.normalize_advantages) == (0, True)
+    assert (config.value_loss_fn.scale, config.value_loss_fn.cliprange) == (0.4, 0.2)
+    assert (type(config.value_loss_fn)().scale, type(config.value_loss_fn)().cliprange) == (1.0, None)
+
+
+def test_the_critic_follows_the_policy_and_may_differ() -> None:
+    config = load(
+        "policy.max_total_sequence_length=96", "~value.train_global_batch_size", "~value.train_micro_batch_size"
+    )
+    value = config.value
+    assert (value.model_name, value.precision, value.max_total_sequence_length) == (
+        config.policy.model_name,
+        "float32",
+        96,
+    )
+    assert value.reward_model_cfg.enabled and value.tokenizer.name == value.model_name
+    assert (value.train_global_batch_size, value.train_micro_batch_size) == (64, 64)
+    assert {name: role.trains for name, role in config.models.items()} == {"policy": True, "value": True}
+    other = load("value.model_name=examples/assets/tiny-teacher", "value.optimizer.kwargs.lr=1.0e-3").value
+    assert other.model_name.endswith("tiny-teacher") and other.optimizer is not None
+    assert other.optimizer.kwargs["lr"] == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("value.reward_model_cfg.enabled=false",), "a critic has a scalar head"),
+        (
+            ("value.train_global_batch_size=48", "value.train_micro_batch_size=48"),
+            r"16 x ppo.num_generations_per_prompt=4 = 64 samples do not divide .* Nearest values: 32, 64",
+        ),
+        (("policy.train_global_batch_size=48",), "ppo.num_prompts_per_step=16 x ppo.num_generations_per_prompt=4"),
+        (("ppo.policy_training_start_step=30",), "trains only the critic in all of the ppo.max_num_steps=30"),
+        (
+            ("ppo.adv_estimator.name=raw_reward", "ppo.adv_estimator.bootstrap_truncated=true"),
+            "raw_reward uses no values",
+        ),
+        (("ppo.adv_estimator.gae_lambda=1.5",), "gae_lambda"),
+        (("loss_fn.force_on_policy_ratio=true",), r"x ppo.ppo_epochs=2 = 2 updates.*and ppo.ppo_epochs=1"),
+        (("loss_fn.reference_policy_kl_penalty=0.1",), "ppo.skip_reference_policy_logprobs_calculation=true"),
+        (("ppo.reward_scaling.source_max=0.0",), "ppo.reward_scaling.source_min=0 must be below"),
+        (
+            ("ppo.num_generations_per_prompt=1", "ppo.num_prompts_per_step=64", "ppo.use_dynamic_sampling=true"),
+            "ppo.use_dynamic_sampling=true drops all prompts",
+        ),
+        (("cluster.rollout_runners=1",), "works with GRPO only"),
+        (("logger.record_steps=true",), "record_steps"),
+        (("value.max_total_sequence_length=64",), "the value could not read the longest answers"),
+        (("ppo.async_ppo.warmup_generation_lead_steps=3",), "not built yet: another lead of sampling"),
+        (("ppo.adv_estimator.name=vtrace",), "name"),
+    ],
+)
+def test_contradictions_are_refused(overrides: tuple[str, ...], told: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){told}"):
+        load(*overrides)
+
+
+def test_one_answer_per_prompt_is_enough() -> None:
+    config = load("ppo.num_prompts_per_step=64", "ppo.num_generations_per_prompt=1")
+    assert config.updates_per_step == 2
+
+
+def test_the_section_of_nemo_rl_lets_sampling_run_ahead() -> None:
+    asked = ("ppo.async_ppo.enabled=true", "ppo.async_ppo.max_trajectory_age_steps=2")
+    overlap = load(*asked, "ppo.async_ppo.in_flight_weight_updates=true").ppo.overlap
+    assert (overlap.mode, overlap.max_age_steps, overlap.in_flight_weight_updates) == ("ahead", 2, True)
+    assert load().ppo.overlap.mode == "none"
+
+
+def test_keys_without_effect_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "nemo_rl.config"):
+        load("ppo.adv_estimator.length_adaptive_alpha=0.05", "ppo.adv_estimator.gae_lambda_policy=0.9")
+    assert "gae_lambda_policy (length_adaptive_alpha sets the policy's lambda)" in caplog.text
+
+
+def test_dynamic_sampling_may_be_named() -> None:
+    assert load("ppo.rollout_source.name=dynamic_sampling").ppo.use_dynamic_sampling
+
+
+def test_a_program_for_grpo_refuses_the_sections_of_ppo() -> None:
+    with pytest.raises(ConfigError, match="unknown key 'ppo'"):
+        load_config(CPU, schema=GRPOMasterConfig)
