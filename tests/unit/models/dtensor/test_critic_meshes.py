@@ -49,6 +49,12 @@ CASES: dict[str, tuple[int, str, dict[str, Any], bool]] = {
 }
 QUICK = ["tensor and sequence", "context", "stages"]
 """Cases of two ranks that every run of the tests takes; the others take minutes on a busy machine."""
+
+
+def cases_on(ranks: int) -> list[str]:
+    return [name for name, case in CASES.items() if case[0] == ranks]
+
+
 SHARING = ("data parallel, shared prompts", "tensor")
 """Cases whose packed rows share prompts."""
 
@@ -122,7 +128,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ("world", "names"),
     [
         pytest.param(2, QUICK, id="quick"),
-        pytest.param(2, [name for name, case in CASES.items() if case[0] == 2], marks=pytest.mark.long, id="two ranks"),
+        pytest.param(2, cases_on(2), marks=pytest.mark.long, id="two ranks"),
         pytest.param(
             4, [name for name, case in CASES.items() if case[0] == 4], marks=pytest.mark.long, id="four ranks"
         ),

@@ -42,6 +42,10 @@ QUICK = ["tensor and sequence", "context", "stages"]
 """Cases of two ranks that every run of the tests takes; the others take minutes on a busy machine."""
 
 
+def cases_on(ranks: int) -> list[str]:
+    return [name for name, case in CASES.items() if case[0] == ranks]
+
+
 def _batch() -> Any:
     data = critic_batch()
     data["input_ids"] = data["input_ids"].clamp(max=VOCAB - 1)
@@ -93,7 +97,7 @@ def _differences(name: str, want: dict[str, Any]) -> dict[str, float]:
     ("world", "names"),
     [
         pytest.param(2, QUICK, id="quick"),
-        pytest.param(2, [name for name, case in CASES.items() if case[0] == 2], marks=pytest.mark.long, id="two ranks"),
+        pytest.param(2, cases_on(2), marks=pytest.mark.long, id="two ranks"),
         pytest.param(
             4, [name for name, case in CASES.items() if case[0] == 4], marks=pytest.mark.long, id="four ranks"
         ),
