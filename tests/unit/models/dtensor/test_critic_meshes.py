@@ -47,16 +47,14 @@ CASES: dict[str, tuple[int, str, dict[str, Any], bool]] = {
     "context, tensor and sequence": (4, "dense", CP | SP, True),
     "stages and tensor": (4, "dense", PP | SP, True),
 }
+SHARING = ("data parallel, shared prompts", "tensor")
+"""Cases whose packed rows share prompts."""
 QUICK = ["tensor and sequence", "context", "stages"]
 """Cases of two ranks that every run of the tests takes; the others take minutes on a busy machine."""
 
 
 def cases_on(ranks: int) -> list[str]:
     return [name for name, case in CASES.items() if case[0] == ranks]
-
-
-SHARING = ("data parallel, shared prompts", "tensor")
-"""Cases whose packed rows share prompts."""
 
 
 def made(kind: str) -> Any:
