@@ -4,6 +4,7 @@ Afterwards `parallelize.shard` divides it among the ranks and `materialize` read
 finds unsupported settings on a small probe model, and all ranks refuse them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -65,7 +66,9 @@ def build_model(config: PolicyConfig, seed: int) -> Built:
     Raises:
         ConfigError: the architecture does not support the settings.
     """
-    load = partial(load_scoring_model, seed=seed) if config.reward_model_cfg.enabled else load_causal_lm
+    load: Callable[..., PreTrainedModel] = load_causal_lm
+    if config.reward_model_cfg.enabled:
+        load = partial(load_scoring_model, seed=seed)
     with weights_left_in_files() as lazy_weights:
         hf = load(
             config.model_name,

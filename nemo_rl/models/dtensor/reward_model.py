@@ -86,7 +86,9 @@ def _scores_the_last_token(hf: PreTrainedModel) -> bool:
     vocab_size = embeddings.weight.shape[0]
     tokens = (torch.arange(8, device=head.weight.device) * 5 + 1) % vocab_size
     pad = hf.config.get_text_config().pad_token_id
-    tokens = torch.where(tokens == pad, (tokens + 1) % vocab_size, tokens)[None]
+    if pad is not None:
+        tokens = torch.where(tokens == pad, (tokens + 1) % vocab_size, tokens)
+    tokens = tokens[None]
     own = hf(input_ids=tokens, use_cache=False).logits
     ours = head(hidden_states(hf, {"input_ids": tokens})[:, -1])
     return own.shape == ours.shape == (1, 1) and bool((own - ours).abs() <= 1e-5 * own.abs().clamp(min=1.0))

@@ -79,10 +79,15 @@ def reference(model: PreTrainedModel, data: BatchedDataDict[Any]) -> dict[str, A
     """Return values, loss, metrics and gradients of one update by Hugging Face alone, in float64."""
     model.set_experts_implementation("eager")  # the others do not support float64
     model = model.double()
-    values = hf_values(model, data)
     _, tokens = count_valid(data)
-    loss, metrics = SquaredError()(values[:, 1:], data, None, tokens)
-    loss.backward()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the products are tiny, and on a busy machine threads wait for each other
+    try:
+        values = hf_values(model, data)
+        loss, metrics = SquaredError()(values[:, 1:], data, None, tokens)
+        loss.backward()
+    finally:
+        torch.set_num_threads(threads)
     gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     return {"values": values.detach(), "loss": loss.item(), "metrics": metrics, "gradients": gradients}
 

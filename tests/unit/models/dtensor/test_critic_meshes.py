@@ -49,6 +49,12 @@ CASES: dict[str, tuple[int, str, dict[str, Any], bool]] = {
 }
 SHARING = ("data parallel, shared prompts", "tensor")
 """Cases whose packed rows share prompts."""
+QUICK = ["tensor and sequence", "context", "stages"]
+"""Cases of two ranks that every run of the tests takes; the others take minutes on a busy machine."""
+
+
+def cases_on(ranks: int) -> list[str]:
+    return [name for name, case in CASES.items() if case[0] == ranks]
 
 
 def made(kind: str) -> Any:
@@ -116,9 +122,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {kind: save_critic(folder / kind, made(kind)) for kind in MODELS}
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_values_and_gradients_do_not_depend_on_the_mesh(world: int, folders: dict[str, str]) -> None:
-    names = [name for name, case in CASES.items() if case[0] == world]
+@pytest.mark.parametrize(
+    ("world", "names"),
+    [
+        pytest.param(2, QUICK, id="quick"),
+        pytest.param(2, cases_on(2), marks=pytest.mark.long, id="two ranks"),
+        pytest.param(
+            4, [name for name, case in CASES.items() if case[0] == 4], marks=pytest.mark.long, id="four ranks"
+        ),
+    ],
+)
+def test_values_and_gradients_do_not_depend_on_the_mesh(world: int, names: list[str], folders: dict[str, str]) -> None:
     wanted = {kind: reference(critic(made(kind)), DATA) for kind in {CASES[name][1] for name in names}}
     parts = run_ranks(_on_ranks, world, folders, names)
     found = {}

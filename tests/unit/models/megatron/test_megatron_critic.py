@@ -38,6 +38,12 @@ CASES: dict[str, tuple[int, str, dict[str, Any], bool]] = {
     "stages and tensor": (4, "llama", PP | SP, False),
     "experts and context": (4, "qwen3_moe", EP | CP, True),
 }
+QUICK = ["tensor and sequence", "context", "stages"]
+"""Cases of two ranks that every run of the tests takes; the others take minutes on a busy machine."""
+
+
+def cases_on(ranks: int) -> list[str]:
+    return [name for name, case in CASES.items() if case[0] == ranks]
 
 
 def _batch() -> Any:
@@ -87,9 +93,17 @@ def _differences(name: str, want: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_values_and_gradients_do_not_depend_on_the_mesh(host: Host, world: int) -> None:
-    names = [name for name, case in CASES.items() if case[0] == world]
+@pytest.mark.parametrize(
+    ("world", "names"),
+    [
+        pytest.param(2, QUICK, id="quick"),
+        pytest.param(2, cases_on(2), marks=pytest.mark.long, id="two ranks"),
+        pytest.param(
+            4, [name for name, case in CASES.items() if case[0] == 4], marks=pytest.mark.long, id="four ranks"
+        ),
+    ],
+)
+def test_values_and_gradients_do_not_depend_on_the_mesh(host: Host, world: int, names: list[str]) -> None:
     wanted = {kind: reference(_model(kind), DATA) for kind in {CASES[name][1] for name in names}}
     for want in wanted.values():
         assert want["values"].abs().max() > 0.5

@@ -122,6 +122,11 @@ def test_a_new_head_is_small_and_follows_from_the_seed(tmp_path) -> None:
     assert 0 < values.abs().max() < 0.6
 
 
+def test_a_model_without_a_padding_token_gets_a_head(tmp_path) -> None:
+    name = save_tiny_model(tmp_path / "m", "llama", pad_token_id=None)
+    assert torch.equal(_head(name), initial_head(64, 0))
+
+
 def test_the_head_of_a_reward_model_is_kept(tmp_path) -> None:
     model = critic(tiny_model("qwen3"))
     model.save_pretrained(tmp_path / "m")
