@@ -2,8 +2,8 @@
 
     uv run --extra cpu python tools/benchmarks/watch_cost.py [--sizes 1m 3m] [--repeats 3]
 
-The run is that of `grpo_vs_trl.py` with stored trajectories. A watched run has `nemo_rl watch` next to it from its first
-step on, and a client that asks for news as the page does. Linux only.
+The run is that of `grpo_vs_trl.py` with stored trajectories. A watched run is shown by `nemo_rl watch` from its first
+step on, and a client asks for news as the page does. Linux only.
 """
 
 import argparse
