@@ -22,9 +22,10 @@ from nemo_rl.experience.trajectory import Outcome
 from nemo_rl.losses.loss_function import AnyLossFunction, LossFunction
 from nemo_rl.models.policy.batching import count_valid
 from nemo_rl.models.policy.interfaces import ScoreOutputSpec, TrainResult, ValueOutputSpec
+from nemo_rl.utils.errors import DataError
 
 _OF_A_CRITIC = ("input_ids", "input_lengths", "token_mask", "sample_mask", "values", "returns", ROW_INPUTS)
-_OF_THE_BATCH = ("global_valid_seqs", "global_valid_toks", "num_valid_samples")
+_OF_THE_BATCH = ("global_valid_seqs", "global_valid_toks", "num_valid_samples", "num_filtered_tokens")
 """Counts of the batch, which several epochs would count several times."""
 
 
@@ -57,12 +58,17 @@ class ValueInference:
         """Write `values [B, T]` float32, where position t has the value of the state before token t.
 
         With `continues_truncated` also `values_after [B]` float32, the value of the state after the last token of the
-        rows of truncated samples; 0 for other rows.
+        rows of truncated samples; 0 for other rows. Samples with several conversations are not continued: their program
+        has ended, even if one of its answers was cut.
         """
         tensors = batch.tensors
         tensors["values"] = self.critic.get_values(tensors)["values"]
         if self.continues_truncated:
-            truncated = [row for row, sample in enumerate(batch.rows) if sample.outcome == Outcome.TRUNCATED]
+            truncated = [
+                number
+                for number, row in enumerate(batch.rows)
+                if row.outcome == Outcome.TRUNCATED and row.branch is None
+            ]
             tensors["values_after"] = torch.zeros(tensors.size)
             if truncated:
                 tensors["values_after"][truncated] = self.critic.score(tensors.select_indices(truncated))["scores"]
@@ -116,14 +122,14 @@ class PolicyEpochs:
         policy: the model that is trained.
         epochs: passes over the samples of a step.
         samples_per_update: rows of one optimizer update where the batch does not say it.
-        num_idle_steps: first steps in which the policy stays as it is.
+        critic_only_steps: first steps in which only the critic is trained.
         step: returns the running step; the first one is 1.
     """
 
     policy: Trainer
     epochs: int
     samples_per_update: int
-    num_idle_steps: int
+    critic_only_steps: int
     step: Callable[[], int]
 
     def train(
@@ -133,7 +139,7 @@ class PolicyEpochs:
 
         Counts of samples and tokens in the metrics are those of one epoch.
         """
-        if self.step() <= self.num_idle_steps:
+        if self.step() <= self.critic_only_steps:
             return _nothing_trained(data)
         result = train_in_epochs(self.policy, data, loss_fn, gbs or self.samples_per_update, self.epochs)
         metrics = result["metrics"]
@@ -157,9 +163,14 @@ def train_in_epochs(
         loss_fn: its loss.
         gbs: rows of each optimizer update, or of the updates of one pass.
         epochs: number of passes.
+
+    Raises:
+        DataError: the rows do not divide into updates of `gbs` rows; an update has rows of one pass only.
     """
     if epochs == 1:
         return model.train(data, loss_fn, gbs=gbs)
+    if isinstance(gbs, int) and data.size % gbs:
+        raise DataError(f"{data.size} rows of a step do not divide into optimizer updates of {gbs} rows each.")
     sizes = gbs if isinstance(gbs, int) else [*gbs] * epochs
     return model.train(BatchedDataDict.from_batches([data] * epochs), loss_fn, gbs=sizes)
 

@@ -24,10 +24,13 @@ from nemo_rl.algorithms.runtime.run import train_with_restarts as ppo_train
 from nemo_rl.algorithms.scoring import PolicyScoring, corrects_staleness, forward_passes
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.config import AsyncPPOConfig, PPOConfig, PPOMasterConfig, Role
+from nemo_rl.data.interfaces import TokenizerType
+from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.losses.loss_function import LossFunction
 from nemo_rl.losses.mse_value import MseValueLossFn
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.seed import set_seed
 
 __all__ = ["AsyncPPOConfig", "MasterConfig", "PPOConfig", "async_ppo_train", "ppo_train", "recipe", "setup"]
@@ -62,6 +65,7 @@ def recipe(config: PPOMasterConfig, user_parts: UserParts = NOTHING) -> RolloutR
     ppo = config.ppo
     set_seed(ppo.seed)
     tokenizer = user_parts.tokenizer_of(config.policy)
+    check_vocabulary(config, tokenizer)
     loss_fn: LossFunction = user_parts.loss(ClippedPGLossFn(config.loss_fn), config.loss_fn)
     credit = TokenCredit(ppo, config.loss_fn)
     needs_prev, needs_reference = forward_passes(config, loss_fn, for_credit=credit.needs_logprobs)
@@ -92,3 +96,27 @@ def recipe(config: PPOMasterConfig, user_parts: UserParts = NOTHING) -> RolloutR
         prompt_factor=ppo.batch_multiplier if ppo.use_dynamic_sampling else 1.0,
         environments=user_parts.running_environments,
     )
+
+
+def check_vocabulary(config: PPOMasterConfig, tokenizer: TokenizerType) -> None:
+    """Check that the critic, which reads the policy's token ids, means the same tokens by them.
+
+    Args:
+        config: the run's configuration.
+        tokenizer: the policy's.
+
+    Raises:
+        ConfigError: a token has another id in the critic's tokenizer, or the tokenizer cannot be loaded.
+    """
+    value, policy = config.value, config.policy
+    if value.model_name == policy.model_name:
+        return
+    known = get_tokenizer(value.tokenizer, section="value").get_vocab()
+    other = [token for token, number in tokenizer.get_vocab().items() if known.get(token) != number]
+    if other:
+        raise ConfigError(
+            f"value.tokenizer.name={value.tokenizer.name!r} gives {len(other)} tokens other ids than "
+            f"policy.tokenizer.name={policy.tokenizer.name!r}, for example {other[0]!r}. The critic reads the tokens "
+            "of the policy: set value.model_name to a model of the same family, and value.tokenizer.name to its "
+            "tokenizer."
+        )

@@ -36,7 +36,7 @@ def download(
     Args:
         name: id of the repository.
         patterns: names of files, or patterns for them; a file that none matches is left out.
-        ignored: names or patterns of files that are left out all the same.
+        ignored: names or patterns of files that are left out even if a pattern matches.
         kind: kind of the repository.
         revision: branch, tag or commit; None takes the newest commit.
 
@@ -55,15 +55,17 @@ def download(
     what = f"the download of the {kind} {name}"
     try:
         files = _files(name, wanted)
-        missing = None if files is None else sum(file.file_size or 0 for file in files if file.will_download)
-        if files and missing == 0:
+        missing = None if files is None else [file.file_size for file in files if file.will_download]
+        if files and not missing:
             # The name of a file may have folders.
             return Path(files[0].local_path).parents[len(Path(files[0].filename).parts) - 1]
-        return _download(name, wanted, what, missing)
+        sizes = [size for size in missing or [None] if size is not None]
+        return _download(name, wanted, what, sum(sizes) if missing and len(sizes) == len(missing) else None)
     except Exception as error:  # the hub's HTTP library differs from version to version
         raise DownloadError(
             f"{what[0].upper()}{what[1:]} from {constants.ENDPOINT} failed: {type(error).__name__}: {error}. What has "
-            "arrived is kept, and the same command continues. Without a network, use a folder with the files."
+            "arrived is kept, and the same command continues. A private or gated repository needs a login (`hf auth "
+            "login`); without a network, use a folder with the files."
         ) from error
 
 

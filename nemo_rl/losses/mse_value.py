@@ -24,7 +24,7 @@ class MseValueLossFn:
         scale * 1/2 * max((V - R)^2, (clip(V, V_old - cliprange, V_old + cliprange) - R)^2)
 
     Without `cliprange` it is `scale * 1/2 * (V - R)^2`. The larger of the two squares keeps the gradient of a value
-    that has moved away from its return, and takes it from one that has moved towards it by more than `cliprange`.
+    that has moved away from its return; one that has moved towards it by more than `cliprange` has no gradient.
 
     Args:
         cfg: the section `value_loss_fn`; a dict is checked and filled in.
@@ -58,8 +58,8 @@ class MseValueLossFn:
             global_valid_toks: Tokens that count in the global batch.
 
         Returns:
-            Scalar loss; `loss`, `vf_clipfrac` (share of the tokens whose gradient the limit takes), `values_mean`,
-            `values_min` and `values_max` of the current values, `num_valid_samples`.
+            Scalar loss; `loss`, `vf_clipfrac` (share of the tokens without a gradient because of the limit),
+            `values_mean`, `values_min` and `values_max` of the current values, `num_valid_samples`.
         """
         mask_B = data["sample_mask"].to(values.dtype)
         mask_BT = data["token_mask"][:, 1:].to(values.dtype) * mask_B[:, None]
@@ -70,8 +70,9 @@ class MseValueLossFn:
         error_BT = (values_BT - returns_BT).square()
         worst_BT = error_BT
         if self.cfg.cliprange is not None:
-            change_BT = (values_BT - old_BT).clamp(-self.cfg.cliprange, self.cfg.cliprange)
-            worst_BT = torch.maximum(error_BT, (old_BT + change_BT - returns_BT).square())
+            # Bounds of the value, not of its change: a value within them stays as it is, bit for bit.
+            limited_BT = values_BT.clamp(old_BT - self.cfg.cliprange, old_BT + self.cfg.cliprange)
+            worst_BT = torch.maximum(error_BT, (limited_BT - returns_BT).square())
 
         def mean(each_BT: Tensor) -> Tensor:
             return masked_mean(each_BT, mask_BT, None, global_valid_toks)

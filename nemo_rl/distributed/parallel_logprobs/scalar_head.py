@@ -31,8 +31,9 @@ def scalar_outputs(hidden_KD: Tensor, weight_1D: Tensor, bias_1: Tensor | None =
 def initial_head(hidden_size: int, seed: int) -> Tensor:
     """Return the first weight `[1, D]` of a new scalar head, float32 on the CPU; the same on every rank.
 
-    The standard deviation is `1 / (D + 1)`, so that for hidden states with elements of about 1 the outputs have one of
-    about `1 / sqrt(D)`: a new critic's values are small compared with rewards of 1, for any width of the model.
+    The standard deviation is `1 / (D + 1)`, so that for hidden states with elements of about 1 the outputs have a
+    standard deviation of about `1 / sqrt(D)`: a new critic's values are small compared with rewards of 1, for any width
+    of the model.
 
     Args:
         hidden_size: D.

@@ -22,11 +22,14 @@ def form_of_calls(request: CallRequest) -> Grammar:
         request: has `forced_tool`.
 
     Raises:
-        CallError: two tools define the same name in different ways.
+        CallError: two tools define the same name in different ways, or a schema refers to a part of itself outside of
+            its definitions, which has another place in the form.
     """
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or _NO_PARAMETERS for tool in request.tools}
     if request.forced_tool != ANY_TOOL:
         return Grammar("json", json.dumps(schemas[str(request.forced_tool)]))
+    for name, schema in schemas.items():
+        _check_references(name, schema)
     calls = [
         {
             "type": "object",
@@ -56,6 +59,26 @@ def read_calls(text: str, request: CallRequest) -> list[tuple[str, str]] | None:
     if request.forced_tool != ANY_TOOL:
         return [(str(request.forced_tool), text.strip())]
     return [(call["name"], json.dumps(call["parameters"], ensure_ascii=False)) for call in value]
+
+
+def _check_references(tool: str, part: Any) -> None:
+    """Refuse references that mean something else, or nothing, where the form has the schema."""
+    if isinstance(part, list):
+        for each in part:
+            _check_references(tool, each)
+    if not isinstance(part, Mapping):
+        return
+    target = part.get("$ref")
+    if isinstance(target, str) and not target.startswith(tuple(f"#/{place}/" for place in _DEFINITIONS)):
+        raise CallError(
+            400,
+            f"The tool {tool!r} has the reference {target!r}, which no form of several tools has; references to $defs "
+            'and definitions are possible. Name the tool in tool_choice, or set it to "auto".',
+            "invalid_tools",
+            "tools",
+        )
+    for each in part.values():
+        _check_references(tool, each)
 
 
 def _without_definitions(schema: Mapping[str, Any]) -> dict[str, Any]:

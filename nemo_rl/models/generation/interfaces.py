@@ -136,10 +136,11 @@ class GenerationResult:
         token_ids: [n] response tokens, stop token included.
         logprobs: [n] log-probability of each response token under the distribution it was drawn from
             (after bad words, temperature, top-k and top-p). With a grammar see `SamplingParams.scores_policy`; the
-            policy's are then all of the weights that were in force when the last token had been drawn.
+            policy's are then all of the weights that scored the complete answer, which may be newer.
         finish_reason: "stop" (a stop id or string), "length", or "abort" (ended by `Engine.abort`).
         weight_versions: spans from token 0 on, with rising start and version. There are several if weights were updated
-            during the response. Each token's log-probability is that of its span's weights, given all earlier tokens.
+            during the response. Each token's log-probability is that of its span's weights, given all earlier tokens;
+            answers with a grammar see `logprobs`.
         error: why the engine refused the request; then there are no tokens and no spans.
         served_by: the engine that wrote it; set by the group of engines.
         text: text of the tokens, as `texts.sampled_text` makes it, so that engines decode instead of the controller;

@@ -1,21 +1,25 @@
 """The stages of a critic and the epochs of a step, with stand-ins for the models."""
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from nemo_rl.algorithms.critic import CriticUpdate, PolicyEpochs, ValueInference
-from nemo_rl.algorithms.ppo import recipe
+from nemo_rl.algorithms.ppo import check_vocabulary, recipe
 from nemo_rl.algorithms.runtime.idle_steps import made_update
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.config import REPOSITORY_ROOT, PPOMasterConfig, load_config
+from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.branches import Branch
 from nemo_rl.experience.trajectory import Outcome, Trajectory
 from nemo_rl.losses.mse_value import MseValueLossFn
-from nemo_rl.utils.errors import DataError
+from nemo_rl.utils.errors import ConfigError, DataError
 
 CPU = REPOSITORY_ROOT / "examples/configs/ppo_math_cpu.yaml"
 
@@ -73,10 +77,10 @@ def test_values_are_written_into_the_batch() -> None:
 def test_only_truncated_answers_get_a_value_after_their_end() -> None:
     batch = batch_of(0, 1, 0)
     batch.tensors["input_ids"] = torch.arange(4)[:, None].expand(4, 3)
-    batch.trajectories[1].outcome = Outcome.TRUNCATED
+    batch.trajectories[1].outcome = batch.trajectories[2].outcome = Outcome.TRUNCATED
     ValueInference(Model(), continues_truncated=True).apply(batch)
-    assert batch.tensors["values_after"].tolist() == [0.0, 3.0, 6.0, 0.0]
-    batch.trajectories[1].outcome = Outcome.FINISHED
+    assert batch.tensors["values_after"].tolist() == [0.0, 0.0, 0.0, 9.0]  # a program with two conversations has ended
+    batch.trajectories[2].outcome = Outcome.FINISHED
     ValueInference(Model(), continues_truncated=True).apply(batch)
     assert not batch.tensors["values_after"].any()
 
@@ -110,7 +114,7 @@ def test_updates_of_the_critic_have_whole_samples() -> None:
 
 def test_the_policy_makes_all_epochs_in_one_call() -> None:
     policy, step = Model(), 1
-    trainer = PolicyEpochs(policy, epochs=2, samples_per_update=2, num_idle_steps=0, step=lambda: step)
+    trainer = PolicyEpochs(policy, epochs=2, samples_per_update=2, critic_only_steps=0, step=lambda: step)
     data = batch_of(0, 0, 0, 0).tensors
     result = trainer.train(data, None)  # type: ignore[arg-type]
     ((rows, gbs),) = policy.calls
@@ -123,6 +127,13 @@ def test_the_policy_makes_all_epochs_in_one_call() -> None:
     assert policy.calls[1][1] == [1, 3, 1, 3]
 
 
+def test_an_update_has_rows_of_one_pass() -> None:
+    """6 rows twice divide into updates of 4 rows, but the second update would have rows of both passes."""
+    trainer = PolicyEpochs(Model(), epochs=2, samples_per_update=4, critic_only_steps=0, step=lambda: 1)
+    with pytest.raises(DataError, match="6 rows of a step do not divide into optimizer updates of 4 rows"):
+        trainer.train(batch_of(*[0] * 6).tensors, None)  # type: ignore[arg-type]
+
+
 def test_one_epoch_passes_the_batch_on() -> None:
     policy, data = Model(), batch_of(0, 0).tensors
     PolicyEpochs(policy, 1, 2, 0, lambda: 1).train(data, None)  # type: ignore[arg-type]
@@ -132,7 +143,7 @@ def test_one_epoch_passes_the_batch_on() -> None:
 
 def test_the_policy_stays_as_it_is_in_the_first_steps() -> None:
     policy, running = Model(), [0]
-    trainer = PolicyEpochs(policy, epochs=2, samples_per_update=2, num_idle_steps=2, step=lambda: running[0])
+    trainer = PolicyEpochs(policy, epochs=2, samples_per_update=2, critic_only_steps=2, step=lambda: running[0])
     data = batch_of(0, 0).tensors
     for step, calls in ((1, 0), (2, 0), (3, 1)):
         running[0] = step
@@ -161,11 +172,36 @@ def test_the_parts_of_a_run_are_in_order() -> None:
     assert (update.critic, update.epochs, update.samples_per_update) == (roles["value"], 3, 16)
     assert made.trainer is not None
     trainer: Any = made.trainer(roles, lambda: 1)
-    assert (trainer.policy, trainer.epochs, trainer.num_idle_steps) == (roles["policy"], 3, 5)
+    assert (trainer.policy, trainer.epochs, trainer.critic_only_steps) == (roles["policy"], 3, 5)
     assert {name: (role.trains, role.keeps_reference) for name, role in made.roles.items()} == {
         "policy": (True, False),
         "value": (True, False),
     }
+
+
+def test_a_critic_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(REPOSITORY_ROOT / "examples/assets/tiny-chat")
+    tokenizer.save_pretrained(tmp_path / "same")
+    tokenizer.add_tokens(["unheard"])
+    tokenizer.save_pretrained(tmp_path / "more")
+    (tmp_path / "other").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        text = (tmp_path / "same" / name).read_text()
+        (tmp_path / "other" / name).write_text(text)
+    words = json.loads((tmp_path / "other/tokenizer.json").read_text())
+    vocabulary = words["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (tmp_path / "other/tokenizer.json").write_text(json.dumps(words))
+
+    def check(name: str) -> None:
+        overrides = [f"value.model_name={tmp_path / name}", f"value.tokenizer.name={tmp_path / name}"]
+        check_vocabulary(load_config(CPU, overrides, PPOMasterConfig), get_tokenizer({"name": str(tmp_path / "same")}))
+
+    check("same")
+    check("more")
+    with pytest.raises(ConfigError, match="2 tokens other ids"):
+        check("other")
 
 
 def test_forward_passes_of_a_run() -> None:

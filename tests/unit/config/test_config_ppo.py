@@ -73,6 +73,7 @@ def test_the_critic_follows_the_policy_and_may_differ() -> None:
         (("logger.record_steps=true",), "record_steps"),
         (("value.max_total_sequence_length=64",), "the value could not read the longest answers"),
         (("ppo.async_ppo.warmup_generation_lead_steps=3",), "not built yet: another lead of sampling"),
+        (("value.dtensor_cfg.lora_cfg.enabled=true",), "value.dtensor_cfg.lora_cfg.enabled=true freezes.*new head"),
         (("ppo.adv_estimator.name=vtrace",), "name"),
     ],
 )

@@ -1,16 +1,19 @@
 """Downloads from a hub on the loopback: what arrives, the bar, the lines, requests that are saved, and errors."""
 
+import dataclasses
 import json
 import logging
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hub_server import COMMIT, Hub, use_hub
 from pseudo_terminal import BAR, lines_of, on_terminal
 
+from nemo_rl.files import hub_download
 from nemo_rl.files.hub_download import download
 from nemo_rl.host import waiting_log
 from nemo_rl.models.downloads import download_models
@@ -66,6 +69,17 @@ def test_the_files_that_are_read_arrive_and_lines_count_them(hub, tmp_path, monk
     assert hub.requests == []
     assert model_folder(MODEL) == tmp_path / "cache/models--owner--name/snapshots" / COMMIT
     assert len(hub.requests) == 1
+
+
+def test_files_whose_size_the_hub_does_not_say_arrive_too(hub, tmp_path, monkeypatch) -> None:
+    ask = hub_download._files
+
+    def without_sizes(*arguments: Any) -> Any:
+        return [dataclasses.replace(file, file_size=None) for file in ask(*arguments)]
+
+    monkeypatch.setattr(hub_download, "_files", without_sizes)
+    download_models([MODEL])
+    assert arrived(tmp_path / "cache") == {name: content for name, content in FILES.items() if name not in LEFT_OUT}
 
 
 def test_a_terminal_has_a_bar_with_the_time_left_until_the_end(hub: Hub, tmp_path: Path) -> None:

@@ -23,6 +23,11 @@ def check_value(ppo: PPOConfig, value: ValueConfig) -> Findings:
     """Check that the critic has a scalar head, and that the samples of a step divide into its updates."""
     if not value.reward_model_cfg.enabled:
         yield "value.reward_model_cfg.enabled=false: a critic has a scalar head. Set it to true, or leave it out."
+    for key in value.adapter_keys:
+        yield (
+            f"value.{key}.enabled=true freezes everything but adapters, also the critic's new head. "
+            "Set it to false: critics are trained in full."
+        )
     prompts, answers = ppo.num_prompts_per_step, ppo.num_generations_per_prompt
     samples, batch = prompts * answers, value.train_global_batch_size
     if samples % batch:

@@ -33,14 +33,15 @@ class PPOAdvantageConfig(Section):
     gae_gamma: Share = 1.0
     """Discount of a reward for each token between it and the token that is credited."""
     gae_lambda: Share = 0.95
-    """Lambda of generalised advantage estimation: 0 trusts the critic for all later tokens, 1 only the rewards."""
+    """Lambda of generalised advantage estimation: with 0 the critic's next value stands for all
+    later tokens, with 1 only rewards count."""
     gae_lambda_policy: Share | None = None
     """Lambda of the policy's advantages; null: gae_lambda."""
     gae_lambda_value: Share | None = None
     """Lambda of the returns that the critic is trained on; null: gae_lambda. VAPO takes 1."""
     length_adaptive_alpha: NonNegativeFloat = 0.0
-    """VAPO: lambda of the policy's advantages is 1 - 1 / (alpha * tokens of the answer), at least 0, so that long
-    answers do not lose their reward on the way to the first tokens; VAPO takes 0.05. 0: off."""
+    """VAPO: lambda of the policy's advantages is 1 - 1 / (alpha * tokens of the answer), at least 0, so that the
+    reward of a long answer also reaches its first tokens; VAPO takes 0.05. 0: off."""
     normalize_advantages: bool = True
     """Shift and scale the advantages of all tokens of a step that count to mean 0 and deviation 1."""
     bootstrap_truncated: bool = False

@@ -1,8 +1,8 @@
 """Read the form that a request demands of its answer, in the words of several APIs.
 
 OpenAI's `response_format`, and `text.format` of its Responses API; Anthropic's `output_config.format`; vLLM's
-`structured_outputs`, and its older `guided_*`. Whether a schema, an expression or a grammar is a correct one decides
-the engine, before it draws a token.
+`structured_outputs`, and its older `guided_*`. The engine decides whether a
+schema, an expression or a grammar is valid, before it draws a token.
 """
 
 import json
@@ -28,7 +28,7 @@ def answer_form(fields: Fields, own: Fields | None = None) -> Grammar | None:
 
     Args:
         fields: the request.
-        own: the object of the request whose field `format` the API has for it.
+        own: the object whose field `format` has the form, in APIs that have one.
 
     Raises:
         CallError: a field is wrong, or there are several forms.

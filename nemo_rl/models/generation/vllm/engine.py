@@ -333,7 +333,7 @@ def sampling_params(sampling: SamplingParams, seed: int, room: int, eos: int | N
         eos: the tokenizer's end of text, with which a complete response with a grammar may always end.
 
     Raises:
-        ValueError: the grammar is none.
+        ValueError: the grammar is not valid.
     """
     grammar = sampling.grammar
     ends = [] if grammar is None or eos is None or eos in sampling.stop_token_ids else [eos]

@@ -27,7 +27,7 @@ def structured_outputs(grammar: Grammar) -> StructuredOutputsParams:
     """Translate a grammar into vLLM's parameters.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a valid grammar.
     """
     kind, definition = grammar
     values: Mapping[str, Any] = {kind: json.loads(definition) if kind == "choice" else definition}

@@ -154,7 +154,7 @@ def _one_rank(section: MegatronConfig, layout: ParallelLayout) -> Iterator[None]
 
 
 def _state(config: PretrainedConfig, section: MegatronConfig, precision: torch.dtype) -> Any:
-    """Return the sharded state of the whole model, for names and shapes; its memory is never touched."""
+    """Return the sharded state of the whole model, for names and shapes; its values are not used."""
     from nemo_rl.models.megatron.build import build_chunks
     from nemo_rl.models.megatron.checkpoints.run_state import model_state
     from nemo_rl.models.megatron.scoring import give_scalar_head

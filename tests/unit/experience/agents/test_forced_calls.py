@@ -62,6 +62,15 @@ def test_definitions_stand_where_their_references_look_for_them() -> None:
     assert (refused.value.status, refused.value.parameter) == (400, "tools")
 
 
+def test_references_that_would_mean_something_else_are_refused() -> None:
+    tree = {"type": "object", "properties": {"left": {"$ref": "#"}}}
+    tool_of_tree = {"type": "function", "function": {"name": "tree", "parameters": tree}}
+    with pytest.raises(CallError, match="'tree' has the reference '#'") as refused:
+        form(CLOCK, tool_of_tree)
+    assert (refused.value.status, refused.value.parameter) == (400, "tools")
+    assert form(CLOCK, tool_of_tree, forced="tree") == tree
+
+
 def test_a_complete_answer_is_read_as_its_calls_and_a_cut_one_as_none() -> None:
     any_call = CallRequest(forced_tool=ANY_TOOL)
     text = '[{"name": "weather", "parameters": {"city": "Köln"}}, {"name": "clock", "parameters": {}}]'
