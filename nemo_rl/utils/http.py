@@ -1,6 +1,9 @@
 """Addresses of servers, and responses of bounded size."""
 
-import httpx
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the driver needs addresses only, and httpx imports 60 modules
+    import httpx
 
 
 def http_address(host: str, port: int) -> str:
@@ -13,7 +16,7 @@ def http_address(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-async def read_at_most(response: httpx.Response, most: int) -> bytes | None:
+async def read_at_most(response: "httpx.Response", most: int) -> bytes | None:
     """Read the content of a streamed response as it was sent.
 
     Args:
