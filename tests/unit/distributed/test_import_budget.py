@@ -28,7 +28,9 @@ ENGINES = frozenset({"vllm", "openai", "fastapi", "torch._inductor.lowering"})
 BUDGETS = {
     "command line": Budget(("nemo_rl.launch.command_line",), 600, frozenset({"torch", "ray", "transformers"})),
     "driver": Budget(
-        ("nemo_rl.algorithms.grpo", "nemo_rl.algorithms.dpo"), 3900, DATA | ENGINES | {"transformers.modeling_utils"}
+        ("nemo_rl.algorithms.grpo", "nemo_rl.algorithms.dpo"),
+        4000,
+        DATA | ENGINES | {"transformers.modeling_utils", "httpx"},
     ),
     "policy worker": Budget(
         ("nemo_rl.distributed.workers.process", "nemo_rl.models.policy.workers.rank", "nemo_rl.models.dtensor.backend"),
