@@ -9,7 +9,7 @@ from policy_helpers import policy_config, random_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl.distributed.parallel_logprobs import TopK
-from nemo_rl.models.policy.workers import base
+from nemo_rl.models.policy.workers import scoring
 from nemo_rl.models.policy.workers.base import PolicyWorker
 from nemo_rl.models.training import inputs
 from nemo_rl.models.training.inputs import (
@@ -71,7 +71,7 @@ def test_scores_cause_one_synchronization(monkeypatch) -> None:
                 forward_step(index, torch.zeros(len(microbatch.positions_K)), torch.zeros(0))
 
     monkeypatch.setattr(inputs, "to_device", lambda tensor, device: tensor)
-    monkeypatch.setattr(base, "to_host", lambda tensor: events.append("fetch") or tensor)
+    monkeypatch.setattr(scoring, "to_host", lambda tensor: events.append("fetch") or tensor)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("synchronize"))
     worker = PolicyWorker(Backend(), policy_config("m"))
     worker.get_logprobs(random_batch(rows=6), [2, 2, 2])
