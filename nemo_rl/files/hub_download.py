@@ -55,12 +55,12 @@ def download(
     what = f"the download of the {kind} {name}"
     try:
         files = _files(name, wanted)
-        missing = None if files is None else [file.file_size for file in files if file.will_download]
+        missing = [file.file_size for file in files or () if file.will_download]
         if files and not missing:
             # The name of a file may have folders.
             return Path(files[0].local_path).parents[len(Path(files[0].filename).parts) - 1]
-        sizes = [size for size in missing or [None] if size is not None]
-        return _download(name, wanted, what, sum(sizes) if missing and len(sizes) == len(missing) else None)
+        sizes = [size for size in missing if size is not None]
+        return _download(name, wanted, what, sum(sizes) if sizes and len(sizes) == len(missing) else None)
     except Exception as error:  # the hub's HTTP library differs from version to version
         raise DownloadError(
             f"{what[0].upper()}{what[1:]} from {constants.ENDPOINT} failed: {type(error).__name__}: {error}. What has "

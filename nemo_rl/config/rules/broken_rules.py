@@ -25,3 +25,10 @@ def nearest_multiples(value: int, step: int) -> str:
     below = value // step * step
     near = [below, below + step] if below else [step]
     return f"Nearest value{'s' if len(near) > 1 else ''}: {', '.join(map(str, near))}."
+
+
+def nearest_divisors(value: int, total: int) -> str:
+    """Return the two divisors of `total` that are nearest to `value` as text: "32, 64"."""
+    divisors = [each for each in range(1, total + 1) if total % each == 0]
+    near = sorted(divisors, key=lambda each: (abs(each - value), each))[:2]
+    return ", ".join(map(str, sorted(near)))

@@ -6,7 +6,7 @@ Paths and data entries are checked in `data`, loss options in `loss`.
 from typing import Protocol
 
 from nemo_rl.config.base.names import PASS_K, VALIDATION_METRICS
-from nemo_rl.config.rules.broken_rules import Findings, nearest_multiples
+from nemo_rl.config.rules.broken_rules import Findings, nearest_divisors, nearest_multiples
 from nemo_rl.config.rules.engines import check_engines
 from nemo_rl.config.rules.megatron import check_offloading
 from nemo_rl.config.rules.model import check_backend, check_budgets, check_trainable
@@ -44,13 +44,11 @@ def check_batches(
     prompts, answers = algorithm.num_prompts_per_step, algorithm.num_generations_per_prompt
     batch, samples = policy.train_global_batch_size, prompts * answers
     if samples % batch:
-        divisors = [d for d in range(1, samples + 1) if samples % d == 0]
-        near = sorted(divisors, key=lambda d: (abs(d - batch), d))[:2]
         yield (
             f"{section}.num_prompts_per_step={prompts} x {section}.num_generations_per_prompt={answers} samples "
             f"do not divide into policy.train_global_batch_size={batch}.\n"
             f"  ({prompts} x {answers}) / {batch} = {samples / batch:g}. "
-            f"Nearest values of policy.train_global_batch_size: {', '.join(map(str, sorted(near)))}."
+            f"Nearest values of policy.train_global_batch_size: {nearest_divisors(batch, samples)}."
         )
     yield from check_shards(policy, cluster)
 

@@ -1,6 +1,6 @@
 """Rules of PPO: the advantage formula, and the critic."""
 
-from nemo_rl.config.rules.broken_rules import Findings
+from nemo_rl.config.rules.broken_rules import Findings, nearest_divisors
 from nemo_rl.config.schema.algorithms.ppo import PPOConfig, ValueConfig
 
 
@@ -31,9 +31,7 @@ def check_value(ppo: PPOConfig, value: ValueConfig) -> Findings:
     prompts, answers = ppo.num_prompts_per_step, ppo.num_generations_per_prompt
     samples, batch = prompts * answers, value.train_global_batch_size
     if samples % batch:
-        divisors = [d for d in range(1, samples + 1) if samples % d == 0]
-        near = sorted(sorted(divisors, key=lambda d: (abs(d - batch), d))[:2])
         yield (
             f"ppo.num_prompts_per_step={prompts} x ppo.num_generations_per_prompt={answers} = {samples} samples do not "
-            f"divide into value.train_global_batch_size={batch}. Nearest values: {', '.join(map(str, near))}."
+            f"divide into value.train_global_batch_size={batch}. Nearest values: {nearest_divisors(batch, samples)}."
         )
