@@ -8,17 +8,17 @@ plans with lengths only. Invariant: `with_tokens` makes the tensors that the dri
 bit, so nothing after it knows where tokens were.
 """
 
-import hashlib
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nemo_rl.data.common_prefixes import Path, Prefixes
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.errors import DeadlineExceededError
 
@@ -85,18 +85,6 @@ class StoredScores:
     start: int
 
 
-class SharedPrompt(NamedTuple):
-    """The tokens of a row before the last one that comes before the first written token; see `packing.families`.
-
-    Attributes:
-        length: their number.
-        digest: BLAKE2b of them, 16 bytes; equal for equal tokens.
-    """
-
-    length: int
-    digest: bytes
-
-
 @dataclass(frozen=True)
 class StoredRow:
     """A row in the object store.
@@ -106,14 +94,14 @@ class StoredRow:
         index: its place there.
         width: tokens of the longest row of the whole batch, T.
         pad_token_id: id written after the end of the row.
-        prompt: what other rows may share with it.
+        path: what it shares with the other rows there.
     """
 
     rows: "ray.ObjectRef[PackedRows]"
     index: int
     width: int
     pad_token_id: int
-    prompt: SharedPrompt
+    path: Path
 
     @staticmethod
     def pack_list(rows: "Sequence[StoredRow]") -> "_Columns":
@@ -133,8 +121,8 @@ class _Columns:
             [row.index for row in rows],
             [row.width for row in rows],
             [row.pad_token_id for row in rows],
-            [row.prompt.length for row in rows],
-            [row.prompt.digest for row in rows],
+            [row.path.place for row in rows],
+            [row.path.nodes for row in rows],
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -143,8 +131,8 @@ class _Columns:
 
 def _rows_of_columns(references: Sequence[Any], numbers: Sequence[int], *columns: Sequence[Any]) -> list[StoredRow]:
     return [
-        StoredRow(references[number], index, width, pad_token_id, SharedPrompt(length, digest))
-        for number, index, width, pad_token_id, length, digest in zip(numbers, *columns, strict=True)
+        StoredRow(references[number], index, width, pad_token_id, Path(place, nodes))
+        for number, index, width, pad_token_id, place, nodes in zip(numbers, *columns, strict=True)
     ]
 
 
@@ -165,14 +153,10 @@ def pack_rows(message_logs: Sequence[Sequence[Any]]) -> PackedRows:
     )
 
 
-def shared_prompts(packed: PackedRows) -> list[SharedPrompt]:
-    """Return what each row may share with others."""
-    prompts = []
-    for start, end in zip([0, *packed.ends], packed.ends, strict=False):
-        length = max(int(packed.is_written[start:end].argmax()) - 1, 0) if end > start else 0
-        tokens = packed.token_ids[start : start + length]
-        prompts.append(SharedPrompt(length, hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()))
-    return prompts
+def paths_of(packed: PackedRows) -> list[Path]:
+    """Return what each row shares with the others."""
+    bounds = zip([0, *packed.ends], packed.ends, strict=False)
+    return Prefixes.of([packed.token_ids[start:end] for start, end in bounds]).paths()
 
 
 def with_tokens(batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:

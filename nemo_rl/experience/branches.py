@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
+from nemo_rl.data.common_prefixes import Path
 from nemo_rl.data.interfaces import Message
-from nemo_rl.data.stored_rows import PackedRows, SharedPrompt
+from nemo_rl.data.stored_rows import PackedRows
 from nemo_rl.models.generation.interfaces import VersionSpan
 
 if TYPE_CHECKING:
@@ -24,12 +25,12 @@ class StoredTokens:
     """The place of the tokens and texts of a conversation that has only their numbers; see `runners.stored`.
 
     Attributes:
-        prompt: what other rows may share with it.
+        path: what it shares with the other rows there.
         index: its place among the rows.
         rows: reference of the tokens and texts of its group; None before the driver has it.
     """
 
-    prompt: SharedPrompt
+    path: Path
     index: int
     rows: "ObjectRef[PackedRows] | None" = None
 

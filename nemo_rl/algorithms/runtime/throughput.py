@@ -89,6 +89,8 @@ class Throughput:
             found |= {
                 f"{name}_tokens_per_sec_per_gpu": rate / self.policy_devices for name, rate in of_passes.items() if rate
             }
+        shared = {"policy_training": trained, "policy_and_reference_logprobs": scored}
+        found |= {f"{name}_shared_tokens": float(work.shared_tokens) for name, work in shared.items() if work.lengths}
         return found | self._operations(trained, scored)
 
     def _operations(self, trained: PassWork, scored: PassWork) -> dict[str, float]:

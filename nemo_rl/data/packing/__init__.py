@@ -10,7 +10,6 @@ from nemo_rl.data.packing.algorithms import (
     SequencePacker,
     get_packer,
 )
-from nemo_rl.data.packing.families import Family, find_families
 from nemo_rl.data.packing.metrics import PackingMetrics
 from nemo_rl.data.packing.plan import (
     FixedSize,
@@ -18,13 +17,13 @@ from nemo_rl.data.packing.plan import (
     MicrobatchStrategy,
     Packed,
     TokenBudget,
-    plan_families,
     plan_microbatches,
+    plan_prefixes,
 )
+from nemo_rl.data.packing.prefixes import SHARED_PREFIXES, column_of, find_prefixes, prefixes_of
 
 __all__ = [
     "ConcatenativePacker",
-    "Family",
     "FirstFitDecreasingPacker",
     "FirstFitPacker",
     "FirstFitShufflePacker",
@@ -35,10 +34,13 @@ __all__ = [
     "Packed",
     "PackingAlgorithm",
     "PackingMetrics",
+    "SHARED_PREFIXES",
     "SequencePacker",
     "TokenBudget",
-    "find_families",
+    "column_of",
+    "find_prefixes",
     "get_packer",
-    "plan_families",
     "plan_microbatches",
+    "plan_prefixes",
+    "prefixes_of",
 ]

@@ -4,12 +4,13 @@ The policy follows the plan and decides nothing itself. Invariant: every row app
 same number of non-empty microbatches (so collectives match), and equal lengths give an equal plan.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from nemo_rl.data.common_prefixes import Prefixes
 from nemo_rl.data.packing.algorithms import PackingAlgorithm, get_packer, spread_bins
-from nemo_rl.data.packing.families import Family, divide_families
+from nemo_rl.data.packing.prefixes import divide_prefixes
 from nemo_rl.utils.errors import DataError
 
 
@@ -36,8 +37,8 @@ class TokenBudget:
 class Packed:
     """Sequence packing: the rows of a microbatch are laid end to end.
 
-    Each row counts with its length rounded up to `round_to`; a microbatch stays within `capacity`. Where prompts are
-    shared (`plan_families`), attention keys stay within `keys_per_token` x `capacity`; `keys_per_token` is at least 2,
+    Each row counts with its length rounded up to `round_to`; a microbatch stays within `capacity`. Where rows share
+    tokens (`plan_prefixes`), attention keys stay within `keys_per_token` x `capacity`; `keys_per_token` is at least 2,
     None means no limit.
     """
 
@@ -138,17 +139,18 @@ def plan_microbatches(
     return _deal(bins, [_padded_tokens(costs, rows) for rows in bins], num_shards)
 
 
-def plan_families(
-    families: Sequence[Family], lengths: Sequence[int], num_shards: int, strategy: Packed
+def plan_prefixes(
+    prefixes: Prefixes, lengths: Sequence[int], num_shards: int, strategy: Packed
 ) -> MicrobatchPlan:
-    """Plan rows that share prompts; a microbatch holds the prompt of a family once.
+    """Plan rows that share tokens; a microbatch holds shared tokens once.
 
-    Whole families take fewer tokens, divided families balance the shards better. Several divisions are tried, and the
-    plan whose busiest shard has the least work is used. Attention lays out a prompt's keys before each of its rows, and
-    the backward pass keeps them, so a batch whose microbatches have too many keys is planned again with keys as a cost.
+    Whole trees take fewer tokens, divided trees balance the shards better. Several divisions are tried, and the plan
+    whose busiest shard has the least work is used. Attention lays out the keys of shared tokens before each of their
+    rows, and the backward pass keeps them, so a batch whose microbatches have too many keys is planned again with keys
+    as a cost.
 
     Args:
-        families: families of all rows.
+        prefixes: what all rows share.
         lengths: tokens of each row.
         num_shards: data-parallel ranks.
         strategy: how microbatches are packed.
@@ -156,41 +158,45 @@ def plan_families(
     Raises:
         DataError: as `plan_microbatches`.
     """
-    plan = _plan_parts(families, lengths, num_shards, replace(strategy, keys_per_token=None))
+    plan = _plan_parts(prefixes, lengths, num_shards, replace(strategy, keys_per_token=None))
     most = strategy.most_keys
-    if most is None or max(_keys_of_microbatches(plan, families, lengths)) <= most:
+    batches = [rows for shard in plan.shards for rows in shard]
+    if most is None or all(prefixes.within(rows).keys(lengths) <= most for rows in batches):
         return plan
-    return _plan_parts(families, lengths, num_shards, strategy)
+    return _plan_parts(prefixes, lengths, num_shards, strategy)
 
 
-def _plan_parts(
-    families: Sequence[Family], lengths: Sequence[int], num_shards: int, strategy: Packed
-) -> MicrobatchPlan:
-    """Return the best plan among several divisions of the families; all rows single if none is possible."""
+def _plan_parts(prefixes: Prefixes, lengths: Sequence[int], num_shards: int, strategy: Packed) -> MicrobatchPlan:
+    """Return the best plan among several divisions of the trees; all rows single if none is possible."""
     busiest: dict[int, MicrobatchPlan] = {}
-    if any(family.shared for family in families) and max(lengths) <= strategy.capacity:
-        total = sum(family.tokens(lengths) for family in families)
+    if not prefixes.is_flat and max(lengths) <= strategy.capacity:
+        total = prefixes.tokens(lengths)
         for parts in (1, 2, 4):
             most_tokens = min(strategy.capacity, -(-total // (parts * num_shards)))
-            together = list(divide_families(families, lengths, most_tokens, strategy.most_keys))
-            tokens = [family.tokens(lengths) for family in together]
+            units = list(divide_prefixes(prefixes, lengths, most_tokens, strategy.most_keys))
+            tokens = [unit.tokens(lengths) for unit in units]
             try:
-                plan = _plan_within_keys(tokens, [family.keys(lengths) for family in together], num_shards, strategy)
+                plan = _plan_within_keys(tokens, _most_keys(prefixes, units, lengths), num_shards, strategy)
             except DataError:
                 continue  # too few parts to give each shard the same number of microbatches
-            most = max(sum(tokens[family] for family in plan.shard_rows(shard)) for shard in range(num_shards))
-            busiest.setdefault(most, _with_rows(plan, [family.rows for family in together]))
+            most = max(sum(tokens[unit] for unit in plan.shard_rows(shard)) for shard in range(num_shards))
+            busiest.setdefault(most, _with_rows(plan, [unit.rows for unit in units]))
     return busiest[min(busiest)] if busiest else plan_microbatches(lengths, num_shards, strategy)
 
 
-def _keys_of_microbatches(plan: MicrobatchPlan, families: Sequence[Family], lengths: Sequence[int]) -> Iterator[int]:
-    """Yield the number of attention keys of each microbatch; rows of one family share its prompt."""
-    family_of = {row: number for number, family in enumerate(families) for row in family.rows}
-    for batch in (batch for shard in plan.shards for batch in shard):
-        rows: dict[int, list[int]] = {}
-        for row in batch:
-            rows.setdefault(family_of[row], []).append(row)
-        yield sum(Family(found, families[number].shared).keys(lengths) for number, found in rows.items())
+def _most_keys(prefixes: Prefixes, units: Sequence[Prefixes], lengths: Sequence[int]) -> list[int]:
+    """Return for each unit the most keys that it can add to a microbatch.
+
+    Next to other units of its tree, a unit may have a node that it does not have by itself: one on the path of its
+    first row. All nodes of this path are counted.
+    """
+    paths = dict(zip(sorted(prefixes.rows), prefixes.paths(), strict=True))
+    return [
+        sum(lengths[row] for row in unit.rows)
+        + sum(node.depth for node in unit.nodes if node.first > 0)
+        + sum(depth for depth, _ in paths[unit.rows[0]].nodes)
+        for unit in units
+    ]
 
 
 def _plan_within_keys(tokens: Sequence[int], keys: Sequence[int], num_shards: int, strategy: Packed) -> MicrobatchPlan:
@@ -200,7 +206,8 @@ def _plan_within_keys(tokens: Sequence[int], keys: Sequence[int], num_shards: in
     batches = [batch for shard in plan.shards for batch in shard]
     if most is None or all(sum(keys[unit] for unit in batch) <= most for batch in batches):
         return plan
-    costs = [max(each, -(-of_keys * strategy.capacity // most)) for each, of_keys in zip(tokens, keys, strict=True)]
+    of_keys = [min(-(-unit_keys * strategy.capacity // most), strategy.capacity) for unit_keys in keys]
+    costs = [max(pair) for pair in zip(tokens, of_keys, strict=True)]
     return plan_microbatches(costs, num_shards, strategy)
 
 

@@ -19,7 +19,7 @@ from nemo_rl.data.stored_rows import (
     StoredRow,
     fetched,
     pack_rows,
-    shared_prompts,
+    paths_of,
 )
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.branches import StoredTokens
@@ -54,7 +54,7 @@ def split(samples: Sequence[Trajectory], *, reads_collections: bool) -> tuple[li
             response.
     """
     packed = pack_rows([log for sample in samples for log in sample.logs])
-    places = (StoredTokens(prompt, index) for index, prompt in enumerate(shared_prompts(packed)))
+    places = (StoredTokens(path, index) for index, path in enumerate(paths_of(packed)))
     return [_summary(sample, places, reads_collections) for sample in samples], packed
 
 
@@ -152,7 +152,7 @@ def lay_out(trajectories: Sequence[Trajectory], pad_token_id: int) -> BatchedDat
     for trajectory in trajectories:
         stored = trajectory.stored
         assert stored is not None and stored.rows is not None, "a runner has stored the tokens"
-        rows.append(StoredRow(stored.rows, stored.index, width, pad_token_id, stored.prompt))
+        rows.append(StoredRow(stored.rows, stored.index, width, pad_token_id, stored.path))
     return BatchedDataDict(
         {
             "input_lengths": torch.tensor(lengths, dtype=torch.int64),

@@ -26,7 +26,7 @@ class Work:
         trains: whether there is a backward pass and an optimizer.
         keeps_reference: whether the initial weights are kept.
         on_cpu: whether the device's memory is the host's.
-        keys_per_token: keys and values that attention holds for each token of a microbatch (`shared_prompts`).
+        keys_per_token: keys and values that attention holds for each token of a microbatch (`shared_prefixes`).
     """
 
     tokens: int

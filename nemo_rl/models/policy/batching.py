@@ -6,7 +6,7 @@ microbatches, filler rows are added that do not count in the loss and whose scor
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -15,15 +15,18 @@ from torch import Tensor
 
 from nemo_rl.config import PolicyConfig, row_length_multiple
 from nemo_rl.data.model_rows import ROW_INPUTS
+from nemo_rl.data.common_prefixes import Prefixes
 from nemo_rl.data.packing import (
+    SHARED_PREFIXES,
     FixedSize,
     MicrobatchPlan,
     MicrobatchStrategy,
     Packed,
     TokenBudget,
-    find_families,
-    plan_families,
+    column_of,
+    find_prefixes,
     plan_microbatches,
+    plan_prefixes,
 )
 from nemo_rl.data.stored_rows import NUM_STALE, NUM_WRITTEN, STORED_ROWS, TOKEN_KEYS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -45,12 +48,14 @@ class ShardedBatch:
         sizes: rows of each microbatch, per rank.
         plan: original position of each row.
         num_rows: rows of the batch before filling.
+        num_shared_tokens: tokens that are not computed, because another row of their microbatch begins with them.
     """
 
     data: list[BatchedDataDict[Any]]
     sizes: list[list[int]]
     plan: MicrobatchPlan
     num_rows: int
+    num_shared_tokens: int = 0
 
     def lengths(self) -> list[int]:
         """Return the tokens of each row, without fillers."""
@@ -97,11 +102,11 @@ def shard_batch(
     """Divide the rows over the ranks.
 
     Args:
-        data: at least one row, with `input_lengths`; with `input_ids` and `token_mask` if prompts are shared.
+        data: at least one row, with `input_lengths`; with `input_ids`, or stored, if prompts are shared.
         num_shards: number of data-parallel ranks.
         strategy: how microbatches are formed.
         group_size: number of consecutive rows that stay in one microbatch.
-        shares_prompts: whether a packed microbatch holds a prompt that several rows share once.
+        shares_prompts: whether a packed microbatch holds tokens that several rows share once.
 
     Raises:
         DataError: rows do not divide into groups, or a row is longer than a microbatch may be.
@@ -114,17 +119,29 @@ def shard_batch(
         multiple = num_shards * strategy.size
     filled = with_filler_rows(data, -num_rows % multiple)
     lengths = filled["input_lengths"].tolist()
-    if shares_prompts and group_size == 1 and isinstance(strategy, Packed):
-        plan = plan_families(find_families(filled), lengths, num_shards, strategy)
+    prefixes = find_prefixes(filled) if shares_prompts else Prefixes.alone(filled.size)
+    if group_size == 1 and isinstance(strategy, Packed):
+        plan = plan_prefixes(prefixes, lengths, num_shards, strategy)
     else:
+        prefixes = prefixes.between_multiples(group_size)
         plan = plan_microbatches(lengths, num_shards, strategy, group_size)
     shards = range(num_shards)
-    return ShardedBatch(
+    sharded = ShardedBatch(
         data=[filled.select_indices(plan.shard_rows(shard)) for shard in shards],
         sizes=[[len(rows) for rows in plan.shards[shard]] for shard in shards],
         plan=plan,
         num_rows=num_rows,
     )
+    return sharded if prefixes.is_flat else _with_prefixes(sharded, prefixes)
+
+
+def _with_prefixes(sharded: ShardedBatch, prefixes: Prefixes) -> ShardedBatch:
+    """Add what the rows of each microbatch share."""
+    saved = 0
+    for rows, microbatches in zip(sharded.data, sharded.plan.shards, strict=True):
+        rows[SHARED_PREFIXES] = torch.cat([column_of(prefixes, microbatch) for microbatch in microbatches])
+        saved += int(rows[SHARED_PREFIXES][:, 1].sum())
+    return replace(sharded, num_shared_tokens=saved)
 
 
 def with_filler_rows(data: BatchedDataDict[Any], count: int) -> BatchedDataDict[Any]:
@@ -199,7 +216,7 @@ def require_keys(data: BatchedDataDict[Any], keys: Sequence[str], purpose: str) 
 
 
 def scoring_rows(
-    method: str, data: BatchedDataDict[Any], config: PolicyConfig, *, shares_prompts: bool
+    method: str, data: BatchedDataDict[Any], config: PolicyConfig
 ) -> BatchedDataDict[Any]:
     """Check that a policy can score a batch, and select the keys of the batch that scoring reads.
 
@@ -207,7 +224,6 @@ def scoring_rows(
         method: of `Policy`, for messages.
         data: the batch.
         config: the policy section.
-        shares_prompts: as `shard_batch`.
 
     Raises:
         DataError: keys are missing.
@@ -224,8 +240,7 @@ def scoring_rows(
         raise ConfigError(
             f"Policy.{method} needs a scalar head (reward_model_cfg.enabled=true); this is a language model."
         )
-    shared = ("token_mask",) if shares_prompts else ()
-    optional = _STORED_SCORING_KEYS if STORED_ROWS in data else (*SCORING_KEYS, *shared, ROW_INPUTS)
+    optional = _STORED_SCORING_KEYS if STORED_ROWS in data else (*SCORING_KEYS, ROW_INPUTS)
     wanted: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in optional if key in data})
     wanted.check_rows()
     return wanted

@@ -17,7 +17,7 @@ from nemo_rl.distributed.named_sharding import REPLICATED_AXES
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.worker_groups import MultiWorkerFuture, RayWorkerGroup
 from nemo_rl.models.policy.batching import ShardedBatch
-from nemo_rl.models.policy.work import WorkCount
+from nemo_rl.models.policy.work import PassKind, WorkCount
 from nemo_rl.models.policy.workers.costs import PassCosts
 from nemo_rl.utils.errors import DeadlineExceededError, NemoRLError
 
@@ -100,7 +100,8 @@ class RankCalls:
     def _counted(self, method: str, sharded: ShardedBatch, *, is_counted: bool) -> AbstractContextManager[None]:
         if not is_counted:
             return nullcontext()
-        return self.work.of("training" if method in ("train", "accumulate") else "scoring", sharded.lengths())
+        kind: PassKind = "training" if method in ("train", "accumulate") else "scoring"
+        return self.work.of(kind, sharded.lengths(), sharded.num_shared_tokens)
 
     def _answers(self, future: MultiWorkerFuture, phase: str, timeout_s: float | None = None) -> list[Any]:
         answers = self._workers.get_all_worker_results(future, timeout_s=timeout_s, phase=phase)

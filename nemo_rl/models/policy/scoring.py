@@ -105,9 +105,7 @@ class ScoringPolicy(PolicyInterface):
             `topk_logits [B, T, k]` float32, largest first, and `topk_indices [B, T, k]` int64, in the order of the
             rows. Position t belongs to the token after token t, including the last real position; 0 on padding.
         """
-        rows, width = scoring_rows("get_topk_logits", data, self.config, shares_prompts=self._shares_prompts)[
-            "input_ids"
-        ].shape
+        rows, width = scoring_rows("get_topk_logits", data, self.config)["input_ids"].shape
         if rows == 0:
             empty = torch.zeros((0, width, k))
             return BatchedDataDict({"topk_logits": empty, "topk_indices": empty.long()})
@@ -138,8 +136,7 @@ class ScoringPolicy(PolicyInterface):
         """Return what a scalar head says before each token: as `get_logprobs`, for a critic.
 
         Args:
-            data: `input_ids [B, T]` right padded, `input_lengths [B]`, or stored rows; any number of rows. With
-                `token_mask [B, T]` packed rows may share prompts.
+            data: `input_ids [B, T]` right padded, `input_lengths [B]`, or stored rows; any number of rows.
             micro_batch_size: rows of one pass of a rank; None forms passes as configured.
 
         Returns:
@@ -164,7 +161,7 @@ class ScoringPolicy(PolicyInterface):
         return sharded.restore(parts)
 
     def _scoring_rows(self, method: str, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        return scoring_rows(method, data, self.config, shares_prompts=self._shares_prompts)
+        return scoring_rows(method, data, self.config)
 
     def _run_scoring(
         self, method: str, data: BatchedDataDict[Any], micro_batch_size: int | None, **common: Any

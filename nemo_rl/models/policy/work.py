@@ -28,10 +28,12 @@ class PassWork:
         lengths: tokens of a row -> number of such rows of all passes. A model whose counts are never taken, such as a
             teacher, needs no more memory for longer runs.
         seconds: time that the passes took.
+        shared_tokens: tokens among them that were not computed, because another row of their microbatch has them.
     """
 
     lengths: Counter[int] = field(default_factory=Counter)
     seconds: float = 0.0
+    shared_tokens: int = 0
 
     @property
     def tokens(self) -> int:
@@ -63,14 +65,15 @@ class WorkCount:
         return self._costs
 
     @contextmanager
-    def of(self, kind: PassKind, lengths: Iterable[int] = ()) -> Generator[None]:
-        """Count the block as passes over rows of these lengths, if it ends without an error."""
+    def of(self, kind: PassKind, lengths: Iterable[int] = (), shared_tokens: int = 0) -> Generator[None]:
+        """Count the block as passes over rows of these lengths, if it ends without an error; see `PassWork`."""
         started = time.perf_counter()
         yield
         with self._guard:
             work = self._passes[kind]
             work.lengths.update(lengths)
             work.seconds += time.perf_counter() - started
+            work.shared_tokens += shared_tokens
 
     def take(self) -> dict[PassKind, PassWork]:
         """Return what was counted, and start again from nothing."""

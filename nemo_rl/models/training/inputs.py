@@ -1,8 +1,8 @@
 """Turn one microbatch of rows into model inputs, and scored tokens back into `[b, T - 1]`.
 
 Sits between the data (`[b, T]`, right padded) and a backend's forward. A microbatch is either padded and trimmed to
-its longest row, or packed: all rows end to end in one row, with positions that restart. If configured, packed rows with
-the same prompt share one copy of it (`shared_prompts`). No attention mask is made: with right padding and causal
+its longest row, or packed: all rows end to end in one row, with positions that restart. Packed rows have one copy of
+the tokens that they share, if the driver has found such tokens (`shared_prefixes`). No attention mask is made: with right padding and causal
 attention no real token sees padding, and an all-ones mask would disable transformers' own packing detection.
 
 Invariant: the loss sees the same `[b, T - 1]` log-probabilities, in the same places, padded or packed.
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from nemo_rl.data.model_rows import ROW_INPUTS, TOKEN_ARGUMENTS, forward_arguments, has_position_rule, position_ids
-from nemo_rl.data.packing import find_families
+from nemo_rl.data.packing import SHARED_PREFIXES, prefixes_of
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_logprobs import TopK
 from nemo_rl.host.device import to_device
-from nemo_rl.models.training.shared_prompts import share_prompts
+from nemo_rl.models.training.shared_prefixes import share_prefixes
 
 type Places = Callable[[Tensor, Tensor], Tensor]
 """Maps rows and columns of tokens to their places in the flattened model tokens."""
@@ -33,12 +33,10 @@ class InputLayout:
     Attributes:
         packed: whether rows lie end to end instead of being padded.
         round_to: the model's sequence length is rounded up to a multiple of this many tokens.
-        shares_prompts: whether packed rows with the same prompt share one copy of it.
     """
 
     packed: bool
     round_to: int = 1
-    shares_prompts: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,11 +47,13 @@ class ModelInputs:
         model_inputs: keyword arguments of the model.
         positions_K: indices into the flattened model tokens whose successor is scored.
         targets_K: token ids of the successors; `[K, k]` where k ids are scored at each position.
-        places_K: where the scores go in the flattened `[b, T - 1]`.
+        places_K: where the scores go in the flattened `[b, T - 1]`; `[N]` with `score_N`.
         shape: `(b, T - 1)`.
         unfiltered: whether to score under the temperature that the policy samples with, but without top-k and top-p.
         top_k: return the largest logits of each position and their ids instead of scoring targets.
         real_tokens: `[b, T]` bool like `input_ids`, False on padding; None: all are real.
+        score_N: `[N]` int64, the index of the score that goes to each place, where several rows share a scored token;
+            None: each score goes to one place.
     """
 
     model_inputs: dict[str, Any]
@@ -64,6 +64,7 @@ class ModelInputs:
     unfiltered: bool = False
     top_k: TopK | None = None
     real_tokens: Tensor | None = None
+    score_N: Tensor | None = None
 
     @property
     def further_names(self) -> list[str]:
@@ -77,8 +78,9 @@ class ModelInputs:
             values_K: `[K]`, or `[K, k]` for `[b, T - 1, k]`.
         """
         num_rows, width = self.shape
-        flat = values_K.new_zeros((num_rows * width, *values_K.shape[1:])).index_copy(0, self.places_K, values_K)
-        return flat.view(num_rows, width, *values_K.shape[1:])
+        values_N = values_K if self.score_N is None else values_K.index_select(0, self.score_N)
+        flat = values_N.new_zeros((num_rows * width, *values_N.shape[1:])).index_copy(0, self.places_K, values_N)
+        return flat.view(num_rows, width, *values_N.shape[1:])
 
 
 def split_rows(data: BatchedDataDict[Any], sizes: Sequence[int]) -> Iterator[BatchedDataDict[Any]]:
@@ -134,7 +136,7 @@ def build_distillation_inputs(rows: BatchedDataDict[Any], layout: InputLayout, d
         layout: padded or packed.
         device: where the model runs.
     """
-    inputs = build_training_inputs(rows, layout, device)
+    inputs = _each_place(build_training_inputs(rows, layout, device))  # rows may have other teachers' tokens
     num_rows, width = inputs.shape
     indices = to_device(rows["teacher_topk_indices"][:, :width], device)
     targets_Kk = indices.reshape(num_rows * width, -1).index_select(0, inputs.places_K).long()
@@ -190,14 +192,37 @@ def _scored_at(
 ) -> ModelInputs:
     """Lay out rows whose tokens at the given rows and columns are scored; see `ModelInputs`."""
     model_inputs, places, real = _lay_out(rows, layout)
+    positions_K, score_N = places(row_K, column_K), None
+    if SHARED_PREFIXES in rows:
+        positions_K, targets_K, score_N = _scored_once(positions_K, targets_K)
     return ModelInputs(
         model_inputs=_on(device, model_inputs),
-        positions_K=to_device(places(row_K, column_K), device),
+        positions_K=to_device(positions_K, device),
         targets_K=to_device(targets_K, device),
         places_K=to_device(places_K, device),
         shape=shape,
         real_tokens=to_device(real, device),
+        score_N=None if score_N is None else to_device(score_N, device),
     )
+
+
+def _scored_once(positions_N: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return positions without repetition, their targets, and the index of each given position among them.
+
+    A token that rows share has the same successor in all of them, so any of their targets is the target.
+    """
+    positions_K, score_N = positions_N.unique(return_inverse=True)
+    if len(positions_K) == len(positions_N):
+        return positions_N, targets_N, None
+    return positions_K, targets_N.new_empty(len(positions_K)).index_copy_(0, score_N, targets_N), score_N
+
+
+def _each_place(inputs: ModelInputs) -> ModelInputs:
+    """Return inputs in which each place has a score of its own."""
+    if inputs.score_N is None:
+        return inputs
+    positions_K, targets_K = (each.index_select(0, inputs.score_N) for each in (inputs.positions_K, inputs.targets_K))
+    return replace(inputs, positions_K=positions_K, targets_K=targets_K, score_N=None)
 
 
 def with_positions(inputs: ModelInputs) -> ModelInputs:
@@ -236,9 +261,8 @@ def packed_model_inputs(segments: list[Tensor]) -> dict[str, Any]:
 def _lay_out(rows: BatchedDataDict[Any], layout: InputLayout) -> tuple[dict[str, Any], Places, Tensor]:
     """Return the model's arguments, the places of the rows' tokens in its flattened tokens, and which are real."""
     input_ids, lengths = rows["input_ids"], rows["input_lengths"].tolist()
-    families = find_families(rows) if layout.packed and layout.shares_prompts else []
-    if any(family.shared for family in families):
-        shared = share_prompts(input_ids, lengths, families, layout.round_to)
+    if layout.packed and SHARED_PREFIXES in rows and rows[SHARED_PREFIXES][:, 1].any():
+        shared = share_prefixes(input_ids, lengths, prefixes_of(rows[SHARED_PREFIXES]), layout.round_to)
         model_inputs, ends = shared.model_inputs, torch.tensor([shared.num_tokens])
         places: Places = shared.places
     elif layout.packed:

@@ -42,7 +42,7 @@ class PolicyBackend(ABC):
 
     Attributes:
         device: where this rank computes.
-        shares_prompts: whether `run` accepts packed rows that share one copy of a prompt (`shared_prompts`).
+        shares_prompts: whether `run` accepts packed rows with one copy of tokens that they share (`shared_prefixes`).
         dropped_for: names of this rank's tensors that were not finite when `clip_and_step` last dropped an update;
             empty in a backend that does not fill it.
 

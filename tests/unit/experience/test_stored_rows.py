@@ -16,7 +16,7 @@ from nemo_rl.algorithms.rollout.batches import build_training_batch, mark_stale,
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.algorithms.scoring import PolicyScoring
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig, PolicyConfig
-from nemo_rl.data.packing import FixedSize, find_families
+from nemo_rl.data.packing import FixedSize, find_prefixes
 from nemo_rl.data.stored_rows import SCORE_KEYS, STORED_ROWS, stale_of, with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.metrics import rollout_metrics
@@ -116,7 +116,7 @@ def test_a_rank_gets_the_tensors_of_the_driver_bit_for_bit(groups: list[list[Tra
     assert light_metrics == pytest.approx(dense_metrics, rel=1e-6)
     assert count_valid(light) == count_valid(dense)
     assert num_counted_samples(light) == num_counted_samples(dense) == 5
-    assert [family.rows for family in find_families(light)] == [family.rows for family in find_families(dense)]
+    assert find_prefixes(light) == find_prefixes(dense)
 
 
 class Scorer:
@@ -133,7 +133,7 @@ class Scorer:
         return BatchedDataDict({"reference_logprobs": self._scores(data, 2.0)})
 
     def keep_logprobs(self, data: BatchedDataDict[Any], *, of_reference: bool = False) -> Any:
-        rows = scoring_rows("keep_logprobs", data, PolicyConfig.build(model_name="tiny"), shares_prompts=False)
+        rows = scoring_rows("keep_logprobs", data, PolicyConfig.build(model_name="tiny"))
         sharded = shard_batch(rows, 2, FixedSize(2))
         kept = []
         for part in sharded.data:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_checks import memory, persistence, runner, shared_prompts, weight_sync
+from gpu_checks import memory, persistence, runner, shared_prefixes, weight_sync
 from gpu_checks.attention import kernels
 from gpu_checks.bench import Bench
 from gpu_checks.plan import CHECKS, chosen
@@ -159,7 +159,7 @@ def test_attention_that_sees_too_much_is_found(bench, monkeypatch) -> None:
 
 
 def test_answers_that_ignore_their_prompt_are_found(bench, monkeypatch) -> None:
-    assert not any(finding.problem for finding in shared_prompts.kernels(bench))
+    assert not any(finding.problem for finding in shared_prefixes.kernels(bench))
     mask = attention_kernels._mask
 
     def top_left(query, key, window):
@@ -167,15 +167,15 @@ def test_answers_that_ignore_their_prompt_are_found(bench, monkeypatch) -> None:
         return whole if query.shape[2] == key.shape[2] else torch.ones(whole.shape, dtype=torch.bool).tril()
 
     monkeypatch.setattr(attention_kernels, "_mask", top_left)
-    problems = [finding.problem for finding in shared_prompts.kernels(bench)]
+    problems = [finding.problem for finding in shared_prefixes.kernels(bench)]
     assert "differs from dense attention" in problems
 
 
 def test_a_policy_that_shares_no_prompts_is_found(bench, monkeypatch) -> None:
-    monkeypatch.setattr(shared_prompts, "TINY_ON_CPU", ("qwen2",))
-    assert not any(finding.problem for finding in shared_prompts.policy(bench))
+    monkeypatch.setattr(shared_prefixes, "TINY_ON_CPU", ("qwen2",))
+    assert not any(finding.problem for finding in shared_prefixes.policy(bench))
     monkeypatch.setattr(PolicyRank, "shares_prompts", lambda self: False)
-    assert {finding.problem for finding in shared_prompts.policy(bench)} == {"the policy shares no prompts"}
+    assert {finding.problem for finding in shared_prefixes.policy(bench)} == {"the policy shares no prompts"}
 
 
 def test_memory_beyond_the_prediction_is_found(bench, monkeypatch) -> None:

@@ -53,7 +53,7 @@ def choose_attention(probe_model: PreTrainedModel, config: PolicyConfig, forward
 
 
 def can_share_prompts(probe_model: PreTrainedModel, config: PolicyConfig, forward: Forward = logits) -> bool:
-    """Return whether packed rows may hold one copy of a prompt for several responses.
+    """Return whether packed rows may hold one copy of the tokens that they begin with.
 
     False if that is not configured, or if context or pipeline parallelism divides the tokens or the model.
 

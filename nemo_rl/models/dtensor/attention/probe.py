@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
-from nemo_rl.data.packing import Family
+from nemo_rl.data.common_prefixes import Prefixes
 from nemo_rl.models.attention.plan import AttentionPlan, Piece
 from nemo_rl.models.dtensor.attention.function import VARLEN_ATTENTION, register_varlen_attention
 from nemo_rl.models.huggingface.load import WITHOUT_PACKING
 from nemo_rl.models.training.inputs import packed_model_inputs
-from nemo_rl.models.training.shared_prompts import share_prompts
+from nemo_rl.models.training.shared_prefixes import share_prefixes
 from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -184,7 +184,7 @@ def _shuffled(segments: list[Tensor]) -> tuple[dict[str, Any], Callable[[Tensor]
 
 def _shared(segments: list[Tensor]) -> tuple[dict[str, Any], Callable[[Tensor], Tensor]]:
     ids = nn.utils.rnn.pad_sequence(segments, batch_first=True)
-    layout = share_prompts(ids.cpu(), _LENGTHS, [Family([0, 1], _ALIKE)], round_to=1)
+    layout = share_prefixes(ids.cpu(), _LENGTHS, Prefixes([0, 1], [0, _ALIKE]), round_to=1)
     model_inputs = {k: v.to(ids.device) if isinstance(v, Tensor) else v for k, v in layout.model_inputs.items()}
     rows = torch.arange(2).repeat_interleave(torch.tensor(_LENGTHS))
     columns = torch.cat([torch.arange(length) for length in _LENGTHS])

@@ -20,6 +20,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.rules.placement.topology import row_length_multiple
+from nemo_rl.data.common_prefixes import Prefixes
+from nemo_rl.data.packing import SHARED_PREFIXES, column_of
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.ranks.placements import whole
@@ -217,7 +219,10 @@ def on_mesh(task: Task, reference: Reference) -> RankNumbers:
 
 def _laid_out(task: Task, backend: DTensorBackend, rows: BatchedDataDict[Any]) -> ModelInputs:
     packed = task.policy.sequence_packing.enabled
-    layout = InputLayout(packed, row_length_multiple(task.policy), packed and backend.shares_prompts)
+    layout = InputLayout(packed, row_length_multiple(task.policy))
+    if packed and backend.shares_prompts:
+        numbers = list(range(rows.size))
+        rows[SHARED_PREFIXES] = column_of(Prefixes(numbers, [0, *[_ALIKE - 1] * (rows.size - 1)]), numbers)
     build = build_position_inputs if task.scores else build_training_inputs
     return build(rows, layout, _CPU)
 

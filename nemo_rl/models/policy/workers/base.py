@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +126,7 @@ class PolicyWorker(ScoringWorker):
     """
 
     def __init__(self, backend: PolicyBackend, config: PolicyConfig, *, gives_scores: bool = True) -> None:
-        layout = replace(input_layout(config), shares_prompts=backend.shares_prompts)
-        super().__init__(backend, layout, gives_scores=gives_scores)
+        super().__init__(backend, input_layout(config), gives_scores=gives_scores)
         self._sender: WeightSender | None = None
         self._saving: Future[None] | None = None
         self._parts: list[_Part] = []

@@ -68,8 +68,8 @@ class ScoringWorker:
         return self._of_tokens(with_tokens(data), sizes)
 
     def shares_prompts(self) -> bool:
-        """Return whether this rank's packed rows share one copy of a prompt, so that more of them fit."""
-        return self._layout.shares_prompts
+        """Return whether this rank's packed rows may have one copy of tokens that they share, so that more of them fit."""
+        return self._layout.packed and self.backend.shares_prompts
 
     def layer_outputs(self, token_ids: list[int]) -> tuple[list[str], list[Tensor]]:
         """Return the names of the decoder layers, and one sequence's hidden states `[T, D]` float32 after each."""

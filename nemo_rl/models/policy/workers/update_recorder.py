@@ -93,7 +93,7 @@ class UpdateRecorder:
             return
         update = self._updates[-1]
         update.losses.append(loss.item())
-        if scores.dim() == 1 and scores.numel() == inputs.places_K.numel() and ROW_NUMBERS in rows:
+        if scores.dim() == 1 and scores.numel() == inputs.positions_K.numel() and ROW_NUMBERS in rows:
             real = (rows["input_lengths"] > 1).cpu()
             numbers = rows[ROW_NUMBERS].cpu()[real].tolist()
             update.logprobs.append((numbers, inputs.scatter(scores.detach()).float().cpu()[real]))

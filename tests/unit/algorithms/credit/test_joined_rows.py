@@ -10,7 +10,7 @@ from nemo_rl.algorithms.credit.joined_rows import JoinedRows
 from nemo_rl.algorithms.grpo import CreditAssignment
 from nemo_rl.algorithms.rollout.batches import build_training_batch
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
-from nemo_rl.data.stored_rows import SAMPLE_ADVANTAGES, pack_rows, shared_prompts
+from nemo_rl.data.stored_rows import SAMPLE_ADVANTAGES, pack_rows, paths_of
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.branches import Branch, StoredTokens
 from nemo_rl.experience.trajectory import Trajectory
@@ -169,9 +169,9 @@ def test_stored_rows_have_the_advantages_of_their_samples() -> None:
     light = samples()
     for each in light:
         packed = pack_rows(each.logs)
-        for number, (one, prompt) in enumerate(zip(each.conversations, shared_prompts(packed), strict=True)):
+        for number, (one, path) in enumerate(zip(each.conversations, paths_of(packed), strict=True)):
             rows: Any = "in the store"
-            one.stored = StoredTokens(prompt, number, rows)
+            one.stored = StoredTokens(path, number, rows)
     batch, metrics = credited(light)
     torch.testing.assert_close(batch[SAMPLE_ADVANTAGES], expected["advantages"].sum(1) / expected["token_mask"].sum(1))
     assert torch.equal(batch["positive_examples"], expected["positive_examples"])

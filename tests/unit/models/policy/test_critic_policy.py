@@ -11,7 +11,7 @@ from policy_helpers import policy_config, tiny_model
 from tiny_models import make_char_tokenizer
 
 from nemo_rl.config import TimeoutsConfig
-from nemo_rl.data.stored_rows import NUM_WRITTEN, STORED_ROWS, StoredRow, pack_rows, shared_prompts
+from nemo_rl.data.stored_rows import NUM_WRITTEN, STORED_ROWS, StoredRow, pack_rows, paths_of
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.policy.lm_policy import Policy
@@ -60,8 +60,7 @@ def stored(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         logs.append([{"role": "user", "content": "", "token_ids": ids[:start]}, answer])
     packed = pack_rows(logs)
     reference, width = ray.put(packed), data["input_ids"].shape[1]
-    prompts = shared_prompts(packed)
-    rows = [StoredRow(reference, index, width, 0, prompt) for index, prompt in enumerate(prompts)]
+    rows = [StoredRow(reference, index, width, 0, path) for index, path in enumerate(paths_of(packed))]
     lengths, sample_mask = data["input_lengths"], data["sample_mask"]
     return BatchedDataDict(
         {

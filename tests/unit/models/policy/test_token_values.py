@@ -175,8 +175,8 @@ def test_a_scalar_head_trains_on_pairs_and_on_values_only() -> None:
 @pytest.mark.parametrize("method", ["get_values", "score"])
 def test_methods_of_the_other_head_are_refused(method) -> None:
     with pytest.raises(ConfigError, match=f"Policy.{method} needs a scalar head"):
-        scoring_rows(method, DATA, policy_config("m"), shares_prompts=False)
+        scoring_rows(method, DATA, policy_config("m"))
     with pytest.raises(ConfigError, match="get_logprobs needs a language model.* Policy.get_values one for each token"):
-        scoring_rows("get_logprobs", DATA, policy_config("m", **CRITIC), shares_prompts=False)
-    rows = scoring_rows(method, DATA, policy_config("m", **CRITIC), shares_prompts=True)
-    assert set(rows) == {"input_ids", "input_lengths", "token_mask"} and math.isfinite(float(rows["token_mask"].sum()))
+        scoring_rows("get_logprobs", DATA, policy_config("m", **CRITIC))
+    rows = scoring_rows(method, DATA, policy_config("m", **CRITIC))
+    assert set(rows) == {"input_ids", "input_lengths"}

@@ -18,7 +18,8 @@ from policy_helpers import (
     tiny_model,
 )
 
-from nemo_rl.data.packing import Family, find_families
+from nemo_rl.data.common_prefixes import Prefixes
+from nemo_rl.data.packing import SHARED_PREFIXES, column_of, find_prefixes
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_logprobs import TopK
 from nemo_rl.models.attention import AttentionPlan
@@ -28,11 +29,11 @@ from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker
 from nemo_rl.models.training.inputs import InputLayout, build_score_inputs, build_topk_inputs, build_training_inputs
-from nemo_rl.models.training.shared_prompts import share_prompts
+from nemo_rl.models.training.shared_prefixes import share_prefixes
 from nemo_rl.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
-SHARING = InputLayout(packed=True, shares_prompts=True)
+PACKED_ROWS = InputLayout(packed=True)
 GROUPS = [(12, [7, 3, 7]), (9, [4]), (10, [1, 12])]
 """Tokens of a prompt, and of its answers."""
 PACKED = {
@@ -66,6 +67,12 @@ def groups_batch(seed: int = 0) -> BatchedDataDict[Any]:
             "advantages": advantages,
         }
     )
+
+
+def sharing(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    """Return a microbatch with what its rows share, as the driver sends it."""
+    column = column_of(find_prefixes(data), range(data.size))
+    return BatchedDataDict(data.data | {SHARED_PREFIXES: column})
 
 
 def worker_of(config: Any) -> PolicyWorker:
@@ -121,7 +128,7 @@ def test_scores_loss_and_gradients_equal_those_of_single_rows(arch, packed, othe
 
 def test_a_group_that_fits_holds_its_prompt_once() -> None:
     data = groups_batch()
-    inputs = build_training_inputs(data, SHARING, CPU)
+    inputs = build_training_inputs(sharing(data), PACKED_ROWS, CPU)
     # Prompts but for their last token, twice; then each row from there, or all of it.
     assert inputs.model_inputs["input_ids"].numel() == 11 + 9 + (1 + 7) + (1 + 3) + (1 + 7) + (9 + 4) + (1 + 1) + (
         1 + 12
@@ -136,7 +143,7 @@ def test_a_group_that_fits_holds_its_prompt_once() -> None:
 def test_each_token_of_each_row_keeps_its_place_and_position_id(round_to) -> None:
     data = groups_batch()
     lengths = data["input_lengths"].tolist()
-    layout = share_prompts(data["input_ids"], lengths, find_families(data), round_to)
+    layout = share_prefixes(data["input_ids"], lengths, find_prefixes(data), round_to)
     ids, positions = layout.model_inputs["input_ids"][0], layout.model_inputs["position_ids"][0]
     for row, length in enumerate(lengths):
         columns = torch.arange(length)
@@ -149,16 +156,15 @@ def test_each_token_of_each_row_keeps_its_place_and_position_id(round_to) -> Non
 
 def test_whole_rows_and_top_logits_are_recovered_after_shared_prompts() -> None:
     data = groups_batch()
-    plain = InputLayout(packed=True)
     model = tiny_model("qwen2").eval()
     model.set_attn_implementation(register_varlen_attention())
     for build in (build_score_inputs, lambda rows, layout, device: build_topk_inputs(rows, TopK(2), layout, device)):
         found = []
-        for layout in (plain, SHARING):
-            inputs = build(data, layout, CPU)
+        for rows in (data, sharing(data)):
+            inputs = build(rows, PACKED_ROWS, CPU)
             with torch.no_grad():
                 hidden = model.model(**inputs.model_inputs, use_cache=False).last_hidden_state.flatten(0, 1)
-            found.append((inputs, hidden[inputs.positions_K]))
+            found.append((inputs, inputs.scatter(hidden[inputs.positions_K])))
         (packed, want), (shared, got) = found
         assert shared.model_inputs["input_ids"].numel() < packed.model_inputs["input_ids"].numel()
         assert torch.equal(packed.places_K, shared.places_K)
@@ -167,7 +173,7 @@ def test_whole_rows_and_top_logits_are_recovered_after_shared_prompts() -> None:
 
 def test_rows_without_shared_prompts_equal_plain_packing_bit_for_bit() -> None:
     data = groups_batch().select_indices([0, 3, 4])
-    plain, shared = (build_training_inputs(data, layout, CPU) for layout in (InputLayout(packed=True), SHARING))
+    plain, shared = (build_training_inputs(rows, PACKED_ROWS, CPU) for rows in (data, sharing(data)))
     assert shared.model_inputs.keys() == plain.model_inputs.keys()
     assert torch.equal(shared.model_inputs["input_ids"], plain.model_inputs["input_ids"])
     assert torch.equal(shared.positions_K, plain.positions_K)
@@ -175,7 +181,7 @@ def test_rows_without_shared_prompts_equal_plain_packing_bit_for_bit() -> None:
 
 def test_parts_of_equal_size_take_one_call() -> None:
     data = groups_batch()
-    layout = share_prompts(data["input_ids"], data["input_lengths"].tolist(), find_families(data), 1)
+    layout = share_prefixes(data["input_ids"], data["input_lengths"].tolist(), find_prefixes(data), 1)
     plan = layout.model_inputs["divided_row"].plan
     runs = plan.runs(sum(piece.keys for piece in plan.pieces))
     assert [(run.queries, run.keys, run.pieces) for run in runs] == [
@@ -187,18 +193,6 @@ def test_parts_of_equal_size_take_one_call() -> None:
         (4, 15, 1),
         (8, 19, 2),
     ]
-
-
-def test_families_are_found_by_the_tokens_before_the_first_answer() -> None:
-    data = groups_batch()
-    assert find_families(data) == [Family([0, 1, 2], 11), Family([3], 0), Family([4, 5], 9)]
-    assert find_families(data.select_indices([5, 0, 4, 2])) == [Family([0, 2], 9), Family([1, 3], 11)]
-    without_mask = BatchedDataDict({key: data[key] for key in ("input_ids", "input_lengths")})
-    assert find_families(without_mask) == [Family([row], 0) for row in range(6)]
-    data["token_mask"][4:, 5] = 1.0  # fewer than eight shared tokens: too few to gain
-    assert find_families(data)[2:] == [Family([4], 0), Family([5], 0)]
-    data["token_mask"][:] = 0.0
-    assert find_families(data) == [Family([row], 0) for row in range(6)]
 
 
 @pytest.mark.parametrize("model_type", PACKS)

@@ -1,4 +1,4 @@
-"""Check shared prompts: attention with more keys than queries, and a policy with and without sharing."""
+"""Check shared prefixes: attention with more keys than queries, and a policy with and without sharing."""
 
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
@@ -14,12 +14,12 @@ from gpu_checks.report import Finding
 from gpu_checks.shapes import TINY, TINY_ON_CPU
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.dtensor.attention import varlen_attention
-from nemo_rl.models.training.shared_prompts import SharedPrompts
+from nemo_rl.models.training.shared_prefixes import SharedPrefixes
 
-PARTS = [37, 20, 5, 64, 1, 30]
-"""Tokens of each part of a layout: two prompts, three answers and a separate row."""
-PROMPTS = [None, None, 0, 0, 1, None]
-"""Index of each part's prompt; None for prompts and the separate row."""
+PARTS = [37, 20, 11, 5, 64, 1, 30]
+"""Tokens of each part of a layout: two prompts, an answer with two branches, another answer and a separate row."""
+PARENTS = [None, None, 0, 2, 2, 1, None]
+"""Index of the part before each part; None for prompts and the separate row."""
 LENGTHS = [24, 33, 19, 28, 12, 26]
 PROMPT_TOKENS = 17
 """Length of the prompt that the first four rows share; the other rows share nothing."""
@@ -91,22 +91,27 @@ def _random_heads(device: torch.device, dtype: torch.dtype, has_sinks: bool) -> 
 def _laid_out(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, window: int | None) -> Tensor:
     """Compute `[1, T, H, D]` with the library."""
     mask = None if window is None else torch.tensor(window)
-    layout = SharedPrompts(PARTS, PROMPTS)
+    layout = SharedPrefixes(PARTS, PARENTS)
     out, _ = varlen_attention(nn.Module(), query, key, value, mask, s_aux=sinks, divided_row=layout)
     return out
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, window: int | None) -> Tensor:
-    """Compute `[1, T, H, D]` by definition: a token sees earlier tokens of its part and all of its part's prompt."""
+    """Compute `[1, T, H, D]` by definition: a token sees earlier tokens of its part and all parts before its part."""
     starts = list(accumulate(PARTS, initial=0))
-    before = [0 if prompt is None else PARTS[prompt] for prompt in PROMPTS]
-    positions = [torch.arange(length) + first for length, first in zip(PARTS, before, strict=True)]
+    firsts = [sum(PARTS[part] for part in _before(part)) for part in range(len(PARTS))]
+    positions = [torch.arange(length) + first for length, first in zip(PARTS, firsts, strict=True)]
     position_T = torch.cat(positions)
     sees_TT = torch.zeros(len(position_T), len(position_T), dtype=torch.bool)
-    for (start, stop), prompt in zip(pairwise(starts), PROMPTS, strict=True):
-        sees_TT[start:stop, start:stop] = True
-        if prompt is not None:
-            sees_TT[start:stop, starts[prompt] : starts[prompt + 1]] = True
+    for number, (start, stop) in enumerate(pairwise(starts)):
+        for part in (*_before(number), number):
+            sees_TT[start:stop, starts[part] : starts[part + 1]] = True
     distance_TT = position_T[:, None] - position_T[None, :]
     sees_TT &= (distance_TT >= 0) & (distance_TT < (window or len(position_T)))
     return attention.attend_densely(query, key, value, sinks, sees_TT)
+
+
+def _before(part: int) -> list[int]:
+    """Return the parts before a part in its rows."""
+    parent = PARENTS[part]
+    return [] if parent is None else [*_before(parent), parent]

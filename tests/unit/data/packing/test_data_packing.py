@@ -3,21 +3,22 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_rl.data.common_prefixes import Prefixes
 from nemo_rl.data.packing import (
-    Family,
     FixedSize,
     Packed,
     PackingAlgorithm,
     TokenBudget,
     get_packer,
-    plan_families,
     plan_microbatches,
+    plan_prefixes,
 )
-from nemo_rl.data.packing.families import divide_families
+from nemo_rl.data.packing.prefixes import divide_prefixes
 from nemo_rl.utils.errors import DataError
 
 pytestmark = pytest.mark.fast
@@ -208,46 +209,42 @@ def test_pairs_that_cannot_stay_together_are_refused():
         plan_microbatches([40, 30], 1, Packed(CAPACITY), group_size=2)
 
 
-GROUPS = [Family([0, 1, 2, 3], 10), Family([4, 5, 6, 7], 20), Family([8], 0)]
+GROUPS = Prefixes(list(range(9)), [0, 10, 10, 10, 0, 20, 20, 20, 0])
 GROUP_LENGTHS = [15, 15, 16, 12, 25, 30, 22, 24, 33]
 
 
 def shared_tokens(rows: list[int]) -> int:
     """Return the tokens of a microbatch that holds each prompt once."""
-    return sum(
-        Family([row for row in rows if row in f.rows], f.shared).tokens(GROUP_LENGTHS)
-        for f in GROUPS
-        if set(rows) & set(f.rows)
-    )
+    return GROUPS.within(rows).tokens(GROUP_LENGTHS)
 
 
 @pytest.mark.parametrize("capacity", [33, 40, 64, 200])
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 9])
-def test_families_fill_microbatches_that_hold_each_prompt_once(capacity, num_shards) -> None:
-    plan = plan_families(GROUPS, GROUP_LENGTHS, num_shards, Packed(capacity))
+def test_trees_fill_microbatches_that_hold_each_prompt_once(capacity, num_shards) -> None:
+    plan = plan_prefixes(GROUPS, GROUP_LENGTHS, num_shards, Packed(capacity))
     assert sorted(plan.row_order) == list(range(9))
     assert len({len(shard) for shard in plan.shards}) == 1
     assert all(rows and shared_tokens(rows) <= capacity for shard in plan.shards for rows in shard)
 
 
-def test_families_stay_whole_where_they_fit_and_shards_come_out_equal() -> None:
-    (shard,) = plan_families(GROUPS, GROUP_LENGTHS, 1, Packed(200)).shards
+def test_trees_stay_whole_where_they_fit_and_shards_come_out_equal() -> None:
+    (shard,) = plan_prefixes(GROUPS, GROUP_LENGTHS, 1, Packed(200)).shards
     assert shard == [[4, 5, 6, 7, 8, 0, 1, 2, 3]]
     # 28, 41 and 33 tokens: parts of half the size would leave the busier shard with more.
-    loads = [shared_tokens(rows) for (rows,) in plan_families(GROUPS, GROUP_LENGTHS, 2, Packed(200)).shards]
+    loads = [shared_tokens(rows) for (rows,) in plan_prefixes(GROUPS, GROUP_LENGTHS, 2, Packed(200)).shards]
     assert sorted(loads) == [41, 61]
-    # Four shards, three families: some families are divided.
-    assert all(plan_families(GROUPS, GROUP_LENGTHS, 4, Packed(200)).shards)
+    # Four shards, three trees: some trees are divided.
+    assert all(plan_prefixes(GROUPS, GROUP_LENGTHS, 4, Packed(200)).shards)
 
 
-def test_families_are_planned_as_rows_where_nothing_is_shared() -> None:
-    alone = [Family([row], 0) for row in range(9)]
-    assert plan_families(alone, GROUP_LENGTHS, 2, Packed(64)) == plan_microbatches(GROUP_LENGTHS, 2, Packed(64))
+def test_trees_are_planned_as_rows_where_nothing_is_shared() -> None:
+    alone = Prefixes.alone(9)
+    assert plan_prefixes(alone, GROUP_LENGTHS, 2, Packed(64)) == plan_microbatches(GROUP_LENGTHS, 2, Packed(64))
 
 
-def test_a_row_of_a_family_that_is_too_long_is_named() -> None:
+def test_a_row_of_a_tree_that_is_too_long_is_named() -> None:
     with pytest.raises(DataError, match="row 8 has 33"):
-        plan_families(GROUPS, GROUP_LENGTHS, 1, Packed(32))
+        plan_prefixes(GROUPS, GROUP_LENGTHS, 1, Packed(32))
 
 
 LONG_PROMPTS = {
@@ -259,26 +256,19 @@ LONG_PROMPTS = {
 """Tokens of a prompt, answers, tokens of each, and of a microbatch."""
 
 
-def keys_of(rows: list[int], families: list[Family], lengths: list[int]) -> int:
-    """Return the number of keys of a microbatch on a rank, where rows of one family share its prompt."""
-    parts = [Family([row for row in rows if row in family.rows], family.shared) for family in families]
-    return sum(part.keys(lengths) for part in parts if part.rows)
-
-
 @pytest.mark.parametrize("factor", [2, 4])
 @pytest.mark.parametrize("num_shards", [1, 3])
 @pytest.mark.parametrize("case", LONG_PROMPTS)
 def test_keys_of_shared_prompts_are_bounded(case, num_shards, factor) -> None:
     prompt, answers, each, capacity = LONG_PROMPTS[case]
-    starts = range(0, 3 * answers, answers)
-    families = [Family(list(range(start, start + answers)), prompt - 1) for start in starts]
+    families = Prefixes(list(range(3 * answers)), [prompt - 1 if row % answers else 0 for row in range(3 * answers)])
     lengths = [prompt + each + row % 3 for row in range(3 * answers)]
-    bounded = plan_families(families, lengths, num_shards, Packed(capacity, keys_per_token=factor))
-    assert bounded == plan_families(families, lengths, num_shards, Packed(capacity, keys_per_token=factor))
+    bounded = plan_prefixes(families, lengths, num_shards, Packed(capacity, keys_per_token=factor))
+    assert bounded == plan_prefixes(families, lengths, num_shards, Packed(capacity, keys_per_token=factor))
     assert sorted(bounded.row_order) == list(range(3 * answers))
-    free = plan_families(families, lengths, num_shards, Packed(capacity))
+    free = plan_prefixes(families, lengths, num_shards, Packed(capacity))
     most = [
-        max(keys_of(rows, families, lengths) for shard in plan.shards for rows in shard) for plan in (bounded, free)
+        max(families.within(rows).keys(lengths) for shard in plan.shards for rows in shard) for plan in (bounded, free)
     ]
     assert most[0] <= factor * capacity
     assert (most[1] <= factor * capacity) is (bounded == free), "the bound changes nothing where it does not bind"
@@ -287,6 +277,31 @@ def test_keys_of_shared_prompts_are_bounded(case, num_shards, factor) -> None:
 
 
 def test_keys_are_counted_as_they_are_laid_out() -> None:
-    assert Family([0, 1], 10).keys([15, 12]) == 10 + 15 + 12
-    assert Family([0], 10).keys([15]) == 15, "a row by itself shares nothing"
-    assert [part.rows for part in divide_families([Family([0, 1, 2], 10)], [15, 15, 15], 100, 40)] == [[0, 1], [2]]
+    assert Prefixes([0, 1], [0, 10]).keys([15, 12]) == 10 + 15 + 12
+    assert Prefixes([0], [0]).keys([15]) == 15, "a row by itself shares nothing"
+    units = divide_prefixes(Prefixes([0, 1, 2], [0, 10, 10]), [15, 15, 15], 100, 40)
+    assert [unit.rows for unit in units] == [[0, 1], [2]]
+    nested = Prefixes([0, 1, 2, 3], [0, 30, 10, 30])
+    assert nested.keys([40] * 4) == 10 + 2 * 30 + 4 * 40
+    assert [unit.rows for unit in divide_prefixes(nested, [40] * 4, 60)] == [[0, 1], [2, 3]]
+    assert [unit.rows for unit in divide_prefixes(nested, [40] * 4, 89)] == [[0, 1], [2, 3]], "not [0, 1, 2]"
+
+
+trees = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=24)
+
+
+@given(trees, st.integers(1, 3), st.sampled_from([None, 2, 4]))
+def test_trees_keep_within_tokens_and_keys(branches, num_shards, factor) -> None:
+    """Each letter of a branch stands for ten tokens."""
+    tokens = [np.repeat(np.array(branch) * 10, 10) + np.tile(np.arange(10), len(branch)) for branch in branches]
+    lengths, prefixes = [len(row) for row in tokens], Prefixes.of(tokens)
+    if len(tokens) < num_shards:
+        return
+    strategy = Packed(CAPACITY, keys_per_token=factor)
+    plan = plan_prefixes(prefixes, lengths, num_shards, strategy)
+    assert sorted(plan.row_order) == list(range(len(tokens)))
+    assert len({len(shard) for shard in plan.shards}) == 1
+    for rows in (rows for shard in plan.shards for rows in shard):
+        part = prefixes.within(rows)
+        assert part.tokens(lengths) <= CAPACITY
+        assert strategy.most_keys is None or part.keys(lengths) <= max(strategy.most_keys, *(lengths[r] for r in rows))

@@ -1,0 +1,176 @@
+"""Finds the beginnings that rows have in common, as a tree: answers to one prompt, branches of one session.
+
+    row 0: p a b          root ─┬─ p ─┬─ a ─┬─ b     (row 0)
+    row 1: p a c    ─►          │     │     └─ c     (row 1)
+    row 2: p d                  │     └─ d           (row 2)
+    row 3: e                    └─ e                 (row 3)
+
+The tree is two lists: an order in which rows with a common beginning follow each other, and the number of tokens that
+each row shares with the row before it. What two rows share is the minimum of these numbers between them, so the lists
+of some of the rows follow from those of all rows.
+
+Invariant: the last token that rows have in common belongs to each of them. So each row has at least one token of its
+own, and the token after a shared one is the same in all rows that share it: it needs one score.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import batched, pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+_LEAST_TOKENS = 8
+"""Fewest tokens of a node; below this, the additional keys of attention cost more than sharing saves."""
+_LEAST_SHARE = 1 / 32
+"""Fewest tokens of a node as a share of its keys, for the same reason."""
+
+
+class Node(NamedTuple):
+    """Tokens that several rows share.
+
+    Attributes:
+        depth: tokens from the start of its rows to its end, also the number of its keys.
+        parent: index of the node before it; 0 is the root, which has no tokens.
+        first: place of the first of its rows.
+    """
+
+    depth: int
+    parent: int
+    first: int
+
+
+class Path(NamedTuple):
+    """The place of a row in the tree of some rows, which is enough to compare it with any other of them.
+
+    Attributes:
+        place: place in the order of the rows.
+        nodes: `(depth, first)` of each node on the way to the row; see `Node`.
+    """
+
+    place: int
+    nodes: tuple[tuple[int, int], ...]
+
+    def shared(self, other: "Path") -> int:
+        """Return the number of tokens that both rows share."""
+        return max((depth for depth, _ in set(self.nodes) & set(other.nodes)), default=0)
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """The tree of rows; see the module docstring.
+
+    Attributes:
+        rows: indices of the rows, in an order in which rows with a common beginning follow each other.
+        shared: for each of them, the tokens that it shares with the one before it; 0 for the first.
+    """
+
+    rows: list[int]
+    shared: list[int]
+
+    @classmethod
+    def of(cls, tokens: Sequence[NDArray[np.integer]]) -> "Prefixes":
+        """Find the tree of rows of tokens, which have one dtype; nodes that cost more than they save are left out."""
+        keys = [row.tobytes() for row in tokens]
+        rows = sorted(range(len(tokens)), key=keys.__getitem__)
+        shared = [0, *(max(_num_equal(tokens[a], tokens[b]) - 1, 0) for a, b in pairwise(rows))]
+        return cls(rows, shared[: len(rows)])._worthwhile()
+
+    @classmethod
+    def alone(cls, count: int) -> "Prefixes":
+        """Return the tree of rows that share nothing."""
+        return cls(list(range(count)), [0] * count)
+
+    @property
+    def is_flat(self) -> bool:
+        """True if no rows share tokens."""
+        return not any(self.shared)
+
+    @cached_property
+    def _place_of(self) -> dict[int, int]:
+        return {row: place for place, row in enumerate(self.rows)}
+
+    def within(self, rows: Collection[int]) -> "Prefixes":
+        """Return the tree of some of the rows."""
+        places = sorted(self._place_of[row] for row in rows)
+        shared = [0, *(min(self.shared[a + 1 : b + 1]) for a, b in pairwise(places))]
+        return Prefixes([self.rows[place] for place in places], shared[: len(places)])
+
+    def between_multiples(self, size: int) -> "Prefixes":
+        """Return the tree in which only the rows of each group of `size` consecutive indices share tokens."""
+        if size == 1:
+            return self
+        groups = [self.within(group) for group in batched(range(len(self.rows)), size)]
+        return Prefixes([row for group in groups for row in group.rows], [n for group in groups for n in group.shared])
+
+    def part(self, start: int, stop: int) -> "Prefixes":
+        """Return the tree of the rows at some places."""
+        return Prefixes(self.rows[start:stop], [0, *self.shared[start + 1 : stop]])
+
+    def tokens(self, lengths: Sequence[int]) -> int:
+        """Return the number of tokens that are laid out for the rows; `lengths` are those of all rows of the batch."""
+        return sum(lengths[row] for row in self.rows) - sum(self.shared)
+
+    def keys(self, lengths: Sequence[int]) -> int:
+        """Return the number of attention keys: those of each node and each row, with all tokens before them."""
+        return sum(lengths[row] for row in self.rows) + sum(node.depth for node in self.nodes)
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The nodes; the root is the first."""
+        return self._tree[0]
+
+    @property
+    def node_of_place(self) -> list[int]:
+        """For each place, the index of the deepest node of its row; 0, the root, if it shares nothing."""
+        nodes, between = self._tree
+        after = [*between[1:], 0]
+        return [max(pair, key=lambda node: nodes[node].depth) for pair in zip(between, after, strict=True)]
+
+    @cached_property
+    def _tree(self) -> tuple[list[Node], list[int]]:
+        """The nodes, and for each place the deepest node that its row and the row before it share."""
+        depths, parents, firsts, between = [0], [0], [0], []
+        open_nodes = [0]
+        for place, depth in enumerate(self.shared):
+            below = None
+            while depths[open_nodes[-1]] > depth:
+                below = open_nodes.pop()
+            if depths[open_nodes[-1]] < depth:
+                depths.append(depth)
+                parents.append(open_nodes[-1])
+                firsts.append(place - 1 if below is None else firsts[below])
+                if below is not None:
+                    parents[below] = len(depths) - 1
+                open_nodes.append(len(depths) - 1)
+            between.append(open_nodes[-1])
+        return [Node(*node) for node in zip(depths, parents, firsts, strict=True)], between
+
+    def paths(self) -> list[Path]:
+        """Return the path of each row, in the order of the rows' indices."""
+        found = {}
+        for place, (row, node) in enumerate(zip(self.rows, self.node_of_place, strict=True)):
+            on_way = []
+            while node:
+                on_way.append((self.nodes[node].depth, self.nodes[node].first))
+                node = self.nodes[node].parent
+            found[row] = Path(place, tuple(reversed(on_way)))
+        return [found[row] for row in sorted(found)]
+
+    def _worthwhile(self) -> "Prefixes":
+        """Return the tree without the nodes that cost more than they save; their tokens go to each row below them."""
+        nodes, between = self._tree
+        kept = [0] * len(nodes)
+        for number in sorted(range(1, len(nodes)), key=lambda node: nodes[node].depth):
+            above, depth = kept[nodes[number].parent], nodes[number].depth
+            kept[number] = depth if depth - above >= max(_LEAST_TOKENS, _LEAST_SHARE * depth) else above
+        return Prefixes(self.rows, [kept[node] for node in between])
+
+
+def _num_equal(one: NDArray[np.integer], other: NDArray[np.integer]) -> int:
+    """Return the number of tokens at the start that two rows have in common."""
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    return int(differs.argmax()) if differs.any() else length

@@ -1,0 +1,149 @@
+"""Lay out the tokens that rows of a packed microbatch have in common once for all of them.
+
+    row 0: p a b          packed:  p a b, p a c, p d, e
+    row 1: p a c    ─►
+    row 2: p d            shared:  p, a, b, c, d, e
+    row 3: e
+
+All operations but attention treat tokens one by one, and a token's hidden state depends only on the tokens before it.
+So the samples of a group need their prompt once, and the branches of a session also the answers that they share: 16
+answers as long as their prompt take 17 parts instead of 32. Only attention sees whole rows: the keys of each part have
+all parts before it in front. A shared token is scored once, and the score goes to each of its rows, so that the loss of
+each row has its own advantage and mask. Invariant: scores and gradients equal those of separate rows, except for the
+last digits, because sums have another order. `data.common_prefixes` finds what rows share.
+
+Source: Prefix Grouper (Liu et al. 2025, arXiv:2506.05433), here for trees.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl.data.common_prefixes import Prefixes
+from nemo_rl.models.attention.plan import AttentionPlan, Piece
+
+
+class SharedPrefixes:
+    """The `DividedRow` of this layout: attention's keys of a part have all parts before it in front.
+
+    Args:
+        lengths: tokens of each part of the layout; their sum is its length.
+        parents: for each part, the part in front of it, which comes earlier in the layout; None if it begins rows.
+    """
+
+    def __init__(self, lengths: Sequence[int], parents: Sequence[int | None]) -> None:
+        self._lengths = list(lengths)
+        self._chains: list[list[int]] = []
+        for part, parent in enumerate(parents):
+            self._chains.append([part] if parent is None else [*self._chains[parent], part])
+        keys = [sum(lengths[part] for part in chain) for chain in self._chains]
+        bounds = (pairwise(accumulate(each, initial=0)) for each in (lengths, keys))
+        self.plan = AttentionPlan([Piece(*query, *key) for query, key in zip(*bounds, strict=True)])
+
+    def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `DividedRow`."""
+        return query, self._with_prefixes(key), self._with_prefixes(value)
+
+    def leave(self, out: Tensor) -> Tensor:
+        """See `DividedRow`."""
+        return out
+
+    def heads_of(self, per_head: Tensor) -> Tensor:
+        """See `DividedRow`."""
+        return per_head
+
+    def _with_prefixes(self, tensor: Tensor) -> Tensor:
+        parts = tensor.split(self._lengths, dim=2)
+        return torch.cat([parts[part] for chain in self._chains for part in chain], dim=2)
+
+
+@dataclass(frozen=True)
+class SharedLayout:
+    """The places of the rows' tokens.
+
+    Attributes:
+        model_inputs: keyword arguments of the model, as for a packed row, with `divided_row` instead of its bounds.
+        places_BT: place of each token of each row in the layout; 0 on padding.
+        num_tokens: tokens of all parts, without the rounding.
+    """
+
+    model_inputs: dict[str, Any]
+    places_BT: Tensor
+    num_tokens: int
+
+    def places(self, row_K: Tensor, column_K: Tensor) -> Tensor:
+        """Return the places of the rows' tokens in the layout."""
+        return self.places_BT[row_K, column_K]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Neighbouring tokens of the layout.
+
+    Attributes:
+        row: a row that has them.
+        start: their first column in the row.
+        stop: their end in the row.
+        parent: index of the part in front of them; None if they begin rows.
+    """
+
+    row: int
+    start: int
+    stop: int
+    parent: int | None
+
+
+def share_prefixes(input_ids: Tensor, lengths: Sequence[int], prefixes: Prefixes, round_to: int) -> SharedLayout:
+    """Lay out the rows of a microbatch: first the nodes of their tree, then each row's own part, fewest keys first.
+
+    In this order parts of one length are neighbours, and one kernel call computes them.
+
+    Args:
+        input_ids: `[b, T]` int64, right padded.
+        lengths: tokens of each row.
+        prefixes: the tree of all rows.
+        round_to: the layout is rounded up to a multiple of this many tokens, by a part that nothing attends to.
+    """
+    parts, of_row = _parts(lengths, prefixes)
+    starts = list(accumulate((part.stop - part.start for part in parts), initial=0))
+    places_BT = torch.zeros_like(input_ids)
+    for row, number in enumerate(of_row):
+        while number is not None:
+            part = parts[number]
+            places_BT[row, part.start : part.stop] = torch.arange(starts[number], starts[number + 1])
+            number = parts[number].parent
+    ids = [input_ids[part.row, part.start : part.stop] for part in parts]
+    positions = [torch.arange(part.start, part.stop) for part in parts]
+    parents = [part.parent for part in parts]
+    num_tokens = starts[-1]
+    if filler := -num_tokens % round_to:
+        ids.append(input_ids.new_zeros(filler))
+        positions.append(torch.arange(filler))
+        parents.append(None)
+    model_inputs = {
+        "input_ids": torch.cat(ids)[None],
+        "position_ids": torch.cat(positions)[None],
+        "divided_row": SharedPrefixes([len(part) for part in ids], parents),
+    }
+    return SharedLayout(model_inputs, places_BT, num_tokens)
+
+
+def _parts(lengths: Sequence[int], prefixes: Prefixes) -> tuple[list[_Part], list[int | None]]:
+    """Return the parts in their order, and for each row the index of its own part."""
+    nodes = prefixes.nodes
+    parts: list[_Part] = []
+    number_of: dict[int, int | None] = {0: None}
+    for node in sorted(range(1, len(nodes)), key=lambda node: (nodes[node].depth, nodes[node].first)):
+        depth, parent, first = nodes[node]
+        number_of[node] = len(parts)
+        parts.append(_Part(prefixes.rows[first], nodes[parent].depth, depth, number_of[parent]))
+    of_row: list[int | None] = [None] * len(lengths)
+    node_of = dict(zip(prefixes.rows, prefixes.node_of_place, strict=True))
+    for row in sorted(range(len(lengths)), key=lambda row: (nodes[node_of[row]].depth, lengths[row], row)):
+        of_row[row] = len(parts)
+        parts.append(_Part(row, nodes[node_of[row]].depth, lengths[row], number_of[node_of[row]]))
+    return parts, of_row
