@@ -139,9 +139,7 @@ def plan_microbatches(
     return _deal(bins, [_padded_tokens(costs, rows) for rows in bins], num_shards)
 
 
-def plan_prefixes(
-    prefixes: Prefixes, lengths: Sequence[int], num_shards: int, strategy: Packed
-) -> MicrobatchPlan:
+def plan_prefixes(prefixes: Prefixes, lengths: Sequence[int], num_shards: int, strategy: Packed) -> MicrobatchPlan:
     """Plan rows that share tokens; a microbatch holds shared tokens once.
 
     Whole trees take fewer tokens, divided trees balance the shards better. Several divisions are tried, and the plan

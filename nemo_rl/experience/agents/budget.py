@@ -53,8 +53,13 @@ class Budget:
     num_granted: int = 0
     bound: Ending | None = None
 
-    def grant(self, request: CallRequest, num_prompt_tokens: int) -> Grant:
+    def grant(self, request: CallRequest, num_prompt_tokens: int, num_reserved: int = 0) -> Grant:
         """Take the answers of a request out of the budget.
+
+        Args:
+            request: the request.
+            num_prompt_tokens: tokens of its prompt.
+            num_reserved: tokens of the context that the engine needs besides prompt and answer.
 
         Raises:
             CallError: nothing is left.
@@ -63,14 +68,14 @@ class Budget:
             self.bound = Ending.MAX_TURNS
             message = f"This key may get {self.max_calls} answers (max_calls of its environment)."
             raise CallError(403, message, "calls_exhausted")
-        rooms = {Ending.SEQUENCE_LENGTH: self.limits.max_sequence_length - num_prompt_tokens}
+        rooms = {Ending.SEQUENCE_LENGTH: self.limits.max_sequence_length - num_prompt_tokens - num_reserved}
         if self.limits.max_episode_tokens is not None:
             left = self.limits.max_episode_tokens - self.num_tokens - self.num_granted
             rooms[Ending.EPISODE_TOKENS] = left // request.num_answers
         bound = min(rooms, key=lambda ending: rooms[ending])
         if rooms[bound] <= 0:
             self.bound = bound
-            raise self._no_room(num_prompt_tokens)
+            raise self._no_room(num_prompt_tokens, num_reserved)
         rooms[Ending.TURN_TOKENS] = self.max_new_tokens
         bound = min(rooms, key=lambda ending: rooms[ending])
         is_own = request.max_tokens is not None and request.max_tokens <= rooms[bound]
@@ -90,12 +95,13 @@ class Budget:
         self.num_granted -= grant.tokens * grant.num_answers
         self.num_tokens += num_tokens
 
-    def _no_room(self, num_prompt_tokens: int) -> CallError:
+    def _no_room(self, num_prompt_tokens: int, num_reserved: int) -> CallError:
         limits = self.limits
+        reserved = f", the engine needs {num_reserved} more for an answer of a demanded form" if num_reserved else ""
         # NeMo Gym's model server recognises a prompt that is too long by the words "context length".
         return CallError(
             400,
-            f"The prompt does not fit into the context length: it has {num_prompt_tokens} tokens, and the program has "
+            f"The prompt does not fit into the context length: it has {num_prompt_tokens} tokens{reserved}, and the program has "
             f"{self.num_tokens + self.num_granted} tokens of answers, so none is left for another "
             f"(policy.max_total_sequence_length={limits.max_sequence_length}, "
             f"grpo.max_episode_tokens={limits.max_episode_tokens}). Shorten the messages.",

@@ -41,7 +41,16 @@ from nemo_rl.models.generation.interfaces import (
 from nemo_rl.models.generation.remote.chats import ChatInput
 from nemo_rl.utils.errors import ConfigError, DataError, GenerationError, NoAnswerError
 
-COUNTS = ("calls", "retries", "undelivered", "refused", "unlike_template", "new_trees", "constrained_tokens")
+COUNTS = (
+    "calls",
+    "retries",
+    "undelivered",
+    "refused",
+    "unlike_template",
+    "new_trees",
+    "constrained_tokens",
+    "scored_later_tokens",
+)
 """Numbers of a session for metrics: answers that were asked for, repeated requests, answers whose client had gone away,
 refused requests, histories that the chat template renders in another way, trees that were started for them, and tokens
 of answers whose form was demanded."""
@@ -222,7 +231,7 @@ class AgentSession:
         sampling = self._sampling(request)
         prompt = self._prompt(request)
         budget = self.budget
-        grant = budget.grant(request, len(prompt.token_ids))
+        grant = budget.grant(request, len(prompt.token_ids), int(sampling.is_read_again))
         self.counts["calls"] += request.num_answers
         sampling = grant.applied(sampling, request.stop)
         identity = _identity(prompt, request)
@@ -319,6 +328,7 @@ class AgentSession:
         )
         if request.grammar is not None or request.forced_tool is not None:
             self.counts["constrained_tokens"] += answer.num_tokens
+            self.counts["scored_later_tokens"] += result.num_scored_later
         text = self._prompts.text(call.token_ids) if request.prompt is not None else ""
         self.tree.add(call, request, answer.message, text)
         return answer

@@ -40,15 +40,17 @@ class Work:
 def keys_per_token(policy: PolicyConfig, rows_per_prompt: int) -> int:
     """Return the most keys and values that attention may lay out for each token of a packed microbatch.
 
+    Sequences with prompts of their own share at most a system prompt, which is taken to be short.
+
     Args:
         policy: section of the model.
-        rows_per_prompt: sequences of a batch that begin with the same prompt.
+        rows_per_prompt: sequences of a batch that begin with the same prompt; branches of a session add to them.
     """
     packing, section = policy.sequence_packing, policy.backend_section
     shares = packing.enabled and packing.share_prompts and policy.backend_key == "dtensor_cfg"
     if not shares or rows_per_prompt == 1 or section.size("cp") > 1 or section.size("pp") > 1:
         return 1
-    return min(packing.max_keys_per_token, rows_per_prompt + 1)
+    return packing.max_keys_per_token
 
 
 def microbatch_tokens(policy: PolicyConfig, *, trains: bool, rows_per_sample: int = 1) -> int:

@@ -75,6 +75,11 @@ class SamplingParams:
         is_whole = self.top_k is None and self.top_p == 1.0 and not self.bad_words
         return is_whole and self.temperature == 1.0
 
+    @property
+    def is_read_again(self) -> bool:
+        """True if the engine reads a response again to score it, which takes one more token of the context."""
+        return self.grammar is not None and self.scores_policy
+
 
 class ServedBy(NamedTuple):
     """The engine that wrote a response.
@@ -136,11 +141,13 @@ class GenerationResult:
         token_ids: [n] response tokens, stop token included.
         logprobs: [n] log-probability of each response token under the distribution it was drawn from
             (after bad words, temperature, top-k and top-p). With a grammar see `SamplingParams.scores_policy`; the
-            policy's are then all of the weights that scored the complete answer, which may be newer.
+            policy's are then all of the weights that scored the complete answer, `scored_by`.
         finish_reason: "stop" (a stop id or string), "length", or "abort" (ended by `Engine.abort`).
         weight_versions: spans from token 0 on, with rising start and version. There are several if weights were updated
             during the response. Each token's log-probability is that of its span's weights, given all earlier tokens;
             answers with a grammar see `logprobs`.
+        scored_by: version of the weights that gave all log-probabilities, if the response was read again; it is newer
+            than `weight_versions` where weights were updated before that.
         error: why the engine refused the request; then there are no tokens and no spans.
         served_by: the engine that wrote it; set by the group of engines.
         text: text of the tokens, as `texts.sampled_text` makes it, so that engines decode instead of the controller;
@@ -157,6 +164,15 @@ class GenerationResult:
     text: str | None = None
     served_by: ServedBy | None = None
     answer: ChatAnswer | None = None
+    scored_by: int | None = None
+
+    @property
+    def num_scored_later(self) -> int:
+        """Number of tokens whose log-probability is of newer weights than those that wrote them."""
+        if self.scored_by is None:
+            return 0
+        same = (span.start for span in self.weight_versions if span.version == self.scored_by)
+        return next(same, len(self.token_ids))
 
     @classmethod
     def refused(cls, error: str) -> Self:

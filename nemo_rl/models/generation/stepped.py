@@ -48,6 +48,7 @@ class Finished(NamedTuple):
 class _Running:
     answer: asyncio.Future[GenerationResult]
     versions: list[VersionSpan]
+    is_read_again: bool
 
 
 class SteppedEngine(ABC):
@@ -144,7 +145,7 @@ class SteppedEngine(ABC):
         except GenerationError as refusal:
             answer.set_exception(refusal)
             return answer
-        self._running[request_id] = _Running(answer, [VersionSpan(0, self._version)])
+        self._running[request_id] = _Running(answer, [VersionSpan(0, self._version)], request.sampling.is_read_again)
         if self._steps is None or self._steps.done():
             self._steps = loop.create_task(self._run())
             self._steps.add_done_callback(self._pass_on_failure)
@@ -225,6 +226,7 @@ class SteppedEngine(ABC):
                     # Weights may have come after the last token was drawn, if an engine computes more than tokens.
                     [first, *(span for span in others if span.start < len(token_ids))],
                     text=self.decode(token_ids),
+                    scored_by=running.versions[-1].version if running.is_read_again else None,
                 )
             )
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from nemo_rl.config import PolicyConfig, row_length_multiple
-from nemo_rl.data.model_rows import ROW_INPUTS
 from nemo_rl.data.common_prefixes import Prefixes
+from nemo_rl.data.model_rows import ROW_INPUTS
 from nemo_rl.data.packing import (
     SHARED_PREFIXES,
     FixedSize,
@@ -215,9 +215,7 @@ def require_keys(data: BatchedDataDict[Any], keys: Sequence[str], purpose: str) 
         raise DataError(f"{purpose} needs the keys {missing}; the batch has {sorted(data)}.")
 
 
-def scoring_rows(
-    method: str, data: BatchedDataDict[Any], config: PolicyConfig
-) -> BatchedDataDict[Any]:
+def scoring_rows(method: str, data: BatchedDataDict[Any], config: PolicyConfig) -> BatchedDataDict[Any]:
     """Check that a policy can score a batch, and select the keys of the batch that scoring reads.
 
     Args:

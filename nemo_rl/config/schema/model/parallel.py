@@ -273,12 +273,12 @@ class SequencePackingConfig(Section):
     ] = "modified_first_fit_decreasing"
     """Algorithm that assigns sequences to rows."""
     share_prompts: bool = True
-    """Compute the prompt of several packed sequences once; scores and gradients are the same up to rounding. Only with
-    the DTensor backend, without context and pipeline parallelism, for models in which only attention connects tokens
-    and experts are not trained."""
+    """Compute tokens once with which several packed sequences begin: a prompt, a system prompt, the earlier turns of a
+    session with branches. Scores and gradients are the same up to rounding. Only with the DTensor backend, without
+    context and pipeline parallelism, for models in which only attention connects tokens and experts are not trained."""
     max_keys_per_token: int = Field(default=4, ge=2)
     """With share_prompts: most keys and values of attention in a packed row, as a multiple of its token budget. Those
-    of a shared prompt are repeated before each of its sequences and kept for the backward pass; above this limit
+    of shared tokens are repeated before each of their sequences and kept for the backward pass; above this limit
     another row is started. Predictions of memory count them."""
     sequence_length_round: PositiveInt = 64
     """No effect: packed rows are rounded up to make_sequence_length_divisible_by only."""

@@ -1,8 +1,8 @@
 """Read the form that a request demands of its answer, in the words of several APIs.
 
-OpenAI's `response_format`, and `text.format` of its Responses API; Anthropic's `output_config.format`; vLLM's
-`structured_outputs`, and its older `guided_*`. The engine decides whether a
-schema, an expression or a grammar is valid, before it draws a token.
+OpenAI's `response_format`, and `text.format` of its Responses API; Anthropic's `output_config.format`, and the older
+`output_format` of its beta; vLLM's `structured_outputs`, and its older `guided_*`. The engine decides whether a schema,
+an expression or a grammar is valid, before it draws a token.
 """
 
 import json
@@ -23,12 +23,16 @@ _UNSUPPORTED: Mapping[str, Sequence[Any]] = {
 }
 
 
-def answer_form(fields: Fields, own: Fields | None = None) -> Grammar | None:
+type FormPlaces = Sequence[tuple[Fields | None, str]]
+"""Objects of a request, None for one that is left out, and the name of their field with the form."""
+
+
+def answer_form(fields: Fields, own: FormPlaces = ()) -> Grammar | None:
     """Return the form of the answer to a request; None if it may have any.
 
     Args:
         fields: the request.
-        own: the object whose field `format` has the form, in APIs that have one.
+        own: places of the form in this API, besides `response_format`.
 
     Raises:
         CallError: a field is wrong, or there are several forms.
@@ -40,9 +44,9 @@ def answer_form(fields: Fields, own: Fields | None = None) -> Grammar | None:
     return next(iter(found.values()), None)
 
 
-def _forms(fields: Fields, own: Fields | None) -> Iterator[tuple[str, Grammar]]:
+def _forms(fields: Fields, own: FormPlaces) -> Iterator[tuple[str, Grammar]]:
     """Yield the names of fields with a form, and the forms."""
-    for holder, name in ((fields, "response_format"), (own, "format")):
+    for holder, name in ((fields, "response_format"), *own):
         form = None if holder is None else _format(holder, name)
         if holder is not None and form is not None:
             yield holder.name_of(name), form

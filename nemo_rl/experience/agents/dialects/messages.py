@@ -56,7 +56,12 @@ class Messages:
             tools=tools,
             **tool_choice(fields, tools),
             continues_last=_continues_last(fields, messages),
-            **sampling_fields(fields, ("max_tokens",), "stop_sequences", fields.object("output_config")),
+            **sampling_fields(
+                fields,
+                ("max_tokens",),
+                "stop_sequences",
+                ((fields.object("output_config"), "format"), (fields, "output_format")),
+            ),
         )
 
     def response(

@@ -51,7 +51,7 @@ class Responses:
             messages=messages,
             tools=tools,
             **tool_choice(fields, tools),
-            **sampling_fields(fields, ("max_output_tokens",), own_form=fields.object("text")),
+            **sampling_fields(fields, ("max_output_tokens",), own_forms=((fields.object("text"), "format"),)),
         )
 
     def response(
@@ -118,7 +118,7 @@ def _response(body: Body, request: CallRequest, answer: CallAnswer) -> dict[str,
         "metadata": body.get("metadata") or {},
         "model": body.get("model") or "",
         "output": _output(body, answer),
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "previous_response_id": body.get("previous_response_id"),
         "temperature": request.temperature,
         "text": {"format": (body.get("text") or {}).get("format") or {"type": "text"}},

@@ -7,7 +7,7 @@ those that only advise a model ("reasoning_effort", "verbosity", "thinking").
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_rl.experience.agents.dialects.answer_forms import answer_form
+from nemo_rl.experience.agents.dialects.answer_forms import FormPlaces, answer_form
 from nemo_rl.experience.agents.dialects.fields import Fields
 
 MOST_ANSWERS = 128
@@ -77,7 +77,7 @@ _TEMPLATE_ARGUMENTS = frozenset(
 
 
 def sampling_fields(
-    fields: Fields, length_fields: Sequence[str], stop_field: str = "stop", own_form: Fields | None = None
+    fields: Fields, length_fields: Sequence[str], stop_field: str = "stop", own_forms: FormPlaces = ()
 ) -> dict[str, Any]:
     """Return the attributes of a `CallRequest` that say how to sample, by name.
 
@@ -85,7 +85,7 @@ def sampling_fields(
         fields: the request.
         length_fields: names of the field for the largest number of tokens; the first one that is given counts.
         stop_field: name of the field for texts that end the answer.
-        own_form: see `answer_form`.
+        own_forms: see `answer_form`.
 
     Raises:
         CallError: a field is wrong or not supported.
@@ -99,7 +99,7 @@ def sampling_fields(
     if top_k == 0:
         top_k = _ALL_TOKENS
     return {
-        "grammar": answer_form(fields, own_form),
+        "grammar": answer_form(fields, own_forms),
         "max_tokens": next((each for each in lengths if each is not None), None),
         "stop": fields.texts(stop_field),
         "num_answers": _num_answers(fields),

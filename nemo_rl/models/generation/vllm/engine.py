@@ -91,9 +91,10 @@ class VllmEngine(SteppedEngine):
         # When vLLM reads prompt and response, it draws another token.
         room = self._max_model_len - prompt_length - will_be_scored
         if room < 1:
+            more = ", of which an answer of a demanded form needs 2" if will_be_scored else ""
             raise GenerationError(
                 f"A prompt of {prompt_length} tokens leaves no room in the context of "
-                f"{self._max_model_len} (policy.generation.engine.max_model_len)."
+                f"{self._max_model_len}{more} (policy.generation.engine.max_model_len)."
             )
         try:
             self._submit(request_id, request.prompt_token_ids, self._sampling_params(request, room))
@@ -103,8 +104,14 @@ class VllmEngine(SteppedEngine):
         if will_be_scored:
             self._scoring.prompts[request_id] = request.prompt_token_ids
 
-    def _submit(self, request_id: str, token_ids: list[int], params: VllmSamplingParams) -> None:
-        self._vllm_ids[request_id] = self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
+    def _submit(self, request_id: str, token_ids: list[int], params: VllmSamplingParams, priority: int = 0) -> None:
+        """Add a request; vLLM begins waiting ones with a smaller `priority` first."""
+        prompt: Any = {"prompt_token_ids": token_ids}
+        self._vllm_ids[request_id] = self._engine.add_request(request_id, prompt, params, priority=priority)
+
+    def _read(self, request_id: str) -> None:
+        """Read a drawn response before requests that wait, because its program waits for the complete answer."""
+        self._submit(request_id, self._scoring.tokens_to_read(request_id), reading(), priority=-1)
 
     def _sampling_params(self, request: GenerationRequest, room: int) -> VllmSamplingParams:
         eos: int | None = getattr(self._engine.renderer.tokenizer, "eos_token_id", None)
@@ -137,7 +144,7 @@ class VllmEngine(SteppedEngine):
             self._scoring.forget(request_id)
             return [response]
         self._scoring.drawn[request_id] = response
-        self._submit(request_id, self._scoring.tokens_to_read(request_id), reading())
+        self._read(request_id)
         return []
 
     def take_load(self) -> EngineLoad:
@@ -223,7 +230,7 @@ class VllmEngine(SteppedEngine):
             self._engine.reset_prefix_cache(reset_running_requests=True)
             for request_id in self._scoring.drawn:  # with one version of the weights for all tokens
                 self._engine.abort_request([self._vllm_ids[request_id]], internal=True)
-                self._submit(request_id, self._scoring.tokens_to_read(request_id), reading())
+                self._read(request_id)
         return own + [f"{name} of worker {rank}" for rank, names in enumerate(of_others, start=1) for name in names]
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
@@ -263,6 +270,7 @@ def engine_arguments(settings: EngineSettings) -> EngineArgs:
         "enable_sleep_mode": settings.can_sleep,
         "load_format": "auto" if settings.load_weights else "dummy",
         "logprobs_mode": "processed_logprobs",
+        "scheduling_policy": "priority",
         "seed": settings.seed,
         "hf_overrides": _hf_overrides(settings),
         "disable_log_stats": True,

@@ -40,7 +40,7 @@ def is_scored(sampling: SamplingParams) -> bool:
     Raises:
         GenerationError: it would have to be, and is drawn from another distribution than the policy's.
     """
-    if sampling.grammar is None or not sampling.scores_policy:
+    if not sampling.is_read_again:
         return False
     if not sampling.draws_from_policy:
         raise GenerationError(

@@ -260,6 +260,9 @@ def test_a_form_is_read_where_an_api_has_a_field_of_its_own():
     assert read(RESPONSES, text={"format": {"type": "text"}, "verbosity": "low"}).grammar is None
     assert read(MESSAGES, output_config={"format": FLAT, "effort": "low"}).grammar == JSON
     assert read(MESSAGES, output_config={"effort": "low"}).grammar is None
+    assert read(MESSAGES, output_format=FLAT).grammar == JSON
+    assert read(MESSAGES, output_format=None, output_config={"format": FLAT}).grammar == JSON
+    assert read(RESPONSES, output_format=FLAT).grammar is None, "a field of Anthropic's API only"
 
 
 @pytest.mark.parametrize(
@@ -278,6 +281,8 @@ def test_a_form_is_read_where_an_api_has_a_field_of_its_own():
         (CHAT, {"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
         (RESPONSES, {"text": {"format": {"type": "grammar"}}}, "text.format.type"),
         (MESSAGES, {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        (MESSAGES, {"output_format": {"type": "json_schema"}}, "output_format.schema"),
+        (MESSAGES, {"output_format": FLAT, "output_config": {"format": FLAT}}, "output_config.format"),
     ],
 )
 def test_a_wrong_form_is_refused(path, changes, parameter):

@@ -247,7 +247,7 @@ def test_keys_of_shared_prompts_are_predicted() -> None:
     ("values", "rows", "wanted"),
     [
         ({}, 1, 1),
-        ({}, 2, 3),
+        ({}, 2, 4),
         ({}, 16, 4),
         ({"sequence_packing": {"enabled": True, "max_keys_per_token": 9}}, 16, 9),
         ({"sequence_packing": {"enabled": True, "share_prompts": False}}, 16, 1),

@@ -140,7 +140,7 @@ def test_what_cannot_be_kept_or_scored_is_refused(engines):
     assert [result.error is not None for result in results] == [True] * len(requests)
     assert all("vLLM cannot keep an answer to this form" in str(result.error) for result in results)
     assert "temperature=0.5" in str(refused_hot.error)
-    assert "leaves no room" in str(refused_long.error)
+    assert "leaves no room" in str(refused_long.error) and "demanded form needs 2" in str(refused_long.error)
     (cut,) = engines.generate(NAME, [ask([3] * (MAX_MODEL_LEN - 4), max_new_tokens=50, grammar=EBNF)])
     assert len(cut.token_ids) <= 3 and cut.error is None
 
@@ -199,3 +199,23 @@ def test_weights_that_come_before_the_scores_give_all_of_them(engines, model):
     assert logprobs == pytest.approx(reference_logprobs(other, PROMPT, tokens, SamplingParams()), abs=1e-4)
     own = reference_logprobs(model, PROMPT, tokens, SamplingParams())
     assert max(abs(first - second) for first, second in zip(own, logprobs, strict=True)) > 0.1
+
+
+def finished_before_scores(engine, grammar: Grammar) -> int:
+    """Return how many waiting requests end before a response with a grammar that was added before them is scored."""
+    scheduler = engine._engine.engine_core.engine_core.scheduler
+    most, scheduler.max_num_running_reqs = scheduler.max_num_running_reqs, 1
+    try:
+        engine.add_request("formed", ask(PROMPT, max_new_tokens=120, grammar=grammar))
+        for number in range(4):
+            engine.add_request(f"plain {number}", ask(PROMPT, max_new_tokens=10))
+        finished: list[str] = []
+        while len(finished) < 5:
+            finished += [response.request_id for response in engine.step()]
+    finally:
+        scheduler.max_num_running_reqs = most
+    return finished.index("formed")
+
+
+def test_a_drawn_response_is_scored_before_requests_that_wait(engines):
+    assert engines.look(NAME, finished_before_scores, CHOICE) == 0

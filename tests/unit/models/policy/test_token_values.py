@@ -1,6 +1,5 @@
 """Values of tokens: the scalar head before every token, in every layout, against Hugging Face prefix by prefix."""
 
-import math
 from typing import Any
 
 import pytest

@@ -18,7 +18,6 @@ from policy_helpers import (
     tiny_model,
 )
 
-from nemo_rl.data.common_prefixes import Prefixes
 from nemo_rl.data.packing import SHARED_PREFIXES, column_of, find_prefixes
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_logprobs import TopK
