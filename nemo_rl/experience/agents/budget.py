@@ -101,8 +101,8 @@ class Budget:
         # NeMo Gym's model server recognises a prompt that is too long by the words "context length".
         return CallError(
             400,
-            f"The prompt does not fit into the context length: it has {num_prompt_tokens} tokens{reserved}, and the program has "
-            f"{self.num_tokens + self.num_granted} tokens of answers, so none is left for another "
+            f"The prompt does not fit into the context length: it has {num_prompt_tokens} tokens{reserved}, and "
+            f"the program has {self.num_tokens + self.num_granted} tokens of answers, so none is left for another "
             f"(policy.max_total_sequence_length={limits.max_sequence_length}, "
             f"grpo.max_episode_tokens={limits.max_episode_tokens}). Shorten the messages.",
             "context_length_exceeded",

@@ -2,8 +2,9 @@
 
 Sits between the data (`[b, T]`, right padded) and a backend's forward. A microbatch is either padded and trimmed to
 its longest row, or packed: all rows end to end in one row, with positions that restart. Packed rows have one copy of
-the tokens that they share, if the driver has found such tokens (`shared_prefixes`). No attention mask is made: with right padding and causal
-attention no real token sees padding, and an all-ones mask would disable transformers' own packing detection.
+the tokens that they share, if the driver has found such tokens (`shared_prefixes`). No attention mask is made: with
+right padding and causal attention no real token sees padding, and an all-ones mask would disable transformers' own
+packing detection.
 
 Invariant: the loss sees the same `[b, T - 1]` log-probabilities, in the same places, padded or packed.
 """

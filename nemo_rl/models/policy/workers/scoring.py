@@ -68,7 +68,7 @@ class ScoringWorker:
         return self._of_tokens(with_tokens(data), sizes)
 
     def shares_prompts(self) -> bool:
-        """Return whether this rank's packed rows may have one copy of tokens that they share, so that more of them fit."""
+        """Return whether this rank's packed rows may have one copy of the tokens that they share."""
         return self._layout.packed and self.backend.shares_prompts
 
     def layer_outputs(self, token_ids: list[int]) -> tuple[list[str], list[Tensor]]:
