@@ -80,6 +80,17 @@ def test_passes_between_steps_do_not_count(clock: list[float]) -> None:
     assert throughput.of_step(STEP, TIMINGS)["policy_and_reference_logprobs_tokens_per_sec"] == 5.0
 
 
+def test_shared_tokens_are_counted_by_kind(clock: list[float]) -> None:
+    model = run_passes(PassCosts(FLOPS, None), clock)
+    for shared in (30, 12):
+        with model.work.of("training", [100], shared):
+            clock[0] += 1.0
+    found = Throughput(model, "float32", 1, 8, uses_gpu=False).of_step(STEP, TIMINGS)
+    assert found["policy_training_shared_tokens"] == 42.0
+    assert found["policy_and_reference_logprobs_shared_tokens"] == 0.0
+    assert found["policy_training_tokens_per_sec"] == pytest.approx(800 / 6.0), "shared tokens count for each row"
+
+
 def test_rollouts_beside_training_have_no_rate_of_a_phase() -> None:
     throughput = Throughput(Counted(WorkCount(lambda: PassCosts(None, None))), "float32", 1, 8, False, False)
     assert not [name for name in throughput.of_step(STEP, TIMINGS) if name.startswith("generation")]
