@@ -142,6 +142,8 @@ def replace_ranks(
         Exception: the first model's failure to start.
     """
     ready = {name: models[name] for name, role in roles.items() if not (role.trains or name in lost)}
+    for name in roles.keys() - ready.keys():
+        models[name].worker_group.end("it is being restarted")  # all of them, before the first needs their devices
     for turn in turns_of_start(cluster, roles):
         leave_devices(cluster, roles, ready)
         names = [name for name in turn if name not in ready]

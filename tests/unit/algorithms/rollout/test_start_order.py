@@ -108,7 +108,7 @@ def test_on_cpus_engines_and_models_start_at_the_same_time(monkeypatch):
 
 @pytest.mark.parametrize("lost", [["policy"], ["teacher"]])
 def test_ranks_are_replaced_one_after_another_too(tmp_path: Path, lost: list[str]) -> None:
-    """Trained models restart from the checkpoint; a frozen one that lost no rank leaves the devices first."""
+    """Old ranks end first; trained models load the checkpoint; a frozen one that lost no rank leaves its devices."""
     config = load_config(CONFIG, SHARED_GPUS, schema=GRPOMasterConfig)
     frozen = Role(config.policy, trains=False)
     models = {"policy": Role(config.policy), "critic": Role(config.policy), "teacher": frozen}
@@ -121,10 +121,13 @@ def test_ranks_are_replaced_one_after_another_too(tmp_path: Path, lost: list[str
             events.append(f"{name} restart {[path.name for path in paths if path]}")
 
         moves = {move: lambda move=move: events.append(f"{name} {move}") for move in _MOVES}
-        return SimpleNamespace(restart=restart, **moves)
+        group = SimpleNamespace(end=lambda cause: events.append(f"{name} ends"))
+        return SimpleNamespace(restart=restart, worker_group=group, **moves)
 
     roles.replace_ranks(config.cluster, models, {name: ranks(name) for name in models}, lost, tmp_path)
     restarts = [event for event in events if "restart" in event]
+    replaced = {"policy", "critic", *lost}
+    assert set(events[: len(replaced)]) == {f"{name} ends" for name in replaced}
     of_trained = [f"{name} restart ['weights', 'optimizer']" for name in ("critic", "policy")]
     assert restarts == ["teacher restart []"] * (lost == ["teacher"]) + of_trained
     before, after = (events[: events.index(of_trained[0])], events[events.index(of_trained[0]) : -1])
