@@ -29,7 +29,10 @@ PADDED = ("policy.sequence_packing.enabled=false",)
 TWO_RANKS = ("cluster.ranks_per_node=2",)
 TENSOR = tuple(f"{model}.dtensor_cfg.tensor_parallel_size=2" for model in ("policy", "value"))
 DIFFERENT = ("policy.dtensor_cfg.tensor_parallel_size=2", "value.dtensor_cfg.context_parallel_size=2")
-OWN_DEVICES = ("value.colocated.enabled=false", "value.colocated.resources.ranks_per_node=1")
+OWN_DEVICES = (
+    *("value.colocated.enabled=false", "value.colocated.resources.ranks_per_node=1"),
+    *("policy.train_micro_batch_size=4", "value.train_micro_batch_size=2"),
+)
 
 
 def megatron(model: str, *keys: str) -> tuple[str, ...]:
