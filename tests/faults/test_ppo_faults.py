@@ -10,7 +10,7 @@ from example_runs import ExampleRuns, Metrics, of_training
 from fault_runs import logged_once, planned
 from ppo_runs import CONFIG, SCRIPT, SMALL_HF
 
-pytestmark = [pytest.mark.long, pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.ray, pytest.mark.timeout(600)]
 
 STEPS, FAULT_STEP = 4, 3
 """The newest checkpoint then is of step 2, so step 3 is made again."""

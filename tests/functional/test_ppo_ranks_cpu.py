@@ -8,7 +8,7 @@ import pytest
 from example_runs import ExampleRuns, Metrics, StartExample, of_training, read_metrics
 from ppo_runs import CONFIG, SCRIPT, SMALL
 
-pytestmark = [pytest.mark.long, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
 
 ALLOWED = 1e-5
 OVERRIDES = (
