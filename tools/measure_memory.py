@@ -38,7 +38,7 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.losses.likelihood import NLLLossFn
-from nemo_rl.losses.loss_function import LossInputType, LossType
+from nemo_rl.losses.loss_function import LossFunction, LossInputType, LossType
 from nemo_rl.models.capacity.memory import Work, microbatch_tokens
 from nemo_rl.models.dtensor.memory_plan import DTensorRank
 from nemo_rl.models.megatron.memory_plan import MegatronRank
@@ -79,6 +79,7 @@ class Setting:
         reference: keep the initial weights.
         backend: training backend, by the name of its folder.
         critic: train the values of a scalar head instead of log-probabilities.
+        reward_model: train the scores of a scalar head for whole rows.
     """
 
     name: str
@@ -94,6 +95,14 @@ class Setting:
     reference: bool = False
     backend: str = "dtensor"
     critic: bool = False
+    reward_model: bool = False
+
+    @property
+    def loss_fn(self) -> LossFunction:
+        """The loss that is trained on."""
+        if self.reward_model:
+            return SquaredScores()
+        return SquaredValues() if self.critic else NLLLossFn()
 
     def policy(self, model_name: str) -> PolicyConfig:
         """Build the policy section."""
@@ -109,7 +118,7 @@ class Setting:
             max_total_sequence_length=self.length,
             train_micro_batch_size=self.rows,
             generation=None,
-            reward_model_cfg={"enabled": self.critic},
+            reward_model_cfg={"enabled": self.critic or self.reward_model},
             **keys,
         )
         copies = ParallelLayout.of(policy, self.ranks).data_parallel_size
@@ -131,6 +140,8 @@ SETTINGS = (
     Setting("1 rank, bfloat16", precision="bfloat16"),
     Setting("1 rank, critic", critic=True),
     Setting("1 rank, critic, bfloat16", critic=True, precision="bfloat16"),
+    Setting("1 rank, reward model", reward_model=True),
+    Setting("1 rank, reward model, bfloat16", reward_model=True, precision="bfloat16"),
     Setting("dp_shard 2", ranks=2),
     Setting(
         "dp_shard 2, bfloat16, checkpointing", ranks=2, precision="bfloat16", keys={"activation_checkpointing": True}
@@ -200,6 +211,22 @@ class SquaredValues:
         return loss, {"loss": loss.detach()}
 
 
+class SquaredScores:
+    """Mean square of the scores of rows: a reward model's loss."""
+
+    loss_type = LossType.SEQUENCE_LEVEL
+    input_type = LossInputType.LOGIT
+    needs_reference = False
+    rows_per_unit = 1
+
+    def __call__(
+        self, scores: Tensor, data: Any, global_valid_seqs: Any, global_valid_toks: Any
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Compute the loss of one microbatch."""
+        loss = (scores[:, 0].square() * data["sample_mask"]).sum() / global_valid_seqs
+        return loss, {"loss": loss.detach()}
+
+
 def random_rows(policy: PolicyConfig, vocabulary: int) -> BatchedDataDict[Any]:
     """Return a global batch of full rows; all tokens count in the loss."""
     rows, length = policy.train_global_batch_size, policy.max_total_sequence_length
@@ -214,7 +241,7 @@ def random_rows(policy: PolicyConfig, vocabulary: int) -> BatchedDataDict[Any]:
     )
 
 
-def measured_bytes(policy: PolicyConfig, reference: bool, vocabulary: int) -> dict[str, float]:
+def measured_bytes(policy: PolicyConfig, reference: bool, vocabulary: int, loss_fn: LossFunction) -> dict[str, float]:
     """Measure the peak of the second update on this rank, in bytes; needs a process group."""
     layout = ParallelLayout.of(policy, dist.get_world_size())
     backend_class = import_dotted(training_backend(policy).rank_class, ConfigError, "rank_class", "")
@@ -224,7 +251,6 @@ def measured_bytes(policy: PolicyConfig, reference: bool, vocabulary: int) -> di
     place = layout.data_parallel_rank(dist.get_rank())
     batch = shard_batch(data, layout.data_parallel_size, training_strategy(policy))
     rows, sizes = batch.data[place], batch.sizes[place]
-    loss_fn = SquaredValues() if policy.reward_model_cfg.enabled else NLLLossFn()
     worker.train(rows, sizes, loss_fn, count_valid(data))
     if reference:
         with backend.reference_weights():
@@ -285,6 +311,7 @@ def measure(setting: Setting) -> tuple[dict[str, float], float, str]:
         several=setting.microbatches > 1,
         keeps_reference=setting.reference,
         on_cpu=True,
+        scores_rows=setting.reward_model,
     )
     plan = PREDICTIONS[setting.backend](policy, ParallelLayout.of(policy, setting.ranks), config, work)
     return max(found, key=lambda each: each["peak"]), plan.peak, plan.peak_moment
@@ -292,7 +319,7 @@ def measure(setting: Setting) -> tuple[dict[str, float], float, str]:
 
 def _rank_main(rank: int, setting: Setting, policy: PolicyConfig, port: int, folder: str) -> None:
     with _process_group(rank, setting.ranks, port):
-        found = measured_bytes(policy, setting.reference, int(SHAPE["vocab_size"]))
+        found = measured_bytes(policy, setting.reference, int(SHAPE["vocab_size"]), setting.loss_fn)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
 
 

@@ -25,6 +25,8 @@ from nemo_rl.models.policy.interfaces import ScoreOutputSpec, TrainResult, Value
 from nemo_rl.utils.errors import DataError
 
 _OF_A_CRITIC = ("input_ids", "input_lengths", "token_mask", "sample_mask", "values", "returns", ROW_INPUTS)
+_NOT_OF_A_POLICY = ("values", "values_after", "returns")
+"""Columns that the policy's ranks would receive for nothing: its loss reads the advantages that follow from them."""
 _OF_THE_BATCH = ("global_valid_seqs", "global_valid_toks", "num_valid_samples", "num_filtered_tokens")
 """Counts of the batch, which several epochs would count several times."""
 
@@ -137,11 +139,14 @@ class PolicyEpochs:
     ) -> TrainResult:
         """Make all updates of a step, or none in the first steps; see `runtime.run.Trainer`.
 
-        Counts of samples and tokens in the metrics are those of one epoch.
+        The ranks do not receive values and returns. Counts of samples and tokens in the metrics are those of one epoch.
         """
         if self.step() <= self.critic_only_steps:
             return _nothing_trained(data)
-        result = train_in_epochs(self.policy, data, loss_fn, gbs or self.samples_per_update, self.epochs)
+        rows: BatchedDataDict[Any] = BatchedDataDict(
+            {name: column for name, column in data.items() if name not in _NOT_OF_A_POLICY}
+        )
+        result = train_in_epochs(self.policy, rows, loss_fn, gbs or self.samples_per_update, self.epochs)
         metrics = result["metrics"]
         counts = {name: metrics[name] / self.epochs for name in _OF_THE_BATCH if name in metrics}
         return TrainResult(

@@ -22,7 +22,7 @@ from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.algorithms.runtime.step_record import code, environment, samples_in_short, stage_tensors
 from nemo_rl.algorithms.setup.placement import place_models
 from nemo_rl.algorithms.setup.preflight import check_added_models
-from nemo_rl.algorithms.setup.roles import reserve, start_role, start_together
+from nemo_rl.algorithms.setup.roles import reserve, start_models, start_role
 from nemo_rl.config import GRPOMasterConfig, busy_engines
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.experience.rows import rows_per_update
@@ -84,7 +84,7 @@ def _start_models(
         name: partial(start_role, name, role, places[name], config.cluster, recipe.tokenizer, seed, checkpoint, busy)
         for name, role in recipe.roles.items()
     }
-    return start_together(starts, resources)
+    return start_models(config.model_cluster, recipe.roles, starts, resources)
 
 
 def _batch(config: GRPOMasterConfig, recipe: RolloutRecipe, recorded: RecordedStep, version: int) -> StepBatch:

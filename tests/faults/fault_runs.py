@@ -47,18 +47,11 @@ class FaultRuns:
 
     def start(self, cell: Cell | None, mode: str, logs: str = "logs") -> ExampleRun:
         """Start a run in a mode of `MODES` that suffers the fault of a cell; None: none."""
-        environment = {"PYTHONPATH": os.pathsep.join([str(_INJECTOR), str(REPOSITORY)])}
+        environment: dict[str, str] = {}
         if cell is not None:
             is_long = cell.victim in ("raylet", "gcs") and cell.signal == "SIGSTOP"
-            plan = {
-                "victim": cell.victim,
-                "phase": cell.phase,
-                "step": FAULT_STEP,
-                "signal": cell.signal,
-                "hold_s": HOLD_S if is_long else 0.0,
-                "report": str(self.report),
-            }
-            environment["FAULT_PLAN"] = json.dumps(plan)
+            hold_s = HOLD_S if is_long else 0.0
+            environment = planned(cell.victim, cell.phase, FAULT_STEP, self.report, signal=cell.signal, hold_s=hold_s)
         checkpoints = f"checkpointing.checkpoint_dir={self.folder}/checkpoints"
         overrides = (*OVERRIDES, *MODES[mode], checkpoints)
         return self.runs.start("run_grpo.py", "grpo_math_cpu.yaml", *overrides, logs=logs, environment=environment)
@@ -73,6 +66,22 @@ class FaultRuns:
         run = self.start(None, mode)
         assert run.finish() == 0, run.log()[-3000:]
         return of_training(logged_once(run.log_dir))
+
+
+def planned(
+    victim: str, phase: str, step: int, report: Path, *, signal: str = "SIGKILL", hold_s: float = 0.0
+) -> dict[str, str]:
+    """Return the environment of a program that sends a signal; arguments as `sitecustomize.Fault` describes them."""
+    plan = {
+        "victim": victim,
+        "phase": phase,
+        "step": step,
+        "signal": signal,
+        "hold_s": hold_s,
+        "report": str(report),
+    }
+    path = os.pathsep.join([str(_INJECTOR), str(REPOSITORY)])
+    return {"PYTHONPATH": path, "FAULT_PLAN": json.dumps(plan)}
 
 
 def logged_once(log_dir: Path) -> Metrics:

@@ -4,17 +4,12 @@ from pathlib import Path
 
 import pytest
 from example_runs import StartExample, finished, killed_and_resumed, read_metrics
+from ppo_runs import CONFIG, SCRIPT, SMALL_HF
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
 
-SCRIPT, CONFIG = "run_ppo.py", "ppo_math_cpu.yaml"
 STEPS = 6
 OVERRIDES = (f"ppo.max_num_steps={STEPS}", f"ppo.val_period={STEPS}", f"checkpointing.save_period={STEPS}")
-SMALL = (
-    *("ppo.num_prompts_per_step=4", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=8"),
-    *("policy.train_micro_batch_size=8", "value.train_global_batch_size=8", "value.train_micro_batch_size=8"),
-    *("ppo.val_at_start=false", "policy.generation.backend=hf", "logger.tensorboard_enabled=false"),
-)
 
 
 def test_policy_and_critic_learn(start_example: StartExample, tmp_path: Path) -> None:
@@ -36,7 +31,7 @@ def test_options_work_together(start_example: StartExample) -> None:
     run = start_example(
         SCRIPT,
         CONFIG,
-        *SMALL,
+        *SMALL_HF,
         *("ppo.max_num_steps=4", "ppo.val_period=0", "checkpointing.enabled=false", "ppo.ppo_epochs=3"),
         *("ppo.async_ppo.enabled=true", "ppo.policy_training_start_step=2", "policy.generation.max_new_tokens=3"),
         *("ppo.skip_reference_policy_logprobs_calculation=false", "loss_fn.reference_policy_kl_penalty=0.05"),
@@ -55,6 +50,6 @@ def test_options_work_together(start_example: StartExample) -> None:
 
 @pytest.mark.long
 def test_a_killed_run_resumes_bit_for_bit(start_example: StartExample, tmp_path: Path) -> None:
-    overrides = (*SMALL, "ppo.max_num_steps=8", "ppo.val_period=8", "checkpointing.save_period=4")
+    overrides = (*SMALL_HF, "ppo.max_num_steps=8", "ppo.val_period=8", "checkpointing.save_period=4")
     metrics = killed_and_resumed(start_example, SCRIPT, CONFIG, overrides, tmp_path, steps=8)
     assert len({metrics["train", step, "critic/loss"] for step in range(1, 9)}) == 8

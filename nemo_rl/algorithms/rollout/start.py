@@ -43,7 +43,14 @@ from nemo_rl.algorithms.runtime.validations import Validation
 from nemo_rl.algorithms.setup.memory_check import log_memory, memory_of_a_rank
 from nemo_rl.algorithms.setup.placement import place_models
 from nemo_rl.algorithms.setup.preflight import check_added_models
-from nemo_rl.algorithms.setup.roles import allowed_restarts, replace_ranks, reserve, start_role, start_together
+from nemo_rl.algorithms.setup.roles import (
+    allowed_restarts,
+    replace_ranks,
+    reserve,
+    start_models,
+    start_role,
+    start_together,
+)
 from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
 from nemo_rl.config import Role, RolloutMasterConfig, busy_engines
 from nemo_rl.data.datasets.setup import RunData
@@ -187,7 +194,7 @@ def _replace_ranks(
     engines = shared_engines(config, workers.engines)
     if engines is not None and config.cluster.uses_gpu:
         engines.rest()
-    replace_ranks(roles, workers.models, lost, resume_path)
+    replace_ranks(config.model_cluster, roles, workers.models, lost, resume_path)
 
 
 def _start_workers(
@@ -212,9 +219,9 @@ def _start_workers(
     if settings.can_sleep:
         started = start_together(engines, resources)
         Engines(started["generation"], cluster.timeouts.weight_sync_s).rest()
-        started |= start_together(models, resources)
+        started |= start_models(config.model_cluster, recipe.roles, models, resources)
     else:
-        started = start_together({**engines, **models}, resources)
+        started = start_models(config.model_cluster, recipe.roles, {**engines, **models}, resources)
     return Workers({name: started[name] for name in recipe.roles}, started["generation"], environments)
 
 

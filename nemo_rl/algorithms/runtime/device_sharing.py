@@ -81,6 +81,20 @@ class FrozenModel:
         self.policy.onload_weights()
 
 
+def device_user(name: str, role: Role, model: Policy) -> DeviceUser:
+    """Return a model as a user of devices that it shares.
+
+    Args:
+        name: name of the model.
+        role: its section, and whether it is trained.
+        model: its ranks.
+    """
+    if not role.trains:
+        return FrozenModel(model)
+    keeps_weights = name == "policy" or not training_backend(role.section).offloads_trained_weights
+    return TrainedModel(model) if keeps_weights else SecondTrainedModel(model)
+
+
 def groups_of_models(roles: Mapping[str, Role], models: Mapping[str, Policy]) -> dict[str, dict[str, DeviceUser]]:
     """Return the models on each group of devices, by the name of the model that owns the devices.
 
@@ -88,14 +102,10 @@ def groups_of_models(roles: Mapping[str, Role], models: Mapping[str, Policy]) ->
         roles: the models of the run.
         models: their ranks.
     """
-
-    def user(name: str) -> DeviceUser:
-        if not roles[name].trains:
-            return FrozenModel(models[name])
-        keeps_weights = name == "policy" or not training_backend(roles[name].section).offloads_trained_weights
-        return TrainedModel(models[name]) if keeps_weights else SecondTrainedModel(models[name])
-
-    return {owner: {name: user(name) for name in names} for owner, names in sharing(roles).items()}
+    return {
+        owner: {name: device_user(name, roles[name], models[name]) for name in names}
+        for owner, names in sharing(roles).items()
+    }
 
 
 class MemorySharing:

@@ -1,8 +1,9 @@
 """Predicted memory of every kind of device of a run, by phase, from the configuration alone.
 
 `forecast_memory` adds up what the training backends predict for the models (`TrainingBackend.predict_memory`) and what
-engines take. Models and engines that share devices take turns, as in `runtime.memory`. Nothing is started, and neither
-a GPU nor weights are needed: the `config.json` of each model is enough.
+engines take. Models and engines that share devices take turns, as in `runtime.device_sharing`, and so they do when they
+start (`setup.roles.turns_of_start`): a checkpoint is restored in less memory than the phase "training" of its model
+takes. Nothing is started, and neither a GPU nor weights are needed: the `config.json` of each model is enough.
 
 Invariant: a group of devices appears once, under the names of what runs on it.
 """
@@ -58,9 +59,9 @@ class MemoryForecast:
     Attributes:
         groups: a plan for one device (on CPUs one process) of each group of devices, by what runs there, such as
             "policy + generation". Its `moments` are the phases of the run, with bytes by kind: "training",
-            "log-probs", "generation", "weight sync", and "<name>'s training" or "<name>'s scores" of every other
-            model. `peak_moment` and `peak` are the phase that needs most; `host` is what a device's process keeps in
-            host memory meanwhile.
+            "log-probs", "generation", "weight sync", and "<name>'s training" and "<name>'s scores" of every other
+            model, of a frozen one only its scores. `peak_moment` and `peak` are the phase that needs most; `host` is
+            what a device's process keeps in host memory meanwhile.
         cache_tokens: tokens that the key-value cache of an engine has room for; None without engines.
         shortfalls: what does not fit, with the numbers and what to change; empty if everything fits.
     """
@@ -176,12 +177,7 @@ class _Forecast:
                 return {}  # another server has the model
             return {"generation": MemoryPlan({}, {"generation": self.engine()}, {})}
         ranks = model_ranks(config.model_cluster, config.models)
-        plans = {
-            name: self.second_model(name, role, ranks[name], config)
-            for name, role in config.models.items()
-            if name != "policy"
-        }
-        plans["policy"] = self.policy_phases(ranks["policy"], config)
+        plans = {name: self.phases(name, role, ranks[name], config) for name, role in config.models.items()}
         together = sharing(config.models) if self.cluster.uses_gpu else {name: [name] for name in config.models}
         groups: dict[str, MemoryPlan] = {}
         for owner, names in together.items():
@@ -189,18 +185,6 @@ class _Forecast:
             group, plan = " + ".join(names), _in_turns({name: plans[name] for name in names}, idle)
             groups |= self.with_engines(group, plan) if owner == "policy" else {group: plan}
         return groups
-
-    def second_model(self, name: str, role: Role, num_ranks: int, config: RunConfig) -> MemoryPlan:
-        """Predict a model next to the policy: one phase, named after it."""
-        plan = self._predict(
-            role.section,
-            num_ranks,
-            trains=role.trains,
-            keeps_reference=role.keeps_reference,
-            **_rows(config),
-        )
-        phase = f"{name}'s training" if role.trains else f"{name}'s scores"
-        return MemoryPlan({}, {phase: _held(plan)}, plan.host, plan.missing)
 
     def left_when_idle(self, name: str, role: Role, plan: MemoryPlan) -> Moment:
         """Return what a model leaves on its devices while others work there."""
@@ -210,19 +194,22 @@ class _Forecast:
             return {}
         return _of_model(name, {kind: size for kind, size in _state(plan).items() if kind == "weights"})
 
-    def policy_phases(self, num_ranks: int, config: RunConfig) -> MemoryPlan:
-        """Predict the policy alone, by phase."""
-        on_gpu, keeps_reference = self.cluster.uses_gpu, config.keeps_reference
-        rows = _rows(config)
-        trained = self._predict(self.policy, num_ranks, trains=True, keeps_reference=keeps_reference, **rows)
-        phases: dict[str, Moment] = {"training": _held(trained)}
-        if keeps_reference or isinstance(config, PolicyGradientMasterConfig):
-            passing = self._predict(self.policy, num_ranks, trains=False, keeps_reference=True, **rows)
-            stays = dict(trained.stays)
-            if self.policy.offload_optimizer_for_logprob and on_gpu:
+    def phases(self, name: str, role: Role, num_ranks: int, config: RunConfig) -> MemoryPlan:
+        """Predict a model alone, by phase: its training, and its passes that only score, in their own microbatches."""
+        own = name == "policy"
+        training, scores = ("training", "log-probs") if own else (f"{name}'s training", f"{name}'s scores")
+        section, rows = role.section, _rows(config)
+        plan = self._predict(section, num_ranks, trains=role.trains, keeps_reference=role.keeps_reference, **rows)
+        if not role.trains:
+            return MemoryPlan({}, {scores: _held(plan)}, plan.host, plan.missing)
+        phases: dict[str, Moment] = {training: _held(plan)}
+        if not own or role.keeps_reference or isinstance(config, PolicyGradientMasterConfig):
+            passing = self._predict(section, num_ranks, trains=False, keeps_reference=True, **rows)
+            stays = dict(plan.stays)
+            if section.offload_optimizer_for_logprob and self.cluster.uses_gpu:
                 stays.pop("optimizer state", None)
-            phases["log-probs"] = {**stays, **passing.moments[passing.peak_moment]}
-        return MemoryPlan({}, phases, trained.host, trained.missing)
+            phases[scores] = {**stays, **passing.moments[passing.peak_moment]}
+        return MemoryPlan({}, phases, plan.host, plan.missing)
 
     def _predict(self, section: PolicyConfig, num_ranks: int, **work: Any) -> MemoryPlan:
         plan = training_backend(section).predict_memory(section, num_ranks, on_gpu=self.cluster.uses_gpu, **work)
@@ -319,7 +306,7 @@ def _of_model(name: str, held: Moment) -> dict[str, float]:
 
 def _state(plan: MemoryPlan) -> dict[str, float]:
     """Return weights and optimizer state, which are in host memory while a model next to the policy is idle."""
-    held = plan.moments[plan.peak_moment]
+    held = next(iter(plan.moments.values()))  # the training, if the model is trained
     return {kind: held[kind] for kind in _STAYING if kind in held}
 
 

@@ -7,12 +7,14 @@ A run names its models, for example `{"policy": ..., "critic": ...}`; `config.Ro
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.config import ClusterConfig, MasterConfig, Role
+from nemo_rl.algorithms.runtime.device_sharing import device_user
+from nemo_rl.config import ClusterConfig, MasterConfig, Role, sharing
 from nemo_rl.distributed.cluster.node_checks import Shared, check_nodes
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.policy.lm_policy import Policy
@@ -69,12 +71,68 @@ def saved_paths(name: str, role: Role, resume_path: Path | None) -> tuple[Path |
     return saved / "weights", saved / "optimizer" if (saved / "optimizer").exists() else None
 
 
+def turns_of_start(cluster: ClusterConfig, roles: Mapping[str, Role]) -> list[list[str]]:
+    """Return the models that start at the same time: all, but of those on the same GPUs one, the owner last.
+
+    Each leaves the GPUs before the next starts (`leave_devices`). Restored at the same time, their optimizers would
+    take more memory than any phase of a step. The owner is last because the policy's weights stay.
+
+    Args:
+        cluster: the machines.
+        roles: the models of the run.
+    """
+    if not cluster.uses_gpu:
+        return [list(roles)]
+    turns = zip_longest(*(reversed(names) for names in sharing(roles).values()))
+    return [[name for name in names if name is not None] for names in turns]
+
+
+def leave_devices(cluster: ClusterConfig, roles: Mapping[str, Role], models: Mapping[str, Any]) -> None:
+    """Move the state of models that share GPUs to host memory; the memory of a CPU holds all of them.
+
+    Args:
+        cluster: the machines.
+        roles: the models of the run.
+        models: ranks of some of them, by name; other names are ignored.
+    """
+    groups = sharing(roles).values() if cluster.uses_gpu else ()
+    for name in [name for group in groups if len(group) > 1 for name in group if name in models]:
+        device_user(name, roles[name], models[name]).rest()
+
+
+def start_models(
+    cluster: ClusterConfig, roles: Mapping[str, Role], starts: Mapping[str, Callable[[], Any]], resources: ExitStack
+) -> dict[str, Any]:
+    """Start the models of a run, and engines on devices of their own; block until they are ready.
+
+    Args:
+        cluster: the machines.
+        roles: the models.
+        starts: functions that start models and engines, by name; engines start together with the first models.
+        resources: as in `start_together`.
+
+    Raises:
+        Exception: as `start_together`.
+    """
+    first, *later = turns_of_start(cluster, roles)
+    started: dict[str, Any] = {}
+    for names in ([name for name in starts if name not in roles or name in first], *later):
+        leave_devices(cluster, roles, started)
+        started |= start_together({name: starts[name] for name in names}, resources)
+    return started
+
+
 def replace_ranks(
-    roles: Mapping[str, Role], models: Mapping[str, Policy], lost: Collection[str], resume_path: Path | None
+    cluster: ClusterConfig,
+    roles: Mapping[str, Role],
+    models: Mapping[str, Policy],
+    lost: Collection[str],
+    resume_path: Path | None,
 ) -> None:
     """Replace the ranks of all trained models, and of frozen ones that lost some; block until they are ready.
 
     Args:
+        cluster: the machines.
         roles: the models of the run.
         models: their ranks.
         lost: names of the models that lost ranks.
@@ -83,11 +141,17 @@ def replace_ranks(
     Raises:
         Exception: the first model's failure to start.
     """
-    names = [name for name, role in roles.items() if role.trains or name in lost]
-    with ThreadPoolExecutor(max_workers=len(names)) as pool:
-        starts = [pool.submit(models[name].restart, *saved_paths(name, roles[name], resume_path)) for name in names]
-    for start in starts:
-        start.result()
+    ready = {name: models[name] for name, role in roles.items() if not (role.trains or name in lost)}
+    for name in roles.keys() - ready.keys():
+        models[name].worker_group.end("it is being restarted")  # all of them, before the first needs their devices
+    for turn in turns_of_start(cluster, roles):
+        leave_devices(cluster, roles, ready)
+        names = [name for name in turn if name not in ready]
+        with ThreadPoolExecutor(max_workers=max(len(names), 1)) as pool:
+            starts = [pool.submit(models[name].restart, *saved_paths(name, roles[name], resume_path)) for name in names]
+        for start in starts:
+            start.result()
+        ready |= {name: models[name] for name in names}
 
 
 def allowed_restarts(config: MasterConfig) -> int:

@@ -23,7 +23,7 @@ from nemo_rl.algorithms.runtime.validations import InTurn
 from nemo_rl.algorithms.setup.memory_check import log_memory, memory_of_a_rank
 from nemo_rl.algorithms.setup.placement import place_models
 from nemo_rl.algorithms.setup.preflight import check_added_models
-from nemo_rl.algorithms.setup.roles import allowed_restarts, replace_ranks, reserve, start_role, start_together
+from nemo_rl.algorithms.setup.roles import allowed_restarts, replace_ranks, reserve, start_models, start_role
 from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
 from nemo_rl.algorithms.setup.user_parts import UserParts
 from nemo_rl.algorithms.supervised.validation import LossValidator, SeparateValidations, Validate
@@ -185,7 +185,7 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
                 max_restarts=allowed_restarts(config),
                 models=models,
                 newest_checkpoint=folders.newest_checkpoint,
-                replace_ranks=partial(replace_ranks, recipe.roles, models),
+                replace_ranks=partial(replace_ranks, config.cluster, recipe.roles, models),
                 connect=lambda resume_path: connect(resume_path, make_rows(config, recipe), 0.0),
                 metrics=backends,
                 connection=first,
@@ -211,7 +211,7 @@ def _start_models(
         name: partial(start_role, name, role, places[name], cluster, recipe.tokenizer, seed, folders.resume_path)
         for name, role in recipe.roles.items()
     }
-    return start_together(starts, resources)
+    return start_models(cluster, recipe.roles, starts, resources)
 
 
 def num_steps(config: SupervisedMasterConfig, steps_per_epoch: int) -> int:

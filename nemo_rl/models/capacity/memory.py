@@ -27,6 +27,8 @@ class Work:
         keeps_reference: whether the initial weights are kept.
         on_cpu: whether the device's memory is the host's.
         keys_per_token: keys and values that attention holds for each token of a microbatch (`shared_prefixes`).
+        scores_rows: whether a scalar head sees only the last token of each row, as in a reward model, and not all of
+            them, as in a critic.
     """
 
     tokens: int
@@ -35,6 +37,7 @@ class Work:
     keeps_reference: bool = False
     on_cpu: bool = False
     keys_per_token: int = 1
+    scores_rows: bool = False
 
 
 def keys_per_token(policy: PolicyConfig, rows_per_prompt: int) -> int:

@@ -94,6 +94,8 @@ class RankMemory(ABC):
     def scalar_head(self) -> float:
         """Return the bytes that the backward pass of a scalar head needs, if all tokens have a value; else 0.
 
-        It has no logits, but float32 copies of the hidden states of these tokens, and of their gradient.
+        It has no logits, but float32 copies of the hidden states of these tokens, and of their gradient. Those of the
+        last tokens of rows are too few to count.
         """
-        return self.has_head * (self.trace.vocabulary == 1) * 2 * self.tokens * self.trace.hidden * WIDE
+        of_tokens = self.has_head and self.trace.vocabulary == 1 and not self.work.scores_rows
+        return of_tokens * 2 * self.tokens * self.trace.hidden * WIDE

@@ -102,7 +102,7 @@ class TrainingBackend(ABC):
             keeps_reference: whether its initial weights are kept.
             on_gpu: whether each rank has a GPU.
             rows_per_prompt: sequences of a batch that begin with the same prompt.
-            rows_per_sample: rows of a sample, 2 for pairs.
+            rows_per_sample: rows of a sample, 2 for pairs, of which a scalar head compares the scores of whole rows.
 
         Returns:
             The plan; None if the backend has no prediction.
@@ -114,7 +114,14 @@ class TrainingBackend(ABC):
 
         tokens = microbatch_tokens(policy, trains=trains, rows_per_sample=rows_per_sample)
         keys = keys_per_token(policy, rows_per_prompt)
-        work = Work(tokens, trains=trains, keeps_reference=keeps_reference, on_cpu=not on_gpu, keys_per_token=keys)
+        work = Work(
+            tokens,
+            trains=trains,
+            keeps_reference=keeps_reference,
+            on_cpu=not on_gpu,
+            keys_per_token=keys,
+            scores_rows=rows_per_sample > 1,
+        )
         model = load_model_config(policy.model_name, policy.hf_config_overrides)
         return memory.predict(policy, ParallelLayout.of(policy, num_ranks), model, work)
 

@@ -1,8 +1,12 @@
-"""Send a signal to a process of a run while the run is in a given phase of a given step.
+"""Send a signal to a process of a run while the run is in a given phase of a given step, or at a given update.
 
 Python imports this file at the start of every process that finds it on its path. It acts only in the program whose
 environment has FAULT_PLAN, and takes the variable away from the program's children. The signal leaves some milliseconds
 after the phase has started, and the phase does not end before.
+
+An update is a phase too: "update of NAME", and "before update of NAME", when the update before is complete and nothing
+of this one has happened. NAME is the prefix of the ranks' names; the place of the step has the number of the update
+since the start of the program, from 1.
 """
 
 import importlib.abc
@@ -14,20 +18,24 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 _SESSION = "nemo_rl.algorithms.runtime.session"
+_RANK_CALLS = "nemo_rl.models.policy.rank_calls"
 _TIMED = {"weight_sync": "sync", "generation": "sampling", "policy_training": "training"}
 _TITLES = {
     "policy rank": ("ray::PolicyRank", "ray::lm_policy"),
+    "critic rank at work": ("ray::value",),
     "engine": ("ray::GenerationWorker", "ray::vllm_engine", "ray::hf_engine"),
     "environment": ("ray::EnvironmentActor",),
     "rollout runner": ("ray::RunnerActor",),
 }
-_DELAY_S = {"sync": 0.01, "saving": 0.02}
+_DELAY_S = {"sync": 0.01, "saving": 0.02, "update of value": 0.01}
 
 
 class Fault:
@@ -78,8 +86,9 @@ class Fault:
         raise AssertionError(f"no process of the run is the {victim}")
 
 
-def watch(session_class: Any, fault: Fault) -> None:
+def watch_phases(module: Any, fault: Fault) -> None:
     """Let a session tell the fault about its phases."""
+    session_class = module.Session
     phase = session_class.phase
 
     @contextmanager
@@ -99,27 +108,46 @@ def watch(session_class: Any, fault: Fault) -> None:
     session_class._validate = told(session_class._validate, "validating")
 
 
-class _Patch(importlib.abc.MetaPathFinder):
-    """Calls `watch` when the session's module has been imported."""
+def watch_updates(module: Any, fault: Fault) -> None:
+    """Let the calls of ranks tell the fault about the updates of each model."""
+    with_rows, made = module.RankCalls.with_rows, Counter[str]()
 
-    def __init__(self, fault: Fault) -> None:
-        self._fault = fault
+    def told(self: Any, method: str, *args: Any, **options: Any) -> Any:
+        if method != "train":
+            return with_rows(self, method, *args, **options)
+        name = self._workers.name_prefix
+        made[name] += 1
+        with fault.within(f"before update of {name}", made[name]):
+            pass
+        with fault.within(f"update of {name}", made[name]):
+            return with_rows(self, method, *args, **options)
+
+    module.RankCalls.with_rows = told
+
+
+class _Patch(importlib.abc.MetaPathFinder):
+    """Calls a function with each of some modules when it has been imported."""
+
+    def __init__(self, watchers: dict[str, Callable[[Any], None]]) -> None:
+        self._watchers = watchers
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != _SESSION:
+        watch = self._watchers.pop(fullname, None)
+        if watch is None:
             return None
-        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         assert spec is not None and spec.loader is not None
         load = spec.loader.exec_module
 
         def exec_module(module: Any) -> None:
             load(module)
-            watch(module.Session, self._fault)
+            watch(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
 if "FAULT_PLAN" in os.environ:
-    sys.meta_path.insert(0, _Patch(Fault(json.loads(os.environ.pop("FAULT_PLAN")))))
+    committed = Fault(json.loads(os.environ.pop("FAULT_PLAN")))
+    watchers = {_SESSION: partial(watch_phases, fault=committed), _RANK_CALLS: partial(watch_updates, fault=committed)}
+    sys.meta_path.insert(0, _Patch(watchers))

@@ -134,11 +134,14 @@ def test_an_update_has_rows_of_one_pass() -> None:
         trainer.train(batch_of(*[0] * 6).tensors, None)  # type: ignore[arg-type]
 
 
-def test_one_epoch_passes_the_batch_on() -> None:
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_policy_does_not_receive_the_columns_of_the_critic(epochs: int) -> None:
     policy, data = Model(), batch_of(0, 0).tensors
-    PolicyEpochs(policy, 1, 2, 0, lambda: 1).train(data, None)  # type: ignore[arg-type]
+    data["values_after"], of_critic = torch.zeros(2), {"values", "values_after", "returns"}
+    PolicyEpochs(policy, epochs, 2, 0, lambda: 1).train(data, None)  # type: ignore[arg-type]
     ((rows, _),) = policy.calls
-    assert rows is data
+    assert of_critic < set(data), "the batch keeps them for the log of the samples"
+    assert set(rows) == set(data) - of_critic and rows.size == 2 * epochs
 
 
 def test_the_policy_stays_as_it_is_in_the_first_steps() -> None:

@@ -22,6 +22,9 @@ OWN_GPUS = [
 ]
 
 
+_MOVES = ("offload_optimizer", "offload_weights")
+
+
 class Parts:
     """The workers of a run: what they do is written to `events`; `wait_for_each_other` needs all of them at once."""
 
@@ -45,6 +48,7 @@ class Parts:
                 run_all_workers_single_data=lambda method: self.events.append(f"{name} {method}"),
                 get_all_worker_results=lambda *_: [],
             ),
+            **{move: lambda move=move: self.events.append(f"{name} {move}") for move in _MOVES},
             call_all=lambda method: self.events.append(f"{name} {method}"),
             with_replacements=lambda work: work(),
         )
@@ -61,30 +65,75 @@ def start_workers(monkeypatch: pytest.MonkeyPatch, parts: Parts, overrides: list
         data=SimpleNamespace(task_env={}),
         tokenizer=None,
         environments={},
-        roles={"policy": Role(config.policy), "teacher": Role(config.policy, trains=False)},
+        roles={
+            "policy": Role(config.policy),
+            "critic": Role(config.policy),
+            "teacher": Role(config.policy, trains=False),
+        },
     )
     folders: Any = SimpleNamespace(log_dir=Path("logs"), resume_path=None)
     with ExitStack() as resources:
         workers = start._start_workers(config, recipe, folders, resources)
-        assert list(workers.models) == ["policy", "teacher"]
+        assert list(workers.models) == ["policy", "critic", "teacher"]
         happened = list(parts.events)
     ends = parts.events[len(happened) :]
-    assert sorted(ends) == ["engines end", "policy end", "teacher end"]
+    assert sorted(ends) == ["critic end", "engines end", "policy end", "teacher end"]
     return happened
 
 
-def test_on_shared_gpus_engines_start_alone_and_sleep_before_a_model_starts(monkeypatch):
+IN_TURNS = [
+    *("teacher start", "teacher up", "teacher offload_weights", "critic start", "critic up"),
+    *("critic offload_optimizer", "critic offload_weights", "teacher offload_weights", "policy start", "policy up"),
+]
+"""On shared GPUs each model leaves the devices before the next starts; leaving twice has no effect."""
+
+
+def test_on_shared_gpus_engines_and_models_start_one_after_another(monkeypatch):
     events = start_workers(monkeypatch, Parts(), SHARED_GPUS)
-    assert events[:3] == ["engines start", "engines up", "engines sleep"]
-    assert sorted(events[3:]) == ["policy start", "policy up", "teacher start", "teacher up"]
+    assert events == ["engines start", "engines up", "engines sleep", *IN_TURNS]
 
 
-@pytest.mark.parametrize("overrides", [[], OWN_GPUS], ids=["cpu", "devices of their own"])
-def test_elsewhere_engines_and_models_start_at_the_same_time(monkeypatch, overrides):
+def test_engines_with_gpus_of_their_own_start_at_the_same_time_as_models(monkeypatch):
+    events = start_workers(monkeypatch, Parts(), OWN_GPUS)
+    assert [event for event in events if "engines" not in event] == IN_TURNS
+    assert events.index("engines up") < events.index("critic start")
+
+
+def test_on_cpus_engines_and_models_start_at_the_same_time(monkeypatch):
     """Each waits for the others in the middle of its start."""
-    events = start_workers(monkeypatch, Parts(wait_for_each_other=3), overrides)
-    assert sorted(events[:3]) == ["engines start", "policy start", "teacher start"]
-    assert "engines sleep" not in events
+    events = start_workers(monkeypatch, Parts(wait_for_each_other=4), [])
+    assert sorted(events[:4]) == ["critic start", "engines start", "policy start", "teacher start"]
+    assert not [event for event in events if event.split()[-1] in ("sleep", *_MOVES)]
+
+
+@pytest.mark.parametrize("lost", [["policy"], ["teacher"]])
+def test_ranks_are_replaced_one_after_another_too(tmp_path: Path, lost: list[str]) -> None:
+    """Old ranks end first; trained models load the checkpoint; a frozen one that lost no rank leaves its devices."""
+    config = load_config(CONFIG, SHARED_GPUS, schema=GRPOMasterConfig)
+    frozen = Role(config.policy, trains=False)
+    models = {"policy": Role(config.policy), "critic": Role(config.policy), "teacher": frozen}
+    for name in ("policy", "critic"):
+        (tmp_path / name / "optimizer").mkdir(parents=True)
+    events: list[str] = []
+
+    def ranks(name: str) -> Any:
+        def restart(*paths: Path | None) -> None:
+            events.append(f"{name} restart {[path.name for path in paths if path]}")
+
+        moves = {move: lambda move=move: events.append(f"{name} {move}") for move in _MOVES}
+        group = SimpleNamespace(end=lambda cause: events.append(f"{name} ends"))
+        return SimpleNamespace(restart=restart, worker_group=group, **moves)
+
+    roles.replace_ranks(config.cluster, models, {name: ranks(name) for name in models}, lost, tmp_path)
+    restarts = [event for event in events if "restart" in event]
+    replaced = {"policy", "critic", *lost}
+    assert set(events[: len(replaced)]) == {f"{name} ends" for name in replaced}
+    of_trained = [f"{name} restart ['weights', 'optimizer']" for name in ("critic", "policy")]
+    assert restarts == ["teacher restart []"] * (lost == ["teacher"]) + of_trained
+    before, after = (events[: events.index(of_trained[0])], events[events.index(of_trained[0]) : -1])
+    assert before[-1] == "teacher offload_weights"
+    assert after[1:3] == ["critic offload_optimizer", "critic offload_weights"]
+    assert events[-1] == of_trained[1]
 
 
 def test_other_machines_are_asked_for_absolute_folders(monkeypatch, tmp_path):

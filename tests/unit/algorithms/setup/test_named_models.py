@@ -146,7 +146,8 @@ def test_the_dry_run_shows_every_model_and_its_memory() -> None:
     (name,) = shown.forecast.groups
     assert name == "policy + critic + judge + generation"
     phases = shown.forecast.groups[name].moments
-    assert phases.keys() >= {"training", "critic's training", "judge's scores", "generation", "weight sync"}
+    of_models = {"training", "critic's training", "critic's scores", "judge's scores"}
+    assert phases.keys() >= of_models | {"generation", "weight sync"}
     assert phases["critic's training"]["critic's optimizer state"] > 0 and phases["critic's training"]["weights"] > 0
     assert not any(kind.startswith(("critic", "judge")) for kind in phases["training"] | phases["generation"])
     assert shown.forecast.groups[name].host["critic's optimizer state"] > 0
@@ -159,7 +160,22 @@ def test_the_dry_run_shows_every_model_and_its_memory() -> None:
         three(*GPUS, "critic.colocated.enabled=false", "critic.colocated.resources.gpus_per_node=4")
     ).forecast.groups
     assert list(apart) == ["policy + judge + generation", "critic"]
-    assert list(apart["critic"].moments) == ["critic's training"]
+    assert list(apart["critic"].moments) == ["critic's training", "critic's scores"]
+
+
+def test_passes_that_score_have_their_own_microbatches_and_keep_the_optimizer_unless_it_is_offloaded() -> None:
+    """Of 8192 tokens where an update has 128: they need the most memory, and the state of the critic is known still."""
+    packed = ["critic.sequence_packing.train_mb_tokens=128", "critic.sequence_packing.logprob_mb_tokens=8192"]
+    packing = ["critic.sequence_packing.enabled=true", *packed]
+    (whole,), (offloaded,) = (
+        describe(three(*GPUS, *packing, f"critic.offload_optimizer_for_logprob={value}")).forecast.groups.values()
+        for value in ("false", "true")
+    )
+    update, scores = whole.moments["critic's training"], whole.moments["critic's scores"]
+    assert scores["critic's activations"] > update["critic's activations"] and "critic's gradients" not in scores
+    state = "critic's optimizer state"
+    assert scores[state] == update[state] == whole.host[state] == offloaded.host[state] > 0
+    assert offloaded.moments["critic's scores"] == {kind: size for kind, size in scores.items() if kind != state}
 
 
 def test_weights_that_cannot_be_offloaded_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,16 +123,24 @@ def test_each_mesh_axis_divides_its_part_of_the_memory() -> None:
 
 
 def test_a_critic_has_no_logits_but_float32_copies_of_hidden_states() -> None:
-    """The hidden states of all tokens and their gradient, where a language model has chunks of logits."""
+    """The hidden states of all tokens and their gradient, where a language model has chunks of logits.
+
+    A reward model has those of the last tokens of rows, which are not counted.
+    """
     given = {"model_name": "m", "precision": "bfloat16", "generation": None}
-    heads = [PolicyConfig.build(**given, reward_model_cfg={"enabled": scalar}) for scalar in (False, True)]
     tokens, hidden, vocabulary = 4096, 64, 96
-    language, critic = (
-        DTensorRank.predict(policy, ParallelLayout(), model_config(), Work(tokens)).moments["head backward"]
-        for policy in heads
+    language, critic, reward_model = (
+        DTensorRank.predict(
+            PolicyConfig.build(**given, reward_model_cfg={"enabled": scalar}),
+            ParallelLayout(),
+            model_config(),
+            Work(tokens, scores_rows=scores_rows),
+        ).moments["head backward"]
+        for scalar, scores_rows in ((False, False), (True, False), (True, True))
     )
     assert critic["logits"] * vocabulary == language["logits"]
     assert critic["activations"] - language["activations"] == 2 * tokens * hidden * 4
+    assert reward_model == critic | {"activations": language["activations"]}
 
 
 def test_gathered_weights_are_one_layer_with_fsdp_and_all_in_a_stage() -> None:
