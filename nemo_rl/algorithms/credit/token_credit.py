@@ -1,14 +1,18 @@
 """Turn the rewards of samples and the values of a critic into advantages and returns of tokens.
 
-    reward of a sample ─► reward of each token ─► advantages of the policy, lambda_policy ─► whitened
-                          (last token; minus KL)  returns of the critic, lambda_value: advantage + value
+    rewards of turns ─► reward of each token ──► advantages of the policy, lambda_policy ─► whitened
+    of a sample         (last one of each turn;  returns of the critic, lambda_value: advantage + value
+                         minus KL)
 
-The value of a state is a number at the token that follows it: position t holds the value before token t. Invariant:
+What scaling, shaping and penalties change of a sample's reward is at its last token, so that the rewards of its tokens
+always sum to its own. The value of a state is a number at the token that follows it: position t holds the value before token t. Invariant:
 a sample that the loss leaves out has advantages and returns of 0 and enters no statistic.
 
-Legend: `R` rows, `B` samples, `T` tokens, `N` tokens that count of the sample with most.
+Legend: `R` rows, `B` samples, `T` tokens, `N` tokens that count of the sample with most, `M` turns of the sample with
+most.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,11 +21,12 @@ from torch import Tensor
 from nemo_rl.algorithms.credit.gae import CountedTokens, gae, length_adaptive_lambda
 from nemo_rl.algorithms.credit.group_statistics import spread, std_with_floor, whiten
 from nemo_rl.algorithms.credit.joined_rows import JoinedRows
-from nemo_rl.algorithms.credit.reward_shaping import training_rewards
+from nemo_rl.algorithms.credit.reward_shaping import slope, training_rewards
+from nemo_rl.algorithms.credit.turns import last_token_of_turns, padded
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.config import ClippedPGLossConfig, PPOConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.trajectory import is_right
+from nemo_rl.experience.trajectory import Trajectory, is_right
 from nemo_rl.losses.kl import kl_penalty
 from nemo_rl.losses.reductions import masked_mean, masked_var, safe_divide
 
@@ -58,10 +63,13 @@ class TokenCredit:
         tensors, trajectories = batch.tensors, batch.trajectories
         joined = JoinedRows.of(trajectories, tensors)
         mask_RT = tensors["token_mask"] * tensors["sample_mask"][:, None]
-        tokens = CountedTokens.of(joined.join(mask_RT))
+        mask_BT = joined.join(mask_RT)
+        tokens = CountedTokens.of(mask_BT)
         values_BN = tokens.take(joined.join(tensors["values"]))
         rewards_B = training_rewards(trajectories, self._config)
-        rewards_BN = self._token_rewards(rewards_B, tokens, joined, tensors)
+        rewards_BN = self._turn_rewards(trajectories, rewards_B, tokens, mask_BT)
+        if self.needs_logprobs:
+            rewards_BN = rewards_BN - self._kl_penalty(tokens, joined, tensors)
         after_B = torch.zeros(len(trajectories))
         if self._config.adv_estimator.bootstrap_truncated:
             after_B = joined.last(tensors["values_after"])
@@ -77,17 +85,32 @@ class TokenCredit:
             **_value_metrics(tokens, values_BN, returns_BN),
         }
 
-    def _token_rewards(
-        self, rewards_B: Tensor, tokens: CountedTokens, joined: JoinedRows, tensors: BatchedDataDict[Any]
+    def _turn_rewards(
+        self, trajectories: Sequence[Trajectory], rewards_B: Tensor, tokens: CountedTokens, mask_BT: Tensor
     ) -> Tensor:
-        """Return the reward of each token, `[B, N]`: the sample's at its last token, less the KL penalty of each."""
-        rewards_BN = torch.where(tokens.is_last_BN, rewards_B.double()[:, None], 0.0)
-        if not self.needs_logprobs:
-            return rewards_BN
+        """Return the reward of each token, `[B, N]` float64: that of a turn at its last token.
+
+        The last token of a sample gets what is left of `rewards_B`: the reward of the last turn, of turns without a
+        token that counts, and what is not a turn's own.
+        """
+        spans = padded([t.turn_spans for t in trajectories], (0, 0), torch.int64)
+        earned_BM = padded([t.penalized_turn_rewards for t in trajectories], 0.0, torch.float64)
+        earned_BM = torch.nn.functional.pad(earned_BM, (0, spans.shape[1] - earned_BM.shape[1]))
+        token_BM = last_token_of_turns(spans, mask_BT)
+        is_before_BM = (token_BM >= 0) & (token_BM < tokens.lengths_B[:, None] - 1)
+        earned_BM = torch.where(is_before_BM, earned_BM * slope(self._config.reward_scaling), 0.0)
+        rewards_BN = torch.zeros(tokens.exists_BN.shape, dtype=torch.float64)
+        if earned_BM.any():
+            rewards_BN.scatter_add_(1, token_BM.clamp(min=0), earned_BM)
+        left_B = rewards_B.double() - earned_BM.sum(1)
+        return torch.where(tokens.is_last_BN, left_B[:, None], rewards_BN)
+
+    def _kl_penalty(self, tokens: CountedTokens, joined: JoinedRows, tensors: BatchedDataDict[Any]) -> Tensor:
+        """Return what the distance from the reference policy takes off the reward of each token, `[B, N]`."""
         policy_BN, reference_BN = (
             tokens.take(joined.join(tensors[name])) for name in ("prev_logprobs", "reference_policy_logprobs")
         )
-        return rewards_BN - kl_penalty(policy_BN, reference_BN, tokens.exists_BN, self._loss_config)
+        return kl_penalty(policy_BN, reference_BN, tokens.exists_BN, self._loss_config)
 
     def _estimate(
         self, tokens: CountedTokens, rewards_BN: Tensor, values_BN: Tensor, after_B: Tensor

@@ -1,6 +1,7 @@
 """The PPO configuration: the critic follows the policy where it should, and rules between keys hold."""
 
 import logging
+import re
 
 import pytest
 
@@ -10,6 +11,7 @@ from nemo_rl.utils.errors import ConfigError
 
 CONFIGS = REPOSITORY_ROOT / "examples/configs"
 CPU = CONFIGS / "ppo_math_cpu.yaml"
+GSPO = ("loss_fn.sequence_level_importance_ratios=true", "loss_fn.token_level_loss=false")
 
 
 def load(*overrides: str) -> PPOMasterConfig:
@@ -61,6 +63,12 @@ def test_the_critic_follows_the_policy_and_may_differ() -> None:
             ("ppo.adv_estimator.name=raw_reward", "ppo.adv_estimator.bootstrap_truncated=true"),
             "raw_reward uses no values",
         ),
+        (
+            ("ppo.overlong_filtering=true", "ppo.adv_estimator.bootstrap_truncated=true"),
+            "ppo.overlong_filtering=true leaves them out of the loss. Set one of them to false",
+        ),
+        (GSPO, "only the mean of its advantages would count, but ppo.adv_estimator.name=gae gives each token its own"),
+        ((*GSPO, "ppo.adv_estimator.name=raw_reward", "ppo.adv_estimator.gae_gamma=0.9"), "gae_gamma=0.9 gives each"),
         (("ppo.adv_estimator.gae_lambda=1.5",), "gae_lambda"),
         (("loss_fn.force_on_policy_ratio=true",), r"x ppo.ppo_epochs=2 = 2 updates.*and ppo.ppo_epochs=1"),
         (("loss_fn.reference_policy_kl_penalty=0.1",), "ppo.skip_reference_policy_logprobs_calculation=true"),
@@ -94,10 +102,37 @@ def test_the_section_of_nemo_rl_lets_sampling_run_ahead() -> None:
     assert load().ppo.overlap.mode == "none"
 
 
-def test_keys_without_effect_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_gspo_works_where_all_tokens_of_an_answer_have_one_advantage() -> None:
+    assert load(*GSPO, "ppo.adv_estimator.name=raw_reward").loss_fn.sequence_level_importance_ratios
+
+
+RAW, ALPHA, OF_POLICY, OF_CRITIC = (
+    f"ppo.adv_estimator.{text}"
+    for text in ("name=raw_reward", "length_adaptive_alpha=0.05", "gae_lambda_policy=0.9", "gae_lambda_value=1")
+)
+NO_LAMBDA = "name=raw_reward has no lambda of the policy"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ((ALPHA, OF_POLICY), {"gae_lambda_policy": "length_adaptive_alpha sets the policy's lambda"}),
+        ((RAW, ALPHA, OF_POLICY), {"length_adaptive_alpha": NO_LAMBDA, "gae_lambda_policy": NO_LAMBDA}),
+        *(
+            ((own, OF_CRITIC), {"gae_lambda": "policy and critic have lambdas of their own"})
+            for own in (OF_POLICY, ALPHA, RAW)
+        ),
+        ((OF_POLICY,), {}),
+        ((OF_CRITIC,), {}),
+        ((RAW,), {}),
+    ],
+)
+def test_keys_without_effect_are_told(
+    overrides: tuple[str, ...], told: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "nemo_rl.config"):
-        load("ppo.adv_estimator.length_adaptive_alpha=0.05", "ppo.adv_estimator.gae_lambda_policy=0.9")
-    assert "gae_lambda_policy (length_adaptive_alpha sets the policy's lambda)" in caplog.text
+        load("ppo.adv_estimator.gae_lambda=0.9", *overrides)
+    assert dict(re.findall(r"ppo\.adv_estimator\.(\w+) \(([^)]*)\)", caplog.text)) == told
 
 
 def test_dynamic_sampling_may_be_named() -> None:
