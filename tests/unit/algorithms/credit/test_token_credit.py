@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_rl.algorithms.advantage_estimator import GeneralizedAdvantageEstimator, RawRewardAdvantageEstimator
 from nemo_rl.algorithms.credit.token_credit import TokenCredit
 from nemo_rl.algorithms.rollout.batches import build_training_batch
 from nemo_rl.algorithms.runtime.run import StepBatch
@@ -168,6 +169,29 @@ def test_raw_rewards_are_the_discounted_sums_without_the_critic() -> None:
     options = {"name": "raw_reward", "gae_gamma": 0.5, "gae_lambda_value": 1.0, **RAW}
     batch, _ = credited([sample(8.0, messages(1, 3))], [[3.0, 2.0, 1.0]], adv_estimator=options)
     assert of_tokens(batch, "advantages") == of_tokens(batch, "returns") == [[2.0, 4.0, 8.0]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(GeneralizedAdvantageEstimator, {}), (RawRewardAdvantageEstimator, {"name": "raw_reward", "gae_gamma": 0.5})],
+)
+def test_the_estimators_of_nemo_rl_give_what_the_stage_does(kind: Any, options: dict[str, Any]) -> None:
+    batch, _ = credited(
+        [sample(1.0, messages(3, 2, 4, 1)), sample(0.0, messages(2, 2))],
+        [[0.5, 0.25, 0.1], [0.3, 0.2]],
+        loss=KL,
+        adv_estimator=options,
+    )
+    given, rewards = batch.tensors, torch.tensor([1.0, 0.0])
+    logprobs = {"logprobs": given["prev_logprobs"], "reference_logprobs": given["reference_policy_logprobs"]}
+    estimator = kind(options, KL)
+    found = estimator.compute_advantage(None, rewards, given["token_mask"], values=given["values"], **logprobs)
+    assert torch.equal(found, given["advantages"])
+    with pytest.raises(ValueError, match="needs logprobs"):
+        estimator.compute_advantage(None, rewards, given["token_mask"], given["values"])
+    if estimator.needs_values:
+        with pytest.raises(ValueError, match="GeneralizedAdvantageEstimator needs values"):
+            estimator.compute_advantage(None, rewards, given["token_mask"], **logprobs)
 
 
 def test_the_value_after_the_last_token_may_follow_an_answer() -> None:
