@@ -69,7 +69,9 @@ class TokenCredit:
         rewards_B = training_rewards(trajectories, self._config)
         rewards_BN = self._turn_rewards(trajectories, rewards_B, tokens, mask_BT)
         if self.needs_logprobs:
-            policy_BT, reference_BT = (joined.join(tensors[f"{name}_logprobs"]) for name in ("prev", "reference_policy"))
+            policy_BT, reference_BT = (
+                joined.join(tensors[f"{name}_logprobs"]) for name in ("prev", "reference_policy")
+            )
             rewards_BN = rewards_BN - self._estimator.kl_penalty(tokens, policy_BT, reference_BT)
         after_B = torch.zeros(len(trajectories))
         if self._config.adv_estimator.bootstrap_truncated:
