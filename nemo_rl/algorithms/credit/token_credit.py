@@ -5,15 +5,14 @@
                          minus KL)
 
 What scaling, shaping and penalties change of a sample's reward is at its last token, so that the rewards of its tokens
-always sum to its own. The value of a state is a number at the token that follows it: position t holds the value before token t. Invariant:
-a sample that the loss leaves out has advantages and returns of 0 and enters no statistic.
+always sum to its own. The value of a state is a number at the token that follows it: position t holds the value before
+token t. Invariant: a sample that the loss leaves out has advantages and returns of 0 and enters no statistic.
 
 Legend: `R` rows, `B` samples, `T` tokens, `N` tokens that count of the sample with most, `M` turns of the sample with
 most.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,6 @@ from nemo_rl.algorithms.credit.token_estimators import TOKEN_ESTIMATORS
 from nemo_rl.algorithms.credit.turns import last_token_of_turns, padded
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.config import ClippedPGLossConfig, PPOConfig
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.trajectory import Trajectory, is_right
 from nemo_rl.losses.reductions import masked_mean, masked_var, safe_divide
 

@@ -2,15 +2,20 @@
 
 import logging
 import re
+from operator import attrgetter
+from pathlib import Path
 
 import pytest
+import yaml
 
 from nemo_rl.config import REPOSITORY_ROOT, GRPOMasterConfig, PPOMasterConfig, load_config
 from nemo_rl.config.loading.algorithms import algorithm_of
+from nemo_rl.config.loading.all_errors import collect_errors
 from nemo_rl.utils.errors import ConfigError
 
 CONFIGS = REPOSITORY_ROOT / "examples/configs"
 CPU = CONFIGS / "ppo_math_cpu.yaml"
+SHAPES = Path(__file__).parent / "nemo_rl"
 GSPO = ("loss_fn.sequence_level_importance_ratios=true", "loss_fn.token_level_loss=false")
 
 
@@ -137,6 +142,31 @@ def test_keys_without_effect_are_told(
 
 def test_dynamic_sampling_may_be_named() -> None:
     assert load("ppo.rollout_source.name=dynamic_sampling").ppo.use_dynamic_sampling
+
+
+WANTED = {
+    "a small model for mathematics": {"ppo.ppo_epochs": 4, "cluster.gpus_per_node": 8},
+    "a larger model on two nodes": {"value.dtensor_cfg.tensor_parallel_size": 4},
+    "Megatron for both models": {"value.megatron_cfg.optimizer.lr": 5e-6, "value.backend_key": "megatron_cfg"},
+    "pipelines of Megatron without packing": {"value.megatron_cfg.pipeline_model_parallel_size": 2},
+    "asynchronous with engines of their own": {"ppo.overlap.mode": "ahead", "ppo.overlap.max_age_steps": 1},
+    "asynchronous with truncated weights and a critic that starts first": {"ppo.overlap.max_age_steps": 4},
+    "raw rewards": {"ppo.adv_estimator.name": "raw_reward", "value_loss_fn.cliprange": None},
+    "VAPO": {"ppo.adv_estimator.length_adaptive_alpha": 0.05, "ppo.policy_training_start_step": 50},
+    "a game of several turns": {"ppo.max_rollout_turns": 50},
+    "dynamic sampling with a KL penalty and a critic from a reward model": {"value.model_name": "a/reward-model"},
+}
+
+
+@pytest.mark.parametrize("shape", WANTED)
+def test_a_shape_of_nemo_rls_configurations_loads(shape: str, tmp_path: Path) -> None:
+    changes = yaml.safe_load((SHAPES / "ppo_shapes.yaml").read_text())
+    assert changes.keys() == WANTED.keys()
+    path = tmp_path / "shape.yaml"
+    path.write_text(yaml.safe_dump({"defaults": str(SHAPES / "ppo.yaml")} | changes[shape]))
+    assert collect_errors(path, algorithm_of(path)) == []
+    config = load_config(path, schema=PPOMasterConfig)
+    assert {key: attrgetter(key)(config) for key in WANTED[shape]} == WANTED[shape]
 
 
 def test_a_program_for_grpo_refuses_the_sections_of_ppo() -> None:
