@@ -1,13 +1,16 @@
-"""Re-exports of the advantage estimators; see `nemo_rl.algorithms.credit.advantages`."""
+"""Re-exports of the advantage estimators; see `credit.advantages`, and `credit.token_estimators` for those of PPO."""
 
 from nemo_rl.algorithms.credit.advantages import (
     GDPOAdvantageEstimator,
     GRPOAdvantageEstimator,
     ReinforcePlusPlusAdvantageEstimator,
 )
+from nemo_rl.algorithms.credit.token_estimators import GeneralizedAdvantageEstimator, RawRewardAdvantageEstimator
 
 __all__ = [
     "GDPOAdvantageEstimator",
     "GRPOAdvantageEstimator",
+    "GeneralizedAdvantageEstimator",
+    "RawRewardAdvantageEstimator",
     "ReinforcePlusPlusAdvantageEstimator",
 ]

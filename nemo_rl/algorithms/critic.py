@@ -109,7 +109,7 @@ class CriticUpdate:
         rows: BatchedDataDict[Any] = BatchedDataDict(
             {name: batch.tensors[name] for name in _OF_A_CRITIC if name in batch.tensors}
         )
-        size = rows_per_update(batch.trajectories, self.samples_per_update) or self.samples_per_update
+        size = rows_per_update(batch.trajectories, self.samples_per_update, "value") or self.samples_per_update
         metrics = train_in_epochs(self.critic, rows, self.loss_fn, size, self.epochs)["metrics"]
         of_critic = ("loss", "grad_norm", "lr", "num_updates", "skipped_updates")
         kept = {f"critic/{name}": metrics[name] for name in of_critic if name in metrics}

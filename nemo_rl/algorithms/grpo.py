@@ -13,7 +13,6 @@ environment gave it, for metrics.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +23,7 @@ from nemo_rl.algorithms.credit.fixed_advantages import set_invalid_tool_calls, s
 from nemo_rl.algorithms.credit.group_statistics import spread
 from nemo_rl.algorithms.credit.joined_rows import JoinedRows
 from nemo_rl.algorithms.credit.reward_shaping import scale_rewards, training_rewards
+from nemo_rl.algorithms.credit.turns import padded
 from nemo_rl.algorithms.rewarded_source import rewarded_source
 from nemo_rl.algorithms.rollout.environments import response_data
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
@@ -230,8 +230,8 @@ class CreditAssignment:
             "group_ids": torch.tensor([t.group_index for t in trajectories]),
             "valid_mask": torch.tensor([float(t.reward is not None) for t in trajectories]),
             "reward_components": self._components(trajectories),
-            "turn_rewards": _padded([t.penalized_turn_rewards for t in trajectories], 0.0, torch.float32),
-            "turn_spans": _padded([t.turn_spans for t in trajectories], (0, 0), torch.int64),
+            "turn_rewards": padded([t.penalized_turn_rewards for t in trajectories], 0.0, torch.float32),
+            "turn_spans": padded([t.turn_spans for t in trajectories], (0, 0), torch.int64),
         }
 
     def _set_fixed(self, advantages: Tensor, mask_BT: Tensor, trajectories: Sequence[Trajectory]) -> None:
@@ -250,13 +250,3 @@ class CreditAssignment:
             for name in names
         }
         return {name: scale_rewards(values_B, self._config.reward_scaling) for name, values_B in rewards.items()}
-
-
-def _padded(rows: Sequence[Sequence[Any]], filler: Any, dtype: torch.dtype) -> Tensor:
-    """Return `[B, N, ...]`: rows of at most N entries, each followed by fillers.
-
-    One tensor is made of all rows, because a tensor for each takes most of the stage's time in large batches.
-    """
-    longest = max(len(row) for row in rows)
-    values = torch.tensor([[*row, *[filler] * (longest - len(row))] for row in rows], dtype=dtype)
-    return values.reshape(len(rows), longest, *np.shape(filler))

@@ -21,9 +21,11 @@ from nemo_rl.algorithms.rollout.environments import response_data
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.run import train_with_restarts as ppo_train
+from nemo_rl.algorithms.runtime.session import SaveState
 from nemo_rl.algorithms.scoring import PolicyScoring, corrects_staleness, forward_passes
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
-from nemo_rl.config import AsyncPPOConfig, PPOConfig, PPOMasterConfig, Role
+from nemo_rl.compat.public_names import public_names
+from nemo_rl.config import AsyncPPOConfig, LoggerConfig, PPOConfig, PPOMasterConfig, Role
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.losses.loss_function import LossFunction
@@ -33,11 +35,24 @@ from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.seed import set_seed
 
-__all__ = ["AsyncPPOConfig", "MasterConfig", "PPOConfig", "async_ppo_train", "ppo_train", "recipe", "setup"]
+__all__ = [
+    "AsyncPPOConfig",
+    "MasterConfig",
+    "PPOConfig",
+    "PPOLoggerConfig",
+    "PPOSaveState",
+    "async_ppo_train",
+    "ppo_train",
+    "recipe",
+    "setup",
+]
 
 MasterConfig = PPOMasterConfig
+PPOLoggerConfig = LoggerConfig
+PPOSaveState = SaveState
 async_ppo_train = ppo_train
 """NeMo RL's name; `ppo.overlap` decides whether sampling and training overlap."""
+__getattr__ = public_names(__name__)
 
 
 def setup(

@@ -2,7 +2,7 @@
 
 A name is imported from its module when it is first used, so a public path may lead to any layer and costs nothing until
 then. Invariant: a public name of NeMo RL either works, or raises an error that names its feature (`NOT_BUILT`) or its
-replacement (`ELSEWHERE`).
+replacement (`ELSEWHERE`, `OTHER_NAMES`).
 """
 
 import importlib
@@ -78,6 +78,17 @@ ELSEWHERE: dict[str, str] = {
 }
 """Module of NeMo RL that has another name here -> what to use instead."""
 
+_DYNAMIC_SAMPLING = (
+    "{section}.use_dynamic_sampling=true draws prompts until enough of them have differing rewards; the source of "
+    "groups that does it is nemo_rl.algorithms.rollout.source.DynamicSampling"
+)
+
+OTHER_NAMES: dict[str, dict[str, str]] = {
+    f"nemo_rl.algorithms.{section}": {"dynamic_sampling": _DYNAMIC_SAMPLING.format(section=section)}
+    for section in ("grpo", "ppo")
+}
+"""Module -> its names of NeMo RL that have no function of this name here -> what to use instead."""
+
 _ENGINES_OF_CHECKPOINTS = "checkpoint_engine"
 """Part of the names of modules for checkpoint engines, in whatever package they are."""
 
@@ -91,7 +102,8 @@ def public_names(module: str, homes: Mapping[str, str] | None = None) -> Callabl
 
     Raises:
         AttributeError: there is no such name (raised by the returned function).
-        NotBuiltError: the name belongs to a feature that is not built yet (raised by the returned function).
+        NotBuiltError: the name belongs to a feature that is not built yet, or is another one here (raised by the
+            returned function).
     """
     known = homes or {}
 
@@ -103,6 +115,8 @@ def public_names(module: str, homes: Mapping[str, str] | None = None) -> Callabl
         feature, names = NOT_BUILT.get(module, ("", ()))
         if name in names:
             raise NotBuiltError(f"{module}.{name} belongs to {feature}, which is not built yet.")
+        if name in OTHER_NAMES.get(module, {}):
+            raise NotBuiltError(f"there is no {module}.{name} here: {OTHER_NAMES[module][name]}.")
         offered = f"; it has {', '.join(known)}" if known else ""
         raise AttributeError(f"module {module!r} has no attribute {name!r}{offered}")
 

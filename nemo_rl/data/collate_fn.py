@@ -108,7 +108,7 @@ def feedback_collate_fn(
     if ROW_INPUTS in batch:
         raise DataError(
             f"A row has {batch[ROW_INPUTS][0]}, but KTO puts answers after the prompts of other rows and accepts token "
-            "ids only. Train on such rows with SFT, DPO or GRPO."
+            "ids only. Train on such rows with SFT, DPO, GRPO or PPO."
         )
     batch["desirable"] = torch.tensor([datum["desirable"] for datum in data_batch], dtype=torch.float32)
     return batch

@@ -53,7 +53,7 @@ def get_tokenizer(
         raise NotBuiltError("get_processor=True belongs to multimodal data (VLM), which is not built yet.")
     tokenizer_config = TokenizerConfig.of(tokenizer_config)
     tokenizer = _load(tokenizer_config.name, trust_remote_code, section)
-    _set_chat_template(tokenizer, tokenizer_config.chat_template, tokenizer_config.name)
+    _set_chat_template(tokenizer, tokenizer_config.chat_template, tokenizer_config.name, section)
     if tokenizer_config.chat_template_kwargs:
         _bind_template_kwargs(tokenizer, tokenizer_config.chat_template_kwargs)
     _require_messages(tokenizer, section)
@@ -73,22 +73,24 @@ def _load(name: str, trust_remote_code: bool, section: str) -> TokenizerType:
         ) from error
 
 
-def _set_chat_template(tokenizer: TokenizerType, chat_template: str | None, name: str) -> None:
+def _set_chat_template(tokenizer: TokenizerType, chat_template: str | None, name: str, section: str) -> None:
+    place = f"{section}.tokenizer.chat_template"
     if chat_template is None:
         tokenizer.chat_template = PASSTHROUGH_TEMPLATE
     elif chat_template == "default":
         if tokenizer.chat_template is None:
             logger.warning(
                 "Tokenizer %s has no chat template of its own; chats cannot be rendered until "
-                "policy.tokenizer.chat_template is set (null sends the bare text).",
+                "%s is set (null sends the bare text).",
                 name,
+                place,
             )
     elif chat_template.endswith(".jinja"):
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"policy.tokenizer.chat_template={chat_template!r} cannot be read: {error}. "
+                f"{place}={chat_template!r} cannot be read: {error}. "
                 'Give a *.jinja file, a template text, null or "default".'
             ) from error
     else:

@@ -101,7 +101,7 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
         """Compute metrics over B rollouts; rewards are not changed.
 
-        `grpo.reward_shaping.stop_properly_penalty_coef` sets the reward of answers that were cut off.
+        `reward_shaping.stop_properly_penalty_coef` of the algorithm sets the reward of answers that were cut off.
 
         Args:
             batch: see `EnvironmentInterface.global_post_process_and_metrics`; `text` may also be [B, S] token ids.

@@ -54,12 +54,15 @@ def _within(sample: Trajectory, start: int, end: int) -> list[tuple[int, int]]:
     return [(first - start, last - start) for first, last in sample.malformed_thinking if start <= first < end]
 
 
-def rows_per_update(trajectories: Sequence[Trajectory], samples_per_update: int) -> list[int] | None:
+def rows_per_update(
+    trajectories: Sequence[Trajectory], samples_per_update: int, model: str = "policy"
+) -> list[int] | None:
     """Return the number of rows of each optimizer update, so that an update has the same number of samples as another.
 
     Args:
         trajectories: samples of a step.
         samples_per_update: samples of one update.
+        model: section of the model that is trained, for errors.
 
     Returns:
         None if each sample is one row, so that rows can be counted instead of samples.
@@ -72,7 +75,7 @@ def rows_per_update(trajectories: Sequence[Trajectory], samples_per_update: int)
     if len(trajectories) % samples_per_update:
         raise DataError(
             f"{len(trajectories)} samples do not divide into optimizer updates of {samples_per_update} samples each "
-            "(policy.train_global_batch_size)."
+            f"({model}.train_global_batch_size)."
         )
     counts = [1 + len(trajectory.branches) for trajectory in trajectories]
     return [sum(of_update) for of_update in batched(counts, samples_per_update)]

@@ -102,11 +102,11 @@ LONG_FUNCTIONS: dict[str, str] = {}
 
 PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
     "nemo_rl": ("LossInputType", "LossType", "chat_batch", "check_invariance", "open_policy", "token_loss"),
-    "nemo_rl.algorithms.advantage_estimator": ("GRPOAdvantageEstimator", "GDPOAdvantageEstimator"),
+    "nemo_rl.algorithms.advantage_estimator": ("GRPOAdvantageEstimator", "GeneralizedAdvantageEstimator"),
     "nemo_rl.algorithms.distillation": ("DistillationConfig", "MasterConfig", "check_vocab_equality"),
     "nemo_rl.algorithms.grpo": (),
     "nemo_rl.algorithms.loss": ("ClippedPGLossFn", "NLLLossFn", "PreferenceLossFn", "DPOLossFn", "DistillationLossFn"),
-    "nemo_rl.algorithms.ppo": ("AsyncPPOConfig", "MasterConfig", "PPOConfig"),
+    "nemo_rl.algorithms.ppo": ("AsyncPPOConfig", "MasterConfig", "PPOConfig", "PPOLoggerConfig", "PPOSaveState"),
     "nemo_rl.algorithms.reward_functions": ("apply_reward_shaping",),
     "nemo_rl.algorithms.utils": ("masked_mean", "calculate_kl", "set_seed", "get_tokenizer"),
     "nemo_rl.data.collate_fn": (),

@@ -20,7 +20,7 @@ from nemo_rl.algorithms.grpo import MasterConfig
 from nemo_rl.algorithms.rollout import start as rollout_start
 from nemo_rl.algorithms.setup.user_parts import UserParts
 from nemo_rl.algorithms.utils import get_tokenizer, set_seed
-from nemo_rl.compat.public_names import ELSEWHERE, NOT_BUILT
+from nemo_rl.compat.public_names import ELSEWHERE, NOT_BUILT, OTHER_NAMES
 from nemo_rl.config import (
     ClusterConfig,
     DistillationMasterConfig,
@@ -79,7 +79,9 @@ NAMES = [
     ("nemo_rl.data.datasets.response_datasets", "load_response_dataset"),
     ("nemo_rl.algorithms.grpo", "async_grpo_train"),
     *(("nemo_rl.algorithms.ppo", name) for name in ("MasterConfig", "async_ppo_train", "ppo_train", "setup")),
-    *(("nemo_rl.algorithms.ppo", name) for name in ("AsyncPPOConfig", "PPOConfig")),
+    *(("nemo_rl.algorithms.ppo", name) for name in ("AsyncPPOConfig", "PPOConfig", "PPOLoggerConfig", "PPOSaveState")),
+    ("nemo_rl.algorithms.advantage_estimator", "GeneralizedAdvantageEstimator"),
+    ("nemo_rl.algorithms.advantage_estimator", "RawRewardAdvantageEstimator"),
     *(("nemo_rl.algorithms.loss", name) for name in ("MseValueLossConfig", "MseValueLossFn")),
     ("nemo_rl.algorithms.grpo", "AsyncGRPOConfig"),
     *(("nemo_rl.environments.nemo_gym", name) for name in ("NemoGym", "NemoGymConfig", "should_use_nemo_gym")),
@@ -167,6 +169,16 @@ def test_a_module_under_another_name_raises_with_the_new_name(module: str) -> No
     assert isinstance(refused.value, NemoRLError) and not (ROOT / f"{module.replace('.', '/')}.py").exists()
     for name in re.findall(r"\bnemo_rl(?:\.\w+)+", ELSEWHERE[module]):
         importlib.import_module(name)
+
+
+@pytest.mark.parametrize("module", OTHER_NAMES)
+def test_a_function_under_another_name_raises_with_the_new_name(module: str) -> None:
+    for name, instead in OTHER_NAMES[module].items():
+        with pytest.raises(ImportError, match=re.escape(f"there is no {module}.{name} here: ")) as refused:
+            exec(f"from {module} import {name}")
+        assert isinstance(refused.value, NemoRLError)
+        home, _, new_name = re.findall(r"\bnemo_rl(?:\.\w+)+", instead)[0].rpartition(".")
+        assert hasattr(importlib.import_module(home), new_name)
 
 
 def test_no_existing_name_is_listed_as_a_later_feature() -> None:

@@ -93,21 +93,32 @@ def own_command(workload: str, size: str, folder: Path, arguments: argparse.Name
 
     Validation, checkpoints and trackers are off, as on TRL's side.
     """
+    overrides = own_overrides("grpo", workload, size, folder, arguments) | {
+        "policy.max_grad_norm": 1.0,
+        "grpo.num_prompts_per_step": 8,
+        "grpo.num_generations_per_prompt": 8,
+        "grpo.use_leave_one_out_baseline": "false",
+    }
+    command = [sys.executable, "examples/run_grpo.py", "--config", "examples/configs/grpo_math_cpu.yaml"]
+    command += [f"{key}={value}" for key, value in overrides.items()]
+    return command, folder / "logs" / "exp_001" / "metrics.jsonl"
+
+
+def own_overrides(
+    section: str, workload: str, size: str, folder: Path, arguments: argparse.Namespace
+) -> dict[str, object]:
+    """Return the overrides that this library's run needs whatever its algorithm is; `section` is the algorithm's."""
     limits = WORKLOADS[workload]
-    overrides = {
+    return {
         "policy.model_name": find_model(workload, size),
         "policy.generation.max_new_tokens": limits.max_new_tokens,
         "policy.max_total_sequence_length": limits.max_total_tokens,
         "policy.optimizer.kwargs.lr": 1e-4,
         "policy.optimizer.kwargs.weight_decay": 0.0,
-        "policy.max_grad_norm": 1.0,
-        "grpo.num_prompts_per_step": 8,
-        "grpo.num_generations_per_prompt": 8,
-        "grpo.use_leave_one_out_baseline": "false",
-        "grpo.max_num_steps": arguments.steps,
-        "grpo.seed": arguments.seed,
-        "grpo.val_period": 0,
-        "grpo.val_at_start": "false",
+        f"{section}.max_num_steps": arguments.steps,
+        f"{section}.seed": arguments.seed,
+        f"{section}.val_period": 0,
+        f"{section}.val_at_start": "false",
         "data.train.dataset_name": "ResponseDataset",
         "data.train.data_path": write_prompts(workload),
         "data.train.input_key": "problem",
@@ -119,9 +130,6 @@ def own_command(workload: str, size: str, folder: Path, arguments: argparse.Name
         "logger.save_trajectories": "false",
         "cluster.threads_per_rank": arguments.threads,
     }
-    command = [sys.executable, "examples/run_grpo.py", "--config", "examples/configs/grpo_math_cpu.yaml"]
-    command += [f"{key}={value}" for key, value in overrides.items()]
-    return command, folder / "logs" / "exp_001" / "metrics.jsonl"
 
 
 def run_own(overlap: str, workload: str, size: str, folder: Path, arguments: argparse.Namespace) -> GRPORun:

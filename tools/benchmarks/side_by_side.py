@@ -215,17 +215,18 @@ def watch_memory[StepT: Step](process: subprocess.Popen[bytes], run: Run[StepT])
         time.sleep(MEMORY_PERIOD_S)
 
 
-def trl_python() -> Path:
-    """Return the Python of TRL's environment, which is made on first use."""
-    environment = BENCH / TRL_PACKAGES[0].replace("==", "-")
+def trl_python(trl: str = TRL_PACKAGES[0]) -> Path:
+    """Return the Python of the environment of a version of TRL, which is made on first use."""
+    packages = (trl, *TRL_PACKAGES[1:])
+    environment = BENCH / trl.replace("==", "-")
     python = environment / "bin" / "python"
     marker = environment / "installed.txt"
-    if not marker.exists() or marker.read_text().split() != list(TRL_PACKAGES):
-        logger.info("Installing %s into %s ...", TRL_PACKAGES[0], environment)
+    if not marker.exists() or marker.read_text().split() != list(packages):
+        logger.info("Installing %s into %s ...", trl, environment)
         subprocess.run(["uv", "venv", "--quiet", "--clear", "--python", "3.12", str(environment)], check=True)
         install = ["uv", "pip", "install", "--quiet", "--compile-bytecode", "--python", str(python)]
-        subprocess.run([*install, *TRL_PACKAGES], check=True)
-        marker.write_text("\n".join(TRL_PACKAGES))
+        subprocess.run([*install, *packages], check=True)
+        marker.write_text("\n".join(packages))
     return python
 
 
@@ -241,8 +242,8 @@ def ratio(ours: float | None, theirs: float | None) -> str:
     return "" if ours is None or not theirs else f"{ours / theirs:.2f}"
 
 
-def prepare() -> None:
-    """Create the folder for all output, ignored by git, and TRL's environment in it."""
+def prepare(trl: str = TRL_PACKAGES[0]) -> None:
+    """Create the folder for all output, ignored by git, and the environment of a version of TRL in it."""
     BENCH.mkdir(exist_ok=True)
     (BENCH / ".gitignore").write_text("*\n")
-    trl_python()
+    trl_python(trl)

@@ -9,51 +9,20 @@ can measure the time.
 
 import argparse
 import json
-import re
-import time
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-
-BOXED_INTEGER = re.compile(r"\\boxed\{(-?\d+)\}")
+from trl_parts import GenerationClock, boxed_reward
 
 
 def boxed_answer_reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
     r"""Return 1 where the last boxed integer of a completion is the answer, else 0."""
     texts = [completion[0]["content"] for completion in completions]
-    found = [BOXED_INTEGER.findall(text) for text in texts]
-    return [float(bool(boxes) and int(boxes[-1]) == int(truth)) for boxes, truth in zip(found, answer, strict=True)]
-
-
-class GenerationClock:
-    """Measures seconds in a model's generation method since the last `take`.
-
-    Args:
-        model: the model in training; its method is replaced by a timed one.
-        method: "generate", or "generate_batch" for continuous batching.
-    """
-
-    def __init__(self, model: PreTrainedModel, method: str):
-        self._seconds = 0.0
-        generate = getattr(model, method)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return generate(*args, **kwargs)
-            finally:
-                self._seconds += time.perf_counter() - started
-
-        setattr(model, method, timed)
-
-    def take(self) -> float:
-        """Return the seconds since the last call of `take`."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+    return [boxed_reward(text, truth) for text, truth in zip(texts, answer, strict=True)]
 
 
 class StepLog(TrainerCallback):

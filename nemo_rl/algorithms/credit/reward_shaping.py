@@ -64,13 +64,20 @@ def overlong_penalty(
     return -overlong_buffer_penalty * share_B
 
 
+def slope(config: RewardScalingConfig) -> float:
+    """Return by how much the scaled reward grows when the reward grows by 1, within the source range; 1 without it."""
+    if not config.enabled:
+        return 1.0
+    return (config.target_max - config.target_min) / (config.source_max - config.source_min)
+
+
 def stop_properly_penalty(rewards_B: Tensor, truncated_B: Tensor, coefficient: float) -> Tensor:
     """Multiply the rewards of truncated answers by `coefficient`: 0 removes them, 1 keeps them."""
     return torch.where(truncated_B.bool(), rewards_B * coefficient, rewards_B)
 
 
 def scale_rewards(rewards_B: Tensor, config: RewardScalingConfig) -> Tensor:
-    """Apply `grpo.reward_scaling`; return the same rewards when it is off.
+    """Apply `reward_scaling`; return the same rewards when it is off.
 
     Raises:
         ConfigError: The source range is empty.
@@ -88,7 +95,7 @@ def shape_rewards(
     truncated_B: Tensor,
     config: RewardShapingConfig,
 ) -> Tensor:
-    """Apply `grpo.reward_shaping`; return the same rewards when it is off.
+    """Apply `reward_shaping`; return the same rewards when it is off.
 
     With `stop_properly_penalty_coef` truncated answers keep that share of their reward; without it
     DAPO's overlong penalty is added.
@@ -97,7 +104,7 @@ def shape_rewards(
         rewards_B: `[B]` float.
         response_lengths_B: `[B]`, generated tokens.
         truncated_B: `[B]`, true where generation hit its limit.
-        config: The section `grpo.reward_shaping`.
+        config: The section `reward_shaping` of the algorithm.
 
     Raises:
         ConfigError: A value that the chosen penalty needs is missing.
@@ -128,7 +135,7 @@ def apply_reward_shaping[BatchT: MutableMapping[str, Any]](batch: BatchT, cfg: R
     Args:
         batch: Holds `total_reward [B]`, `message_log` (a list of messages per sample; those of role
             `assistant` have `token_ids`) and, for the stop penalty, `truncated [B]`.
-        cfg: The section `grpo.reward_shaping`.
+        cfg: The section `reward_shaping` of the algorithm.
 
     Returns:
         A batch of the same type with a new `total_reward`; the given one is not changed.

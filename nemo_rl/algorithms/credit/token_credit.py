@@ -1,28 +1,31 @@
 """Turn the rewards of samples and the values of a critic into advantages and returns of tokens.
 
-    reward of a sample ─► reward of each token ─► advantages of the policy, lambda_policy ─► whitened
-                          (last token; minus KL)  returns of the critic, lambda_value: advantage + value
+    rewards of turns ─► reward of each token ──► advantages of the policy, lambda_policy ─► whitened
+    of a sample         (last one of each turn;  returns of the critic, lambda_value: advantage + value
+                         minus KL)
 
-The value of a state is a number at the token that follows it: position t holds the value before token t. Invariant:
-a sample that the loss leaves out has advantages and returns of 0 and enters no statistic.
+What scaling, shaping and penalties change of a sample's reward is at its last token, so that the rewards of its tokens
+always sum to its own. The value of a state is a number at the token that follows it: position t holds the value before
+token t. Invariant: a sample that the loss leaves out has advantages and returns of 0 and enters no statistic.
 
-Legend: `R` rows, `B` samples, `T` tokens, `N` tokens that count of the sample with most.
+Legend: `R` rows, `B` samples, `T` tokens, `N` tokens that count of the sample with most, `M` turns of the sample with
+most.
 """
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from nemo_rl.algorithms.credit.gae import CountedTokens, gae, length_adaptive_lambda
-from nemo_rl.algorithms.credit.group_statistics import spread, std_with_floor, whiten
+from nemo_rl.algorithms.credit.gae import CountedTokens
+from nemo_rl.algorithms.credit.group_statistics import spread
 from nemo_rl.algorithms.credit.joined_rows import JoinedRows
-from nemo_rl.algorithms.credit.reward_shaping import training_rewards
+from nemo_rl.algorithms.credit.reward_shaping import slope, training_rewards
+from nemo_rl.algorithms.credit.token_estimators import TOKEN_ESTIMATORS
+from nemo_rl.algorithms.credit.turns import last_token_of_turns, padded
 from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.config import ClippedPGLossConfig, PPOConfig
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.experience.trajectory import is_right
-from nemo_rl.losses.kl import kl_penalty
+from nemo_rl.experience.trajectory import Trajectory, is_right
 from nemo_rl.losses.reductions import masked_mean, masked_var, safe_divide
 
 
@@ -42,8 +45,8 @@ class TokenCredit:
 
     def __init__(self, config: PPOConfig, loss_config: ClippedPGLossConfig) -> None:
         self._config = config
-        self._loss_config = loss_config
-        self.needs_logprobs = loss_config.use_kl_in_reward and loss_config.reference_policy_kl_penalty != 0
+        self._estimator = TOKEN_ESTIMATORS[config.adv_estimator.name](config.adv_estimator, loss_config)
+        self.needs_logprobs = self._estimator.needs_logprobs
 
     def apply(self, batch: StepBatch) -> dict[str, float]:
         """Write `advantages [R, T]`, `returns [R, T]` and `positive_examples [R]`.
@@ -58,14 +61,20 @@ class TokenCredit:
         tensors, trajectories = batch.tensors, batch.trajectories
         joined = JoinedRows.of(trajectories, tensors)
         mask_RT = tensors["token_mask"] * tensors["sample_mask"][:, None]
-        tokens = CountedTokens.of(joined.join(mask_RT))
+        mask_BT = joined.join(mask_RT)
+        tokens = CountedTokens.of(mask_BT)
         values_BN = tokens.take(joined.join(tensors["values"]))
         rewards_B = training_rewards(trajectories, self._config)
-        rewards_BN = self._token_rewards(rewards_B, tokens, joined, tensors)
+        rewards_BN = self._turn_rewards(trajectories, rewards_B, tokens, mask_BT)
+        if self.needs_logprobs:
+            policy_BT, reference_BT = (
+                joined.join(tensors[f"{name}_logprobs"]) for name in ("prev", "reference_policy")
+            )
+            rewards_BN = rewards_BN - self._estimator.kl_penalty(tokens, policy_BT, reference_BT)
         after_B = torch.zeros(len(trajectories))
         if self._config.adv_estimator.bootstrap_truncated:
             after_B = joined.last(tensors["values_after"])
-        advantages_BN, returns_BN = self._estimate(tokens, rewards_BN, values_BN, after_B)
+        advantages_BN, returns_BN = self._estimator.estimate(tokens, rewards_BN, values_BN, after_B)
         advantages_RT = joined.cut(tokens.put(advantages_BN))
         tensors["advantages"] = advantages_RT.float()
         tensors["returns"] = joined.cut(tokens.put(returns_BN)).float()
@@ -77,47 +86,25 @@ class TokenCredit:
             **_value_metrics(tokens, values_BN, returns_BN),
         }
 
-    def _token_rewards(
-        self, rewards_B: Tensor, tokens: CountedTokens, joined: JoinedRows, tensors: BatchedDataDict[Any]
+    def _turn_rewards(
+        self, trajectories: Sequence[Trajectory], rewards_B: Tensor, tokens: CountedTokens, mask_BT: Tensor
     ) -> Tensor:
-        """Return the reward of each token, `[B, N]`: the sample's at its last token, less the KL penalty of each."""
-        rewards_BN = torch.where(tokens.is_last_BN, rewards_B.double()[:, None], 0.0)
-        if not self.needs_logprobs:
-            return rewards_BN
-        policy_BN, reference_BN = (
-            tokens.take(joined.join(tensors[name])) for name in ("prev_logprobs", "reference_policy_logprobs")
-        )
-        return rewards_BN - kl_penalty(policy_BN, reference_BN, tokens.exists_BN, self._loss_config)
+        """Return the reward of each token, `[B, N]` float64: that of a turn at its last token.
 
-    def _estimate(
-        self, tokens: CountedTokens, rewards_BN: Tensor, values_BN: Tensor, after_B: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return advantages of the policy and returns of the critic, `[B, N]` each."""
-        config = self._config.adv_estimator
-
-        def estimate(states_BN: Tensor, lambda_B: Tensor) -> Tensor:
-            return gae(tokens, rewards_BN, states_BN, after_B=after_B, gamma=config.gae_gamma, lambda_B=lambda_B)
-
-        lambda_policy_B, lambda_value_B = self._lambdas(tokens)
-        returns_BN = estimate(values_BN, lambda_value_B) + values_BN
-        if config.name == "raw_reward":
-            advantages_BN = estimate(torch.zeros_like(values_BN), torch.ones_like(lambda_value_B))
-        else:
-            advantages_BN = estimate(values_BN, lambda_policy_B)
-        if config.normalize_advantages:
-            advantages_BN = whiten(advantages_BN, tokens.exists_BN, std_with_floor)
-        return advantages_BN, returns_BN
-
-    def _lambdas(self, tokens: CountedTokens) -> tuple[Tensor, Tensor]:
-        """Return lambda of the policy's advantages and of the critic's returns, `[B]` each."""
-        config, lengths_B = self._config.adv_estimator, tokens.lengths_B
-
-        def fixed(own: float | None) -> Tensor:
-            return torch.full((len(lengths_B),), config.gae_lambda if own is None else own, dtype=torch.float64)
-
-        alpha = config.length_adaptive_alpha
-        policy_B = length_adaptive_lambda(lengths_B, alpha) if alpha else fixed(config.gae_lambda_policy)
-        return policy_B, fixed(config.gae_lambda_value)
+        The last token of a sample gets what is left of `rewards_B`: the reward of the last turn, of turns without a
+        token that counts, and what is not a turn's own.
+        """
+        spans = padded([t.turn_spans for t in trajectories], (0, 0), torch.int64)
+        earned_BM = padded([t.penalized_turn_rewards for t in trajectories], 0.0, torch.float64)
+        earned_BM = torch.nn.functional.pad(earned_BM, (0, spans.shape[1] - earned_BM.shape[1]))
+        token_BM = last_token_of_turns(spans, mask_BT)
+        is_before_BM = (token_BM >= 0) & (token_BM < tokens.lengths_B[:, None] - 1)
+        earned_BM = torch.where(is_before_BM, earned_BM * slope(self._config.reward_scaling), 0.0)
+        rewards_BN = torch.zeros(tokens.exists_BN.shape, dtype=torch.float64)
+        if earned_BM.any():
+            rewards_BN.scatter_add_(1, token_BM.clamp(min=0), earned_BM)
+        left_B = rewards_B.double() - earned_BM.sum(1)
+        return torch.where(tokens.is_last_BN, left_B[:, None], rewards_BN)
 
 
 def _value_metrics(tokens: CountedTokens, values_BN: Tensor, returns_BN: Tensor) -> dict[str, float]:

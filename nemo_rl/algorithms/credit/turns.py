@@ -14,8 +14,10 @@ the samples that reached them.
 Legend: `B` samples, `T` tokens, `N` response turns of the sample with most.
 """
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,6 +87,40 @@ def per_token_of_turns(advantage_BN: Tensor, turn_spans: Tensor, mask: Tensor, d
     num_begun_BT.scatter_add_(1, starts_BN, (ends_BN > 0).long())
     turn_BT = (num_begun_BT.cumsum(1)[:, :-1] - 1).clamp(min=0)
     return torch.where(mask != 0, advantage_BN.gather(1, turn_BT).to(dtype), 0.0)
+
+
+def last_token_of_turns(turn_spans: Tensor, mask: Tensor) -> Tensor:
+    """Return which token that counts is the last one of each turn, `[B, N]` int64: 0 for the first of the sample.
+
+    It is -1 where a turn has no token that counts, and where there is no turn.
+
+    Args:
+        turn_spans: `[B, N, 2]` int64, first token and end of each turn; 0, 0 after the last.
+        mask: `[B, T]`, non-zero on tokens that count.
+
+    Example:
+        >>> last_token_of_turns(torch.tensor([[[1, 3], [4, 5]]]), torch.tensor([[0, 1, 1, 0, 1]]))
+        tensor([[1, 2]])
+    """
+    before_BT = torch.nn.functional.pad((mask != 0).long().cumsum(1), (1, 0))
+    starts_BN, ends_BN = turn_spans.unbind(-1)
+    num_BN = before_BT.gather(1, ends_BN)
+    return torch.where(num_BN > before_BT.gather(1, starts_BN), num_BN - 1, -1)
+
+
+def padded(rows: Sequence[Sequence[Any]], filler: Any, dtype: torch.dtype) -> Tensor:
+    """Return `[B, N, ...]`: rows of at most N entries, each followed by fillers.
+
+    One tensor is made of all rows, because a tensor for each takes most of the stage's time in large batches.
+
+    Example:
+        >>> padded([[1.0], [2.0, 3.0]], 0.0, torch.float32)
+        tensor([[1., 0.],
+                [2., 3.]])
+    """
+    longest = max(len(row) for row in rows)
+    values = torch.tensor([[*row, *[filler] * (longest - len(row))] for row in rows], dtype=dtype)
+    return values.reshape(len(rows), longest, *np.shape(filler))
 
 
 def _discounted_sums(values_BN: Tensor, discount: float) -> Tensor:

@@ -362,7 +362,7 @@ class DynamicSampling:
         raise DataExhausted(
             f"dynamic sampling found {num_differing} of {self._num_groups} prompts with differing rewards in "
             f"{num_seen} prompts (step {step}). The task is too easy or too hard for the model, or "
-            f"raise grpo.dynamic_sampling_max_gen_batches={self._max_rounds} or grpo.batch_multiplier"
+            f"raise dynamic_sampling_max_gen_batches={self._max_rounds} or batch_multiplier in the algorithm's section"
         )
 
     def _round(self, step: int) -> Iterator[Group]:

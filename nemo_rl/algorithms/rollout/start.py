@@ -1,7 +1,7 @@
 """Start a run of an algorithm that samples: workers, rollouts, weight sync, validation, session.
 
-`grpo` and `distillation` decide what can be decided without a worker (a `RolloutRecipe`) and call `start_run`. Order:
-all checks, then Ray and the workers, then the parts that connect them:
+`grpo`, `ppo` and `distillation` decide what can be decided without a worker (a `RolloutRecipe`) and call `start_run`.
+Order: all checks, then Ray and the workers, then the parts that connect them:
 
     Ray ─► environments (in background) ─┬► engines (import vLLM, build) ─┐
                                          ├► policy ranks ─────────────────┼─► refitter, rollouts, session

@@ -161,8 +161,8 @@ class StreamedRollouts:
         if changed:
             raise ConfigError(
                 f"The environments {changed} correct rewards when all groups of a step are finished, but "
-                "grpo.overlap.mode=stream has trained on them already. Set post_processes_groups in the class, or use "
-                "grpo.overlap.mode=none or ahead."
+                "overlap.mode=stream has trained on them already. Set post_processes_groups in the class, or use "
+                "overlap.mode=none or ahead."
             )
         return self.policy.finish_update(data, loss_fn)
 

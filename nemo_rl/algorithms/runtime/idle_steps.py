@@ -1,4 +1,4 @@
-"""Count the steps without an update, log the reason, and end the run after too many in a row."""
+"""Count the steps in which a model makes no update, log the reason, and end the run after too many in a row."""
 
 import logging
 from collections.abc import Mapping
@@ -9,24 +9,23 @@ logger = logging.getLogger(__name__)
 
 _CAUSES = ("reward_error_rate", "truncation_rate", "prompt_too_long_rate", "num_masked_seqs")
 
-_NOT_FINITE = "the gradients of all of its updates were not finite"
 _LOOK_AT_SAMPLES = (
     "Inspect the samples of these steps, fix what excludes them from the loss, and start the same command again."
 )
 _LOOK_AT_NUMBERS = (
-    "The warnings above name the tensors. A lower learning rate, clipping (policy.max_grad_norm) or another precision "
+    "The warnings above name the tensors. A lower learning rate, clipping ({model}.max_grad_norm) or another precision "
     "are usual remedies; look at the data of these steps too."
 )
 
 
 class IdleSteps:
-    """Counter of the steps in a row without an update.
+    """Counter of the steps in a row in which the policy, or the critic of PPO, made no update.
 
     Args:
         most: number of idle steps in a row that ends the run.
 
     Attributes:
-        in_a_row: idle steps since the last one that trained.
+        in_a_row: idle steps since the last one in which all models trained.
     """
 
     def __init__(self, most: int) -> None:
@@ -38,30 +37,37 @@ class IdleSteps:
 
         Args:
             step: number of the step.
-            metrics: metrics of the step; `num_updates` is how many updates it made, `global_valid_seqs` how many of
-                its sequences count (`Policy.train`).
+            metrics: metrics of the step; `num_updates` is how many updates the policy made, `critic/num_updates` how
+                many the critic made, `global_valid_seqs` how many sequences count (`Policy.train`).
 
         Returns:
             The error that ends the run if there were too many idle steps in a row, else None.
         """
         nothing_counts = metrics.get("global_valid_seqs") == 0
-        if not nothing_counts and made_update(metrics):
+        critic_updates = metrics.get("critic/num_updates", 1.0)
+        if made_update(metrics) and critic_updates > 0:
             self.in_a_row = 0
             return None
         self.in_a_row += 1
-        reason = _reason(metrics) if nothing_counts else _NOT_FINITE
-        message = f"Step {step} trained nothing: {reason}. Weights and optimizer are as they were. "
+        model = "policy" if metrics.get("num_updates", 1.0) == 0 else "value"
+        if nothing_counts:
+            what = f"trained nothing: {_reason(metrics)}"
+        elif model == "policy":
+            what = "trained nothing: the gradients of all of its updates were not finite"
+        else:
+            what = "did not train the critic: the gradients of all of its updates were not finite"
+        message = f"Step {step} {what}. Weights and optimizer are as they were. "
         message += f"Such steps in a row: {self.in_a_row} of max_idle_steps={self._most}"
         logger.warning("%s.", message)
         if self.in_a_row < self._most:
             return None
         if nothing_counts:
             return NothingToLearnError(f"{message}. {_LOOK_AT_SAMPLES}")
-        return NonFiniteError(f"{message}. {_LOOK_AT_NUMBERS}")
+        return NonFiniteError(f"{message}. {_LOOK_AT_NUMBERS.format(model=model)}")
 
 
 def made_update(metrics: Mapping[str, float]) -> bool:
-    """Return whether a step made an update; without the metric `num_updates` it is assumed that it did."""
+    """Return whether a step updated the policy; without the metric `num_updates` it is assumed that it did."""
     return metrics.get("num_updates", 1.0) > 0 and metrics.get("global_valid_seqs") != 0
 
 

@@ -153,7 +153,8 @@ class Run:
     def __iter__(self) -> NoReturn:
         """Refuse to be unpacked, which programs for NeMo RL do with the result of `setup`."""
         raise TypeError(
-            "setup returns one Run, not a tuple: `run = setup(...)`, then `grpo_train(run)`, and run.close()."
+            "setup returns one Run, not a tuple: `run = setup(...)`, then `grpo_train(run)` or the function of another "
+            "algorithm, and run.close()."
         )
 
     def __enter__(self) -> Self:

@@ -57,6 +57,6 @@ class PPOMasterConfig(PolicyGradientMasterConfig):
             super().findings(),
             self.policy_gradient_findings("ppo"),
             check_rewards("ppo", self.ppo),
-            check_ppo(self.ppo),
+            check_ppo(self.ppo, self.loss_fn),
             check_value(self.ppo, self.value),
         )

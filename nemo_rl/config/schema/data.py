@@ -63,7 +63,7 @@ class DatasetDefaults(Section):
     name: Annotated[str, Field(pattern=r"^[\w-]+$")] | None = None
     """Name of the data set in data.curriculum and in metrics; null: the first of env_name, dataset_name and data_path
     that tells all training entries apart. Validation rows with a name are reported separately: under validation/<name>/
-    (GRPO and distillation) or validation-<name>/ (SFT, DPO and reward models)."""
+    (GRPO, PPO and distillation) or validation-<name>/ (SFT, DPO and reward models)."""
     seed: Seed = 42
     """Seed of the split and of generated tasks."""
     input_key: str | None = None

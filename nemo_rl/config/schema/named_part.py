@@ -42,7 +42,8 @@ class RolloutSourceConfig(NamedPartConfig):
     """The source of a step's groups of answers."""
 
     name: Annotated[str, PartName(("fresh", "dynamic_sampling"))] = "fresh"
-    """fresh: answers to the next prompts with the current weights; dynamic_sampling, as grpo.use_dynamic_sampling=true;
-    or the dotted path of a class that wraps what the other keys describe."""
+    """fresh: answers to the next prompts with the current weights; dynamic_sampling, as
+    use_dynamic_sampling=true of the algorithm; or the dotted path of a class that wraps what the other keys
+    describe."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of a class of your own, after the source that it wraps."""

@@ -104,7 +104,7 @@ class Budget:
             f"The prompt does not fit into the context length: it has {num_prompt_tokens} tokens{reserved}, and "
             f"the program has {self.num_tokens + self.num_granted} tokens of answers, so none is left for another "
             f"(policy.max_total_sequence_length={limits.max_sequence_length}, "
-            f"grpo.max_episode_tokens={limits.max_episode_tokens}). Shorten the messages.",
+            f"max_episode_tokens={limits.max_episode_tokens}). Shorten the messages.",
             "context_length_exceeded",
             "messages",
         )

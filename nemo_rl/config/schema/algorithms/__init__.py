@@ -1,1 +1,1 @@
-"""Sections of the algorithms: GRPO, distillation, SFT, DPO, RM, evaluation and their losses."""
+"""Sections of the algorithms: GRPO, PPO, distillation, SFT, DPO, RM, evaluation and their losses."""

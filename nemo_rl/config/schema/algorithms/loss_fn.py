@@ -1,4 +1,4 @@
-"""Keys of `loss_fn` for the policy-gradient family (GRPO, DAPO, GSPO, CISPO, REINFORCE++).
+"""Keys of `loss_fn` for the policy-gradient family (GRPO, PPO, DAPO, GSPO, CISPO, REINFORCE++).
 
 Rules between keys are in `config.rules.loss`. Invariant: each key only selects a formula.
 """

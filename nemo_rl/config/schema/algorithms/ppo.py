@@ -22,9 +22,17 @@ class PPOAdvantageConfig(Section):
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Report a fixed lambda of the policy where the length of an answer decides it."""
-        is_set = values.get("length_adaptive_alpha") and values.get("gae_lambda_policy") is not None
-        told = {"gae_lambda_policy": "length_adaptive_alpha sets the policy's lambda"} if is_set else {}
+        """Report each lambda that another key replaces, and those of the policy where it has none."""
+        is_raw, alpha = values.get("name") == "raw_reward", values.get("length_adaptive_alpha")
+        own_policy, own_value = (values.get(f"gae_lambda_{model}") is not None for model in ("policy", "value"))
+        no_lambda = "name=raw_reward has no lambda of the policy"
+        told = {}
+        if is_raw and alpha:
+            told["length_adaptive_alpha"] = no_lambda
+        if own_policy and (is_raw or alpha):
+            told["gae_lambda_policy"] = no_lambda if is_raw else "length_adaptive_alpha sets the policy's lambda"
+        if "gae_lambda" in values and own_value and (own_policy or is_raw or alpha):
+            told["gae_lambda"] = "policy and critic have lambdas of their own"
         return {**super().without_effect(values), **told}
 
     name: Literal["gae", "raw_reward"] = "gae"

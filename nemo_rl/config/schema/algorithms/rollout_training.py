@@ -1,4 +1,4 @@
-"""Keys shared by the algorithms that train on the policy's own answers: GRPO and distillation.
+"""Keys shared by the algorithms that train on the policy's own answers: GRPO, PPO and distillation.
 
 They cover steps, prompts and validation; keys of the loss are in the algorithm's own section.
 """

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_rl.algorithms.advantage_estimator import GeneralizedAdvantageEstimator, RawRewardAdvantageEstimator
 from nemo_rl.algorithms.credit.token_credit import TokenCredit
 from nemo_rl.algorithms.rollout.batches import build_training_batch
 from nemo_rl.algorithms.runtime.run import StepBatch
@@ -99,6 +100,53 @@ def test_an_observation_is_no_step() -> None:
     assert turns[1] == together[1]
 
 
+def turn_rewards_at_tokens(one: Trajectory, turn_rewards: list[float], **ppo: Any) -> list[float]:
+    """The rewards of the tokens: with gamma 0 and values of 0 an advantage is the token's own reward."""
+    one.turn_rewards = turn_rewards
+    batch, _ = credited([one], adv_estimator={"gae_gamma": 0.0, **RAW}, **ppo)
+    return flat(of_tokens(batch, "returns"))
+
+
+@pytest.mark.parametrize(
+    ("reward", "turn_rewards", "want"),
+    [
+        (1.75, [0.25, 0.5, 1.0], [0.0, 0.25, 0.5, 0.0, 1.0]),
+        (1.75, [0.25, 0.5], [0.0, 0.25, 0.5, 0.0, 1.0]),
+        (1.75, [], [0.0, 0.0, 0.0, 0.0, 1.75]),
+    ],
+    ids=["each", "not of the last turn", "of the sample only"],
+)
+def test_the_reward_of_a_turn_is_at_its_last_token(reward: float, turn_rewards: list[float], want: list[float]) -> None:
+    """Three turns of 2, 1 and 2 tokens; what the turns do not have is at the last token."""
+    assert turn_rewards_at_tokens(sample(reward, messages(3, 2, 4, 1, 1, 2)), turn_rewards) == want
+
+
+def test_turns_of_all_conversations_have_their_rewards() -> None:
+    """The second conversation does not train: its reward is at the last token of the sample."""
+    one = sample(0.875, messages(1, 2, 1, 1), messages(1, 2), messages(2, 1))
+    one.branches[0].trains = False
+    found = turn_rewards_at_tokens(one, [0.125, 0.0, 0.25, 0.5])
+    assert found == [0.0, 0.125, 0.0, 0.0, 0.0, 0.75]
+
+
+def test_scaled_and_shaped_rewards_of_turns_sum_to_that_of_the_sample() -> None:
+    """0 to 1 becomes -1 to 1: a turn's reward counts twice, and the last token pays the shift and the penalty."""
+    scaling = {"enabled": True, "target_min": -1.0, "target_max": 1.0}
+    shaping = {"enabled": True, "max_response_length": 3, "overlong_buffer_length": 0, "overlong_buffer_penalty": 0.5}
+    one = sample(0.75, messages(1, 2, 1, 2))
+    found = turn_rewards_at_tokens(one, [0.25, 0.5], reward_scaling=scaling, reward_shaping=shaping)
+    assert found == [0.0, 0.5, 0.0, 0.5 - 0.5 - 0.5]
+    assert sum(found) == 2 * 0.75 - 1 - 0.5
+
+
+def test_the_value_after_a_turn_follows_its_reward() -> None:
+    """Turns of one token with rewards 1 and 2 and values 0.5 and 0.25: lambda 0 takes one step only."""
+    one = sample(3.0, messages(1, 1, 5, 1))
+    one.turn_rewards = [1.0, 2.0]
+    batch, _ = credited([one], [[0.5, 0.25]], adv_estimator={"gae_lambda": 0.0, **RAW})
+    assert of_tokens(batch, "advantages") == [[1.0 + 0.25 - 0.5, 2.0 - 0.25]]
+
+
 def test_conversations_of_a_sample_are_one_sequence() -> None:
     """The reward of the sample is at the last token of its last conversation."""
     apart, _ = credited([sample(1.0, messages(3, 2), messages(2, 1))], [[0.5, 0.25], [0.1]], adv_estimator=RAW)
@@ -121,6 +169,29 @@ def test_raw_rewards_are_the_discounted_sums_without_the_critic() -> None:
     options = {"name": "raw_reward", "gae_gamma": 0.5, "gae_lambda_value": 1.0, **RAW}
     batch, _ = credited([sample(8.0, messages(1, 3))], [[3.0, 2.0, 1.0]], adv_estimator=options)
     assert of_tokens(batch, "advantages") == of_tokens(batch, "returns") == [[2.0, 4.0, 8.0]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(GeneralizedAdvantageEstimator, {}), (RawRewardAdvantageEstimator, {"name": "raw_reward", "gae_gamma": 0.5})],
+)
+def test_the_estimators_of_nemo_rl_give_what_the_stage_does(kind: Any, options: dict[str, Any]) -> None:
+    batch, _ = credited(
+        [sample(1.0, messages(3, 2, 4, 1)), sample(0.0, messages(2, 2))],
+        [[0.5, 0.25, 0.1], [0.3, 0.2]],
+        loss=KL,
+        adv_estimator=options,
+    )
+    given, rewards = batch.tensors, torch.tensor([1.0, 0.0])
+    logprobs = {"logprobs": given["prev_logprobs"], "reference_logprobs": given["reference_policy_logprobs"]}
+    estimator = kind(options, KL)
+    found = estimator.compute_advantage(None, rewards, given["token_mask"], values=given["values"], **logprobs)
+    assert torch.equal(found, given["advantages"])
+    with pytest.raises(ValueError, match="needs logprobs"):
+        estimator.compute_advantage(None, rewards, given["token_mask"], given["values"])
+    if estimator.needs_values:
+        with pytest.raises(ValueError, match="GeneralizedAdvantageEstimator needs values"):
+            estimator.compute_advantage(None, rewards, given["token_mask"], **logprobs)
 
 
 def test_the_value_after_the_last_token_may_follow_an_answer() -> None:

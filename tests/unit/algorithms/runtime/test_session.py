@@ -335,12 +335,12 @@ def test_idle_steps_in_a_row_end_the_run_and_save_it(tmp_path: Path, caplog: pyt
     assert (tmp_path / "checkpoints/step_8").exists()
 
 
-def updates_of(session: Session, data: Data, counts: dict[int, float]) -> None:
+def updates_of(session: Session, data: Data, counts: dict[int, float], name: str = "num_updates") -> None:
     """Steps in which everything counts, each with as many updates as given; 1 without a number."""
     with session:
         for step in session.steps():
             data.next()
-            session.record({"global_valid_seqs": 4.0, "num_updates": counts.get(step, 1.0)})
+            session.record({"global_valid_seqs": 4.0, name: counts.get(step, 1.0)})
             session.finish_step(step, num_prompts=4)
 
 
@@ -350,6 +350,14 @@ def test_steps_whose_gradients_are_not_finite_are_idle_too(tmp_path: Path) -> No
     with pytest.raises(NonFiniteError, match=r"Step 6 .*gradients of all of its updates were not finite.* 3 of max"):
         updates_of(session, data, dict.fromkeys((1, 2, 4, 5, 6), 0.0))
     assert session.state.trained_steps == 1
+
+
+def test_a_critic_that_makes_no_update_ends_the_run(tmp_path: Path) -> None:
+    data = Data()
+    session = make_session(tmp_path, Cadence(20, save_period=100, max_idle_steps=3), data)
+    with pytest.raises(NonFiniteError, match=r"Step 6 did not train the critic.* 3 of max.*\(value.max_grad_norm\)"):
+        updates_of(session, data, dict.fromkeys((1, 2, 4, 5, 6), 0.0), "critic/num_updates")
+    assert session.state.trained_steps == 6
 
 
 def test_a_run_that_never_made_an_update_is_no_success(tmp_path: Path) -> None:
