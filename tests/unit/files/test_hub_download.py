@@ -24,6 +24,7 @@ MODEL = "owner/name"
 INDEX = {"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}
 FILES = {
     "config.json": b"{}",
+    "tokenizer_config.json": b"{}",
     "tokenizer.model": b"words",
     "model.safetensors.index.json": json.dumps(INDEX).encode(),
     "part-1.safetensors": os.urandom(2_500_000),
@@ -66,9 +67,16 @@ def test_the_files_that_are_read_arrive_and_lines_count_them(hub, tmp_path, monk
 
     hub.requests.clear()
     download_models([MODEL])
-    assert hub.requests == []
     assert model_folder(MODEL) == tmp_path / "cache/models--owner--name/snapshots" / COMMIT
-    assert len(hub.requests) == 1
+    assert hub.requests == []
+
+
+def test_files_that_lack_in_the_cache_are_asked_for(hub: Hub, tmp_path: Path) -> None:
+    for name in ("tokenizer_config.json", "part-2.safetensors"):
+        folder = model_folder(MODEL)
+        (folder / name).unlink()
+        assert model_folder(MODEL) == folder
+        assert (folder / name).read_bytes() == FILES[name]
 
 
 def test_files_whose_size_the_hub_does_not_say_arrive_too(hub, tmp_path, monkeypatch) -> None:
@@ -134,7 +142,13 @@ def test_without_the_hub_a_cached_model_is_used_and_another_one_is_refused(hub, 
         download_models(["owner/other"])
 
 
-def test_a_joined_cluster_downloads_where_its_ranks_are(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_joined_cluster_downloads_where_its_ranks_are(hub, tmp_path, monkeypatch, caplog) -> None:
+    caplog.set_level(logging.INFO, "nemo_rl")
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    download_models([MODEL])
+    download_models([MODEL, str(tmp_path)])
     assert hub.requests == []
+    assert f"cluster at 10.0.0.1:6379 that do not have {MODEL} download it by themselves" in caplog.text
+    model_folder(MODEL)
+    caplog.clear()
+    download_models([MODEL])
+    assert caplog.text == ""
