@@ -74,6 +74,7 @@ def test_the_files_that_are_read_arrive_and_lines_count_them(hub, tmp_path, monk
 def test_files_that_lack_in_the_cache_are_asked_for(hub: Hub, tmp_path: Path) -> None:
     for name in ("tokenizer_config.json", "part-2.safetensors"):
         folder = model_folder(MODEL)
+        (folder / name).resolve().unlink()
         (folder / name).unlink()
         assert model_folder(MODEL) == folder
         assert (folder / name).read_bytes() == FILES[name]
