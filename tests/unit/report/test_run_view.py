@@ -57,6 +57,7 @@ def test_a_sample_has_the_texts_of_its_tokens(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     assert detail["tokens"]["texts"] == {token: tokenizer.decode([token]) for token in (5, 6, 7, 8)}
     assert detail["tokens"]["generation_logprobs"] == [0.0, 0.0, -0.25, -1.5]
+    assert detail["tokens"]["values"] == [0.0, 0.0, 0.5, 0.75]
     assert [message["role"] for message in detail["messages"]] == ["user", "assistant"]
     for number in (0, 5):
         with pytest.raises(IndexError):
