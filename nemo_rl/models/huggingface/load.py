@@ -150,7 +150,7 @@ def load_model_config(
         ConfigError: the model cannot be found or an override names no field of its configuration.
     """
     try:
-        config = AutoConfig.from_pretrained(model_name)
+        config = AutoConfig.from_pretrained(cached_folder(model_name) or model_name)  # of the commit of the weights
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{section}.model_name={model_name!r} is neither a model folder with a config.json nor a "

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -130,7 +131,10 @@ def model_folder(model_name: str) -> Path:
 
 def cached_folder(hub_id: str) -> Path | None:
     """Return the folder in the hub's cache with configuration, tokenizer and weights of a model; None if one lacks."""
-    found = [try_to_load_from_cache(hub_id, name) for name in (_TOKENIZER_CONFIG, CONFIG_NAME)]
+    try:
+        found = [try_to_load_from_cache(hub_id, name) for name in (_TOKENIZER_CONFIG, CONFIG_NAME)]
+    except HFValidationError:  # the name of a folder
+        return None
     if not all(isinstance(file, str) for file in found):
         return None
     folder = Path(str(found[-1])).parent

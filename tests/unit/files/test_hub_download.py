@@ -5,6 +5,8 @@ import json
 import logging
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from nemo_rl.models.huggingface.tensor_files import model_folder
 from nemo_rl.utils.errors import DownloadError
 
 MODEL = "owner/name"
+TINY_CHAT = Path(__file__).resolve().parents[3] / "examples/assets/tiny-chat"
 INDEX = {"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}
 FILES = {
     "config.json": b"{}",
@@ -78,6 +81,24 @@ def test_files_that_lack_in_the_cache_are_asked_for(hub: Hub, tmp_path: Path) ->
         (folder / name).unlink()
         assert model_folder(MODEL) == folder
         assert (folder / name).read_bytes() == FILES[name]
+
+
+def test_a_rank_asks_the_hub_for_nothing_that_is_in_the_cache(hub: Hub, tmp_path: Path) -> None:
+    hub.models = {MODEL: {path.name: path.read_bytes() for path in TINY_CHAT.iterdir()}}
+    program = f"""
+import urllib.request
+from nemo_rl.models.huggingface.load import load_causal_lm
+from nemo_rl.models.huggingface.tensor_files import model_folder
+
+model_folder({MODEL!r})
+urllib.request.urlopen("{hub.address}/{MODEL}/resolve/main/README.md").read()
+load_causal_lm({MODEL!r})
+"""
+    settings = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    subprocess.run([sys.executable, "-c", program], env=os.environ | settings, check=True, timeout=100)
+    marker = hub.requests.index(f"GET /{MODEL}/resolve/main/README.md")
+    assert any("model.safetensors" in request for request in hub.requests[:marker])
+    assert hub.requests[marker + 1 :] == []
 
 
 def test_files_whose_size_the_hub_does_not_say_arrive_too(hub, tmp_path, monkeypatch) -> None:
