@@ -7,7 +7,6 @@ the hub for files of a commit that are in the cache.
 
 import io
 from collections.abc import Sequence
-from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,12 +14,10 @@ from huggingface_hub import DryRunFileInfo, constants, snapshot_download
 from huggingface_hub.errors import DryRunError
 from tqdm import tqdm
 
-from nemo_rl.host.background import in_background
 from nemo_rl.host.waiting_log import StillWaiting
 from nemo_rl.utils.errors import DownloadError
 
 _MEGABYTE = 10**6
-_LOOK_EVERY_S = 0.5
 
 
 def download(
@@ -82,11 +79,8 @@ def _download(name: str, wanted: dict[str, Any], what: str, num_bytes: int | Non
     bars: list[tqdm] = []
     # Bytes that are received and bytes that are written have a bar each.
     total = None if num_bytes is None else -(-num_bytes // _MEGABYTE)
-    arriving = in_background(lambda: snapshot_download(name, **wanted, tqdm_class=_bars_of(bars)), "download")
     with StillWaiting(what, "MB have arrived", lambda: _arrived_megabytes(bars), total, "MB") as progress:
-        while not wait([arriving], timeout=_LOOK_EVERY_S).done:
-            progress.look()
-    return Path(arriving.result())
+        return Path(progress.during(lambda: snapshot_download(name, **wanted, tqdm_class=_bars_of(bars))))
 
 
 def _arrived_megabytes(bars: Sequence[tqdm]) -> int:

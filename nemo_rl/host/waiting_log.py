@@ -6,9 +6,11 @@ On a terminal the wait has a bar with the time left; elsewhere a line is logged 
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from types import TracebackType
 from typing import Self
 
+from nemo_rl.host.background import in_background
 from nemo_rl.host.console_bars import Bar, shows_bars
 
 logger = logging.getLogger(__name__)
@@ -17,6 +19,7 @@ PERIOD_S = 30.0
 """Seconds between two lines about one wait."""
 SHOWN_AFTER_S = 1.0
 """Seconds after which a wait gets a bar."""
+_LOOK_EVERY_S = 0.5
 
 
 class StillWaiting:
@@ -66,6 +69,13 @@ class StillWaiting:
         elif now - self._said >= PERIOD_S:
             self._said = now
             logger.info("Still waiting for %s after %.0f s: %s.", self._what, now - self._began, self._described(now))
+
+    def during[T](self, call: Callable[[], T]) -> T:
+        """Call a function in a thread, look until it has ended, and return its result or raise its error."""
+        running = in_background(call, self._what)
+        while not wait([running], timeout=_LOOK_EVERY_S).done:
+            self.look()
+        return running.result()
 
     def _draw(self, now: float) -> None:
         if self._bar is None and now - self._began >= SHOWN_AFTER_S:

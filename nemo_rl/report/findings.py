@@ -76,7 +76,7 @@ def _above(curves: Curves, name: str, threshold: float) -> Points:
 
 def not_finite(curves: Curves) -> Finding | None:
     """A number of the update is not finite."""
-    for name in ("train/loss", "train/grad_norm", "train/token_mult_prob_error"):
+    for name in ("train/loss", "train/grad_norm", "train/token_mult_prob_error", "train/critic/loss"):
         curve = curves.get(name)
         steps = [step for step, value in zip(curve.steps, curve.values, strict=True) if value is None]
         if steps:
@@ -173,16 +173,35 @@ def gradient_spike(curves: Curves) -> Finding | None:
 
 def skipped_updates(curves: Curves) -> Finding | None:
     """Updates were dropped."""
-    name = "train/skipped_updates"
-    over = _above(curves, name, 0)
-    if not over:
+    for name, whose in (("train/skipped_updates", ""), ("train/critic/skipped_updates", " of the critic")):
+        over = _above(curves, name, 0)
+        if over:
+            return Finding(
+                "problem",
+                "Updates were skipped",
+                f"{_sum(over):g} updates{whose} in {len(over)} steps had a gradient that is not finite, or no token "
+                "that counts.",
+                name,
+                _bounds(over),
+            )
+    return None
+
+
+def useless_critic(curves: Curves) -> Finding | None:
+    """The critic does not learn to predict the returns."""
+    name, least = "train/critic/explained_var", 0.1
+    points = curves.get(name).known
+    if len(points) < 2 * _FEW or _most(points) >= least:
         return None
     return Finding(
-        "problem",
-        "Updates were skipped",
-        f"{_sum(over):g} updates in {len(over)} steps had a gradient that is not finite, or no token that counts.",
+        "warning",
+        "The critic predicts nothing",
+        f"explained_var is below {least} in all {len(points)} steps, at most {_most(points):.3g}; 1 is perfect, and 0 "
+        "is no better than a constant. Raise value.optimizer.kwargs.lr, or train the critic alone at first with "
+        "ppo.policy_training_start_step.",
         name,
-        _bounds(over),
+        _bounds(points),
+        "docs/algorithms/ppo.md, section Metrics",
     )
 
 
@@ -304,6 +323,7 @@ RULES: tuple[Rule, ...] = (
     entropy_collapse,
     kl_spike,
     gradient_spike,
+    useless_critic,
     truncation,
     nothing_to_learn,
     no_progress,

@@ -29,7 +29,7 @@ COLUMNS = (
     "preview",
 )
 """Names of the values of a summary."""
-_NUMBERS = ("generation_logprobs", "prev_logprobs", "advantages")
+_NUMBERS = ("generation_logprobs", "prev_logprobs", "advantages", "values", "returns")
 _DECIMALS = 4
 _LARGEST = 2**63
 """Whole numbers of a table are smaller; files whose steps are larger have other names."""

@@ -8,7 +8,6 @@ Invariants: files of the run are only read. The answer to a request without the 
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import socket
 import threading
@@ -39,7 +38,6 @@ _LARGEST_SHARE = 0.05
 _FILES_AT_ONCE = 4
 """Files of samples that are read at a time; requests are answered in between."""
 _MOST_DIGITS = 12
-_NICENESS = 10
 _WAIT_S = 2.0
 """Seconds after which a request for news is answered even if there are none."""
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
@@ -181,7 +179,6 @@ def serve(run: RunFiles, host: str, port: int) -> None:
         raise ConfigError(
             f"Cannot listen on {host}:{port}: {error}. Choose another --port; 0 takes a free one."
         ) from error
-    os.nice(_NICENESS)  # a run on the same machine comes first
     server = RunServer(run)
     address = f"http://{host}:{listener.getsockname()[1]}/{server.key}/"
     logger.info("%s is shown at %s (end with Ctrl-C)", run.name, address)

@@ -4,6 +4,7 @@ It imports little, so that the help appears immediately. Invariant: files of the
 """
 
 import argparse
+import os
 from pathlib import Path
 
 NAME = "watch"
@@ -13,6 +14,7 @@ DESCRIPTION = """Show a run in a browser while it goes on, and after it.
 The page is that of `nemo_rl report` with all samples. It is served on this machine only, at an address with a key that
 is printed at the start. From another machine, forward the port: ssh -L 8700:127.0.0.1:8700 MACHINE"""
 DEFAULT_PORT = 8700
+_NICENESS = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C; return the exit status."""
+    os.nice(_NICENESS)  # a run on the same machine comes first, also before the imports
     from nemo_rl.launch import command_line
     from nemo_rl.report.run_files import find_run
     from nemo_rl.report.server import serve

@@ -3,12 +3,14 @@
 Invariant: weights are in float32, and none is quantised, offloaded or on another device.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from nemo_rl.distributed.parallel_logprobs import initial_head
+from nemo_rl.models.huggingface.tensor_files import cached_folder, model_folder
 from nemo_rl.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -67,7 +69,8 @@ def load_causal_lm(
 
     config = load_model_config(model_name, config_overrides)
     attention = attention_choice(config, attn_implementation, AutoModelForCausalLM)
-    model = AutoModelForCausalLM.from_pretrained(model_name, config=config, dtype=torch.float32, **attention)
+    files = _files_of(model_name)
+    model = AutoModelForCausalLM.from_pretrained(files, config=config, dtype=torch.float32, **attention)
     return model.eval()
 
 
@@ -97,11 +100,12 @@ def load_scoring_model(
     config = load_model_config(model_name, config_overrides)
     config.num_labels = 1
     attention = attention_choice(config, attn_implementation, AutoModelForSequenceClassification)
+    files = _files_of(model_name)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model, loaded = AutoModelForSequenceClassification.from_pretrained(
-                model_name, config=config, dtype=torch.float32, output_loading_info=True, **attention
+                files, config=config, dtype=torch.float32, output_loading_info=True, **attention
             )
     except ValueError as error:
         raise ConfigError(f"policy.model_name={model_name!r} cannot be loaded with a scalar head: {error}") from error
@@ -146,7 +150,7 @@ def load_model_config(
         ConfigError: the model cannot be found or an override names no field of its configuration.
     """
     try:
-        config = AutoConfig.from_pretrained(model_name)
+        config = AutoConfig.from_pretrained(cached_folder(model_name) or model_name)  # of the commit of the weights
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{section}.model_name={model_name!r} is neither a model folder with a config.json nor a "
@@ -160,6 +164,13 @@ def load_model_config(
             )
         setattr(config, key, value)
     return config
+
+
+def _files_of(model_name: str) -> str:
+    """Return the folder of a model's files, downloaded if need be; the id of a model without safetensors."""
+    folder = model_folder(model_name)
+    has_weights = folder == Path(model_name).expanduser() or cached_folder(model_name) == folder
+    return str(folder) if has_weights else model_name
 
 
 def _softcaps_attention(config: PretrainedConfig) -> bool:

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from nemo_rl.files.hub_download import download
 from nemo_rl.host.waiting_log import StillWaiting
@@ -39,6 +41,7 @@ _ALIGNMENT = 8
 _DESCRIBING_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Configuration and tokenizer of a model on the hub."""
 _SUBFOLDERS = ("*/*",)
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 
 MAX_FILE_BYTES = 5 * 1024**3
 """Largest size of the tensors in one file of a model folder, unless a single tensor is larger."""
@@ -106,9 +109,10 @@ class TensorFiles:
 
 
 def model_folder(model_name: str) -> Path:
-    """Return the folder of a model's files; a hub id is downloaded, or found in the cache.
+    """Return the folder of a model's files; a hub id is downloaded if it is not in the cache.
 
-    Of the weights only those files are downloaded that `weight_files` names.
+    Of the weights only those files are downloaded that `weight_files` names. Nothing is asked of the hub for a model
+    that is in the cache.
 
     Raises:
         DownloadError: the files do not arrive.
@@ -116,10 +120,29 @@ def model_folder(model_name: str) -> Path:
     path = Path(model_name).expanduser()
     if path.is_dir():
         return path
+    cached = cached_folder(model_name)
+    if cached is not None:
+        return cached
     folder = download(model_name, _DESCRIBING_FILES, ignored=_SUBFOLDERS)
     names = {SAFE_WEIGHTS_NAME} | _indexed(folder / SAFE_WEIGHTS_INDEX_NAME)
     # The folder of a commit has its name; the weights must be of the same commit.
     return download(model_name, sorted(names), revision=folder.name)
+
+
+def cached_folder(hub_id: str) -> Path | None:
+    """Return the folder in the hub's cache with configuration, tokenizer and weights of a model; None if one lacks."""
+    try:
+        found = [try_to_load_from_cache(hub_id, name) for name in (_TOKENIZER_CONFIG, CONFIG_NAME)]
+    except HFValidationError:  # the name of a folder
+        return None
+    if not all(isinstance(file, str) for file in found):
+        return None
+    folder = Path(str(found[-1])).parent
+    try:
+        weight_files(folder)
+    except CheckpointError:
+        return None
+    return folder
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -15,6 +15,7 @@ import torch
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.files.manifest import find_damage
+from nemo_rl.host.waiting_log import StillWaiting
 from nemo_rl.models.huggingface.folders import CONSOLIDATED_FOLDER, MODEL_FOLDER, TOKENIZER_FILES, require_empty
 from nemo_rl.models.training.backends import TrainingBackend
 from nemo_rl.utils.errors import CheckpointError, ConfigError
@@ -128,7 +129,8 @@ class FolderBackend(TrainingBackend):
     def verify_export(self, weights: Path, target: Path) -> "ExportCheck":
         """See `TrainingBackend.verify_export`; compares in float32 on the CPU.
 
-        The checkpoint is read into a model with random weights, the exported folder by `from_pretrained`.
+        The checkpoint is read into a model with random weights, the exported folder by `from_pretrained`. The wait is
+        shown on the console.
 
         Raises:
             CheckpointError: the weights do not fit the model.
@@ -137,9 +139,13 @@ class FolderBackend(TrainingBackend):
 
         from nemo_rl.models.huggingface.comparison import compare_models, is_classifier
 
-        config = AutoConfig.from_pretrained(self.described_folder(weights))
-        kind = AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
-        trained = kind.from_config(config, dtype=torch.float32).eval()
-        self.read_into(trained, weights)
-        exported = kind.from_pretrained(target, dtype=torch.float32).eval()
-        return compare_models(trained, exported, AutoTokenizer.from_pretrained(target))
+        def check() -> "ExportCheck":
+            config = AutoConfig.from_pretrained(self.described_folder(weights))
+            kind = AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
+            trained = kind.from_config(config, dtype=torch.float32).eval()
+            self.read_into(trained, weights)
+            exported = kind.from_pretrained(target, dtype=torch.float32).eval()
+            return compare_models(trained, exported, AutoTokenizer.from_pretrained(target))
+
+        with StillWaiting(f"the comparison of {target}", "it is running") as progress:
+            return progress.during(check)

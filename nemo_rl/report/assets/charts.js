@@ -128,7 +128,7 @@ function chart(name, runs, options, width) {
     series.push({ label: line.label, stroke: color, width: line.bound ? 0.5 : 1.6, spanGaps: true,
       points: { show: xs.length < 40 && !line.bound && !line.faint, size: 4 }, value: (_, value) => shown(value) });
   }
-  const size = 58;
+  const size = 66; // room for -1.00e-4
   const plot = make("div", { role: "img", "aria-label": `Chart of ${name}` });
   const values = (_, ticks) => ticks.map((tick) => shown(tick, 3));
   PLOTS.push(new uPlot({

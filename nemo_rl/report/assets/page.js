@@ -5,7 +5,7 @@ const DATA = JSON.parse(document.getElementById("data").textContent);
 const OPTIONS = { axis: "steps", smoothing: 0.6, log: false, seeds: true, text: "", legend: false };
 const MAIN_CURVES = ["train/reward", "validation/accuracy", "train/loss", "validation/loss", "train/grad_norm",
   "train/approx_entropy", "train/token_mult_prob_error", "train/mean_gen_tokens_per_sample", "train/truncation_rate",
-  "train/lr", "train/accuracy", "timing/train/total_step_time"];
+  "train/critic/explained_var", "train/lr", "train/accuracy", "timing/train/total_step_time"];
 const TABS = [["overview", "Overview", overview], ["curves", "Curves", curves], ["time", "Time", timeView],
   ["rollouts", "Rollouts", rollouts], ["config", "Configuration", configuration]];
 let tab = "overview", chosen = 0;

@@ -3,7 +3,7 @@
 
 const PAGE_ROWS = 25, MOST_SIDE = 32, MOST_TOKENS = 8000, CHARS_AT_ONCE = 10000, WAIT_FOR_TEXT_MS = 250;
 const COLORINGS = [
-  ["none", "no colour"], ["logprob", "log-probability"], ["advantage", "advantage"],
+  ["none", "no colour"], ["logprob", "log-probability"], ["advantage", "advantage"], ["value", "value of the critic"],
   ["difference", "trainer minus engine log-probability"], ["version", "weight version"],
 ];
 
@@ -192,6 +192,7 @@ function tokenNumbers(tokens, coloring) {
   const minus = (a, b) => a.map((value, index) => (value === null || b[index] === null ? null : value - b[index]));
   if (coloring === "logprob") return tokens.generation_logprobs || null;
   if (coloring === "advantage") return tokens.advantages || null;
+  if (coloring === "value") return tokens.values || null;
   if (coloring === "difference") {
     return tokens.prev_logprobs && tokens.generation_logprobs ? minus(tokens.prev_logprobs, tokens.generation_logprobs) : null;
   }
@@ -228,7 +229,8 @@ function tokensView(tokens, coloring) {
     const number = numbers && written(index) ? numbers[index] : null;
     const piece = tokens.texts ? tokens.texts[id] : `[${id}]`;
     const about = [`token ${id}`];
-    for (const [name, label] of [["generation_logprobs", "engine"], ["prev_logprobs", "trainer"], ["advantages", "advantage"]]) {
+    for (const [name, label] of [["generation_logprobs", "engine"], ["prev_logprobs", "trainer"], ["advantages", "advantage"],
+      ["values", "value"], ["returns", "return"]]) {
       if (tokens[name] && written(index)) about.push(`${label} ${shown(tokens[name][index])}`);
     }
     text.append(make("span", { class: written(index) ? null : "unwritten", title: about.join(", "),

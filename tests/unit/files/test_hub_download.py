@@ -5,6 +5,8 @@ import json
 import logging
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,11 @@ from nemo_rl.models.huggingface.tensor_files import model_folder
 from nemo_rl.utils.errors import DownloadError
 
 MODEL = "owner/name"
+TINY_CHAT = Path(__file__).resolve().parents[3] / "examples/assets/tiny-chat"
 INDEX = {"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}
 FILES = {
     "config.json": b"{}",
+    "tokenizer_config.json": b"{}",
     "tokenizer.model": b"words",
     "model.safetensors.index.json": json.dumps(INDEX).encode(),
     "part-1.safetensors": os.urandom(2_500_000),
@@ -66,9 +70,35 @@ def test_the_files_that_are_read_arrive_and_lines_count_them(hub, tmp_path, monk
 
     hub.requests.clear()
     download_models([MODEL])
-    assert hub.requests == []
     assert model_folder(MODEL) == tmp_path / "cache/models--owner--name/snapshots" / COMMIT
-    assert len(hub.requests) == 1
+    assert hub.requests == []
+
+
+def test_files_that_lack_in_the_cache_are_asked_for(hub: Hub, tmp_path: Path) -> None:
+    for name in ("tokenizer_config.json", "part-2.safetensors"):
+        folder = model_folder(MODEL)
+        (folder / name).resolve().unlink()
+        (folder / name).unlink()
+        assert model_folder(MODEL) == folder
+        assert (folder / name).read_bytes() == FILES[name]
+
+
+def test_a_rank_asks_the_hub_for_nothing_that_is_in_the_cache(hub: Hub, tmp_path: Path) -> None:
+    hub.models = {MODEL: {path.name: path.read_bytes() for path in TINY_CHAT.iterdir()}}
+    program = f"""
+import urllib.request
+from nemo_rl.models.huggingface.load import load_causal_lm
+from nemo_rl.models.huggingface.tensor_files import model_folder
+
+model_folder({MODEL!r})
+urllib.request.urlopen("{hub.address}/{MODEL}/resolve/main/README.md").read()
+load_causal_lm({MODEL!r})
+"""
+    settings = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    subprocess.run([sys.executable, "-c", program], env=os.environ | settings, check=True, timeout=100)
+    marker = hub.requests.index(f"GET /{MODEL}/resolve/main/README.md")
+    assert any("model.safetensors" in request for request in hub.requests[:marker])
+    assert hub.requests[marker + 1 :] == []
 
 
 def test_files_whose_size_the_hub_does_not_say_arrive_too(hub, tmp_path, monkeypatch) -> None:
@@ -134,7 +164,13 @@ def test_without_the_hub_a_cached_model_is_used_and_another_one_is_refused(hub, 
         download_models(["owner/other"])
 
 
-def test_a_joined_cluster_downloads_where_its_ranks_are(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_joined_cluster_downloads_where_its_ranks_are(hub, tmp_path, monkeypatch, caplog) -> None:
+    caplog.set_level(logging.INFO, "nemo_rl")
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    download_models([MODEL])
+    download_models([MODEL, str(tmp_path)])
     assert hub.requests == []
+    assert f"cluster at 10.0.0.1:6379 that do not have {MODEL} download it by themselves" in caplog.text
+    model_folder(MODEL)
+    caplog.clear()
+    download_models([MODEL])
+    assert caplog.text == ""

@@ -31,6 +31,7 @@ def row(step: int, group: int, sample: int, text: str, reward: float | None = 1.
         "token_loss_mask": [0, 0, 1, 1],
         "generation_logprobs": [0.0, 0.0, -0.25, -1.5],
         "prev_logprobs": [0.0, 0.0, -0.25, -1.25],
+        "values": [0.0, 0.0, 0.5, 0.75],
         "advantages": [0.0, 0.0, 1.0, 1.0],
         "weight_versions": [[2, step - 1]],
         **more,

@@ -57,6 +57,7 @@ def test_a_sample_has_the_texts_of_its_tokens(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     assert detail["tokens"]["texts"] == {token: tokenizer.decode([token]) for token in (5, 6, 7, 8)}
     assert detail["tokens"]["generation_logprobs"] == [0.0, 0.0, -0.25, -1.5]
+    assert detail["tokens"]["values"] == [0.0, 0.0, 0.5, 0.75]
     assert [message["role"] for message in detail["messages"]] == ["user", "assistant"]
     for number in (0, 5):
         with pytest.raises(IndexError):
@@ -173,10 +174,12 @@ def test_a_query_that_cannot_be_answered_is_refused(parameters: dict[str, str]) 
 CASES = {
     "engine_mismatch": ("token_mult_prob_error", [1.0] * 11 + [1.2], [1.0] * 12),
     "skipped_updates": ("skipped_updates", [0.0] * 11 + [1.0], [0.0] * 12),
+    "skipped_updates of the critic": ("critic/skipped_updates", [0.0] * 11 + [1.0], [0.0] * 12),
     "reward_errors": ("num_reward_errors", [0.0] * 11 + [2.0], [0.0] * 12),
     "entropy_collapse": ("approx_entropy", [1.0] * 6 + [0.01] * 6, [1.0] * 6 + [0.5] * 6),
     "kl_spike": ("kl_penalty", [0.01] * 11 + [0.5], [0.01] * 12),
     "gradient_spike": ("grad_norm", [0.1] * 11 + [9.0], [0.1] * 11 + [0.9]),
+    "useless_critic": ("critic/explained_var", [-0.1, 0.05] * 6, [-0.1, 0.4] + [0.0] * 10),
     "truncation": ("truncation_rate", [0.0] * 6 + [0.5] * 6, [0.1] * 12),
     "no_progress": ("reward", [0.5, 0.6] * 12, [step / 24 for step in range(24)]),
 }
@@ -189,7 +192,7 @@ def test_each_finding_has_a_run_that_shows_it_and_one_that_does_not(rule: str, t
         folder = tmp_path / str(expected)
         write_run(folder, steps=len(column), **{name: column})
         curves = viewed(folder).curves
-        found = [each for each in RULES if each.__name__ == rule and each(curves) is not None]
+        found = [each for each in RULES if each.__name__ == rule.split()[0] and each(curves) is not None]
         assert len(found) == expected
         titles = [finding.metric for finding in find(curves)]
         assert (f"train/{name}" in titles) == bool(expected)

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import find_path
+from nemo_rl.host.waiting_log import StillWaiting
 from nemo_rl.models.dtensor.lora.files import attach_adapter, read_adapter_config
 from nemo_rl.models.dtensor.lora.modules import merge_adapters
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
@@ -24,6 +25,7 @@ from nemo_rl.models.huggingface.comparison import ExportCheck, compare_models
 from nemo_rl.models.huggingface.folders import MODEL_FOLDER, require_empty
 from nemo_rl.models.huggingface.load import load_causal_lm, torch_dtype
 from nemo_rl.models.huggingface.peft_folder import ADAPTER_FOLDER, CONFIG_FILE
+from nemo_rl.models.huggingface.tensor_files import model_folder
 from nemo_rl.utils.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -105,10 +107,16 @@ def export_merged(source: AdapterSource, target: Path, dtype: str | None = None)
     """
     require_empty(target)
     wanted = torch_dtype(dtype or "float32")
-    model = _adapted(source)
-    merge_adapters(model)
-    nn.Module.to(model, wanted).save_pretrained(target)
-    AutoTokenizer.from_pretrained(source.tokenizer).save_pretrained(target)
+
+    def merge() -> None:
+        model = _adapted(source)
+        merge_adapters(model)
+        nn.Module.to(model, wanted).save_pretrained(target)
+        AutoTokenizer.from_pretrained(source.tokenizer).save_pretrained(target)
+
+    model_folder(source.base)  # a download has a wait of its own
+    with StillWaiting(f"the merge of {source.folder} into {source.base}", "it is running") as progress:
+        progress.during(merge)
     logger.info("Merged %s into %s: %s.", source.folder, source.base, target)
 
 
@@ -135,8 +143,13 @@ def verify_merged(source: AdapterSource, target: Path) -> ExportCheck:
         source: result of `adapter_source`.
         target: the exported folder.
     """
-    exported = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    check = compare_models(_adapted(source), exported, AutoTokenizer.from_pretrained(target))
+
+    def compare() -> ExportCheck:
+        exported = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+        return compare_models(_adapted(source), exported, AutoTokenizer.from_pretrained(target))
+
+    with StillWaiting(f"the comparison of {target}", "it is running") as progress:
+        check = progress.during(compare)
     return replace(check, tolerance=MERGE_TOLERANCE)
 
 
