@@ -160,11 +160,12 @@ def mesh_text(model: PolicyConfig, ranks: int) -> str:
 
 
 def _engines_line(engine: EngineConfig, topology: Topology) -> str:
-    size = ranks_of_engine(engine)
+    size, per_node = ranks_of_engine(engine), topology.generation_ranks_per_node
+    nodes = _count(topology.generation_nodes, "node")
     return (
         f"{_count(topology.generation_ranks // size, 'engine')} of {_count(size, 'device')} (tensor "
         f"{engine.tensor_parallel_size} x pipeline {engine.pipeline_parallel_size}), "
-        f"{topology.generation_ranks_per_node // size} on each of {_count(topology.generation_nodes, 'node')}"
+        f"{f'each on {size // per_node}' if size > per_node else f'{per_node // size} on each'} of {nodes}"
     )
 
 

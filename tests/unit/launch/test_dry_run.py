@@ -109,7 +109,7 @@ def test_a_wrong_configuration_is_refused_as_in_a_run(capsys: pytest.CaptureFixt
         "grpo.sed=1": "Did you mean",
         "policy.train_global_batch_size=500": "train_global_batch_size=500",
         "policy.dtensor_cfg.tensor_parallel_size=3": "8 ranks are no multiple of 3",
-        "policy.generation.engine.tensor_parallel_size=16": "do not divide the 8 generation ranks",
+        "policy.generation.engine.tensor_parallel_size=16": "are 2 machines of 8 generation ranks, and there is 1",
         "policy.model_name=no-such-user/knows-this": "is not here",
     }.items():
         assert launch("", file, GRPOMasterConfig, run_not, ["--dry-run", override]) == 2

@@ -1,12 +1,13 @@
-"""Connect the processes of one engine: a process group for the model, and a socket for the calls of each rank.
+"""Connect place 0 of an engine with the others: a socket for the calls of each rank.
 
     place 0 (runs the engine)             store at MASTER_ADDR:MASTER_PORT           place 1, 2 ... (ranks)
-    enter_engine ──────────────────── process group, GPUs of all ──────────────────── enter_engine
+    enter_engine ────────────────────────── process group (`meeting`) ───────────────────────── enter_engine
     open_links ───────────────────────── address and key of a socket ───────────────── open_link
     link.call ──────────────────────────────────────────────────────────────────────► link.receive
     answer.result ◄────────────────────────────────────────────────────────────────── link.send
 
-Invariant: an engine's processes end together. A process whose link is closed at the other end exits immediately and
+The sockets of an engine on one machine are local, those of an engine on several machines are TCP connections to the
+machine of place 0. Invariant: an engine's processes end together. A process whose link is closed at the other end exits immediately and
 reports nothing else, so the code that replaces the engine only sees processes that have exited.
 """
 
@@ -16,23 +17,17 @@ import logging
 import os
 import pickle
 import secrets
+import socket
 import sys
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
-from nemo_rl.distributed.ranks.process_group import choose_interface, open_store
-from nemo_rl.host.device import Device
+from nemo_rl.models.generation.vllm.meeting import Meeting
 
 logger = logging.getLogger(__name__)
-
-_MEETING_TIMEOUT = timedelta(minutes=30)
-"""Longer than every deadline for starting engines; a process that does not come has usually died."""
 
 
 class Call(NamedTuple):
@@ -151,49 +146,40 @@ class Link:
         os._exit(1)
 
 
-def enter_engine(device: str, place: int, num_places: int) -> dist.Store:
-    """Form the default process group of an engine's processes, and let each process see the GPUs of all.
-
-    vLLM checks which of its GPUs can access each other directly, so every process needs all of them in the same order.
-
-    Args:
-        device: "cpu" or "cuda".
-        place: number of this process: its rank in the group and from now on the index of its GPU.
-        num_places: number of processes of the engine.
-
-    Returns:
-        A store that all of them share.
-    """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    kind = Device("cuda" if device == "cuda" else "cpu")
-    choose_interface(address)
-    store = open_store(address, port, place, num_places, _MEETING_TIMEOUT)
-    if kind.is_gpu:
-        store.set(f"gpu of {place}", os.environ.get("CUDA_VISIBLE_DEVICES", str(place)))
-        gpus = [store.get(f"gpu of {other}").decode() for other in range(num_places)]
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    dist.init_process_group(kind.collective_backend, store=store, rank=place, world_size=num_places)
-    return store
-
-
-def open_links(store: dist.Store, num_places: int) -> list[Link]:
+def open_links(meeting: Meeting) -> list[Link]:
     """Open the links of place 0 to places 1, 2 ..., in this order."""
-    key = secrets.token_bytes(32)
-    # On Linux, use a socket without a file.
-    address = f"\0nemo_rl-{secrets.token_hex(16)}" if sys.platform == "linux" else None
+    key, num_links = secrets.token_bytes(32), len(meeting.machines) - 1
     links: dict[int, Link] = {}
-    with Listener(address, family="AF_UNIX", authkey=key) as listener:
-        store.set("links", json.dumps([address or listener.address, key.hex()]))
-        while len(links) < num_places - 1:
-            connection = listener.accept()
+    with _listener(meeting, key, num_links) as listener:
+        address = listener.address
+        text = address.decode() if isinstance(address, bytes) else address  # the system returns names of no file so
+        meeting.store.set("links", json.dumps([text, key.hex()]))
+        while len(links) < num_links:
+            connection = _prompt(listener.accept())
             place = connection.recv()
             links[place] = Link(connection, f"Worker {place}")
     return [links[place] for place in sorted(links)]
 
 
-def open_link(store: dist.Store, place: int) -> Link:
+def open_link(meeting: Meeting) -> Link:
     """Open the link of a rank to place 0."""
-    address, key = json.loads(store.get("links"))
-    connection = Client(address, family="AF_UNIX", authkey=bytes.fromhex(key))
-    connection.send(place)
+    address, key = json.loads(meeting.store.get("links"))
+    connection = _prompt(Client(address if isinstance(address, str) else tuple(address), authkey=bytes.fromhex(key)))
+    connection.send(meeting.place)
     return Link(connection, "Worker 0")
+
+
+def _listener(meeting: Meeting, key: bytes, num_links: int) -> Listener:
+    if not meeting.is_on_one_machine:
+        return Listener((os.environ["MASTER_ADDR"], 0), family="AF_INET", backlog=num_links, authkey=key)
+    # On Linux, use a socket without a file.
+    address = f"\0nemo_rl-{secrets.token_hex(16)}" if sys.platform == "linux" else None
+    return Listener(address, family="AF_UNIX", backlog=num_links, authkey=key)
+
+
+def _prompt(connection: Connection) -> Connection:
+    """Let a TCP connection send small messages at once, instead of waiting for the receipt of earlier ones."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as shared:
+        if shared.family == socket.AF_INET:
+            shared.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection

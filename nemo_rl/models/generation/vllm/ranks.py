@@ -29,7 +29,8 @@ from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, GenerationResult, engine_of
-from nemo_rl.models.generation.vllm.links import Answer, Call, Link, Outcome, enter_engine, open_link, open_links
+from nemo_rl.models.generation.vllm.links import Answer, Call, Link, Outcome, open_link, open_links
+from nemo_rl.models.generation.vllm.meeting import HOST_ADDRESS, Meeting, enter_engine
 from nemo_rl.models.generation.vllm.own_experts import compute_own_experts
 from nemo_rl.models.generation.vllm.weights import load_tensors
 
@@ -50,15 +51,17 @@ class _Start(NamedTuple):
     environment: dict[str, str]
 
 
-def _build_worker(start: _Start, rank: int) -> WorkerWrapperBase:
+def _build_worker(start: _Start, meeting: Meeting) -> WorkerWrapperBase:
     """Build vLLM's worker of a rank, with its device and model; all ranks do this at the same time."""
+    rank, name_on_machine = meeting.place, f"{start.identity}-{meeting.machine}"
     worker = WorkerWrapperBase(rpc_rank=0, global_rank=rank)
     arguments = {
         "vllm_config": start.config,
-        "local_rank": rank,
+        "local_rank": meeting.local_place,
         "rank": rank,
-        # It only names segments of shared memory; `links.enter_engine` has formed the process group already.
-        "distributed_init_method": f"file:///{start.identity}",
+        # It only names segments of shared memory; `meeting.enter_engine` has formed the process group already. A group
+        # of ranks whose names differ does not use shared memory, so each machine has its own name.
+        "distributed_init_method": f"file:///{name_on_machine}",
         "is_driver_worker": rank % start.config.parallel_config.tensor_parallel_size == 0,
         "shared_worker_lock": Lock(),
     }
@@ -66,7 +69,7 @@ def _build_worker(start: _Start, rank: int) -> WorkerWrapperBase:
         compute_own_experts()
     worker.init_worker(all_kwargs=[arguments])
     worker.init_device()
-    _forget_names(start.identity)
+    _forget_names(name_on_machine)
     worker.load_model()
     current_platform.update_block_size_for_backend(start.config)
     if current_platform.is_cpu() and not get_pp_group().is_first_rank:
@@ -86,7 +89,7 @@ def _forget_names(identity: str) -> None:
     for segment in _SHARED_MEMORY.glob(f"*{identity}*"):  # used for all-reduces on CPUs
         segment.unlink(missing_ok=True)
     queue = get_tp_group().mq_broadcaster
-    if queue is not None and queue.buffer.is_creator:
+    if queue is not None and queue.buffer is not None and queue.buffer.is_creator:
         queue.buffer.shared_memory.unlink()
         queue.buffer.is_creator = False
 
@@ -99,13 +102,14 @@ class RanksExecutor(UniProcExecutor):
     def _init_executor(self) -> None:
         parallel = self.vllm_config.parallel_config
         self._output_rank = parallel.world_size - parallel.tensor_parallel_size
-        store = enter_engine(self.device_config.device_type, 0, parallel.world_size)
-        self._links: list[Link] = open_links(store, parallel.world_size)
+        meeting = enter_engine(self.device_config.device_type, 0, parallel.world_size)
+        self._links: list[Link] = open_links(meeting)
         environment = {name: value for name, value in os.environ.items() if name.startswith(_OF_VLLM)}
+        environment.pop(HOST_ADDRESS, None)
         start = _Start(self.vllm_config, f"nemo_rl-{uuid4().hex}", environment)
         for link in self._links:
             link.send(start)
-        self.driver_worker = _build_worker(start, 0)
+        self.driver_worker = _build_worker(start, meeting)
         for link in self._links:
             link.receive()
 
@@ -156,10 +160,11 @@ class VllmRank:
 
     def __init__(self, settings: EngineSettings):
         _, rank = engine_of(int(os.environ["RANK"]), settings.num_workers)
-        self._link = open_link(enter_engine(settings.device, rank, settings.num_workers), rank)
+        meeting = enter_engine(settings.device, rank, settings.num_workers)
+        self._link = open_link(meeting)
         start: _Start = self._link.receive()
         os.environ.update(start.environment)
-        self._worker = _build_worker(start, rank)
+        self._worker = _build_worker(start, meeting)
         self._link.send(Outcome(None))
         self._link.when_it_brings(asyncio.get_running_loop(), self._do_next)
 

@@ -1,4 +1,4 @@
-"""One vLLM engine of two tensor-parallel ranks on the CPU, each in a separate process as in a run.
+"""One vLLM engine of two tensor-parallel ranks on the CPU, each in a separate process as in a run, and on two machines.
 
 Greedy text equals Hugging Face, both ranks receive and confirm weights, and no process and no shared memory remains
 after one of them is killed.
@@ -50,12 +50,14 @@ NUM_RANKS = 2
 class EngineOfRanks:
     """The processes of one engine, called together as the controller does."""
 
-    def __init__(self, folder: Path, stack: ExitStack):
+    def __init__(self, folder: Path, stack: ExitStack, machines: tuple[int, ...]):
         settings = {"engine": make_settings(folder, "vllm", load_weights=True, tensor_parallel_size=NUM_RANKS)}
         with socket.socket() as bound:
             bound.bind(("127.0.0.1", 0))
             port = bound.getsockname()[1]
-        self.ranks = [stack.enter_context(EngineProcess(settings, rank, port)) for rank in range(NUM_RANKS)]
+        self.ranks = [
+            stack.enter_context(EngineProcess(settings, rank, port, machine)) for rank, machine in enumerate(machines)
+        ]
         self.sender = WeightSender(SPEC, rank=0, is_node_leader=True)
         stack.callback(self.sender.close)
         self.call("ready")
@@ -103,12 +105,12 @@ def expected(model: PreTrainedModel) -> list[list[int]]:
     return [greedy_reference(model, prompt, 12) for prompt in PROMPTS]
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineOfRanks]:
+@pytest.fixture(scope="module", params=[(0, 0), (0, 1)], ids=["one machine", "two machines"])
+def engine(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[EngineOfRanks]:
     folder = tmp_path_factory.mktemp("model")
     save_model(folder, make_model("qwen2", True, seed=0))
     with ExitStack() as stack:
-        yield EngineOfRanks(folder, stack)
+        yield EngineOfRanks(folder, stack, request.param)
 
 
 def test_greedy_answers_match_hugging_face_after_each_sync(engine: EngineOfRanks) -> None:
