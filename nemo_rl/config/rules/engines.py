@@ -23,13 +23,20 @@ _OWN_KEYS = {
 
 def ranks_of_engine(engine: EngineConfig) -> int:
     """Return the number of processes of one engine, each with its own device."""
-    return engine.tensor_parallel_size * engine.pipeline_parallel_size
+    return replicas_of_engine(engine) * engine.tensor_parallel_size * engine.pipeline_parallel_size
+
+
+def replicas_of_engine(engine: EngineConfig) -> int:
+    """Return how often an engine has its layers other than experts, which are divided over all of its ranks."""
+    return max(1, engine.expert_parallel_size // engine.tensor_parallel_size)
 
 
 def product(engine: EngineConfig) -> str:
     """Return the sizes whose product is the number of ranks of an engine, as text."""
+    replicas = replicas_of_engine(engine)
     return (
         f"tensor_parallel_size={engine.tensor_parallel_size} x pipeline_parallel_size={engine.pipeline_parallel_size}"
+        + (f" x {replicas} (expert_parallel_size / tensor_parallel_size)" if replicas > 1 else "")
     )
 
 
@@ -122,13 +129,14 @@ def check_engines(section: str, generation: GenerationConfig, counts: Sequence[i
             "to 1, or use backend=vllm."
         )
         return
-    if experts not in (1, tensor):
+    if experts > 1 and experts % tensor:
         yield (
             f"{section}.engine.expert_parallel_size={experts} does not go with tensor_parallel_size={tensor}: vLLM "
-            "divides experts over all ranks of a stage, tensor_parallel_size x data_parallel_size, and an engine here "
-            f"has data_parallel_size=1, so {tensor} x 1. Use expert_parallel_size={tensor}, or 1 to divide each expert "
-            f"over the {tensor} ranks." + (f" Or set tensor_parallel_size={experts}." if experts > 1 else "")
+            "divides experts over all ranks of a stage, tensor_parallel_size x data_parallel_size. Use a multiple of "
+            f"tensor_parallel_size, or 1 to divide each expert over the {tensor} ranks. "
+            f"{nearest_multiples(experts, tensor)}"
         )
+        return
     size = ranks_of_engine(engine)
     wrong = misplaced(tensor, size, counts) if counts and min(counts) else None
     if wrong is not None:

@@ -105,8 +105,8 @@ def destroy_process_group() -> None:
 
 
 def address_towards(address: str) -> str | None:
-    """Return this machine's IPv4 address on the route to an address; None if the system does not tell."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    """Return this machine's address on the route to an address; None if the system does not tell."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))  # sends nothing
         except OSError:
@@ -120,7 +120,7 @@ def _interface_to(address: str) -> str | None:
     if _is_loopback(address):
         return "lo0" if sys.platform == "darwin" else "lo"
     towards = address_towards(address)
-    if towards is None:
+    if towards is None or ":" in towards:
         return None
     own = socket.inet_aton(towards)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

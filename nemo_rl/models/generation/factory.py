@@ -172,8 +172,9 @@ def make_engines(
     wrong = misplaced(settings.tensor_parallel_size, size, counts)
     if wrong is not None:
         raise ConfigError(
-            f"{size} ranks of an engine (tensor_parallel_size={settings.tensor_parallel_size} x pipeline_parallel_size="
-            f"{settings.pipeline_parallel_size}) on machines with {counts} bundles {wrong}"
+            f"{size} ranks of an engine (tensor_parallel_size={settings.tensor_parallel_size}, pipeline_parallel_size="
+            f"{settings.pipeline_parallel_size}, expert_parallel_size={settings.expert_parallel_size}) on machines "
+            f"with {counts} bundles {wrong}"
         )
     timeouts = cluster.timeouts
     settings = replace(settings, workers_on_machine=max(counts))

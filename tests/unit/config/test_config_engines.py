@@ -38,7 +38,7 @@ def test_separate_engines_on_cpus_get_their_own_ranks(resources: dict[str, int],
         (
             ["cluster.device=cuda", "cluster.gpus_per_node=8", f"{TENSOR}=3", f"{STAGES}=2"],
             r"3 x pipeline_parallel_size=2 = 6 ranks .*8 generation ranks of a machine.*8 / 6 = 1\.33333\. "
-            r"Nearest values: 6, 12\. Or engines of 1, 2, 4, 8 ranks\. Keys: cluster\.gpus_per_node, cluster\.num_nodes",
+            r"Nearest values: 6, 12\. Or engines of 1, 2, 4, 8 ranks\. Keys: cluster\.gpus_per_node, cluster\.num",
         ),
         (
             ["cluster.device=cuda", "cluster.gpus_per_node=8", SEPARATE, f"{TENSOR}=4",
@@ -47,9 +47,9 @@ def test_separate_engines_on_cpus_get_their_own_ranks(resources: dict[str, int],
             r"Keys: policy\.generation\.colocated\.resources\.gpus_per_node, .*resources\.num_nodes",
         ),
         (
-            [SEPARATE, f"{TENSOR}=2", f"{EXPERTS}=4"],
-            r"expert_parallel_size=4 does not go with tensor_parallel_size=2: .* so 2 x 1\. "
-            r"Use expert_parallel_size=2, or 1 .* Or set tensor_parallel_size=4",
+            [SEPARATE, f"{TENSOR}=2", f"{EXPERTS}=3"],
+            r"expert_parallel_size=3 does not go with tensor_parallel_size=2: .* Use a multiple of "
+            r"tensor_parallel_size, or 1 .* Nearest values: 2, 4",
         ),
         ([SEPARATE, f"{TENSOR}=2", "policy.generation.backend=hf"], r"backend=hf computes on one device"),
         ([SEPARATE, f"{TENSOR}=2", "policy.generation.backend=megatron"], r"backend=megatron computes on one device"),
@@ -69,6 +69,7 @@ def test_bad_engine_sections_are_refused(minimal: Path, overrides: list[str], me
     "overrides",
     [
         [SEPARATE, f"{TENSOR}=2", f"{EXPERTS}=2"],
+        [SEPARATE, f"{TENSOR}=2", f"{EXPERTS}=4"],
         ["cluster.ranks_per_node=4", f"{TENSOR}=2"],
         ["cluster.device=cuda", "cluster.gpus_per_node=8", f"{TENSOR}=2", f"{STAGES}=4"],
         ["cluster.device=cuda", "cluster.gpus_per_node=8", "cluster.num_nodes=4", f"{TENSOR}=16"],

@@ -184,6 +184,16 @@ def test_engines_on_nodes_of_their_own() -> None:
     assert "32 rows for each of 16 data-parallel ranks, packed into 8192 tokens: at most 16 an update" in recipe.text
 
 
+def test_an_engine_over_two_nodes() -> None:
+    """Experts are divided over all of its ranks, the other layers over those of a replica."""
+    sizes = "policy.generation.engine={tensor_parallel_size: 4, expert_parallel_size: 16}"
+    recipe = recipe_of("grpo-qwen3-30ba3b-2n8g-megatron", sizes)
+    assert "1 engine of 16 devices (tensor 4 x pipeline 1 x data 4), each on 2 of 2 nodes, on the" in recipe.text
+    experts = 48 * 128 * 3 * 2048 * 768
+    weights = recipe.forecast.groups["policy + generation"].moments["generation"]["engine's weights"]
+    assert weights == pytest.approx(2 * (experts / 16 + (30.532e9 - experts) / 4), rel=0.001)
+
+
 def test_evaluations_and_cpus_have_dry_runs() -> None:
     text = describe(load_config(CONFIGS / "evals/eval.yaml", schema=EvalMasterConfig)).text
     assert "One training step" not in text and "key-value cache" in text and "fits 93% of the 80 GiB" in text

@@ -1,27 +1,26 @@
 """Adapt vLLM's in-process engine to the `Engine` protocol, for the CPU and GPU builds.
 
-Weight loading (`weights`), the other ranks of an engine (`ranks`) and responses with a grammar (`grammars`) have their
-own files. Invariant: unless `logprobs_mode` is changed, log-probabilities are those of the sampled distribution, so
-they agree with a trainer that divides logits by the same temperature; with a grammar, they are those without it.
+Arguments (`arguments`), weight loading (`weights`), the other ranks of an engine (`ranks`, `replicas`) and responses
+with a grammar (`grammars`) have their own files. Invariant: unless `logprobs_mode` is changed, log-probabilities are
+those of the sampled distribution, so they agree with a trainer that divides logits by the same temperature; with a
+grammar, they are those without it.
 """
 
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import uniproc_executor
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from nemo_rl.models.generation.interfaces import (
     EngineLoad,
@@ -29,15 +28,15 @@ from nemo_rl.models.generation.interfaces import (
     FinishReason,
     GenerationRequest,
     SamplingParams,
+    engine_of,
 )
 from nemo_rl.models.generation.stepped import Finished, SteppedEngine
 from nemo_rl.models.generation.texts import sampled_text
+from nemo_rl.models.generation.vllm.arguments import engine_arguments, sampling_params
 from nemo_rl.models.generation.vllm.concurrency import CacheWatch
-from nemo_rl.models.generation.vllm.grammars import REFUSED, Scoring, is_scored, reading, structured_outputs
+from nemo_rl.models.generation.vllm.grammars import REFUSED, Scoring, is_scored, reading
 from nemo_rl.models.generation.vllm.layers import start_recording, stop_recording
 from nemo_rl.models.generation.vllm.logprobs import of_tokens
-from nemo_rl.models.generation.vllm.ranks import RanksExecutor
-from nemo_rl.models.generation.vllm.settings import CPU_SEQUENCES
 from nemo_rl.models.generation.vllm.weights import (
     begin_reload,
     finish_reload,
@@ -54,12 +53,9 @@ from nemo_rl.utils.errors import GenerationError
 
 logger = logging.getLogger(__name__)
 
-_CPU_BATCHED_TOKENS = 4096
-_DEEPSEEK_V3_ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-
 
 class VllmEngine(SteppedEngine):
-    """One vLLM engine, or worker 0 of an engine with several workers."""
+    """One vLLM engine, or worker 0 of an engine with several workers, or the first worker of one of its replicas."""
 
     accepts_grammars = True
 
@@ -68,6 +64,7 @@ class VllmEngine(SteppedEngine):
         self._can_sleep = settings.can_sleep
         self._max_model_len = settings.max_model_len
         self._tensor_parallel_size = settings.tensor_parallel_size
+        self._place = engine_of(int(os.environ["RANK"]), settings.num_workers)[1] if settings.num_workers > 1 else 0
         self._vllm_ids: dict[str, str] = {}
         self._scoring = Scoring()
         arguments = engine_arguments(settings)
@@ -103,6 +100,14 @@ class VllmEngine(SteppedEngine):
         if will_be_scored:
             self._scoring.prompts[request_id] = request.prompt_token_ids
 
+    def try_request(self, request_id: str, request: GenerationRequest) -> str | None:
+        """Call `add_request`; return why it refuses the request, or None."""
+        try:
+            self.add_request(request_id, request)
+        except GenerationError as refusal:
+            return str(refusal)
+        return None
+
     def _submit(self, request_id: str, token_ids: list[int], params: VllmSamplingParams) -> None:
         self._vllm_ids[request_id] = self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
 
@@ -122,6 +127,15 @@ class VllmEngine(SteppedEngine):
         if self._threads is not None:
             self._threads.end_step(has_more=bool(self._vllm_ids))
         self._cache.end_step(len(finished))
+        return finished
+
+    def step_with_others(self) -> list[Finished]:
+        """Step as one of several replicas: with exactly one forward pass; see `replicas`."""
+        executor: Any = self._engine.model_executor
+        before = executor.num_passes
+        finished = self.step()
+        if executor.num_passes == before:
+            self._engine.collective_rpc("execute_dummy_batch")
         return finished
 
     def _taken(self, output: RequestOutput) -> list[Finished]:
@@ -218,21 +232,26 @@ class VllmEngine(SteppedEngine):
     def finish_loading(self, *, changed: bool) -> list[str]:
         """See `SteppedEngine.finish_loading`; vLLM computes running requests again from their tokens so far."""
         with packing_threads():
-            own, *of_others = self._engine.collective_rpc(finish_reload)
+            of_ranks = self._engine.collective_rpc(finish_reload)
         if changed:
             self._engine.reset_prefix_cache(reset_running_requests=True)
             for request_id in self._scoring.drawn:  # with one version of the weights for all tokens
                 self._engine.abort_request([self._vllm_ids[request_id]], internal=True)
                 self._submit(request_id, self._scoring.tokens_to_read(request_id), reading())
-        return own + [f"{name} of worker {rank}" for rank, names in enumerate(of_others, start=1) for name in names]
+        named = [(name, place) for place, names in enumerate(of_ranks, start=self._place) for name in names]
+        return [f"{name} of worker {place}" if place else name for name, place in named]
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
         """See `Engine.layer_outputs`."""
+        return self.recorded_layers(token_ids, self.step)
+
+    def recorded_layers(self, token_ids: list[int], step: Callable[[], list[Finished]]) -> list[torch.Tensor]:
+        """Do the work of `layer_outputs` with a function that steps the engine."""
         self._engine.reset_prefix_cache()
         self._engine.collective_rpc(start_recording)
         try:
             self.add_request("layer_outputs", GenerationRequest(token_ids, SamplingParams(max_new_tokens=1), seed=0))
-            while not self.step():
+            while not step():
                 pass
         finally:
             of_ranks = self._engine.collective_rpc(stop_recording)
@@ -241,121 +260,23 @@ class VllmEngine(SteppedEngine):
         return [output[: len(token_ids)] for stage in stages for output in stage]
 
     async def sleep(self) -> None:
-        """See `Engine.sleep`; weights go to host memory, the cache is dropped."""
+        """See `Engine.sleep`."""
+        self.fall_asleep()
+
+    def fall_asleep(self) -> None:
+        """Free memory: weights go to host memory, the cache is dropped."""
         if self._can_sleep and not self._engine.is_sleeping():
             self._engine.reset_prefix_cache()
             self._engine.sleep(level=1)
 
     async def wake_up(self) -> None:
         """See `Engine.wake_up`."""
+        self.awake()
+
+    def awake(self) -> None:
+        """Allocate memory again."""
         if self._can_sleep and self._engine.is_sleeping():
             self._engine.wake_up()
-
-
-def engine_arguments(settings: EngineSettings) -> EngineArgs:
-    """Translate the library's settings into vLLM's."""
-    values: dict[str, Any] = {
-        "model": settings.model_name,
-        "tokenizer": settings.tokenizer_name,
-        "dtype": settings.precision,
-        "max_model_len": settings.max_model_len,
-        "enforce_eager": settings.enforce_eager,
-        "enable_sleep_mode": settings.can_sleep,
-        "load_format": "auto" if settings.load_weights else "dummy",
-        "logprobs_mode": "processed_logprobs",
-        "seed": settings.seed,
-        "hf_overrides": _hf_overrides(settings),
-        "disable_log_stats": True,
-    }
-    if settings.num_workers > 1:
-        values["distributed_executor_backend"] = RanksExecutor
-        values["tensor_parallel_size"] = settings.tensor_parallel_size
-        values["pipeline_parallel_size"] = settings.pipeline_parallel_size
-        values["enable_expert_parallel"] = settings.expert_parallel_size > 1
-    if settings.pipeline_parallel_size > 1:
-        values["async_scheduling"] = False  # each stage's answers are read in the order of the batches
-    if settings.device == "cpu":
-        # A prompt split over two steps would rewind its request's random generator, which CPU generators do not
-        # support.
-        values["enable_chunked_prefill"] = False
-        values["max_num_batched_tokens"] = max(_CPU_BATCHED_TOKENS, settings.max_model_len)
-        values["max_num_seqs"] = CPU_SEQUENCES
-        if settings.num_workers == 1:
-            takes_bursts = is_on("decoding_bursts", settings.optimizations)
-            values["distributed_executor_backend"] = BurstExecutor if takes_bursts else UniProcExecutor
-    if settings.kv_cache_bytes is not None:
-        values["kv_cache_memory_bytes"] = settings.kv_cache_bytes
-    else:
-        values["gpu_memory_utilization"] = settings.gpu_memory_utilization
-    own = {key: value for key, value in settings.engine_kwargs.items() if key != "hf_overrides"}
-    return EngineArgs(**(values | own))
-
-
-def _hf_overrides(settings: EngineSettings) -> Any:
-    """Merge changes to the model's configuration: the library's, then the policy's, then those of `vllm_kwargs`."""
-    own = settings.engine_kwargs.get("hf_overrides") or {}
-    if not isinstance(own, Mapping):  # it may be a function of the configuration
-        return own
-    model = load_model_config(settings.model_name, settings.hf_overrides)
-    return _routing(model) | _head(settings, model) | settings.hf_overrides | dict(own)
-
-
-def _head(settings: EngineSettings, model: PretrainedConfig) -> dict[str, str]:
-    """Request float32 logits on GPUs, as in the trainer; otherwise vLLM rounds them to the weights' dtype.
-
-    Bfloat16 logits between 16 and 32 have steps of 0.125. The product uses the same kernel with another output dtype.
-    On CPUs vLLM would copy the head to float32 in every step, and quantized heads refuse float32.
-    """
-    quantized = settings.engine_kwargs.get("quantization") or getattr(model, "quantization_config", None)
-    if settings.device == "cpu" or settings.precision == "float32" or quantized:
-        return {}
-    return {"head_dtype": "float32"}
-
-
-def _routing(model: PretrainedConfig) -> dict[str, str]:
-    """Make vLLM route like transformers' DeepSeek-V3 always does: by sigmoids, with a bias.
-
-    The published `config.json` has these settings, but one written by transformers lacks them. vLLM would then refuse
-    the bias and use the softmax.
-    """
-    if model.model_type != "deepseek_v3":
-        return {}
-    return {key: value for key, value in _DEEPSEEK_V3_ROUTING.items() if getattr(model, key, None) is None}
-
-
-def sampling_params(sampling: SamplingParams, seed: int, room: int, eos: int | None = None) -> VllmSamplingParams:
-    """Translate sampling parameters into vLLM's.
-
-    Args:
-        sampling: the parameters.
-        seed: of the request.
-        room: tokens left in the context.
-        eos: the tokenizer's end of text, with which a complete response with a grammar may always end.
-
-    Raises:
-        ValueError: the grammar is not valid.
-    """
-    grammar = sampling.grammar
-    ends = [] if grammar is None or eos is None or eos in sampling.stop_token_ids else [eos]
-    return VllmSamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k or 0,
-        top_p=sampling.top_p,
-        max_tokens=min(sampling.max_new_tokens, room),
-        seed=seed,
-        logprobs=0,
-        flat_logprobs=True,
-        stop=list(sampling.stop_strings) or None,
-        bad_words=list(sampling.bad_words) or None,
-        include_stop_str_in_output=True,
-        skip_special_tokens=False,
-        stop_token_ids=[*sampling.stop_token_ids, *ends],
-        structured_outputs=None if grammar is None else structured_outputs(grammar),
-        ignore_eos=True,
-        detokenize=bool(sampling.stop_strings),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # used by this request only; vLLM's deep copy takes as long as the rest of adding it
-    )
 
 
 def _finished(output: RequestOutput) -> Finished:

@@ -1,4 +1,4 @@
-"""Connect place 0 of an engine with the others: a socket for the calls of each rank.
+"""Connect a process of an engine with others of it: a socket for the calls of each.
 
     place 0 (runs the engine)             store at MASTER_ADDR:MASTER_PORT           place 1, 2 ... (ranks)
     enter_engine ────────────────────────── process group (`meeting`) ───────────────────────── enter_engine
@@ -6,9 +6,9 @@
     link.call ──────────────────────────────────────────────────────────────────────► link.receive
     answer.result ◄────────────────────────────────────────────────────────────────── link.send
 
-The sockets of an engine on one machine are local, those of an engine on several machines are TCP connections to the
-machine of place 0. Invariant: an engine's processes end together. A process whose link is closed at the other end exits immediately and
-reports nothing else, so the code that replaces the engine only sees processes that have exited.
+Sockets between processes of one machine are local; if one is on another machine, all are TCP connections. Invariant: an
+engine's processes end together. A process whose link is closed at the other end exits immediately and reports nothing
+else, so the code that replaces the engine only sees processes that have exited.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ import secrets
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any, NamedTuple
 
 from nemo_rl.models.generation.vllm.meeting import Meeting
@@ -71,6 +71,13 @@ class Answer(Future[Any]):
         return super().result(timeout)
 
 
+def call_all(links: Sequence["Link"], call: Call, answering: Sequence[bool]) -> list[Answer | None]:
+    """Send a call to several ranks, pickled once for those whose answers are wanted and once for the others."""
+    forms = {wants: call._replace(wants_answer=wants) for wants in set(answering)}
+    packed = {wants: pickle.dumps(form, protocol=pickle.HIGHEST_PROTOCOL) for wants, form in forms.items()}
+    return [link.call_packed(packed[wants], wants_answer=wants) for link, wants in zip(links, answering, strict=True)]
+
+
 class Link:
     """One end of the socket between place 0 and a rank.
 
@@ -94,8 +101,11 @@ class Link:
 
     def send(self, message: object) -> None:
         """Send a picklable message; tensors are sent as copies."""
+        self._send(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+    def _send(self, message: bytes) -> None:
         try:
-            self._connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+            self._connection.send_bytes(message)
         except OSError as reason:
             self._end(reason)
 
@@ -109,8 +119,12 @@ class Link:
 
     def call(self, call: Call) -> Answer | None:
         """Send a call to a rank; return None if no answer is wanted."""
-        self.send(call)
-        if not call.wants_answer:
+        return call_all([self], call, [call.wants_answer])[0]
+
+    def call_packed(self, packed: bytes, *, wants_answer: bool) -> Answer | None:
+        """Send a pickled `Call`; as `call`."""
+        self._send(packed)
+        if not wants_answer:
             return None
         self._due.append(Answer(self))
         return self._due[-1]
@@ -146,40 +160,52 @@ class Link:
         os._exit(1)
 
 
-def open_links(meeting: Meeting) -> list[Link]:
-    """Open the links of place 0 to places 1, 2 ..., in this order."""
-    key, num_links = secrets.token_bytes(32), len(meeting.machines) - 1
-    links: dict[int, Link] = {}
-    with _listener(meeting, key, num_links) as listener:
+def open_links(meeting: Meeting, name: str, places: Sequence[int]) -> list[Link]:
+    """Open links to other places, which call `open_link` with the same name; returns them in the order of `places`."""
+    if not places:
+        return []
+    key, links = secrets.token_bytes(32), dict[int, Link]()
+    with _listener(meeting, places, key) as listener:
         address = listener.address
         text = address.decode() if isinstance(address, bytes) else address  # the system returns names of no file so
-        meeting.store.set("links", json.dumps([text, key.hex()]))
-        while len(links) < num_links:
+        meeting.store.set(name, json.dumps([text, key.hex()]))
+        while len(links) < len(places):
             connection = _prompt(listener.accept())
             place = connection.recv()
             links[place] = Link(connection, f"Worker {place}")
-    return [links[place] for place in sorted(links)]
+    return [links[place] for place in places]
 
 
-def open_link(meeting: Meeting) -> Link:
-    """Open the link of a rank to place 0."""
-    address, key = json.loads(meeting.store.get("links"))
-    connection = _prompt(Client(address if isinstance(address, str) else tuple(address), authkey=bytes.fromhex(key)))
+def open_link(meeting: Meeting, name: str, to: int) -> Link:
+    """Open the link to the place that calls `open_links` with this name."""
+    address, key = json.loads(meeting.store.get(name))
+    connection = _dial(address, bytes.fromhex(key))
     connection.send(meeting.place)
-    return Link(connection, "Worker 0")
+    return Link(connection, f"Worker {to}")
 
 
-def _listener(meeting: Meeting, key: bytes, num_links: int) -> Listener:
-    if not meeting.is_on_one_machine:
-        return Listener((os.environ["MASTER_ADDR"], 0), family="AF_INET", backlog=num_links, authkey=key)
+def _listener(meeting: Meeting, places: Sequence[int], key: bytes) -> Listener:
+    if not meeting.is_near(places):
+        family = "AF_INET6" if ":" in meeting.address else "AF_INET"
+        return Listener((meeting.address, 0), family=family, backlog=len(places), authkey=key)
     # On Linux, use a socket without a file.
     address = f"\0nemo_rl-{secrets.token_hex(16)}" if sys.platform == "linux" else None
-    return Listener(address, family="AF_UNIX", backlog=num_links, authkey=key)
+    return Listener(address, family="AF_UNIX", backlog=len(places), authkey=key)
+
+
+def _dial(address: str | list[Any], key: bytes) -> Connection:
+    if isinstance(address, str):
+        return Client(address, family="AF_UNIX", authkey=key)
+    # `Client` takes every pair of host and port for one of IPv4.
+    connection = Connection(socket.create_connection((address[0], address[1])).detach())
+    answer_challenge(connection, key)
+    deliver_challenge(connection, key)
+    return _prompt(connection)
 
 
 def _prompt(connection: Connection) -> Connection:
-    """Let a TCP connection send small messages at once, instead of waiting for the receipt of earlier ones."""
+    """Let a connection over TCP send small messages at once, instead of waiting for the receipt of earlier ones."""
     with socket.socket(fileno=os.dup(connection.fileno())) as shared:
-        if shared.family == socket.AF_INET:
+        if shared.family != socket.AF_UNIX:
             shared.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection

@@ -4,7 +4,9 @@ Processes are on one machine or on several; `RayWorkerGroup` numbers them machin
 the GPUs of the engine's processes on its machine, in the order of their places.
 """
 
+import functools
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,7 +17,7 @@ from nemo_rl.distributed.ranks.process_group import address_towards, choose_inte
 from nemo_rl.host.device import Device
 
 HOST_ADDRESS = "VLLM_HOST_IP"
-"""Variable with the address at which vLLM's own sockets listen; each machine has its own."""
+"""Variable with the address at which vLLM's own sockets listen; each machine has another one."""
 _TIMEOUT = timedelta(minutes=30)
 """Longer than every deadline for starting engines; a process that does not come has usually died."""
 
@@ -28,11 +30,13 @@ class Meeting:
         store: shared by all of them.
         place: number of this process: its rank in the process group.
         machines: machine of each place, as the number of the first place on it.
+        address: of this process's machine, for the others.
     """
 
     store: dist.Store
     place: int
     machines: tuple[int, ...]
+    address: str = "127.0.0.1"
 
     @property
     def machine(self) -> int:
@@ -44,14 +48,16 @@ class Meeting:
         """Number of this process among those on its machine, and the index of its GPU."""
         return self.machines[: self.place].count(self.machine)
 
-    @property
-    def is_on_one_machine(self) -> bool:
-        """Whether all processes are on one machine."""
-        return len(set(self.machines)) == 1
+    def is_near(self, places: Iterable[int]) -> bool:
+        """Return whether these places are on the machine of this process."""
+        return all(self.machines[place] == self.machine for place in places)
 
 
+@functools.cache
 def enter_engine(device: str, place: int, num_places: int) -> Meeting:
     """Form the default process group of an engine's processes, and let each process see the GPUs of its machine.
+
+    The first call does it, later ones return the same meeting.
 
     vLLM checks which of its GPUs can access each other directly, so every process needs all of its machine in the same
     order.
@@ -64,12 +70,11 @@ def enter_engine(device: str, place: int, num_places: int) -> Meeting:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     kind = Device("cuda" if device == "cuda" else "cpu")
     choose_interface(address)
-    own_address = address_towards(address)
-    if own_address is not None:
-        os.environ.setdefault(HOST_ADDRESS, own_address)
+    own_address = address_towards(address) or address
+    os.environ.setdefault(HOST_ADDRESS, own_address)
     store = open_store(address, port, place, num_places, _TIMEOUT)
     names = _shared(store, "machine", place, num_places, _name_of_machine())
-    meeting = Meeting(store, place, tuple(names.index(name) for name in names))
+    meeting = Meeting(store, place, tuple(names.index(name) for name in names), own_address)
     if kind.is_gpu:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", str(meeting.local_place))
         gpus = _shared(store, "gpu", place, num_places, visible)

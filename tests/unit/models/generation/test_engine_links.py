@@ -27,7 +27,7 @@ def meeting(port: int, rank: int, machines: tuple[int, ...]) -> Meeting:
 
 def _serve(port: int, rank: int, machines: tuple[int, ...]) -> None:
     """Serve as a rank that answers with its number and its input, or fails on request."""
-    link = open_link(meeting(port, rank, machines))
+    link = open_link(meeting(port, rank, machines), "ranks", 0)
     while True:
         call: Call = link.receive()
         if call.method == "fail":
@@ -37,13 +37,12 @@ def _serve(port: int, rank: int, machines: tuple[int, ...]) -> None:
 
 
 @pytest.fixture(params=[ONE_MACHINE, THREE_MACHINES], ids=["one machine", "three machines"])
-def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Link], list[Any]]]:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[list[Link], list[Any]]]:
     store, machines = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), request.param
     processes = [FORK.Process(target=_serve, args=(store.port, rank, machines), daemon=True) for rank in (2, 1)]
     for process in processes:
         process.start()
-    yield open_links(Meeting(store, 0, machines)), processes[::-1]
+    yield open_links(Meeting(store, 0, machines), "ranks", (1, 2)), processes[::-1]
     for process in processes:
         process.kill()
         process.join()
@@ -80,7 +79,7 @@ def _answer_from_loop(port: int, machines: tuple[int, ...]) -> None:
     """Serve as rank 1 of a run: on the loop that Ray gives its actors."""
 
     async def serve() -> None:
-        link = open_link(meeting(port, 1, machines))
+        link = open_link(meeting(port, 1, machines), "ranks", 0)
         link.when_it_brings(asyncio.get_running_loop(), lambda: link.send(Outcome(link.receive().args)))
         await asyncio.Event().wait()
 
@@ -88,15 +87,12 @@ def _answer_from_loop(port: int, machines: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("machines", [(0, 0), (0, 1)])
-def test_a_long_message_arrives_whole_at_a_rank_on_rays_loop(
-    machines: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_message_arrives_whole_at_a_rank_on_rays_loop(machines: tuple[int, ...]) -> None:
     """The message is longer than the socket's buffer; both ends fill it before the other one reads."""
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     process = FORK.Process(target=_answer_from_loop, args=(store.port, machines), daemon=True)
     process.start()
-    (link,) = open_links(Meeting(store, 0, machines))
+    (link,) = open_links(Meeting(store, 0, machines), "ranks", (1,))
     ours, theirs = FORK.Pipe()
     asker = FORK.Process(target=lambda: theirs.send([len(*ask(link, bytes(1 << n)).result()) for n in (14, 15, 24)]))
     asker.start()
@@ -143,4 +139,4 @@ def test_a_meeting_knows_who_is_on_its_machine() -> None:
     four = [Meeting(store, place, (0, 0, 2, 2)) for place in range(4)]
     assert [meeting.local_place for meeting in four] == [0, 1, 0, 1]
     assert [meeting.machine for meeting in four] == [0, 0, 2, 2]
-    assert not four[0].is_on_one_machine and Meeting(store, 1, (0, 0)).is_on_one_machine
+    assert four[2].is_near((2, 3)) and not four[2].is_near((1, 3))
