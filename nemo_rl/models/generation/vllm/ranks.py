@@ -14,7 +14,9 @@ import asyncio
 import logging
 import os
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from multiprocessing import Lock
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +40,7 @@ from nemo_rl.models.generation.vllm.weights import load_tensors
 logger = logging.getLogger(__name__)
 
 _SHARED_MEMORY = Path("/dev/shm")
-PATIENCE_S = 2.0
+_PATIENCE_S = 2.0
 """Seconds until the death of a rank is noticed after it has interrupted another rank's call."""
 _OF_VLLM = ("VLLM_", "TORCHINDUCTOR_")
 """Prefixes of variables that vLLM sets while it builds its configuration, for the processes it would start."""
@@ -103,6 +105,17 @@ def _links_of(head: int) -> str:
     return f"ranks of {head}"
 
 
+@contextmanager
+def ending_if_alone(links: Sequence[Link]) -> Iterator[None]:
+    """Run a block; if it fails because a process at the other end of a link is gone, end this process too."""
+    try:
+        yield
+    except Exception:
+        for link in links:
+            link.end_if_alone(_PATIENCE_S)
+        raise
+
+
 def meet(settings: EngineSettings) -> Meeting:
     """Return the meeting of this process with the others of its engine."""
     _, place = engine_of(int(os.environ["RANK"]), settings.num_workers)
@@ -159,14 +172,12 @@ class RanksExecutor(UniProcExecutor):
         answering = [not single_value or rank == self._output_rank for rank, _ in enumerate(self._links, start=1)]
         answers = call_all(self._links, Call(method, args, kwargs or {}, wants_answer=True), answering)
         of_other: Answer | None = answers[self._output_rank - 1] if single_value and self._output_rank else None
-        try:
+        with ending_if_alone(self._links):
             own = super().collective_rpc(
                 method, args=args, kwargs=kwargs, non_block=non_block and of_other is None, single_value=True
             )
-        except Exception:
-            for link in self._links:
-                link.end_if_alone(PATIENCE_S)
-            raise
+            if isinstance(own, Future) and own.done():
+                own.result()  # raises the failure of a call that does not block
         if single_value:
             chosen = own if of_other is None else of_other
             return chosen if non_block or of_other is None else of_other.result()
@@ -210,7 +221,7 @@ class VllmRank:
             # Worker 0 has usually failed too and reports why. If it waits for this rank instead, only an exit releases
             # it.
             logger.error("A step failed, so this process ends.\n%s", outcome.failure)
-            asyncio.get_running_loop().call_later(2 * PATIENCE_S, os._exit, 1)
+            asyncio.get_running_loop().call_later(2 * _PATIENCE_S, os._exit, 1)
 
     async def generate(self, request_id: str, request: GenerationRequest) -> GenerationResult:
         """See `Engine.generate`; requests go to worker 0."""

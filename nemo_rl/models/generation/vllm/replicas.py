@@ -22,7 +22,7 @@ from nemo_rl.models.generation.stepped import Finished, SteppedEngine
 from nemo_rl.models.generation.vllm.engine import VllmEngine
 from nemo_rl.models.generation.vllm.links import Answer, Call, Link, open_link, open_links
 from nemo_rl.models.generation.vllm.meeting import Meeting
-from nemo_rl.models.generation.vllm.ranks import PATIENCE_S, VllmRank, meet
+from nemo_rl.models.generation.vllm.ranks import VllmRank, ending_if_alone, meet
 from nemo_rl.utils.errors import GenerationError
 
 _LINKS = "replicas"
@@ -133,12 +133,8 @@ class VllmReplicas(SteppedEngine):
         """Call a method of all replicas' engines at the same time."""
         calls = [link.call(Call(method, (), kwargs, True)) for link in self._links]
         answers: list[Answer] = [answer for answer in calls if answer is not None]
-        try:
+        with ending_if_alone(self._links):
             own = getattr(self._own, method)(**kwargs)
-        except Exception:
-            for link in self._links:
-                link.end_if_alone(PATIENCE_S)
-            raise
         return [own, *(answer.result() for answer in answers)]
 
 
