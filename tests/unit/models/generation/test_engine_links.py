@@ -4,6 +4,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -18,7 +19,12 @@ from nemo_rl.models.generation.vllm.links import Call, Link, Outcome, open_link,
 from nemo_rl.models.generation.vllm.meeting import Meeting
 
 FORK = multiprocessing.get_context("fork")
-ONE_MACHINE, THREE_MACHINES = (0, 0, 0), (0, 1, 2)
+PLACES = {
+    "one machine": ((0, 0, 0), "127.0.0.1"),
+    "three machines": ((0, 1, 2), "127.0.0.1"),
+    "IPv6": ((0, 1, 2), "::1"),
+}
+"""Machines of the ranks, and the address of the first one."""
 
 
 def meeting(port: int, rank: int, machines: tuple[int, ...]) -> Meeting:
@@ -36,13 +42,19 @@ def _serve(port: int, rank: int, machines: tuple[int, ...]) -> None:
             link.send(Outcome((rank, *call.args)))
 
 
-@pytest.fixture(params=[ONE_MACHINE, THREE_MACHINES], ids=["one machine", "three machines"])
+@pytest.fixture(params=list(PLACES))
 def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[list[Link], list[Any]]]:
-    store, machines = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), request.param
+    machines, address = PLACES[request.param]
+    if ":" in address:
+        try:
+            socket.create_server((address, 0), family=socket.AF_INET6).close()
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [FORK.Process(target=_serve, args=(store.port, rank, machines), daemon=True) for rank in (2, 1)]
     for process in processes:
         process.start()
-    yield open_links(Meeting(store, 0, machines), "ranks", (1, 2)), processes[::-1]
+    yield open_links(Meeting(store, 0, machines, address), "ranks", (1, 2)), processes[::-1]
     for process in processes:
         process.kill()
         process.join()
