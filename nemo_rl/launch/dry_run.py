@@ -32,7 +32,7 @@ from nemo_rl.config import (
     model_ranks,
     plan_topology,
 )
-from nemo_rl.config.rules.engines import ranks_of_engine
+from nemo_rl.config.rules.engines import ranks_of_engine, replicas_of_engine
 from nemo_rl.distributed.parallel_layout import AXES, ParallelLayout
 from nemo_rl.host.disk_space import readable_bytes
 from nemo_rl.launch.checks import CHECKS, Request, RunCheck
@@ -160,11 +160,13 @@ def mesh_text(model: PolicyConfig, ranks: int) -> str:
 
 
 def _engines_line(engine: EngineConfig, topology: Topology) -> str:
-    size = ranks_of_engine(engine)
+    size, per_node = ranks_of_engine(engine), topology.generation_ranks_per_node
+    nodes, replicas = _count(topology.generation_nodes, "node"), replicas_of_engine(engine)
     return (
         f"{_count(topology.generation_ranks // size, 'engine')} of {_count(size, 'device')} (tensor "
-        f"{engine.tensor_parallel_size} x pipeline {engine.pipeline_parallel_size}), "
-        f"{topology.generation_ranks_per_node // size} on each of {_count(topology.generation_nodes, 'node')}"
+        f"{engine.tensor_parallel_size} x pipeline {engine.pipeline_parallel_size}"
+        f"{f' x data {replicas}' if replicas > 1 else ''}), "
+        f"{f'each on {size // per_node}' if size > per_node else f'{per_node // size} on each'} of {nodes}"
     )
 
 

@@ -29,14 +29,16 @@ LOOK = "look"
 class EngineProcess:
     """Hosts one worker for each settings; `name` chooses among them in calls.
 
-    `rank` and `port` are for a worker of an engine with several: its rank, and their rendezvous port on this machine.
+    `rank`, `port` and `machine` are for a worker of an engine with several: its rank, their rendezvous port on this
+    machine, and the machine of the run on which it believes to be.
     """
 
-    def __init__(self, settings: dict[str, EngineSettings], rank: int = 0, port: int = 0):
+    def __init__(self, settings: dict[str, EngineSettings], rank: int = 0, port: int = 0, machine: int = 0):
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, settings), daemon=True)
         own = {"RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
+        own["NODE_RANK"] = str(machine)
         with mock.patch.dict(os.environ, engine_environment("cpu") | own):
             self._process.start()
         theirs.close()

@@ -1,8 +1,11 @@
-"""Checks that the generation ranks of each machine divide into engines.
+"""Checks that the generation ranks of the machines divide into engines.
 
-`models.generation.vllm.check` checks the sizes against the model, which it reads. Invariant: an engine never spans
-machines.
+`models.generation.vllm.check` checks the sizes against the model, which it reads. Ranks are numbered machine by machine
+and engine by engine, within an engine tensor parallelism first. Invariant: an engine that fits on a machine is on one;
+a larger one takes whole machines, and its tensor-parallel groups stay on a machine or take whole ones.
 """
+
+from collections.abc import Iterable, Sequence
 
 from nemo_rl.config.base.part_names import is_own_class
 from nemo_rl.config.rules.broken_rules import Findings, nearest_multiples
@@ -20,17 +23,89 @@ _OWN_KEYS = {
 
 def ranks_of_engine(engine: EngineConfig) -> int:
     """Return the number of processes of one engine, each with its own device."""
-    return engine.tensor_parallel_size * engine.pipeline_parallel_size
+    return replicas_of_engine(engine) * engine.tensor_parallel_size * engine.pipeline_parallel_size
 
 
-def check_engines(section: str, generation: GenerationConfig, ranks: int, key: str) -> Findings:
-    """Check that the ranks of each machine divide into engines of the requested size.
+def replicas_of_engine(engine: EngineConfig) -> int:
+    """Return how often an engine has its layers other than experts, which are divided over all of its ranks."""
+    return max(1, engine.expert_parallel_size // engine.tensor_parallel_size)
+
+
+def product(engine: EngineConfig) -> str:
+    """Return the sizes whose product is the number of ranks of an engine, as text."""
+    replicas = replicas_of_engine(engine)
+    return (
+        f"tensor_parallel_size={engine.tensor_parallel_size} x pipeline_parallel_size={engine.pipeline_parallel_size}"
+        + (f" x {replicas} (expert_parallel_size / tensor_parallel_size)" if replicas > 1 else "")
+    )
+
+
+def misplaced(tensor: int, size: int, counts: Sequence[int]) -> str | None:
+    """Say what is wrong with the number of ranks on each machine; None if they divide into engines.
+
+    Args:
+        tensor: ranks of a tensor-parallel group.
+        size: ranks of an engine.
+        counts: generation ranks of each machine, all at least 1.
+    """
+    least, machines = min(counts), len(counts)
+    if size <= least:
+        wrong = next((count for count in counts if count % size), None)
+        return (
+            None
+            if wrong is None
+            else (
+                f"do not divide the {_ranks(wrong)} of a machine, and an engine that fits on a machine stays on one.\n"
+                f"  {wrong} / {size} = {wrong / size:g}. {nearest_multiples(wrong, size)} "
+                f"Or engines of {_listed(n for n in range(1, wrong + 1) if wrong % n == 0)}."
+            )
+        )
+    if len(set(counts)) > 1:
+        return f"do not fit on a machine with {least}, and the machines have unequal numbers of ranks: {list(counts)}."
+    if size % least:
+        return (
+            f"are more than the {_ranks(least)} of a machine, so an engine takes whole machines, and no multiple of "
+            f"them.\n  {size} / {least} = {size / least:g}. Use engines of {_listed(_whole(least, machines))}."
+        )
+    if machines % (size // least):
+        return (
+            f"are {size // least} machines of {_ranks(least)}, and there {'are' if machines > 1 else 'is'} "
+            f"{machines}.\n  {machines} / {size // least} = {machines / (size // least):g}. "
+            f"{nearest_multiples(machines, size // least)} Or engines of {_listed(_whole(least, machines))}."
+        )
+    if least % tensor and tensor % least:
+        fitting = [n for n in range(1, size + 1) if size % n == 0 and (least % n == 0 or n % least == 0)]
+        return (
+            f"would divide a tensor-parallel group of {tensor} ranks unequally among machines of {_ranks(least)}. "
+            f"Use a tensor_parallel_size of {', '.join(map(str, fitting))} with the same number of ranks."
+        )
+    return None
+
+
+def _whole(least: int, machines: int) -> list[int]:
+    """Return the sizes of engines that fit on machines with `least` ranks, or take whole ones."""
+    within = [n for n in range(1, least) if least % n == 0]
+    return within + [n * least for n in range(1, machines + 1) if machines % n == 0]
+
+
+def _listed(sizes: Iterable[int]) -> str:
+    """Return numbers of ranks as text: "1, 2, 4 ranks"."""
+    found = list(sizes)
+    return f"{', '.join(map(str, found))} rank{'s' * (found != [1])}"
+
+
+def _ranks(count: int) -> str:
+    return f"{count} generation rank{'s' * (count > 1)}"
+
+
+def check_engines(section: str, generation: GenerationConfig, counts: Sequence[int], keys: str) -> Findings:
+    """Check that the ranks of the machines divide into engines of the requested size.
 
     Args:
         section: name of the section of `generation`.
         generation: the section.
-        ranks: ranks of generation on each machine.
-        key: key that sets that number.
+        counts: ranks of generation on each machine; empty or zeros: not known yet.
+        keys: keys that set these numbers.
     """
     engine = generation.engine
     tensor, stages, experts = (
@@ -54,19 +129,15 @@ def check_engines(section: str, generation: GenerationConfig, ranks: int, key: s
             "to 1, or use backend=vllm."
         )
         return
-    if experts not in (1, tensor):
+    if experts > 1 and experts % tensor:
         yield (
             f"{section}.engine.expert_parallel_size={experts} does not go with tensor_parallel_size={tensor}: vLLM "
-            "divides experts over all ranks of a stage, tensor_parallel_size x data_parallel_size, and an engine here "
-            f"has data_parallel_size=1, so {tensor} x 1. Use expert_parallel_size={tensor}, or 1 to divide each expert "
-            f"over the {tensor} ranks." + (f" Or set tensor_parallel_size={experts}." if experts > 1 else "")
+            "divides experts over all ranks of a stage, tensor_parallel_size x data_parallel_size. Use a multiple of "
+            f"tensor_parallel_size, or 1 to divide each expert over the {tensor} ranks. "
+            f"{nearest_multiples(experts, tensor)}"
         )
+        return
     size = ranks_of_engine(engine)
-    if ranks and ranks % size:
-        fitting = [n for n in range(1, ranks + 1) if ranks % n == 0]
-        yield (
-            f"{section}.engine.tensor_parallel_size={tensor} x pipeline_parallel_size={stages} = {size} ranks of an "
-            f"engine do not divide the {ranks} generation rank{'s' * (ranks > 1)} of a machine ({key}), and an engine "
-            f"stays on one machine.\n  {ranks} / {size} = {ranks / size:g}. {nearest_multiples(ranks, size)} "
-            f"Or engines of {', '.join(map(str, fitting))} rank{'s' * (fitting != [1])}."
-        )
+    wrong = misplaced(tensor, size, counts) if counts and min(counts) else None
+    if wrong is not None:
+        yield f"{section}.engine.{product(engine)} = {size} rank{'s' * (size > 1)} of an engine {wrong} Keys: {keys}."

@@ -268,12 +268,9 @@ def check_generation(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
         )
     yield from _check_logprobs_mode(generation)
     yield from _check_transport(generation, cluster)
-    yield from check_engines(
-        "policy.generation",
-        generation,
-        plan_topology(cluster, policy).generation_ranks_per_node,
-        _ranks_key(generation, cluster),
-    )
+    topology = plan_topology(cluster, policy)
+    counts = [topology.generation_ranks_per_node] * topology.generation_nodes
+    yield from check_engines("policy.generation", generation, counts, _ranks_keys(generation, cluster))
     resources = generation.colocated.resources
     if generation.colocated.enabled or not cluster.uses_gpu:
         return
@@ -285,13 +282,14 @@ def check_generation(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
         )
 
 
-def _ranks_key(generation: GenerationConfig, cluster: ClusterConfig) -> str:
-    """Return the key that sets how many ranks of each machine generate."""
+def _ranks_keys(generation: GenerationConfig, cluster: ClusterConfig) -> str:
+    """Return the keys that set how many machines generate, and how many ranks of each."""
     key = "gpus_per_node" if cluster.uses_gpu else "ranks_per_node"
     if generation.colocated.enabled:
         way_out = "" if cluster.uses_gpu else ", or policy.generation.colocated.enabled=false for separate processes"
-        return f"cluster.{key}{way_out}"
-    return f"policy.generation.colocated.resources.{key}"
+        return f"cluster.{key}, cluster.num_nodes{way_out}"
+    resources = "policy.generation.colocated.resources"
+    return f"{resources}.{key}, {resources}.num_nodes"
 
 
 def _check_logprobs_mode(generation: GenerationConfig) -> Findings:

@@ -90,7 +90,8 @@ class EvalMasterConfig(RunConfig):
     def findings(self) -> Findings:
         """See `RunConfig.findings`."""
         ranks, key = self.cluster.policy_ranks_per_node, "gpus_per_node" if self.cluster.uses_gpu else "ranks_per_node"
-        engines = check_engines("generation", self.generation, ranks, f"cluster.{key}")
+        counts = [ranks] * self.cluster.num_nodes
+        engines = check_engines("generation", self.generation, counts, f"cluster.{key}, cluster.num_nodes")
         return chain(
             engines if self.generation.endpoint is None else check_endpoint_keys(self.generation, self.tokenizer),
             check_sampling(self.eval, self.generation),

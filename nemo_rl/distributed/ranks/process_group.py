@@ -104,16 +104,26 @@ def destroy_process_group() -> None:
         dist.destroy_process_group()
 
 
-def _interface_to(address: str) -> str | None:
-    """Return the name of the interface through which packets to an address leave; None if the system does not tell."""
-    if _is_loopback(address):
-        return "lo0" if sys.platform == "darwin" else "lo"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+def address_towards(address: str) -> str | None:
+    """Return this machine's address on the route to an address; None if the system does not tell."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))  # sends nothing
         except OSError:
             return None
-        own = socket.inet_aton(probe.getsockname()[0])
+        own: str = probe.getsockname()[0]
+    return own
+
+
+def _interface_to(address: str) -> str | None:
+    """Return the name of the interface through which packets to an address leave; None if the system does not tell."""
+    if _is_loopback(address):
+        return "lo0" if sys.platform == "darwin" else "lo"
+    towards = address_towards(address)
+    if towards is None or ":" in towards:
+        return None
+    own = socket.inet_aton(towards)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has no address
                 if fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24] == own:

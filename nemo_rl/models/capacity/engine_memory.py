@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from nemo_rl.config import GenerationConfig
-from nemo_rl.models.huggingface.sizes import head_size, parameters_of
+from nemo_rl.models.huggingface.sizes import expert_parameters_of, head_size, parameters_of
 
 _BATCHED_TOKENS, _SEQUENCES = 16384, 1024
 """Most tokens and sequences in one step of vLLM on devices of at least 70 GiB (`EngineArgs.get_batch_defaults`)."""
@@ -42,9 +42,11 @@ def engine_memory(model: PretrainedConfig, generation: GenerationConfig, itemsiz
     """
     engine, text = generation.engine, model.get_text_config()
     tensor, stages = engine.tensor_parallel_size, engine.pipeline_parallel_size
+    experts = expert_parameters_of(model) if engine.expert_parallel_size > 1 else 0
+    weights = (parameters_of(model) - experts) / tensor + experts / engine.expert_parallel_size
     hidden, width = text.hidden_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     return EngineMemory(
-        weights=parameters_of(model) * itemsize / (tensor * stages),
+        weights=weights * itemsize / stages,
         workspace=_BATCHED_TOKENS * (2 * width / tensor + 4 * hidden) * itemsize + _SEQUENCES * text.vocab_size * 2 * 4,
         cache_per_token=cached_numbers(text, tensor) * itemsize / stages,
     )

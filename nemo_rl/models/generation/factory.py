@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
+from nemo_rl.config.rules.engines import misplaced
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.capacity.engine_memory import engine_memory
@@ -159,20 +160,21 @@ def make_engines(
 
     Args:
         settings: settings of each engine.
-        where: the bundles; their number on each machine is a multiple of an engine's workers.
+        where: the bundles; an engine's workers are on one machine or take whole ones (`config.rules.engines`).
         cluster: deadlines and restarts.
         num_engines_file: `policy.generation.num_engines_file`.
         name_prefix: beginning of the names of the workers; None: the backend.
 
     Raises:
-        ConfigError: the bundles of a machine do not divide into engines.
+        ConfigError: the bundles of the machines do not divide into engines.
     """
     counts, size = where.bundle_counts, settings.num_workers
-    if any(count % size for count in counts):
+    wrong = misplaced(settings.tensor_parallel_size, size, counts)
+    if wrong is not None:
         raise ConfigError(
-            f"Machines with {counts} bundles do not divide into engines of {size} ranks (tensor_parallel_size="
-            f"{settings.tensor_parallel_size} x pipeline_parallel_size={settings.pipeline_parallel_size}). Reserve "
-            f"{', '.join(str(-(-count // size) * size) for count in counts)}."
+            f"{size} ranks of an engine (tensor_parallel_size={settings.tensor_parallel_size}, pipeline_parallel_size="
+            f"{settings.pipeline_parallel_size}, expert_parallel_size={settings.expert_parallel_size}) on machines "
+            f"with {counts} bundles {wrong}"
         )
     timeouts = cluster.timeouts
     settings = replace(settings, workers_on_machine=max(counts))

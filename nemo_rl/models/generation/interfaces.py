@@ -253,7 +253,7 @@ class EngineSettings:
         seed: engine seed; requests carry their own.
         tensor_parallel_size: ranks that divide each layer of one engine.
         pipeline_parallel_size: stages that divide the layers of one engine.
-        expert_parallel_size: ranks that divide the experts of a layer; 1, or all ranks of a stage.
+        expert_parallel_size: ranks that divide the experts of a layer; 1, or those of a stage in all replicas.
         hf_overrides: changes to the model's Hugging Face config.
         engine_kwargs: passed to the engine unchanged (`vllm_kwargs`, and for vLLM the keys of `vllm_cfg`; for Megatron
             Core `megatron_cfg`, that section of the policy).
@@ -284,9 +284,19 @@ class EngineSettings:
     optimizations: Choice = "auto"
 
     @property
+    def num_replicas(self) -> int:
+        """The replicas of the layers other than experts in one engine, each with its own requests."""
+        return max(1, self.expert_parallel_size // self.tensor_parallel_size)
+
+    @property
+    def replica_size(self) -> int:
+        """The worker processes of one replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def num_workers(self) -> int:
         """The number of worker processes of one engine, each with its device; see `engine_of`."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.num_replicas * self.replica_size
 
 
 def engine_of(rank: int, num_workers: int) -> tuple[int, int]:

@@ -20,6 +20,8 @@ class EngineKind:
         path: dotted path of a class with the methods of `interfaces.Engine`, constructed with `EngineSettings`.
         environment: environment variables of its process on a device ("cpu" or "cuda"), set before any import.
         rank_path: dotted path of the class of an engine's other workers, if it differs from that of the first one.
+        replica_paths: dotted paths of the classes of the first worker of an engine of several replicas, and of the
+            first workers of the other replicas.
         check: dotted path of a function of the sections `policy` and `cluster`. Before any worker starts, it refuses a
             model that the engine cannot serve, by a `ConfigError`; it needs no engine library.
         accepts_inputs: whether the engine accepts rows with further inputs and position rules (`data.model_rows`).
@@ -30,6 +32,7 @@ class EngineKind:
     path: str
     environment: Callable[[str], dict[str, str]] = lambda device: {}
     rank_path: str | None = None
+    replica_paths: tuple[str, str] | None = None
     check: str | None = None
     cpu_sequences: int | None = None
     accepts_inputs: bool = False
@@ -41,6 +44,10 @@ ENGINES = {
         "nemo_rl.models.generation.vllm.engine.VllmEngine",
         engine_environment,
         "nemo_rl.models.generation.vllm.ranks.VllmRank",
+        (
+            "nemo_rl.models.generation.vllm.replicas.VllmReplicas",
+            "nemo_rl.models.generation.vllm.replicas.VllmReplica",
+        ),
         "nemo_rl.models.generation.vllm.check.check_model",
         CPU_SEQUENCES,
         accepts_grammars=True,
@@ -90,23 +97,33 @@ def grammar_refusal(backend: str) -> str | None:
 
 def make_engine(settings: EngineSettings, place: int = 0) -> Engine:
     """Build the engine that the settings name, for the worker at this position in it."""
-    engine: Engine = engine_class(settings.backend, place)(settings)
+    engine: Engine = _class_at(settings, place)(settings)
     return engine
 
 
-def engine_class(backend: str, place: int = 0) -> type:
-    """Import the class of an engine's worker.
+def _class_at(settings: EngineSettings, place: int) -> type:
+    """Return the class of an engine's worker; the first worker of the engine takes the requests."""
+    kind, what = engine_kind(settings.backend), _named(settings.backend)
+    path = kind.rank_path if place else None
+    if settings.num_replicas > 1 and place % settings.replica_size == 0 and kind.replica_paths:
+        path = kind.replica_paths[min(place, 1)]
+    if path is None:
+        return engine_class(settings.backend)
+    of_worker: type = ENGINE_CLASSES.load(path, what)
+    return of_worker
+
+
+def engine_class(backend: str) -> type:
+    """Import the class of an engine.
 
     Args:
         backend: `policy.generation.backend`.
-        place: place of the worker in its engine; at 0 it takes the requests.
 
     Raises:
         ConfigError: no class can be imported from the path.
     """
-    what = f"policy.generation.backend={backend!r}"
-    rank_path = engine_kind(backend).rank_path
-    if place and rank_path:
-        of_ranks: type = ENGINE_CLASSES.load(rank_path, what)
-        return of_ranks
-    return ENGINE_CLASSES.class_of(backend, what)
+    return ENGINE_CLASSES.class_of(backend, _named(backend))
+
+
+def _named(backend: str) -> str:
+    return f"policy.generation.backend={backend!r}"

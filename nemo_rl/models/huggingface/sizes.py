@@ -13,8 +13,9 @@ from nemo_rl.models.huggingface.folders import TENSOR_FILES
 if TYPE_CHECKING:  # the import takes seconds; a wrong configuration is reported before it
     from transformers import PretrainedConfig
 
-_COUNTED: dict[str, int] = {}
-"""Numbers of parameters by configuration; making a large model takes a second, even on the meta device."""
+_COUNTED: dict[str, tuple[int, int]] = {}
+"""Numbers of parameters by configuration, of the model and of its experts; making a large model takes a second, even on
+the meta device."""
 
 
 def head_size(text: Any) -> int:
@@ -47,6 +48,15 @@ def count_parameters(model_name: str) -> int | None:
 
 def parameters_of(config: "PretrainedConfig") -> int:
     """Count the parameters of the language model that a configuration describes, tied ones once."""
+    return _counted(config)[0]
+
+
+def expert_parameters_of(config: "PretrainedConfig") -> int:
+    """Count those of its parameters that belong to experts among which tokens are divided."""
+    return _counted(config)[1]
+
+
+def _counted(config: "PretrainedConfig") -> tuple[int, int]:
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -56,7 +66,8 @@ def parameters_of(config: "PretrainedConfig") -> int:
         with torch.device("meta"), no_init_weights():
             model = AutoModelForCausalLM.from_config(config)
         model.tie_weights()  # without initialisation, weights are not tied automatically
-        _COUNTED[key] = sum(parameter.numel() for parameter in model.parameters())
+        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        _COUNTED[key] = sum(sizes.values()), sum(size for name, size in sizes.items() if ".experts." in name)
     return _COUNTED[key]
 
 

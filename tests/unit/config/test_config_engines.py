@@ -1,10 +1,12 @@
 """Engines of several ranks: how many there are, and what is refused before anything starts."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from nemo_rl.config import ClusterConfig, EvalMasterConfig, PolicyConfig, load_config, plan_topology
+from nemo_rl.config.rules.engines import misplaced
 from nemo_rl.utils.errors import ConfigError
 
 SEPARATE = "policy.generation.colocated.enabled=false"
@@ -29,24 +31,25 @@ def test_separate_engines_on_cpus_get_their_own_ranks(resources: dict[str, int],
     [
         (
             [f"{TENSOR}=2"],
-            r"tensor_parallel_size=2 x pipeline_parallel_size=1 = 2 ranks of an engine do not divide the 1 generation "
-            r"rank of a machine \(cluster\.ranks_per_node, or policy\.generation\.colocated\.enabled=false .*\n"
-            r"  1 / 2 = 0\.5\. Nearest value: 2\. Or engines of 1 rank\.",
+            r"tensor_parallel_size=2 x pipeline_parallel_size=1 = 2 ranks of an engine are 2 machines of 1 generation "
+            r"rank, and there is 1\.\n  1 / 2 = 0\.5\. Nearest value: 2\. Or engines of 1 rank\. "
+            r"Keys: cluster\.ranks_per_node, cluster\.num_nodes, or policy\.generation\.colocated\.enabled=false",
         ),
         (
             ["cluster.device=cuda", "cluster.gpus_per_node=8", f"{TENSOR}=3", f"{STAGES}=2"],
-            r"3 x pipeline_parallel_size=2 = 6 ranks .*8 generation ranks of a machine \(cluster\.gpus_per_node\).*"
-            r"8 / 6 = 1\.33333\. Nearest values: 6, 12\. Or engines of 1, 2, 4, 8 ranks\.",
+            r"3 x pipeline_parallel_size=2 = 6 ranks .*8 generation ranks of a machine.*8 / 6 = 1\.33333\. "
+            r"Nearest values: 6, 12\. Or engines of 1, 2, 4, 8 ranks\. Keys: cluster\.gpus_per_node, cluster\.num",
         ),
         (
             ["cluster.device=cuda", "cluster.gpus_per_node=8", SEPARATE, f"{TENSOR}=4",
              "policy.generation.colocated.resources.gpus_per_node=2"],
-            r"2 generation ranks of a machine \(policy\.generation\.colocated\.resources\.gpus_per_node\)",
+            r"4 ranks of an engine are 2 machines of 2 generation ranks, and there is 1\..*"
+            r"Keys: policy\.generation\.colocated\.resources\.gpus_per_node, .*resources\.num_nodes",
         ),
         (
-            [SEPARATE, f"{TENSOR}=2", f"{EXPERTS}=4"],
-            r"expert_parallel_size=4 does not go with tensor_parallel_size=2: .* so 2 x 1\. "
-            r"Use expert_parallel_size=2, or 1 .* Or set tensor_parallel_size=4",
+            [SEPARATE, f"{TENSOR}=2", f"{EXPERTS}=3"],
+            r"expert_parallel_size=3 does not go with tensor_parallel_size=2: .* Use a multiple of "
+            r"tensor_parallel_size, or 1 .* Nearest values: 2, 4",
         ),
         ([SEPARATE, f"{TENSOR}=2", "policy.generation.backend=hf"], r"backend=hf computes on one device"),
         ([SEPARATE, f"{TENSOR}=2", "policy.generation.backend=megatron"], r"backend=megatron computes on one device"),
@@ -66,8 +69,11 @@ def test_bad_engine_sections_are_refused(minimal: Path, overrides: list[str], me
     "overrides",
     [
         [SEPARATE, f"{TENSOR}=2", f"{EXPERTS}=2"],
+        [SEPARATE, f"{TENSOR}=2", f"{EXPERTS}=4"],
         ["cluster.ranks_per_node=4", f"{TENSOR}=2"],
         ["cluster.device=cuda", "cluster.gpus_per_node=8", f"{TENSOR}=2", f"{STAGES}=4"],
+        ["cluster.device=cuda", "cluster.gpus_per_node=8", "cluster.num_nodes=4", f"{TENSOR}=16"],
+        ["cluster.num_nodes=2", SEPARATE, "policy.generation.colocated.resources.ranks_per_node=1", f"{STAGES}=2"],
     ],
 )
 def test_good_engine_sections_load(minimal: Path, overrides: list[str]) -> None:
@@ -79,3 +85,37 @@ def test_an_evaluation_divides_its_ranks_among_engines() -> None:
     config = EvalMasterConfig.build(cluster={"device": "cpu", "ranks_per_node": 3}, generation={"engine": engine})
     (finding,) = [text for text in config.findings() if "ranks of an engine" in text]
     assert finding.startswith("generation.engine.tensor_parallel_size=2") and "Nearest values: 2, 4." in finding
+
+
+@pytest.mark.parametrize(
+    ("tensor", "size", "counts", "message"),
+    [
+        (2, 2, [4, 6], None),
+        (16, 16, [8, 8], None),
+        (8, 16, [8] * 4, None),
+        (2, 8, [4, 4], None),
+        (
+            8,
+            16,
+            [8] * 3,
+            r"are 2 machines of 8 .* there are 3\.\n  3 / 2 = 1\.5\..* Or engines of 1, 2, 4, 8, 24 ranks",
+        ),
+        (
+            2,
+            6,
+            [4] * 3,
+            r"more than the 4 .* takes whole machines.*\n  6 / 4 = 1\.5\. Use engines of 1, 2, 4, 12 ranks",
+        ),
+        (3, 12, [4] * 3, r"tensor-parallel group of 3 .* machines of 4 .* tensor_parallel_size of 1, 2, 4, 12 with"),
+        (2, 4, [4, 2], r"do not fit on a machine with 2, .* unequal numbers of ranks: \[4, 2\]"),
+        (2, 2, [4, 3], r"do not divide the 3 .*\n  3 / 2 = 1\.5\. Nearest values: 2, 4\. Or engines of 1, 3 ranks"),
+    ],
+)
+def test_engines_stay_on_a_machine_or_take_whole_ones(
+    tensor: int, size: int, counts: list[int], message: str | None
+) -> None:
+    wrong = misplaced(tensor, size, counts)
+    if message is None:
+        assert wrong is None
+    else:
+        assert wrong is not None and re.search(message, wrong)

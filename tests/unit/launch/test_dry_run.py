@@ -109,7 +109,7 @@ def test_a_wrong_configuration_is_refused_as_in_a_run(capsys: pytest.CaptureFixt
         "grpo.sed=1": "Did you mean",
         "policy.train_global_batch_size=500": "train_global_batch_size=500",
         "policy.dtensor_cfg.tensor_parallel_size=3": "8 ranks are no multiple of 3",
-        "policy.generation.engine.tensor_parallel_size=16": "do not divide the 8 generation ranks",
+        "policy.generation.engine.tensor_parallel_size=16": "are 2 machines of 8 generation ranks, and there is 1",
         "policy.model_name=no-such-user/knows-this": "is not here",
     }.items():
         assert launch("", file, GRPOMasterConfig, run_not, ["--dry-run", override]) == 2
@@ -182,6 +182,16 @@ def test_engines_on_nodes_of_their_own() -> None:
     assert "16 ranks (2 nodes x 8): fsdp 16" in recipe.text
     assert "8 engines of 1 device (tensor 1 x pipeline 1), 8 on each of 1 node\n" in recipe.text
     assert "32 rows for each of 16 data-parallel ranks, packed into 8192 tokens: at most 16 an update" in recipe.text
+
+
+def test_an_engine_over_two_nodes() -> None:
+    """Experts are divided over all of its ranks, the other layers over those of a replica."""
+    sizes = "policy.generation.engine={tensor_parallel_size: 4, expert_parallel_size: 16}"
+    recipe = recipe_of("grpo-qwen3-30ba3b-2n8g-megatron", sizes)
+    assert "1 engine of 16 devices (tensor 4 x pipeline 1 x data 4), each on 2 of 2 nodes, on the" in recipe.text
+    experts = 48 * 128 * 3 * 2048 * 768
+    weights = recipe.forecast.groups["policy + generation"].moments["generation"]["engine's weights"]
+    assert weights == pytest.approx(2 * (experts / 16 + (30.532e9 - experts) / 4), rel=0.001)
 
 
 def test_evaluations_and_cpus_have_dry_runs() -> None:

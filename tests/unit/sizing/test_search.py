@@ -40,10 +40,10 @@ def proposed(config: MasterConfig, gpu: str = "h200") -> Proposal:
 
 
 def test_own_sizes_of_engines_do_not_matter_on_other_machines() -> None:
-    """Engines of 4 ranks do not fit on machines with 2 GPUs, and the experts' 4 ranks change with them."""
-    machines = ("cluster.num_nodes=4", "cluster.gpus_per_node=2", f"{ENGINE}.expert_parallel_size=4")
-    config = described_recipe(EXPERTS, *machines)
-    assert any("4 ranks of an engine" in text for text in config.findings())
+    """Engines of 16 ranks do not fit on four machines with 2 GPUs, and the experts' 16 ranks change with them."""
+    sizes = (f"{ENGINE}.tensor_parallel_size=16", f"{ENGINE}.expert_parallel_size=16")
+    config = described_recipe(EXPERTS, "cluster.num_nodes=4", "cluster.gpus_per_node=2", *sizes)
+    assert any("16 ranks of an engine" in text for text in config.findings())
     values = proposed(config).values
     assert values[f"{ENGINE}.tensor_parallel_size"] == values[f"{ENGINE}.expert_parallel_size"] <= 2
 

@@ -83,8 +83,8 @@ class EngineConfig(Section):
     pipeline_parallel_size: PositiveInt = 1
     """Stages that divide the layers of one engine, each of tensor_parallel_size ranks; vllm only."""
     expert_parallel_size: PositiveInt = 1
-    """Ranks that divide the experts of a layer among them: 1 or tensor_parallel_size; 1: each expert is divided over
-    the ranks of a stage."""
+    """Ranks that divide the experts of a layer among them: 1 or a multiple of tensor_parallel_size, which adds replicas
+    of the other layers; 1: each expert is divided over the ranks of a stage; vllm only."""
     env_vars: EnvVars | None = None
     """Environment variables of the engine's process."""
 

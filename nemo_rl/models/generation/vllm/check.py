@@ -80,7 +80,7 @@ def check_engine_shape(model: Any, generation: GenerationConfig) -> None:
     elif experts > (num_experts or experts):
         problems.append(
             f"engine.expert_parallel_size={experts} is more than the model's {num_experts} experts. Set it to 1, or "
-            f"lower it and tensor_parallel_size to at most {num_experts}."
+            f"lower it (and a larger tensor_parallel_size) to at most {num_experts}."
         )
     if problems:
         raise ConfigError("policy.generation." + "\npolicy.generation.".join(problems))

@@ -1,27 +1,26 @@
 """Adapt vLLM's in-process engine to the `Engine` protocol, for the CPU and GPU builds.
 
-Weight loading (`weights`), the other ranks of an engine (`ranks`) and responses with a grammar (`grammars`) have their
-own files. Invariant: unless `logprobs_mode` is changed, log-probabilities are those of the sampled distribution, so
-they agree with a trainer that divides logits by the same temperature; with a grammar, they are those without it.
+Arguments (`arguments`), weight loading (`weights`), the other ranks of an engine (`ranks`, `replicas`) and responses
+with a grammar (`grammars`) have their own files. Invariant: unless `logprobs_mode` is changed, log-probabilities are
+those of the sampled distribution, so they agree with a trainer that divides logits by the same temperature; with a
+grammar, they are those without it.
 """
 
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import uniproc_executor
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from nemo_rl.models.generation.interfaces import (
     EngineLoad,
@@ -29,15 +28,15 @@ from nemo_rl.models.generation.interfaces import (
     FinishReason,
     GenerationRequest,
     SamplingParams,
+    engine_of,
 )
 from nemo_rl.models.generation.stepped import Finished, SteppedEngine
 from nemo_rl.models.generation.texts import sampled_text
+from nemo_rl.models.generation.vllm.arguments import engine_arguments, sampling_params
 from nemo_rl.models.generation.vllm.concurrency import CacheWatch
-from nemo_rl.models.generation.vllm.grammars import REFUSED, Scoring, is_scored, reading, structured_outputs
+from nemo_rl.models.generation.vllm.grammars import REFUSED, Scoring, is_scored, reading
 from nemo_rl.models.generation.vllm.layers import start_recording, stop_recording
 from nemo_rl.models.generation.vllm.logprobs import of_tokens
-from nemo_rl.models.generation.vllm.ranks import RanksExecutor
-from nemo_rl.models.generation.vllm.settings import CPU_SEQUENCES
 from nemo_rl.models.generation.vllm.weights import (
     begin_reload,
     finish_reload,
@@ -54,12 +53,9 @@ from nemo_rl.utils.errors import GenerationError
 
 logger = logging.getLogger(__name__)
 
-_CPU_BATCHED_TOKENS = 4096
-_DEEPSEEK_V3_ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-
 
 class VllmEngine(SteppedEngine):
-    """One vLLM engine, or worker 0 of an engine with several workers."""
+    """One vLLM engine, or worker 0 of an engine with several workers, or the first worker of one of its replicas."""
 
     accepts_grammars = True
 
@@ -68,6 +64,7 @@ class VllmEngine(SteppedEngine):
         self._can_sleep = settings.can_sleep
         self._max_model_len = settings.max_model_len
         self._tensor_parallel_size = settings.tensor_parallel_size
+        self._place = engine_of(int(os.environ["RANK"]), settings.num_workers)[1] if settings.num_workers > 1 else 0
         self._vllm_ids: dict[str, str] = {}
         self._scoring = Scoring()
         arguments = engine_arguments(settings)
@@ -104,6 +101,7 @@ class VllmEngine(SteppedEngine):
         if will_be_scored:
             self._scoring.prompts[request_id] = request.prompt_token_ids
 
+<<<<<<< HEAD
     def _submit(self, request_id: str, token_ids: list[int], params: VllmSamplingParams, priority: int = 0) -> None:
         """Add a request; vLLM begins waiting ones with a smaller `priority` first."""
         prompt: Any = {"prompt_token_ids": token_ids}
@@ -112,6 +110,18 @@ class VllmEngine(SteppedEngine):
     def _read(self, request_id: str) -> None:
         """Read a drawn response before requests that wait, because its program waits for the complete answer."""
         self._submit(request_id, self._scoring.tokens_to_read(request_id), reading(), priority=-1)
+=======
+    def try_request(self, request_id: str, request: GenerationRequest) -> str | None:
+        """Call `add_request`; return why it refuses the request, or None."""
+        try:
+            self.add_request(request_id, request)
+        except GenerationError as refusal:
+            return str(refusal)
+        return None
+
+    def _submit(self, request_id: str, token_ids: list[int], params: VllmSamplingParams) -> None:
+        self._vllm_ids[request_id] = self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
+>>>>>>> 6eaaaba5ab1e562cfaada15a95fa9d7562e1a59b
 
     def _sampling_params(self, request: GenerationRequest, room: int) -> VllmSamplingParams:
         eos: int | None = getattr(self._engine.renderer.tokenizer, "eos_token_id", None)
@@ -129,6 +139,15 @@ class VllmEngine(SteppedEngine):
         if self._threads is not None:
             self._threads.end_step(has_more=bool(self._vllm_ids))
         self._cache.end_step(len(finished))
+        return finished
+
+    def step_with_others(self) -> list[Finished]:
+        """Step as one of several replicas: with exactly one forward pass; see `replicas`."""
+        executor: Any = self._engine.model_executor
+        before = executor.num_passes
+        finished = self.step()
+        if executor.num_passes == before:
+            self._engine.collective_rpc("execute_dummy_batch")
         return finished
 
     def _taken(self, output: RequestOutput) -> list[Finished]:
@@ -225,21 +244,31 @@ class VllmEngine(SteppedEngine):
     def finish_loading(self, *, changed: bool) -> list[str]:
         """See `SteppedEngine.finish_loading`; vLLM computes running requests again from their tokens so far."""
         with packing_threads():
-            own, *of_others = self._engine.collective_rpc(finish_reload)
+            of_ranks = self._engine.collective_rpc(finish_reload)
         if changed:
             self._engine.reset_prefix_cache(reset_running_requests=True)
             for request_id in self._scoring.drawn:  # with one version of the weights for all tokens
                 self._engine.abort_request([self._vllm_ids[request_id]], internal=True)
+<<<<<<< HEAD
                 self._read(request_id)
         return own + [f"{name} of worker {rank}" for rank, names in enumerate(of_others, start=1) for name in names]
+=======
+                self._submit(request_id, self._scoring.tokens_to_read(request_id), reading())
+        named = [(name, place) for place, names in enumerate(of_ranks, start=self._place) for name in names]
+        return [f"{name} of worker {place}" if place else name for name, place in named]
+>>>>>>> 6eaaaba5ab1e562cfaada15a95fa9d7562e1a59b
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
         """See `Engine.layer_outputs`."""
+        return self.recorded_layers(token_ids, self.step)
+
+    def recorded_layers(self, token_ids: list[int], step: Callable[[], list[Finished]]) -> list[torch.Tensor]:
+        """Do the work of `layer_outputs` with a function that steps the engine."""
         self._engine.reset_prefix_cache()
         self._engine.collective_rpc(start_recording)
         try:
             self.add_request("layer_outputs", GenerationRequest(token_ids, SamplingParams(max_new_tokens=1), seed=0))
-            while not self.step():
+            while not step():
                 pass
         finally:
             of_ranks = self._engine.collective_rpc(stop_recording)
@@ -248,17 +277,26 @@ class VllmEngine(SteppedEngine):
         return [output[: len(token_ids)] for stage in stages for output in stage]
 
     async def sleep(self) -> None:
-        """See `Engine.sleep`; weights go to host memory, the cache is dropped."""
+        """See `Engine.sleep`."""
+        self.fall_asleep()
+
+    def fall_asleep(self) -> None:
+        """Free memory: weights go to host memory, the cache is dropped."""
         if self._can_sleep and not self._engine.is_sleeping():
             self._engine.reset_prefix_cache()
             self._engine.sleep(level=1)
 
     async def wake_up(self) -> None:
         """See `Engine.wake_up`."""
+        self.awake()
+
+    def awake(self) -> None:
+        """Allocate memory again."""
         if self._can_sleep and self._engine.is_sleeping():
             self._engine.wake_up()
 
 
+<<<<<<< HEAD
 def engine_arguments(settings: EngineSettings) -> EngineArgs:
     """Translate the library's settings into vLLM's."""
     values: dict[str, Any] = {
@@ -366,6 +404,8 @@ def sampling_params(sampling: SamplingParams, seed: int, room: int, eos: int | N
     )
 
 
+=======
+>>>>>>> 6eaaaba5ab1e562cfaada15a95fa9d7562e1a59b
 def _finished(output: RequestOutput) -> Finished:
     completion = output.outputs[0]
     if completion.finish_reason == "error":

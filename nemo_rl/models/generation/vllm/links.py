@@ -1,13 +1,14 @@
-"""Connect the processes of one engine: a process group for the model, and a socket for the calls of each rank.
+"""Connect a process of an engine with others of it: a socket for the calls of each.
 
     place 0 (runs the engine)             store at MASTER_ADDR:MASTER_PORT           place 1, 2 ... (ranks)
-    enter_engine ──────────────────── process group, GPUs of all ──────────────────── enter_engine
+    enter_engine ────────────────────────── process group (`meeting`) ───────────────────────── enter_engine
     open_links ───────────────────────── address and key of a socket ───────────────── open_link
     link.call ──────────────────────────────────────────────────────────────────────► link.receive
     answer.result ◄────────────────────────────────────────────────────────────────── link.send
 
-Invariant: an engine's processes end together. A process whose link is closed at the other end exits immediately and
-reports nothing else, so the code that replaces the engine only sees processes that have exited.
+Sockets between processes of one machine are local; if one is on another machine, all are TCP connections. Invariant: an
+engine's processes end together. A process whose link is closed at the other end exits immediately and reports nothing
+else, so the code that replaces the engine only sees processes that have exited.
 """
 
 import asyncio
@@ -16,23 +17,17 @@ import logging
 import os
 import pickle
 import secrets
+import socket
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from datetime import timedelta
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
-from nemo_rl.distributed.ranks.process_group import choose_interface, open_store
-from nemo_rl.host.device import Device
+from nemo_rl.models.generation.vllm.meeting import Meeting
 
 logger = logging.getLogger(__name__)
-
-_MEETING_TIMEOUT = timedelta(minutes=30)
-"""Longer than every deadline for starting engines; a process that does not come has usually died."""
 
 
 class Call(NamedTuple):
@@ -76,6 +71,13 @@ class Answer(Future[Any]):
         return super().result(timeout)
 
 
+def call_all(links: Sequence["Link"], call: Call, answering: Sequence[bool]) -> list[Answer | None]:
+    """Send a call to several ranks, pickled once for those whose answers are wanted and once for the others."""
+    forms = {wants: call._replace(wants_answer=wants) for wants in set(answering)}
+    packed = {wants: pickle.dumps(form, protocol=pickle.HIGHEST_PROTOCOL) for wants, form in forms.items()}
+    return [link.call_packed(packed[wants], wants_answer=wants) for link, wants in zip(links, answering, strict=True)]
+
+
 class Link:
     """One end of the socket between place 0 and a rank.
 
@@ -99,8 +101,11 @@ class Link:
 
     def send(self, message: object) -> None:
         """Send a picklable message; tensors are sent as copies."""
+        self._send(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+    def _send(self, message: bytes) -> None:
         try:
-            self._connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+            self._connection.send_bytes(message)
         except OSError as reason:
             self._end(reason)
 
@@ -114,8 +119,12 @@ class Link:
 
     def call(self, call: Call) -> Answer | None:
         """Send a call to a rank; return None if no answer is wanted."""
-        self.send(call)
-        if not call.wants_answer:
+        return call_all([self], call, [call.wants_answer])[0]
+
+    def call_packed(self, packed: bytes, *, wants_answer: bool) -> Answer | None:
+        """Send a pickled `Call`; as `call`."""
+        self._send(packed)
+        if not wants_answer:
             return None
         self._due.append(Answer(self))
         return self._due[-1]
@@ -151,49 +160,52 @@ class Link:
         os._exit(1)
 
 
-def enter_engine(device: str, place: int, num_places: int) -> dist.Store:
-    """Form the default process group of an engine's processes, and let each process see the GPUs of all.
-
-    vLLM checks which of its GPUs can access each other directly, so every process needs all of them in the same order.
-
-    Args:
-        device: "cpu" or "cuda".
-        place: number of this process: its rank in the group and from now on the index of its GPU.
-        num_places: number of processes of the engine.
-
-    Returns:
-        A store that all of them share.
-    """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    kind = Device("cuda" if device == "cuda" else "cpu")
-    choose_interface(address)
-    store = open_store(address, port, place, num_places, _MEETING_TIMEOUT)
-    if kind.is_gpu:
-        store.set(f"gpu of {place}", os.environ.get("CUDA_VISIBLE_DEVICES", str(place)))
-        gpus = [store.get(f"gpu of {other}").decode() for other in range(num_places)]
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    dist.init_process_group(kind.collective_backend, store=store, rank=place, world_size=num_places)
-    return store
-
-
-def open_links(store: dist.Store, num_places: int) -> list[Link]:
-    """Open the links of place 0 to places 1, 2 ..., in this order."""
-    key = secrets.token_bytes(32)
-    # On Linux, use a socket without a file.
-    address = f"\0nemo_rl-{secrets.token_hex(16)}" if sys.platform == "linux" else None
-    links: dict[int, Link] = {}
-    with Listener(address, family="AF_UNIX", authkey=key) as listener:
-        store.set("links", json.dumps([address or listener.address, key.hex()]))
-        while len(links) < num_places - 1:
-            connection = listener.accept()
+def open_links(meeting: Meeting, name: str, places: Sequence[int]) -> list[Link]:
+    """Open links to other places, which call `open_link` with the same name; returns them in the order of `places`."""
+    if not places:
+        return []
+    key, links = secrets.token_bytes(32), dict[int, Link]()
+    with _listener(meeting, places, key) as listener:
+        address = listener.address
+        text = address.decode() if isinstance(address, bytes) else address  # the system returns names of no file so
+        meeting.store.set(name, json.dumps([text, key.hex()]))
+        while len(links) < len(places):
+            connection = _prompt(listener.accept())
             place = connection.recv()
             links[place] = Link(connection, f"Worker {place}")
-    return [links[place] for place in sorted(links)]
+    return [links[place] for place in places]
 
 
-def open_link(store: dist.Store, place: int) -> Link:
-    """Open the link of a rank to place 0."""
-    address, key = json.loads(store.get("links"))
-    connection = Client(address, family="AF_UNIX", authkey=bytes.fromhex(key))
-    connection.send(place)
-    return Link(connection, "Worker 0")
+def open_link(meeting: Meeting, name: str, to: int) -> Link:
+    """Open the link to the place that calls `open_links` with this name."""
+    address, key = json.loads(meeting.store.get(name))
+    connection = _dial(address, bytes.fromhex(key))
+    connection.send(meeting.place)
+    return Link(connection, f"Worker {to}")
+
+
+def _listener(meeting: Meeting, places: Sequence[int], key: bytes) -> Listener:
+    if not meeting.is_near(places):
+        family = "AF_INET6" if ":" in meeting.address else "AF_INET"
+        return Listener((meeting.address, 0), family=family, backlog=len(places), authkey=key)
+    # On Linux, use a socket without a file.
+    address = f"\0nemo_rl-{secrets.token_hex(16)}" if sys.platform == "linux" else None
+    return Listener(address, family="AF_UNIX", backlog=len(places), authkey=key)
+
+
+def _dial(address: str | list[Any], key: bytes) -> Connection:
+    if isinstance(address, str):
+        return Client(address, family="AF_UNIX", authkey=key)
+    # `Client` takes every pair of host and port for one of IPv4.
+    connection = Connection(socket.create_connection((address[0], address[1])).detach())
+    answer_challenge(connection, key)
+    deliver_challenge(connection, key)
+    return _prompt(connection)
+
+
+def _prompt(connection: Connection) -> Connection:
+    """Let a connection over TCP send small messages at once, instead of waiting for the receipt of earlier ones."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as shared:
+        if shared.family != socket.AF_UNIX:
+            shared.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection

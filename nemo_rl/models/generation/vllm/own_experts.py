@@ -1,12 +1,17 @@
-"""Add expert parallelism to vLLM's CPU build, whose kernel does not support it.
+"""Add expert parallelism to vLLM's CPU build, whose kernel and communicator do not support it.
 
 `vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts.apply` ignores `expert_map`: it passes the
 kernel ids among all experts of a layer with the weights of this rank's experts only, so the kernel reads out of bounds.
-Invariant: the sum of the results of a stage's ranks equals the result of one rank with all experts.
+`vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator` has none of the two operations that exchange
+tokens between replicas. Invariant: the sum of the results of a stage's ranks equals the result of one rank with all
+experts, and that of a token does not depend on the others.
 """
 
 from functools import wraps
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 
 def compute_own_experts() -> None:
@@ -27,3 +32,41 @@ def compute_own_experts() -> None:
             arguments["output"].mul_(is_own)
 
     experts.apply = of_own
+
+
+def exchange_tokens() -> None:
+    """Let CPU replicas exchange tokens before and after their experts."""
+    from vllm.distributed.device_communicators import cpu_communicator  # vLLM also imports it on CPUs only
+
+    communicator: Any = cpu_communicator.CpuCommunicator
+    communicator.all_gatherv = _all_gatherv
+    communicator.reduce_scatterv = _reduce_scatterv
+
+
+def _all_gatherv(
+    self: Any, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
+) -> torch.Tensor | list[torch.Tensor]:
+    """Join the rows of all members; see `DeviceCommunicatorBase.all_gatherv`, `sizes` has the rows of each."""
+    if not isinstance(input_, torch.Tensor):
+        return [_all_gatherv(self, each, dim, sizes) for each in input_]
+    assert dim == 0, "tokens are rows"
+    sizes = sizes or [len(input_)] * self.world_size
+    joined = input_.new_empty((sum(sizes), *input_.shape[1:]))
+    for rank, part in enumerate(joined.split(sizes)):
+        if rank == self.rank_in_group:
+            part.copy_(input_)
+        dist.broadcast(part, self.ranks[rank], group=self.device_group)
+    return joined
+
+
+def _reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
+    """Sum the rows that are this member's; see `DeviceCommunicatorBase.reduce_scatterv`.
+
+    The parts are added in the order of the members, so the sum for a token does not depend on its row.
+    """
+    assert dim == 0, "tokens are rows"
+    sizes = sizes or [len(input_) // self.world_size] * self.world_size
+    parts = [torch.empty_like(input_) for _ in range(self.world_size)]
+    dist.all_gather(parts, input_.contiguous(), group=self.device_group)
+    own = torch.stack([part.split(sizes)[self.rank_in_group] for part in parts])
+    return own.sum(0)

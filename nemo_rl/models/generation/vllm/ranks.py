@@ -4,16 +4,19 @@
                                           └─ link ─► worker k: VllmRank ─► vLLM's worker, rank k
 
 vLLM would start the other ranks as its own processes, which Ray neither places nor watches, and which no weight
-transport reaches. Here every rank is a `GenerationWorker`: it gets a bundle, receives and verifies weights, and its
-death is noticed like that of any worker. Ranks count tensor parallelism first: rank = stage x tensor parallel size +
-position within the stage. Invariant: all ranks make the same calls in the same order.
+transport reaches. Here every rank is a `GenerationWorker`: it gets a bundle, on this machine or another one, receives
+and verifies weights, and its death is noticed like that of any worker. Ranks count tensor parallelism first: rank =
+stage x tensor parallel size + position within the stage. Groups of ranks of one machine use vLLM's shared memory,
+others gloo or NCCL. Invariant: all ranks make the same calls in the same order.
 """
 
 import asyncio
 import logging
 import os
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from multiprocessing import Lock
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,8 +32,9 @@ from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, GenerationResult, engine_of
-from nemo_rl.models.generation.vllm.links import Answer, Call, Link, Outcome, enter_engine, open_link, open_links
-from nemo_rl.models.generation.vllm.own_experts import compute_own_experts
+from nemo_rl.models.generation.vllm.links import Answer, Call, Link, Outcome, call_all, open_link, open_links
+from nemo_rl.models.generation.vllm.meeting import HOST_ADDRESS, Meeting, enter_engine
+from nemo_rl.models.generation.vllm.own_experts import compute_own_experts, exchange_tokens
 from nemo_rl.models.generation.vllm.weights import load_tensors
 
 logger = logging.getLogger(__name__)
@@ -50,23 +54,28 @@ class _Start(NamedTuple):
     environment: dict[str, str]
 
 
-def _build_worker(start: _Start, rank: int) -> WorkerWrapperBase:
+def _build_worker(start: _Start, meeting: Meeting) -> WorkerWrapperBase:
     """Build vLLM's worker of a rank, with its device and model; all ranks do this at the same time."""
+    parallel, name_on_machine = start.config.parallel_config, f"{start.identity}-{meeting.machine}"
+    rank = meeting.place % parallel.world_size
     worker = WorkerWrapperBase(rpc_rank=0, global_rank=rank)
     arguments = {
         "vllm_config": start.config,
-        "local_rank": rank,
+        "local_rank": meeting.local_place,
         "rank": rank,
-        # It only names segments of shared memory; `links.enter_engine` has formed the process group already.
-        "distributed_init_method": f"file:///{start.identity}",
-        "is_driver_worker": rank % start.config.parallel_config.tensor_parallel_size == 0,
+        # It only names segments of shared memory; `meeting.enter_engine` has formed the process group already. A group
+        # of ranks whose names differ does not use shared memory, so each machine has its own name.
+        "distributed_init_method": f"file:///{name_on_machine}",
+        "is_driver_worker": rank % parallel.tensor_parallel_size == 0,
         "shared_worker_lock": Lock(),
     }
-    if current_platform.is_cpu() and start.config.parallel_config.enable_expert_parallel:
+    if current_platform.is_cpu() and parallel.enable_expert_parallel:
         compute_own_experts()
+    if current_platform.is_cpu() and parallel.data_parallel_size > 1:
+        exchange_tokens()
     worker.init_worker(all_kwargs=[arguments])
     worker.init_device()
-    _forget_names(start.identity)
+    _forget_names(name_on_machine)
     worker.load_model()
     current_platform.update_block_size_for_backend(start.config)
     if current_platform.is_cpu() and not get_pp_group().is_first_rank:
@@ -86,9 +95,31 @@ def _forget_names(identity: str) -> None:
     for segment in _SHARED_MEMORY.glob(f"*{identity}*"):  # used for all-reduces on CPUs
         segment.unlink(missing_ok=True)
     queue = get_tp_group().mq_broadcaster
-    if queue is not None and queue.buffer.is_creator:
+    if queue is not None and queue.buffer is not None and queue.buffer.is_creator:
         queue.buffer.shared_memory.unlink()
         queue.buffer.is_creator = False
+
+
+def _links_of(head: int) -> str:
+    """Return the name of the links between the first rank of a replica and its others."""
+    return f"ranks of {head}"
+
+
+@contextmanager
+def ending_if_alone(links: Sequence[Link]) -> Iterator[None]:
+    """Run a block; if it fails because a process at the other end of a link is gone, end this process too."""
+    try:
+        yield
+    except Exception:
+        for link in links:
+            link.end_if_alone(_PATIENCE_S)
+        raise
+
+
+def meet(settings: EngineSettings) -> Meeting:
+    """Return the meeting of this process with the others of its engine."""
+    _, place = engine_of(int(os.environ["RANK"]), settings.num_workers)
+    return enter_engine(settings.device, place, settings.num_workers)
 
 
 class RanksExecutor(UniProcExecutor):
@@ -99,15 +130,25 @@ class RanksExecutor(UniProcExecutor):
     def _init_executor(self) -> None:
         parallel = self.vllm_config.parallel_config
         self._output_rank = parallel.world_size - parallel.tensor_parallel_size
-        store = enter_engine(self.device_config.device_type, 0, parallel.world_size)
-        self._links: list[Link] = open_links(store, parallel.world_size)
+        head = parallel.data_parallel_rank * parallel.world_size
+        meeting = enter_engine(self.device_config.device_type, head, parallel.world_size_across_dp)
+        self.num_passes = 0
+        """Forward passes so far that `execute_model` has started."""
+        others = range(head + 1, head + parallel.world_size)
+        self._links: list[Link] = open_links(meeting, _links_of(head), others)
         environment = {name: value for name, value in os.environ.items() if name.startswith(_OF_VLLM)}
+        environment.pop(HOST_ADDRESS, None)
         start = _Start(self.vllm_config, f"nemo_rl-{uuid4().hex}", environment)
         for link in self._links:
             link.send(start)
-        self.driver_worker = _build_worker(start, 0)
+        self.driver_worker = _build_worker(start, meeting)
         for link in self._links:
             link.receive()
+
+    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        """See vLLM's executor; counts forward passes."""
+        self.num_passes += scheduler_output.total_num_scheduled_tokens > 0
+        return super().execute_model(scheduler_output, non_block)
 
     def collective_rpc(
         self,
@@ -128,19 +169,15 @@ class RanksExecutor(UniProcExecutor):
             non_block: return a future.
             single_value: return only the answer of the rank that samples, the first one of the last stage.
         """
-        answers = [
-            link.call(Call(method, args, kwargs or {}, not single_value or rank == self._output_rank))
-            for rank, link in enumerate(self._links, start=1)
-        ]
+        answering = [not single_value or rank == self._output_rank for rank, _ in enumerate(self._links, start=1)]
+        answers = call_all(self._links, Call(method, args, kwargs or {}, wants_answer=True), answering)
         of_other: Answer | None = answers[self._output_rank - 1] if single_value and self._output_rank else None
-        try:
+        with ending_if_alone(self._links):
             own = super().collective_rpc(
                 method, args=args, kwargs=kwargs, non_block=non_block and of_other is None, single_value=True
             )
-        except Exception:
-            for link in self._links:
-                link.end_if_alone(_PATIENCE_S)
-            raise
+            if isinstance(own, Future) and own.done():
+                own.result()  # raises the failure of a call that does not block
         if single_value:
             chosen = own if of_other is None else of_other
             return chosen if non_block or of_other is None else of_other.result()
@@ -155,21 +192,27 @@ class VllmRank:
     """
 
     def __init__(self, settings: EngineSettings):
-        _, rank = engine_of(int(os.environ["RANK"]), settings.num_workers)
-        self._link = open_link(enter_engine(settings.device, rank, settings.num_workers), rank)
+        meeting = meet(settings)
+        head = meeting.place // settings.replica_size * settings.replica_size
+        self._link = open_link(meeting, _links_of(head), head)
         start: _Start = self._link.receive()
         os.environ.update(start.environment)
-        self._worker = _build_worker(start, rank)
+        self._worker = _build_worker(start, meeting)
+        self._serve()
+
+    def _serve(self) -> None:
+        """Tell the other end of the link that this process is ready, and execute its calls from now on."""
         self._link.send(Outcome(None))
         self._link.when_it_brings(asyncio.get_running_loop(), self._do_next)
+
+    def _execute(self, call: Call) -> Any:
+        value = run_method(self._worker, call.method, call.args, call.kwargs)
+        return value.get_output() if call.wants_answer and isinstance(value, AsyncModelRunnerOutput) else value
 
     def _do_next(self) -> None:
         call: Call = self._link.receive()
         try:
-            value = run_method(self._worker, call.method, call.args, call.kwargs)
-            if call.wants_answer and isinstance(value, AsyncModelRunnerOutput):
-                value = value.get_output()
-            outcome = Outcome(value)
+            outcome = Outcome(self._execute(call))
         except Exception:  # boundary: worker 0 gets the error, or sees that this rank is gone
             outcome = Outcome(None, traceback.format_exc())
         if call.wants_answer or outcome.failure is not None:

@@ -4,6 +4,8 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import socket
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -14,14 +16,24 @@ import torch.distributed as dist
 from ray._private.async_compat import get_new_event_loop
 
 from nemo_rl.models.generation.vllm.links import Call, Link, Outcome, open_link, open_links
+from nemo_rl.models.generation.vllm.meeting import Meeting
 
 FORK = multiprocessing.get_context("fork")
-NUM_RANKS = 3
+PLACES = {
+    "one machine": ((0, 0, 0), "127.0.0.1"),
+    "three machines": ((0, 1, 2), "127.0.0.1"),
+    "IPv6": ((0, 1, 2), "::1"),
+}
+"""Machines of the ranks, and the address of the first one."""
 
 
-def _serve(port: int, rank: int) -> None:
+def meeting(port: int, rank: int, machines: tuple[int, ...]) -> Meeting:
+    return Meeting(dist.TCPStore("127.0.0.1", port, is_master=False), rank, machines)
+
+
+def _serve(port: int, rank: int, machines: tuple[int, ...]) -> None:
     """Serve as a rank that answers with its number and its input, or fails on request."""
-    link = open_link(dist.TCPStore("127.0.0.1", port, is_master=False), rank)
+    link = open_link(meeting(port, rank, machines), "ranks", 0)
     while True:
         call: Call = link.receive()
         if call.method == "fail":
@@ -30,13 +42,19 @@ def _serve(port: int, rank: int) -> None:
             link.send(Outcome((rank, *call.args)))
 
 
-@pytest.fixture
-def ranks() -> Iterator[tuple[list[Link], list[Any]]]:
+@pytest.fixture(params=list(PLACES))
+def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[list[Link], list[Any]]]:
+    machines, address = PLACES[request.param]
+    if ":" in address:
+        try:
+            socket.create_server((address, 0), family=socket.AF_INET6).close()
+        except OSError:
+            pytest.skip("this machine has no IPv6")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = [FORK.Process(target=_serve, args=(store.port, rank), daemon=True) for rank in (2, 1)]
+    processes = [FORK.Process(target=_serve, args=(store.port, rank, machines), daemon=True) for rank in (2, 1)]
     for process in processes:
         process.start()
-    yield open_links(store, NUM_RANKS), processes[::-1]
+    yield open_links(Meeting(store, 0, machines, address), "ranks", (1, 2)), processes[::-1]
     for process in processes:
         process.kill()
         process.join()
@@ -69,23 +87,24 @@ def test_a_failure_that_vllm_ignores_is_raised_by_the_next_answer(ranks) -> None
         link.end_if_alone(5.0)
 
 
-def _answer_from_loop(port: int) -> None:
+def _answer_from_loop(port: int, machines: tuple[int, ...]) -> None:
     """Serve as rank 1 of a run: on the loop that Ray gives its actors."""
 
     async def serve() -> None:
-        link = open_link(dist.TCPStore("127.0.0.1", port, is_master=False), 1)
+        link = open_link(meeting(port, 1, machines), "ranks", 0)
         link.when_it_brings(asyncio.get_running_loop(), lambda: link.send(Outcome(link.receive().args)))
         await asyncio.Event().wait()
 
     get_new_event_loop().run_until_complete(serve())
 
 
-def test_a_long_message_arrives_whole_at_a_rank_on_rays_loop() -> None:
+@pytest.mark.parametrize("machines", [(0, 0), (0, 1)])
+def test_a_long_message_arrives_whole_at_a_rank_on_rays_loop(machines: tuple[int, ...]) -> None:
     """The message is longer than the socket's buffer; both ends fill it before the other one reads."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    process = FORK.Process(target=_answer_from_loop, args=(store.port,), daemon=True)
+    process = FORK.Process(target=_answer_from_loop, args=(store.port, machines), daemon=True)
     process.start()
-    (link,) = open_links(store, 2)
+    (link,) = open_links(Meeting(store, 0, machines), "ranks", (1,))
     ours, theirs = FORK.Pipe()
     asker = FORK.Process(target=lambda: theirs.send([len(*ask(link, bytes(1 << n)).result()) for n in (14, 15, 24)]))
     asker.start()
@@ -115,3 +134,21 @@ def test_a_process_exits_when_its_peer_is_gone(ranks, how: str) -> None:
     process.start()
     process.join(10)
     assert (process.exitcode, ours.poll(0)) == (1, False)
+
+
+def test_small_calls_to_another_machine_are_sent_at_once(ranks) -> None:
+    """A call without an answer is followed by another one; a delayed receipt of the first would take 40 ms each."""
+    (link, _), _ = ranks
+    started = time.perf_counter()
+    for _ in range(50):
+        ask(link, 1, wants_answer=False)
+        ask(link, 1).result()
+    assert time.perf_counter() - started < 1.0
+
+
+def test_a_meeting_knows_who_is_on_its_machine() -> None:
+    store = dist.HashStore()
+    four = [Meeting(store, place, (0, 0, 2, 2)) for place in range(4)]
+    assert [meeting.local_place for meeting in four] == [0, 1, 0, 1]
+    assert [meeting.machine for meeting in four] == [0, 0, 2, 2]
+    assert four[2].is_near((2, 3)) and not four[2].is_near((1, 3))

@@ -1,4 +1,4 @@
-"""One vLLM engine of two tensor-parallel ranks on the CPU, each in a separate process as in a run.
+"""One vLLM engine of two tensor-parallel ranks on the CPU, each in a separate process as in a run, and on two machines.
 
 Greedy text equals Hugging Face, both ranks receive and confirm weights, and no process and no shared memory remains
 after one of them is killed.
@@ -8,19 +8,15 @@ import importlib.util
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from engine_process import EngineProcess
+from engine_of_ranks import EngineOfRanks
 from generation_helpers import (
     PROMPTS,
     ask,
     greedy_reference,
     make_model,
-    make_settings,
     reference_logprobs,
     save_model,
     streamed,
@@ -31,11 +27,7 @@ from vllm_looks import named_shared_memory
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
 from nemo_rl.utils.errors import WeightSyncError
-from nemo_rl.weight_sync.buckets import Bucket
-from nemo_rl.weight_sync.endpoints import WeightSender
-from nemo_rl.weight_sync.shared_memory import SharedBuffer, allocate, map_memory
-from nemo_rl.weight_sync.transport import TransportSpec
-from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts
+from nemo_rl.weight_sync.verify import check_receipts
 
 pytestmark = [
     pytest.mark.vllm,
@@ -43,72 +35,17 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra cpu or vllm"),
 ]
 
-SPEC = TransportSpec("shared_memory", run_id="test", bucket_size_bytes=50_000)
-NUM_RANKS = 2
-
-
-class EngineOfRanks:
-    """The processes of one engine, called together as the controller does."""
-
-    def __init__(self, folder: Path, stack: ExitStack):
-        settings = {"engine": make_settings(folder, "vllm", load_weights=True, tensor_parallel_size=NUM_RANKS)}
-        with socket.socket() as bound:
-            bound.bind(("127.0.0.1", 0))
-            port = bound.getsockname()[1]
-        self.ranks = [stack.enter_context(EngineProcess(settings, rank, port)) for rank in range(NUM_RANKS)]
-        self.sender = WeightSender(SPEC, rank=0, is_node_leader=True)
-        stack.callback(self.sender.close)
-        self.call("ready")
-
-    def call(self, method: str, *args: Any) -> list[Any]:
-        return self.call_each(method, [args] * NUM_RANKS)
-
-    def call_each(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
-        for rank, own in zip(self.ranks, arguments, strict=True):
-            rank.start("engine", method, *own)
-        return [rank.answer(method) for rank in self.ranks]
-
-    def greedy(self) -> list[list[int]]:
-        requests = [ask(prompt, temperature=0.0) for prompt in PROMPTS]
-        return [result.token_ids.tolist() for result in self.ranks[0].generate("engine", requests)]
-
-    def sync(
-        self, tensors: dict[str, torch.Tensor], version: int, damaged: bool = False
-    ) -> tuple[list[Bucket], list[SyncReceipt]]:
-        """Run one sync; `damaged` lets rank 1 find a flipped bit in the first bucket."""
-        self.call("begin_weight_update", SPEC, version)
-        self.sender.begin(tensors.items())
-        buckets: list[Bucket] = []
-        while not buckets or not buckets[-1].is_last:
-            buckets.append(self.sender.next_bucket())
-            of_rank_1, copy = buckets[-1], None
-            if damaged and len(buckets) == 1:
-                of_rank_1, copy = with_flipped_bit(buckets[-1])
-            self.call_each("receive_bucket", [(buckets[-1],), (of_rank_1,)])
-            if copy is not None:
-                copy.close()
-        return buckets, self.call("finish_weight_update", version)
-
-
-def with_flipped_bit(bucket: Bucket) -> tuple[Bucket, SharedBuffer]:
-    """Return a bucket whose first byte differs from that of another one."""
-    ((host, handle),) = bucket.handles.items()
-    copy = allocate(handle.num_bytes)
-    copy.flat.copy_(map_memory(handle))
-    copy.flat[0] ^= 1
-    return replace(bucket, handles={host: copy.handle}), copy
-
 
 def expected(model: PreTrainedModel) -> list[list[int]]:
     return [greedy_reference(model, prompt, 12) for prompt in PROMPTS]
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineOfRanks]:
+@pytest.fixture(scope="module", params=[(0, 0), (0, 1)], ids=["one machine", "two machines"])
+def engine(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[EngineOfRanks]:
     folder = tmp_path_factory.mktemp("model")
     save_model(folder, make_model("qwen2", True, seed=0))
     with ExitStack() as stack:
-        yield EngineOfRanks(folder, stack)
+        yield EngineOfRanks(folder, stack, request.param, tensor_parallel_size=2)
 
 
 def test_greedy_answers_match_hugging_face_after_each_sync(engine: EngineOfRanks) -> None:

@@ -75,14 +75,14 @@ def test_engine_sizes_are_checked_before_ray_starts(tmp_path) -> None:
 
 
 def test_engines_of_several_processes_need_whole_engines_on_each_machine(tmp_path) -> None:
-    """Three slots on each of two machines would make three engines, one of them on both."""
+    """Three slots on each of two machines would make three engines, one of them on both; one on each, one engine."""
     DENSE.save_pretrained(tmp_path)
     engine = {"tensor_parallel_size": 2}
     policy = PolicyConfig.build(model_name=str(tmp_path), generation={"engine": engine})
     machines = ClusterConfig.build(device="cpu")
     settings = engine_settings(policy, machines, seed=0, load_weights=False)
     assert (settings.num_workers, settings.tensor_parallel_size) == (2, 2)
-    with pytest.raises(ConfigError, match=r"\[3, 3\] bundles .* engines of 2 ranks .* Reserve 4, 4\."):
+    with pytest.raises(ConfigError, match=r"2 ranks of an engine .* \[3, 3\] bundles do not divide the 3 "):
         make_engines(settings, RayVirtualCluster([3, 3], use_gpus=False), machines)
 
 

@@ -16,7 +16,7 @@ OVERRIDES = """
 import json, sys
 from dataclasses import replace
 from nemo_rl.models.generation.interfaces import EngineSettings
-from nemo_rl.models.generation.vllm.engine import _hf_overrides, engine_arguments
+from nemo_rl.models.generation.vllm.arguments import _hf_overrides, engine_arguments
 
 model, cases = sys.argv[1], json.loads(sys.argv[2])
 found = {}

@@ -1,0 +1,131 @@
+"""Translate the library's settings of an engine and of a request into vLLM's.
+
+Invariant: `vllm_kwargs` of the configuration win over every value here.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PretrainedConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from nemo_rl.models.generation.interfaces import EngineSettings, SamplingParams
+from nemo_rl.models.generation.vllm.grammars import structured_outputs
+from nemo_rl.models.generation.vllm.ranks import RanksExecutor
+from nemo_rl.models.generation.vllm.settings import CPU_SEQUENCES
+from nemo_rl.models.huggingface.load import load_model_config
+from nemo_rl.optimizations.switch import is_on
+from nemo_rl.optimizations.vllm.bursts import BurstExecutor
+
+_CPU_BATCHED_TOKENS = 4096
+_DEEPSEEK_V3_ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+
+
+def engine_arguments(settings: EngineSettings) -> EngineArgs:
+    """Translate the library's settings into vLLM's."""
+    values: dict[str, Any] = {
+        "model": settings.model_name,
+        "tokenizer": settings.tokenizer_name,
+        "dtype": settings.precision,
+        "max_model_len": settings.max_model_len,
+        "enforce_eager": settings.enforce_eager,
+        "enable_sleep_mode": settings.can_sleep,
+        "load_format": "auto" if settings.load_weights else "dummy",
+        "logprobs_mode": "processed_logprobs",
+        "seed": settings.seed,
+        "hf_overrides": _hf_overrides(settings),
+        "disable_log_stats": True,
+    }
+    if settings.num_workers > 1:
+        values["distributed_executor_backend"] = RanksExecutor
+        values["tensor_parallel_size"] = settings.tensor_parallel_size
+        values["pipeline_parallel_size"] = settings.pipeline_parallel_size
+        values["enable_expert_parallel"] = settings.expert_parallel_size > 1
+    if settings.pipeline_parallel_size > 1 or settings.num_replicas > 1:
+        # Each stage's answers are read in the order of the batches, and replicas step together.
+        values["async_scheduling"] = False
+    if settings.device == "cpu":
+        # A prompt split over two steps would rewind its request's random generator, which CPU generators do not
+        # support.
+        values["enable_chunked_prefill"] = False
+        values["max_num_batched_tokens"] = max(_CPU_BATCHED_TOKENS, settings.max_model_len)
+        values["max_num_seqs"] = CPU_SEQUENCES
+        if settings.num_workers == 1:
+            takes_bursts = is_on("decoding_bursts", settings.optimizations)
+            values["distributed_executor_backend"] = BurstExecutor if takes_bursts else UniProcExecutor
+    if settings.kv_cache_bytes is not None:
+        values["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+    else:
+        values["gpu_memory_utilization"] = settings.gpu_memory_utilization
+    own = {key: value for key, value in settings.engine_kwargs.items() if key != "hf_overrides"}
+    return EngineArgs(**(values | own))
+
+
+def _hf_overrides(settings: EngineSettings) -> Any:
+    """Merge changes to the model's configuration: the library's, then the policy's, then those of `vllm_kwargs`."""
+    own = settings.engine_kwargs.get("hf_overrides") or {}
+    if not isinstance(own, Mapping):  # it may be a function of the configuration
+        return own
+    model = load_model_config(settings.model_name, settings.hf_overrides)
+    return _routing(model) | _head(settings, model) | settings.hf_overrides | dict(own)
+
+
+def _head(settings: EngineSettings, model: PretrainedConfig) -> dict[str, str]:
+    """Request float32 logits on GPUs, as in the trainer; otherwise vLLM rounds them to the weights' dtype.
+
+    Bfloat16 logits between 16 and 32 have steps of 0.125. The product uses the same kernel with another output dtype.
+    On CPUs vLLM would copy the head to float32 in every step, and quantized heads refuse float32.
+    """
+    quantized = settings.engine_kwargs.get("quantization") or getattr(model, "quantization_config", None)
+    if settings.device == "cpu" or settings.precision == "float32" or quantized:
+        return {}
+    return {"head_dtype": "float32"}
+
+
+def _routing(model: PretrainedConfig) -> dict[str, str]:
+    """Make vLLM route like transformers' DeepSeek-V3 always does: by sigmoids, with a bias.
+
+    The published `config.json` has these settings, but one written by transformers lacks them. vLLM would then refuse
+    the bias and use the softmax.
+    """
+    if model.model_type != "deepseek_v3":
+        return {}
+    return {key: value for key, value in _DEEPSEEK_V3_ROUTING.items() if getattr(model, key, None) is None}
+
+
+def sampling_params(sampling: SamplingParams, seed: int, room: int, eos: int | None = None) -> VllmSamplingParams:
+    """Translate sampling parameters into vLLM's.
+
+    Args:
+        sampling: the parameters.
+        seed: of the request.
+        room: tokens left in the context.
+        eos: the tokenizer's end of text, with which a complete response with a grammar may always end.
+
+    Raises:
+        ValueError: the grammar is not valid.
+    """
+    grammar = sampling.grammar
+    ends = [] if grammar is None or eos is None or eos in sampling.stop_token_ids else [eos]
+    return VllmSamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k or 0,
+        top_p=sampling.top_p,
+        max_tokens=min(sampling.max_new_tokens, room),
+        seed=seed,
+        logprobs=0,
+        flat_logprobs=True,
+        stop=list(sampling.stop_strings) or None,
+        bad_words=list(sampling.bad_words) or None,
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        stop_token_ids=[*sampling.stop_token_ids, *ends],
+        structured_outputs=None if grammar is None else structured_outputs(grammar),
+        ignore_eos=True,
+        detokenize=bool(sampling.stop_strings),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # used by this request only; vLLM's deep copy takes as long as the rest of adding it
+    )

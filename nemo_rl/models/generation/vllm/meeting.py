@@ -1,0 +1,95 @@
+"""Bring the processes of one engine together: one process group, and what each has to know about the others.
+
+Processes are on one machine or on several; `RayWorkerGroup` numbers them machine by machine. Invariant: a process sees
+the GPUs of the engine's processes on its machine, in the order of their places.
+"""
+
+import functools
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import ray
+import torch.distributed as dist
+
+from nemo_rl.distributed.ranks.process_group import address_towards, choose_interface, open_store
+from nemo_rl.host.device import Device
+
+HOST_ADDRESS = "VLLM_HOST_IP"
+"""Variable with the address at which vLLM's own sockets listen; each machine has another one."""
+_TIMEOUT = timedelta(minutes=30)
+"""Longer than every deadline for starting engines; a process that does not come has usually died."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The processes of an engine.
+
+    Attributes:
+        store: shared by all of them.
+        place: number of this process: its rank in the process group.
+        machines: machine of each place, as the number of the first place on it.
+        address: of this process's machine, for the others.
+    """
+
+    store: dist.Store
+    place: int
+    machines: tuple[int, ...]
+    address: str = "127.0.0.1"
+
+    @property
+    def machine(self) -> int:
+        """Machine of this process."""
+        return self.machines[self.place]
+
+    @property
+    def local_place(self) -> int:
+        """Number of this process among those on its machine, and the index of its GPU."""
+        return self.machines[: self.place].count(self.machine)
+
+    def is_near(self, places: Iterable[int]) -> bool:
+        """Return whether these places are on the machine of this process."""
+        return all(self.machines[place] == self.machine for place in places)
+
+
+@functools.cache
+def enter_engine(device: str, place: int, num_places: int) -> Meeting:
+    """Form the default process group of an engine's processes, and let each process see the GPUs of its machine.
+
+    The first call does it, later ones return the same meeting.
+
+    vLLM checks which of its GPUs can access each other directly, so every process needs all of its machine in the same
+    order.
+
+    Args:
+        device: "cpu" or "cuda".
+        place: number of this process.
+        num_places: number of processes of the engine.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    kind = Device("cuda" if device == "cuda" else "cpu")
+    choose_interface(address)
+    own_address = address_towards(address) or address
+    os.environ.setdefault(HOST_ADDRESS, own_address)
+    store = open_store(address, port, place, num_places, _TIMEOUT)
+    names = _shared(store, "machine", place, num_places, _name_of_machine())
+    meeting = Meeting(store, place, tuple(names.index(name) for name in names), own_address)
+    if kind.is_gpu:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", str(meeting.local_place))
+        gpus = _shared(store, "gpu", place, num_places, visible)
+        near = [gpu for gpu, machine in zip(gpus, meeting.machines, strict=True) if machine == meeting.machine]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(near)
+    dist.init_process_group(kind.collective_backend, store=store, rank=place, world_size=num_places)
+    return meeting
+
+
+def _name_of_machine() -> str:
+    """Return a name that processes of the same machine share; Ray's, as it may move two sets of places to one node."""
+    return ray.get_runtime_context().get_node_id() if ray.is_initialized() else os.environ.get("NODE_RANK", "0")
+
+
+def _shared(store: dist.Store, name: str, place: int, num_places: int, own: str) -> tuple[str, ...]:
+    """Tell all processes a text, and return those of all, in the order of their places."""
+    store.set(f"{name} of {place}", own)
+    return tuple(store.get(f"{name} of {other}").decode() for other in range(num_places))

@@ -1,0 +1,170 @@
+"""Run a vLLM engine whose experts are divided over more ranks than its other layers: several replicas in step.
+
+    place 0: VllmReplicas ─┬─ own VllmEngine (replica 0) ─► RanksExecutor ─► its ranks
+                           └─ link ─► VllmReplica ─► VllmEngine (replica k) ─► RanksExecutor ─► its ranks
+
+Each replica (vLLM's data parallelism) has all layers but the experts, its own requests, scheduler and key-value cache;
+the experts of a layer are divided over the ranks of all replicas, so every forward pass of one needs the others.
+vLLM's own coordinator of such replicas belongs to its multi-process server. Here place 0 gives out the requests and
+lets all replicas step together. Invariant: a step of the engine is one forward pass of every replica; one without
+tokens to compute runs an empty pass.
+"""
+
+import os
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from nemo_rl.distributed.ranks.rendezvous import hold_port
+from nemo_rl.models.generation.interfaces import EngineLoad, EngineSettings, GenerationRequest
+from nemo_rl.models.generation.stepped import Finished, SteppedEngine
+from nemo_rl.models.generation.vllm.engine import VllmEngine
+from nemo_rl.models.generation.vllm.links import Answer, Call, Link, open_link, open_links
+from nemo_rl.models.generation.vllm.meeting import Meeting
+from nemo_rl.models.generation.vllm.ranks import VllmRank, ending_if_alone, meet
+from nemo_rl.utils.errors import GenerationError
+
+_LINKS = "replicas"
+_PORT = "port of replicas"
+
+
+class VllmReplicas(SteppedEngine):
+    """Place 0 of an engine of several replicas."""
+
+    accepts_grammars = True
+
+    def __init__(self, settings: EngineSettings):
+        super().__init__()
+        meeting = meet(settings)
+        _, port = hold_port(meeting.address, None, None)
+        meeting.store.set(_PORT, str(port))
+        _join(meeting, settings)
+        heads = range(settings.replica_size, settings.num_workers, settings.replica_size)
+        self._links: list[Link] = open_links(meeting, _LINKS, heads)
+        self._own = VllmEngine(settings)
+        for link in self._links:
+            link.receive()
+        self._replica_of: dict[str, int] = {}
+
+    def add_request(self, request_id: str, request: GenerationRequest) -> None:
+        """See `SteppedEngine.add_request`; the replica with the fewest requests gets it."""
+        given = list(self._replica_of.values())
+        replica = min(range(1 + len(self._links)), key=lambda each: (given.count(each), each))
+        refusal: str | None = self._ask(replica, "try_request", request_id, request)
+        if refusal is not None:
+            raise GenerationError(refusal)
+        self._replica_of[request_id] = replica
+
+    def step(self) -> list[Finished]:
+        """See `SteppedEngine.step`."""
+        finished = [response for of_replica in self._on_all("step_with_others") for response in of_replica]
+        for response in finished:
+            self._replica_of.pop(response.request_id, None)
+        return finished
+
+    def remove_requests(self, request_ids: Collection[str]) -> list[Finished]:
+        """See `SteppedEngine.remove_requests`."""
+        removed: list[Finished] = []
+        for request_id in request_ids:
+            removed += self._ask(self._replica_of.pop(request_id), "remove_requests", [request_id])
+        return removed
+
+    def sampled_so_far(self, request_id: str) -> tuple[list[int], list[float]]:
+        """See `SteppedEngine.sampled_so_far`."""
+        sampled: tuple[list[int], list[float]] = self._ask(self._replica_of[request_id], "sampled_so_far", request_id)
+        return sampled
+
+    def num_tokens(self, request_id: str) -> int:
+        """See `SteppedEngine.num_tokens`."""
+        number: int = self._ask(self._replica_of[request_id], "num_tokens", request_id)
+        return number
+
+    def weights_not_finite(self) -> list[str]:
+        """See `SteppedEngine.weights_not_finite`."""
+        return list(dict.fromkeys(name for names in self._on_all("weights_not_finite") for name in names))
+
+    def take_load(self) -> EngineLoad:
+        """See `SteppedEngine.take_load`; the sum over replicas, and the usage of the fullest cache."""
+        loads: list[EngineLoad] = self._on_all("take_load")
+        return EngineLoad(
+            sum(load.num_preemptions for load in loads),
+            max(load.kv_cache_usage for load in loads),
+            sum(load.max_running for load in loads),
+        )
+
+    def decode(self, token_ids: list[int]) -> str | None:
+        """See `SteppedEngine.decode`."""
+        return self._own.decode(token_ids)
+
+    def start_loading(self) -> None:
+        """See `SteppedEngine.start_loading`."""
+        self._on_all("start_loading")
+
+    async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """See `Engine.load_tensors`; the other ranks load the tensors that they receive themselves."""
+        await self._own.load_tensors(tensors)
+
+    def finish_loading(self, *, changed: bool) -> list[str]:
+        """See `SteppedEngine.finish_loading`."""
+        return [name for names in self._on_all("finish_loading", changed=changed) for name in names]
+
+    async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
+        """See `Engine.layer_outputs`; of replica 0, while the others run empty passes."""
+        return self._own.recorded_layers(token_ids, self.step)
+
+    async def sleep(self) -> None:
+        """See `Engine.sleep`."""
+        self._on_all("fall_asleep")
+
+    async def wake_up(self) -> None:
+        """See `Engine.wake_up`."""
+        self._on_all("awake")
+
+    def _ask(self, replica: int, method: str, *args: Any) -> Any:
+        """Call a method of a replica's engine."""
+        if replica == 0:
+            return getattr(self._own, method)(*args)
+        answer = self._links[replica - 1].call(Call(method, args, {}, True))
+        assert answer is not None, "an answer is wanted"
+        return answer.result()
+
+    def _on_all(self, method: str, **kwargs: Any) -> list[Any]:
+        """Call a method of all replicas' engines at the same time."""
+        calls = [link.call(Call(method, (), kwargs, True)) for link in self._links]
+        answers: list[Answer] = [answer for answer in calls if answer is not None]
+        with ending_if_alone(self._links):
+            own = getattr(self._own, method)(**kwargs)
+        return [own, *(answer.result() for answer in answers)]
+
+
+class VllmReplica(VllmRank):
+    """First rank of replica 1, 2 ...: an engine that does what place 0 tells it."""
+
+    def __init__(self, settings: EngineSettings):
+        meeting = meet(settings)
+        _join(meeting, settings)
+        self._link = open_link(meeting, _LINKS, 0)
+        self._engine = VllmEngine(settings)
+        self._serve()
+
+    def _execute(self, call: Call) -> Any:
+        return getattr(self._engine, str(call.method))(*call.args, **call.kwargs)
+
+    async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """See `Engine.load_tensors`; loads this rank's part of each tensor."""
+        await self._engine.load_tensors(tensors)
+
+
+def _join(meeting: Meeting, settings: EngineSettings) -> None:
+    """Set the variables from which vLLM learns that this process leads one of several replicas.
+
+    The index of a rank's GPU is that of its place on its machine, so vLLM must not add anything (VLLM_DP_RANK_LOCAL).
+    """
+    os.environ.update(
+        VLLM_DP_SIZE=str(settings.num_replicas),
+        VLLM_DP_RANK=str(meeting.place // settings.replica_size),
+        VLLM_DP_RANK_LOCAL="0",
+        VLLM_DP_MASTER_IP=os.environ["MASTER_ADDR"],
+        VLLM_DP_MASTER_PORT=meeting.store.get(_PORT).decode(),
+    )

@@ -1,0 +1,76 @@
+"""The worker processes of one vLLM engine on the CPU, called together as the controller does."""
+
+import socket
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_process import EngineProcess
+from generation_helpers import PROMPTS, ask, make_settings
+
+from nemo_rl.weight_sync.buckets import Bucket
+from nemo_rl.weight_sync.endpoints import WeightSender
+from nemo_rl.weight_sync.shared_memory import SharedBuffer, allocate, map_memory
+from nemo_rl.weight_sync.transport import TransportSpec
+from nemo_rl.weight_sync.verify import SyncReceipt
+
+SPEC = TransportSpec("shared_memory", run_id="test", bucket_size_bytes=50_000)
+
+
+class EngineOfRanks:
+    """The processes of one engine.
+
+    `machines` has the machine of each; `sizes` are settings.
+    """
+
+    def __init__(self, folder: Path, stack: ExitStack, machines: tuple[int, ...], **sizes: int):
+        settings = {"engine": make_settings(folder, "vllm", load_weights=True, **sizes)}
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))
+            port = bound.getsockname()[1]
+        self.ranks = [
+            stack.enter_context(EngineProcess(settings, rank, port, machine)) for rank, machine in enumerate(machines)
+        ]
+        self.sender = WeightSender(SPEC, rank=0, is_node_leader=True)
+        stack.callback(self.sender.close)
+        self.call("ready")
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        return self.call_each(method, [args] * len(self.ranks))
+
+    def call_each(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+        for rank, own in zip(self.ranks, arguments, strict=True):
+            rank.start("engine", method, *own)
+        return [rank.answer(method) for rank in self.ranks]
+
+    def greedy(self) -> list[list[int]]:
+        requests = [ask(prompt, temperature=0.0) for prompt in PROMPTS]
+        return [result.token_ids.tolist() for result in self.ranks[0].generate("engine", requests)]
+
+    def sync(
+        self, tensors: dict[str, torch.Tensor], version: int, damaged: bool = False
+    ) -> tuple[list[Bucket], list[SyncReceipt]]:
+        """Run one sync; `damaged` lets rank 1 find a flipped bit in the first bucket."""
+        self.call("begin_weight_update", SPEC, version)
+        self.sender.begin(tensors.items())
+        buckets: list[Bucket] = []
+        while not buckets or not buckets[-1].is_last:
+            buckets.append(self.sender.next_bucket())
+            of_rank_1, copy = buckets[-1], None
+            if damaged and len(buckets) == 1:
+                of_rank_1, copy = with_flipped_bit(buckets[-1])
+            self.call_each("receive_bucket", [(buckets[-1],), (of_rank_1,)])
+            if copy is not None:
+                copy.close()
+        return buckets, self.call("finish_weight_update", version)
+
+
+def with_flipped_bit(bucket: Bucket) -> tuple[Bucket, SharedBuffer]:
+    """Return a bucket whose first byte differs from that of another one."""
+    ((host, handle),) = bucket.handles.items()
+    copy = allocate(handle.num_bytes)
+    copy.flat.copy_(map_memory(handle))
+    copy.flat[0] ^= 1
+    return replace(bucket, handles={host: copy.handle}), copy
