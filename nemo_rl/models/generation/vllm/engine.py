@@ -43,7 +43,9 @@ from nemo_rl.models.generation.vllm.weights import (
     finish_reload,
     load_tensors,
     non_finite_parameters,
+    record_reads,
     refusing_non_finite,
+    take_reads,
 )
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.optimizations.switch import is_on
@@ -51,6 +53,7 @@ from nemo_rl.optimizations.vllm.bursts import BurstExecutor
 from nemo_rl.optimizations.vllm.inspection import inspect_here
 from nemo_rl.optimizations.vllm.threads import ThreadChoice, cores_of_each, packing_threads, start_threads
 from nemo_rl.utils.errors import GenerationError
+from nemo_rl.weight_sync.parts import Parts
 
 logger = logging.getLogger(__name__)
 
@@ -214,6 +217,14 @@ class VllmEngine(SteppedEngine):
         """See `Engine.load_tensors`; the other ranks load the tensors that they receive themselves."""
         with packing_threads():
             load_tensors(self._engine.model_executor.driver_worker, tensors)
+
+    def record_reads(self) -> None:
+        """See `RecordsReads.record_reads`."""
+        record_reads(self._engine.model_executor.driver_worker)
+
+    def take_reads(self) -> Parts:
+        """See `RecordsReads.take_reads`."""
+        return take_reads(self._engine.model_executor.driver_worker)
 
     def finish_loading(self, *, changed: bool) -> list[str]:
         """See `SteppedEngine.finish_loading`; vLLM computes running requests again from their tokens so far."""
