@@ -30,6 +30,7 @@ from typing import Any, Protocol
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.distributed.workers.results import PendingCall, gather
 from nemo_rl.models.generation.engine_group import EngineGroup
+from nemo_rl.utils.errors import NonFiniteError
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.lane_choice import LaneChoice, LaneOfWorkers, Trainers
 from nemo_rl.weight_sync.lanes import Lane
@@ -198,11 +199,17 @@ class Refitter:
             return receipts
         expected = self._computed()
         receipts = self._transfer(is_trial=True)
-        if self._computed() == expected:
+        if self._computes(expected):
             self._lanes.accept()
             return receipts
         self._lanes.refuse()
         return self._transfer()
+
+    def _computes(self, expected: list[Any]) -> bool:
+        try:
+            return self._computed() == expected
+        except NonFiniteError:  # an element was read that was not sent
+            return False
 
     def _computed(self) -> list[Any]:
         """Return what engines compute with their weights: hidden states, as bytes, and names of spoilt weights."""
