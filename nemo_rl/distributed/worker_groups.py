@@ -152,7 +152,7 @@ class RayWorkerGroup:
         method_name: str,
         *args: Any,
         run_rank_0_only_axes: list[str] | None = None,
-        num_workers: int | None = None,
+        workers: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> MultiWorkerFuture:
         """Call a method with the same arguments on all workers.
@@ -161,11 +161,13 @@ class RayWorkerGroup:
             method_name: method of the worker object.
             *args: positional arguments; each is stored once for all workers.
             run_rank_0_only_axes: call only workers at position 0 of these axes.
-            num_workers: call only this number of first workers.
+            workers: call only these workers.
             **kwargs: keyword arguments, likewise.
         """
         self._refuse_when_dead()
-        chosen = workers_at_zero(self.sharding_annotations, run_rank_0_only_axes or [])[:num_workers]
+        chosen = workers_at_zero(self.sharding_annotations, run_rank_0_only_axes or [])
+        if workers is not None:
+            chosen = [worker for worker in chosen if worker in set(workers)]
         shared_args = [_stored(value) for value in args]
         shared_kwargs = {name: _stored(value) for name, value in kwargs.items()}
         refs = [self._call(idx, method_name, shared_args, shared_kwargs) for idx in chosen]
@@ -320,9 +322,9 @@ class RayWorkerGroup:
         """Return the stacks of all threads of some workers, if they react."""
         return stacks_of([slot.identity for slot in (self._slots[idx] for idx in worker_idxs) if slot.identity])
 
-    def meeting_point(self) -> tuple[str, int]:
-        """Return the address of rank 0 and a port that its process holds for one `process_group.open_store`."""
-        return self.get_worker_result(self._hold_port(self._slots[0]), 0, phase="choosing a port")
+    def meeting_point(self, rank: int) -> tuple[str, int]:
+        """Return the address of a rank and a port that its process holds for one `process_group.open_store`."""
+        return self.get_worker_result(self._hold_port(self._slots[rank]), rank, phase="choosing a port")
 
     def _hold_port(self, slot: WorkerSlot) -> ray.ObjectRef:
         return slot.handle.hold_port.remote(*self.cluster.port_range)

@@ -1,14 +1,18 @@
 """Place named tensors one after another in flat byte buffers, and read them back.
 
 A weight stream is divided into buckets so that a sync never needs a second copy of the model. Transports move the flat
-buffer; only this file knows the tensors' positions in it. Invariant: `unpack(pack(x))` is `x`, bit for bit.
+buffer; only this file knows the tensors' positions in it. Invariant: `unpack` returns what `pack` was given, bit for
+bit.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+from nemo_rl.weight_sync.parts import Part, Parts, whole
 
 ALIGNMENT_BYTES = 16
 
@@ -20,10 +24,12 @@ class TensorSlot:
     Attributes:
         name: Hugging Face parameter name.
         dtype: torch dtype without its prefix, for example "bfloat16".
-        shape: full (unsharded) shape.
+        shape: shape of what the bucket holds: the full (unsharded) tensor, or a part of it.
         offset: first byte in the bucket, a multiple of `ALIGNMENT_BYTES`.
         num_bytes: bytes the tensor takes.
         fingerprint: content checksum from the sender; None if verification is off.
+        part: the part of the tensor that the bucket holds; None: the whole tensor.
+        full_shape: shape of the tensor that the part belongs to.
     """
 
     name: str
@@ -32,6 +38,8 @@ class TensorSlot:
     offset: int
     num_bytes: int
     fingerprint: int | None = None
+    part: Part | None = None
+    full_shape: tuple[int, ...] = ()
 
 
 @dataclass
@@ -43,6 +51,8 @@ class Bucket:
         slots: the tensors in the bucket.
         num_bytes: size of the flat buffer.
         is_last: whether the stream ends with this bucket.
+        lane: number of the lane whose workers receive it; see `lanes`.
+        is_trial: fill the rest of tensors of which parts arrive with NaN.
         handles: access to the bytes: `{node id or device uuid: the transport's handle}`; empty for
             collectives, which send the bytes.
     """
@@ -51,6 +61,8 @@ class Bucket:
     slots: list[TensorSlot]
     num_bytes: int
     is_last: bool = False
+    lane: int = 0
+    is_trial: bool = False
     handles: dict[str, Any] = field(default_factory=dict)
 
 
@@ -79,22 +91,48 @@ def group_by_size(
         yield group
 
 
-def plan_slots(group: list[tuple[str, torch.Tensor]]) -> tuple[list[TensorSlot], int]:
-    """Assign each tensor of a group its position; return the slots and the buffer size in bytes."""
+class Piece(NamedTuple):
+    """A tensor of a bucket, or a part of one: its name, its values (a view), and of a part its place."""
+
+    name: str
+    values: torch.Tensor
+    part: Part | None = None
+    full_shape: tuple[int, ...] = ()
+
+
+def whole_pieces(group: Iterable[tuple[str, torch.Tensor]]) -> list[Piece]:
+    """Return the tensors of a group as pieces."""
+    return [Piece(name, tensor) for name, tensor in group]
+
+
+def cut(group: Iterable[tuple[str, torch.Tensor]], parts: Parts) -> list[Piece]:
+    """Return the pieces of a group that a lane receives; integers and tensors that are read completely stay whole."""
+    pieces: list[Piece] = []
+    for name, tensor in group:
+        wanted, shape = parts.get(name, ()), tuple(tensor.shape)
+        if wanted == (whole(shape),) or (wanted and not tensor.is_floating_point()):
+            pieces.append(Piece(name, tensor))
+        else:
+            pieces += [Piece(name, part.of(tensor), part, shape) for part in wanted]
+    return pieces
+
+
+def plan_slots(pieces: Iterable[Piece]) -> tuple[list[TensorSlot], int]:
+    """Assign each piece its position; return the slots and the buffer size in bytes."""
     slots: list[TensorSlot] = []
     offset = 0
-    for name, tensor in group:
-        num_bytes = tensor.numel() * tensor.element_size()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        slots.append(TensorSlot(name, dtype, tuple(tensor.shape), offset, num_bytes))
+    for name, values, part, full_shape in pieces:
+        num_bytes = values.numel() * values.element_size()
+        dtype = str(values.dtype).removeprefix("torch.")
+        slots.append(TensorSlot(name, dtype, tuple(values.shape), offset, num_bytes, None, part, full_shape))
         offset += aligned(num_bytes)
     return slots, offset
 
 
-def pack(group: list[tuple[str, torch.Tensor]], slots: list[TensorSlot], flat: torch.Tensor) -> None:
-    """Copy each tensor of `group` to its slot in `flat` (uint8, at least the planned size)."""
-    for (_, tensor), slot in zip(group, slots, strict=True):
-        view_of(flat, slot).copy_(tensor.detach())
+def pack(pieces: Iterable[Piece], slots: list[TensorSlot], flat: torch.Tensor) -> None:
+    """Copy each piece to its slot in `flat` (uint8, at least the planned size)."""
+    for piece, slot in zip(pieces, slots, strict=True):
+        view_of(flat, slot).copy_(piece.values.detach())
 
 
 def view_of(flat: torch.Tensor, slot: TensorSlot) -> torch.Tensor:
@@ -103,6 +141,22 @@ def view_of(flat: torch.Tensor, slot: TensorSlot) -> torch.Tensor:
     return raw.view(getattr(torch, slot.dtype)).view(slot.shape)
 
 
-def unpack(flat: torch.Tensor, slots: list[TensorSlot]) -> list[tuple[str, torch.Tensor]]:
-    """Return all tensors of a bucket as `(name, view into flat)`, in the order they were packed."""
-    return [(slot.name, view_of(flat, slot)) for slot in slots]
+def unpack(flat: torch.Tensor, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors of a bucket by name, in the order they were packed.
+
+    Whole tensors of the last bucket are views into `flat`. Those of earlier buckets are copies: an engine may keep them
+    until a layer is complete, and the sender reuses its buffers. Parts are copied into tensors of the full shape, whose
+    other elements are undefined, or NaN if the bucket `is_trial`.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for slot in bucket.slots:
+        values = view_of(flat, slot)
+        if slot.part is None:
+            tensors[slot.name] = values if bucket.is_last else values.clone()
+            continue
+        if slot.name not in tensors:
+            tensors[slot.name] = values.new_empty(slot.full_shape)
+            if bucket.is_trial:
+                tensors[slot.name].fill_(math.nan)
+        slot.part.of(tensors[slot.name]).copy_(values)
+    return list(tensors.items())

@@ -2,8 +2,8 @@
 
 Flow of one sync, driven by the controller (`algorithms.rollout.refit`):
 
-    sender.begin(version, tensors) ─► bucket = sender.next_bucket() ─► receiver.received(bucket) ─┐
-                                              ▲────────────────────── until bucket.is_last ◄──────┘
+    sender.begin(tensors) ─► buckets = sender.next_buckets() ─► receiver.received(bucket of its lane) ─┐
+                                          ▲───────────────────────── until bucket.is_last ◄────────────┘
     receiver.finish() ─► SyncReceipt ─► verify.check_receipts
 
 Invariant: all trainer ranks walk the tensor stream in step (gathering is collective), even those that do not pack.
@@ -11,67 +11,83 @@ Invariant: all trainer ranks walk the tensor stream in step (gathering is collec
 
 import dataclasses
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from nemo_rl.utils.errors import WeightSyncError
-from nemo_rl.weight_sync.buckets import Bucket, TensorSlot, group_by_size, pack, plan_slots, unpack
+from nemo_rl.weight_sync.buckets import (
+    Bucket,
+    TensorSlot,
+    cut,
+    group_by_size,
+    pack,
+    plan_slots,
+    unpack,
+    whole_pieces,
+)
 from nemo_rl.weight_sync.collective import CollectiveReceiver, CollectiveSender
 from nemo_rl.weight_sync.cuda_ipc import CudaIpcReceiver, CudaIpcSender
+from nemo_rl.weight_sync.lanes import Lane
 from nemo_rl.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from nemo_rl.weight_sync.transport import ReceiverTransport, SenderTransport, TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt, fingerprints, mismatched_names
 
 
-def make_sender_transport(spec: TransportSpec, rank: int, is_node_leader: bool) -> SenderTransport | None:
-    """Make the transport into which a trainer rank packs, or None if the rank only takes part in gathering."""
-    if spec.name == "cuda_ipc":
-        return CudaIpcSender(spec)
-    if spec.name == "shared_memory":
-        return SharedMemorySender(spec) if is_node_leader else None
-    return CollectiveSender(spec) if rank == 0 else None
+def make_sender_transport(lane: Lane, rank: int, is_node_leader: bool) -> SenderTransport | None:
+    """Make the transport into which a trainer rank packs for a lane, or None if it only takes part in gathering."""
+    if lane.spec.name == "cuda_ipc":
+        return CudaIpcSender(lane.spec)
+    if lane.spec.name == "shared_memory":
+        return SharedMemorySender(lane.spec) if is_node_leader else None
+    return CollectiveSender(lane.spec) if rank == lane.sender else None
 
 
 def make_receiver_transport(spec: TransportSpec, rank: int) -> ReceiverTransport:
-    """Make the transport of the engines' worker `rank`."""
+    """Make the transport of the engines' worker `rank`.
+
+    Raises:
+        ValueError: the worker is not in the lane.
+    """
     if spec.name == "cuda_ipc":
         return CudaIpcReceiver(spec)
     if spec.name == "shared_memory":
         return SharedMemoryReceiver(spec)
-    return CollectiveReceiver(spec, rank=rank + 1)
+    return CollectiveReceiver(spec, rank=spec.receivers.index(rank) + 1)
 
 
 class WeightSender:
-    """Streams one trainer rank's gathered tensors as buckets.
+    """Streams one trainer rank's gathered tensors as buckets, one of every lane at a time.
 
     Args:
-        spec: settings that both ends share.
+        lanes: the lanes of the stream.
         rank: global trainer rank.
         is_node_leader: whether this rank packs for its host (shared memory).
     """
 
-    def __init__(self, spec: TransportSpec, rank: int, is_node_leader: bool):
-        self._spec = spec
-        self._transport = make_sender_transport(spec, rank, is_node_leader)
+    def __init__(self, lanes: Sequence[Lane], rank: int, is_node_leader: bool):
+        self._lanes = lanes
+        self._transports: list[SenderTransport | None] = []
+        for lane in lanes:
+            self._transports.append(make_sender_transport(lane, rank, is_node_leader))
         self._groups: Iterator[list[tuple[str, torch.Tensor]]] | None = None
         self._ahead: list[tuple[str, torch.Tensor]] | None = None
         self._index = 0
 
     @property
-    def spec(self) -> TransportSpec:
-        """The settings for which this sender was made."""
-        return self._spec
+    def lanes(self) -> Sequence[Lane]:
+        """The lanes for which this sender was made."""
+        return self._lanes
 
     def begin(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Start a stream; `tensors` yields `(Hugging Face name, full tensor)` in the same order on all ranks."""
-        self._groups = group_by_size(tensors, self._spec.bucket_size_bytes)
+        self._groups = group_by_size(tensors, self._lanes[0].spec.bucket_size_bytes)
         self._ahead = next(self._groups, None)
         self._index = 0
 
-    def next_bucket(self) -> Bucket:
-        """Gather and pack the next bucket.
+    def next_buckets(self) -> list[Bucket]:
+        """Gather the next tensors and pack a bucket of each lane.
 
         Raises:
             WeightSyncError: the stream has ended or holds no tensor.
@@ -79,27 +95,36 @@ class WeightSender:
         if self._groups is None or self._ahead is None:
             raise WeightSyncError("The weight stream is not open or holds no tensors.")
         group, self._ahead = self._ahead, next(self._groups, None)
-        slots, num_bytes = plan_slots(group)
-        bucket = Bucket(self._index, slots, num_bytes, is_last=self._ahead is None)
+        buckets = [self._packed(number, group) for number in range(len(self._lanes))]
         self._index += 1
-        if self._transport is not None:
-            flat = self._transport.buffer(num_bytes, bucket.index)
-            pack(group, slots, flat)
-            if self._spec.verify:
+        return buckets
+
+    def _packed(self, number: int, group: list[tuple[str, torch.Tensor]]) -> Bucket:
+        """Return a group's bucket of a lane, packed if this rank packs for the lane."""
+        lane, transport = self._lanes[number], self._transports[number]
+        pieces = whole_pieces(group) if lane.parts is None else cut(group, lane.parts)
+        slots, num_bytes = plan_slots(pieces)
+        bucket = Bucket(self._index, slots, num_bytes, self._ahead is None, number)
+        if transport is not None:
+            flat = transport.buffer(num_bytes, bucket.index)
+            pack(pieces, slots, flat)
+            if lane.spec.verify:
                 stamped = zip(slots, fingerprints(flat, slots), strict=True)
                 bucket.slots = [dataclasses.replace(slot, fingerprint=value) for slot, value in stamped]
-            self._transport.publish(bucket)
+            transport.publish(bucket)
         return bucket
 
     def send(self, bucket: Bucket) -> None:
         """Send a packed bucket; only sending transports do anything."""
-        if self._transport is not None and self._transport.needs_send:
-            self._transport.send(bucket)
+        transport = self._transports[bucket.lane]
+        if transport is not None and transport.needs_send and bucket.slots:
+            transport.send(bucket)
 
     def close(self) -> None:
-        """Free the transport's buffers and connections."""
-        if self._transport is not None:
-            self._transport.close()
+        """Free the transports' buffers and connections."""
+        for transport in self._transports:
+            if transport is not None:
+                transport.close()
 
 
 def merge_buckets(from_ranks: list[Bucket]) -> Bucket:
@@ -145,15 +170,16 @@ class WeightReceiver:
     def received(self, bucket: Bucket) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Fetch and check a bucket, and give its tensors to the block that loads them.
 
-        Tensors of all buckets but the last are copied first: an engine may keep them until a layer is complete, and the
-        sender reuses its buffers. After the block the bucket's bytes are no longer read.
+        After the block the bucket's bytes are no longer read.
         """
+        if not bucket.slots:
+            yield []
+            return
         flat = self._transport.receive(bucket)
         self._receipt.mismatched += mismatched_names(flat, bucket.slots)
         self._receipt.num_tensors += len(bucket.slots)
         self._receipt.num_bytes += bucket.num_bytes
-        tensors = unpack(flat, bucket.slots)
-        yield tensors if bucket.is_last else [(name, tensor.clone()) for name, tensor in tensors]
+        yield unpack(flat, bucket)
         if flat.is_cuda:
             torch.cuda.synchronize(flat.device)
 

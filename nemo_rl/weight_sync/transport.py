@@ -27,7 +27,7 @@ class TransportSpec:
         verify: whether fingerprints are computed and checked.
         master_address: collective only: host of the rendezvous store (trainer rank 0).
         master_port: collective only: port of the store.
-        world_size: collective only: 1 trainer + workers of all engines.
+        receivers: collective only: ranks of the engines' workers that receive, besides 1 trainer that sends.
         timeout_s: collective only: seconds that one operation may take.
         extra: further options of a transport.
     """
@@ -39,9 +39,14 @@ class TransportSpec:
     verify: bool = True
     master_address: str = "127.0.0.1"
     master_port: int = 0
-    world_size: int = 0
+    receivers: tuple[int, ...] = ()
     timeout_s: float = 600.0
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        """Processes of a collective."""
+        return 1 + len(self.receivers)
 
 
 class SenderTransport(Protocol):

@@ -232,10 +232,10 @@ def test_a_corrupted_bucket_stops_the_run(tmp_path: Path, monkeypatch: pytest.Mo
     config = load_config(REPOSITORY / "examples/configs" / CONFIG, overrides)
     run = setup(config)
     try:
-        pack = PolicyWeightStream.next_weight_bucket
+        pack = PolicyWeightStream.next_weight_buckets
 
-        def pack_and_corrupt(stream: PolicyWeightStream) -> Bucket:
-            bucket = pack(stream)
+        def pack_and_corrupt(stream: PolicyWeightStream) -> list[Bucket]:
+            (bucket,) = pack(stream)
             (handle,) = bucket.handles.values()
             victim = bucket.slots[3]
             with Path(handle.path).open("r+b") as file:
@@ -244,10 +244,10 @@ def test_a_corrupted_bucket_stops_the_run(tmp_path: Path, monkeypatch: pytest.Mo
                 file.seek(victim.offset + 5)
                 file.write(bytes([flipped]))
             names.append(victim.name)
-            return bucket
+            return [bucket]
 
         names: list[str] = []
-        monkeypatch.setattr(PolicyWeightStream, "next_weight_bucket", pack_and_corrupt)
+        monkeypatch.setattr(PolicyWeightStream, "next_weight_buckets", pack_and_corrupt)
         with pytest.raises(WeightSyncError, match="content differs in") as error:
             grpo_train(run)
         assert names[0] in str(error.value)
@@ -268,17 +268,17 @@ def test_a_wrong_layer_with_a_correct_checksum_stops_the_run_before_an_update(
         "policy.generation.weight_sync.verify=false",
     ]
     run = setup(load_config(REPOSITORY / "examples/configs" / CONFIG, overrides))
-    pack = PolicyWeightStream.next_weight_bucket
+    pack = PolicyWeightStream.next_weight_buckets
 
-    def pack_and_negate(stream: PolicyWeightStream) -> Bucket:
-        bucket = pack(stream)
+    def pack_and_negate(stream: PolicyWeightStream) -> list[Bucket]:
+        (bucket,) = pack(stream)
         (handle,) = bucket.handles.values()
         for slot in bucket.slots:
             if slot.name == "model.layers.2.mlp.down_proj.weight":
                 view_of(map_memory(handle), slot).neg_()
-        return bucket
+        return [bucket]
 
-    monkeypatch.setattr(PolicyWeightStream, "next_weight_bucket", pack_and_negate)
+    monkeypatch.setattr(PolicyWeightStream, "next_weight_buckets", pack_and_negate)
     try:
         with pytest.raises(WeightSyncError, match=r"Engine 0: model\.layers\.2 is suspect"):
             grpo_train(run)

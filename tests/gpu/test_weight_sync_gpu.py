@@ -18,6 +18,7 @@ from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket, TensorSlot
 from nemo_rl.weight_sync.collective import GroupMember
 from nemo_rl.weight_sync.endpoints import WeightReceiver, WeightSender
+from nemo_rl.weight_sync.lanes import Lane
 from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import check_receipts, fingerprint
 
@@ -53,7 +54,7 @@ def sync(sender: WeightSender, engine: Child, tensors: dict[str, torch.Tensor], 
     sender.begin(tensors.items())
     buckets: list[Bucket] = []
     while not buckets or not buckets[-1].is_last:
-        bucket = sender.next_bucket()
+        bucket = sender.next_buckets()[0]
         engine.send("receive", bucket)
         sender.send(bucket)
         engine.answer()
@@ -69,7 +70,7 @@ def engine() -> Iterator[Child]:
 
 @pytest.fixture
 def sender() -> Iterator[WeightSender]:
-    sender = WeightSender(IPC_SPEC, rank=0, is_node_leader=True)
+    sender = WeightSender([Lane(IPC_SPEC)], rank=0, is_node_leader=True)
     yield sender
     sender.close()
 
@@ -89,7 +90,7 @@ def test_cuda_ipc_copies_early_buckets_before_the_sender_continues(sender, engin
     sent = weights(1, scale=40)
     last_names = {slot.name for slot in sync(sender, engine, sent, 1)[-1].slots}
     sender.begin((name, torch.zeros_like(tensor)) for name, tensor in sent.items())
-    sender.next_bucket(), sender.next_bucket()
+    sender.next_buckets()[0], sender.next_bucket()
     early = {name: tensor for name, tensor in sent.items() if name not in last_names}
     kept = engine.call("weights")
     assert early
@@ -101,11 +102,11 @@ def test_cuda_ipc_corruption_is_noticed(sender, engine):
     sender.begin(weights(1).items())
     buckets: list[Bucket] = []
     while not buckets or not buckets[-1].is_last:
-        bucket = sender.next_bucket()
+        bucket = sender.next_buckets()[0]
         buckets.append(bucket)
         for slot in bucket.slots:
             if slot.name == "head":
-                sender._transport.buffer(bucket.num_bytes, bucket.index)[slot.offset + 5] ^= 4
+                sender._transports[0].buffer(bucket.num_bytes, bucket.index)[slot.offset + 5] ^= 4
         torch.cuda.synchronize()
         engine.call("receive", bucket)
     with pytest.raises(WeightSyncError, match="content differs in head"):
@@ -114,7 +115,7 @@ def test_cuda_ipc_corruption_is_noticed(sender, engine):
 
 def test_an_engine_on_another_gpu_is_refused_with_advice(sender):
     sender.begin(weights(1).items())
-    bucket = sender.next_bucket()
+    bucket = sender.next_buckets()[0]
     bucket.handles = {"GPU-elsewhere": bucket.handles.popitem()[1]}
     with pytest.raises(WeightSyncError, match="No trainer rank shares GPU .*transport=collective"):
         WeightReceiver(IPC_SPEC, 0, "engine 0").received(bucket).__enter__()
@@ -135,17 +136,17 @@ def test_fingerprint_notices_a_bit_on_the_gpu():
     assert fingerprint(flat, slot) != before
 
 
-def nccl_spec(world_size: int) -> TransportSpec:
+def nccl_spec(*receivers: int) -> TransportSpec:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     return dataclasses.replace(
-        IPC_SPEC, name="collective", master_port=port, world_size=world_size, timeout_s=60.0, extra={"epoch": 0}
+        IPC_SPEC, name="collective", master_port=port, receivers=receivers, timeout_s=60.0, extra={"epoch": 0}
     )
 
 
 def test_nccl_group_of_one_broadcasts_to_itself():
-    spec = nccl_spec(world_size=1)
+    spec = nccl_spec()
     member = GroupMember(spec, rank=0)
     flat = torch.arange(100, dtype=torch.uint8, device="cuda")
     member.broadcast(flat)
@@ -154,11 +155,11 @@ def test_nccl_group_of_one_broadcasts_to_itself():
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL takes one rank per device")
 def test_nccl_passes_weights_between_two_processes():
-    spec = nccl_spec(world_size=2)
+    spec = nccl_spec(0)
     with Child(ReceivingEngine, spec, 0, "cuda:1", start_method="spawn") as engine:
         engine.send("ready")
         torch.cuda.set_device(0)
-        sender = WeightSender(spec, rank=0, is_node_leader=True)
+        sender = WeightSender([Lane(spec)], rank=0, is_node_leader=True)
         assert engine.answer()
         for version in (1, 2):
             sent = weights(version)
@@ -171,17 +172,17 @@ def test_nccl_passes_weights_between_two_processes():
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL takes one rank per device")
 def test_an_engine_that_dies_in_an_nccl_sync_leaves_the_trainer_alive():
     """By default NCCL's watchdog would end this process at the same deadline."""
-    spec = dataclasses.replace(nccl_spec(world_size=2), timeout_s=20.0)
+    spec = dataclasses.replace(nccl_spec(0), timeout_s=20.0)
     with Child(ReceivingEngine, spec, 0, "cuda:1", start_method="spawn") as engine:
         engine.send("ready")
         torch.cuda.set_device(0)
-        sender = WeightSender(spec, rank=0, is_node_leader=True)
+        sender = WeightSender([Lane(spec)], rank=0, is_node_leader=True)
         assert engine.answer()
         sync(sender, engine, weights(1), 1)
         engine.process.kill()
         engine.process.join()
         sender.begin(weights(2).items())
-        bucket = sender.next_bucket()
+        bucket = sender.next_buckets()[0]
         with pytest.raises(WeightSyncError, match="broadcast of weights failed"):
             sender.send(bucket)
         time.sleep(5.0)

@@ -16,6 +16,7 @@ from nemo_rl.models.policy.workers.rank import PolicyRank
 from nemo_rl.weight_sync.buckets import Bucket, TensorSlot
 from nemo_rl.weight_sync.collective import GroupMember
 from nemo_rl.weight_sync.endpoints import WeightSender
+from nemo_rl.weight_sync.lanes import Lane
 from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts, fingerprint
 
@@ -55,9 +56,9 @@ def group_of_one(bench: Bench) -> Iterator[Finding]:
     library = "nccl" if bench.on_gpu else "gloo"
     yield Finding(f"{library}: broadcast", {"bytes": 1000}, "" if torch.equal(flat, want) else "bytes changed")
     weights = {"w": torch.randn(700, 64, device=bench.device), "b": torch.randn(333, device=bench.device).half()}
-    sender = WeightSender(_alone(bench), rank=0, is_node_leader=True)
+    sender = WeightSender([Lane(_alone(bench))], rank=0, is_node_leader=True)
     sender.begin(weights.items())
-    bucket = sender.next_bucket()
+    bucket = sender.next_buckets()[0]
     sender.send(bucket)
     sender.close()
     yield Finding(f"{library}: a bucket is sent", {"bytes": bucket.num_bytes})
@@ -94,14 +95,14 @@ def _sync(rank: PolicyRank, engine: EngineProcess, spec: TransportSpec, version:
         WeightSyncError: the received weights differ from the sent ones.
     """
     engine.send("begin_weight_update", spec, version)
-    rank.begin_weight_stream(spec, dtype)
-    buckets = [rank.next_weight_bucket()]
+    rank.begin_weight_stream([Lane(spec)], dtype)
+    buckets = [rank.next_weight_buckets()[0]]
     engine.answer()
     while True:
         engine.send("receive_bucket", buckets[-1])
         done = buckets[-1].is_last
         if not done:
-            buckets.append(rank.next_weight_bucket())
+            buckets.append(rank.next_weight_buckets()[0])
         engine.answer()
         if done:
             receipt: SyncReceipt = engine.call("finish_weight_update", version)
@@ -115,5 +116,5 @@ def _spec(bench: Bench, **values: Any) -> TransportSpec:
 
 
 def _alone(bench: Bench) -> TransportSpec:
-    spec = dataclasses.replace(_spec(bench), name="collective", master_port=free_port(), world_size=1)
+    spec = dataclasses.replace(_spec(bench), name="collective", master_port=free_port())
     return dataclasses.replace(spec, timeout_s=30.0, extra={"epoch": 0})

@@ -2,11 +2,13 @@
 
 Connects `models.policy` and `models.generation`, which never import each other. One sync:
 
-    engines.begin ─┐                       ┌─ next bucket is packed while this one is loaded
-    policy.begin  ─┴► policy.next_bucket ─►│─► engines.receive_bucket  (+ policy.send for collectives)
-                            ▲──────────────┘        until the last bucket
+    engines.begin ─┐                        ┌─ next buckets are packed while these are loaded
+    policy.begin  ─┴► policy.next_buckets ─►│─► engines.receive_bucket  (+ policy.send for collectives)
+                            ▲───────────────┘        until the last bucket of each lane
     engines.finish ─► receipts ─► verify: version, tensor count, checksums, nothing left unbound
 
+The first sync of engines of several workers over a collective is done twice: with whole tensors, while the workers
+record what they read, and with only these parts (`weight_sync.lane_choice`).
 Every wait has the deadline `cluster.timeouts.weight_sync_s`. An engine that dies is replaced and the sync starts over.
 
 A sync runs in the training thread or, when an engine has died, in the thread that revives it. The latter can happen at
@@ -18,7 +20,6 @@ Invariant: a sync delivers all tensors of one version, and after `ensure_fresh` 
 policy's weight version.
 """
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -29,14 +30,21 @@ from typing import Any, Protocol
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.distributed.workers.results import PendingCall, gather
 from nemo_rl.models.generation.engine_group import EngineGroup
+from nemo_rl.utils.errors import NonFiniteError
 from nemo_rl.weight_sync.buckets import Bucket
+from nemo_rl.weight_sync.lane_choice import LaneChoice, LaneOfWorkers, Trainers
+from nemo_rl.weight_sync.lanes import Lane
 from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts
 
 logger = logging.getLogger(__name__)
 
 
-class WeightSource(Protocol):
+_COMPARED_TOKENS = list(range(1, 17))
+"""A prompt whose hidden states are compared after a sync of whole tensors and one of parts."""
+
+
+class WeightSource(Trainers, Protocol):
     """The methods of the policy that a sync calls."""
 
     @property
@@ -50,17 +58,14 @@ class WeightSource(Protocol):
             DeadlineExceededError: on entering, if the update does not end in time.
         """
 
-    def begin_weight_stream(self, spec: TransportSpec) -> list[PendingCall]:
+    def begin_weight_stream(self, lanes: list[Lane]) -> list[PendingCall]:
         """Start a stream on all ranks; return the calls to wait for."""
 
-    def next_weight_bucket(self) -> Bucket:
-        """Gather and pack the next bucket."""
+    def next_weight_buckets(self) -> list[Bucket]:
+        """Gather the next tensors and pack a bucket of each lane."""
 
     def send_weight_bucket(self, bucket: Bucket) -> list[PendingCall]:
         """Push a bucket through a sending transport; return the calls to wait for."""
-
-    def meeting_point(self) -> tuple[str, int]:
-        """Return the address of rank 0 and a port that it reserves for one process group."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +104,10 @@ class Refitter:
     Args:
         policy: the source of the weights.
         generation: their destination.
-        spec: transport agreement; for collectives the address is filled in here.
+        spec: settings of the transport.
         timeout_s: limit of every wait within a sync.
         memory: hands devices over if "generation" and "policy" share them.
+        send_parts: send workers only what they read, where the transport sends (`lane_choice`).
 
     Attributes:
         last_sync: sizes and seconds of the last sync.
@@ -116,10 +122,12 @@ class Refitter:
         spec: TransportSpec,
         timeout_s: float,
         memory: MemorySharing | None = None,
+        send_parts: bool = True,
     ):
         self._policy = policy
         self._generation = generation
-        self._spec = spec
+        self._lanes = LaneChoice(spec, policy, generation.workers_per_engine, send_parts)
+        self._transport = spec.name
         self._timeout_s = timeout_s
         self._memory = memory or MemorySharing()
         self._synced: tuple[int, int] | None = None
@@ -172,51 +180,72 @@ class Refitter:
         version = self._policy.weight_version
         self._synced = (version, self._generation.membership)
         self._generation.weight_version = version
-        num_bytes = receipts[0].num_bytes
+        num_bytes = max(receipt.num_bytes for receipt in receipts)
         self.last_sync = {
             "sync_s": seconds,
             "sync_mb": num_bytes / 1e6,
             "sync_mb_per_s": num_bytes / 1e6 / max(seconds, 1e-9),
-            "num_tensors": float(receipts[0].num_tensors),
+            "num_tensors": float(max(receipt.num_tensors for receipt in receipts)),
         }
         logger.debug("Weights of version %d reached %d workers in %.3f s.", version, len(receipts), seconds)
 
-    def _renew_rendezvous(self) -> None:
-        """Choose a new address for a collective's process group when its members have changed."""
-        membership = self._generation.membership
-        if self._spec.name != "collective" or self._spec.extra.get("epoch") == membership:
-            return
-        address, port = self._policy.meeting_point()
-        self._spec = dataclasses.replace(
-            self._spec,
-            master_address=address,
-            master_port=port,
-            world_size=1 + self._generation.num_workers,
-            extra={"epoch": membership},
-        )
-
     def _sync_once(self) -> list[SyncReceipt]:
-        self._renew_rendezvous()
+        if not self._lanes.wants_reads:
+            return self._transfer()
+        self._lanes.start_over()
+        self._wait(self._on_engines("record_reads"), "recording")
+        receipts = self._transfer()
+        if not self._lanes.learn(self._wait(self._on_engines("take_reads"), "recording")):
+            return receipts
+        expected = self._computed()
+        receipts = self._transfer(is_trial=True)
+        if self._computes(expected):
+            self._lanes.accept()
+            return receipts
+        self._lanes.refuse()
+        return self._transfer()
+
+    def _computes(self, expected: list[Any]) -> bool:
+        try:
+            return self._computed() == expected
+        except NonFiniteError:  # an element was read that was not sent
+            return False
+
+    def _computed(self) -> list[Any]:
+        """Return what engines compute with their weights: hidden states, as bytes, and names of spoilt weights."""
+        spoilt = self._wait(self._on_engines("weights_not_finite"), "comparing")
+        outputs = self._wait(self._on_engines("layer_outputs", _COMPARED_TOKENS), "comparing")
+        return [spoilt, [[layer.numpy().tobytes() for layer in of_worker] for of_worker in outputs]]
+
+    def _transfer(self, is_trial: bool = False) -> list[SyncReceipt]:
+        """Move all tensors once; on trial, the workers fill what they do not receive with NaN."""
+        lanes = self._lanes.of(self._generation.num_workers, self._generation.membership)
         version = self._policy.weight_version
-        opening = self._on_engines("begin_weight_update", self._spec, version)
-        self._wait(opening + self._policy.begin_weight_stream(self._spec), "opening")
-        buckets: list[Bucket] = []
+        opening = [call for lane in lanes for call in self._on(lane, "begin_weight_update", lane.lane.spec, version)]
+        self._wait(opening + self._policy.begin_weight_stream([lane.lane for lane in lanes]), "opening")
+        streams: list[list[Bucket]] = []
         in_flight: list[PendingCall] = []
-        while not buckets or not buckets[-1].is_last:
-            bucket = self._policy.next_weight_bucket()
-            self._wait(in_flight, f"bucket {len(buckets) - 1}")
-            buckets.append(bucket)
-            in_flight = self._on_engines("receive_bucket", bucket)
-            in_flight += self._policy.send_weight_bucket(bucket)
-        self._wait(in_flight, f"bucket {len(buckets) - 1}")
-        closing = self._on_engines("finish_weight_update", version)
-        receipts: list[SyncReceipt] = self._wait(closing, "closing")
-        check_receipts(receipts, buckets, version)
+        while not streams or not streams[-1][0].is_last:
+            buckets = self._policy.next_weight_buckets()
+            self._wait(in_flight, f"bucket {len(streams) - 1}")
+            streams.append(buckets)
+            in_flight = []
+            for lane, bucket in zip(lanes, buckets, strict=True):
+                bucket.is_trial = is_trial
+                in_flight += self._on(lane, "receive_bucket", bucket)
+                in_flight += self._policy.send_weight_bucket(bucket)
+        self._wait(in_flight, f"bucket {len(streams) - 1}")
+        receipts: list[SyncReceipt] = self._wait(self._on_engines("finish_weight_update", version), "closing")
+        for lane, of_lane in zip(lanes, zip(*streams, strict=True), strict=True):
+            check_receipts([receipts[worker] for worker in lane.workers], list(of_lane), version)
         return receipts
+
+    def _on(self, lane: LaneOfWorkers, method: str, *args: Any) -> list[PendingCall]:
+        return self._generation.workers.pending_calls(self._generation.call_some(lane.workers, method, *args))
 
     def _on_engines(self, method: str, *args: Any) -> list[PendingCall]:
         return self._generation.workers.pending_calls(self._generation.call_all(method, *args))
 
     def _wait(self, calls: list[PendingCall], part: str) -> list[Any]:
         workers = [call.slot for call in calls]
-        return gather(calls, workers, self._timeout_s, f"weight sync, {part} ({self._spec.name})")
+        return gather(calls, workers, self._timeout_s, f"weight sync, {part} ({self._transport})")

@@ -46,7 +46,7 @@ def make_refitter(
         timeout_s=timeout_s,
     )
     stream = PolicyWeightStream(policy, engine_precision(config), timeout_s)
-    return Refitter(stream, engines, spec, timeout_s, memory)
+    return Refitter(stream, engines, spec, timeout_s, memory, sync.send_parts)
 
 
 def refit_policy_generation(

@@ -75,6 +75,7 @@ class EngineGroup(GenerationInterface):
     Attributes:
         workers: the worker group; `algorithms.rollout.refit` moves weights through it.
         load_weights: loads the current weights into new engines; set by `algorithms.rollout.refit`.
+        workers_per_engine: workers of one engine.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class EngineGroup(GenerationInterface):
         self.workers = workers
         self.weight_version = 0
         self.load_weights: Callable[[], None] | None = None
+        self.workers_per_engine = workers_per_engine
         self._setup_timeout_s = setup_timeout_s
         self._turn_timeout_s = turn_timeout_s or setup_timeout_s
         self._replacements = Replacements(workers, setup_timeout_s, max_restarts)
@@ -132,7 +134,11 @@ class EngineGroup(GenerationInterface):
 
     def call_all(self, method: str, *args: Any) -> MultiWorkerFuture:
         """Call a method on all workers of the running engines."""
-        return self.workers.run_all_workers_single_data(method, *args, num_workers=self.num_workers)
+        return self.call_some(range(self.num_workers), method, *args)
+
+    def call_some(self, workers: Sequence[int], method: str, *args: Any) -> MultiWorkerFuture:
+        """Call a method on some workers of the running engines."""
+        return self.workers.run_all_workers_single_data(method, *args, workers=workers)
 
     def of_engines[T](self, of_workers: Sequence[T]) -> list[T]:
         """Select the results of each engine's first worker from those of `call_all`."""

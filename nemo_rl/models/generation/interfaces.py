@@ -7,7 +7,7 @@ log-probabilities come from the engine once and are never tokenised again.
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypedDict
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypedDict, runtime_checkable
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from nemo_rl.data.model_rows import RowInputs
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.remote.chats import ChatAnswer, ChatInput
 from nemo_rl.optimizations.switch import Choice
+from nemo_rl.weight_sync.parts import Parts
 
 __getattr__ = public_names(__name__, {"configure_generation_config": "nemo_rl.models.generation.configure"})
 
@@ -365,6 +366,17 @@ class Engine(Protocol):
 
     async def wake_up(self) -> None:
         """Allocate memory again; does nothing if the engine is awake."""
+
+
+@runtime_checkable
+class RecordsReads(Protocol):
+    """An `Engine` that can tell which parts of its tensors this process reads."""
+
+    def record_reads(self) -> None:
+        """Record the reads of the next weight update."""
+
+    def take_reads(self) -> Parts:
+        """Return what was read since `record_reads`, and stop recording."""
 
 
 class GenerationInterface(ABC):

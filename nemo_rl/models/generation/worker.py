@@ -25,6 +25,7 @@ from nemo_rl.models.generation.interfaces import (
     EngineSettings,
     GenerationRequest,
     GenerationResult,
+    RecordsReads,
     ResponseSoFar,
     engine_of,
 )
@@ -34,6 +35,7 @@ from nemo_rl.optimizations.switch import is_on
 from nemo_rl.utils.errors import GenerationError
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightReceiver
+from nemo_rl.weight_sync.parts import Parts
 from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt
 
@@ -141,6 +143,15 @@ class GenerationWorker:
         self._receiver.begin(version)
         await self._engine.begin_weight_update()
 
+    async def record_reads(self) -> None:
+        """Record what the engine reads of the tensors of the next update; engines that cannot do nothing."""
+        if isinstance(self._engine, RecordsReads):
+            self._engine.record_reads()
+
+    async def take_reads(self) -> Parts:
+        """Return what the engine has read since `record_reads`; nothing if it cannot tell."""
+        return self._engine.take_reads() if isinstance(self._engine, RecordsReads) else {}
+
     async def receive_bucket(self, bucket: Bucket) -> None:
         """Receive one bucket of weights."""
         assert self._receiver is not None, "begin_weight_update comes first"
@@ -151,6 +162,11 @@ class GenerationWorker:
         """Activate the received weights and return a receipt."""
         assert self._receiver is not None, "begin_weight_update comes first"
         return self._receiver.finish(await self._engine.finish_weight_update(version))
+
+    async def weights_not_finite(self) -> list[str]:
+        """Return the names of the engine's weights that hold NaN or infinity, as far as it can tell."""
+        names: list[str] = getattr(self._engine, "weights_not_finite", list)()
+        return names
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
         """Return a prompt's hidden states `[T, D]` after each decoder layer; see `algorithms.rollout.sync_probe`."""

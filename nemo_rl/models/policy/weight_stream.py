@@ -10,7 +10,7 @@ from nemo_rl.distributed.workers.results import PendingCall
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import merge_buckets
-from nemo_rl.weight_sync.transport import TransportSpec
+from nemo_rl.weight_sync.lanes import Lane
 
 
 class PolicyWeightStream:
@@ -27,6 +27,7 @@ class PolicyWeightStream:
         self._workers = policy.worker_group
         self._dtype = dtype
         self._timeout_s = timeout_s
+        self._senders: list[int] = []
 
     @property
     def weight_version(self) -> int:
@@ -37,33 +38,36 @@ class PolicyWeightStream:
         """See `Policy.held`."""
         return self._policy.held()
 
-    def begin_weight_stream(self, spec: TransportSpec) -> list[PendingCall]:
+    @property
+    def num_ranks(self) -> int:
+        """The number of trainer ranks."""
+        return len(self._workers.workers)
+
+    def begin_weight_stream(self, lanes: list[Lane]) -> list[PendingCall]:
         """Start a stream on all ranks; return the calls to wait for."""
-        calls = self._workers.run_all_workers_single_data("begin_weight_stream", spec, self._dtype)
+        self._senders = [lane.sender for lane in lanes]
+        calls = self._workers.run_all_workers_single_data("begin_weight_stream", lanes, self._dtype)
         return self._workers.pending_calls(calls)
 
-    def next_weight_bucket(self) -> Bucket:
-        """Gather and pack the next bucket.
+    def next_weight_buckets(self) -> list[Bucket]:
+        """Gather the next tensors and pack a bucket of each lane.
 
         Raises:
             WeightSyncError: ranks disagree about the stream.
             DeadlineExceededError, WorkerDiedError: a rank did not answer.
         """
-        calls = self._workers.run_all_workers_single_data("next_weight_bucket")
-        reports = self._workers.get_all_worker_results(calls, self._timeout_s, "packing weights")
-        return merge_buckets(reports)
+        calls = self._workers.run_all_workers_single_data("next_weight_buckets")
+        of_ranks = self._workers.get_all_worker_results(calls, self._timeout_s, "packing weights")
+        return [merge_buckets(list(of_lane)) for of_lane in zip(*of_ranks, strict=True)]
 
     def send_weight_bucket(self, bucket: Bucket) -> list[PendingCall]:
         """Send a bucket through a sending transport; return the calls to wait for."""
         if bucket.handles:
             return []
-        return [
-            PendingCall(
-                self._workers.run_single_worker_single_data("send_weight_bucket", 0, bucket),
-                self._workers.slot(0),
-            )
-        ]
+        sender = self._senders[bucket.lane]
+        call = self._workers.run_single_worker_single_data("send_weight_bucket", sender, bucket)
+        return [PendingCall(call, self._workers.slot(sender))]
 
-    def meeting_point(self) -> tuple[str, int]:
-        """Return the address of rank 0 and a port that it reserves for one process group."""
-        return self._workers.meeting_point()
+    def meeting_point(self, rank: int) -> tuple[str, int]:
+        """Return the address of a rank and a port that it reserves for one process group."""
+        return self._workers.meeting_point(rank)

@@ -14,6 +14,7 @@ from sync_processes import Child, ReceivingEngine, RemoteFailure, equal_to_sent
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.collective import GroupMember
 from nemo_rl.weight_sync.endpoints import WeightSender
+from nemo_rl.weight_sync.lanes import Lane
 from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import check_receipts
 
@@ -34,7 +35,7 @@ def make_spec(epoch: int = 0) -> TransportSpec:
         run_id="test",
         bucket_size_bytes=4096,
         master_port=free_port(),
-        world_size=1 + NUM_ENGINES,
+        receivers=tuple(range(NUM_ENGINES)),
         timeout_s=20.0,
         extra={"epoch": epoch},
     )
@@ -52,17 +53,17 @@ class SendingTrainer:
     """Trainer rank 0; `corrupt` flips a bit of the sent bytes, after the fingerprints were made."""
 
     def __init__(self, spec: TransportSpec):
-        self._sender = WeightSender(spec, rank=0, is_node_leader=True)
+        self._sender = WeightSender([Lane(spec)], rank=0, is_node_leader=True)
 
     def begin(self, version: int) -> None:
         self._sender.begin(weights(version).items())
 
     def next_bucket(self) -> Bucket:
-        return self._sender.next_bucket()
+        return self._sender.next_buckets()[0]
 
     def push(self, bucket: Bucket, corrupt: bool = False) -> None:
         if corrupt:
-            flat = self._sender._transport.buffer(bucket.num_bytes, bucket.index)
+            flat = self._sender._transports[0].buffer(bucket.num_bytes, bucket.index)
             flat[bucket.slots[0].offset] ^= 1
         self._sender.send(bucket)
 
@@ -175,7 +176,7 @@ def test_the_nccl_group_of_a_sync_does_not_abort_its_process(monkeypatch, before
     monkeypatch.delenv(variable, raising=False)
     if before is not None:
         monkeypatch.setenv(variable, before)
-    GroupMember(dataclasses.replace(make_spec(), device="cuda", world_size=1), rank=0)
+    GroupMember(dataclasses.replace(make_spec(), device="cuda", receivers=()), rank=0)
     assert seen == [("0", 0, 1, timedelta(seconds=20))]
     assert os.environ.get(variable) == before
 

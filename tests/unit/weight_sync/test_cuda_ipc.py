@@ -10,6 +10,7 @@ from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync import cuda_ipc
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightReceiver, WeightSender
+from nemo_rl.weight_sync.lanes import Lane
 from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import check_receipts
 
@@ -50,7 +51,7 @@ def sync(sender: WeightSender, receiver: WeightReceiver, tensors: dict[str, torc
     buckets: list[Bucket] = []
     got = {}
     while not buckets or not buckets[-1].is_last:
-        buckets.append(sender.next_bucket())
+        buckets.append(sender.next_buckets()[0])
         with receiver.received(buckets[-1]) as arrived:
             got |= {name: tensor.clone() for name, tensor in arrived}
     check_receipts([receiver.finish([])], buckets, version)
@@ -59,7 +60,7 @@ def sync(sender: WeightSender, receiver: WeightReceiver, tensors: dict[str, torc
 
 
 def test_a_buffer_is_exported_and_mapped_once(calls):
-    sender, receiver = WeightSender(SPEC, 0, is_node_leader=True), WeightReceiver(SPEC, 0, "engine")
+    sender, receiver = WeightSender([Lane(SPEC)], 0, is_node_leader=True), WeightReceiver(SPEC, 0, "engine")
     for version in range(1, 6):
         num_buckets = sync(sender, receiver, {str(n): torch.randn(200) for n in range(5)}, version)
         assert num_buckets == 5
@@ -97,6 +98,6 @@ def test_memory_that_cannot_be_opened_is_an_error_with_advice(calls, monkeypatch
         raise RuntimeError("pidfd_getfd: Operation not permitted")
 
     monkeypatch.setattr(cuda_ipc, "rebuild_cuda_tensor", refuse)
-    sender, receiver = WeightSender(SPEC, 0, is_node_leader=True), WeightReceiver(SPEC, 0, "engine")
+    sender, receiver = WeightSender([Lane(SPEC)], 0, is_node_leader=True), WeightReceiver(SPEC, 0, "engine")
     with pytest.raises(WeightSyncError, match=r"pidfd_getfd.*--ipc=host.*transport=collective"):
         sync(sender, receiver, {"w": torch.randn(9)}, 1)

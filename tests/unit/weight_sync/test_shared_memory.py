@@ -10,6 +10,7 @@ from sync_processes import Child, ReceivingEngine, RemoteFailure, equal_to_sent
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket, TensorSlot
 from nemo_rl.weight_sync.endpoints import WeightReceiver, WeightSender, merge_buckets
+from nemo_rl.weight_sync.lanes import Lane
 from nemo_rl.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender, allocate, map_memory
 from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import check_receipts
@@ -36,10 +37,10 @@ def sync(sender: WeightSender, engine: Child, tensors: dict[str, torch.Tensor], 
     """Run one sync as the controller does; the next bucket is packed while the engine reads the last one."""
     engine.call("begin", version)
     sender.begin(tensors.items())
-    buckets = [sender.next_bucket()]
+    buckets = [sender.next_buckets()[0]]
     while not buckets[-1].is_last:
         engine.send("receive", buckets[-1])
-        buckets.append(sender.next_bucket())
+        buckets.append(sender.next_buckets()[0])
         engine.answer()
     engine.call("receive", buckets[-1])
     return buckets
@@ -59,7 +60,7 @@ def engine():
 
 @pytest.fixture
 def sender():
-    sender = WeightSender(SPEC, rank=0, is_node_leader=True)
+    sender = WeightSender([Lane(SPEC)], rank=0, is_node_leader=True)
     yield sender
     sender.close()
 
@@ -78,7 +79,7 @@ def test_tensors_kept_by_the_engine_survive_later_buckets(sender, engine):
     sent = weights(1)
     last_names = {slot.name for slot in sync(sender, engine, sent, 1)[-1].slots}
     sender.begin(weights(2).items())
-    sender.next_bucket(), sender.next_bucket()
+    sender.next_buckets()[0], sender.next_buckets()[0]
     early = {name: value for name, value in sent.items() if name not in last_names}
     assert len(early) > 2
     kept = engine.call("weights")
@@ -90,7 +91,7 @@ def test_a_corrupted_byte_stops_the_run_with_the_tensor_s_name(sender, engine):
     sender.begin(weights(1).items())
     buckets = []
     while not buckets or not buckets[-1].is_last:
-        bucket = sender.next_bucket()
+        bucket = sender.next_buckets()[0]
         buckets.append(bucket)
         for slot in bucket.slots:
             if slot.name == "head":
@@ -104,18 +105,19 @@ def test_a_corrupted_byte_stops_the_run_with_the_tensor_s_name(sender, engine):
 
 
 def test_verification_can_be_switched_off(sender):
-    unverified = WeightSender(TransportSpec("shared_memory", run_id="test", verify=False), 0, is_node_leader=True)
+    lane = Lane(TransportSpec("shared_memory", run_id="test", verify=False))
+    unverified = WeightSender([lane], 0, is_node_leader=True)
     unverified.begin(weights(1).items())
-    assert {slot.fingerprint for slot in unverified.next_bucket().slots} == {None}
+    assert {slot.fingerprint for slot in unverified.next_buckets()[0].slots} == {None}
     unverified.close()
 
 
 def test_close_releases_the_memory():
     before, files = open_memory(), set(Path("/dev/shm").glob("*nemo_rl*"))
-    sender = WeightSender(SPEC, rank=0, is_node_leader=True)
+    sender = WeightSender([Lane(SPEC)], rank=0, is_node_leader=True)
     for scale in (1, 5, 3):
         sender.begin(weights(1, scale).items())
-        while not sender.next_bucket().is_last:
+        while not sender.next_buckets()[0].is_last:
             pass
     assert len(open_memory() - before) >= 1
     sender.close()
@@ -128,9 +130,9 @@ class Packer:
     """A sender in a separate process."""
 
     def pack(self) -> Bucket:
-        self._sender = WeightSender(SPEC, rank=0, is_node_leader=True)
+        self._sender = WeightSender([Lane(SPEC)], rank=0, is_node_leader=True)
         self._sender.begin([("w", torch.ones(4))])
-        return self._sender.next_bucket()
+        return self._sender.next_buckets()[0]
 
 
 def test_memory_is_released_when_the_sender_is_killed_and_the_engine_raises():
@@ -181,7 +183,7 @@ def test_a_temporary_file_is_used_without_memfd(monkeypatch, tmp_path):
 
 def test_an_engine_on_another_host_is_refused_with_advice(sender):
     sender.begin(weights(1).items())
-    bucket = sender.next_bucket()
+    bucket = sender.next_buckets()[0]
     bucket.handles = {"elsewhere": bucket.handles.popitem()[1]}
     with pytest.raises(WeightSyncError, match=r"wrote shared memory on \['elsewhere'\].*transport=collective"):
         WeightReceiver(SPEC, 0, "engine 0").received(bucket).__enter__()
@@ -189,7 +191,7 @@ def test_an_engine_on_another_host_is_refused_with_advice(sender):
 
 def test_engine_failures_reach_the_controller(engine, sender):
     sender.begin(weights(1).items())
-    bucket = sender.next_bucket()
+    bucket = sender.next_buckets()[0]
     engine.call("begin", 1)
     bucket.slots[0] = type(bucket.slots[0])("embed", "float99", (1,), 0, 4)
     with pytest.raises(RemoteFailure, match="float99"):
@@ -198,10 +200,10 @@ def test_engine_failures_reach_the_controller(engine, sender):
 
 def test_an_empty_stream_is_refused(sender):
     with pytest.raises(WeightSyncError, match="not open"):
-        sender.next_bucket()
+        sender.next_buckets()[0]
     sender.begin([])
     with pytest.raises(WeightSyncError, match="holds no tensors"):
-        sender.next_bucket()
+        sender.next_buckets()[0]
 
 
 def test_a_stream_of_only_empty_tensors_is_sent(sender, engine):
@@ -212,10 +214,10 @@ def test_a_stream_of_only_empty_tensors_is_sent(sender, engine):
 
 
 def test_only_the_node_leader_packs_and_reports():
-    leader, other = WeightSender(SPEC, 0, is_node_leader=True), WeightSender(SPEC, 1, is_node_leader=False)
+    leader, other = (WeightSender([Lane(SPEC)], rank, is_node_leader=rank == 0) for rank in range(2))
     for each in (leader, other):
         each.begin(weights(1).items())
-    packed, walked = leader.next_bucket(), other.next_bucket()
+    packed, walked = leader.next_buckets()[0], other.next_buckets()[0]
     assert walked.handles == {}
     for order in ([packed, walked], [walked, packed]):
         merged = merge_buckets(order)

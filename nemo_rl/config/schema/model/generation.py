@@ -56,6 +56,9 @@ class WeightSyncConfig(Section):
     """Mebibytes of weights moved at a time; bounds the extra memory."""
     verify: bool = True
     """Compare version, tensor count and checksum on both sides of every sync."""
+    send_parts: bool = True
+    """Send each rank of an engine of several ranks only the parts of the tensors that it reads, as its first sync has
+    shown; collective only."""
 
     max_mult_prob_error: Annotated[float, Field(ge=1)] | None = 1.05
     """Largest mean ratio of probabilities between trainer and engine (token_mult_prob_error) in the first batch of a

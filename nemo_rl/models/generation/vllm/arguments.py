@@ -35,6 +35,7 @@ def engine_arguments(settings: EngineSettings) -> EngineArgs:
         "enable_sleep_mode": settings.can_sleep,
         "load_format": "auto" if settings.load_weights else "dummy",
         "logprobs_mode": "processed_logprobs",
+        "scheduling_policy": "priority",
         "seed": settings.seed,
         "hf_overrides": _hf_overrides(settings),
         "disable_log_stats": True,

@@ -42,7 +42,9 @@ from nemo_rl.models.generation.vllm.weights import (
     finish_reload,
     load_tensors,
     non_finite_parameters,
+    record_reads,
     refusing_non_finite,
+    take_reads,
 )
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.optimizations.switch import is_on
@@ -50,6 +52,7 @@ from nemo_rl.optimizations.vllm.bursts import BurstExecutor
 from nemo_rl.optimizations.vllm.inspection import inspect_here
 from nemo_rl.optimizations.vllm.threads import ThreadChoice, cores_of_each, packing_threads, start_threads
 from nemo_rl.utils.errors import GenerationError
+from nemo_rl.weight_sync.parts import Parts
 
 logger = logging.getLogger(__name__)
 
@@ -101,16 +104,6 @@ class VllmEngine(SteppedEngine):
         if will_be_scored:
             self._scoring.prompts[request_id] = request.prompt_token_ids
 
-<<<<<<< HEAD
-    def _submit(self, request_id: str, token_ids: list[int], params: VllmSamplingParams, priority: int = 0) -> None:
-        """Add a request; vLLM begins waiting ones with a smaller `priority` first."""
-        prompt: Any = {"prompt_token_ids": token_ids}
-        self._vllm_ids[request_id] = self._engine.add_request(request_id, prompt, params, priority=priority)
-
-    def _read(self, request_id: str) -> None:
-        """Read a drawn response before requests that wait, because its program waits for the complete answer."""
-        self._submit(request_id, self._scoring.tokens_to_read(request_id), reading(), priority=-1)
-=======
     def try_request(self, request_id: str, request: GenerationRequest) -> str | None:
         """Call `add_request`; return why it refuses the request, or None."""
         try:
@@ -119,9 +112,14 @@ class VllmEngine(SteppedEngine):
             return str(refusal)
         return None
 
-    def _submit(self, request_id: str, token_ids: list[int], params: VllmSamplingParams) -> None:
-        self._vllm_ids[request_id] = self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
->>>>>>> 6eaaaba5ab1e562cfaada15a95fa9d7562e1a59b
+    def _submit(self, request_id: str, token_ids: list[int], params: VllmSamplingParams, priority: int = 0) -> None:
+        """Add a request; vLLM begins waiting ones with a smaller `priority` first."""
+        prompt: Any = {"prompt_token_ids": token_ids}
+        self._vllm_ids[request_id] = self._engine.add_request(request_id, prompt, params, priority=priority)
+
+    def _read(self, request_id: str) -> None:
+        """Read a drawn response before requests that wait, because its program waits for the complete answer."""
+        self._submit(request_id, self._scoring.tokens_to_read(request_id), reading(), priority=-1)
 
     def _sampling_params(self, request: GenerationRequest, room: int) -> VllmSamplingParams:
         eos: int | None = getattr(self._engine.renderer.tokenizer, "eos_token_id", None)
@@ -241,6 +239,14 @@ class VllmEngine(SteppedEngine):
         with packing_threads():
             load_tensors(self._engine.model_executor.driver_worker, tensors)
 
+    def record_reads(self) -> None:
+        """See `RecordsReads.record_reads`."""
+        record_reads(self._engine.model_executor.driver_worker)
+
+    def take_reads(self) -> Parts:
+        """See `RecordsReads.take_reads`."""
+        return take_reads(self._engine.model_executor.driver_worker)
+
     def finish_loading(self, *, changed: bool) -> list[str]:
         """See `SteppedEngine.finish_loading`; vLLM computes running requests again from their tokens so far."""
         with packing_threads():
@@ -249,14 +255,9 @@ class VllmEngine(SteppedEngine):
             self._engine.reset_prefix_cache(reset_running_requests=True)
             for request_id in self._scoring.drawn:  # with one version of the weights for all tokens
                 self._engine.abort_request([self._vllm_ids[request_id]], internal=True)
-<<<<<<< HEAD
                 self._read(request_id)
-        return own + [f"{name} of worker {rank}" for rank, names in enumerate(of_others, start=1) for name in names]
-=======
-                self._submit(request_id, self._scoring.tokens_to_read(request_id), reading())
         named = [(name, place) for place, names in enumerate(of_ranks, start=self._place) for name in names]
         return [f"{name} of worker {place}" if place else name for name, place in named]
->>>>>>> 6eaaaba5ab1e562cfaada15a95fa9d7562e1a59b
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
         """See `Engine.layer_outputs`."""
@@ -296,116 +297,6 @@ class VllmEngine(SteppedEngine):
             self._engine.wake_up()
 
 
-<<<<<<< HEAD
-def engine_arguments(settings: EngineSettings) -> EngineArgs:
-    """Translate the library's settings into vLLM's."""
-    values: dict[str, Any] = {
-        "model": settings.model_name,
-        "tokenizer": settings.tokenizer_name,
-        "dtype": settings.precision,
-        "max_model_len": settings.max_model_len,
-        "enforce_eager": settings.enforce_eager,
-        "enable_sleep_mode": settings.can_sleep,
-        "load_format": "auto" if settings.load_weights else "dummy",
-        "logprobs_mode": "processed_logprobs",
-        "scheduling_policy": "priority",
-        "seed": settings.seed,
-        "hf_overrides": _hf_overrides(settings),
-        "disable_log_stats": True,
-    }
-    if settings.num_workers > 1:
-        values["distributed_executor_backend"] = RanksExecutor
-        values["tensor_parallel_size"] = settings.tensor_parallel_size
-        values["pipeline_parallel_size"] = settings.pipeline_parallel_size
-        values["enable_expert_parallel"] = settings.expert_parallel_size > 1
-    if settings.pipeline_parallel_size > 1:
-        values["async_scheduling"] = False  # each stage's answers are read in the order of the batches
-    if settings.device == "cpu":
-        # A prompt split over two steps would rewind its request's random generator, which CPU generators do not
-        # support.
-        values["enable_chunked_prefill"] = False
-        values["max_num_batched_tokens"] = max(_CPU_BATCHED_TOKENS, settings.max_model_len)
-        values["max_num_seqs"] = CPU_SEQUENCES
-        if settings.num_workers == 1:
-            takes_bursts = is_on("decoding_bursts", settings.optimizations)
-            values["distributed_executor_backend"] = BurstExecutor if takes_bursts else UniProcExecutor
-    if settings.kv_cache_bytes is not None:
-        values["kv_cache_memory_bytes"] = settings.kv_cache_bytes
-    else:
-        values["gpu_memory_utilization"] = settings.gpu_memory_utilization
-    own = {key: value for key, value in settings.engine_kwargs.items() if key != "hf_overrides"}
-    return EngineArgs(**(values | own))
-
-
-def _hf_overrides(settings: EngineSettings) -> Any:
-    """Merge changes to the model's configuration: the library's, then the policy's, then those of `vllm_kwargs`."""
-    own = settings.engine_kwargs.get("hf_overrides") or {}
-    if not isinstance(own, Mapping):  # it may be a function of the configuration
-        return own
-    model = load_model_config(settings.model_name, settings.hf_overrides)
-    return _routing(model) | _head(settings, model) | settings.hf_overrides | dict(own)
-
-
-def _head(settings: EngineSettings, model: PretrainedConfig) -> dict[str, str]:
-    """Request float32 logits on GPUs, as in the trainer; otherwise vLLM rounds them to the weights' dtype.
-
-    Bfloat16 logits between 16 and 32 have steps of 0.125. The product uses the same kernel with another output dtype.
-    On CPUs vLLM would copy the head to float32 in every step, and quantized heads refuse float32.
-    """
-    quantized = settings.engine_kwargs.get("quantization") or getattr(model, "quantization_config", None)
-    if settings.device == "cpu" or settings.precision == "float32" or quantized:
-        return {}
-    return {"head_dtype": "float32"}
-
-
-def _routing(model: PretrainedConfig) -> dict[str, str]:
-    """Make vLLM route like transformers' DeepSeek-V3 always does: by sigmoids, with a bias.
-
-    The published `config.json` has these settings, but one written by transformers lacks them. vLLM would then refuse
-    the bias and use the softmax.
-    """
-    if model.model_type != "deepseek_v3":
-        return {}
-    return {key: value for key, value in _DEEPSEEK_V3_ROUTING.items() if getattr(model, key, None) is None}
-
-
-def sampling_params(sampling: SamplingParams, seed: int, room: int, eos: int | None = None) -> VllmSamplingParams:
-    """Translate sampling parameters into vLLM's.
-
-    Args:
-        sampling: the parameters.
-        seed: of the request.
-        room: tokens left in the context.
-        eos: the tokenizer's end of text, with which a complete response with a grammar may always end.
-
-    Raises:
-        ValueError: the grammar is not valid.
-    """
-    grammar = sampling.grammar
-    ends = [] if grammar is None or eos is None or eos in sampling.stop_token_ids else [eos]
-    return VllmSamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k or 0,
-        top_p=sampling.top_p,
-        max_tokens=min(sampling.max_new_tokens, room),
-        seed=seed,
-        logprobs=0,
-        flat_logprobs=True,
-        stop=list(sampling.stop_strings) or None,
-        bad_words=list(sampling.bad_words) or None,
-        include_stop_str_in_output=True,
-        skip_special_tokens=False,
-        stop_token_ids=[*sampling.stop_token_ids, *ends],
-        structured_outputs=None if grammar is None else structured_outputs(grammar),
-        ignore_eos=True,
-        detokenize=bool(sampling.stop_strings),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # used by this request only; vLLM's deep copy takes as long as the rest of adding it
-    )
-
-
-=======
->>>>>>> 6eaaaba5ab1e562cfaada15a95fa9d7562e1a59b
 def _finished(output: RequestOutput) -> Finished:
     completion = output.outputs[0]
     if completion.finish_reason == "error":

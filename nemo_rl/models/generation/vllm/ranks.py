@@ -35,7 +35,8 @@ from nemo_rl.models.generation.interfaces import EngineSettings, GenerationReque
 from nemo_rl.models.generation.vllm.links import Answer, Call, Link, Outcome, call_all, open_link, open_links
 from nemo_rl.models.generation.vllm.meeting import HOST_ADDRESS, Meeting, enter_engine
 from nemo_rl.models.generation.vllm.own_experts import compute_own_experts, exchange_tokens
-from nemo_rl.models.generation.vllm.weights import load_tensors
+from nemo_rl.models.generation.vllm.weights import load_tensors, record_reads, take_reads
+from nemo_rl.weight_sync.parts import Parts
 
 logger = logging.getLogger(__name__)
 
@@ -236,6 +237,14 @@ class VllmRank:
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """See `Engine.load_tensors`; loads this rank's part of each tensor."""
         load_tensors(self._worker, tensors)
+
+    def record_reads(self) -> None:
+        """See `RecordsReads.record_reads`."""
+        record_reads(self._worker)
+
+    def take_reads(self) -> Parts:
+        """See `RecordsReads.take_reads`."""
+        return take_reads(self._worker)
 
     async def finish_weight_update(self, version: int) -> list[str]:
         """See `Engine.finish_weight_update`; worker 0 reports missing tensors of all ranks."""

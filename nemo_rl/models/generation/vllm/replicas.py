@@ -24,6 +24,7 @@ from nemo_rl.models.generation.vllm.links import Answer, Call, Link, open_link, 
 from nemo_rl.models.generation.vllm.meeting import Meeting
 from nemo_rl.models.generation.vllm.ranks import VllmRank, ending_if_alone, meet
 from nemo_rl.utils.errors import GenerationError
+from nemo_rl.weight_sync.parts import Parts
 
 _LINKS = "replicas"
 _PORT = "port of replicas"
@@ -105,6 +106,14 @@ class VllmReplicas(SteppedEngine):
         """See `Engine.load_tensors`; the other ranks load the tensors that they receive themselves."""
         await self._own.load_tensors(tensors)
 
+    def record_reads(self) -> None:
+        """See `RecordsReads.record_reads`."""
+        self._own.record_reads()
+
+    def take_reads(self) -> Parts:
+        """See `RecordsReads.take_reads`."""
+        return self._own.take_reads()
+
     def finish_loading(self, *, changed: bool) -> list[str]:
         """See `SteppedEngine.finish_loading`."""
         return [name for names in self._on_all("finish_loading", changed=changed) for name in names]
@@ -154,6 +163,14 @@ class VllmReplica(VllmRank):
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """See `Engine.load_tensors`; loads this rank's part of each tensor."""
         await self._engine.load_tensors(tensors)
+
+    def record_reads(self) -> None:
+        """See `RecordsReads.record_reads`."""
+        self._engine.record_reads()
+
+    def take_reads(self) -> Parts:
+        """See `RecordsReads.take_reads`."""
+        return self._engine.take_reads()
 
 
 def _join(meeting: Meeting, settings: EngineSettings) -> None:

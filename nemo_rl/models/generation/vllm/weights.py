@@ -11,7 +11,7 @@ tensors that were loaded.
 
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from vllm.platforms import current_platform
 
 from nemo_rl.models.training.finite import ANOTHER_COPY, listed, not_finite
 from nemo_rl.utils.errors import NonFiniteError
+from nemo_rl.weight_sync.parts import Parts, ReadRecorder
 
 _STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?")
 _GPT_OSS_NAMES = {"gate_up_proj": "w13", "down_proj": "w2"}
@@ -59,10 +60,31 @@ def load_tensors(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Load tensors; each rank takes its part of them."""
     runner = worker.model_runner
     given: Iterable[tuple[str, torch.Tensor]] = tensors
+    recorder = recorder_of(worker)
+    if recorder is not None:
+        given = [(name, tensor.clone()) for name, tensor in tensors]
+        recorder.watch(given)
     if runner.model_config.hf_text_config.model_type == "gpt_oss":
-        given = one_by_one(tensors)
-    with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
+        given = one_by_one(given)
+    with torch.no_grad(), set_current_vllm_config(worker.vllm_config), recorder or nullcontext():
         worker.unbound -= set(runner.get_model().load_weights(iter(given)))
+
+
+def record_reads(worker: Any) -> None:
+    """Record what the worker reads in the next update."""
+    worker.recorder = ReadRecorder()
+
+
+def take_reads(worker: Any) -> Parts:
+    """Stop recording and return what was read since `record_reads`."""
+    recorder: ReadRecorder = worker.recorder
+    worker.recorder = None
+    return recorder.reads
+
+
+def recorder_of(worker: Any) -> ReadRecorder | None:
+    """Return the recorder of a worker that records."""
+    return getattr(worker, "recorder", None)
 
 
 def one_by_one(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -90,7 +112,8 @@ def finish_reload(worker: Any) -> list[str]:
     if getattr(worker.model_runner.model_config.hf_text_config, "tie_word_embeddings", False):
         unbound = unbound - {f"{name}.weight" for name in heads}
     unbound = unbound | incomplete_layers(model)
-    with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
+    recorder = recorder_of(worker)
+    with torch.no_grad(), set_current_vllm_config(worker.vllm_config), recorder or nullcontext():
         finalize_layerwise_reload(model, worker.model_runner.model_config)
         if current_platform.is_cpu():
             for head in heads.values():

@@ -40,7 +40,7 @@ from nemo_rl.optimizations.switch import Choice
 from nemo_rl.utils.errors import CheckpointError, ConfigError, NonFiniteError
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
-from nemo_rl.weight_sync.transport import TransportSpec
+from nemo_rl.weight_sync.lanes import Lane
 
 logger = logging.getLogger(__name__)
 
@@ -287,11 +287,11 @@ class PolicyWorker(ScoringWorker):
         """Move the weights of a frozen model to host memory or back."""
         self.backend.move_weights(to_host)
 
-    def begin_weight_stream(self, spec: TransportSpec, dtype: str) -> None:
+    def begin_weight_stream(self, lanes: list[Lane], dtype: str) -> None:
         """Start streaming the weights to the engines.
 
         Args:
-            spec: transport settings; if they differ from the last ones, a new sender is made.
+            lanes: the ways to the engines; if they differ from the last ones, a new sender is made.
             dtype: torch dtype the engines compute in, for example "bfloat16".
 
         Raises:
@@ -302,17 +302,17 @@ class PolicyWorker(ScoringWorker):
             raise NonFiniteError(
                 f"The policy's weights are not finite: {listed(spoilt)}. They are not sent to engines."
             )
-        if self._sender is None or self._sender.spec != spec:
+        if self._sender is None or self._sender.lanes != lanes:
             if self._sender is not None:
                 self._sender.close()
             rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
-            self._sender = WeightSender(spec, rank, is_node_leader=local_rank == 0)
+            self._sender = WeightSender(lanes, rank, is_node_leader=local_rank == 0)
         self._sender.begin(self.iterate_weights(getattr(torch, dtype)))
 
-    def next_weight_bucket(self) -> Bucket:
-        """Gather and pack the next bucket; collective over all ranks."""
+    def next_weight_buckets(self) -> list[Bucket]:
+        """Gather the next tensors and pack a bucket of each lane; collective over all ranks."""
         assert self._sender is not None, "begin_weight_stream comes first"
-        return self._sender.next_bucket()
+        return self._sender.next_buckets()
 
     def send_weight_bucket(self, bucket: Bucket) -> None:
         """Send a packed bucket through a sending transport."""

@@ -134,6 +134,7 @@ class Engines:
 
     def __init__(self) -> None:
         self.membership = 0
+        self.workers_per_engine = 1
         self.weight_version = 0
         self.is_held = False
         self.load_weights: Any = None

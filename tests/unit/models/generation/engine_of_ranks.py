@@ -12,6 +12,7 @@ from generation_helpers import PROMPTS, ask, make_settings
 
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
+from nemo_rl.weight_sync.lanes import Lane
 from nemo_rl.weight_sync.shared_memory import SharedBuffer, allocate, map_memory
 from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt
@@ -33,7 +34,7 @@ class EngineOfRanks:
         self.ranks = [
             stack.enter_context(EngineProcess(settings, rank, port, machine)) for rank, machine in enumerate(machines)
         ]
-        self.sender = WeightSender(SPEC, rank=0, is_node_leader=True)
+        self.sender = WeightSender([Lane(SPEC)], rank=0, is_node_leader=True)
         stack.callback(self.sender.close)
         self.call("ready")
 
@@ -57,7 +58,7 @@ class EngineOfRanks:
         self.sender.begin(tensors.items())
         buckets: list[Bucket] = []
         while not buckets or not buckets[-1].is_last:
-            buckets.append(self.sender.next_bucket())
+            buckets.append(self.sender.next_buckets()[0])
             of_rank_1, copy = buckets[-1], None
             if damaged and len(buckets) == 1:
                 of_rank_1, copy = with_flipped_bit(buckets[-1])

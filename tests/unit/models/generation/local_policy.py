@@ -9,10 +9,11 @@ from generation_helpers import streamed
 from torch import nn
 from transformers import PreTrainedModel
 
+from nemo_rl.distributed.ranks.rendezvous import hold_port
 from nemo_rl.distributed.workers.results import PendingCall
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
-from nemo_rl.weight_sync.transport import TransportSpec
+from nemo_rl.weight_sync.lanes import Lane
 
 
 class LocalPolicy:
@@ -21,6 +22,7 @@ class LocalPolicy:
     def __init__(self, model: nn.Module):
         self.model = model
         self.weight_version = 1
+        self.num_ranks = 1
         self.moves: list[str] = []
         self.num_streams = 0
         self._turn = threading.RLock()
@@ -42,22 +44,25 @@ class LocalPolicy:
                 own.copy_(given)
             self.weight_version += 1
 
-    def begin_weight_stream(self, spec: TransportSpec) -> list[PendingCall]:
+    def begin_weight_stream(self, lanes: list[Lane]) -> list[PendingCall]:
         self.num_streams += 1
-        self._sender = self._sender or WeightSender(spec, rank=0, is_node_leader=True)
+        if self._sender is None or self._sender.lanes != lanes:
+            self._sender = WeightSender(lanes, rank=0, is_node_leader=True)
         model = self.model
         self._sender.begin((streamed(model) if isinstance(model, PreTrainedModel) else model.state_dict()).items())
         return []
 
-    def next_weight_bucket(self) -> Bucket:
+    def next_weight_buckets(self) -> list[Bucket]:
         assert self._sender is not None
-        return self._sender.next_bucket()
+        return self._sender.next_buckets()
 
     def send_weight_bucket(self, bucket: Bucket) -> list[PendingCall]:
+        assert self._sender is not None
+        self._sender.send(bucket)
         return []
 
-    def meeting_point(self) -> tuple[str, int]:
-        raise AssertionError("shared memory needs no meeting point")
+    def meeting_point(self, rank: int) -> tuple[str, int]:
+        return hold_port("127.0.0.1", None, None)
 
     def offload_optimizer(self) -> None:
         self.moves.append("offload")

@@ -9,6 +9,7 @@ from generation_helpers import MAX_MODEL_LEN, PROMPTS, ask, greedy_reference, ma
 
 from nemo_rl.models.generation.worker import GenerationWorker
 from nemo_rl.weight_sync.endpoints import WeightSender
+from nemo_rl.weight_sync.lanes import Lane
 from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import check_receipts
 
@@ -69,7 +70,7 @@ async def test_a_later_call_of_collect_gets_the_results(worker):
 async def test_the_engine_takes_no_step_during_a_weight_update(worker):
     """A half-finished request waits, and continues with the new weights."""
     new = make_model("qwen2", True, seed=2)
-    sender = WeightSender(SPEC, rank=0, is_node_leader=True)
+    sender = WeightSender([Lane(SPEC)], rank=0, is_node_leader=True)
     steps = []
     step = worker._engine.step
     # The pauses keep a fast engine from finishing before the update begins.
@@ -82,7 +83,7 @@ async def test_the_engine_takes_no_step_during_a_weight_update(worker):
     sender.begin(new.named_parameters())
     buckets = []
     while not buckets or not buckets[-1].is_last:
-        buckets.append(sender.next_bucket())
+        buckets.append(sender.next_buckets()[0])
         await worker.receive_bucket(buckets[-1])
         await asyncio.sleep(0.02)
     assert len(buckets) > 1
@@ -92,7 +93,7 @@ async def test_the_engine_takes_no_step_during_a_weight_update(worker):
     await asyncio.sleep(0.02)
     assert len(steps) == taken, "a second update began at once"
     sender.begin(new.named_parameters())
-    while not (bucket := sender.next_bucket()).is_last:
+    while not (bucket := sender.next_buckets()[0]).is_last:
         await worker.receive_bucket(bucket)
     await worker.receive_bucket(bucket)
     await worker.finish_weight_update(10)

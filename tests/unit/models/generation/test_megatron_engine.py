@@ -35,6 +35,7 @@ from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.utils.errors import ConfigError, WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
+from nemo_rl.weight_sync.lanes import Lane
 from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts
 
@@ -80,15 +81,15 @@ def sync(
     engines: EngineProcess, name: str, tensors: Iterable[tuple[str, torch.Tensor]], version: int, flipped: str = ""
 ) -> tuple[list[Bucket], SyncReceipt]:
     """Run one sync; one bit of the tensor `flipped` is flipped on the way."""
-    sender = WeightSender(SPEC, rank=0, is_node_leader=True)
+    sender = WeightSender([Lane(SPEC)], rank=0, is_node_leader=True)
     engines.call(name, "begin_weight_update", SPEC, version)
     sender.begin(tensors)
     buckets: list[Bucket] = []
     while not buckets or not buckets[-1].is_last:
-        buckets.append(sender.next_bucket())
+        buckets.append(sender.next_buckets()[0])
         for slot in buckets[-1].slots:
             if slot.name == flipped:
-                sender._transport.buffer(buckets[-1].num_bytes, buckets[-1].index)[slot.offset + 2] ^= 1
+                sender._transports[0].buffer(buckets[-1].num_bytes, buckets[-1].index)[slot.offset + 2] ^= 1
         engines.call(name, "receive_bucket", buckets[-1])
     sender.close()
     return buckets, engines.call(name, "finish_weight_update", version)

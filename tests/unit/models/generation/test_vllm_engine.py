@@ -66,6 +66,7 @@ from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
 from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
+from nemo_rl.weight_sync.lanes import Lane
 from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts
 
@@ -128,7 +129,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory, vllm_cache: Path) -> Itera
 
 @pytest.fixture(scope="module")
 def sender() -> Iterator[WeightSender]:
-    sender = WeightSender(SPEC, rank=0, is_node_leader=True)
+    sender = WeightSender([Lane(SPEC)], rank=0, is_node_leader=True)
     yield sender
     sender.close()
 
@@ -151,7 +152,7 @@ def sync(
     sender.begin(tensors)
     buckets: list[Bucket] = []
     while not buckets or not buckets[-1].is_last:
-        buckets.append(sender.next_bucket())
+        buckets.append(sender.next_buckets()[0])
         engines.call(name, "receive_bucket", buckets[-1])
         if len(buckets) == stop_after:
             return buckets, None
@@ -212,7 +213,7 @@ def test_batch_limits_on_gpus_are_those_of_offline_generation(engines, tmp_path)
 def test_the_engine_does_not_reference_the_sender_s_memory(engines, sender, name):
     model = update(engines, sender, name, seed=13)
     sender.begin((key, torch.zeros_like(tensor)) for key, tensor in model.named_parameters())
-    while not sender.next_bucket().is_last:
+    while not sender.next_buckets()[0].is_last:
         pass
     (result,) = engines.generate(name, [ask(PROMPTS[1], temperature=0.0)])
     assert result.token_ids.tolist() == greedy_reference(model, PROMPTS[1], 12)

@@ -21,6 +21,7 @@ from nemo_rl.models.policy.workers.base import PolicyWorker
 from nemo_rl.models.training.backends import backend_of_checkpoint, training_backend
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 from nemo_rl.weight_sync.endpoints import WeightReceiver
+from nemo_rl.weight_sync.lanes import Lane
 from nemo_rl.weight_sync.transport import TransportSpec
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -83,10 +84,10 @@ def synced_weights(policy: Policy) -> dict[str, torch.Tensor]:
     stream = PolicyWeightStream(policy, "float32", 60)
     spec = TransportSpec("shared_memory", "table-test")
     receiver, got = WeightReceiver(spec, 0, "engine 0"), {}
-    for call in stream.begin_weight_stream(spec):
+    for call in stream.begin_weight_stream([Lane(spec)]):
         policy.worker_group.get_worker_result(call.ref, call.slot.rank)
     receiver.begin(policy.weight_version)
-    with receiver.received(stream.next_weight_bucket()) as tensors:
+    with receiver.received(stream.next_weight_buckets()[0]) as tensors:
         got.update({name: tensor.clone() for name, tensor in tensors})
     receiver.close()
     return got

@@ -1,0 +1,169 @@
+"""Describe parts of tensors, and find out which parts of a checkpoint's tensors an engine's loaders read.
+
+An engine of several ranks divides its layers in ways that only its own code knows: rows, columns, fused projections,
+experts, stages, padded vocabularies. `ReadRecorder` watches the operations on the tensors that the loaders are given,
+so the result needs no knowledge of any model. Invariant: a recorded part contains every element that was read.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_MOST_PARTS = 16
+"""Parts of one tensor; if more are read, the smallest part that contains all of them is used."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block of a tensor: `shape[d]` indices of each dimension `d`, from `starts[d]` on."""
+
+    starts: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the part of a tensor as a view."""
+        for dim, (start, size) in enumerate(zip(self.starts, self.shape, strict=True)):
+            tensor = tensor.narrow(dim, start, size)
+        return tensor
+
+    def around(self, other: "Part") -> "Part":
+        """Return the smallest part that contains this one and another one."""
+        starts = tuple(map(min, self.starts, other.starts))
+        ends = map(max, self._ends, other._ends)
+        return Part(starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
+
+    def overlap(self, other: "Part") -> int:
+        """Return the number of elements that both contain."""
+        starts = map(max, self.starts, other.starts)
+        ends = map(min, self._ends, other._ends)
+        return math.prod(max(0, end - start) for start, end in zip(starts, ends, strict=True))
+
+    @property
+    def _ends(self) -> tuple[int, ...]:
+        return tuple(start + size for start, size in zip(self.starts, self.shape, strict=True))
+
+
+Parts = dict[str, tuple[Part, ...]]
+"""Parts of tensors by Hugging Face name; of a tensor that is not read, none."""
+
+
+def whole(shape: Iterable[int]) -> Part:
+    """Return the part that is a whole tensor of a shape."""
+    shape = tuple(shape)
+    return Part((0,) * len(shape), shape)
+
+
+def add_part(parts: tuple[Part, ...], new: Part) -> tuple[Part, ...]:
+    """Add a part to disjoint ones, and join those that together are one block or overlap."""
+    for held in parts:
+        joined = held.around(new)
+        overlap = held.overlap(new)
+        if overlap or joined.numel == held.numel + new.numel:
+            if joined.numel == held.numel:
+                return parts
+            return add_part(tuple(part for part in parts if part is not held), joined)
+    if len(parts) < _MOST_PARTS:
+        return (*parts, new)
+    for held in parts:
+        new = new.around(held)
+    return (new,)
+
+
+def part_of_view(shape: tuple[int, ...], offset: int, view: torch.Tensor) -> Part:
+    """Return a part of a contiguous tensor that contains all elements of a view of it.
+
+    Args:
+        shape: shape of the tensor.
+        offset: the tensor's first element in its storage.
+        view: the view; it may have any strides.
+
+    Returns:
+        The smallest block, if the view is one; otherwise whole rows of the first dimension.
+    """
+    if not shape:
+        return whole(shape)
+    first = int(view.storage_offset()) - offset
+    last = first + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    starts, ends = _index(first, shape), _index(last, shape)
+    sizes = tuple(end - start + 1 for start, end in zip(starts, ends, strict=True))
+    if min(sizes) > 0 and math.prod(sizes) == view.numel() and _follows(view, sizes, shape):
+        return Part(starts, sizes)
+    return Part((starts[0],) + (0,) * (len(shape) - 1), (ends[0] - starts[0] + 1, *shape[1:]))
+
+
+def _index(position: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the index of an element of a contiguous tensor."""
+    index: list[int] = []
+    for size in reversed(shape):
+        position, rest = divmod(position, size)
+        index.append(rest)
+    return tuple(reversed(index))
+
+
+def _follows(view: torch.Tensor, sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Return whether a view steps through a block of a contiguous tensor and nothing else."""
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return _merged(zip(strides, sizes, strict=True)) == _merged(zip(view.stride(), view.shape, strict=True))
+
+
+def _merged(steps: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return dimensions (stride, size) in order of their strides, with those joined that can be walked as one."""
+    merged: list[tuple[int, int]] = []
+    for stride, size in sorted(steps):
+        if size == 1:
+            continue
+        if merged and merged[-1][0] * merged[-1][1] == stride:
+            merged[-1] = (merged[-1][0], merged[-1][1] * size)
+        else:
+            merged.append((stride, size))
+    return merged
+
+
+class ReadRecorder(TorchDispatchMode):
+    """Records which parts of watched tensors are read while the mode is active.
+
+    A view reads nothing; every other operation on a view reads all of its elements. Code that gets at the memory
+    without PyTorch's operations is not noticed, so whoever relies on the result must check it once (`endpoints`).
+
+    Attributes:
+        reads: the parts by name; a name without reads is missing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: Parts = {}
+        self._watched: dict[int, tuple[StorageWeakRef, str, tuple[int, ...], int]] = {}
+
+    def watch(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Record reads of contiguous tensors, each alone in its storage, for as long as they exist."""
+        for name, tensor in tensors:
+            storage = tensor.untyped_storage()
+            of_tensor = (StorageWeakRef(storage), name, tuple(tensor.shape), int(tensor.storage_offset()))
+            self._watched[storage.data_ptr()] = of_tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note the tensors that an operation reads, and do it."""
+        if not func.is_view:
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, torch.Tensor) and value.numel():
+                    self._note(value)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, view: torch.Tensor) -> None:
+        of_tensor = self._watched.get(view.untyped_storage().data_ptr())
+        if of_tensor is None or of_tensor[0].expired():
+            return
+        _, name, shape, offset = of_tensor
+        part = part_of_view(shape, offset, view)
+        self.reads[name] = add_part(self.reads.get(name, ()), part)
