@@ -90,7 +90,7 @@ def test_cuda_ipc_copies_early_buckets_before_the_sender_continues(sender, engin
     sent = weights(1, scale=40)
     last_names = {slot.name for slot in sync(sender, engine, sent, 1)[-1].slots}
     sender.begin((name, torch.zeros_like(tensor)) for name, tensor in sent.items())
-    sender.next_buckets()[0], sender.next_bucket()
+    sender.next_buckets()[0], sender.next_buckets()[0]
     early = {name: tensor for name, tensor in sent.items() if name not in last_names}
     kept = engine.call("weights")
     assert early
