@@ -165,9 +165,8 @@ class RayWorkerGroup:
             **kwargs: keyword arguments, likewise.
         """
         self._refuse_when_dead()
-        chosen = workers_at_zero(self.sharding_annotations, run_rank_0_only_axes or [])
-        if workers is not None:
-            chosen = [worker for worker in chosen if worker in set(workers)]
+        at_zero = workers_at_zero(self.sharding_annotations, run_rank_0_only_axes or [])
+        chosen = [idx for idx in at_zero if workers is None or idx in workers]
         shared_args = [_stored(value) for value in args]
         shared_kwargs = {name: _stored(value) for name, value in kwargs.items()}
         refs = [self._call(idx, method_name, shared_args, shared_kwargs) for idx in chosen]

@@ -62,7 +62,7 @@ class LaneChoice:
 
     @property
     def wants_reads(self) -> bool:
-        """Whether the workers shall record what they read in the next sync."""
+        """True if the workers shall record what they read in the next sync."""
         return self._may_divide and not self._is_proven
 
     def of(self, num_workers: int, membership: int) -> list[LaneOfWorkers]:

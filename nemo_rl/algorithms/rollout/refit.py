@@ -241,7 +241,7 @@ class Refitter:
         return receipts
 
     def _on(self, lane: LaneOfWorkers, method: str, *args: Any) -> list[PendingCall]:
-        return self._generation.workers.pending_calls(self._generation.call_some(lane.workers, method, *args))
+        return self._generation.workers.pending_calls(self._generation.call_all(method, *args, workers=lane.workers))
 
     def _on_engines(self, method: str, *args: Any) -> list[PendingCall]:
         return self._generation.workers.pending_calls(self._generation.call_all(method, *args))

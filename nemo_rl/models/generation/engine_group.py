@@ -132,12 +132,9 @@ class EngineGroup(GenerationInterface):
         """A number that grows when an engine is replaced, joins or leaves."""
         return self.num_restarts + (self._scaling.num_changes if self._scaling else 0)
 
-    def call_all(self, method: str, *args: Any) -> MultiWorkerFuture:
-        """Call a method on all workers of the running engines."""
-        return self.call_some(range(self.num_workers), method, *args)
-
-    def call_some(self, workers: Sequence[int], method: str, *args: Any) -> MultiWorkerFuture:
-        """Call a method on some workers of the running engines."""
+    def call_all(self, method: str, *args: Any, workers: Sequence[int] | None = None) -> MultiWorkerFuture:
+        """Call a method on all workers of the running engines, or on some of them."""
+        workers = range(self.num_workers) if workers is None else workers
         return self.workers.run_all_workers_single_data(method, *args, workers=workers)
 
     def of_engines[T](self, of_workers: Sequence[T]) -> list[T]:

@@ -37,6 +37,13 @@ CASES = [
     pytest.param(lambda seed: make_model("llama", False, seed), {}, 0.6, id="untied", marks=pytest.mark.long),
     pytest.param(lambda seed: make_model("qwen3", True, seed), {}, 0.6, id="qwen3", marks=pytest.mark.long),
     pytest.param(
+        lambda seed: make_mixture("qwen3_moe", seed),
+        {"tensor_parallel_size": 1, "expert_parallel_size": 2},
+        0.9,
+        id="replicas",
+        marks=pytest.mark.long,
+    ),
+    pytest.param(
         lambda seed: make_model("qwen2", False, seed),
         {"tensor_parallel_size": 1, "pipeline_parallel_size": 2},
         0.6,
