@@ -68,14 +68,13 @@ class EngineGroup(GenerationInterface):
         setup_timeout_s: seconds to wait for the start of an engine.
         max_restarts: number of dead engines that the run replaces.
         turn_timeout_s: seconds to wait for another thread in `exclusively`; None is `setup_timeout_s`.
-        workers_per_engine: see `EngineSettings.num_workers`.
+        workers_per_engine: see `EngineSettings.num_workers`; also an attribute.
         silence_s: seconds that an engine with open requests may be silent.
         num_engines_file: file with the number of engines; see `scaling`. None: all engines run.
 
     Attributes:
         workers: the worker group; `algorithms.rollout.refit` moves weights through it.
         load_weights: loads the current weights into new engines; set by `algorithms.rollout.refit`.
-        workers_per_engine: workers of one engine.
     """
 
     def __init__(
@@ -134,8 +133,7 @@ class EngineGroup(GenerationInterface):
 
     def call_all(self, method: str, *args: Any, workers: Sequence[int] | None = None) -> MultiWorkerFuture:
         """Call a method on all workers of the running engines, or on some of them."""
-        workers = range(self.num_workers) if workers is None else workers
-        return self.workers.run_all_workers_single_data(method, *args, workers=workers)
+        return self.workers.run_all_workers_single_data(method, *args, workers=workers or range(self.num_workers))
 
     def of_engines[T](self, of_workers: Sequence[T]) -> list[T]:
         """Select the results of each engine's first worker from those of `call_all`."""
