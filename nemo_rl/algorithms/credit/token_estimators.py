@@ -76,7 +76,7 @@ class GeneralizedAdvantageEstimator:
         if values is None and self.needs_values:
             raise ValueError(f"{type(self).__name__} needs values [B, T], those of the states before the tokens.")
         values_BN = torch.zeros_like(rewards_BN) if values is None else tokens.take(values)
-        advantages_BN, _ = self.estimate(tokens, rewards_BN, values_BN, torch.zeros(len(rewards)))
+        advantages_BN = self.estimate(tokens, rewards_BN, values_BN, torch.zeros(len(rewards)))[0]
         return tokens.put(advantages_BN).float()
 
     def kl_penalty(self, tokens: CountedTokens, policy_BT: Tensor, reference_BT: Tensor) -> Tensor:
