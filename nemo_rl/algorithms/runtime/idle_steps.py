@@ -56,7 +56,8 @@ class IdleSteps:
             what = "trained nothing: the gradients of all of its updates were not finite"
         else:
             what = "did not train the critic: the gradients of all of its updates were not finite"
-        message = f"Step {step} {what}. Weights and optimizer are as they were. "
+        whose = "Its weights" if model == "value" and not nothing_counts else "Weights"
+        message = f"Step {step} {what}. {whose} and optimizer are as they were. "
         message += f"Such steps in a row: {self.in_a_row} of max_idle_steps={self._most}"
         logger.warning("%s.", message)
         if self.in_a_row < self._most:
