@@ -74,8 +74,8 @@ class _Spread(torch.autograd.Function):
         return scores_K.index_select(0, score_N)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient_N,), (score_N,) = gradients, ctx.saved_tensors
+    def backward(ctx: Any, gradient_N: Tensor) -> tuple[Any, ...]:
+        (score_N,) = ctx.saved_tensors
         ordered_N, order_N = score_N.sort(stable=True)
         ends = torch.searchsorted(ordered_N, torch.arange(ctx.num_scores + 1, device=ordered_N.device))
         return torch.segment_reduce(gradient_N.index_select(0, order_N), "sum", offsets=ends, axis=0), None
