@@ -21,7 +21,7 @@ from nemo_rl.data.packing import SHARED_PREFIXES, prefixes_of
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_logprobs import TopK
 from nemo_rl.host.device import to_device
-from nemo_rl.models.training.shared_prefixes import share_prefixes
+from nemo_rl.models.training.shared_prefixes import share_prefixes, spread
 
 type Places = Callable[[Tensor, Tensor], Tensor]
 """Maps rows and columns of tokens to their places in the flattened model tokens."""
@@ -79,7 +79,7 @@ class ModelInputs:
             values_K: `[K]`, or `[K, k]` for `[b, T - 1, k]`.
         """
         num_rows, width = self.shape
-        values_N = values_K if self.score_N is None else values_K.index_select(0, self.score_N)
+        values_N = values_K if self.score_N is None else spread(values_K, self.score_N)
         flat = values_N.new_zeros((num_rows * width, *values_N.shape[1:])).index_copy(0, self.places_K, values_N)
         return flat.view(num_rows, width, *values_N.shape[1:])
 

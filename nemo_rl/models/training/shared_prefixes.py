@@ -61,6 +61,37 @@ class SharedPrefixes:
         return torch.cat([parts[part] for chain in self._chains for part in chain], dim=2)
 
 
+class _Spread(torch.autograd.Function):
+    """Repeat scores; the gradients of one score are summed in the order of its places.
+
+    The gradient of plain indexing adds them on a GPU in any order, so that updates differ in their last bits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores_K: Tensor, score_N: Tensor) -> Tensor:
+        ctx.save_for_backward(score_N)
+        ctx.num_scores = len(scores_K)
+        return scores_K.index_select(0, score_N)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_N: Tensor) -> tuple[Any, ...]:
+        (score_N,) = ctx.saved_tensors
+        ordered_N, order_N = score_N.sort(stable=True)
+        ends = torch.searchsorted(ordered_N, torch.arange(ctx.num_scores + 1, device=ordered_N.device))
+        return torch.segment_reduce(gradient_N.index_select(0, order_N), "sum", offsets=ends, axis=0), None
+
+
+def spread(scores_K: Tensor, score_N: Tensor) -> Tensor:
+    """Return the score of each place, `[N, ...]`; the gradient has the same bits each time.
+
+    Args:
+        scores_K: `[K, ...]`, scores of tokens, some of which several rows share.
+        score_N: `[N]` int64, index of the score of each place; every score has a place.
+    """
+    spread_N: Tensor = _Spread.apply(scores_K, score_N)
+    return spread_N
+
+
 @dataclass(frozen=True)
 class SharedLayout:
     """The places of the rows' tokens.

@@ -21,6 +21,7 @@ from nemo_rl.models.dtensor.causal_lm import build_causal_lm
 from nemo_rl.models.huggingface.lazy_weights import LazyWeights
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker
+from nemo_rl.models.training.shared_prefixes import spread
 
 CPU = torch.device("cpu")
 LOSSES: dict[str, dict[str, Any]] = {
@@ -121,6 +122,13 @@ def test_loss_and_gradients_equal_those_of_separate_rows(name: str, tokens: int)
     _, separate_loss, separate, none = trained(config, data, loss, shares=False)
     assert none == 0 and got_loss == pytest.approx(separate_loss, abs=1e-6)
     assert max((gradients[key] - separate[key]).abs().max().item() for key in gradients) < 1e-6
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 3)])
+def test_each_place_of_a_shared_score_adds_to_its_gradient(shape: tuple[int, ...]) -> None:
+    scores = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    score_N = torch.tensor([3, 0, 2, 3, 4, 1, 0, 3])
+    assert torch.autograd.gradcheck(lambda values: spread(values, score_N), (scores,))
 
 
 def call(name: str, parent: Call | None, added: int, answer: int) -> Call:
