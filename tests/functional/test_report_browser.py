@@ -230,3 +230,5 @@ def check_filters(visitor: Visitor) -> None:
     page.wait_for_selector("h2:has-text('samples side by side')")
     page.locator("label:has-text('colour') select").select_option("advantage")
     page.wait_for_selector("text=From 1 to 1")
+    page.locator("label:has-text('colour') select").select_option("value")
+    page.wait_for_selector("text=From 0.5 to 0.75")
