@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from example_runs import ExampleRun, ExampleRuns, Metrics, StartExample, of_training, read_metrics
+from example_runs import ExampleRuns, Metrics, StartExample, of_training, read_metrics
 from ray_nodes import RayNodes, ray_nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
@@ -18,8 +18,7 @@ COMMON = (
     "grpo.val_period=2",
     "checkpointing.enabled=false",
 )
-SECOND = "127.0.0.3"
-ALONE = "127.0.0.4"
+THIRD = "127.0.0.4"
 
 
 def engine_of_two(shape: str) -> str:
@@ -67,20 +66,13 @@ def test_an_engine_on_two_nodes_trains_like_one_on_one_node(
     assert expected["validation", STEPS, "accuracy"] > expected["validation", 0, "accuracy"]
 
 
-def lose_half_of_the_engine(start_example: StartExample, nodes: RayNodes) -> ExampleRun:
-    """Run the policy on the first node and an engine on the second and third, and kill the third in step 3."""
+def test_an_engine_that_loses_a_node_is_replaced(start_example: StartExample, nodes: RayNodes) -> None:
+    """The policy is on the first node; the engine's rank on the second keeps its place, the one on the third moves."""
     nodes.add(8)
     own = ("cluster.num_nodes=3", f"{RESOURCES}.num_nodes=2", f"{RESOURCES}.ranks_per_node=1", engine_of_two("tensor"))
-    environment = {"RAY_ADDRESS": nodes.address}
-    run = start_example("run_grpo.py", "grpo_math_cpu.yaml", *COMMON, *own, environment=environment)
+    run = start_example("run_grpo.py", "grpo_math_cpu.yaml", *COMMON, *own, environment={"RAY_ADDRESS": nodes.address})
     run.wait_for(f"step 2/{STEPS}", 400)
-    nodes.kill(ALONE)
-    return run
-
-
-def test_an_engine_that_loses_a_node_is_replaced(start_example: StartExample, nodes: RayNodes) -> None:
-    """Its other rank keeps its place, and the lost one moves to a node with room."""
-    run = lose_half_of_the_engine(start_example, nodes)
+    nodes.kill(THIRD)
     assert run.finish(300) == 0, run.log()[-3000:]
-    assert f"Node {ALONE} (id " in run.log() and "restarting it (1 of " in run.log()
+    assert f"Node {THIRD} (id " in run.log() and "restarting it (1 of " in run.log()
     assert "Generation engine 0 is back at version" in run.log()

@@ -50,16 +50,7 @@ def misplaced(tensor: int, size: int, counts: Sequence[int]) -> str | None:
     """
     least, machines = min(counts), len(counts)
     if size <= least:
-        wrong = next((count for count in counts if count % size), None)
-        return (
-            None
-            if wrong is None
-            else (
-                f"do not divide the {_ranks(wrong)} of a machine, and an engine that fits on a machine stays on one.\n"
-                f"  {wrong} / {size} = {wrong / size:g}. {nearest_multiples(wrong, size)} "
-                f"Or engines of {_listed(n for n in range(1, wrong + 1) if wrong % n == 0)}."
-            )
-        )
+        return next((_remainder(size, count) for count in counts if count % size), None)
     if len(set(counts)) > 1:
         return f"do not fit on a machine with {least}, and the machines have unequal numbers of ranks: {list(counts)}."
     if size % least:
@@ -80,6 +71,15 @@ def misplaced(tensor: int, size: int, counts: Sequence[int]) -> str | None:
             f"Use a tensor_parallel_size of {', '.join(map(str, fitting))} with the same number of ranks."
         )
     return None
+
+
+def _remainder(size: int, count: int) -> str:
+    """Say that engines of `size` ranks do not divide the `count` ranks of a machine."""
+    return (
+        f"do not divide the {_ranks(count)} of a machine, and an engine that fits on a machine stays on one.\n"
+        f"  {count} / {size} = {count / size:g}. {nearest_multiples(count, size)} "
+        f"Or engines of {_listed(n for n in range(1, count + 1) if count % n == 0)}."
+    )
 
 
 def _whole(least: int, machines: int) -> list[int]:

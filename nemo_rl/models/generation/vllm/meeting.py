@@ -57,10 +57,8 @@ class Meeting:
 def enter_engine(device: str, place: int, num_places: int) -> Meeting:
     """Form the default process group of an engine's processes, and let each process see the GPUs of its machine.
 
-    The first call does it, later ones return the same meeting.
-
-    vLLM checks which of its GPUs can access each other directly, so every process needs all of its machine in the same
-    order.
+    The first call does this, later ones return its result. vLLM checks which of its GPUs can access each other,
+    so every process needs all of its machine in the same order.
 
     Args:
         device: "cpu" or "cuda".
@@ -71,7 +69,7 @@ def enter_engine(device: str, place: int, num_places: int) -> Meeting:
     kind = Device("cuda" if device == "cuda" else "cpu")
     choose_interface(address)
     own_address = address_towards(address) or address
-    os.environ.setdefault(HOST_ADDRESS, own_address)
+    os.environ[HOST_ADDRESS] = own_address  # not the driver's, which Ray may have passed on
     store = open_store(address, port, place, num_places, _TIMEOUT)
     names = _shared(store, "machine", place, num_places, _name_of_machine())
     meeting = Meeting(store, place, tuple(names.index(name) for name in names), own_address)

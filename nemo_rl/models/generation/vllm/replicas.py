@@ -47,29 +47,37 @@ class VllmReplicas(SteppedEngine):
         for link in self._links:
             link.receive()
         self._replica_of: dict[str, int] = {}
+        self._num_open = [0] * settings.num_replicas
 
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
         """See `SteppedEngine.add_request`; the replica with the fewest requests gets it."""
-        given = list(self._replica_of.values())
-        replica = min(range(1 + len(self._links)), key=lambda each: (given.count(each), each))
+        replica = self._num_open.index(min(self._num_open))
         refusal: str | None = self._ask(replica, "try_request", request_id, request)
         if refusal is not None:
             raise GenerationError(refusal)
         self._replica_of[request_id] = replica
+        self._num_open[replica] += 1
 
     def step(self) -> list[Finished]:
         """See `SteppedEngine.step`."""
         finished = [response for of_replica in self._on_all("step_with_others") for response in of_replica]
         for response in finished:
-            self._replica_of.pop(response.request_id, None)
+            if response.request_id in self._replica_of:  # not the prompt of `layer_outputs`
+                self._take_back(response.request_id)
         return finished
 
     def remove_requests(self, request_ids: Collection[str]) -> list[Finished]:
         """See `SteppedEngine.remove_requests`."""
         removed: list[Finished] = []
         for request_id in request_ids:
-            removed += self._ask(self._replica_of.pop(request_id), "remove_requests", [request_id])
+            removed += self._ask(self._take_back(request_id), "remove_requests", [request_id])
         return removed
+
+    def _take_back(self, request_id: str) -> int:
+        """Forget a request that its replica has no more; return the replica."""
+        replica = self._replica_of.pop(request_id)
+        self._num_open[replica] -= 1
+        return replica
 
     def sampled_so_far(self, request_id: str) -> tuple[list[int], list[float]]:
         """See `SteppedEngine.sampled_so_far`."""
