@@ -64,16 +64,16 @@ def test_parts_join_into_blocks_and_stay_apart_otherwise() -> None:
 
 
 def test_reads_are_recorded_and_views_are_not() -> None:
-    tensors = {"rows": full(), "columns": full(), "unread": full(), "scalar": torch.tensor(2.0), "converted": full()}
+    tensors = {"rows": full(), "columns": full(), "untouched": full(), "scalar": torch.tensor(2.0), "converted": full()}
     recorder = ReadRecorder()
     recorder.watch(tensors.items())
     with recorder:
         torch.empty(2, 6, 5).copy_(tensors["rows"].narrow(0, 2, 2))
         tensors["columns"][:, 1:3].contiguous()
-        tensors["unread"].view(-1)[3:5]
+        tensors["untouched"].view(-1)[3:5]
         tensors["scalar"].item()
         tensors["converted"][0].to(torch.bfloat16)
-    tensors["unread"].sum()
+    tensors["untouched"].sum()
     assert recorder.reads == {
         "rows": (Part((2, 0, 0), (2, 6, 5)),),
         "columns": (Part((0, 1, 0), (4, 2, 5)),),
