@@ -124,7 +124,7 @@ class Prefixes:
 
     @property
     def node_of_place(self) -> list[int]:
-        """For each place, the index of the deepest node of its row; 0, the root, if it shares nothing."""
+        """The index of the deepest node of the row at each place; 0, the root, if it shares nothing."""
         nodes, between = self._tree
         after = [*between[1:], 0]
         return [max(pair, key=lambda node: nodes[node].depth) for pair in zip(between, after, strict=True)]
