@@ -47,15 +47,19 @@ def _all_gatherv(
     self: Any, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
 ) -> torch.Tensor | list[torch.Tensor]:
     """Join the rows of all members; see `DeviceCommunicatorBase.all_gatherv`, `sizes` has the rows of each."""
-    if not isinstance(input_, torch.Tensor):
-        return [_all_gatherv(self, each, dim, sizes) for each in input_]
     assert dim == 0, "tokens are rows"
-    sizes = sizes or [len(input_)] * self.world_size
-    joined = input_.new_empty((sum(sizes), *input_.shape[1:]))
+    if isinstance(input_, torch.Tensor):
+        return _joined(self, input_, sizes)
+    return [_joined(self, each, sizes) for each in input_]
+
+
+def _joined(communicator: Any, own: torch.Tensor, sizes: list[int] | None) -> torch.Tensor:
+    sizes = sizes or [len(own)] * communicator.world_size
+    joined = own.new_empty((sum(sizes), *own.shape[1:]))
     for rank, part in enumerate(joined.split(sizes)):
-        if rank == self.rank_in_group:
-            part.copy_(input_)
-        dist.broadcast(part, self.ranks[rank], group=self.device_group)
+        if rank == communicator.rank_in_group:
+            part.copy_(own)
+        dist.broadcast(part, communicator.ranks[rank], group=communicator.device_group)
     return joined
 
 
