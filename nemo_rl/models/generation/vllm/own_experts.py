@@ -53,13 +53,13 @@ def _all_gatherv(
     return [_joined(self, each, sizes) for each in input_]
 
 
-def _joined(self: Any, rows: torch.Tensor, sizes: list[int] | None) -> torch.Tensor:
-    sizes = sizes or [len(rows)] * self.world_size
-    joined = rows.new_empty((sum(sizes), *rows.shape[1:]))
+def _joined(communicator: Any, own: torch.Tensor, sizes: list[int] | None) -> torch.Tensor:
+    sizes = sizes or [len(own)] * communicator.world_size
+    joined = own.new_empty((sum(sizes), *own.shape[1:]))
     for rank, part in enumerate(joined.split(sizes)):
-        if rank == self.rank_in_group:
-            part.copy_(rows)
-        dist.broadcast(part, self.ranks[rank], group=self.device_group)
+        if rank == communicator.rank_in_group:
+            part.copy_(own)
+        dist.broadcast(part, communicator.ranks[rank], group=communicator.device_group)
     return joined
 
 

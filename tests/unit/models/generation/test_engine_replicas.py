@@ -16,6 +16,7 @@ from nemo_rl.weight_sync.verify import check_receipts
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra cpu or vllm"),
 ]
 
