@@ -204,7 +204,7 @@ def test_weights_that_come_before_the_scores_give_all_of_them(engines, model):
 def finished_before_scores(engine, grammar: Grammar) -> int:
     """Return how many waiting requests end before a response with a grammar that was added before them is scored."""
     scheduler = engine._engine.engine_core.engine_core.scheduler
-    most, scheduler.max_num_running_reqs = scheduler.max_num_running_reqs, 1
+    most, scheduler.max_num_active_reqs = scheduler.max_num_active_reqs, 1
     try:
         engine.add_request("formed", ask(PROMPT, max_new_tokens=120, grammar=grammar))
         for number in range(4):
@@ -213,7 +213,7 @@ def finished_before_scores(engine, grammar: Grammar) -> int:
         while len(finished) < 5:
             finished += [response.request_id for response in engine.step()]
     finally:
-        scheduler.max_num_running_reqs = most
+        scheduler.max_num_active_reqs = most
     return finished.index("formed")
 
 
