@@ -207,6 +207,8 @@ def finished_before_scores(engine, grammar: Grammar) -> int:
     most, scheduler.max_num_active_reqs = scheduler.max_num_active_reqs, 1
     try:
         engine.add_request("formed", ask(PROMPT, max_new_tokens=120, grammar=grammar))
+        while not engine.num_tokens("formed"):  # requests that came before its grammar is ready would be first
+            assert not engine.step()
         for number in range(4):
             engine.add_request(f"plain {number}", ask(PROMPT, max_new_tokens=10))
         finished: list[str] = []
