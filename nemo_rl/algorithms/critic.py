@@ -16,6 +16,7 @@ import torch
 
 from nemo_rl.algorithms.runtime.run import StepBatch, Trainer
 from nemo_rl.data.model_rows import ROW_INPUTS
+from nemo_rl.data.packing import PROMPT_GROUPS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.rows import rows_per_update
 from nemo_rl.experience.trajectory import Outcome
@@ -24,7 +25,16 @@ from nemo_rl.models.policy.batching import count_valid
 from nemo_rl.models.policy.interfaces import ScoreOutputSpec, TrainResult, ValueOutputSpec
 from nemo_rl.utils.errors import DataError
 
-_OF_A_CRITIC = ("input_ids", "input_lengths", "token_mask", "sample_mask", "values", "returns", ROW_INPUTS)
+_OF_A_CRITIC = (
+    "input_ids",
+    "input_lengths",
+    "token_mask",
+    "sample_mask",
+    "values",
+    "returns",
+    PROMPT_GROUPS,
+    ROW_INPUTS,
+)
 _NOT_OF_A_POLICY = ("values", "values_after", "returns")
 """Columns that the policy's ranks would receive for nothing: its loss reads the advantages that follow from them."""
 _OF_THE_BATCH = ("global_valid_seqs", "global_valid_toks", "num_valid_samples", "num_filtered_tokens")

@@ -79,6 +79,23 @@ class Prefixes:
         return cls(rows, shared[: len(rows)])._worthwhile()
 
     @classmethod
+    def of_groups(cls, tokens: Sequence[NDArray[np.integer]], groups: Sequence[int]) -> "Prefixes":
+        """Find the tree of rows of which only those of one group share tokens; group -1 comes first."""
+        members: dict[int, list[int]] = {-1: []}
+        for row, group in enumerate(groups):
+            members.setdefault(group, []).append(row)
+        trees = []
+        for rows in members.values():
+            own = cls.of([tokens[row] for row in rows])
+            trees.append(cls([rows[row] for row in own.rows], own.shared))
+        return cls.side_by_side(trees)
+
+    @classmethod
+    def side_by_side(cls, trees: Sequence["Prefixes"]) -> "Prefixes":
+        """Return the tree of the rows of several trees, which share nothing with each other."""
+        return cls([row for tree in trees for row in tree.rows], [n for tree in trees for n in tree.shared])
+
+    @classmethod
     def alone(cls, count: int) -> "Prefixes":
         """Return the tree of rows that share nothing."""
         return cls(list(range(count)), [0] * count)
@@ -102,8 +119,7 @@ class Prefixes:
         """Return the tree in which only the rows of each group of `size` consecutive indices share tokens."""
         if size == 1:
             return self
-        groups = [self.within(group) for group in batched(range(len(self.rows)), size)]
-        return Prefixes([row for group in groups for row in group.rows], [n for group in groups for n in group.shared])
+        return self.side_by_side([self.within(group) for group in batched(range(len(self.rows)), size)])
 
     def part(self, start: int, stop: int) -> "Prefixes":
         """Return the tree of the rows at some places."""

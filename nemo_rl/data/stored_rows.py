@@ -153,10 +153,11 @@ def pack_rows(message_logs: Sequence[Sequence[Any]]) -> PackedRows:
     )
 
 
-def paths_of(packed: PackedRows) -> list[Path]:
-    """Return what each row shares with the others."""
+def paths_of(packed: PackedRows, groups: Sequence[int] | None = None) -> list[Path]:
+    """Return what each row shares with the others; `groups` has the prompt of each row, None if all have one."""
     bounds = zip([0, *packed.ends], packed.ends, strict=False)
-    return Prefixes.of([packed.token_ids[start:end] for start, end in bounds]).paths()
+    tokens = [packed.token_ids[start:end] for start, end in bounds]
+    return Prefixes.of_groups(tokens, groups or [0] * len(tokens)).paths()
 
 
 def with_tokens(batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:

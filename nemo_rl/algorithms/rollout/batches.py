@@ -23,6 +23,7 @@ from nemo_rl.algorithms.rollout.sync_probe import SyncProbe
 from nemo_rl.algorithms.runtime.run import Phase, StepBatch
 from nemo_rl.algorithms.runtime.step_record import StepRecorder
 from nemo_rl.data.model_rows import ROW_INPUTS, RowInputs, completed
+from nemo_rl.data.packing import PROMPT_GROUPS
 from nemo_rl.data.stored_rows import NUM_STALE, NUM_WRITTEN, STORED_ROWS
 from nemo_rl.data.streams.prompt_stream import GroupRewards, Prompts
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -174,6 +175,7 @@ class TrainingBatch(TypedDict, total=False):
     token_mask: Tensor  # [B, T] float32, 1 on tokens the policy wrote, 0 on all else
     sample_mask: Tensor  # [B] float32, 0 removes the row from the loss
     generation_logprobs: Tensor  # [B, T] float32, 0 wherever token_mask is 0
+    prompt_groups: Tensor  # [B] int64, equal for the rows of one prompt
     teacher_topk_logits: Tensor  # [B, T, k] float32, after token t, over the temperature; distillation only
     teacher_topk_indices: Tensor  # [B, T, k] int64
     advantages: Tensor  # [B, T] float32
@@ -226,6 +228,7 @@ def build_training_batch(
         "token_mask": torch.from_numpy(token_mask),
         "sample_mask": weights_B,
         "generation_logprobs": torch.from_numpy(generation_logprobs),
+        PROMPT_GROUPS: torch.tensor([trajectory.group_index for trajectory in trajectories]),
     }
     if any(trajectory.row_inputs is not None for trajectory in trajectories):
         batch[ROW_INPUTS] = completed([trajectory.row_inputs for trajectory in trajectories])

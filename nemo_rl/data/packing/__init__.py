@@ -20,7 +20,7 @@ from nemo_rl.data.packing.plan import (
     plan_microbatches,
     plan_prefixes,
 )
-from nemo_rl.data.packing.prefixes import SHARED_PREFIXES, column_of, find_prefixes, prefixes_of
+from nemo_rl.data.packing.prefixes import PROMPT_GROUPS, SHARED_PREFIXES, column_of, find_prefixes, prefixes_of
 
 __all__ = [
     "ConcatenativePacker",
@@ -31,6 +31,7 @@ __all__ = [
     "MicrobatchPlan",
     "MicrobatchStrategy",
     "ModifiedFirstFitDecreasingPacker",
+    "PROMPT_GROUPS",
     "Packed",
     "PackingAlgorithm",
     "PackingMetrics",

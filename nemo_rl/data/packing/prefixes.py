@@ -19,31 +19,37 @@ SHARED_PREFIXES = "shared_prefixes"
 """Key of a microbatch: `[b, 2]` int64, the place of each row in the order of `Prefixes`, and the tokens that it shares
 with the row before it in that order. Absent, or 0 everywhere: the rows share nothing."""
 
+PROMPT_GROUPS = "prompt_groups"
+"""Key of a batch: `[B]` int64, equal for the rows of one prompt; -1 for filler rows. Where it is given, only rows of
+one prompt share tokens, so that the layout of a batch does not depend on where its tokens are stored."""
+
 
 def find_prefixes(rows: BatchedDataDict[Any]) -> Prefixes:
     """Find what the rows of a batch share.
 
     Args:
-        rows: `input_ids [b, T]` and `input_lengths [b]`, or stored rows. Stored rows share within their object, that
-            is, within a group. Rows with further inputs (`data.model_rows`) share nothing, because the model expects
-            their inputs once for each row.
+        rows: `input_ids [b, T]` and `input_lengths [b]`, or stored rows, and `PROMPT_GROUPS` if only rows of one prompt
+            share. Stored rows share within their object. Rows with further inputs (`data.model_rows`) share nothing,
+            because the model expects their inputs once for each row.
     """
     lengths = rows["input_lengths"].tolist()
+    groups = rows[PROMPT_GROUPS].tolist() if PROMPT_GROUPS in rows else None
     if ROW_INPUTS in rows:
         return Prefixes.alone(len(lengths))
     if STORED_ROWS in rows:
-        return _of_stored(rows[STORED_ROWS], lengths)
-    tokens = rows["input_ids"].numpy()
-    return Prefixes.of([ids[:length] for ids, length in zip(tokens, lengths, strict=True)])
+        return _of_stored(rows[STORED_ROWS], lengths, groups)
+    tokens = [ids[:length] for ids, length in zip(rows["input_ids"].numpy(), lengths, strict=True)]
+    return Prefixes.of(tokens) if groups is None else Prefixes.of_groups(tokens, groups)
 
 
-def _of_stored(stored: Sequence[StoredRow], lengths: Sequence[int]) -> Prefixes:
+def _of_stored(stored: Sequence[StoredRow], lengths: Sequence[int], groups: Sequence[int] | None) -> Prefixes:
     """Compare the paths of stored rows; a row that is cut shares nothing, as its path is that of the whole row."""
-    objects: dict[Any, int] = {}
+    numbers: dict[Any, int] = {}
     paths: list[tuple[int, Path]] = []
-    for row, length in zip(stored, lengths, strict=True):
+    for index, (row, length) in enumerate(zip(stored, lengths, strict=True)):
         whole = length > max((depth for depth, _ in row.path.nodes), default=0)
-        number = objects.setdefault(row.rows, len(objects)) if whole else -1
+        group = (row.rows, 0 if groups is None else groups[index])
+        number = numbers.setdefault(group, len(numbers)) if whole else -1
         paths.append((number, row.path))
     order = sorted(range(len(paths)), key=lambda row: (paths[row][0], paths[row][1].place, row))
     shared = [0] * len(order)

@@ -98,7 +98,7 @@ class RemoteRunner(RolloutRunner):
 
     def keep(self, rollouts: Rollouts) -> Rollouts:
         """See `RolloutRunner.keep`: the tokens go to the object store."""
-        samples, packed = split(rollouts.trajectories, reads_collections=self._reads_collections)
+        samples, packed = split([rollouts.trajectories], reads_collections=self._reads_collections)
         return located(Rollouts(samples, rollouts.metrics), ray.put(packed))
 
     def busy_seconds(self) -> BusySeconds:

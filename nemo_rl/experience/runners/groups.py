@@ -173,8 +173,8 @@ def _packed(
     taken: Sequence[tuple[int, str, Rollouts | Exception]], reads_collections: bool
 ) -> tuple[list[tuple[int, Rollouts | GroupError]], PackedRows | None]:
     played = [(number, phase, each) for number, phase, each in taken if isinstance(each, Rollouts)]
-    samples = [sample for _, phase, each in played if phase == "train" for sample in each.trajectories]
-    light, packed = split(samples, reads_collections=reads_collections) if samples else ([], None)
+    trained = [each.trajectories for _, phase, each in played if phase == "train" and each.trajectories]
+    light, packed = split(trained, reads_collections=reads_collections) if trained else ([], None)
     summaries = iter(light)
     groups: list[tuple[int, Rollouts | GroupError]] = [
         (number, GroupError.of(each)) for number, _, each in taken if isinstance(each, Exception)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from nemo_rl.data.interfaces import Message
+from nemo_rl.data.packing import PROMPT_GROUPS
 from nemo_rl.data.stored_rows import (
     NUM_WRITTEN,
     STORED_ROWS,
@@ -44,17 +45,19 @@ class TokenCount:
         return self.count
 
 
-def split(samples: Sequence[Trajectory], *, reads_collections: bool) -> tuple[list[Trajectory], PackedRows]:
+def split(groups: Sequence[Sequence[Trajectory]], *, reads_collections: bool) -> tuple[list[Trajectory], PackedRows]:
     """Divide samples into summaries for the driver, and tokens with texts for the object store.
 
     Args:
-        samples: finished samples.
+        groups: finished samples of each prompt.
         reads_collections: True if an environment reads whole collections: then the summaries have the texts of all
             messages and the environment's metadata. False: they have the texts of the messages before the first
             response.
     """
+    samples = [sample for group in groups for sample in group]
     packed = pack_rows([log for sample in samples for log in sample.logs])
-    places = (StoredTokens(path, index) for index, path in enumerate(paths_of(packed)))
+    of_rows = [number for number, group in enumerate(groups) for sample in group for _ in sample.logs]
+    places = (StoredTokens(path, index) for index, path in enumerate(paths_of(packed, of_rows)))
     return [_summary(sample, places, reads_collections) for sample in samples], packed
 
 
@@ -157,6 +160,7 @@ def lay_out(trajectories: Sequence[Trajectory], pad_token_id: int) -> BatchedDat
         {
             "input_lengths": torch.tensor(lengths, dtype=torch.int64),
             NUM_WRITTEN: torch.tensor([trajectory.response_length for trajectory in trajectories]),
+            PROMPT_GROUPS: torch.tensor([trajectory.group_index for trajectory in trajectories]),
             STORED_ROWS: rows,
         }
     )

@@ -17,6 +17,7 @@ from nemo_rl.config import PolicyConfig, row_length_multiple
 from nemo_rl.data.common_prefixes import Prefixes
 from nemo_rl.data.model_rows import ROW_INPUTS
 from nemo_rl.data.packing import (
+    PROMPT_GROUPS,
     SHARED_PREFIXES,
     FixedSize,
     MicrobatchPlan,
@@ -33,7 +34,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.errors import ConfigError, DataError
 
 SCORING_KEYS = ("input_ids", "input_lengths")
-_STORED_SCORING_KEYS = ("input_lengths", "sample_mask", STORED_ROWS, NUM_STALE)
+_STORED_SCORING_KEYS = ("input_lengths", "sample_mask", STORED_ROWS, NUM_STALE, PROMPT_GROUPS)
 _OF_SCALAR_HEADS = ("score", "get_values")
 """Methods of `Policy` that need a scalar head."""
 _MASKS = ("token_mask", "sample_mask")
@@ -132,6 +133,8 @@ def shard_batch(
         plan=plan,
         num_rows=num_rows,
     )
+    for rows in sharded.data:
+        rows.pop(PROMPT_GROUPS, None)  # ranks have no use for it
     return sharded if prefixes.is_flat else _with_prefixes(sharded, prefixes)
 
 
@@ -153,6 +156,8 @@ def with_filler_rows(data: BatchedDataDict[Any], count: int) -> BatchedDataDict[
     for name in _MASKS:
         if name in fillers:
             fillers[name] = torch.zeros_like(fillers[name])
+    if PROMPT_GROUPS in fillers:
+        fillers[PROMPT_GROUPS] = torch.full_like(fillers[PROMPT_GROUPS], -1)
     if ROW_INPUTS in fillers:
         # The first row's tokens may stand for items, and a filler row has none.
         fillers["input_ids"] = torch.zeros_like(fillers["input_ids"])
@@ -238,7 +243,7 @@ def scoring_rows(method: str, data: BatchedDataDict[Any], config: PolicyConfig) 
         raise ConfigError(
             f"Policy.{method} needs a scalar head (reward_model_cfg.enabled=true); this is a language model."
         )
-    optional = _STORED_SCORING_KEYS if STORED_ROWS in data else (*SCORING_KEYS, ROW_INPUTS)
+    optional = _STORED_SCORING_KEYS if STORED_ROWS in data else (*SCORING_KEYS, PROMPT_GROUPS, ROW_INPUTS)
     wanted: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in optional if key in data})
     wanted.check_rows()
     return wanted

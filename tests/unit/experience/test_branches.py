@@ -94,7 +94,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def in_store(samples: list[Trajectory], store: dict[str, Any]) -> list[Trajectory]:
-    summaries, store["group"] = split(samples, reads_collections=False)
+    summaries, store["group"] = split([samples], reads_collections=False)
     rows: Any = "group"
     return located(Rollouts(summaries), rows).trajectories
 

@@ -209,7 +209,7 @@ def test_a_runner_makes_the_same_review_and_sends_its_notes_without_the_tokens(l
     own, remote = (played(loop, *answers, review=made.make(LetterTokenizer())) for made in (
         ReviewSettings(PENALTIES), settings,
     ))  # fmt: skip
-    summaries, _ = split(remote, reads_collections=False)
+    summaries, _ = split([remote], reads_collections=False)
     for sample, summary in zip(own, summaries, strict=True):
         assert summary.message_log[-1]["content"] == ""
         assert (summary.penalties, summary.penalized_reward) == (sample.penalties, sample.penalized_reward)

@@ -80,7 +80,7 @@ def sample(group: int, index: int, turns: list[int], reward: float | None) -> Tr
 def stored(groups: list[list[Trajectory]], store: Store, *, reads_collections: bool = False) -> list[Trajectory]:
     found = []
     for group in groups:
-        summaries, packed = split(group, reads_collections=reads_collections)
+        summaries, packed = split([group], reads_collections=reads_collections)
         rows = store.put(packed)
         for summary in summaries:
             assert summary.stored is not None
@@ -117,6 +117,28 @@ def test_a_rank_gets_the_tensors_of_the_driver_bit_for_bit(groups: list[list[Tra
     assert count_valid(light) == count_valid(dense)
     assert num_counted_samples(light) == num_counted_samples(dense) == 5
     assert find_prefixes(light) == find_prefixes(dense)
+
+
+def test_what_rows_share_does_not_depend_on_the_objects_that_hold_them(
+    groups: list[list[Trajectory]], store: Store
+) -> None:
+    """All prompts begin with the same tokens here, and groups that finish together are stored together."""
+    system = torch.arange(60, 80)
+    for group in groups:
+        for each in group:
+            each.message_log[0]["token_ids"] = torch.cat([system, each.message_log[0]["token_ids"]])
+            each.prompt_length += 20
+    dense, _ = credited([each for group in groups for each in group])
+    apart, _ = credited(stored(groups, store))
+    together, packed = split(groups, reads_collections=False)
+    rows = store.put(packed)
+    for summary in together:
+        assert summary.stored is not None
+        summary.stored = replace(summary.stored, rows=rows)  # type: ignore[arg-type]
+    of_one_object, _ = credited(together)
+    expected = find_prefixes(dense)
+    assert [shared > 0 for shared in expected.shared] == [False, True, True, False, True, True]
+    assert find_prefixes(apart) == find_prefixes(of_one_object) == expected
 
 
 class Scorer:

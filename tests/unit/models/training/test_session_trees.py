@@ -163,7 +163,7 @@ def test_branches_of_a_session_have_one_copy_of_its_turns() -> None:
     assert sorted(dense["input_lengths"].tolist()) == sorted(2 * rows)
     of_branches, of_prompts = 2 * (40 + 20 + 10 - 1), 40 - 1
     assert sharded.num_shared_tokens == of_branches + of_prompts + 39
-    light, packed = split(samples, reads_collections=False)
+    light, packed = split([samples], reads_collections=False)
     reference: Any = "in the store"
     light = located(Rollouts(light), reference).trajectories
     stored = build_training_batch(light, 0, mask_truncated=False)
