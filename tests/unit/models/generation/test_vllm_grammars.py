@@ -203,8 +203,8 @@ def test_weights_that_come_before_the_scores_give_all_of_them(engines, model):
 
 def finished_before_scores(engine, grammar: Grammar) -> int:
     """Return how many waiting requests end before a response with a grammar that was added before them is scored."""
-    scheduler = engine._engine.engine_core.engine_core.scheduler
-    most, scheduler.max_num_active_reqs = scheduler.max_num_active_reqs, 1
+    limit = engine._cache.limit  # the scheduler's limit is set to this one after each step
+    most, limit.most, limit.limit = limit.most, 1, 1
     try:
         engine.add_request("formed", ask(PROMPT, max_new_tokens=120, grammar=grammar))
         while not engine.num_tokens("formed"):  # requests that came before its grammar is ready would be first
@@ -215,7 +215,7 @@ def finished_before_scores(engine, grammar: Grammar) -> int:
         while len(finished) < 5:
             finished += [response.request_id for response in engine.step()]
     finally:
-        scheduler.max_num_active_reqs = most
+        limit.most = limit.limit = most
     return finished.index("formed")
 
 
