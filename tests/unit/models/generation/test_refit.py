@@ -167,7 +167,7 @@ def test_an_engine_revived_during_an_update_gets_complete_weights(engines: Engin
     policy = LocalPolicy(trained)
     refitter = Refitter(policy, engines, TransportSpec("shared_memory", run_id="test"), 60.0)
     refitter.ensure_fresh()
-    requests = [ask(prompt, temperature=0.0, max_new_tokens=200) for prompt in PROMPTS]
+    requests = [ask(prompt, temperature=0.0, max_new_tokens=400) for prompt in PROMPTS]
 
     def until_the_new_engine_waits() -> None:
         kill(engines, 1)
