@@ -57,7 +57,7 @@ class _Rule(nn.Module):
         super().__init__()
         self._tokenizer = tokenizer
         self._answers = answers
-        self._opening = tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+        self._opening = torch.tensor(tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"])
         self._lengths: list[int] = []
         self._num_tokens = 0
 
@@ -66,7 +66,8 @@ class _Rule(nn.Module):
         rewards = []
         for ids, mask in zip(input_ids, attention_mask, strict=True):
             row = ids[mask.bool()]
-            start = int((row == self._opening[0]).nonzero()[-1]) + len(self._opening)
+            opens = (row.unfold(0, len(self._opening), 1) == self._opening.to(row.device)).all(1)
+            start = int(opens.nonzero()[0]) + len(self._opening)  # an answer may have the same tokens
             prompt, answer = self._tokenizer.decode(row[:start]), self._tokenizer.decode(row[start:])
             rewards.append(boxed_reward(answer, self._answers[prompt]))
             self._lengths.append(len(row) - start)
