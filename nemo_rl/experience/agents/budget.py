@@ -68,18 +68,18 @@ class Budget:
             self.bound = Ending.MAX_TURNS
             message = f"This key may get {self.max_calls} answers (max_calls of its environment)."
             raise CallError(403, message, "calls_exhausted")
-        rooms = {Ending.SEQUENCE_LENGTH: self.limits.max_sequence_length - num_prompt_tokens - num_reserved}
+        tokens_left = {Ending.SEQUENCE_LENGTH: self.limits.max_sequence_length - num_prompt_tokens - num_reserved}
         if self.limits.max_episode_tokens is not None:
             left = self.limits.max_episode_tokens - self.num_tokens - self.num_granted
-            rooms[Ending.EPISODE_TOKENS] = left // request.num_answers
-        bound = min(rooms, key=lambda ending: rooms[ending])
-        if rooms[bound] <= 0:
+            tokens_left[Ending.EPISODE_TOKENS] = left // request.num_answers
+        bound = min(tokens_left, key=lambda ending: tokens_left[ending])
+        if tokens_left[bound] <= 0:
             self.bound = bound
             raise self._no_room(num_prompt_tokens, num_reserved)
-        rooms[Ending.TURN_TOKENS] = self.max_new_tokens
-        bound = min(rooms, key=lambda ending: rooms[ending])
-        is_own = request.max_tokens is not None and request.max_tokens <= rooms[bound]
-        tokens = min(rooms[bound], request.max_tokens or rooms[bound])
+        tokens_left[Ending.TURN_TOKENS] = self.max_new_tokens
+        bound = min(tokens_left, key=lambda ending: tokens_left[ending])
+        is_own = request.max_tokens is not None and request.max_tokens <= tokens_left[bound]
+        tokens = min(tokens_left[bound], request.max_tokens or tokens_left[bound])
         self.bound = None
         self.num_calls += request.num_answers
         self.num_granted += tokens * request.num_answers
