@@ -19,7 +19,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine, Generator, Iterable
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -129,6 +129,8 @@ class EventLoopThread:
         self._loop = asyncio.new_event_loop()
         self._background: set[BackgroundTask[Any]] = set()
         """Tasks that run, and failed tasks whose failure has not been raised yet."""
+        self._gate: asyncio.Event | None = None
+        """Tasks that are started together wait for it."""
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-loop", daemon=True)
         self._thread.start()
 
@@ -142,11 +144,25 @@ class EventLoopThread:
             coroutine: the work. It sets its own deadlines; `close` cancels it.
             name: for errors and logs.
         """
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        work = coroutine if self._gate is None else _after(self._gate, coroutine)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
         task = BackgroundTask(self, future, name)
         self._background.add(task)
         future.add_done_callback(lambda _: self._forget_if_well(task))
         return task
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Begin all tasks that are started within in one iteration of the loop, so that what they send goes together.
+
+        For the thread that starts tasks; others must not start any meanwhile.
+        """
+        gate = self._gate = asyncio.Event()
+        try:
+            yield
+        finally:
+            self._gate = None
+            self._loop.call_soon_threadsafe(gate.set)
 
     def _forget_if_well(self, task: BackgroundTask[Any]) -> None:
         if task.failure is None:
@@ -267,6 +283,16 @@ class EventLoopThread:
                 ", ".join(task.name for task in failed),
                 exc_info=failed[0].failure,
             )
+
+
+async def _after[T](gate: asyncio.Event, coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine when the gate is open."""
+    try:
+        await gate.wait()
+    except asyncio.CancelledError:
+        coroutine.close()
+        raise
+    return await coroutine
 
 
 async def _cancel_others() -> None:

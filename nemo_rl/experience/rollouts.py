@@ -18,6 +18,7 @@ Invariant: a group has the same samples whether it is played alone or in a colle
 
 import asyncio
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -189,6 +190,10 @@ class RolloutRunner:
         if not through_updates:
             self._started = {task, *(other for other in self._started if not other.is_done)}
         return task
+
+    def starting_together(self) -> AbstractContextManager[None]:
+        """Let the groups that are started within begin together, so that an engine gets their requests at once."""
+        return self._loop.together()
 
     @property
     def group_limit_s(self) -> float:

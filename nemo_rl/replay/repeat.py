@@ -94,5 +94,5 @@ def _batch(config: GRPOMasterConfig, recipe: RolloutRecipe, recorded: RecordedSt
         tensors,
         trajectories,
         rows_per_update=rows_per_update(trajectories, config.policy.train_global_batch_size or len(trajectories)),
-        stale_BT=mark_stale(tensors, trajectories, version),
+        stale_BT=mark_stale(tensors, trajectories, version, mixes_weights=config.policy.mixes_weights),
     )

@@ -32,6 +32,8 @@ OVERLAPS = {
         "grpo.overlap.mode=ahead",
         "grpo.overlap.order=ready_first",
         "grpo.overlap.in_flight_weight_updates=true",
+        "grpo.overlap.max_age_steps=2",
+        "policy.generation.weight_sync.recompute_kv_cache=false",
         "cluster.threads_per_rank=null",
     ],
 }
@@ -158,7 +160,8 @@ def write_prompts(workload: str) -> Path:
 
 FIGURES: dict[str, Callable[[GRPORun], float | None]] = {
     "seconds per step, median": lambda run: statistics.median(run.step_seconds),
-    "processor seconds per step, median": lambda run: statistics.median(run.step_cpu_seconds),
+    "seconds per step, mean": lambda run: statistics.mean(run.step_seconds),
+    "processor seconds per step, mean": lambda run: statistics.mean(run.step_cpu_seconds),
     "generated tokens/s while generating": lambda run: tokens_per_second(run, generated=True),
     "trained tokens/s in the rest of the step": lambda run: tokens_per_second(run, generated=False),
     "peak memory, sum of RSS, MB": lambda run: run.peak_rss_mb,

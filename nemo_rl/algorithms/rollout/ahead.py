@@ -97,16 +97,17 @@ class AheadRollouts:
         """Start groups until `most` are open, or the data ends."""
         limit = self.overlap.max_buffered_groups
         most = most if limit is None else min(most, limit)
-        while len(self._open) < most:
-            prompt = self._next_prompt()
-            if prompt is None:
-                return
-            last_step = step + self.overlap.max_age_steps
-            origin = Origin(prompt.key.step, prompt.row)
-            group = OpenGroup(self._num_started, last_step, prompt.position, origin=origin)
-            self._sample(group, prompt)
-            self._open.append(group)
-            self._num_started += 1
+        with self.fresh.runner.starting_together():
+            while len(self._open) < most:
+                prompt = self._next_prompt()
+                if prompt is None:
+                    return
+                last_step = step + self.overlap.max_age_steps
+                origin = Origin(prompt.key.step, prompt.row)
+                group = OpenGroup(self._num_started, last_step, prompt.position, origin=origin)
+                self._sample(group, prompt)
+                self._open.append(group)
+                self._num_started += 1
 
     def _sample(self, group: OpenGroup, prompt: DrawnPrompt) -> None:
         """Sample a group in the background, from where it is."""

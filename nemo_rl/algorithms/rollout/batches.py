@@ -51,6 +51,7 @@ class RolloutBatches:
         tasks: names of the run's environments; several of them have their own metrics.
         samples_per_update: samples of one optimizer update, `policy.train_global_batch_size`; None: those of a step.
         recorder: records steps for a replay; None records none.
+        mixes_weights: as `stale_tokens`.
 
     Attributes:
         rollouts: as passed; may be replaced before the first step.
@@ -69,6 +70,7 @@ class RolloutBatches:
         tasks: Collection[str] = (),
         samples_per_update: int | None = None,
         recorder: StepRecorder | None = None,
+        mixes_weights: bool = False,
     ):
         self.rollouts = rollouts
         self._prompts = prompts
@@ -81,6 +83,7 @@ class RolloutBatches:
         self._tasks = tasks
         self._samples_per_update = samples_per_update
         self._recorder = recorder
+        self._mixes_weights = mixes_weights
 
     def next_batch(self, step: int, phase: Phase) -> StepBatch:
         """See `BatchSource.next_batch`.
@@ -101,7 +104,7 @@ class RolloutBatches:
         tensors = self._layout(trajectories)
         version, max_staleness = self._refitter.weight_version, self.rollouts.max_staleness
         check_staleness(trajectories, version, max_staleness)
-        stale_BT = mark_stale(tensors, trajectories, version)
+        stale_BT = mark_stale(tensors, trajectories, version, mixes_weights=self._mixes_weights)
         self._probe.check(tensors, stale_BT)
         rewards = _rewards(given)
         overlap = age_metrics(trajectories, version) | _discarded(given) if max_staleness else {}
@@ -141,12 +144,14 @@ class RolloutBatches:
         self._prompts.finish_step(step, batch.rewards)
 
 
-def mark_stale(tensors: BatchedDataDict[Any], trajectories: Sequence[Trajectory], version: int) -> Tensor | None:
+def mark_stale(
+    tensors: BatchedDataDict[Any], trajectories: Sequence[Trajectory], version: int, *, mixes_weights: bool = False
+) -> Tensor | None:
     """Return `stale_tokens` of the rows of trajectories; for stored rows write `NUM_STALE` into the batch instead."""
     rows = rows_of(trajectories)
     if STORED_ROWS not in tensors:
-        return stale_tokens(rows, version)
-    num_stale_B = num_stale_tokens(rows, version)
+        return stale_tokens(rows, version, mixes_weights=mixes_weights)
+    num_stale_B = num_stale_tokens(rows, version, mixes_weights=mixes_weights)
     if num_stale_B is not None:
         tensors[NUM_STALE] = num_stale_B
     return None

@@ -269,10 +269,11 @@ class FreshRollouts:
             DataExhausted: there is no further batch.
         """
         batch, key = self._next_batch(step)
-        tasks = [
-            self.runner.start_group(batch.rows, row, self.num_generations, self.sampling, key)
-            for row in range(batch.rows.size)
-        ]
+        with self.runner.starting_together():
+            tasks = [
+                self.runner.start_group(batch.rows, row, self.num_generations, self.sampling, key)
+                for row in range(batch.rows.size)
+            ]
         return StartedGroups(self.runner, batch, key, tasks)
 
     async def play(

@@ -63,12 +63,14 @@ def check_staleness(trajectories: Sequence[Trajectory], version: int, max_stalen
         )
 
 
-def stale_tokens(trajectories: Sequence[Trajectory], version: int) -> Tensor | None:
+def stale_tokens(trajectories: Sequence[Trajectory], version: int, *, mixes_weights: bool = False) -> Tensor | None:
     """Mark the tokens of a batch that older weights wrote.
 
     Args:
         trajectories: B rows, the longest of T tokens.
         version: of the policy's current weights.
+        mixes_weights: answers continue with keys and values of older weights, so that no weights alone give the
+            probabilities of their later tokens; these count as written by older weights.
 
     Returns:
         `[B, T]` bool, where only tokens that the policy wrote have a meaning; None if all are of the current version.
@@ -78,15 +80,15 @@ def stale_tokens(trajectories: Sequence[Trajectory], version: int) -> Tensor | N
     stale_BT = torch.zeros(len(trajectories), max(t.length for t in trajectories), dtype=torch.bool)
     for row, trajectory in enumerate(trajectories):
         for span in trajectory.weight_versions:  # each begins where the one before it ends
-            stale_BT[row, span.start :] = span.version < version
+            stale_BT[row, span.start :] = span.version < version or (mixes_weights and age(trajectory, version) > 0)
     return stale_BT
 
 
-def num_stale_tokens(trajectories: Sequence[Trajectory], version: int) -> Tensor | None:
+def num_stale_tokens(trajectories: Sequence[Trajectory], version: int, *, mixes_weights: bool = False) -> Tensor | None:
     """Return `stale_tokens` in short: `[B]` int64, the position after the last stale token; None if there are none."""
     ends = []
     for trajectory in trajectories:
-        fresh = (span.start for span in trajectory.weight_versions if span.version >= version)
+        fresh = (span.start for span in trajectory.weight_versions if span.version >= version and not mixes_weights)
         is_stale = age(trajectory, version) > 0
         ends.append(next(fresh, trajectory.length) if is_stale else 0)
     return torch.tensor(ends) if any(ends) else None

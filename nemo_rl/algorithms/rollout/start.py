@@ -267,6 +267,7 @@ def _connect(
         sorted(workers.environments),
         config.policy.train_global_batch_size,
         StepRecorder(folders.log_dir, config, policy, recipe.loss_fn) if config.logger.record_steps else None,
+        config.policy.mixes_weights,
     )
     parts = SessionParts(
         cadence=_cadence(config),

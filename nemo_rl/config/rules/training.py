@@ -320,6 +320,11 @@ def _check_transport(generation: GenerationConfig, cluster: ClusterConfig) -> Fi
             "policy.generation.weight_sync.transport=cuda_ipc needs GPUs and "
             "policy.generation.colocated.enabled=true. Use auto."
         )
+    if not generation.weight_sync.recompute_kv_cache and generation.backend != "vllm":
+        yield (
+            "policy.generation.weight_sync.recompute_kv_cache=false works with policy.generation.backend=vllm only; "
+            f"the backend {generation.backend} always computes keys and values again. Set it to true."
+        )
     if asked == "shared_memory" and cluster.num_nodes > 1:
         yield (
             f"policy.generation.weight_sync.transport=shared_memory needs trainers and engines on the same machine, "

@@ -42,12 +42,12 @@ def fill_dependent_keys(config: RunConfig) -> None:
     if isinstance(config, RolloutMasterConfig | EvalMasterConfig):
         _fill_gym(config.env.get(NEMO_GYM))
     if isinstance(config, GRPOMasterConfig):
-        _fill_overlap(config.grpo, config.async_rl or config.grpo.async_grpo)
+        _fill_overlap(config.grpo, config.policy, config.async_rl or config.grpo.async_grpo)
         gym = config.env.get(NEMO_GYM)
         if isinstance(gym, NemoGymConfig) and gym.thinking_tags is not None:
             config.reward_penalties.thinking_tags = gym.thinking_tags
     if isinstance(config, PPOMasterConfig):
-        _fill_overlap(config.ppo, config.ppo.async_ppo)
+        _fill_overlap(config.ppo, config.policy, config.ppo.async_ppo)
     for section in config.values():
         generation = section.generation if isinstance(section, PolicyConfig) else section
         if isinstance(generation, GenerationConfig):
@@ -95,12 +95,17 @@ def _fill_context(generation: GenerationConfig) -> None:
         generation.engine.max_model_len = context
 
 
-def _fill_overlap(algorithm: RolloutTrainingConfig, asked: AsyncGRPOConfig | AsyncRLConfig | None) -> None:
+def _fill_overlap(
+    algorithm: RolloutTrainingConfig, policy: PolicyConfig, asked: AsyncGRPOConfig | AsyncRLConfig | None
+) -> None:
     if asked is None or (isinstance(asked, AsyncGRPOConfig) and not asked.enabled):
         return
     own = algorithm.overlap
     algorithm.overlap = asked.overlap
     algorithm.overlap.validation = own.validation  # NeMo RL has no key for it
+    recomputes = asked.recompute_kv_cache_after_weight_updates
+    if recomputes is not None and policy.generation is not None and policy.generation.backend == "vllm":
+        policy.generation.weight_sync.recompute_kv_cache = recomputes
 
 
 def _saves_in_background(config: RunConfig) -> bool:

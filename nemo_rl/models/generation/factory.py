@@ -68,6 +68,7 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         hf_overrides=dict(policy.hf_config_overrides or {}),
         engine_kwargs=_engine_kwargs(policy, generation),
         env_vars=dict(engine.env_vars or {}),
+        recomputes_cache=generation.weight_sync.recompute_kv_cache,
         optimizations=cluster.optimizations,
     )
 

@@ -259,6 +259,7 @@ class EngineSettings:
         engine_kwargs: passed to the engine unchanged (`vllm_kwargs`, and for vLLM the keys of `vllm_cfg`; for Megatron
             Core `megatron_cfg`, that section of the policy).
         env_vars: further environment variables of the engine's processes.
+        recomputes_cache: compute keys and values of running requests again with new weights.
         workers_on_machine: workers of all engines on one machine, which share its cores.
         optimizations: value of `cluster.optimizations`.
     """
@@ -281,6 +282,7 @@ class EngineSettings:
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     env_vars: dict[str, str] = field(default_factory=dict)
+    recomputes_cache: bool = True
     workers_on_machine: int = 1
     optimizations: Choice = "auto"
 

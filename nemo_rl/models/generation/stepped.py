@@ -1,7 +1,7 @@
 """Run the loop of engines that advance all their requests by one step of a plain function.
 
     generate() ─► add_request ─► _run: step(), step(), ... ─► futures of generate()
-                                   │ yields after each step: requests, aborts and weight updates come in between
+                                   │ between steps: requests, aborts and weight updates
     begin_weight_update() ... load_tensors() ... finish_weight_update() ◄── no step in between
 
 Invariant: other calls reach an engine only between two steps, no step runs with half-loaded weights, and each token of
@@ -9,6 +9,7 @@ a response is recorded with the version of the weights that drew it.
 """
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -32,6 +33,14 @@ _OVERFLOW = (
     "No weight that the engine can check holds NaN or infinity, so activations may overflow: try another "
     "precision (policy.generation.engine.precision)."
 )
+
+
+_TURNS = 6
+"""Turns of the event loop between two steps: an answer needs several to reach its caller."""
+_PAUSE_EVERY_S = 0.05
+_PAUSE_S = 0.001
+"""Pause of the engine, for calls that have arrived: Ray hands a call back and forth between the event loop and a thread
+of its own several times before the call begins. Without a pause each of these times takes a whole step."""
 
 
 class Finished(NamedTuple):
@@ -63,6 +72,7 @@ class SteppedEngine(ABC):
         self._may_step = asyncio.Event()
         self._may_step.set()
         self._steps: asyncio.Task[None] | None = None
+        self._paused_at = 0.0
 
     @abstractmethod
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
@@ -109,7 +119,8 @@ class SteppedEngine(ABC):
 
         Args:
             changed: whether the weights may differ from the previous ones. Then no cached keys and values may be used
-                again, not even by running requests. Otherwise (another engine was replaced) these continue unchanged.
+                again, and by running requests only if the settings allow it (`EngineSettings.recomputes_cache`).
+                Otherwise (another engine was replaced) these continue unchanged.
         """
 
     @abstractmethod
@@ -192,9 +203,16 @@ class SteppedEngine(ABC):
         while self._running:
             if self._may_step.is_set():
                 self._answer(self._checked_step())
-                await asyncio.sleep(0)
             else:
                 await self._may_step.wait()
+            await self._let_calls_begin()
+
+    async def _let_calls_begin(self) -> None:
+        if time.monotonic() - self._paused_at > _PAUSE_EVERY_S:
+            await asyncio.sleep(_PAUSE_S)
+            self._paused_at = time.monotonic()
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
 
     def _checked_step(self) -> list[Finished]:
         """Call `step`; if scores are not finite, check the weights.

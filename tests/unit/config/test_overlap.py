@@ -7,6 +7,7 @@ import pytest
 from nemo_rl.algorithms.rollout.streamed import trains_in_parts
 from nemo_rl.config import GRPOMasterConfig, OverlapConfig, busy_engines, load_config
 from nemo_rl.config.schema.algorithms.overlap import GroupFailuresConfig
+from nemo_rl.models.generation.factory import engine_settings
 from nemo_rl.utils.errors import ConfigError
 
 CPU = Path(__file__).resolve().parents[3] / "examples/configs/grpo_math_cpu.yaml"
@@ -35,7 +36,6 @@ def test_nothing_overlaps_unless_asked() -> None:
                 "grpo.async_grpo.enabled=true",
                 "grpo.async_grpo.in_flight_weight_updates=true",
                 "grpo.async_grpo.max_generation_failures=3",
-                "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true",
             ),
             {"max_age_steps": 1, "in_flight_weight_updates": True, "max_generation_failures": 3},
         ),
@@ -161,3 +161,31 @@ def test_engines_that_share_gpus_with_the_policy_cannot_sample_while_it_trains()
     config.cluster.gpus_per_node = 8
     (problem,) = check_overlap("grpo", config.grpo, config.policy, config.cluster)
     assert "policy.generation.colocated.enabled=false" in problem
+
+
+@pytest.mark.parametrize(
+    ("overrides", "recomputes"),
+    [
+        ((), True),
+        (("grpo.async_grpo.recompute_kv_cache_after_weight_updates=false",), False),
+        (("policy.generation.weight_sync.recompute_kv_cache=false",), False),
+        (
+            (
+                "policy.generation.weight_sync.recompute_kv_cache=false",
+                "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true",
+            ),
+            True,
+        ),
+        (("grpo.async_grpo.recompute_kv_cache_after_weight_updates=false", "policy.generation.backend=hf"), True),
+    ],
+)
+def test_the_key_for_cached_keys_and_values_has_its_meaning(overrides: tuple[str, ...], recomputes: bool) -> None:
+    config = load_config(CPU, ["grpo.async_grpo.enabled=true", *overrides])
+    assert isinstance(config, GRPOMasterConfig) and config.policy.generation is not None
+    assert config.policy.generation.weight_sync.recompute_kv_cache is recomputes
+    assert engine_settings(config.policy, config.cluster, seed=0, load_weights=False).recomputes_cache is recomputes
+
+
+def test_engines_that_always_compute_again_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"recompute_kv_cache=false.*backend=vllm.*hf"):
+        load_config(CPU, ["policy.generation.weight_sync.recompute_kv_cache=false", "policy.generation.backend=hf"])

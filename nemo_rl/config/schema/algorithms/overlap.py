@@ -10,9 +10,6 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from nemo_rl.config.base.section import Section
 
-_KV_CACHE = "engines always compute the keys and values of running requests again after an update of their weights"
-
-
 class GroupFailuresConfig(Section):
     """Attempts for groups of answers that cannot be sampled, with `mode=ahead`.
 
@@ -76,8 +73,6 @@ class OverlapConfig(Section):
 class AsyncGRPOConfig(Section):
     """NeMo RL's section for overlap; the same as `overlap` with `mode=ahead` and `order=in_order`."""
 
-    idle: ClassVar[dict[str, str]] = {"recompute_kv_cache_after_weight_updates": _KV_CACHE}
-
     enabled: bool = False
     """Sample for later steps while the policy trains."""
     max_trajectory_age_steps: PositiveInt = 1
@@ -86,8 +81,8 @@ class AsyncGRPOConfig(Section):
     """As overlap.max_generation_failures."""
     in_flight_weight_updates: bool = False
     """As overlap.in_flight_weight_updates."""
-    recompute_kv_cache_after_weight_updates: bool = False
-    """Has no effect: engines always compute keys and values again."""
+    recompute_kv_cache_after_weight_updates: bool | None = None
+    """As policy.generation.weight_sync.recompute_kv_cache, with backend=vllm; null: that key decides."""
 
     @property
     def overlap(self) -> OverlapConfig:
@@ -169,7 +164,6 @@ class AsyncRLConfig(Section):
         "generation_router": "a router in front of the engines",
     }
     idle: ClassVar[dict[str, str]] = {
-        "recompute_kv_cache_after_weight_updates": _KV_CACHE,
         "min_groups_for_streaming_train": "an update begins when all groups of its step are finished",
     }
     ignored: ClassVar[dict[str, str]] = {
@@ -188,8 +182,8 @@ class AsyncRLConfig(Section):
     """As overlap.max_buffered_groups."""
     min_groups_for_streaming_train: PositiveInt = 32
     """Has no effect."""
-    recompute_kv_cache_after_weight_updates: bool = False
-    """Has no effect: engines always compute keys and values again."""
+    recompute_kv_cache_after_weight_updates: bool | None = None
+    """As policy.generation.weight_sync.recompute_kv_cache, with backend=vllm; null: that key decides."""
 
     @property
     def overlap(self) -> OverlapConfig:

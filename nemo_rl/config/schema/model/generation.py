@@ -60,6 +60,11 @@ class WeightSyncConfig(Section):
     """Send each rank of an engine of several ranks only the parts of the tensors that it reads, as its first sync has
     shown; collective only."""
 
+    recompute_kv_cache: bool = True
+    """With overlap.in_flight_weight_updates, compute the keys and values of running answers again with the new weights.
+    false: they continue with those of older weights, which costs no time, and their log-probabilities are those of
+    this mixture; answers that begin later never read them; vllm only."""
+
     max_mult_prob_error: Annotated[float, Field(ge=1)] | None = 1.05
     """Largest mean ratio of probabilities between trainer and engine (token_mult_prob_error) in the first batch of a
     run; above it the run stops before its first update. null: not compared."""

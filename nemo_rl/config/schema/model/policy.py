@@ -194,6 +194,11 @@ class PolicyConfig(Section):
         return PlacementConfig()
 
     @property
+    def mixes_weights(self) -> bool:
+        """Whether running answers continue with keys and values of older weights after a weight sync."""
+        return self.generation is not None and not self.generation.weight_sync.recompute_kv_cache
+
+    @property
     def backend_section(self) -> DTensorConfig | MegatronConfig | TrainingBackendConfig:
         """The section of the training backend: parallel sizes and processes."""
         return self.training_backend or (self.megatron_cfg if self.megatron_cfg.enabled else self.dtensor_cfg)

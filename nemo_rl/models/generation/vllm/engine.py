@@ -65,6 +65,8 @@ class VllmEngine(SteppedEngine):
     def __init__(self, settings: EngineSettings):
         super().__init__()
         self._can_sleep = settings.can_sleep
+        self._recomputes_cache = settings.recomputes_cache
+        self._num_updates = 0
         self._max_model_len = settings.max_model_len
         self._tensor_parallel_size = settings.tensor_parallel_size
         self._place = engine_of(int(os.environ["RANK"]), settings.num_workers)[1] if settings.num_workers > 1 else 0
@@ -115,6 +117,8 @@ class VllmEngine(SteppedEngine):
     def _submit(self, request_id: str, token_ids: list[int], params: VllmSamplingParams, priority: int = 0) -> None:
         """Add a request; vLLM begins waiting ones with a smaller `priority` first."""
         prompt: Any = {"prompt_token_ids": token_ids}
+        if not self._recomputes_cache:  # share keys and values only with requests since the same update
+            prompt["cache_salt"] = str(self._num_updates)
         self._vllm_ids[request_id] = self._engine.add_request(request_id, prompt, params, priority=priority)
 
     def _read(self, request_id: str) -> None:
@@ -248,11 +252,13 @@ class VllmEngine(SteppedEngine):
         return take_reads(self._engine.model_executor.driver_worker)
 
     def finish_loading(self, *, changed: bool) -> list[str]:
-        """See `SteppedEngine.finish_loading`; vLLM computes running requests again from their tokens so far."""
+        """See `SteppedEngine.finish_loading`; vLLM computes running requests again if `recomputes_cache`."""
         with packing_threads():
             of_ranks = self._engine.collective_rpc(finish_reload)
         if changed:
-            self._engine.reset_prefix_cache(reset_running_requests=True)
+            self._num_updates += 1
+            if self._recomputes_cache:
+                self._engine.reset_prefix_cache(reset_running_requests=True)
             for request_id in self._scoring.drawn:  # with one version of the weights for all tokens
                 self._engine.abort_request([self._vllm_ids[request_id]], internal=True)
                 self._read(request_id)

@@ -12,7 +12,7 @@ from numbered_prompts import make_stream
 from nemo_rl.algorithms.rollout.batches import build_training_batch
 from nemo_rl.algorithms.rollout.refit import Refitter
 from nemo_rl.algorithms.rollout.source import DynamicSampling, Group, SampledGroups
-from nemo_rl.algorithms.rollout.staleness import StoredVersion, age_metrics, check_staleness, stale_tokens
+from nemo_rl.algorithms.rollout.staleness import StoredVersion, age_metrics, check_staleness, num_stale_tokens, stale_tokens
 from nemo_rl.algorithms.rollout.sync_probe import SyncProbe
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.algorithms.runtime.run import StepBatch
@@ -43,6 +43,16 @@ def test_tokens_are_stale_from_the_span_of_an_older_version_to_the_next_span() -
     assert stale_BT is not None
     assert stale_BT.int().tolist() == [[0, 0, 1, 1, 1, 1, 0, 0], [0] * 8]
     assert stale_tokens([sampled((2, 5), (6, 5)), sampled()], 5) is None
+
+
+def test_tokens_drawn_with_keys_and_values_of_older_weights_are_stale() -> None:
+    rollouts = [sampled((2, 3), (4, 4), (6, 5)), sampled((2, 5), (6, 5))]
+    stale_BT = stale_tokens(rollouts, 5, mixes_weights=True)
+    assert stale_BT is not None
+    assert stale_BT.int().tolist() == [[0, 0, 1, 1, 1, 1, 1, 1], [0] * 8]
+    for mixes_weights, ends in ((False, [6, 0]), (True, [8, 0])):
+        found = num_stale_tokens(rollouts, 5, mixes_weights=mixes_weights)
+        assert found is not None and found.tolist() == ends
 
 
 def test_a_batch_older_than_its_source_states_is_refused() -> None:

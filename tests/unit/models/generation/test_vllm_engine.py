@@ -90,6 +90,7 @@ LONG_PROMPT = [(7 * i) % 250 for i in range(150)]
 
 
 SMALL_CACHE = "qwen2 tied, with a cache for five long answers"
+KEPT_CACHE = "qwen2 tied, whose running answers keep their cache"
 BLOCK_BYTES = 128 * 2 * 2 * 32 * 4
 """Keys and values of 128 tokens, in two layers with one head of 32 float32 numbers."""
 CONFIGURED = "qwen2 tied, with keys of vllm_cfg"
@@ -120,6 +121,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory, vllm_cache: Path) -> Itera
         save_model(folder, make(seed=0))
         settings[name] = make_settings(folder, "vllm")
     settings[SMALL_CACHE] = replace(settings["qwen2 tied"], kv_cache_bytes=12 * BLOCK_BYTES, load_weights=True)
+    settings[KEPT_CACHE] = replace(settings["qwen2 tied"], recomputes_cache=False)
     settings[CONFIGURED] = configured_settings(settings["qwen2 tied"].model_name)
     with mock.patch.dict(os.environ, {"VLLM_CACHE_ROOT": str(vllm_cache)}), EngineProcess(settings) as process:
         for name in settings:  # a mixture first: vLLM makes its expert groups with the first engine of a process
@@ -274,6 +276,32 @@ def test_a_running_response_continues_with_new_weights(engines, sender, name):
         check_spans(request, results[id_], {31: old, 32: new}, spans)
     again = engines.generate(name, requests[:1])[0]
     check_spans(requests[0], again, {31: old, 32: new}, [(0, 32)])
+
+
+def test_a_running_response_may_keep_keys_and_values_of_older_weights(engines, sender):
+    """The reference computes a prefix with the old weights and the rest, from its cache, with the new ones."""
+    old, new = (MODELS["qwen2 tied"](seed=seed) for seed in (71, 72))
+    deploy(engines, sender, KEPT_CACHE, old, version=71)
+    requests = [ask(prompt, seed=3, max_new_tokens=80) for prompt in (PROMPTS[3], LONG_PROMPT)]
+    engines.call(KEPT_CACHE, "submit", [("short", requests[0]), ("long", requests[1])])
+    deploy(engines, sender, KEPT_CACHE, new, version=72)
+    results: dict[str, GenerationResult] = {}
+    while len(results) < 2:
+        results.update(engines.call(KEPT_CACHE, "collect").results)
+    for request, result in zip(requests, (results["short"], results["long"]), strict=True):
+        tokens, start = result.token_ids.tolist(), result.weight_versions[-1].start
+        assert 0 < start < 80 and result.weight_versions == [(0, 71), (start, 72)]
+        with torch.no_grad():
+            cache = old(torch.tensor([request.prompt_token_ids + tokens[: start - 1]]), use_cache=True).past_key_values
+            logits = new(torch.tensor([tokens[start - 1 : -1]]), past_key_values=cache).logits[0]
+        ids = torch.tensor(tokens[start:])[:, None]
+        expected = logits.log_softmax(-1).gather(1, ids)[:, 0]
+        computed_again = logits_of(new, request.prompt_token_ids + tokens[:start], tokens[start:])
+        kept = torch.tensor(result.logprobs[start:])
+        torch.testing.assert_close(kept, expected, atol=1e-4, rtol=0)
+        assert (computed_again.log_softmax(-1).gather(1, ids)[:, 0] - kept).abs().max() > 1e-2
+    for request, result in zip(requests, engines.generate(KEPT_CACHE, requests), strict=True):
+        check_spans(request, result, {71: old, 72: new}, [(0, 72)])
 
 
 @pytest.mark.parametrize("name", MODELS)
