@@ -263,7 +263,7 @@ def main() -> None:
                     folder.mkdir(parents=True)
                     logger.info("%s, load average %.1f %.1f %.1f ...", folder.name, *os.getloadavg())
                     runs[side].append(sides[side](workload, size, folder, arguments))
-                    seconds = statistics.median(runs[side][-1].step_seconds)
+                    seconds = statistics.mean(runs[side][-1].step_seconds)
                     logger.info("%s: %s s a step", folder.name, show(seconds))
             for side in list(sides)[:-1]:
                 print(table(f"{workload}, {size}, {side}", runs[side], runs["TRL"]) + "\n", flush=True)

@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from nemo_rl.config.base.section import Section
 
+
 class GroupFailuresConfig(Section):
     """Attempts for groups of answers that cannot be sampled, with `mode=ahead`.
 

@@ -12,7 +12,13 @@ from numbered_prompts import make_stream
 from nemo_rl.algorithms.rollout.batches import build_training_batch
 from nemo_rl.algorithms.rollout.refit import Refitter
 from nemo_rl.algorithms.rollout.source import DynamicSampling, Group, SampledGroups
-from nemo_rl.algorithms.rollout.staleness import StoredVersion, age_metrics, check_staleness, num_stale_tokens, stale_tokens
+from nemo_rl.algorithms.rollout.staleness import (
+    StoredVersion,
+    age_metrics,
+    check_staleness,
+    num_stale_tokens,
+    stale_tokens,
+)
 from nemo_rl.algorithms.rollout.sync_probe import SyncProbe
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.algorithms.runtime.run import StepBatch
