@@ -34,6 +34,7 @@ from nemo_rl.distributed.workers.calls import MultiWorkerFuture, check_nesting, 
 from nemo_rl.distributed.workers.ending import find_loss, first_line, kill_workers
 from nemo_rl.distributed.workers.logs import activity_of, stacks_of
 from nemo_rl.distributed.workers.results import PendingCall, WorkerSlot, explain_failure, gather
+from nemo_rl.distributed.workers.start_phases import PROCESS, WorkerPhase, slowest_of
 from nemo_rl.utils.errors import DeadlineExceededError, NodeLostError, RayDiedError, WorkerDiedError
 
 __all__ = ["MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup"]
@@ -67,6 +68,9 @@ class RayWorkerGroup:
         ranks_per_unit: number of consecutive workers that depend on each other, such as the ranks of one engine. If one
             dies, workers outside its block continue. None: all workers depend on each other; if one dies or misses a
             deadline all are killed, because they would wait for it. `restart_all` replaces them.
+
+    Attributes:
+        start_phases: how long the parts of the first start took, with the slowest worker of each.
 
     Raises:
         ResourceInsufficientError: the cluster lacks the resources.
@@ -104,14 +108,16 @@ class RayWorkerGroup:
                 f"sharding_annotations must arrange the workers 0..{world_size - 1}, got {self.sharding_annotations!r}."
             )
         self._slots: list[WorkerSlot] = []
+        self.start_phases: list[WorkerPhase] = []
         self._cause_of_death: str | None = None
         self._awaits_restart = False
         if not self._may_restart:
             _irreplaceable.add(self)
+        began = time.monotonic()
         try:
             for rank in range(world_size):
                 self._slots.append(self._create_slot(rank))
-            self._settle(self._slots, list(range(world_size)), setup_timeout_s)
+            self.start_phases = self._settle(self._slots, list(range(world_size)), setup_timeout_s, began)
         except BaseException:
             kill_workers(self._slots)
             raise
@@ -166,7 +172,8 @@ class RayWorkerGroup:
         """
         self._refuse_when_dead()
         at_zero = workers_at_zero(self.sharding_annotations, run_rank_0_only_axes or [])
-        chosen = [idx for idx in at_zero if workers is None or idx in workers]
+        wanted = range(len(self._slots)) if workers is None else frozenset(workers)
+        chosen = [idx for idx in at_zero if idx in wanted]
         shared_args = [_stored(value) for value in args]
         shared_kwargs = {name: _stored(value) for name, value in kwargs.items()}
         refs = [self._call(idx, method_name, shared_args, shared_kwargs) for idx in chosen]
@@ -448,8 +455,14 @@ class RayWorkerGroup:
             **self.cluster.resources_per_worker(),
         )
 
-    def _settle(self, slots: list[WorkerSlot], indices: Sequence[int], timeout_s: float) -> None:
-        """Wait until the processes have reported their identity and built their worker objects."""
+    def _settle(
+        self, slots: list[WorkerSlot], indices: Sequence[int], timeout_s: float, began: float = 0.0
+    ) -> list[WorkerPhase]:
+        """Wait until the processes have reported their identity and built their worker objects.
+
+        Returns:
+            The parts of their start; that of the processes is measured from `began`.
+        """
         end = time.monotonic() + timeout_s
         new = [slots[idx] for idx in indices]
         reports = [PendingCall(s.handle.report_identity.remote(), s) for s in new]
@@ -457,15 +470,18 @@ class RayWorkerGroup:
         if self._ranks_per_unit > 1 or not self._may_restart:
             firsts = {idx // self._ranks_per_unit * self._ranks_per_unit for idx in indices}
             meeting_points = {first: self._hold_port(slots[first]) for first in firsts}
+        arguments, size = self._builder.put_arguments(), self._ranks_per_unit
         builds = [
-            self._builder.build_in(slots[idx], meeting_points.get(idx // self._ranks_per_unit * self._ranks_per_unit))
-            for idx in indices
+            self._builder.build_in(slots[idx], arguments, meeting_points.get(idx // size * size)) for idx in indices
         ]
-        phase = f"{self.name_prefix} setup"
-        for idx, who in zip(indices, gather(reports, new, timeout_s, phase), strict=True):
+        phase, arrivals = f"{self.name_prefix} setup", dict[int, float]()
+        for idx, who in zip(indices, gather(reports, new, timeout_s, phase, arrivals), strict=True):
             slots[idx] = replace(slots[idx], identity=who)
         calls = [PendingCall(ref, slots[idx]) for idx, ref in zip(indices, builds, strict=True)]
-        gather(calls, [call.slot for call in calls], max(end - time.monotonic(), 0.0), phase)
+        built = gather(calls, [call.slot for call in calls], max(end - time.monotonic(), 0.0), phase)
+        workers = [(slot.name, slot.identity.node_ip) for slot in (slots[idx] for idx in indices) if slot.identity]
+        processes = [{PROCESS: arrivals[idx] - began} for idx in indices]
+        return slowest_of(workers, processes) + slowest_of(workers, built)
 
     def _call(self, idx: int, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ray.ObjectRef:
         call = self._slots[idx].handle.call.options(name=f"{self.name_prefix}.{method_name}")

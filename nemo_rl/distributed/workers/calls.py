@@ -63,6 +63,7 @@ def plan_sharded_calls(
         sharding.get_axis_index(axis)
     held = {*in_sharded_axes, *replicate_on_axes}
     free = [name for name in sharding.names if name not in held]
+    returned = None if return_from_workers is None else frozenset(return_from_workers)
     calls = []
     for idx in range(sharding.size):
         coords = sharding.get_worker_coords(idx)
@@ -70,8 +71,8 @@ def plan_sharded_calls(
         if gets_data or make_dummy_calls_to_free_axes:
             at = tuple(coords[axis] for axis in in_sharded_axes) if gets_data else None
             wanted = sharding.is_axis_zero(coords, output_is_replicated)
-            if return_from_workers is not None:
-                wanted = idx in return_from_workers
+            if returned is not None:
+                wanted = idx in returned
             calls.append(ShardedCall(idx, at, wanted))
     return calls
 

@@ -9,8 +9,9 @@ Invariant: no wait is endless, and one rank's failure is raised while the others
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import ray
@@ -49,7 +50,13 @@ class PendingCall:
     slot: WorkerSlot
 
 
-def gather(calls: Sequence[PendingCall], workers: Sequence[WorkerSlot], timeout_s: float, phase: str) -> list[Any]:
+def gather(
+    calls: Sequence[PendingCall],
+    workers: Sequence[WorkerSlot],
+    timeout_s: float,
+    phase: str,
+    arrivals: dict[int, float] | None = None,
+) -> list[Any]:
     """Wait for all answers.
 
     Args:
@@ -58,6 +65,7 @@ def gather(calls: Sequence[PendingCall], workers: Sequence[WorkerSlot], timeout_
             are checked.
         timeout_s: seconds from now.
         phase: name of the wait for errors.
+        arrivals: gets the time (`time.monotonic()`) of each worker's answer, by rank; None if nobody asks.
 
     Returns:
         The answers in the order of `calls`.
@@ -72,6 +80,7 @@ def gather(calls: Sequence[PendingCall], workers: Sequence[WorkerSlot], timeout_
     """
     end = time.monotonic() + timeout_s
     waiting = {call.ref: call for call in calls}
+    ranks = {call.ref: call.slot.rank for call in calls}
     answers: dict[Any, Any] = {}
     with StillWaiting(phase, "workers have answered", lambda: len(answers), len(calls)) as progress:
         while waiting:
@@ -80,6 +89,9 @@ def gather(calls: Sequence[PendingCall], workers: Sequence[WorkerSlot], timeout_
                 raise _deadline_error(list(waiting.values()), calls, workers, timeout_s, phase)
             if failures:
                 raise _root_cause(failures, waiting, workers, phase)
+            if arrivals is not None:
+                now = time.monotonic()
+                arrivals |= {ranks[ref]: now for ref in islice(answers, len(arrivals), None)}
     return [answers[call.ref] for call in calls]
 
 
@@ -125,15 +137,24 @@ def _take_ready(
         if not ready and left <= 0:
             return None
     ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+    calls = {ref: waiting.pop(ref) for ref in ready}
+    try:
+        answers |= zip(ready, ray.get(ready), strict=True)
+    except RayError:
+        failures = _take_each(calls, answers)
+        check_local_ray()
+        return failures
+    return []
+
+
+def _take_each(calls: Mapping[Any, PendingCall], answers: dict[Any, Any]) -> list[tuple[PendingCall, RayError]]:
+    """Add available answers to `answers`, and return the calls that failed."""
     failures = []
-    for ref in ready:
-        call = waiting.pop(ref)
+    for ref, call in calls.items():
         try:
             answers[ref] = ray.get(ref)
         except RayError as error:
             failures.append((call, error))
-    if failures:
-        check_local_ray()
     return failures
 
 
