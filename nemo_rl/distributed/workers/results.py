@@ -26,6 +26,9 @@ from nemo_rl.utils.errors import DeadlineExceededError, NodeLostError, WorkerDie
 
 # When a worker dies, its peers may report a broken connection before Ray reports the death.
 ROOT_CAUSE_GRACE_S = 2.0
+_TOGETHER_S = 50e-6
+"""Seconds for each open call in which further answers are waited for. A wait takes time for each open call, so a wait
+for every single answer would take time for the square of the calls."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ def _take_ready(
         ready, _ = ray.wait(refs, num_returns=1, timeout=min(max(left, 0.0), LIVENESS_PERIOD_S))
         if not ready and left <= 0:
             return None
-    ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+    ready, _ = ray.wait(refs, num_returns=len(refs), timeout=_TOGETHER_S * len(refs))
     calls = {ref: waiting.pop(ref) for ref in ready}
     try:
         answers |= zip(ready, ray.get(ready), strict=True)
