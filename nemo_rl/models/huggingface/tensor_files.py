@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from nemo_rl.files.hub_download import download
+from nemo_rl.files.hub_download import download, one_download
 from nemo_rl.host.waiting_log import StillWaiting
 from nemo_rl.utils.errors import CheckpointError
 
@@ -138,7 +138,7 @@ def model_folder(model_name: str) -> Path:
     """Return the folder of a model's files; a hub id is downloaded if it is not in the cache.
 
     Of the weights only those files are downloaded that `weight_files` names. Nothing is asked of the hub for a model
-    that is in the cache.
+    that is in the cache, and of the processes that share a cache one asks.
 
     Raises:
         DownloadError: the files do not arrive.
@@ -149,10 +149,14 @@ def model_folder(model_name: str) -> Path:
     cached = cached_folder(model_name)
     if cached is not None:
         return cached
-    folder = download(model_name, _DESCRIBING_FILES, ignored=_SUBFOLDERS)
-    names = {SAFE_WEIGHTS_NAME} | _indexed(folder / SAFE_WEIGHTS_INDEX_NAME)
-    # The folder of a commit has its name; the weights must be of the same commit.
-    return download(model_name, sorted(names), revision=folder.name)
+    with one_download(model_name):
+        cached = cached_folder(model_name)  # another process may have downloaded it meanwhile
+        if cached is not None:
+            return cached
+        folder = download(model_name, _DESCRIBING_FILES, ignored=_SUBFOLDERS)
+        names = {SAFE_WEIGHTS_NAME} | _indexed(folder / SAFE_WEIGHTS_INDEX_NAME)
+        # The folder of a commit has its name; the weights must be of the same commit.
+        return download(model_name, sorted(names), revision=folder.name)
 
 
 def cached_folder(hub_id: str) -> Path | None:

@@ -265,6 +265,7 @@ class MegatronBackend(TorchBackend):
 
 def _model_config(config: PolicyConfig) -> PretrainedConfig:
     """Load the model's configuration; for a reward model, that of a sequence classifier with one label."""
+    model_folder(config.model_name)  # first: of the ranks of a machine, one asks the hub for files
     hf_config = load_model_config(config.model_name, config.hf_config_overrides)
     if config.reward_model_cfg.enabled:
         classes: Any = AutoModelForSequenceClassification._model_mapping
