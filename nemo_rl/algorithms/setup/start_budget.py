@@ -58,11 +58,14 @@ class StartBudget:
         total = time.perf_counter() - self._started_at
         phases = self._phases | {_REST: max(total - sum(self._phases.values()), 0.0)}
         lines = [_line(name, seconds, total) for name, seconds in phases.items()]
+        lines += ["  of workers, within these:"] * bool(self._workers)
         for name, phase in self._workers:
             slowest = f"  {phase.worker} on {phase.node}, median {phase.median:.1f}"
-            lines.append(_line(f"  {name}", phase.seconds, total) + slowest)
+            lines.append(_line(f"  {name}", phase.seconds, total) + slowest * (phase.seconds > phase.median))
         logger.info(
-            "The start took %.1f s: seconds, share and slowest worker of each phase\n%s", total, "\n".join(lines)
+            "The start took %.1f s; of the workers the slowest are named, which the others wait for:\n%s",
+            total,
+            "\n".join(lines),
         )
         workers = {name: phase.seconds for name, phase in self._workers}
         named = {f"start/{name.replace(': ', '/').replace(' ', '_')}": s for name, s in (phases | workers).items()}
