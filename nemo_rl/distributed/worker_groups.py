@@ -17,7 +17,6 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -34,7 +33,8 @@ from nemo_rl.distributed.workers.calls import MultiWorkerFuture, check_nesting, 
 from nemo_rl.distributed.workers.ending import find_loss, first_line, kill_workers
 from nemo_rl.distributed.workers.logs import activity_of, stacks_of
 from nemo_rl.distributed.workers.results import PendingCall, WorkerSlot, explain_failure, gather
-from nemo_rl.distributed.workers.start_phases import PROCESS, WorkerPhase, slowest_of
+from nemo_rl.distributed.workers.start_phases import WorkerPhase
+from nemo_rl.distributed.workers.starting import await_start
 from nemo_rl.utils.errors import DeadlineExceededError, NodeLostError, RayDiedError, WorkerDiedError
 
 __all__ = ["MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup"]
@@ -463,25 +463,16 @@ class RayWorkerGroup:
         Returns:
             The parts of their start; that of the processes is measured from `began`.
         """
-        end = time.monotonic() + timeout_s
-        new = [slots[idx] for idx in indices]
-        reports = [PendingCall(s.handle.report_identity.remote(), s) for s in new]
+        end, size = time.monotonic() + timeout_s, self._ranks_per_unit
+        reports = [slots[idx].handle.report_identity.remote() for idx in indices]
         meeting_points: dict[int, ray.ObjectRef] = {}
-        if self._ranks_per_unit > 1 or not self._may_restart:
-            firsts = {idx // self._ranks_per_unit * self._ranks_per_unit for idx in indices}
-            meeting_points = {first: self._hold_port(slots[first]) for first in firsts}
-        arguments, size = self._builder.put_arguments(), self._ranks_per_unit
+        if size > 1 or not self._may_restart:
+            meeting_points = {first: self._hold_port(slots[first]) for first in {idx // size * size for idx in indices}}
+        arguments = self._builder.put_arguments()
         builds = [
             self._builder.build_in(slots[idx], arguments, meeting_points.get(idx // size * size)) for idx in indices
         ]
-        phase, arrivals = f"{self.name_prefix} setup", dict[int, float]()
-        for idx, who in zip(indices, gather(reports, new, timeout_s, phase, arrivals), strict=True):
-            slots[idx] = replace(slots[idx], identity=who)
-        calls = [PendingCall(ref, slots[idx]) for idx, ref in zip(indices, builds, strict=True)]
-        built = gather(calls, [call.slot for call in calls], max(end - time.monotonic(), 0.0), phase)
-        workers = [(slot.name, slot.identity.node_ip) for slot in (slots[idx] for idx in indices) if slot.identity]
-        processes = [{PROCESS: arrivals[idx] - began} for idx in indices]
-        return slowest_of(workers, processes) + slowest_of(workers, built)
+        return await_start(slots, indices, (reports, builds), end, f"{self.name_prefix} setup", began)
 
     def _call(self, idx: int, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ray.ObjectRef:
         call = self._slots[idx].handle.call.options(name=f"{self.name_prefix}.{method_name}")

@@ -16,7 +16,7 @@ PROCESS = "process"
 """Phase from the request for a worker to its first answer."""
 IMPORTS = "imports"
 CONSTRUCTOR = "constructor"
-"""What the constructor does outside of the phases in it."""
+"""Phase of the constructor, without the phases within it."""
 
 _seconds: dict[str, float] = {}
 _within: list[float] = []
