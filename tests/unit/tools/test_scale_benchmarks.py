@@ -32,6 +32,7 @@ def test_a_small_step_is_measured(program: str) -> None:
     assert figures and float(figures.group(1)) > 0
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_the_start_of_a_few_stand_ins_is_measured() -> None:
     said = run(
