@@ -68,7 +68,7 @@ def gather(
             are checked.
         timeout_s: seconds from now.
         phase: name of the wait for errors.
-        arrivals: gets the time (`time.monotonic()`) of each worker's answer, by rank; None if nobody asks.
+        arrivals: gets the time (`time.monotonic()`) of each worker's answer, by rank; None: the times are not kept.
 
     Returns:
         The answers in the order of `calls`.
