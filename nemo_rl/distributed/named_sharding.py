@@ -5,6 +5,7 @@ once; axes are named, never numbered, outside this file.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Union
 
 import numpy as np
@@ -79,16 +80,22 @@ class NamedSharding:
         """A copy of the worker ids, one dimension per axis, int32."""
         return self._layout.copy()
 
+    @cached_property
+    def _positions(self) -> dict[int, int]:
+        """Position of each worker in the flattened layout: every call of a group asks for those of all workers."""
+        return {int(worker): position for position, worker in enumerate(self._layout.ravel())}
+
     def get_worker_coords(self, worker_id: int) -> dict[str, int]:
         """Return the position of a worker on each axis.
 
         Raises:
             ValueError: no such worker.
         """
-        found = np.argwhere(self._layout == worker_id)
-        if len(found) == 0:
+        position = self._positions.get(worker_id)
+        if position is None:
             raise ValueError(f"worker {worker_id} is not in {self!r}.")
-        return {name: int(at) for name, at in zip(self._names, found[0], strict=True)}
+        found = np.unravel_index(position, self._layout.shape)
+        return {name: int(at) for name, at in zip(self._names, found, strict=True)}
 
     @staticmethod
     def is_axis_zero(coords: Mapping[str, int], axes: Sequence[str]) -> bool:

@@ -17,7 +17,6 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -30,10 +29,18 @@ from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.tensor_transport import pack_tensors
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.workers.builder import RayWorkerBuilder, facts_of, plan_places
-from nemo_rl.distributed.workers.calls import MultiWorkerFuture, check_nesting, plan_sharded_calls, workers_at_zero
+from nemo_rl.distributed.workers.calls import (
+    MultiWorkerFuture,
+    check_nesting,
+    plan_sharded_calls,
+    stored,
+    workers_at_zero,
+)
 from nemo_rl.distributed.workers.ending import find_loss, first_line, kill_workers
 from nemo_rl.distributed.workers.logs import activity_of, stacks_of
 from nemo_rl.distributed.workers.results import PendingCall, WorkerSlot, explain_failure, gather
+from nemo_rl.distributed.workers.start_phases import WorkerPhase
+from nemo_rl.distributed.workers.starting import await_start
 from nemo_rl.utils.errors import DeadlineExceededError, NodeLostError, RayDiedError, WorkerDiedError
 
 __all__ = ["MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup"]
@@ -42,7 +49,6 @@ logger = logging.getLogger(__name__)
 
 _irreplaceable: "weakref.WeakSet[RayWorkerGroup]" = weakref.WeakSet()
 """Groups whose workers are replaced together or not at all."""
-_SMALL_TYPES = (type(None), bool, int, float, str)
 
 
 class RayWorkerGroup:
@@ -67,6 +73,9 @@ class RayWorkerGroup:
         ranks_per_unit: number of consecutive workers that depend on each other, such as the ranks of one engine. If one
             dies, workers outside its block continue. None: all workers depend on each other; if one dies or misses a
             deadline all are killed, because they would wait for it. `restart_all` replaces them.
+
+    Attributes:
+        start_phases: how long the parts of the first start took, with the slowest worker of each.
 
     Raises:
         ResourceInsufficientError: the cluster lacks the resources.
@@ -104,14 +113,16 @@ class RayWorkerGroup:
                 f"sharding_annotations must arrange the workers 0..{world_size - 1}, got {self.sharding_annotations!r}."
             )
         self._slots: list[WorkerSlot] = []
+        self.start_phases: list[WorkerPhase] = []
         self._cause_of_death: str | None = None
         self._awaits_restart = False
         if not self._may_restart:
             _irreplaceable.add(self)
+        began = time.monotonic()
         try:
             for rank in range(world_size):
                 self._slots.append(self._create_slot(rank))
-            self._settle(self._slots, list(range(world_size)), setup_timeout_s)
+            self.start_phases = self._settle(self._slots, list(range(world_size)), setup_timeout_s, began)
         except BaseException:
             kill_workers(self._slots)
             raise
@@ -166,9 +177,10 @@ class RayWorkerGroup:
         """
         self._refuse_when_dead()
         at_zero = workers_at_zero(self.sharding_annotations, run_rank_0_only_axes or [])
-        chosen = [idx for idx in at_zero if workers is None or idx in workers]
-        shared_args = [_stored(value) for value in args]
-        shared_kwargs = {name: _stored(value) for name, value in kwargs.items()}
+        wanted = range(len(self._slots)) if workers is None else frozenset(workers)
+        chosen = [idx for idx in at_zero if idx in wanted]
+        shared_args = [stored(value) for value in args]
+        shared_kwargs = {name: stored(value) for name, value in kwargs.items()}
         refs = [self._call(idx, method_name, shared_args, shared_kwargs) for idx in chosen]
         return MultiWorkerFuture(refs, called_workers=chosen)
 
@@ -196,7 +208,7 @@ class RayWorkerGroup:
         for name, values in kwargs.items():
             if len(values) != len(chosen):
                 raise ValueError(f"{name} holds {len(values)} values for {len(chosen)} workers.")
-        common = {name: _stored(value) for name, value in (common_kwargs or {}).items()}
+        common = {name: stored(value) for name, value in (common_kwargs or {}).items()}
         refs = []
         for position, idx in enumerate(chosen):
             own = {name: pack_tensors(values[position]) for name, values in kwargs.items()}
@@ -245,13 +257,13 @@ class RayWorkerGroup:
         )
         several = math.prod(sharding.get_axis_size(axis) for axis in replicated) > 1
         check_nesting(kwargs, [sharding.get_axis_size(axis) for axis in sharded])
-        common = {name: _stored(value) for name, value in (common_kwargs or {}).items()}
+        common = {name: stored(value) for name, value in (common_kwargs or {}).items()}
         shards: dict[tuple[int, ...] | None, dict[str, Any]] = {None: dict.fromkeys(kwargs)}
         refs = []
         for call in plan:
             if call.coords is not None and call.coords not in shards:
                 shards[call.coords] = {
-                    name: _stored(reduce(getitem, call.coords, nested), several) for name, nested in kwargs.items()
+                    name: stored(reduce(getitem, call.coords, nested), several) for name, nested in kwargs.items()
                 }
             own = shards[call.coords]
             refs.append(self._call(call.worker_idx, method_name, (), {**common, **own}))
@@ -448,24 +460,17 @@ class RayWorkerGroup:
             **self.cluster.resources_per_worker(),
         )
 
-    def _settle(self, slots: list[WorkerSlot], indices: Sequence[int], timeout_s: float) -> None:
-        """Wait until the processes have reported their identity and built their worker objects."""
-        end = time.monotonic() + timeout_s
-        new = [slots[idx] for idx in indices]
-        reports = [PendingCall(s.handle.report_identity.remote(), s) for s in new]
-        meeting_points: dict[int, ray.ObjectRef] = {}
-        if self._ranks_per_unit > 1 or not self._may_restart:
-            firsts = {idx // self._ranks_per_unit * self._ranks_per_unit for idx in indices}
-            meeting_points = {first: self._hold_port(slots[first]) for first in firsts}
-        builds = [
-            self._builder.build_in(slots[idx], meeting_points.get(idx // self._ranks_per_unit * self._ranks_per_unit))
-            for idx in indices
-        ]
-        phase = f"{self.name_prefix} setup"
-        for idx, who in zip(indices, gather(reports, new, timeout_s, phase), strict=True):
-            slots[idx] = replace(slots[idx], identity=who)
-        calls = [PendingCall(ref, slots[idx]) for idx, ref in zip(indices, builds, strict=True)]
-        gather(calls, [call.slot for call in calls], max(end - time.monotonic(), 0.0), phase)
+    def _settle(
+        self, slots: list[WorkerSlot], indices: Sequence[int], timeout_s: float, began: float = 0.0
+    ) -> list[WorkerPhase]:
+        """Wait until processes run and have built their worker objects; return the parts of it, see `await_start`."""
+        end, size = time.monotonic() + timeout_s, self._ranks_per_unit
+        reports = [slots[idx].handle.report_identity.remote() for idx in indices]
+        firsts = {idx // size * size for idx in indices} if size > 1 or not self._may_restart else set()
+        meetings = {first: self._hold_port(slots[first]) for first in firsts}
+        arguments = self._builder.put_arguments()
+        builds = [self._builder.build_in(slots[idx], arguments, meetings.get(idx // size * size)) for idx in indices]
+        return await_start(slots, indices, (reports, builds), end, f"{self.name_prefix} setup", began)
 
     def _call(self, idx: int, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ray.ObjectRef:
         call = self._slots[idx].handle.call.options(name=f"{self.name_prefix}.{method_name}")
@@ -492,9 +497,3 @@ def _refuse_when_others_are_lost() -> None:
     losses = describe_losses(slot.identity for slot in slots if slot.identity)
     if losses:
         raise NodeLostError(losses)
-
-
-def _stored(value: Any, shared: bool = True) -> Any:
-    """Put a value that several workers get into Ray's store once; send other values with the call."""
-    value = pack_tensors(value)
-    return ray.put(value) if shared and not isinstance(value, _SMALL_TYPES) else value

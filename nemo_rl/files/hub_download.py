@@ -6,12 +6,14 @@ the hub for files of a commit that are in the cache.
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub import DryRunFileInfo, constants, snapshot_download
 from huggingface_hub.errors import DryRunError
+from huggingface_hub.utils import WeakFileLock
 from tqdm import tqdm
 
 from nemo_rl.host.waiting_log import StillWaiting
@@ -64,6 +66,28 @@ def download(
             "arrived is kept, and the same command continues. A private or gated repository needs a login (`hf auth "
             "login`); without a network, use a folder with the files."
         ) from error
+
+
+@contextmanager
+def one_download(name: str) -> Iterator[None]:
+    """Run a block while no other process that uses the same cache runs it for the same repository.
+
+    The ranks of a machine start at the same time. One of them asks the hub and downloads, and the others find the files
+    in the cache afterwards; otherwise thousands of ranks would ask the hub within seconds, and it limits requests. The
+    wait ends when the process that has the lock ends; a worker's start has the deadline `cluster.timeouts.setup_s`.
+
+    Args:
+        name: id of the repository.
+    """
+    lock = Path(constants.HF_HUB_CACHE) / ".locks" / f"nemo_rl--{name.replace('/', '--')}.lock"
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        lock.touch()
+    except OSError:  # a cache that cannot be written gets no files either
+        yield
+        return
+    with WeakFileLock(lock):
+        yield
 
 
 def _files(name: str, wanted: dict[str, Any]) -> list[DryRunFileInfo] | None:

@@ -4,7 +4,6 @@ The seconds of an engine are estimated for answers of maximum length: each decod
 cached keys and values of all running answers. Invariant: as in `costs`, only ratios mean something.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import ceil, floor
@@ -75,23 +74,27 @@ def engines_of_one_rank(config: MasterConfig) -> dict[str, object]:
 def engine_choices(job: Job, config: MasterConfig, reserved: float) -> list[EngineChoice]:
     """Return the engines that fit, the fastest first; equally fast ones with fewer ranks first.
 
+    Engines over several machines are returned only if none fits on one, because their ranks exchange through a network.
+
     Args:
         job: the policy.
         config: the run, with the sizes of its models.
         reserved: bytes of a device that models and a weight sync need while engines hold their memory.
     """
-    found = [choice for choice in _choices(job, config, reserved) if choice is not None]
-    return sorted(found, key=lambda choice: (choice.seconds, choice.tensor * choice.stages))
-
-
-def _choices(job: Job, config: MasterConfig, reserved: float) -> Iterator[EngineChoice | None]:
     topology = plan_topology(config.policy_cluster, config.policy)
-    sizes = [n for n in (1, 2, 4, 8, 16) if n <= topology.generation_ranks_per_node]
-    for tensor, stages in product(sizes, sizes):
-        if topology.generation_ranks_per_node % (tensor * stages):
-            continue
-        engines = topology.generation_ranks // (tensor * stages)
-        yield _choice(job, config, (tensor, stages, engines), reserved)
+    ranks, machines = topology.generation_ranks_per_node, topology.generation_nodes
+    sizes = [n for n in (1, 2, 4, 8, 16) if n <= ranks]
+    on_one = [(tensor, stages) for tensor, stages in product(sizes, sizes) if ranks % (tensor * stages) == 0]
+    on_several = [(ranks, stages) for stages in range(2, machines + 1) if machines % stages == 0]
+    found: list[EngineChoice] = []
+    for sizes_of_engines in (on_one, on_several):
+        for tensor, stages in sizes_of_engines:
+            engines = topology.generation_ranks // (tensor * stages)
+            choice = _choice(job, config, (tensor, stages, engines), reserved)
+            found += [choice] if choice is not None else []
+        if found:
+            break
+    return sorted(found, key=lambda choice: (choice.seconds, choice.tensor * choice.stages))
 
 
 def _choice(job: Job, config: MasterConfig, sizes: tuple[int, int, int], reserved: float) -> EngineChoice | None:

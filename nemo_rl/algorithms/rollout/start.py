@@ -52,6 +52,7 @@ from nemo_rl.algorithms.setup.roles import (
     start_together,
 )
 from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
+from nemo_rl.algorithms.setup.start_budget import StartBudget
 from nemo_rl.config import Role, RolloutMasterConfig, busy_engines
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.loader import build_loader
@@ -141,6 +142,7 @@ def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: fl
             used; raised before Ray starts.
         ResourceInsufficientError: the cluster has fewer resources than requested.
     """
+    budget = StartBudget(started_at)
     check_added_models(config, recipe.roles)
     check_engine_model(config.policy, config.cluster)
     check_environments(config, recipe.data.task_env.values(), recipe.environments)
@@ -153,11 +155,13 @@ def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: fl
         resources.callback(backends.close)
         backends.log_hyperparams(config.model_dump())
         log_memory(config.model_cluster, recipe.roles, memory_of_a_rank(config.cluster))
-        workers = _start_workers(config, recipe, folders, resources)
+        workers = _start_workers(config, recipe, folders, resources, budget)
         resources.enter_context(monitored(config.logger, backends))
         threads = resources.enter_context(ExitStack())
         connect = partial(_connect, config, recipe, folders, backends, workers, threads)
-        first = connect(folders.resume_path, prompts, started_at)
+        with budget.phase("rollouts and session"):
+            first = connect(folders.resume_path, prompts, started_at)
+        budget.log(backends)
         resources.push(folders.record_end)
         return Run(
             session=first.session,
@@ -198,15 +202,22 @@ def _replace_ranks(
 
 
 def _start_workers(
-    config: RolloutMasterConfig, recipe: RolloutRecipe, folders: RunFolders, resources: ExitStack
+    config: RolloutMasterConfig,
+    recipe: RolloutRecipe,
+    folders: RunFolders,
+    resources: ExitStack,
+    budget: StartBudget,
 ) -> Workers:
     """Start environments in the background, then engines and models; block until engines and models are ready."""
     cluster, seed = config.cluster, config.algorithm.seed
-    download_models(model.model_name for _, _, model in config.model_keys())
-    init_ray(str(folders.log_dir), optimizations=cluster.optimizations)
-    environments = start_environments(config, recipe.data.task_env.values(), recipe.environments, resources)
-    places = place_models(config.model_cluster, recipe.roles)
-    reserve(places.values(), config, recipe.roles, resources)
+    with budget.phase("downloads"):
+        download_models(model.model_name for _, _, model in config.model_keys())
+    with budget.phase("Ray"):
+        init_ray(str(folders.log_dir), optimizations=cluster.optimizations)
+    with budget.phase("machines reserved and compared"):
+        environments = start_environments(config, recipe.data.task_env.values(), recipe.environments, resources)
+        places = place_models(config.model_cluster, recipe.roles)
+        reserve(places.values(), config, recipe.roles, resources)
     settings = engine_settings(config.policy, cluster, seed, load_weights=False)
     assert config.policy.generation is not None, "engine_settings checks this"
     file = config.policy.generation.num_engines_file
@@ -217,11 +228,17 @@ def _start_workers(
         for name, role in reversed(list(recipe.roles.items()))
     }
     if settings.can_sleep:
-        started = start_together(engines, resources)
-        Engines(started["generation"], cluster.timeouts.weight_sync_s).rest()
-        started |= start_models(config.model_cluster, recipe.roles, models, resources)
+        with budget.phase("engines"):
+            started = start_together(engines, resources)
+            Engines(started["generation"], cluster.timeouts.weight_sync_s).rest()
+        with budget.phase("models"):
+            started |= start_models(config.model_cluster, recipe.roles, models, resources)
     else:
-        started = start_models(config.model_cluster, recipe.roles, {**engines, **models}, resources)
+        with budget.phase("engines and models"):
+            started = start_models(config.model_cluster, recipe.roles, {**engines, **models}, resources)
+    budget.add_workers("generation", started["generation"].workers.start_phases)
+    for name in recipe.roles:
+        budget.add_workers(name, started[name].worker_group.start_phases)
     return Workers({name: started[name] for name in recipe.roles}, started["generation"], environments)
 
 

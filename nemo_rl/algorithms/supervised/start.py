@@ -25,6 +25,7 @@ from nemo_rl.algorithms.setup.placement import place_models
 from nemo_rl.algorithms.setup.preflight import check_added_models
 from nemo_rl.algorithms.setup.roles import allowed_restarts, replace_ranks, reserve, start_models, start_role
 from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
+from nemo_rl.algorithms.setup.start_budget import StartBudget
 from nemo_rl.algorithms.setup.user_parts import UserParts
 from nemo_rl.algorithms.supervised.validation import LossValidator, SeparateValidations, Validate
 from nemo_rl.config import DPOConfig, Role, SupervisedMasterConfig
@@ -140,6 +141,7 @@ class WrittenBatches:
 
 def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_at: float = 0.0) -> Run:
     """Start Ray and the policy's ranks, and connect them; arguments and errors as in `rollout.start.start_run`."""
+    budget = StartBudget(started_at)
     check_added_models(config, recipe.roles)
     rows = make_rows(config, recipe)
     steps = num_steps(config, rows.batches_per_epoch)
@@ -151,7 +153,7 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
         backends.log_hyperparams(config.model_dump())
         available = memory_of_a_rank(config.cluster)
         log_memory(config.cluster, recipe.roles, available, recipe.rows_per_sample)
-        models = _start_models(config, recipe, folders, resources)
+        models = _start_models(config, recipe, folders, resources, budget)
         resources.enter_context(monitored(config.logger, backends))
 
         def connect(resume_path: Path | None, rows: Prompts, started_at: float) -> Connection:
@@ -171,7 +173,9 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
             source = WrittenBatches(rows, recipe.rows_per_sample)
             return Connection(session, source, recipe.stages(models), memory)
 
-        first = connect(folders.resume_path, rows, started_at)
+        with budget.phase("session"):
+            first = connect(folders.resume_path, rows, started_at)
+        budget.log(backends)
         resources.push(folders.record_end)
         return Run(
             session=first.session,
@@ -199,19 +203,30 @@ def make_rows(config: SupervisedMasterConfig, recipe: SupervisedRecipe) -> Promp
 
 
 def _start_models(
-    config: SupervisedMasterConfig, recipe: SupervisedRecipe, folders: RunFolders, resources: ExitStack
+    config: SupervisedMasterConfig,
+    recipe: SupervisedRecipe,
+    folders: RunFolders,
+    resources: ExitStack,
+    budget: StartBudget,
 ) -> dict[str, Policy]:
     """Start Ray and the ranks of all models; blocks until they are ready."""
     cluster, seed = config.cluster, config.algorithm.seed
-    download_models(model.model_name for _, _, model in config.model_keys())
-    init_ray(str(folders.log_dir), optimizations=cluster.optimizations)
-    places = place_models(cluster, recipe.roles)
-    reserve(places.values(), config, recipe.roles, resources)
+    with budget.phase("downloads"):
+        download_models(model.model_name for _, _, model in config.model_keys())
+    with budget.phase("Ray"):
+        init_ray(str(folders.log_dir), optimizations=cluster.optimizations)
+    with budget.phase("machines reserved and compared"):
+        places = place_models(cluster, recipe.roles)
+        reserve(places.values(), config, recipe.roles, resources)
     starts = {
         name: partial(start_role, name, role, places[name], cluster, recipe.tokenizer, seed, folders.resume_path)
         for name, role in recipe.roles.items()
     }
-    return start_models(cluster, recipe.roles, starts, resources)
+    with budget.phase("models"):
+        models = start_models(cluster, recipe.roles, starts, resources)
+    for name, model in models.items():
+        budget.add_workers(name, model.worker_group.start_phases)
+    return models
 
 
 def num_steps(config: SupervisedMasterConfig, steps_per_epoch: int) -> int:

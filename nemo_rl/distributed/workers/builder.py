@@ -4,6 +4,7 @@
 file never waits for a worker; a `WorkerSlot` is returned before its process has started.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -43,6 +44,7 @@ class RayWorkerBuilder:
         self.kwargs = kwargs
         self.max_concurrency: int | None = None
         self._runtime_env: dict[str, Any] | None = None
+        self._actor_class: Any = None
 
     def in_environment(self, venv: VenvConfig | None, name: str, timeout_s: float) -> Self:
         """Run each worker on a separate Python; see `ray_actor_environment_registry.make_actor_runtime_env`.
@@ -60,6 +62,7 @@ class RayWorkerBuilder:
     def asynchronous(self, max_concurrency: int) -> Self:
         """Let up to `max_concurrency` coroutine methods of each worker run at the same time."""
         self.max_concurrency = max_concurrency
+        self._actor_class = None
         return self
 
     @property
@@ -86,20 +89,17 @@ class RayWorkerBuilder:
             environment: variables of the worker, set before it imports anything.
             **options: further Ray actor options (resources ...).
         """
-        host = WorkerHost if self.max_concurrency is None else AsyncWorkerHost
         at_start = {key: value for key, value in environment.items() if _is_read_early(key, value)}
         if self._runtime_env is None:
             self._runtime_env = make_actor_runtime_env(self.ray_actor_class_fqn)
         runtime_env = self._runtime_env | ({"env_vars": at_start} if at_start else {})
         if runtime_env:
             options["runtime_env"] = runtime_env
-        # The subclass only carries the worker's name into process titles and Ray's tools.
-        titled: Any = type(self.class_name, (host,), {})
         if self.max_concurrency is not None:
             # One more call must get through to report where the others wait.
             options["max_concurrency"] = self.max_concurrency + 1
         handle = (
-            ray.remote(titled)
+            self._titled()
             .options(
                 name=name,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
@@ -112,9 +112,23 @@ class RayWorkerBuilder:
         )
         return WorkerSlot(name, rank, handle, is_async=self.max_concurrency is not None)
 
-    def build_in(self, slot: WorkerSlot, meeting_point: ray.ObjectRef | None) -> ray.ObjectRef:
-        """Start constructing the worker object in a process; `meeting_point` is awaited there."""
-        return slot.handle.build.remote(self.ray_actor_class_fqn, self.args, self.kwargs, meeting_point)
+    def _titled(self) -> Any:
+        """Return the actor class, one for all workers: Ray disassembles, pickles and sends each class that it sees."""
+        if self._actor_class is None:
+            host = WorkerHost if self.max_concurrency is None else AsyncWorkerHost
+            # The subclass only carries the worker's name into process titles and Ray's tools.
+            self._actor_class = ray.remote(type(self.class_name, (host,), {}))
+        return self._actor_class
+
+    def put_arguments(self) -> ray.ObjectRef:
+        """Store the constructor's arguments for `build_in`, once for all workers."""
+        return ray.put((self.args, self.kwargs))
+
+    def build_in(
+        self, slot: WorkerSlot, arguments: ray.ObjectRef, meeting_point: ray.ObjectRef | None
+    ) -> ray.ObjectRef:
+        """Start constructing the worker object in a process; `arguments` and `meeting_point` are awaited there."""
+        return slot.handle.build.remote(self.ray_actor_class_fqn, arguments, meeting_point)
 
 
 @dataclass(frozen=True)
@@ -167,9 +181,10 @@ def plan_places(
             raise ValueError(f"workers_per_node={per_node} must have {len(counts)} entries.")
         chosen = [(node, bundle) for node, number in enumerate(per_node) for bundle in range(number)]
     places: list[WorkerPlace] = []
+    on_node = Counter[int]()
     for node, bundle in chosen:
         if not (0 <= node < len(counts) and 0 <= bundle < counts[node]):
             raise ValueError(f"worker on bundle {bundle} of node {node}: the nodes have {counts} bundles.")
-        local_rank = sum(place.node_idx == node for place in places)
-        places.append(WorkerPlace(node, local_rank, bundle))
+        places.append(WorkerPlace(node, on_node[node], bundle))
+        on_node[node] += 1
     return places

@@ -1,6 +1,6 @@
 """Decide which worker is called with which arguments, for `RayWorkerGroup.run_all_workers_*`.
 
-`worker_groups` makes the planned calls. Pure functions of a `NamedSharding`, no Ray calls.
+`worker_groups` makes the planned calls. Pure functions of a `NamedSharding`; only `stored` calls Ray.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,9 @@ from typing import Any
 import ray
 
 from nemo_rl.distributed.named_sharding import NamedSharding
+from nemo_rl.distributed.tensor_transport import pack_tensors
+
+_SMALL_TYPES = (type(None), bool, int, float, str)
 
 
 @dataclass
@@ -63,6 +66,7 @@ def plan_sharded_calls(
         sharding.get_axis_index(axis)
     held = {*in_sharded_axes, *replicate_on_axes}
     free = [name for name in sharding.names if name not in held]
+    returned = None if return_from_workers is None else frozenset(return_from_workers)
     calls = []
     for idx in range(sharding.size):
         coords = sharding.get_worker_coords(idx)
@@ -70,8 +74,8 @@ def plan_sharded_calls(
         if gets_data or make_dummy_calls_to_free_axes:
             at = tuple(coords[axis] for axis in in_sharded_axes) if gets_data else None
             wanted = sharding.is_axis_zero(coords, output_is_replicated)
-            if return_from_workers is not None:
-                wanted = idx in return_from_workers
+            if returned is not None:
+                wanted = idx in returned
             calls.append(ShardedCall(idx, at, wanted))
     return calls
 
@@ -93,3 +97,9 @@ def check_nesting(shards: Mapping[str, Any], sizes: Sequence[int]) -> None:
             raise ValueError(f"{name} must be a list of {sizes[0]} shards, got {given}.")
         for inner in nested if sizes else ():
             check_nesting({name: inner}, sizes[1:])
+
+
+def stored(value: Any, shared: bool = True) -> Any:
+    """Put a value that several workers get into Ray's store once; return other values, which are sent with the call."""
+    value = pack_tensors(value)
+    return ray.put(value) if shared and not isinstance(value, _SMALL_TYPES) else value

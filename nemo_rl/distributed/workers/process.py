@@ -23,6 +23,7 @@ from typing import Any
 import ray
 
 from nemo_rl.distributed.ranks.rendezvous import hold_port
+from nemo_rl.distributed.workers.start_phases import CONSTRUCTOR, IMPORTS, start_phase, taken_phases
 from nemo_rl.optimizations.fork_server import adopt
 from nemo_rl.utils.imports import import_dotted
 
@@ -123,13 +124,24 @@ class WorkerHost:
         return hold_port(self._identity.node_ip, low, high)
 
     def build(
-        self, class_fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any], meeting_point: tuple[str, int] | None
-    ) -> None:
-        """Import `pkg.module.Class` and construct the worker object, which finds its peers at `meeting_point`."""
+        self,
+        class_fqn: str,
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        meeting_point: tuple[str, int] | None,
+    ) -> dict[str, float]:
+        """Import `pkg.module.Class` and construct the worker object, which finds its peers at `meeting_point`.
+
+        Returns:
+            Seconds of the phases of its start; see `start_phases`.
+        """
+        args, kwargs = arguments
         if meeting_point is not None:
             os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting_point[0], str(meeting_point[1])
-        worker_class = import_dotted(class_fqn, ValueError, f"worker class {class_fqn!r}", "Name it pkg.Class.")
-        self._worker = worker_class(*args, **kwargs)
+        with start_phase(IMPORTS):
+            worker_class = import_dotted(class_fqn, ValueError, f"worker class {class_fqn!r}", "Name it pkg.Class.")
+        with start_phase(CONSTRUCTOR):
+            self._worker = worker_class(*args, **kwargs)
+        return taken_phases()
 
     def call(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the worker object; tensors in the result are sent without copies."""

@@ -9,8 +9,9 @@ Invariant: no wait is endless, and one rank's failure is raised while the others
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import ray
@@ -25,6 +26,9 @@ from nemo_rl.utils.errors import DeadlineExceededError, NodeLostError, WorkerDie
 
 # When a worker dies, its peers may report a broken connection before Ray reports the death.
 ROOT_CAUSE_GRACE_S = 2.0
+_TOGETHER_S = 50e-6
+"""Seconds for each open call in which further answers are waited for. A wait takes time for each open call, so a wait
+for every single answer would take time for the square of the calls."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,13 @@ class PendingCall:
     slot: WorkerSlot
 
 
-def gather(calls: Sequence[PendingCall], workers: Sequence[WorkerSlot], timeout_s: float, phase: str) -> list[Any]:
+def gather(
+    calls: Sequence[PendingCall],
+    workers: Sequence[WorkerSlot],
+    timeout_s: float,
+    phase: str,
+    arrivals: dict[int, float] | None = None,
+) -> list[Any]:
     """Wait for all answers.
 
     Args:
@@ -58,6 +68,7 @@ def gather(calls: Sequence[PendingCall], workers: Sequence[WorkerSlot], timeout_
             are checked.
         timeout_s: seconds from now.
         phase: name of the wait for errors.
+        arrivals: gets the time (`time.monotonic()`) of each worker's answer, by rank; None: the times are not kept.
 
     Returns:
         The answers in the order of `calls`.
@@ -72,6 +83,7 @@ def gather(calls: Sequence[PendingCall], workers: Sequence[WorkerSlot], timeout_
     """
     end = time.monotonic() + timeout_s
     waiting = {call.ref: call for call in calls}
+    ranks = {call.ref: call.slot.rank for call in calls}
     answers: dict[Any, Any] = {}
     with StillWaiting(phase, "workers have answered", lambda: len(answers), len(calls)) as progress:
         while waiting:
@@ -80,6 +92,9 @@ def gather(calls: Sequence[PendingCall], workers: Sequence[WorkerSlot], timeout_
                 raise _deadline_error(list(waiting.values()), calls, workers, timeout_s, phase)
             if failures:
                 raise _root_cause(failures, waiting, workers, phase)
+            if arrivals is not None:
+                now = time.monotonic()
+                arrivals |= {ranks[ref]: now for ref in islice(answers, len(arrivals), None)}
     return [answers[call.ref] for call in calls]
 
 
@@ -124,16 +139,25 @@ def _take_ready(
         ready, _ = ray.wait(refs, num_returns=1, timeout=min(max(left, 0.0), LIVENESS_PERIOD_S))
         if not ready and left <= 0:
             return None
-    ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+    ready, _ = ray.wait(refs, num_returns=len(refs), timeout=_TOGETHER_S * len(refs))
+    calls = {ref: waiting.pop(ref) for ref in ready}
+    try:
+        answers |= zip(ready, ray.get(ready), strict=True)
+    except RayError:
+        failures = _take_each(calls, answers)
+        check_local_ray()
+        return failures
+    return []
+
+
+def _take_each(calls: Mapping[Any, PendingCall], answers: dict[Any, Any]) -> list[tuple[PendingCall, RayError]]:
+    """Add available answers to `answers`, and return the calls that failed."""
     failures = []
-    for ref in ready:
-        call = waiting.pop(ref)
+    for ref, call in calls.items():
         try:
             answers[ref] = ray.get(ref)
         except RayError as error:
             failures.append((call, error))
-    if failures:
-        check_local_ray()
     return failures
 
 

@@ -26,6 +26,7 @@ from nemo_rl.config.rules.broken_rules import report_findings
 from nemo_rl.config.rules.model import check_trainable
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.ranks.placements import held_here, whole
+from nemo_rl.distributed.workers.start_phases import start_phase
 from nemo_rl.host.device import free_cache
 from nemo_rl.models.accepted_rows import require_parameters
 from nemo_rl.models.dtensor.attention import VARLEN_ATTENTION
@@ -110,7 +111,8 @@ class DTensorBackend(TorchBackend):
         self._adapters_unproven = self._lora.enabled
         built = build(config, seed)
         self.model = built.model
-        meshes = Meshes.build(layout, device.type)
+        with start_phase("groups of ranks"):
+            meshes = Meshes.build(layout, device.type)
         if layout.pp > 1:
             keep_stage(self.model.hf, meshes, config.dtensor_cfg.virtual_pipeline_size, device)
         self._balance = watch_experts(self.model.hf, config, device, meshes) if init_optimizer else None
@@ -119,7 +121,9 @@ class DTensorBackend(TorchBackend):
         if not (init_optimizer or init_reference_model) and _stores_compute_precision(device):
             hold_in(self.model, torch_dtype(config.precision))
         shard(self.model, meshes, ShardingSpec.of(config, device))
-        materialize(self.model, self.model.hf, built.lazy_weights, device, cpu_offload=config.dtensor_cfg.cpu_offload)
+        with start_phase("weights"):
+            offload = config.dtensor_cfg.cpu_offload
+            materialize(self.model, self.model.hf, built.lazy_weights, device, cpu_offload=offload)
         method = config.dtensor_cfg.context_parallel_method
         self._context = ContextParallel(meshes.cp, method) if layout.cp > 1 else None
         self._stage = stage_of(self.model.hf)

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,11 @@ class LazyWeights:
 
     files: list[Path] = field(default_factory=list)
 
+    @cached_property
+    def tensors(self) -> TensorFiles:
+        """The tensors of the files, which are opened once for matching names and for reading."""
+        return TensorFiles(self.files)
+
 
 @contextmanager
 def weights_left_in_files() -> Iterator[LazyWeights]:
@@ -63,7 +69,7 @@ def weights_left_in_files() -> Iterator[LazyWeights]:
             )
             return read(model, state_dict, checkpoint_files, load_config, *rest)
         lazy_weights.files = [Path(file) for file in files]
-        return _match(model, TensorFiles(lazy_weights.files), load_config), None
+        return _match(model, lazy_weights.tensors, load_config), None
 
     setattr(PreTrainedModel, _METHOD, staticmethod(leave))
     try:

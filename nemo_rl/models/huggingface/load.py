@@ -62,14 +62,15 @@ def load_causal_lm(
         The model in eval mode.
 
     Raises:
-        ConfigError: the model cannot be found, does not accept an attention function, or an override names no field
-            of its configuration.
+        DownloadError: the model is no folder and cannot be downloaded.
+        ConfigError: the model has no configuration, does not accept an attention function, or an override names no
+            field of its configuration.
     """
     from transformers import AutoModelForCausalLM
 
+    files = _files_of(model_name)  # first: of the ranks of a machine, one asks the hub for files
     config = load_model_config(model_name, config_overrides)
     attention = attention_choice(config, attn_implementation, AutoModelForCausalLM)
-    files = _files_of(model_name)
     model = AutoModelForCausalLM.from_pretrained(files, config=config, dtype=torch.float32, **attention)
     return model.eval()
 
@@ -92,15 +93,16 @@ def load_scoring_model(
         seed: run seed, for a new head.
 
     Raises:
-        ConfigError: the model cannot be found, has no sequence classifier, does not accept an attention function, or
+        DownloadError: the model is no folder and cannot be downloaded.
+        ConfigError: the model has no configuration or no sequence classifier, does not accept an attention function, or
             an override names no field.
     """
     from transformers import AutoModelForSequenceClassification
 
+    files = _files_of(model_name)
     config = load_model_config(model_name, config_overrides)
     config.num_labels = 1
     attention = attention_choice(config, attn_implementation, AutoModelForSequenceClassification)
-    files = _files_of(model_name)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

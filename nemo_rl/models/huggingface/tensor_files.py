@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from nemo_rl.files.hub_download import download
+from nemo_rl.files.hub_download import download, one_download
 from nemo_rl.host.waiting_log import StillWaiting
 from nemo_rl.utils.errors import CheckpointError
 
@@ -55,28 +55,37 @@ class TensorFiles:
 
     Args:
         files: safetensors files; if several hold a name, the last one is used.
+        file_of: the file of each tensor, from an index (`indexed_files`). Then a file is opened when one of its tensors
+            is asked for: thousands of ranks that open every file of a large model are a load for a shared disk. None
+            opens all files to find out.
 
     Attributes:
         file_of: the file that holds each tensor.
 
     Raises:
-        CheckpointError: a file is damaged.
+        CheckpointError: a file is damaged; also from methods, if the files are opened later.
     """
 
-    def __init__(self, files: Iterable[Path]) -> None:
-        self.file_of: dict[str, Path] = {}
+    def __init__(self, files: Iterable[Path], file_of: Mapping[str, Path] | None = None) -> None:
+        self.file_of: dict[str, Path] = dict(file_of or {})
         self._slices: dict[str, Any] = {}
-        for file in files:
-            try:
-                opened = safe_open(file, framework="pt")
-                held = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (not a mapping)
-            except SafetensorError as error:
-                raise CheckpointError(f"{file} is damaged: {error}.") from error
-            self._slices |= held
-            self.file_of |= dict.fromkeys(held, file)
+        if file_of is None:
+            for file in files:
+                self._slices |= (held := _slices_in(file))
+                self.file_of |= dict.fromkeys(held, file)
+        self._names = list(self.file_of)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._slices)
+        return iter(self._names)
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._slices:
+            file = self.file_of[name]
+            held = _slices_in(file)
+            if name not in held:
+                raise CheckpointError(f"{file} has no {name}, which {SAFE_WEIGHTS_INDEX_NAME} says is in it.")
+            self._slices |= {found: part for found, part in held.items() if self.file_of.get(found) == file}
+        return self._slices[name]
 
     def like(self, name: str) -> Tensor:
         """Return a tensor on the meta device with the shape and dtype of a stored one.
@@ -84,7 +93,7 @@ class TensorFiles:
         Raises:
             CheckpointError: the dtype is not one of `DTYPE_NAMES`.
         """
-        found = self._slices[name]
+        found = self._slice(name)
         if found.get_dtype() not in _DTYPES:
             raise CheckpointError(
                 f"{self.file_of[name]}: {name} is in a number format unknown here: {found.get_dtype()}."
@@ -94,8 +103,8 @@ class TensorFiles:
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """Read a tensor, or a non-empty part of it, to the CPU."""
         if not box:
-            return self._slices[name][...]
-        return self._slices[name][box]
+            return self._slice(name)[...]
+        return self._slice(name)[box]
 
     def equal(self, name: str, other: str, rows: int = 1024) -> bool:
         """Return whether two tensors have the same bits; `rows` rows of each are in memory at a time."""
@@ -108,11 +117,28 @@ class TensorFiles:
         return all(torch.equal(self.read(name, part), self.read(other, part)) for part in parts)
 
 
+def _slices_in(file: Path) -> dict[str, Any]:
+    """Open a file and return its tensors, which are not read yet."""
+    try:
+        opened = safe_open(file, framework="pt")
+        return {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (not a mapping)
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} is damaged: {error}.") from error
+
+
+def indexed_files(folder: Path) -> dict[str, Path] | None:
+    """Return the file of each tensor as the index of a model folder says; None if its weights are in one file."""
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if (folder / SAFE_WEIGHTS_NAME).exists() or not index.exists():
+        return None
+    return {name: folder / file for name, file in _weight_map(index).items()}
+
+
 def model_folder(model_name: str) -> Path:
     """Return the folder of a model's files; a hub id is downloaded if it is not in the cache.
 
     Of the weights only those files are downloaded that `weight_files` names. Nothing is asked of the hub for a model
-    that is in the cache.
+    that is in the cache, and of the processes that share a cache one asks.
 
     Raises:
         DownloadError: the files do not arrive.
@@ -123,10 +149,14 @@ def model_folder(model_name: str) -> Path:
     cached = cached_folder(model_name)
     if cached is not None:
         return cached
-    folder = download(model_name, _DESCRIBING_FILES, ignored=_SUBFOLDERS)
-    names = {SAFE_WEIGHTS_NAME} | _indexed(folder / SAFE_WEIGHTS_INDEX_NAME)
-    # The folder of a commit has its name; the weights must be of the same commit.
-    return download(model_name, sorted(names), revision=folder.name)
+    with one_download(model_name):
+        cached = cached_folder(model_name)  # another process may have downloaded it meanwhile
+        if cached is not None:
+            return cached
+        folder = download(model_name, _DESCRIBING_FILES, ignored=_SUBFOLDERS)
+        names = {SAFE_WEIGHTS_NAME} | _indexed(folder / SAFE_WEIGHTS_INDEX_NAME)
+        # The folder of a commit has its name; the weights must be of the same commit.
+        return download(model_name, sorted(names), revision=folder.name)
 
 
 def cached_folder(hub_id: str) -> Path | None:
@@ -166,7 +196,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _indexed(index: Path) -> set[str]:
     """Return the files that an index names; none without an index."""
-    return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.exists() else set()
+    return set(_weight_map(index).values()) if index.exists() else set()
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    found: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    return found
 
 
 def header_bytes(described: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:

@@ -20,6 +20,7 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.ranks.collectives import all_gather
+from nemo_rl.distributed.workers.start_phases import start_phase
 from nemo_rl.host.device import free_cache
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
 from nemo_rl.models.huggingface.tensor_files import model_folder
@@ -61,7 +62,8 @@ class MegatronBackend(TorchBackend):
         section = config.megatron_cfg
         self.device = device
         require_megatron_core()
-        groups = start_model_parallel(layout, section, device, seed)
+        with start_phase("groups of ranks"):
+            groups = start_model_parallel(layout, section, device, seed)
         # Imported only now: on a machine without CUDA these modules need `start_model_parallel` first.
         from nemo_rl.models.megatron import optimizer as optim
         from nemo_rl.models.megatron.expert_load import ExpertLoad
@@ -263,6 +265,7 @@ class MegatronBackend(TorchBackend):
 
 def _model_config(config: PolicyConfig) -> PretrainedConfig:
     """Load the model's configuration; for a reward model, that of a sequence classifier with one label."""
+    model_folder(config.model_name)  # first: of the ranks of a machine, one asks the hub for files
     hf_config = load_model_config(config.model_name, config.hf_config_overrides)
     if config.reward_model_cfg.enabled:
         classes: Any = AutoModelForSequenceClassification._model_mapping
@@ -286,5 +289,6 @@ def _loaded_chunks(
     scores = config.reward_model_cfg.enabled
     if scores:
         give_scalar_head(chunks, seed)
-    load_huggingface(chunks, hf_config, model_folder(config.model_name), has_scalar_head=scores)
+    with start_phase("weights"):
+        load_huggingface(chunks, hf_config, model_folder(config.model_name), has_scalar_head=scores)
     return list(chunks)

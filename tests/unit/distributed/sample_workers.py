@@ -91,6 +91,17 @@ class Slow(Plain):
         return self._built_in
 
 
+class SlowLast(Plain):
+    """A class whose constructor takes long on rank 1, in a phase of its own."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        from nemo_rl.distributed.workers.start_phases import start_phase
+
+        with start_phase("waiting"):
+            time.sleep(seconds * self.rank)
+
+
 class Meeting:
     """Two coroutines that need each other: works only when calls run concurrently."""
 

@@ -79,6 +79,20 @@ def test_a_worker_has_its_environment_name_and_log_link(shared_group, local_ray)
     assert (local_ray / "ray_session" / "logs").is_dir()
 
 
+def test_the_parts_of_the_start_are_measured_by_the_workers(make_group, monkeypatch):
+    remote, classes = ray.remote, []
+    monkeypatch.setattr(ray, "remote", lambda cls: classes.append(cls) or remote(cls))
+    group = make_group("slow", builder=RayWorkerBuilder("sample_workers.SlowLast", 0.3))
+    process, imports, waits, constructor = group.start_phases
+    names = [phase.name for phase in group.start_phases]
+    assert names == ["process", "imports", "waiting", "constructor"]
+    assert (waits.worker, waits.node) == ("slow-0-1", "127.0.0.1")
+    assert waits.seconds >= 0.3 and waits.median == pytest.approx(waits.seconds / 2, abs=0.1)
+    assert constructor.seconds < 0.3, "the phase within it does not count twice"
+    assert process.seconds > 0 and imports.seconds > 0
+    assert [cls.__name__ for cls in classes] == ["SlowLast"], "Ray sends each class that it gets to every worker"
+
+
 def test_local_ray_starts_only_the_processes_that_a_run_uses(shared_group):
     started = set(ray._private.worker._global_node.all_processes)
     assert {"gcs_server", "raylet"} <= started <= {"gcs_server", "raylet", "reaper"}

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,15 @@ load_causal_lm({MODEL!r})
     marker = hub.requests.index(f"GET /{MODEL}/resolve/main/README.md")
     assert any("model.safetensors" in request for request in hub.requests[:marker])
     assert hub.requests[marker + 1 :] == []
+
+
+def test_of_ranks_that_start_together_one_asks_the_hub(hub: Hub, tmp_path: Path, monkeypatch) -> None:
+    with ThreadPoolExecutor(4) as ranks:
+        (folder,) = set(ranks.map(model_folder, [MODEL] * 4))
+    together = len(hub.requests)
+    use_hub(monkeypatch, hub.address, tmp_path / "of one rank")
+    assert model_folder(MODEL).name == folder.name
+    assert together == len(hub.requests) - together > 0
 
 
 def test_files_whose_size_the_hub_does_not_say_arrive_too(hub, tmp_path, monkeypatch) -> None:

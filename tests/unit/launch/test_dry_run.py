@@ -44,6 +44,7 @@ PUBLISHED = {
     "Qwen/Qwen3-4B-Base": 4.02e9,
     "Qwen/Qwen3-32B": 32.8e9,
     "Qwen/Qwen3-30B-A3B": 30.5e9,
+    "Qwen/Qwen3-235B-A22B": 235e9,
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1.78e9,
     "deepseek-ai/DeepSeek-V3": 671e9,
     "meta-llama/Llama-3.1-8B": 8.03e9,

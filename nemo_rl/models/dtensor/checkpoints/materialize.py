@@ -13,7 +13,6 @@ from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.models.dtensor.checkpoints.model_files import read_weights
 from nemo_rl.models.huggingface.lazy_weights import LazyWeights
-from nemo_rl.models.huggingface.tensor_files import TensorFiles
 from nemo_rl.utils.errors import CheckpointError
 
 
@@ -34,7 +33,7 @@ def materialize(
     """
     empty = {name for name, tensor in (*hf.named_parameters(), *hf.named_buffers()) if tensor.is_meta}
     _allocate(model, device, torch.device("cpu") if cpu_offload else device)
-    lacking = empty - read_weights(hf, TensorFiles(lazy_weights.files))
+    lacking = empty - read_weights(hf, lazy_weights.tensors)
     if lacking:
         raise CheckpointError(f"{type(hf).__name__} has weights that were not read: {', '.join(sorted(lacking)[:5])}.")
 

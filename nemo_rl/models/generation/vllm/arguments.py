@@ -71,16 +71,17 @@ def _hf_overrides(settings: EngineSettings) -> Any:
     if not isinstance(own, Mapping):  # it may be a function of the configuration
         return own
     model = load_model_config(settings.model_name, settings.hf_overrides)
-    return _routing(model) | _head(settings, model) | settings.hf_overrides | dict(own)
+    return _routing(model) | _head(settings, model, own) | settings.hf_overrides | dict(own)
 
 
-def _head(settings: EngineSettings, model: PretrainedConfig) -> dict[str, str]:
+def _head(settings: EngineSettings, model: PretrainedConfig, own: Mapping[str, Any]) -> dict[str, str]:
     """Request float32 logits on GPUs, as in the trainer; otherwise vLLM rounds them to the weights' dtype.
 
     Bfloat16 logits between 16 and 32 have steps of 0.125. The product uses the same kernel with another output dtype.
     On CPUs vLLM would copy the head to float32 in every step, and quantized heads refuse float32.
     """
-    quantized = settings.engine_kwargs.get("quantization") or getattr(model, "quantization_config", None)
+    of_model = own.get("quantization_config", getattr(model, "quantization_config", None))
+    quantized = settings.engine_kwargs.get("quantization") or of_model
     if settings.device == "cpu" or settings.precision == "float32" or quantized:
         return {}
     return {"head_dtype": "float32"}

@@ -5,7 +5,7 @@ Training needs floating-point values. Invariant: only the blocks that overlap a 
 are those of the dequantisation in `transformers`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,13 @@ class DequantizedFiles(TensorFiles):
     Args:
         files: as in `TensorFiles`.
         hf_config: its `quantization_config.weight_block_size` is the size of float8 blocks.
+        file_of: as in `TensorFiles`.
     """
 
-    def __init__(self, files: Iterable[Path], hf_config: PretrainedConfig) -> None:
-        super().__init__(files)
+    def __init__(
+        self, files: Iterable[Path], hf_config: PretrainedConfig, file_of: Mapping[str, Path] | None = None
+    ) -> None:
+        super().__init__(files, file_of)
         described: Any = getattr(hf_config, "quantization_config", None) or {}
         described = described if isinstance(described, dict) else described.to_dict()
         self._block_size: tuple[int, int] = tuple(described.get("weight_block_size") or _BLOCK_SIZE)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from nemo_rl.models.huggingface.tensor_files import Box, TensorFiles, weight_files
+from nemo_rl.models.huggingface.tensor_files import Box, TensorFiles, indexed_files, weight_files
 from nemo_rl.models.megatron.conversion.dequantized import DequantizedFiles
 from nemo_rl.models.megatron.conversion.holdings import Groups, held_here, holders
 from nemo_rl.models.megatron.conversion.parts import Part, Rule
@@ -48,7 +48,7 @@ def load_huggingface(
         CheckpointError: the folder has no such files, or names or shapes of their tensors do not fit the model.
     """
     rules, groups = rules_for(hf_config, has_scalar_head=has_scalar_head), Groups.current()
-    files = DequantizedFiles(weight_files(folder), hf_config)
+    files = DequantizedFiles(weight_files(folder), hf_config, indexed_files(folder))
     held = held_here(chunks, rules, groups)
     holders(held, rules, groups)
     stored = sources(rules, files, folder)

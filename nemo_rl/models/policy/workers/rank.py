@@ -9,6 +9,7 @@ from transformers.utils import logging as transformers_logging
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.ranks.process_group import init_process_group
+from nemo_rl.distributed.workers.start_phases import start_phase
 from nemo_rl.host.device import device_for
 from nemo_rl.models.policy.workers.base import PolicyWorker, WorkerSettings
 from nemo_rl.models.policy.workers.costs import PassCosts, pass_costs
@@ -29,7 +30,8 @@ class PolicyRank(PolicyWorker):
         transformers_logging.disable_progress_bar()
         device = device_for(settings.uses_gpu)
         torch_device = device.activate()
-        init_process_group(device, settings.collective_timeout_s)
+        with start_phase("process group"):
+            init_process_group(device, settings.collective_timeout_s)
         layout, rank = settings.layout, dist.get_rank()
         backend_class = import_dotted(
             settings.backend,
@@ -37,15 +39,16 @@ class PolicyRank(PolicyWorker):
             f"rank_class={settings.backend!r}",
             "Name a PolicyBackend by its dotted path.",
         )
-        backend = backend_class(
-            config,
-            torch_device,
-            layout,
-            init_optimizer=settings.init_optimizer,
-            init_reference_model=settings.init_reference_model,
-            seed=settings.seed,
-        )
-        require_finite(backend.weights_here(), f"the model {config.model_name}", ANOTHER_COPY)
+        with start_phase("model"):
+            backend = backend_class(
+                config,
+                torch_device,
+                layout,
+                init_optimizer=settings.init_optimizer,
+                init_reference_model=settings.init_reference_model,
+                seed=settings.seed,
+            )
+            require_finite(backend.weights_here(), f"the model {config.model_name}", ANOTHER_COPY)
         set_seed(derive_seed(settings.seed, "policy", *layout.random_path(rank)))
         super().__init__(backend, config, gives_scores=rank in layout.result_ranks)
         self._config = config

@@ -10,6 +10,7 @@ import pytest
 
 from nemo_rl.algorithms.rollout import start
 from nemo_rl.algorithms.setup import roles
+from nemo_rl.algorithms.setup.start_budget import StartBudget
 from nemo_rl.config import REPOSITORY_ROOT, GRPOMasterConfig, Role, load_config
 from nemo_rl.models.generation.interfaces import EngineSettings
 
@@ -47,7 +48,9 @@ class Parts:
             workers=SimpleNamespace(
                 run_all_workers_single_data=lambda method: self.events.append(f"{name} {method}"),
                 get_all_worker_results=lambda *_: [],
+                start_phases=[],
             ),
+            worker_group=SimpleNamespace(start_phases=[]),
             **{move: lambda move=move: self.events.append(f"{name} {move}") for move in _MOVES},
             call_all=lambda method: self.events.append(f"{name} {method}"),
             with_replacements=lambda work: work(),
@@ -73,7 +76,7 @@ def start_workers(monkeypatch: pytest.MonkeyPatch, parts: Parts, overrides: list
     )
     folders: Any = SimpleNamespace(log_dir=Path("logs"), resume_path=None)
     with ExitStack() as resources:
-        workers = start._start_workers(config, recipe, folders, resources)
+        workers = start._start_workers(config, recipe, folders, resources, StartBudget(0.0))
         assert list(workers.models) == ["policy", "critic", "teacher"]
         happened = list(parts.events)
     ends = parts.events[len(happened) :]

@@ -1,0 +1,76 @@
+"""Account for the time between the start of the program and the first step.
+
+    StartBudget(started_at) ─► phase("Ray"), phase("workers") ... ─► add_workers(name, group.start_phases) ─► log
+
+The phases of the run follow each other, so their shares add up. Those of workers lie within them: groups start at the
+same time, and each line names the slowest worker, for which the others wait.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from nemo_rl.distributed.workers.start_phases import WorkerPhase
+from nemo_rl.utils.logger import Logger
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "timing/setup"
+"""Prefix of the logged metrics."""
+_BEFORE = "before setup"
+_REST = "the rest"
+
+
+class StartBudget:
+    """Seconds of the phases of one start.
+
+    Args:
+        started_at: `time.perf_counter()` at process start; 0: this moment, for programs that do not measure it.
+    """
+
+    def __init__(self, started_at: float) -> None:
+        now = time.perf_counter()
+        self._started_at = started_at or now
+        self._phases: dict[str, float] = {_BEFORE: now - self._started_at} if started_at else {}
+        self._workers: list[tuple[str, WorkerPhase]] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure a phase; phases follow each other."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._phases[name] = self._phases.get(name, 0.0) + time.perf_counter() - began
+
+    def add_workers(self, name: str, phases: Sequence[WorkerPhase]) -> None:
+        """Add the phases of a group of workers.
+
+        Args:
+            name: name of the model, or "generation".
+            phases: see `RayWorkerGroup.start_phases`.
+        """
+        self._workers += [(f"{name}: {phase.name}", phase) for phase in phases]
+
+    def log(self, metrics: Logger) -> None:
+        """Log the table, and its seconds as metrics of step 0, `timing/setup/start/<phase>`; the start ends now."""
+        total = time.perf_counter() - self._started_at
+        phases = self._phases | {_REST: max(total - sum(self._phases.values()), 0.0)}
+        lines = [_line(name, seconds, total) for name, seconds in phases.items()]
+        lines += ["  of workers, within these:"] * bool(self._workers)
+        for name, phase in self._workers:
+            slowest = f"  {phase.worker} on {phase.node}, median {phase.median:.1f}"
+            lines.append(_line(f"  {name}", phase.seconds, total) + slowest * (phase.seconds > phase.median))
+        logger.info(
+            "The start took %.1f s; of the workers the slowest are named, which the others wait for:\n%s",
+            total,
+            "\n".join(lines),
+        )
+        workers = {name: phase.seconds for name, phase in self._workers}
+        named = {f"start/{name.replace(': ', '/').replace(' ', '_')}": s for name, s in (phases | workers).items()}
+        metrics.log_metrics(named | {"start/total": total}, 0, prefix=PREFIX)
+
+
+def _line(name: str, seconds: float, total: float) -> str:
+    return f"  {name:<34}{seconds:8.1f} s {100 * seconds / max(total, 1e-9):4.0f} %"

@@ -1,0 +1,77 @@
+"""Measure the parts of a worker's start, in its process and from the controller.
+
+    worker process   `start_phase("weights")` around the work ─► `taken_phases` ─► answer of `WorkerHost.build`
+    controller       answers of all workers ─► `slowest_of` ─► `RayWorkerGroup.start_phases`
+
+Invariant: seconds of a phase do not contain those of a phase within it. This file imports neither torch nor Ray.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+
+PROCESS = "process"
+"""Phase from the request for a worker to its first answer."""
+IMPORTS = "imports"
+CONSTRUCTOR = "constructor"
+"""Phase of the constructor, without the phases within it."""
+
+_seconds: dict[str, float] = {}
+_within: list[float] = []
+
+
+@dataclass(frozen=True)
+class WorkerPhase:
+    """A phase of the start of a group of workers.
+
+    Attributes:
+        name: of the phase.
+        seconds: of the slowest worker.
+        median: seconds of the worker in the middle.
+        worker: name of the slowest worker.
+        node: address of its machine.
+    """
+
+    name: str
+    seconds: float
+    median: float
+    worker: str
+    node: str
+
+
+@contextmanager
+def start_phase(name: str) -> Iterator[None]:
+    """Add the seconds of a block to a phase of this worker's start."""
+    began = time.monotonic()
+    _within.append(0.0)
+    try:
+        yield
+    finally:
+        whole = time.monotonic() - began
+        _seconds[name] = _seconds.get(name, 0.0) + whole - _within.pop()
+        if _within:
+            _within[-1] += whole
+
+
+def taken_phases() -> dict[str, float]:
+    """Return the seconds of each phase since the last call, in the order in which they ended."""
+    taken = dict(_seconds)
+    _seconds.clear()
+    return taken
+
+
+def slowest_of(workers: Sequence[tuple[str, str]], seconds: Sequence[Mapping[str, float]]) -> list[WorkerPhase]:
+    """Return each phase with its slowest worker, in the order of the first worker's phases.
+
+    Args:
+        workers: name and machine of each worker.
+        seconds: its phases; a worker may lack some.
+    """
+    phases = []
+    for name in dict.fromkeys(name for of_worker in seconds for name in of_worker):
+        known = [(of_worker[name], *who) for of_worker, who in zip(seconds, workers, strict=True) if name in of_worker]
+        longest, worker, node = max(known)
+        phases.append(WorkerPhase(name, longest, median(value for value, _, _ in known), worker, node))
+    return phases
