@@ -173,7 +173,8 @@ class DTensorConfig(BackendSection):
     compile_layers: bool = False
     """Compile decoder layers (torch.compile), so that elementwise operations between matrix products are fused: fewer
     kernels and less memory traffic, but up to some minutes of compilation in the first steps. Attention is not
-    compiled. Not for models with experts, and not with activation_checkpointing=selective."""
+    compiled. Not for models with experts, not with tensor parallelism, activation_checkpointing=selective and
+    logger.record_modules."""
     flash_attention_version: Literal[2, 3] = 2
     """Flash attention of packed rows on GPUs: torch's own (2), or 3 from the package flash_attn_interface, which is
     faster on GPUs of compute capability 9.0 (Hopper) and runs on no others."""
@@ -219,8 +220,11 @@ class DTensorConfig(BackendSection):
                 "compile_layers=true cannot keep selected outputs; set activation_checkpointing=false (a compiled layer "
                 "already recomputes cheap operations) or true"
             )
-        elif self.expert_parallel_size > 1:
-            finding = "compile_layers=true does not support expert_parallel_size above 1; set compile_layers=false"
+        elif self.tensor_parallel_size > 1 or self.expert_parallel_size > 1:
+            finding = (
+                "compile_layers=true needs tensor_parallel_size=1 and expert_parallel_size=1: divided layers would be "
+                "compiled one by one; set compile_layers=false or shard the model by data parallelism alone"
+            )
         else:
             return self
         raise PydanticCustomError("compiled_layers", "{finding}", {"finding": finding})
