@@ -7,7 +7,8 @@ from torch import Tensor
 
 from gpu_checks.bench import Bench
 from gpu_checks.report import Figures, Finding
-from nemo_rl.distributed.parallel_logprobs import OutputHead, SamplingDensity, token_logprobs
+from nemo_rl.distributed.parallel_logprobs import SamplingDensity, token_logprobs
+from nemo_rl.distributed.parallel_logprobs.head import OutputHead
 
 NUM_TOKENS, VOCAB_SIZE, WIDTH, CHUNK = 1300, 151936, 512, 512
 CPU_NUM_TOKENS, CPU_VOCAB_SIZE, CPU_WIDTH, CPU_CHUNK = 50, 1000, 64, 16

@@ -217,8 +217,8 @@ class DTensorConfig(BackendSection):
             return self
         if self.activation_checkpointing == "selective":
             finding = (
-                "compile_layers=true cannot keep selected outputs; set activation_checkpointing=false (a compiled layer "
-                "already recomputes cheap operations) or true"
+                "compile_layers=true cannot keep selected outputs; set activation_checkpointing=false (a compiled "
+                "layer already recomputes cheap operations) or true"
             )
         elif self.tensor_parallel_size > 1 or self.expert_parallel_size > 1:
             finding = (
