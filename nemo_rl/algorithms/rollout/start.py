@@ -210,7 +210,9 @@ def _start_workers(
     settings = engine_settings(config.policy, cluster, seed, load_weights=False)
     assert config.policy.generation is not None, "engine_settings checks this"
     file = config.policy.generation.num_engines_file
-    engines = {"generation": partial(make_engines, settings, places["generation"], cluster, file)}
+    samples = config.algorithm.num_prompts_per_step * config.algorithm.num_generations_per_prompt
+    start_engines = partial(make_engines, settings, places["generation"], cluster, file, samples=samples)
+    engines = {"generation": start_engines}
     busy = busy_engines(config.algorithm.overlap, cluster, config.policy)
     models = {
         name: partial(start_role, name, role, places[name], cluster, recipe.tokenizer, seed, folders.resume_path, busy)

@@ -155,6 +155,7 @@ def make_engines(
     cluster: ClusterConfig,
     num_engines_file: str | None = None,
     name_prefix: str | None = None,
+    samples: int = 0,
 ) -> EngineGroup:
     """Start one worker on every bundle; blocks until all are built.
 
@@ -164,6 +165,7 @@ def make_engines(
         cluster: deadlines and restarts.
         num_engines_file: `policy.generation.num_engines_file`.
         name_prefix: beginning of the names of the workers; None: the backend.
+        samples: samples of a training step, of all engines together; 0: not known.
 
     Raises:
         ConfigError: the bundles of the machines do not divide into engines.
@@ -177,7 +179,8 @@ def make_engines(
             f"with {counts} bundles {wrong}"
         )
     timeouts = cluster.timeouts
-    settings = replace(settings, workers_on_machine=max(counts))
+    per_engine = -(-samples * size // sum(counts))
+    settings = replace(settings, workers_on_machine=max(counts), samples=per_engine)
     builder = RayWorkerBuilder(_WORKER, settings).asynchronous(_CONCURRENT_CALLS)
     workers = RayWorkerGroup(
         where,

@@ -260,6 +260,7 @@ class EngineSettings:
             Core `megatron_cfg`, that section of the policy).
         env_vars: further environment variables of the engine's processes.
         workers_on_machine: workers of all engines on one machine, which share its cores.
+        samples: samples of a training step that this engine gets, if all engines get as many; 0: not known.
         optimizations: value of `cluster.optimizations`.
     """
 
@@ -282,6 +283,7 @@ class EngineSettings:
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     env_vars: dict[str, str] = field(default_factory=dict)
     workers_on_machine: int = 1
+    samples: int = 0
     optimizations: Choice = "auto"
 
     @property
