@@ -23,6 +23,9 @@ from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.utils.errors import ConfigError
 
 _KEY = "policy.dtensor_cfg.compile_layers"
+_MOST_VARIANTS = 32
+"""Compilations of one function before torch gives up and runs it uncompiled: with and without gradients, for frozen
+and trained inputs, and for padded rows, packed rows and rows that share tokens, for each kind of layer."""
 _CPU_COMPILERS = ("g++", "clang++")
 
 
@@ -42,6 +45,7 @@ def compile_layers(hf: PreTrainedModel, device: torch.device) -> None:
             f"cannot be compiled. Set {_KEY}=false."
         )
     _require_compiler(device)
+    torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, _MOST_VARIANTS)
     AttentionInterface.register(VARLEN_ATTENTION, torch.compiler.disable(varlen_attention))
     for layer in decoder_layers(hf):
         compiled: Any = torch.compile(layer.forward, dynamic=True)

@@ -261,7 +261,7 @@ def test_kernels_get_only_the_arguments_they_accept(changes, runs, monkeypatch) 
     ("device", "capability", "package", "reason"),
     [
         ("cpu", None, True, "it runs on GPUs only"),
-        ("cuda", (10, 0), True, "compute capability 9.x .Hopper., and this one has 10.0"),
+        ("cuda", (10, 0), True, "it needs a GPU of compute capability 9.x .Hopper., and this one has 10.0"),
         ("cuda", (9, 0), False, "the package flash_attn_interface .flash-attn-3. is not installed"),
     ],
 )

@@ -87,7 +87,7 @@ def grouped(seed: int):
     ids=["plain", "recomputed", "lora"],
 )
 def test_layers_share_compilations_for_all_lengths(values, tmp_path, monkeypatch) -> None:
-    name = save_tiny_model(tmp_path, "qwen2", num_hidden_layers=5)
+    name = save_tiny_model(tmp_path, "qwen2", num_hidden_layers=8)
     first, second = grouped(seed=0), grouped(seed=1)
     with process_group():
         _, want, want_gradients = scores_and_gradients(policy_config(name, **PACKED, **values), second)
@@ -97,7 +97,7 @@ def test_layers_share_compilations_for_all_lengths(values, tmp_path, monkeypatch
     with process_group():
         worker, _, _ = scores_and_gradients(config, first)
         compiled = graphs.count
-        assert 0 < compiled <= 12, "before and after attention, with and without gradients; not once per layer"
+        assert 0 < compiled <= 20, "a few kinds of batches, each with and without gradients; not 4 graphs per layer"
         _, scores, gradients = scores_and_gradients(config, second, worker)
     assert graphs.count <= compiled + 2, "other lengths are no new shapes"
     torch.testing.assert_close(scores, want, rtol=0, atol=1e-5)
