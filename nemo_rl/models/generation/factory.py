@@ -60,6 +60,7 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         gpu_memory_utilization=engine.gpu_memory_utilization,
         enforce_eager=engine.enforce_eager or not cluster.uses_gpu,
         can_sleep=cluster.uses_gpu and generation.colocated.enabled,
+        sleep_level=2 if drops_weights(generation) and not load_weights else 1,
         load_weights=load_weights,
         seed=seed % 2**31,
         tensor_parallel_size=engine.tensor_parallel_size,
@@ -70,6 +71,11 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         env_vars=dict(engine.env_vars or {}),
         optimizations=cluster.optimizations,
     )
+
+
+def drops_weights(generation: GenerationConfig) -> bool:
+    """Return whether the engines of a training run lose their weights when they sleep, so that a sync must follow."""
+    return generation.backend == "vllm" and generation.vllm_cfg.sleep_level == 2
 
 
 def _cpu_kv_cache_bytes(policy: PolicyConfig, generation: GenerationConfig) -> int:
