@@ -80,17 +80,31 @@ def shared_prompts(bench: Bench) -> Iterator[Finding]:
 
 
 def compiled(bench: Bench) -> Iterator[Finding]:
-    """Measure the same as `training` and `long_rows` with compiled layers, and how long the first update takes."""
-    keys: dict[str, Any] = {"dtensor_cfg": {"compile_layers": True}}
-    keys["precision"] = "bfloat16" if bench.on_gpu else "float32"  # CPUs have compiled it for an earlier check
-    rank = bench.large_policy(**keys)
-    passes = [(f"packs of {pack}", _config(bench, pack), _rows(bench)) for pack in _sizes(bench).packs[:2]]
-    passes.append(("one sequence in a pack", _config(bench, _sizes(bench).long_row), _long_rows(bench)))
-    for name, config, rows in passes:
-        work = partial(update, rank, config, rows)
-        first_s = _seconds(bench, work)
-        found = _rate(bench, rank, name, work, backward=True, rows=rows)
-        yield replace(found, figures={**found.figures, "first_s": first_s})
+    """Measure updates with compiled layers after the same ones without, and how long the first update takes."""
+    # CPUs have compiled the layers in this precision for an earlier check.
+    keys: dict[str, Any] = {"precision": "bfloat16" if bench.on_gpu else "float32"}
+    passes = [
+        ("short rows", _sizes(bench).packs[1], _rows(bench)),
+        ("long rows", _sizes(bench).long_row, _long_rows(bench)),
+    ]
+    plain = bench.large_policy(**keys)
+    before = {
+        name: _rate(
+            bench, plain, f"{name}, not compiled", partial(update, plain, _config(bench, pack), rows), rows=rows
+        )
+        for name, pack, rows in passes
+    }
+    yield from before.values()
+    del plain
+    rank = bench.large_policy(**keys, dtensor_cfg={"compile_layers": True})
+    for name, pack, rows in passes:
+        work = partial(update, rank, _config(bench, pack), rows)
+        figures: Figures = {"first_s": _seconds(bench, work)}
+        found = _rate(bench, rank, f"{name}, compiled", work, rows=rows)
+        was, now = before[name].figures.get("seconds"), found.figures.get("seconds")
+        if isinstance(was, float) and isinstance(now, float):
+            figures["times_as_fast"] = was / now
+        yield replace(found, figures={**found.figures, **figures})
     bench.end_policy()
 
 
@@ -209,7 +223,7 @@ def _rate(
     name: str,
     work: Callable[[], object],
     *,
-    backward: bool,
+    backward: bool = True,
     rows: Rows | None = None,
 ) -> Finding:
     """Measure tokens per second, utilisation and peak memory of a pass over the rows; None: those of `_rows`."""
