@@ -73,7 +73,11 @@ def shared_prompts(bench: Bench) -> Iterator[Finding]:
         packing["sequence_packing"]["share_prompts"] = shares
         config = policy_config(bench.folder(bench.large), precision="bfloat16", **packing)
         saved = laid_out(rank, config, rows, training_strategy(config)).num_shared_tokens
-        for kind, work in {"training": update, "log-probs": scores}.items():
+        passes: dict[str, Callable[[PolicyRank, PolicyConfig, Rows], object]] = {
+            "training": update,
+            "log-probs": scores,
+        }
+        for kind, work in passes.items():
             name = f"{kind}, {'shared' if shares else 'alone'}"
             found = _rate(bench, rank, name, partial(work, rank, config, rows), backward=kind == "training", rows=rows)
             yield replace(found, figures={**found.figures, "shared_tokens": saved})
