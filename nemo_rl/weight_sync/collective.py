@@ -37,6 +37,7 @@ class GroupMember:
 
     def __init__(self, spec: TransportSpec, rank: int):
         self._timeout = timedelta(seconds=spec.timeout_s)
+        self._on_gpu = spec.device == "cuda"
         self._group: Any = _join(spec, rank)
 
     def broadcast(self, flat: torch.Tensor) -> None:
@@ -55,14 +56,16 @@ class GroupMember:
             # Do not bind the work to a name: the traceback of a failure would keep the group and its connections open.
             self._group.broadcast([flat], options).wait(self._timeout)
         except RuntimeError as error:
-            self._group.abort()  # cancel running GPU work, for which `leave` would wait
+            self._group.abort()  # cancel running work of a dead peer
             self.leave()
             raise WeightSyncError(f"The broadcast of weights failed: {error}") from error
         if flat.is_cuda:
             torch.cuda.current_stream(flat.device).synchronize()
 
     def leave(self) -> None:
-        """Close this member's connections."""
+        """Close this member's connections; an NCCL communicator frees its GPU memory here, not when it is collected."""
+        if self._group is not None and self._on_gpu:
+            self._group.abort()  # all broadcasts have been waited for, so that no work is lost
         self._group = None
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gpu_checks.bench import Bench
 from gpu_checks.report import Finding
+from nemo_rl.models.attention.flash_attn import flash_attention, why_not_3
 from nemo_rl.models.dtensor.attention import varlen_attention
 
 LENGTHS = [37, 1, 64, 90]
@@ -37,6 +38,19 @@ def kernels(bench: Bench) -> Iterator[Finding]:
             used = "flash" if calls else "sdpa per segment"
             name = f"{str(dtype).removeprefix('torch.')}, window {window}{', sinks' if has_sinks else ''}"
             yield Finding(name, {**errors, "allowed": allowed, "kernel": used}, problem)
+
+
+def version_3(bench: Bench) -> Iterator[Finding]:
+    """Check the same with FlashAttention 3, and attention with more keys than queries, where it is installed."""
+    refusal = why_not_3(bench.device)
+    if refusal:
+        yield Finding("not checked", {"reason": refusal})
+        return
+    from gpu_checks import shared_prefixes  # it imports this module
+
+    with flash_attention(3, bench.device):
+        yield from kernels(bench)
+        yield from shared_prefixes.kernels(bench)
 
 
 def has_flash(bench: Bench) -> bool:

@@ -22,12 +22,19 @@ from gpu_checks.engine_process import EngineProcess
 from gpu_checks.runner import Setting
 from gpu_checks.shapes import SHAPES
 from nemo_rl.config import PolicyConfig
+from nemo_rl.data.packing import MicrobatchStrategy
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.host.device import device_for
 from nemo_rl.losses.likelihood import NLLLossFn
 from nemo_rl.models.generation.interfaces import EngineSettings
-from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
+from nemo_rl.models.policy.batching import (
+    ShardedBatch,
+    count_valid,
+    logprob_strategy,
+    shard_batch,
+    training_strategy,
+)
 from nemo_rl.models.policy.workers.base import UpdateResult, WorkerSettings
 from nemo_rl.models.policy.workers.rank import PolicyRank
 from nemo_rl.models.training.backends import training_backend
@@ -129,7 +136,7 @@ class Bench:
         """Return the large model's bfloat16 rank, shared by its checks; its learning rate is too small to diverge."""
         slow = {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-6}}
         keys = {"precision": "bfloat16", "optimizer": slow, **packed(self.large_pack)}
-        return self.policy(self.large, fresh=False, **keys, **values)
+        return self.policy(self.large, fresh=False, **{**keys, **values})
 
     def _new_rank(self, config: PolicyConfig) -> PolicyRank:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -230,15 +237,22 @@ def random_rows(lengths: list[int], vocab_size: int = 256, seed: int = 0) -> Row
 
 def update(rank: PolicyRank, config: PolicyConfig, rows: Rows) -> UpdateResult:
     """Run one optimizer update on the negative log-likelihood of the rows."""
-    batch = shard_batch(rows, 1, training_strategy(config))
+    batch = laid_out(rank, config, rows, training_strategy(config))
     return rank.train(batch.data[0], batch.sizes[0], NLLLossFn(), count_valid(rows))
 
 
 def scores(rank: PolicyRank, config: PolicyConfig, rows: Rows, *, reference: bool = False) -> Tensor:
     """Return `[B, T]` log-probabilities of the rows, under the current or the reference weights."""
-    batch = shard_batch(rows, 1, logprob_strategy(config))
+    batch = laid_out(rank, config, rows, logprob_strategy(config))
     score = rank.get_reference_policy_logprobs if reference else rank.get_logprobs
     return batch.restore([score(batch.data[0], batch.sizes[0])])
+
+
+def laid_out(rank: PolicyRank, config: PolicyConfig, rows: Rows, strategy: MicrobatchStrategy) -> ShardedBatch:
+    """Divide rows into microbatches like `Policy`: they share tokens if both the rank and the configuration do."""
+    packing = config.sequence_packing
+    shares = packing.enabled and packing.share_prompts and rank.shares_prompts()
+    return shard_batch(rows, 1, strategy, shares_prompts=shares)
 
 
 def weights_of(rank: PolicyRank) -> dict[str, Tensor]:

@@ -54,6 +54,23 @@ def exact(bench: Bench, shape: str, rows: Rows, precision: str) -> tuple[Tensor,
     return want, want_gradients, allowed, allowed_gradients
 
 
+def compiled(bench: Bench) -> Iterator[Finding]:
+    """Check compiled layers like uncompiled ones; CPUs, which compile for half a minute, check one model."""
+    rows = random_rows(LENGTHS)
+    for precision in ("float32", "bfloat16") if bench.on_gpu else ("float32",):
+        for shape in TINY if bench.on_gpu else TINY_ON_CPU[:1]:
+            want, want_gradients, allowed, allowed_gradients = exact(bench, shape, rows, precision)
+            errors, gradient_errors = {}, {}
+            for layout in ("packed", "recomputed"):
+                keys: dict[str, Any] = {"precision": precision, **LAYOUTS[layout]}
+                keys["dtensor_cfg"] = {**keys.get("dtensor_cfg", {}), "compile_layers": True}
+                got, gradients = scores_and_gradients(bench, shape, rows, **keys)
+                errors[layout] = _largest(got - want)
+                gradient_errors[layout] = worst_relative(gradients, want_gradients)
+            yield _within(f"log-probs, {shape}, {precision}", errors, allowed)
+            yield _within(f"gradients, {shape}, {precision}", gradient_errors, allowed_gradients)
+
+
 def at_full_size(bench: Bench) -> Iterator[Finding]:
     """Check packed bfloat16 scores of the model whose speed is measured; Hugging Face in float32 is the reference."""
     keys: dict[str, Any] = {"precision": "bfloat16", **packed(256)}

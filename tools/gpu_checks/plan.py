@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from gpu_checks.runner import Check
 
+EXPANDABLE_SEGMENTS = (("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),)
+"""Makes torch's allocator grow its memory in place; memory of that kind has no CUDA IPC handle."""
 CHECKS = (
     Check("attention", "correctness", "gpu_checks.attention:kernels", 60),
     Check("vocabulary", "correctness", "gpu_checks.vocabulary:statistics", 90),
@@ -12,13 +14,20 @@ CHECKS = (
     Check("shared prefixes of a policy", "correctness", "gpu_checks.shared_prefixes:policy", 90),
     Check("memory", "correctness", "gpu_checks.memory:predicted", 120),
     Check("weight sync", "correctness", "gpu_checks.weight_sync:between_processes", 90),
+    Check("compiled layers", "correctness", "gpu_checks.numerics:compiled", 150),
+    Check("flash attention 3", "correctness", "gpu_checks.attention:version_3", 60),
     Check("checkpoint", "correctness", "gpu_checks.persistence:checkpoint", 60),
     Check("offload", "correctness", "gpu_checks.persistence:offload", 60),
     Check("lora", "correctness", "gpu_checks.numerics:lora", 60),
     Check("collective", "correctness", "gpu_checks.weight_sync:group_of_one", 60),
     Check("adamw", "correctness", "gpu_checks.optimizers:adamw", 60),
+    Check("expandable segments", "correctness", "gpu_checks.weight_sync:between_processes", 90, EXPANDABLE_SEGMENTS),
     Check("large model", "correctness", "gpu_checks.numerics:at_full_size", 120),
     Check("training step", "speed", "gpu_checks.speed:training", 150),
+    Check("long rows", "speed", "gpu_checks.speed:long_rows", 60),
+    Check("shared prompts", "speed", "gpu_checks.speed:shared_prompts", 60),
+    Check("compiled training step", "speed", "gpu_checks.speed:compiled", 180),
+    Check("flash attention 3 speed", "speed", "gpu_checks.speed:flash_attention_3", 60),
     Check("log-prob pass", "speed", "gpu_checks.speed:scoring", 60),
     Check("offload seconds", "speed", "gpu_checks.speed:offload", 60),
     Check("sync bandwidth", "speed", "gpu_checks.weight_sync:bandwidth", 90),

@@ -39,12 +39,14 @@ class Check:
         kind: kind of its rows.
         target: `module:function`; the function takes the worker's bench and yields `Finding`s.
         deadline_s: limit for each of its findings.
+        environment: variables that its process needs before CUDA starts; it then has a process of its own.
     """
 
     name: str
     kind: Kind
     target: str
     deadline_s: float
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,10 @@ class Runner:
         if self._cannot_start:
             yield Row(check.name, "not run", check.kind, "skipped", reason="no process for checks can be started")
             return
+        if self._worker is not None and self._worker.environment != check.environment:
+            self.close()
         if self._worker is None:
-            self._worker = _Worker(self._setting)
+            self._worker = _Worker(self._setting, check.environment)
             started = self._worker.answer(min(START_DEADLINE_S, self._left()))
             if not isinstance(started, dict):
                 self._cannot_start = not self.machine  # a GPU that has worked may recover
@@ -156,11 +160,12 @@ _DONE = "done"
 class _Worker:
     """Process that runs checks; it leads a process group that is ended as a whole."""
 
-    def __init__(self, setting: Setting):
+    def __init__(self, setting: Setting, environment: tuple[tuple[str, str], ...] = ()):
+        self.environment = environment
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         self._pipe, theirs = context.Pipe()
         # Not a daemon: daemons may not have a child, which the weight sync needs.
-        self._process = context.Process(target=_serve, args=(theirs, setting))
+        self._process = context.Process(target=_serve, args=(theirs, setting, environment))
         self._process.start()
         theirs.close()
 
@@ -189,11 +194,11 @@ class _Worker:
         return status
 
 
-def _serve(pipe: Connection, setting: Setting) -> None:
+def _serve(pipe: Connection, setting: Setting, environment: tuple[tuple[str, str], ...]) -> None:
     """Run a worker: send the machine's facts, then run checks until the pipe closes."""
     os.setsid()
     faulthandler.enable()
-    os.environ |= {"HF_HUB_OFFLINE": "1", "KINETO_LOG_LEVEL": "99"}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "KINETO_LOG_LEVEL": "99"} | dict(environment)
     try:
         bench = _named(setting.bench)(setting)
         pipe.send(bench.machine())

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from gpu_checks import attention, numerics
 from gpu_checks.attention import HEAD_DIM, HEADS, KV_HEADS, TOLERANCE
-from gpu_checks.bench import Bench, Rows, packed, random_rows
-from gpu_checks.report import Finding
+from gpu_checks.bench import Bench, Rows, laid_out, packed, policy_config, random_rows
+from gpu_checks.report import Figures, Finding
 from gpu_checks.shapes import TINY, TINY_ON_CPU
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.dtensor.attention import varlen_attention
+from nemo_rl.models.policy.batching import training_strategy
 from nemo_rl.models.training.shared_prefixes import SharedPrefixes
 
 PARTS = [37, 20, 11, 5, 64, 1, 30]
@@ -55,15 +56,18 @@ def policy(bench: Bench) -> Iterator[Finding]:
                 got, gradients = numerics.scores_and_gradients(bench, shape, rows, **keys)
                 errors[layout] = float((got - want).abs().max())
                 gradient_errors[layout] = numerics.worst_relative(gradients, want_gradients)
-            shared = bench.policy(shape, fresh=False, optimizer=numerics.SGD, **keys).shares_prompts()
+            config = policy_config(bench.folder(shape), **keys)
+            rank = bench.policy(shape, fresh=False, optimizer=numerics.SGD, **keys)
+            shared = laid_out(rank, config, rows, training_strategy(config)).num_shared_tokens
             yield _judged(f"log-probs, {shape}, {precision}", errors, allowed, shared)
             yield _judged(f"gradients, {shape}, {precision}", gradient_errors, allowed_gradients, shared)
 
 
-def _judged(name: str, errors: dict[str, float], allowed: float, shared: bool) -> Finding:
+def _judged(name: str, errors: dict[str, float], allowed: float, shared: int) -> Finding:
     wrong = [layout for layout, error in errors.items() if not error <= allowed]
     problem = f"{', '.join(wrong)}: farther from Hugging Face than allowed" if wrong else ""
-    return Finding(name, {**errors, "allowed": allowed}, problem if shared else "the policy shares no prompts")
+    figures: Figures = {**errors, "allowed": allowed, "shared_tokens": shared}
+    return Finding(name, figures, problem if shared else "the policy shares no prompts")
 
 
 def grouped_rows() -> Rows:

@@ -1,21 +1,25 @@
 """Measure how fast a rank trains and scores, its memory, and the time of moving its state."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from gpu_checks.bench import GIB, Bench, Rows, packed, policy_config, random_rows, scores, update
+from gpu_checks.bench import GIB, Bench, Rows, laid_out, packed, policy_config, random_rows, scores, update
 from gpu_checks.report import Figures, Finding
 from gpu_checks.shapes import SHAPES
 from nemo_rl.config import PolicyConfig
+from nemo_rl.models.attention.flash_attn import flash_attention, why_not_3
 from nemo_rl.models.huggingface.flops import model_flops, peak_tflops
+from nemo_rl.models.policy.batching import training_strategy
 from nemo_rl.models.policy.workers.base import UpdateResult
 from nemo_rl.models.policy.workers.rank import PolicyRank
 
@@ -29,16 +33,20 @@ class Sizes:
         batch: tokens of one optimizer update.
         packs: tokens of a microbatch, values to compare.
         chunks: tokens whose logits are held at the same time, values to compare.
+        long_row: tokens of a sequence that fills a pack.
+        group: tokens of a prompt, number of its answers, tokens of each.
     """
 
     row: int
     batch: int
     packs: tuple[int, ...]
     chunks: tuple[int, ...]
+    long_row: int
+    group: tuple[int, int, int]
 
 
-ON_GPU = Sizes(row=1024, batch=65536, packs=(2048, 8192, 16384), chunks=(512, 2048, 4096))
-ON_CPU = Sizes(row=64, batch=512, packs=(128, 256), chunks=(64, 256))
+ON_GPU = Sizes(1024, 65536, (2048, 8192, 16384), (512, 2048, 4096), long_row=8192, group=(2000, 16, 200))
+ON_CPU = Sizes(64, 512, (128, 256), (64, 256), long_row=256, group=(64, 8, 12))
 REPEATS = 2
 
 
@@ -48,6 +56,70 @@ def training(bench: Bench) -> Iterator[Finding]:
     for pack in sizes.packs:
         work = partial(update, rank, _config(bench, pack), rows)
         yield _rate(bench, rank, f"packs of {pack}", work, backward=True)
+
+
+def long_rows(bench: Bench) -> Iterator[Finding]:
+    """Measure updates and log-prob passes whose packs are one long sequence, where attention takes most time."""
+    rank, config, rows = bench.large_policy(), _config(bench, _sizes(bench).long_row), _long_rows(bench)
+    yield _rate(bench, rank, "training", partial(update, rank, config, rows), backward=True, rows=rows)
+    yield _rate(bench, rank, "log-probs", partial(scores, rank, config, rows), backward=False, rows=rows)
+
+
+def shared_prompts(bench: Bench) -> Iterator[Finding]:
+    """Measure updates and log-prob passes over groups of answers; tokens count once per row, so that rates compare."""
+    rank, rows = bench.large_policy(), _groups(bench)
+    for shares in (False, True):
+        packing = packed(_sizes(bench).packs[1])
+        packing["sequence_packing"]["share_prompts"] = shares
+        config = policy_config(bench.folder(bench.large), precision="bfloat16", **packing)
+        saved = laid_out(rank, config, rows, training_strategy(config)).num_shared_tokens
+        passes: dict[str, Callable[[PolicyRank, PolicyConfig, Rows], object]] = {
+            "training": update,
+            "log-probs": scores,
+        }
+        for kind, work in passes.items():
+            name = f"{kind}, {'shared' if shares else 'alone'}"
+            found = _rate(bench, rank, name, partial(work, rank, config, rows), backward=kind == "training", rows=rows)
+            yield replace(found, figures={**found.figures, "shared_tokens": saved})
+
+
+def compiled(bench: Bench) -> Iterator[Finding]:
+    """Measure updates with compiled layers after the same ones without, and how long the first update takes."""
+    # CPUs have compiled the layers in this precision for an earlier check.
+    keys: dict[str, Any] = {"precision": "bfloat16" if bench.on_gpu else "float32"}
+    passes = [
+        ("short rows", _sizes(bench).packs[1], _rows(bench)),
+        ("long rows", _sizes(bench).long_row, _long_rows(bench)),
+    ]
+    plain = bench.large_policy(**keys)
+    before = {
+        name: _rate(
+            bench, plain, f"{name}, not compiled", partial(update, plain, _config(bench, pack), rows), rows=rows
+        )
+        for name, pack, rows in passes
+    }
+    yield from before.values()
+    del plain
+    rank = bench.large_policy(**keys, dtensor_cfg={"compile_layers": True})
+    for name, pack, rows in passes:
+        work = partial(update, rank, _config(bench, pack), rows)
+        figures: Figures = {"first_s": _seconds(bench, work)}
+        found = _rate(bench, rank, f"{name}, compiled", work, rows=rows)
+        was, now = before[name].figures.get("seconds"), found.figures.get("seconds")
+        if isinstance(was, float) and isinstance(now, float):
+            figures["times_as_fast"] = was / now
+        yield replace(found, figures={**found.figures, **figures})
+    bench.end_policy()
+
+
+def flash_attention_3(bench: Bench) -> Iterator[Finding]:
+    """Measure the same as `long_rows` with FlashAttention 3, where it is installed and runs."""
+    refusal = why_not_3(bench.device)
+    if refusal:
+        yield Finding("not measured", {"reason": refusal})
+        return
+    with flash_attention(3, bench.device):
+        yield from long_rows(bench)
 
 
 def microbatch(bench: Bench) -> Iterator[Finding]:
@@ -134,9 +206,32 @@ def _rows(bench: Bench, num_tokens: int | None = None) -> Rows:
     return random_rows([sizes.row] * count, SHAPES[bench.large].fields["vocab_size"] - 8)
 
 
-def _rate(bench: Bench, rank: PolicyRank, name: str, work: Callable[[], object], *, backward: bool) -> Finding:
-    """Measure tokens per second, utilisation and peak memory of a pass over the whole batch."""
-    sizes, refusal = _sizes(bench), ""
+def _long_rows(bench: Bench) -> Rows:
+    sizes = _sizes(bench)
+    return random_rows([sizes.long_row] * (sizes.batch // sizes.long_row), SHAPES[bench.large].fields["vocab_size"] - 8)
+
+
+def _groups(bench: Bench) -> Rows:
+    """Return two groups of answers to one prompt each; only answers count in the loss."""
+    prompt, answers, tokens = _sizes(bench).group
+    rows = random_rows([prompt + tokens] * 2 * answers, SHAPES[bench.large].fields["vocab_size"] - 8)
+    for first in (0, answers):
+        rows["input_ids"][first : first + answers, :prompt] = rows["input_ids"][first, :prompt]
+    rows["token_mask"][:, :prompt] = 0
+    return rows
+
+
+def _rate(
+    bench: Bench,
+    rank: PolicyRank,
+    name: str,
+    work: Callable[[], object],
+    *,
+    backward: bool = True,
+    rows: Rows | None = None,
+) -> Finding:
+    """Measure tokens per second, utilisation and peak memory of a pass over the rows; None: those of `_rows`."""
+    lengths, refusal = Counter((_rows(bench) if rows is None else rows)["input_lengths"].tolist()), ""
     try:
         first = work()
         bench.reset_peak()
@@ -147,9 +242,8 @@ def _rate(bench: Bench, rank: PolicyRank, name: str, work: Callable[[], object],
         bench.empty_cache()
         return Finding(name, {}, refusal)
     flops = model_flops(rank.backend.model.hf.config)  # type: ignore[attr-defined]
-    rate = sizes.batch / seconds
-    row = flops.training({sizes.row: 1}) if backward else flops.forward({sizes.row: 1})
-    tflops = rate * row / sizes.row / 1e12
+    rate = sum(length * count for length, count in lengths.items()) / seconds
+    tflops = (flops.training(lengths) if backward else flops.forward(lengths)) / seconds / 1e12
     peak = _peak(bench)
     figures: Figures = {"tokens_per_s": rate, "tflops": tflops, "mfu": None if peak is None else tflops / peak}
     skipped = isinstance(first, UpdateResult) and first.skipped

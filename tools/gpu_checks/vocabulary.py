@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from gpu_checks.bench import Bench
-from gpu_checks.report import Finding
+from gpu_checks.report import Figures, Finding
 from nemo_rl.distributed.parallel_logprobs import SamplingDensity, token_logprobs
+from nemo_rl.distributed.parallel_logprobs.head import OutputHead
 
 NUM_TOKENS, VOCAB_SIZE, WIDTH, CHUNK = 1300, 151936, 512, 512
 CPU_NUM_TOKENS, CPU_VOCAB_SIZE, CPU_WIDTH, CPU_CHUNK = 50, 1000, 64, 16
@@ -32,6 +33,23 @@ def statistics(bench: Bench) -> Iterator[Finding]:
         }
         problem = "" if max(errors.values()) <= allowed else "differs from a plain log-softmax"
         yield Finding(str(dtype).removeprefix("torch."), {**errors, "allowed": allowed}, problem)
+    yield _of_rounded_logits(bench)
+
+
+@torch.no_grad()
+def _of_rounded_logits(bench: Bench) -> Finding:
+    """Measure what log-probs lose by logits in bfloat16, which vLLM has without `head_dtype`, and ours do not have."""
+    hidden_ND, weight_VD, targets_N = _random_head(bench, torch.bfloat16)
+    want_N = _plain(hidden_ND, weight_VD, targets_N)[0]
+    logits = {"float32": OutputHead(weight_VD).logits(hidden_ND), "bfloat16": (hidden_ND @ weight_VD.t()).float()}
+    errors = {name: float((_chosen(logits_NV, targets_N) - want_N).abs().mean()) for name, logits_NV in logits.items()}
+    figures: Figures = {f"{name}_logits": error for name, error in errors.items()}
+    exact = not bench.on_gpu or errors["float32"] < errors["bfloat16"]  # CPUs round the product in both cases
+    return Finding("mean error by precision of logits", figures, "" if exact else "float32 logits are not closer")
+
+
+def _chosen(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    return (logits_NV.double() / TEMPERATURE).log_softmax(-1).gather(-1, targets_N[:, None])[:, 0]
 
 
 def _random_head(bench: Bench, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

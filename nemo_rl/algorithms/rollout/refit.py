@@ -68,6 +68,10 @@ class WeightSource(Trainers, Protocol):
         """Push a bucket through a sending transport; return the calls to wait for."""
 
 
+NO_WEIGHTS = -1
+"""Version of engines that have dropped their weights."""
+
+
 @dataclass(frozen=True)
 class Engines:
     """The engines as a user of devices that the policy shares; see `runtime.memory`.
@@ -75,14 +79,18 @@ class Engines:
     Attributes:
         generation: the engines.
         timeout_s: limit for their answers.
+        drops_weights: whether they lose their weights when they sleep.
     """
 
     generation: EngineGroup
     timeout_s: float
+    drops_weights: bool = False
 
     def rest(self) -> None:
         """Release device memory."""
         self._all("sleep")
+        if self.drops_weights:
+            self.generation.weight_version = NO_WEIGHTS
 
     def wake(self) -> None:
         """Allocate device memory again."""
@@ -142,7 +150,9 @@ class Refitter:
 
     @property
     def _is_fresh(self) -> bool:
-        return self._synced == (self._policy.weight_version, self._generation.membership)
+        version = self._policy.weight_version
+        holds = self._generation.weight_version == version
+        return holds and self._synced == (version, self._generation.membership)
 
     def ensure_fresh(self) -> None:
         """Wake the engines, and sync if their weights are older than the policy's or an engine was replaced or joined.

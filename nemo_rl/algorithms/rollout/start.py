@@ -71,7 +71,13 @@ from nemo_rl.experience.trajectory_log import TrajectoryLog
 from nemo_rl.losses.loss_function import AnyLossFunction
 from nemo_rl.models.downloads import download_models
 from nemo_rl.models.generation.engine_group import EngineGroup
-from nemo_rl.models.generation.factory import check_engine_model, engine_settings, make_engines, sampling_params
+from nemo_rl.models.generation.factory import (
+    check_engine_model,
+    drops_weights,
+    engine_settings,
+    make_engines,
+    sampling_params,
+)
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils.logger import Logger
 
@@ -221,7 +227,9 @@ def _start_workers(
     settings = engine_settings(config.policy, cluster, seed, load_weights=False)
     assert config.policy.generation is not None, "engine_settings checks this"
     file = config.policy.generation.num_engines_file
-    engines = {"generation": partial(make_engines, settings, places["generation"], cluster, file)}
+    samples = config.algorithm.num_prompts_per_step * config.algorithm.num_generations_per_prompt
+    start_engines = partial(make_engines, settings, places["generation"], cluster, file, samples=samples)
+    engines = {"generation": start_engines}
     busy = busy_engines(config.algorithm.overlap, cluster, config.policy)
     models = {
         name: partial(start_role, name, role, places[name], cluster, recipe.tokenizer, seed, folders.resume_path, busy)
@@ -338,7 +346,9 @@ def shared_engines(config: RolloutMasterConfig, engines: EngineGroup) -> Engines
     """The engines as a user to shared memory; None where they have their own devices."""
     generation = config.policy.generation
     assert generation is not None, "engine_settings checks this"
-    return Engines(engines, config.cluster.timeouts.weight_sync_s) if generation.colocated.enabled else None
+    if not generation.colocated.enabled:
+        return None
+    return Engines(engines, config.cluster.timeouts.weight_sync_s, drops_weights(generation))
 
 
 def make_prompts(config: RolloutMasterConfig, recipe: RolloutRecipe) -> Prompts:

@@ -75,6 +75,11 @@ def check_records(
         if logger.record_modules:
             yield "logger.record_modules=true adds to the records of logger.record_steps, which is false. Set both."
         return
+    if logger.record_modules and policy.dtensor_cfg.compile_layers:
+        yield (
+            "logger.record_modules=true records the outputs of modules inside the layers, which compiled layers do not "
+            "have. Set policy.dtensor_cfg.compile_layers=false, or logger.record_modules=false."
+        )
     off = "Set logger.record_steps=false."
     if algorithm is None:
         yield f"logger.record_steps=true records steps of GRPO only; no other algorithm can be replayed. {off}"

@@ -23,7 +23,7 @@ def fused_on_gpu[**P, R](function: Callable[P, R], on: Tensor) -> Callable[P, R]
         function: function of tensors, without side effects.
         on: any tensor that it will get.
     """
-    if not on.is_cuda or not _has_triton():
+    if not on.is_cuda or not has_triton():
         return function
     compiled = _compiled(function)
 
@@ -48,7 +48,8 @@ def _compiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Return whether torch can compile for the GPU of this process."""
     from torch.utils._triton import has_triton
 
     return has_triton()

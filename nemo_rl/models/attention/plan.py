@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nemo_rl.host.device import to_device
+
 
 @dataclass(frozen=True)
 class Scoring:
@@ -164,11 +166,11 @@ class AttentionPlan:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def bounds(self, rows: int, device: torch.device) -> Bounds:
-        """Return the bounds of the pieces of `rows` rows, one row after the other."""
+        """Return the bounds of the pieces of `rows` rows, one row after the other; the host does not wait for them."""
         if (rows, device) not in self._bounds:
             queries, keys = [piece.queries for piece in self.pieces], [piece.keys for piece in self.pieces]
             starts = [
-                torch.tensor([0, *accumulate(lengths * rows)], dtype=torch.int32, device=device)
+                to_device(torch.tensor([0, *accumulate(lengths * rows)], dtype=torch.int32), device)
                 for lengths in (queries, keys)
             ]
             self._bounds[rows, device] = Bounds(starts[0], starts[1], max(queries), max(keys))

@@ -29,6 +29,7 @@ from nemo_rl.distributed.ranks.placements import held_here, whole
 from nemo_rl.distributed.workers.start_phases import start_phase
 from nemo_rl.host.device import free_cache
 from nemo_rl.models.accepted_rows import require_parameters
+from nemo_rl.models.attention.flash_attn import use_flash_attention
 from nemo_rl.models.dtensor.attention import VARLEN_ATTENTION
 from nemo_rl.models.dtensor.build import Built, build_model
 from nemo_rl.models.dtensor.checkpoints import model_files as checkpoint_io
@@ -104,6 +105,7 @@ class DTensorBackend(TorchBackend):
         if init_optimizer:
             report_findings(check_trainable(config))
         self.device = device
+        use_flash_attention(config.dtensor_cfg.flash_attention_version, device)
         layout = layout or ParallelLayout.of(config, dist.get_world_size())
         self._max_grad_norm = config.max_grad_norm
         self._density = sampling_density(config)

@@ -29,6 +29,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.ranks.collectives import all_gather
+from nemo_rl.models.dtensor.compiled_layers import compile_layers
 from nemo_rl.models.dtensor.experts.parallel import (
     dispatch_over_expert_ranks,
     divide_over_tensor_ranks,
@@ -100,6 +101,7 @@ class ShardingSpec:
         keep_experts: whether the experts of a layer stay gathered between forward and backward pass.
         keep_gathered: gather parameters once for all microbatches, until `reshard` (pipeline stages).
         recompute: recompute activations in the backward pass: all of them, or those that are cheap to compute.
+        compiles: compile the decoder layers.
     """
 
     compute_dtype: torch.dtype
@@ -110,6 +112,7 @@ class ShardingSpec:
     keep_experts: bool = False
     keep_gathered: bool = False
     recompute: bool | Literal["selective"] = False
+    compiles: bool = False
 
     @classmethod
     def of(cls, config: PolicyConfig, device: torch.device) -> "ShardingSpec":
@@ -124,6 +127,7 @@ class ShardingSpec:
             keep_experts=asked.moe_parallelizer.reshard_after_forward is False,
             keep_gathered=asked.pipeline_parallel_size > 1,
             recompute=asked.activation_checkpointing,
+            compiles=asked.compile_layers,
         )
 
 
@@ -180,10 +184,12 @@ def shard[ModelT: ShardableModel](model: ModelT, meshes: Meshes, spec: ShardingS
     if spec.recompute:
         enable_activation_checkpointing(model.hf, selective=spec.recompute == "selective")
     one_rank = meshes.layout.num_ranks == meshes.layout.pp
-    if one_rank and spec.compute_dtype == torch.float32 and not spec.cpu_offload:
-        return model
     if meshes.layout.tp > 1:
         _divide_layers(model, meshes, spec)
+    if spec.compiles:
+        compile_layers(model.hf, spec.device)
+    if one_rank and spec.compute_dtype == torch.float32 and not spec.cpu_offload:
+        return model
     if meshes.layout.ep > 1:
         _share_experts(model.hf, meshes, spec)
     options: dict[str, Any] = {"mesh": meshes.fsdp, "offload_policy": _offload_policy(spec)}

@@ -60,6 +60,7 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         gpu_memory_utilization=engine.gpu_memory_utilization,
         enforce_eager=engine.enforce_eager or not cluster.uses_gpu,
         can_sleep=cluster.uses_gpu and generation.colocated.enabled,
+        sleep_level=2 if drops_weights(generation) and not load_weights else 1,
         load_weights=load_weights,
         seed=seed % 2**31,
         tensor_parallel_size=engine.tensor_parallel_size,
@@ -71,6 +72,11 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         recomputes_cache=generation.weight_sync.recompute_kv_cache,
         optimizations=cluster.optimizations,
     )
+
+
+def drops_weights(generation: GenerationConfig) -> bool:
+    """Return whether the engines of a training run lose their weights when they sleep, so that a sync must follow."""
+    return generation.backend == "vllm" and generation.vllm_cfg.sleep_level == 2
 
 
 def _cpu_kv_cache_bytes(policy: PolicyConfig, generation: GenerationConfig) -> int:
@@ -156,6 +162,7 @@ def make_engines(
     cluster: ClusterConfig,
     num_engines_file: str | None = None,
     name_prefix: str | None = None,
+    samples: int = 0,
 ) -> EngineGroup:
     """Start one worker on every bundle; blocks until all are built.
 
@@ -165,6 +172,7 @@ def make_engines(
         cluster: deadlines and restarts.
         num_engines_file: `policy.generation.num_engines_file`.
         name_prefix: beginning of the names of the workers; None: the backend.
+        samples: samples of a training step, of all engines together; 0: not known.
 
     Raises:
         ConfigError: the bundles of the machines do not divide into engines.
@@ -178,7 +186,8 @@ def make_engines(
             f"with {counts} bundles {wrong}"
         )
     timeouts = cluster.timeouts
-    settings = replace(settings, workers_on_machine=max(counts))
+    per_engine = -(-samples * size // sum(counts))
+    settings = replace(settings, workers_on_machine=max(counts), samples=per_engine)
     builder = RayWorkerBuilder(_WORKER, settings).asynchronous(_CONCURRENT_CALLS)
     workers = RayWorkerGroup(
         where,

@@ -250,6 +250,7 @@ class EngineSettings:
         gpu_memory_utilization: share of GPU memory for the engine.
         enforce_eager: no graph capture and no compilation.
         can_sleep: whether memory is freed between generation phases (colocated GPUs).
+        sleep_level: 1 to keep the weights in host memory while asleep, 2 to drop them.
         load_weights: load the checkpoint at the start; False: the first weight sync provides the weights.
         seed: engine seed; requests carry their own.
         tensor_parallel_size: ranks that divide each layer of one engine.
@@ -261,6 +262,7 @@ class EngineSettings:
         env_vars: further environment variables of the engine's processes.
         recomputes_cache: compute keys and values of running requests again with new weights.
         workers_on_machine: workers of all engines on one machine, which share its cores.
+        samples: samples of a training step that this engine gets, if all engines get as many; 0: not known.
         optimizations: value of `cluster.optimizations`.
     """
 
@@ -274,6 +276,7 @@ class EngineSettings:
     gpu_memory_utilization: float = 0.6
     enforce_eager: bool = True
     can_sleep: bool = False
+    sleep_level: int = 1
     load_weights: bool = False
     seed: int = 0
     tensor_parallel_size: int = 1
@@ -284,6 +287,7 @@ class EngineSettings:
     env_vars: dict[str, str] = field(default_factory=dict)
     recomputes_cache: bool = True
     workers_on_machine: int = 1
+    samples: int = 0
     optimizations: Choice = "auto"
 
     @property

@@ -42,7 +42,8 @@ from nemo_rl.optimizations.switch import Choice
 _WORKER = "nemo_rl.models.policy.workers.rank.PolicyRank"
 # By default OpenMP threads spin so long at a barrier that one busy core stalls a step for seconds. A short spin costs
 # nothing on an idle machine.
-_WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
+# torch's compiler would start up to 32 helper processes in each rank, 256 on a machine with eight.
+_WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
 TRAINING_KEYS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 
 

@@ -195,9 +195,9 @@ def test_a_gpu_runs_compiled_functions_unless_they_do_not_compile(monkeypatch, c
 
     with FakeTensorMode():
         cpu, gpu = (torch.empty(1, device=device) for device in ("cpu", "cuda"))
-    monkeypatch.setattr(fusion, "_has_triton", lambda: False)
+    monkeypatch.setattr(fusion, "has_triton", lambda: False)
     assert fusion.fused_on_gpu(plain, gpu) is plain
-    monkeypatch.setattr(fusion, "_has_triton", lambda: True)
+    monkeypatch.setattr(fusion, "has_triton", lambda: True)
     monkeypatch.setattr(torch, "compile", lambda function: lambda x: "compiled")
     assert fusion.fused_on_gpu(plain, cpu) is plain
     assert fusion.fused_on_gpu(plain, gpu)(gpu) == "compiled"

@@ -11,8 +11,10 @@ from multiprocessing.synchronize import Barrier
 import pytest
 import torch.distributed as dist
 
-from nemo_rl.distributed.ranks.process_group import choose_interface, open_store
+from nemo_rl.distributed.ranks import process_group
+from nemo_rl.distributed.ranks.process_group import choose_interface, init_process_group, open_store
 from nemo_rl.distributed.ranks.rendezvous import bind_free_port, hold_port, take_port
+from nemo_rl.host.device import Device
 from nemo_rl.utils.errors import ResourceInsufficientError
 from nemo_rl.utils.seed import set_seed
 
@@ -115,3 +117,18 @@ def test_gloo_uses_the_interface_that_reaches_the_members(monkeypatch: pytest.Mo
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
     with pytest.raises(RuntimeError, match="no_such_interface"):
         dist.ProcessGroupGloo(dist.HashStore(), 0, 2, timedelta(seconds=1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "binds", "bound"), [("cuda", True, "cuda:0"), ("cuda", False, None), ("cpu", True, None)]
+)
+def test_a_group_is_bound_to_a_gpu_unless_its_library_makes_many_groups(monkeypatch, kind, binds, bound) -> None:
+    given = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **values: given.update(values))
+    monkeypatch.setattr(process_group, "open_store", lambda *arguments: None)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": HERE, "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    init_process_group(Device(kind), 5.0, binds_device=binds)
+    device = given["device_id"]
+    assert (None if device is None else str(device)) == bound

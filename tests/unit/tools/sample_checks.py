@@ -21,7 +21,7 @@ class Stand:
 
 def counts(stand: Stand) -> Iterator[Finding]:
     stand.calls += 1
-    yield Finding("calls of this process", {"calls": stand.calls})
+    yield Finding("calls of this process", {"calls": stand.calls, "planted": os.environ.get("PLANTED", "")})
 
 
 def finds_a_problem(stand: Stand) -> Iterator[Finding]:

@@ -96,6 +96,13 @@ def test_checks_beyond_the_time_budget_are_skipped(monkeypatch) -> None:
     assert not Report(rows=rows).failures()
 
 
+def test_a_check_with_an_environment_has_its_own_process() -> None:
+    own = dataclasses.replace(_check("counts"), environment=(("PLANTED", "here"),))
+    _, rows = _rows([_check("counts"), own, own, _check("counts")])
+    found = [(row.figures["calls"], row.figures["planted"]) for row in rows]
+    assert found == [(1, ""), (1, "here"), (2, "here"), (1, "")]
+
+
 def test_a_device_that_cannot_be_used_is_one_failure() -> None:
     setting = dataclasses.replace(SETTING, folder="unusable")
     _, rows = _rows([_check("counts"), _check("counts")], setting)
@@ -131,6 +138,7 @@ def test_results_are_written_as_table_and_json(tmp_path) -> None:
 
 def test_checks_are_chosen_by_name() -> None:
     assert [check.name for check in chosen(["sync", "lora"])] == ["weight sync", "lora", "sync bandwidth"]
+    assert [check.name for check in chosen(["expandable"])] == ["expandable segments"]
     assert chosen([]) == list(CHECKS)
     with pytest.raises(SystemExit, match="Names: attention"):
         chosen(["no such check"])

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from sync_processes import Child, ReceivingEngine, RemoteFailure, equal_to_sent
 
+from nemo_rl.weight_sync import collective
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.collective import GroupMember
 from nemo_rl.weight_sync.endpoints import WeightSender
@@ -179,6 +180,21 @@ def test_the_nccl_group_of_a_sync_does_not_abort_its_process(monkeypatch, before
     GroupMember(dataclasses.replace(make_spec(), device="cuda", receivers=()), rank=0)
     assert seen == [("0", 0, 1, timedelta(seconds=20))]
     assert os.environ.get(variable) == before
+
+
+@pytest.mark.parametrize(("device", "aborts"), [("cuda", 1), ("cpu", 0)])
+def test_a_member_that_leaves_frees_the_memory_of_its_communicator(monkeypatch, device, aborts):
+    calls = []
+
+    class Group:
+        def abort(self):
+            calls.append("abort")
+
+    monkeypatch.setattr(collective, "_join", lambda spec, rank: Group())
+    member = GroupMember(dataclasses.replace(make_spec(), device=device), rank=0)
+    member.leave()
+    member.leave()
+    assert calls == ["abort"] * aborts
 
 
 def test_close_may_be_called_twice(ends):

@@ -151,6 +151,10 @@ class VllmConfig(Section):
     importance ratios are wrong otherwise."""
     enable_prefix_caching: bool | None = None
     """Reuse the key-value cache of common prompt prefixes; results change by rounding only. null: vLLM decides."""
+    sleep_level: Literal[1, 2] = 1
+    """On GPUs that engines share with the policy: keep the weights in host memory while engines sleep (1), or drop them
+    (2), which saves two copies and the host memory; each phase of generation then begins with a sync, also where the
+    weights have not changed."""
     enable_vllm_metrics_logger: bool = False
     """Report the open requests of each engine over a step, under generation/engine.<i>."""
     vllm_metrics_logger_interval: PositiveFloat = 0.5

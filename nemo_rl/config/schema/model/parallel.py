@@ -170,6 +170,14 @@ class DTensorConfig(BackendSection):
     activation_checkpointing: bool | Literal["selective"] = False
     """Recompute activations in the backward pass to save memory: true recomputes all of a decoder layer, selective all
     except the outputs of matrix products and attention."""
+    compile_layers: bool = False
+    """Compile decoder layers (torch.compile), so that elementwise operations between matrix products are fused: fewer
+    kernels and less memory traffic, but up to some minutes of compilation in the first steps. Attention is not
+    compiled. Not for models with experts, not with tensor parallelism, activation_checkpointing=selective and
+    logger.record_modules."""
+    flash_attention_version: Literal[2, 3] = 2
+    """Flash attention of packed rows on GPUs: torch's own (2), or 3 from the package flash_attn_interface, which is
+    faster on GPUs of compute capability 9.0 (Hopper) and runs on no others."""
     dp_replicate_size: PositiveInt = 1
     """Copies of the sharded model (HSDP): parameters are gathered within a copy only."""
     tensor_parallel_size: PositiveInt = 1
@@ -202,6 +210,24 @@ class DTensorConfig(BackendSection):
     """Low-rank adapters."""
     env_vars: EnvVars | None = None
     """Environment variables of the policy's processes."""
+
+    @model_validator(mode="after")
+    def _compiles_what_it_can(self) -> Self:
+        if not self.compile_layers:
+            return self
+        if self.activation_checkpointing == "selective":
+            finding = (
+                "compile_layers=true cannot keep selected outputs; set activation_checkpointing=false (a compiled "
+                "layer already recomputes cheap operations) or true"
+            )
+        elif self.tensor_parallel_size > 1 or self.expert_parallel_size > 1:
+            finding = (
+                "compile_layers=true needs tensor_parallel_size=1 and expert_parallel_size=1: divided layers would be "
+                "compiled one by one; set compile_layers=false or shard the model by data parallelism alone"
+            )
+        else:
+            return self
+        raise PydanticCustomError("compiled_layers", "{finding}", {"finding": finding})
 
 
 class TrainingBackendConfig(BackendSection):

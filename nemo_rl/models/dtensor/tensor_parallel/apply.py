@@ -99,7 +99,7 @@ class _Local:
         if self.rows is not None:
             group = parameter.device_mesh.get_group()
             whole = collectives.all_gather(local, self.dim, group, partial_gradient=True)
-            return whole.index_select(self.dim, self.rows.to(local.device))
+            return whole.index_select(self.dim, self.rows)
         return local * 0 if self.zero else local
 
 
@@ -298,12 +298,14 @@ def _view(
 
 
 def _own_rows(parts: tuple[int, ...], mesh: DeviceMesh) -> Tensor:
-    """Return the rows of a fused layer that belong to this rank's heads or features, part by part."""
+    """Return the rows of a fused layer that belong to this rank's heads or features, part by part.
+
+    They are on the mesh's device, so that no forward pass has to send them there.
+    """
     starts = torch.tensor([0, *parts[:-1]]).cumsum(0).tolist()
     size, rank = mesh.size(), mesh.get_local_rank()
-    return torch.cat(
-        [torch.arange(start, start + part).chunk(size)[rank] for start, part in zip(starts, parts, strict=True)]
-    )
+    rows = [torch.arange(start, start + part).chunk(size)[rank] for start, part in zip(starts, parts, strict=True)]
+    return torch.cat(rows).to(mesh.device_type)
 
 
 def _require_divisible(name: str, parameter: Tensor, placement: Placement, style: Style | None, ranks: int) -> None:

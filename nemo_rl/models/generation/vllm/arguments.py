@@ -21,6 +21,9 @@ from nemo_rl.optimizations.switch import is_on
 from nemo_rl.optimizations.vllm.bursts import BurstExecutor
 
 _CPU_BATCHED_TOKENS = 4096
+_GRAPH_REQUESTS = 512
+_MAX_GRAPH_REQUESTS = 1024
+"""vLLM's number of running requests in offline generation on large GPUs."""
 _DEEPSEEK_V3_ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 
@@ -57,12 +60,25 @@ def engine_arguments(settings: EngineSettings) -> EngineArgs:
         if settings.num_workers == 1:
             takes_bursts = is_on("decoding_bursts", settings.optimizations)
             values["distributed_executor_backend"] = BurstExecutor if takes_bursts else UniProcExecutor
+    values |= _graphs(settings)
     if settings.kv_cache_bytes is not None:
         values["kv_cache_memory_bytes"] = settings.kv_cache_bytes
     else:
         values["gpu_memory_utilization"] = settings.gpu_memory_utilization
     own = {key: value for key, value in settings.engine_kwargs.items() if key != "hf_overrides"}
     return EngineArgs(**(values | own))
+
+
+def _graphs(settings: EngineSettings) -> dict[str, int]:
+    """Capture CUDA graphs for as many running requests as an engine gets in a step.
+
+    vLLM stops at 512 except on Blackwell GPUs; a step with more requests would launch every kernel separately.
+    """
+    wanted = min(settings.samples, _MAX_GRAPH_REQUESTS)
+    eager = settings.device == "cpu" or settings.enforce_eager
+    if eager or wanted <= _GRAPH_REQUESTS or "compilation_config" in settings.engine_kwargs:
+        return {}
+    return {"max_cudagraph_capture_size": wanted}
 
 
 def _hf_overrides(settings: EngineSettings) -> Any:

@@ -64,9 +64,8 @@ class VllmEngine(SteppedEngine):
 
     def __init__(self, settings: EngineSettings):
         super().__init__()
-        self._can_sleep = settings.can_sleep
-        self._recomputes_cache = settings.recomputes_cache
-        self._num_updates = 0
+        self._can_sleep, self._sleep_level = settings.can_sleep, settings.sleep_level
+        self._recomputes_cache, self._num_updates = settings.recomputes_cache, 0
         self._max_model_len = settings.max_model_len
         self._tensor_parallel_size = settings.tensor_parallel_size
         self._place = engine_of(int(os.environ["RANK"]), settings.num_workers)[1] if settings.num_workers > 1 else 0
@@ -288,10 +287,10 @@ class VllmEngine(SteppedEngine):
         self.fall_asleep()
 
     def fall_asleep(self) -> None:
-        """Free memory: weights go to host memory, the cache is dropped."""
+        """Free memory: weights go to host memory or, at level 2, are dropped like the cache."""
         if self._can_sleep and not self._engine.is_sleeping():
             self._engine.reset_prefix_cache()
-            self._engine.sleep(level=1)
+            self._engine.sleep(level=self._sleep_level)
 
     async def wake_up(self) -> None:
         """See `Engine.wake_up`."""

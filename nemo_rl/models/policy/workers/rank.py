@@ -30,15 +30,18 @@ class PolicyRank(PolicyWorker):
         transformers_logging.disable_progress_bar()
         device = device_for(settings.uses_gpu)
         torch_device = device.activate()
-        with start_phase("process group"):
-            init_process_group(device, settings.collective_timeout_s)
-        layout, rank = settings.layout, dist.get_rank()
         backend_class = import_dotted(
             settings.backend,
             ConfigError,
             f"rank_class={settings.backend!r}",
             "Name a PolicyBackend by its dotted path.",
         )
+        # With a device, each of Megatron Core's groups would be split from the group of all ranks, and the transfers
+        # between its pipeline stages would wait for each other.
+        binds_device = config.backend_key != "megatron_cfg"
+        with start_phase("process group"):
+            init_process_group(device, settings.collective_timeout_s, binds_device=binds_device)
+        layout, rank = settings.layout, dist.get_rank()
         with start_phase("model"):
             backend = backend_class(
                 config,

@@ -8,10 +8,12 @@ import torch.nn.attention.varlen as varlen_of_torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nemo_rl.models.attention import varlen
+from nemo_rl.models.attention import flash_attn, varlen
+from nemo_rl.models.attention.flash_attn import flash_attention, use_flash_attention
 from nemo_rl.models.attention.kernels import attend
 from nemo_rl.models.attention.plan import AttentionPlan, Piece, Scoring, plan_of_row
 from nemo_rl.models.dtensor.attention import varlen_attention
+from nemo_rl.utils.errors import ConfigError
 
 pytestmark = pytest.mark.fast
 
@@ -253,3 +255,32 @@ def test_kernels_get_only_the_arguments_they_accept(changes, runs, monkeypatch) 
             for dim in (case["head_dim"], case.get("value_dim", case["head_dim"]))
         )
     assert (varlen.find_kernel(tensor, tensor, value, Scoring()) is not None) is runs
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "package", "reason"),
+    [
+        ("cpu", None, True, "it runs on GPUs only"),
+        ("cuda", (10, 0), True, "it needs a GPU of compute capability 9.x .Hopper., and this one has 10.0"),
+        ("cuda", (9, 0), False, "the package flash_attn_interface .flash-attn-3. is not installed"),
+    ],
+)
+def test_version_3_is_refused_where_it_cannot_run(monkeypatch, device, capability, package, reason) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(flash_attn.importlib.util, "find_spec", lambda name: package or None)
+    with pytest.raises(ConfigError, match=f"flash_attention_version=3 cannot be used: {reason}"):
+        use_flash_attention(3, torch.device(device))
+    use_flash_attention(2, torch.device(device))
+
+
+def test_version_3_replaces_the_kernel_of_torch_in_a_block(monkeypatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(flash_attn.importlib.util, "find_spec", lambda name: name == "flash_attn_interface" or None)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", calls.append)
+    monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", lambda: calls.append("restored"))
+    with flash_attention(2, torch.device("cuda")):
+        assert calls == []
+    with flash_attention(3, torch.device("cuda")):
+        assert calls == ["FA3"]
+    assert calls == ["FA3", "restored"]

@@ -8,7 +8,9 @@ import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,6 +118,50 @@ def test_engines_that_die_before_or_during_sleep_are_replaced(engines: EngineGro
     assert answers(engines, loop) == expected[1]
     assert engines.weight_version == 2
     assert policy.moves == ["offload", "onload", "offload", "onload", "offload"]
+
+
+class SleepingEngines:
+    """An `EngineGroup` that counts syncs; nothing else of it is called."""
+
+    membership = 0
+    weight_version = 0
+    workers_per_engine = 1
+
+    def __init__(self) -> None:
+        self.load_weights, self.calls = None, []
+        self.workers = SimpleNamespace(get_all_worker_results=lambda calls, timeout_s, what: [])
+
+    def call_all(self, method: str) -> None:
+        self.calls.append(method)
+
+    def with_replacements(self, function):
+        return function()
+
+    def follow_number(self) -> None:
+        pass
+
+    def exclusively(self):
+        return nullcontext()
+
+    changing = exclusively
+
+
+@pytest.mark.parametrize(("drops", "syncs"), [(False, 1), (True, 3)])
+def test_engines_that_drop_their_weights_in_sleep_get_them_again(drops, syncs, monkeypatch) -> None:
+    engines, policy = SleepingEngines(), LocalPolicy(make_model("qwen2", False, seed=1))
+    memory = MemorySharing({"policy": TrainedModel(policy), "generation": Engines(engines, 60.0, drops)})  # type: ignore[arg-type]
+    spec = TransportSpec("shared_memory", run_id="test")
+    refitter = Refitter(policy, engines, spec, 60.0, memory)  # type: ignore[arg-type]
+    receipt = SimpleNamespace(num_bytes=1, num_tensors=1)
+    made: list[int] = []
+    monkeypatch.setattr(refitter, "_sync_once", lambda: made.append(policy.weight_version) or [receipt])
+    for _ in range(3):
+        refitter.ensure_fresh()
+        refitter.ensure_fresh()
+        assert engines.weight_version == policy.weight_version
+        refitter.before_training()
+    assert len(made) == syncs
+    assert engines.calls.count("sleep") == 3
 
 
 @pytest.mark.vllm

@@ -30,6 +30,13 @@ found["executors"] = [
     engine_arguments(replace(cpu, optimizations=choice)).distributed_executor_backend.__name__
     for choice in ("auto", "none", ["host_allocator"], ["decoding_bursts"])
 ]
+gpu = EngineSettings("vllm", model, model, "cuda", "bfloat16", 64, enforce_eager=False)
+of_graphs = (
+    gpu, replace(gpu, samples=512), replace(gpu, samples=600), replace(gpu, samples=5000),
+    replace(gpu, samples=600, enforce_eager=True), replace(cpu, samples=600, engine_kwargs={}),
+    replace(gpu, samples=600, engine_kwargs={"max_cudagraph_capture_size": 8}),
+)
+found["graphs"] = [engine_arguments(each).max_cudagraph_capture_size for each in of_graphs]
 print(json.dumps(found))
 """
 CASES: dict[str, dict[str, Any]] = {
@@ -79,3 +86,8 @@ def test_user_overrides_win_and_keep_the_other_arguments(found: dict[str, Any]) 
 
 def test_bursts_are_an_executor_that_the_switch_chooses(found: dict[str, Any]) -> None:
     assert found["executors"] == ["BurstExecutor", "UniProcExecutor", "UniProcExecutor", "BurstExecutor"]
+
+
+@pytest.mark.vllm
+def test_graphs_cover_the_samples_of_an_engine(found: dict[str, Any]) -> None:
+    assert found["graphs"] == [None, None, 600, 1024, None, None, 8]

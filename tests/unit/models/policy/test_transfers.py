@@ -9,6 +9,7 @@ from policy_helpers import policy_config, random_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl.distributed.parallel_logprobs import TopK
+from nemo_rl.models.attention.plan import AttentionPlan, Piece
 from nemo_rl.models.policy.workers import scoring
 from nemo_rl.models.policy.workers.base import PolicyWorker
 from nemo_rl.models.training import inputs
@@ -57,6 +58,16 @@ def test_every_tensor_of_a_batch_is_pinned_and_sent_asynchronously(kind, packed,
         builders[kind]()
     assert len(pinned) >= (num_tensors if kind == "rows" else 4)
     assert copies.asynchronous == [True] * len(pinned)
+
+
+def test_bounds_of_pieces_are_sent_once_and_asynchronously(monkeypatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    plan = AttentionPlan([Piece(0, 4, 0, 4), Piece(4, 7, 0, 7)])
+    with Copies() as copies:
+        first = plan.bounds(2, META)
+        assert plan.bounds(2, META) is first
+    assert copies.asynchronous == [True, True]
+    assert plan.bounds(1, torch.device("cpu")).keys.tolist() == [0, 4, 11]
 
 
 def test_scores_cause_one_synchronization(monkeypatch) -> None:
