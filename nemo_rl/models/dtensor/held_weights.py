@@ -72,8 +72,7 @@ def held_weights(hf: PreTrainedModel, value: Value, dtype: torch.dtype | None) -
             continue
         sources = {source: named[source] for source in group.sources}
         exported = dtype_name(dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
-        for readable in _of_group(hf, group, sources, value, (number, position), exported):
-            yield readable
+        yield from _of_group(hf, group, sources, value, (number, position), exported)
         position += 1
     missing = [target for target, names in seen.items() if len(names) < len(group_of[names[0]].sources)]
     assert not missing, f"weights that are stored together did not all come: {missing}"

@@ -152,7 +152,7 @@ class PolicyBackend(ABC):
         """
 
     def held_weights(self, dtype: torch.dtype | None = None) -> HeldWeights:
-        """Return what this rank holds of the tensors of `iterate_weights`, so that no rank gathers what it does not send.
+        """Return what this rank holds of the tensors of `iterate_weights`, so that a rank gathers only what it sends.
 
         The default takes whole tensors from `iterate_weights`, and calls it once more in a run to describe them.
         """

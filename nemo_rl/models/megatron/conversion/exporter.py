@@ -157,9 +157,7 @@ def _place(box: Box) -> sent.Part:
 class _Values:
     """Reads each shard of a bundle once, for all of its blocks, and keeps it until the last block is read."""
 
-    def __init__(
-        self, value: Callable[[Tensor], Tensor], device: torch.device, dtype: torch.dtype, uses: int
-    ) -> None:
+    def __init__(self, value: Callable[[Tensor], Tensor], device: torch.device, dtype: torch.dtype, uses: int) -> None:
         self._value, self._device, self._dtype, self._uses = value, device, dtype, uses
         self._kept: dict[int, Tensor] = {}
         self._left = uses
