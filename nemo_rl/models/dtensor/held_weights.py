@@ -7,10 +7,11 @@ moves single elements is gathered on the ranks of its mesh.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.distributed.ranks.placements import held_here, whole
@@ -37,8 +38,8 @@ def block_of(tensor: Tensor) -> Part:
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
         for axis in reversed(range(mesh.ndim)):
-            placement = tensor.placements[axis]
-            if isinstance(placement, Shard):
+            placement: Any = tensor.placements[axis]  # FSDP's strided shards are no subclass of `Shard`
+            if not placement.is_replicate():
                 dim, size = placement.dim, sizes[placement.dim]
                 chunk = -(-size // mesh.size(axis))
                 first = min(size, chunk * mesh.get_local_rank(axis))
