@@ -16,7 +16,7 @@ from nemo_rl.weight_sync.holdings import HeldWeights
 from nemo_rl.weight_sync.moves import Layout, Move, RankOfTrainer, Step, place_of, plan_steps
 from nemo_rl.weight_sync.parts import Part, Parts
 
-_STEP_BYTES = 64 * 1024**2
+_STEP_BYTES = 4 * 1024**2
 """Bytes of whole tensors that `everywhere` moves together."""
 
 Blocks = Sequence[tuple[Part, torch.Tensor]]
@@ -166,7 +166,7 @@ class BlockReader:
 def everywhere(weights: HeldWeights, group: dist.ProcessGroup | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and whole tensor of each weight, on every rank; collective.
 
-    The tensors that are yielded are valid until the next ones are.
+    Tensors may share memory with others that are yielded.
 
     Raises:
         WeightSyncError: see `plan_steps`.
@@ -180,4 +180,5 @@ def everywhere(weights: HeldWeights, group: dist.ProcessGroup | None) -> Iterato
         del arrived
         for slot in layout.slots:
             yield slot.name, view_of(flat, slot)
+        del flat
     reader.end()

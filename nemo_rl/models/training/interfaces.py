@@ -148,7 +148,7 @@ class PolicyBackend(ABC):
     def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield `(name, full tensor)` for every weight and persistent buffer, tied ones once, as in hub checkpoints.
 
-        All ranks yield the same in the same order. A tensor is valid until the next one is yielded.
+        All ranks yield the same in the same order. Tensors may share memory with others that are yielded.
         """
 
     def held_weights(self, dtype: torch.dtype | None = None) -> HeldWeights:
