@@ -35,7 +35,7 @@ from nemo_rl.models.dtensor.checkpoints import training_state
 from nemo_rl.models.dtensor.checkpoints.materialize import materialize
 from nemo_rl.models.dtensor.context_parallel import ContextParallel
 from nemo_rl.models.dtensor.experts.balance import ExpertBalance, watch_experts
-from nemo_rl.models.dtensor.held_weights import held_weights
+from nemo_rl.models.dtensor.held_weights import Results, held_weights
 from nemo_rl.models.dtensor.lora import files as adapter_io
 from nemo_rl.models.dtensor.lora.modules import (
     SECTION,
@@ -106,6 +106,7 @@ class DTensorBackend(TorchBackend):
         self._density = sampling_density(config)
         self._model_name, self._lora = config.model_name, config.dtensor_cfg.lora_cfg
         self._adapters_unproven = self._lora.enabled
+        self._results: Results = {}
         built = build(config, seed)
         self.model = built.model
         meshes = Meshes.build(layout, device.type)
@@ -310,7 +311,7 @@ class DTensorBackend(TorchBackend):
             if proves:
                 require_on_some_rank(bool(differ), self.device, SECTION)
 
-        return ReadableWeights(held_weights(hf, value, dtype), self.device, finish)
+        return ReadableWeights(held_weights(hf, value, dtype, self._results), self.device, finish)
 
     def _outgoing(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Return a weight on this rank's device in the receiver's dtype."""

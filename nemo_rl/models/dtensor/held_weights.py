@@ -47,13 +47,18 @@ def block_of(tensor: Tensor) -> Part:
     return Part(tuple(starts), tuple(sizes))
 
 
-def held_weights(hf: PreTrainedModel, value: Value, dtype: torch.dtype | None) -> Iterator[Readable]:
+Results = dict[str, dict[str, Result] | None]
+"""`Group.results` by target, which take a second for thousands of experts, kept from one stream to the next."""
+
+
+def held_weights(hf: PreTrainedModel, value: Value, dtype: torch.dtype | None, results: Results) -> Iterator[Readable]:
     """Yield every weight and persistent buffer of this rank, tied ones once.
 
     Args:
         hf: the model, or the stage of it.
         value: see `Value`.
         dtype: dtype in which floating-point tensors are exported; None: their own.
+        results: the same object for every stream of a model, empty at first; filled here.
     """
     named = {
         name: tensor
@@ -73,20 +78,22 @@ def held_weights(hf: PreTrainedModel, value: Value, dtype: torch.dtype | None) -
             continue
         sources = {source: named[source] for source in group.sources}
         exported = dtype_name(dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
-        yield from _of_group(hf, group, sources, value, (number, position), exported)
+        if group.target not in results:
+            results[group.target] = group.results(hf, {source: each.shape for source, each in sources.items()})
+        found, order = results[group.target], (number, position)
+        if found is None:
+            yield from _converted_whole(hf, group, list(sources), value, order, exported)
+        else:
+            yield from _blocks(found, name, tensor, value, order, exported)
         position += 1
     missing = [target for target, names in seen.items() if len(names) < len(group_of[names[0]].sources)]
     assert not missing, f"weights that are stored together did not all come: {missing}"
 
 
-def _of_group(
-    hf: PreTrainedModel, group: Group, sources: Mapping[str, Tensor], value: Value, order: tuple[int, int], dtype: str
+def _blocks(
+    results: Mapping[str, Result], name: str, tensor: Tensor, value: Value, order: tuple[int, int], dtype: str
 ) -> Iterator[Readable]:
-    results = group.results(hf, {name: tensor.shape for name, tensor in sources.items()})
-    if results is None:
-        yield from _converted_whole(hf, group, list(sources), value, order, dtype)
-        return
-    ((name, tensor),) = sources.items()
+    """Yield the hub tensors that are blocks of a weight."""
     place, once = block_of(tensor), _Once(value, name, len(results))
     for number, (target, result) in enumerate(results.items()):
         held = result.of(place, torch.empty(place.shape, device="meta"))
