@@ -93,13 +93,21 @@ def held_weights(hf: PreTrainedModel, value: Value, dtype: torch.dtype | None, r
 def _blocks(
     results: Mapping[str, Result], name: str, tensor: Tensor, value: Value, order: tuple[int, int], dtype: str
 ) -> Iterator[Readable]:
-    """Yield the hub tensors that are blocks of a weight."""
-    place, once = block_of(tensor), _Once(value, name, len(results))
-    for number, (target, result) in enumerate(results.items()):
-        held = result.of(place, torch.empty(place.shape, device="meta"))
-        blocks = () if held is None else (held[0],)
-        described = Held(target, dtype, result.shape, (*order, number), blocks)
-        yield Readable(described, partial(_read, result, place, once))
+    """Yield the hub tensors that are blocks of a weight and of which this rank holds something.
+
+    A rank that holds nothing of the weight yields them without blocks, because reading them may be collective.
+    """
+    place = block_of(tensor)
+    empty = torch.empty(place.shape, device="meta")
+    parts = {target: result.of(place, empty) for target, result in results.items()}
+    mine = {target for target, part in parts.items() if part is not None or not place.numel}
+    once = _Once(value, name, len(mine))
+    for number, target in enumerate(results):
+        if target in mine:
+            part, result = parts[target], results[target]
+            blocks = () if part is None else (part[0],)
+            described = Held(target, dtype, result.shape, (*order, number), blocks)
+            yield Readable(described, partial(_read, result, place, once))
 
 
 class _Once:
