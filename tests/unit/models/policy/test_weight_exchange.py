@@ -46,8 +46,9 @@ def test_each_byte_travels_once_and_only_to_its_sender(tied: bool, tmp_path: Pat
     ranks = run_ranks(_on_meshes, 2, str(tmp_path), MESHES)
     for mesh in MESHES:
         one, two = (rank[mesh] for rank in ranks)
-        copies = 2 if mesh == "replicas" else 1
-        assert one["held"] + two["held"] >= copies * one["whole"]
+        if mesh != "tp2":  # whose ranks hold the same norms
+            copies = 2 if mesh == "replicas" else 1
+            assert one["held"] + two["held"] == copies * one["whole"], "nothing is gathered to be converted"
         for engine in ENGINES:
             logger.info("%s to %s: %s, %s of %d", mesh, engine, one[engine], two[engine], one["whole"])
             assert [rank[mesh][engine]["trainer"] for rank in ranks] == [rank[mesh][engine]["least"] for rank in ranks]
