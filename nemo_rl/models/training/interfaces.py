@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -157,7 +156,7 @@ class PolicyBackend(ABC):
         The default takes whole tensors from `iterate_weights`, and calls it once more in a run to describe them.
         """
         if self._whole_weights is None or self._whole_weights[0] != dtype:
-            self._whole_weights = (dtype, WholeWeights(partial(self.iterate_weights, dtype), self.device))
+            self._whole_weights = (dtype, WholeWeights(lambda: self.iterate_weights(dtype), self.device))
         return self._whole_weights[1]
 
     @abstractmethod
