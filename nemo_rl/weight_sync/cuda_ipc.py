@@ -1,6 +1,6 @@
 """Share weights through CUDA IPC: engine and trainer rank use the same GPU, so the bytes never leave it.
 
-Every trainer rank packs the gathered bucket on its own GPU and publishes an IPC handle under that GPU's uuid; the
+Every trainer rank packs the bucket on its own GPU and publishes an IPC handle under that GPU's uuid; the
 engine on the same GPU opens it. A buffer is exported once and its mapping is kept, as in `shared_memory`: torch makes
 new bookkeeping for a storage with each export and frees it only with the storage. Invariant: the sender holds the
 buffer until it has all receipts.

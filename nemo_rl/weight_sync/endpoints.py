@@ -2,41 +2,37 @@
 
 Flow of one sync, driven by the controller (`algorithms.rollout.refit`):
 
-    sender.begin(tensors) ─► buckets = sender.next_buckets() ─► receiver.received(bucket of its lane) ─┐
+    sender.begin(weights) ─► buckets = sender.next_buckets() ─► receiver.received(bucket of its lane) ─┐
                                           ▲───────────────────────── until bucket.is_last ◄────────────┘
     receiver.finish() ─► SyncReceipt ─► verify.check_receipts
 
-Invariant: all trainer ranks walk the tensor stream in step (gathering is collective), even those that do not pack.
+Invariant: all trainer ranks walk the stream in step, because they give each other what they pack (`exchange`), even
+those that do not pack.
 """
 
 import dataclasses
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 from nemo_rl.utils.errors import WeightSyncError
-from nemo_rl.weight_sync.buckets import (
-    Bucket,
-    TensorSlot,
-    cut,
-    group_by_size,
-    pack,
-    plan_slots,
-    unpack,
-    whole_pieces,
-)
+from nemo_rl.weight_sync.buckets import Bucket, TensorSlot, unpack
 from nemo_rl.weight_sync.collective import CollectiveReceiver, CollectiveSender
 from nemo_rl.weight_sync.cuda_ipc import CudaIpcReceiver, CudaIpcSender
+from nemo_rl.weight_sync.exchange import BlockReader, Blocks, Exchange, fill
+from nemo_rl.weight_sync.holdings import Held, HeldWeights
 from nemo_rl.weight_sync.lanes import Lane
+from nemo_rl.weight_sync.moves import Step
 from nemo_rl.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from nemo_rl.weight_sync.transport import ReceiverTransport, SenderTransport, TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt, fingerprints, mismatched_names
 
 
 def make_sender_transport(lane: Lane, rank: int, is_node_leader: bool) -> SenderTransport | None:
-    """Make the transport into which a trainer rank packs for a lane, or None if it only takes part in gathering."""
+    """Make the transport into which a trainer rank packs for a lane, or None if it only gives blocks to others."""
     if lane.spec.name == "cuda_ipc":
         return CudaIpcSender(lane.spec)
     if lane.spec.name == "shared_memory":
@@ -58,21 +54,27 @@ def make_receiver_transport(spec: TransportSpec, rank: int) -> ReceiverTransport
 
 
 class WeightSender:
-    """Streams one trainer rank's gathered tensors as buckets, one of every lane at a time.
+    """Streams the weights of the trainer ranks as buckets, one of every lane at a time; one object on each rank.
 
     Args:
         lanes: the lanes of the stream.
         rank: global trainer rank.
         is_node_leader: whether this rank packs for its host (shared memory).
+        group: all trainer ranks; None: this rank holds all weights.
     """
 
-    def __init__(self, lanes: Sequence[Lane], rank: int, is_node_leader: bool):
+    def __init__(
+        self, lanes: Sequence[Lane], rank: int, is_node_leader: bool, group: dist.ProcessGroup | None = None
+    ) -> None:
         self._lanes = lanes
         self._transports: list[SenderTransport | None] = []
         for lane in lanes:
             self._transports.append(make_sender_transport(lane, rank, is_node_leader))
-        self._groups: Iterator[list[tuple[str, torch.Tensor]]] | None = None
-        self._ahead: list[tuple[str, torch.Tensor]] | None = None
+        self._exchange = Exchange(group)
+        self._planned: Sequence[Held] | None = None
+        self._steps: list[Step] = []
+        self._weights: HeldWeights | None = None
+        self._reader: BlockReader | None = None
         self._index = 0
 
     @property
@@ -80,36 +82,51 @@ class WeightSender:
         """The lanes for which this sender was made."""
         return self._lanes
 
-    def begin(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Start a stream; `tensors` yields `(Hugging Face name, full tensor)` in the same order on all ranks."""
-        self._groups = group_by_size(tensors, self._lanes[0].spec.bucket_size_bytes)
-        self._ahead = next(self._groups, None)
-        self._index = 0
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of weights that this rank has received from other trainer ranks so far."""
+        return self._exchange.received_bytes
+
+    def begin(self, weights: HeldWeights) -> None:
+        """Start a stream; collective if the weights are not those of the last stream.
+
+        Raises:
+            WeightSyncError: ranks disagree about a tensor, or do not hold all of it.
+        """
+        described = weights.described()
+        if described != self._planned:
+            packs = [transport is not None for transport in self._transports]
+            size = self._lanes[0].spec.bucket_size_bytes
+            self._steps = self._exchange.plan(weights, packs, [lane.parts for lane in self._lanes], size)
+            self._planned = described
+        self._weights, self._reader, self._index = weights, BlockReader(weights), 0
 
     def next_buckets(self) -> list[Bucket]:
-        """Gather the next tensors and pack a bucket of each lane.
+        """Give other ranks what they pack of the next tensors, and pack a bucket of each lane.
 
         Raises:
             WeightSyncError: the stream has ended or holds no tensor.
         """
-        if self._groups is None or self._ahead is None:
+        if self._reader is None or self._weights is None or self._index >= len(self._steps):
             raise WeightSyncError("The weight stream is not open or holds no tensors.")
-        group, self._ahead = self._ahead, next(self._groups, None)
-        buckets = [self._packed(number, group) for number in range(len(self._lanes))]
+        step = self._steps[self._index]
+        blocks = self._exchange.run(step, self._reader.read(step), self._weights.device)
+        if self._index == len(self._steps) - 1:
+            self._reader.end()
+        buckets = [self._packed(number, step, blocks) for number in range(len(self._lanes))]
         self._index += 1
         return buckets
 
-    def _packed(self, number: int, group: list[tuple[str, torch.Tensor]]) -> Bucket:
-        """Return a group's bucket of a lane, packed if this rank packs for the lane."""
-        lane, transport = self._lanes[number], self._transports[number]
-        pieces = whole_pieces(group) if lane.parts is None else cut(group, lane.parts)
-        slots, num_bytes = plan_slots(pieces)
-        bucket = Bucket(self._index, slots, num_bytes, self._ahead is None, number)
+    def _packed(self, number: int, step: Step, blocks: Mapping[str, Blocks]) -> Bucket:
+        """Return a step's bucket of a lane, packed if this rank packs for the lane."""
+        lane, transport, layout = self._lanes[number], self._transports[number], step.layouts[number]
+        is_last = self._index == len(self._steps) - 1
+        bucket = Bucket(self._index, layout.slots, layout.num_bytes, is_last, number)
         if transport is not None:
-            flat = transport.buffer(num_bytes, bucket.index)
-            pack(pieces, slots, flat)
+            flat = transport.buffer(layout.num_bytes, bucket.index)
+            fill(flat, layout, blocks)
             if lane.spec.verify:
-                stamped = zip(slots, fingerprints(flat, slots), strict=True)
+                stamped = zip(layout.slots, fingerprints(flat, layout.slots), strict=True)
                 bucket.slots = [dataclasses.replace(slot, fingerprint=value) for slot, value in stamped]
             transport.publish(bucket)
         return bucket

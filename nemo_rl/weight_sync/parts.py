@@ -43,11 +43,16 @@ class Part:
         ends = map(max, self._ends, other._ends)
         return Part(starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
 
-    def overlap(self, other: "Part") -> int:
-        """Return the number of elements that both contain."""
-        starts = map(max, self.starts, other.starts)
+    def common(self, other: "Part") -> "Part":
+        """Return the part that both contain; it has no elements if there is none."""
+        starts = tuple(map(max, self.starts, other.starts))
         ends = map(min, self._ends, other._ends)
-        return math.prod(max(0, end - start) for start, end in zip(starts, ends, strict=True))
+        return Part(starts, tuple(max(0, end - start) for start, end in zip(starts, ends, strict=True)))
+
+    def inside(self, outer: "Part") -> "Part":
+        """Return the place of this part in a part that contains it."""
+        starts = tuple(start - first for start, first in zip(self.starts, outer.starts, strict=True))
+        return Part(starts, self.shape)
 
     @property
     def _ends(self) -> tuple[int, ...]:
@@ -68,7 +73,7 @@ def add_part(parts: tuple[Part, ...], new: Part) -> tuple[Part, ...]:
     """Add a part to disjoint ones, and join those that together are one block or overlap."""
     for held in parts:
         joined = held.around(new)
-        overlap = held.overlap(new)
+        overlap = held.common(new).numel
         if overlap or joined.numel == held.numel + new.numel:
             if joined.numel == held.numel:
                 return parts

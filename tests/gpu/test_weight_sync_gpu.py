@@ -18,6 +18,7 @@ from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket, TensorSlot
 from nemo_rl.weight_sync.collective import GroupMember
 from nemo_rl.weight_sync.endpoints import WeightReceiver, WeightSender
+from nemo_rl.weight_sync.holdings import WholeWeights
 from nemo_rl.weight_sync.lanes import Lane
 from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import check_receipts, fingerprint
@@ -51,7 +52,7 @@ def weights(seed: int, scale: int = 1) -> dict[str, torch.Tensor]:
 def sync(sender: WeightSender, engine: Child, tensors: dict[str, torch.Tensor], version: int) -> list[Bucket]:
     """One sync as the controller drives it; sending transports push while the engine receives."""
     engine.call("begin", version)
-    sender.begin(tensors.items())
+    sender.begin(WholeWeights(tensors.items))
     buckets: list[Bucket] = []
     while not buckets or not buckets[-1].is_last:
         bucket = sender.next_buckets()[0]
@@ -89,7 +90,7 @@ def test_cuda_ipc_copies_early_buckets_before_the_sender_continues(sender, engin
     """Without waiting for the copies the sender would overwrite bytes that are still being read."""
     sent = weights(1, scale=40)
     last_names = {slot.name for slot in sync(sender, engine, sent, 1)[-1].slots}
-    sender.begin((name, torch.zeros_like(tensor)) for name, tensor in sent.items())
+    sender.begin(WholeWeights({name: torch.zeros_like(tensor) for name, tensor in sent.items()}.items))
     sender.next_buckets()[0], sender.next_buckets()[0]
     early = {name: tensor for name, tensor in sent.items() if name not in last_names}
     kept = engine.call("weights")
@@ -99,7 +100,7 @@ def test_cuda_ipc_copies_early_buckets_before_the_sender_continues(sender, engin
 
 def test_cuda_ipc_corruption_is_noticed(sender, engine):
     engine.call("begin", 1)
-    sender.begin(weights(1).items())
+    sender.begin(WholeWeights(weights(1).items))
     buckets: list[Bucket] = []
     while not buckets or not buckets[-1].is_last:
         bucket = sender.next_buckets()[0]
@@ -114,7 +115,7 @@ def test_cuda_ipc_corruption_is_noticed(sender, engine):
 
 
 def test_an_engine_on_another_gpu_is_refused_with_advice(sender):
-    sender.begin(weights(1).items())
+    sender.begin(WholeWeights(weights(1).items))
     bucket = sender.next_buckets()[0]
     bucket.handles = {"GPU-elsewhere": bucket.handles.popitem()[1]}
     with pytest.raises(WeightSyncError, match="No trainer rank shares GPU .*transport=collective"):
@@ -181,7 +182,7 @@ def test_an_engine_that_dies_in_an_nccl_sync_leaves_the_trainer_alive():
         sync(sender, engine, weights(1), 1)
         engine.process.kill()
         engine.process.join()
-        sender.begin(weights(2).items())
+        sender.begin(WholeWeights(weights(2).items))
         bucket = sender.next_buckets()[0]
         with pytest.raises(WeightSyncError, match="broadcast of weights failed"):
             sender.send(bucket)

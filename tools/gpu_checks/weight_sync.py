@@ -16,6 +16,7 @@ from nemo_rl.models.policy.workers.rank import PolicyRank
 from nemo_rl.weight_sync.buckets import Bucket, TensorSlot
 from nemo_rl.weight_sync.collective import GroupMember
 from nemo_rl.weight_sync.endpoints import WeightSender
+from nemo_rl.weight_sync.holdings import WholeWeights
 from nemo_rl.weight_sync.lanes import Lane
 from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts, fingerprint
@@ -57,7 +58,7 @@ def group_of_one(bench: Bench) -> Iterator[Finding]:
     yield Finding(f"{library}: broadcast", {"bytes": 1000}, "" if torch.equal(flat, want) else "bytes changed")
     weights = {"w": torch.randn(700, 64, device=bench.device), "b": torch.randn(333, device=bench.device).half()}
     sender = WeightSender([Lane(_alone(bench))], rank=0, is_node_leader=True)
-    sender.begin(weights.items())
+    sender.begin(WholeWeights(weights.items))
     bucket = sender.next_buckets()[0]
     sender.send(bucket)
     sender.close()

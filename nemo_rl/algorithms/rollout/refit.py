@@ -62,7 +62,7 @@ class WeightSource(Trainers, Protocol):
         """Start a stream on all ranks; return the calls to wait for."""
 
     def next_weight_buckets(self) -> list[Bucket]:
-        """Gather the next tensors and pack a bucket of each lane."""
+        """Pack a bucket of each lane with the next tensors."""
 
     def send_weight_bucket(self, bucket: Bucket) -> list[PendingCall]:
         """Push a bucket through a sending transport; return the calls to wait for."""

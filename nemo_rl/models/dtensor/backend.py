@@ -25,7 +25,7 @@ from nemo_rl.config import PolicyConfig
 from nemo_rl.config.rules.broken_rules import report_findings
 from nemo_rl.config.rules.model import check_trainable
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.distributed.ranks.placements import held_here, whole
+from nemo_rl.distributed.ranks.placements import held_here
 from nemo_rl.distributed.workers.start_phases import start_phase
 from nemo_rl.host.device import free_cache
 from nemo_rl.models.accepted_rows import require_parameters
@@ -37,12 +37,12 @@ from nemo_rl.models.dtensor.checkpoints import training_state
 from nemo_rl.models.dtensor.checkpoints.materialize import materialize
 from nemo_rl.models.dtensor.context_parallel import ContextParallel
 from nemo_rl.models.dtensor.experts.balance import ExpertBalance, watch_experts
+from nemo_rl.models.dtensor.held_weights import Results, held_weights
 from nemo_rl.models.dtensor.lora import files as adapter_io
 from nemo_rl.models.dtensor.lora.modules import (
     SECTION,
     LoraLinear,
     adapted_modules,
-    adapted_weights,
     check_adapters_moved,
     merged_by_name,
 )
@@ -58,11 +58,8 @@ from nemo_rl.models.dtensor.pipeline.runner import pipeline_for
 from nemo_rl.models.dtensor.pipeline.stages import keep_stage, stage_of
 from nemo_rl.models.dtensor.pipeline.weights import (
     copied_parameters,
-    of_all_stages,
     sum_shared_gradients,
-    without_copies,
 )
-from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
 from nemo_rl.models.huggingface.layers import body, decoder_layers
 from nemo_rl.models.huggingface.load import torch_dtype
 from nemo_rl.models.training.checkpoint_writes import Keep, Write
@@ -74,6 +71,7 @@ from nemo_rl.models.training.low_rank import require_on_some_rank
 from nemo_rl.models.training.sampling import sampling_density
 from nemo_rl.models.training.torch_backend import TorchBackend
 from nemo_rl.utils.errors import ConfigError
+from nemo_rl.weight_sync.holdings import HeldWeights, ReadableWeights
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +109,7 @@ class DTensorBackend(TorchBackend):
         self._density = sampling_density(config)
         self._model_name, self._lora = config.model_name, config.dtensor_cfg.lora_cfg
         self._adapters_unproven = self._lora.enabled
+        self._results: Results = {}
         built = build(config, seed)
         self.model = built.model
         with start_phase("groups of ranks"):
@@ -292,31 +291,33 @@ class DTensorBackend(TorchBackend):
         """See `PolicyBackend.join_tokens`."""
         return hidden_tD if self._context is None else self._context.join(hidden_tD.to(self.device)).cpu()
 
-    def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """See `PolicyBackend.iterate_weights`.
+    def held_weights(self, dtype: torch.dtype | None = None) -> HeldWeights:
+        """See `PolicyBackend.held_weights`.
 
         Args:
             dtype: cast floating-point tensors to it; None keeps float32.
-
-        Raises:
-            WeightSyncError: adapters were trained, but every exported weight is still the base model's.
         """
+        reshard(self.model)
+        hf, named = self.model.hf, checkpoint_io.weights_by_name(self.model.hf)
+        adapted = {f"{name}.weight": module for name, module in adapted_modules(hf).items()}
         proves = self._lora.enabled and not self._adapters_unproven
-        base = adapted_weights(self.model.hf) if proves else {}
-        arrives = not proves
+        differ: set[str] = set()
 
-        def outgoing() -> Iterator[tuple[str, Tensor]]:
-            nonlocal arrives
-            for name, tensor in merged_by_name(self.model.hf, self.device):
-                tensor = self._outgoing(tensor, dtype)
-                if not arrives and name in base:
-                    arrives = not torch.equal(held_here(tensor), held_here(self._outgoing(base[name], dtype)))
-                yield name, tensor
+        def value(name: str) -> Tensor:
+            if name not in adapted:
+                return self._outgoing(named[name], dtype)
+            merged = self._outgoing(adapted[name].merged_weight(self.device), dtype)
+            if proves and not differ:
+                base = self._outgoing(adapted[name].weight.detach(), dtype)
+                if not torch.equal(held_here(merged), held_here(base)):
+                    differ.add(name)
+            return merged
 
-        mine = in_checkpoint(self.model.hf, without_copies(self.model.hf, outgoing()))
-        yield from of_all_stages(self.model.hf, ((name, whole(tensor)) for name, tensor in mine))
-        if proves:
-            require_on_some_rank(arrives, self.device, SECTION)
+        def finish() -> None:
+            if proves:
+                require_on_some_rank(bool(differ), self.device, SECTION)
+
+        return ReadableWeights(held_weights(hf, value, dtype, self._results), self.device, finish)
 
     def _outgoing(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Return a weight on this rank's device in the receiver's dtype."""

@@ -7,12 +7,15 @@ a time, which `save_pretrained` cannot do. The rules are those of transformers (
 Invariant: `in_memory` undoes `in_checkpoint` bit for bit; names and shapes are those that `save_pretrained` writes.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
@@ -25,6 +28,43 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.distributed.ranks.placements import whole
+from nemo_rl.weight_sync.parts import Part
+from nemo_rl.weight_sync.parts import whole as whole_part
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tensor of a checkpoint that is a block of a weight of the model, perhaps with its dimensions in another order.
+
+    Attributes:
+        shape: shape in the checkpoint.
+        block: place of the block in the weight.
+        dims: for each dimension of the result, that of the weight; None: a dimension of size 1.
+    """
+
+    shape: tuple[int, ...]
+    block: Part
+    dims: tuple[int | None, ...]
+
+    def of(self, place: Part, values: Tensor) -> tuple[Part, Tensor] | None:
+        """Return the place in the result, and the values, of what a block of the weight holds of it.
+
+        Args:
+            place: place of the block in the weight.
+            values: its values.
+
+        Returns:
+            None if the block holds nothing of the result; the values are a view.
+        """
+        common = place.common(self.block)
+        if not common.numel:
+            return None
+        inside = common.inside(self.block)
+        starts = tuple(0 if dim is None else inside.starts[dim] for dim in self.dims)
+        shape = tuple(1 if dim is None else inside.shape[dim] for dim in self.dims)
+        kept = [dim for dim in self.dims if dim is not None]
+        rest = [dim for dim in range(values.dim()) if dim not in kept]
+        return Part(starts, shape), common.inside(place).of(values).permute(*kept, *rest).view(shape)
 
 
 @dataclass(frozen=True)
@@ -52,6 +92,40 @@ class Group:
         results = converter.convert(self.target, model=hf, config=hf.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
 
+    def results(self, hf: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> dict[str, Result] | None:
+        """Return which blocks of the weight the results are, by name.
+
+        Args:
+            hf: the model.
+            shapes: shapes of the sources.
+
+        Returns:
+            None if there are several sources, or a result is no block of its source.
+        """
+        if len(self.sources) > 1:
+            return None
+        ((name, shape),) = shapes.items()
+        if self.converter is None:
+            return {self.target: Result(tuple(shape), whole_part(shape), tuple(range(len(shape))))}
+        source = torch.empty(shape, device="meta")
+        try:
+            with _OnlyViews():
+                converted = self.convert(hf, {name: source})
+        except RuntimeError:  # it needs a copy
+            return None
+        results = {result: _block(source, tensor) for result, tensor in converted.items()}
+        return None if None in results.values() else {name: found for name, found in results.items() if found}
+
+
+class _OnlyViews(TorchDispatchMode):
+    """Makes copies views, so that the strides of a result show where its elements come from."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return an alias instead of a copy; do other operations."""
+        if func is torch.ops.aten.clone.default:
+            return torch.ops.aten.alias.default(args[0])
+        return func(*args, **(kwargs or {}))
+
 
 def in_checkpoint(hf: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield each weight with its name and shape in checkpoints.
@@ -63,9 +137,7 @@ def in_checkpoint(hf: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) ->
         hf: the model.
         weights: every weight once, by its name in `hf`, tied ones under one name, in the same order on all ranks.
     """
-    names = [name for name, _ in (*hf.named_parameters(), *hf.named_buffers())]
-    undo = [transform.reverse_transform() for transform in reversed(_transforms(hf))]
-    group_of = {name: group for group in _groups(names, undo, reverse=True) for name in group.sources}
+    group_of = {name: group for group in groups_in_checkpoint(hf) for name in group.sources}
     held: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights:
         group = group_of[name]
@@ -76,6 +148,12 @@ def in_checkpoint(hf: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) ->
         if len(arrived) == len(group.sources):
             yield from group.convert(hf, held.pop(group.target)).items()
     assert not held, f"weights that are stored together did not all come: {sorted(held)}"
+
+
+def groups_in_checkpoint(hf: PreTrainedModel) -> list[Group]:
+    """Group the weights of a model that become tensors of a checkpoint together."""
+    names = [name for name, _ in (*hf.named_parameters(), *hf.named_buffers())]
+    return _groups(names, [transform.reverse_transform() for transform in reversed(_transforms(hf))], reverse=True)
 
 
 def in_memory(hf: PreTrainedModel, names: Iterable[str], read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -101,6 +179,25 @@ def groups_in_memory(
         rules: rules by which a load renames and converts; None takes those with which the model was loaded.
     """
     return _groups(names, _transforms(hf) if rules is None else deepcopy(rules), reverse=False, hf=hf)
+
+
+def _block(source: Tensor, result: Tensor) -> Result | None:
+    """Return which block of a contiguous tensor another one is; None if it is none."""
+    if StorageWeakRef(result.untyped_storage()) != StorageWeakRef(source.untyped_storage()):
+        return None
+    strides, position, starts = source.stride(), int(result.storage_offset()), []
+    for stride in strides:
+        start, position = divmod(position, stride)
+        starts.append(start)
+    sizes, dims = [1] * source.dim(), list[int | None]()
+    for size, stride in zip(result.shape, result.stride(), strict=True):
+        found = [dim for dim in range(source.dim()) if strides[dim] == stride and source.shape[dim] > 1]
+        dims.append(found[0] if found and size > 1 else None)
+        if size > 1 and (not found or starts[found[0]] + size > source.shape[found[0]]):
+            return None
+        if size > 1:
+            sizes[found[0]] = size
+    return Result(tuple(result.shape), Part(tuple(starts), tuple(sizes)), tuple(dims))
 
 
 def converts(hf: PreTrainedModel) -> bool:

@@ -35,6 +35,7 @@ from nemo_rl.models.training.low_rank import require_on_some_rank
 from nemo_rl.models.training.sampling import sampling_density
 from nemo_rl.models.training.torch_backend import TorchBackend
 from nemo_rl.utils.errors import ConfigError
+from nemo_rl.weight_sync.holdings import HeldWeights, ReadableWeights
 
 
 class MegatronBackend(TorchBackend):
@@ -160,17 +161,19 @@ class MegatronBackend(TorchBackend):
         for name, tensor in self._weights().items():
             tensor.copy_(copies[name], non_blocking=True)
 
-    def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """See `PolicyBackend.iterate_weights`.
-
-        Raises:
-            WeightSyncError: adapters were trained, but every exported weight is still the base model's.
-        """
-        from nemo_rl.models.megatron.conversion.exporter import iterate_hf_weights
+    def held_weights(self, dtype: torch.dtype | None = None) -> HeldWeights:
+        """See `PolicyBackend.held_weights`."""
+        from nemo_rl.models.megatron.conversion.exporter import held_hf_weights
 
         self._optim.complete_weights(self.chunks)
         merged = self._lora.MergedWeights(self.chunks, dtype)
-        yield from iterate_hf_weights(
+        proves = self._peft.enabled and not self._adapters_unproven
+
+        def finish() -> None:
+            if proves:
+                require_on_some_rank(merged.differ, self.device, self._lora.SECTION)
+
+        weights = held_hf_weights(
             self.chunks,
             self.hf_config,
             device=self.device,
@@ -178,8 +181,7 @@ class MegatronBackend(TorchBackend):
             has_scalar_head=self._scores,
             value=merged,
         )
-        if self._peft.enabled and not self._adapters_unproven:
-            require_on_some_rank(merged.differ, self.device, self._lora.SECTION)
+        return ReadableWeights(weights, self.device, finish)
 
     def staged(self, name: str, tensor: Tensor) -> Tensor:
         """See `TorchBackend.staged`."""

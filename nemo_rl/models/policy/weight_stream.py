@@ -1,7 +1,7 @@
 """Stream the policy's weights to the engines, for `algorithms.rollout.refit`.
 
-Runs in the controller: requests each bucket from all ranks and joins their reports. Invariant: gathering a bucket is
-collective, so every rank is called every time, whichever rank packs.
+Runs in the controller: requests each bucket from all ranks and joins their reports. Invariant: the ranks give each
+other what goes into a bucket, so every rank is called every time, whichever rank packs.
 """
 
 from contextlib import AbstractContextManager
@@ -50,7 +50,7 @@ class PolicyWeightStream:
         return self._workers.pending_calls(calls)
 
     def next_weight_buckets(self) -> list[Bucket]:
-        """Gather the next tensors and pack a bucket of each lane.
+        """Let the ranks give each other blocks of the next tensors and pack a bucket of each lane.
 
         Raises:
             WeightSyncError: ranks disagree about the stream.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.training.inputs import ModelInputs
+from nemo_rl.weight_sync.holdings import HeldWeights, WholeWeights
 
 ForwardStep = Callable[[int, Tensor, Tensor], Tensor | None]
 """Maps `(microbatch index, logprobs_K, entropy_K)` to a scalar loss, or to None when only scoring.
@@ -58,6 +59,7 @@ class PolicyBackend(ABC):
     device: torch.device
     shares_prompts: bool = False
     dropped_for: Sequence[str] = ()
+    _whole_weights: tuple[torch.dtype | None, WholeWeights] | None = None
 
     @abstractmethod
     def __init__(
@@ -145,8 +147,17 @@ class PolicyBackend(ABC):
     def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield `(name, full tensor)` for every weight and persistent buffer, tied ones once, as in hub checkpoints.
 
-        All ranks yield the same in the same order, because any of them may send the weights.
+        All ranks yield the same in the same order. Tensors may share memory with others that are yielded.
         """
+
+    def held_weights(self, dtype: torch.dtype | None = None) -> HeldWeights:
+        """Return what this rank holds of the tensors of `iterate_weights`, so that a rank gathers only what it sends.
+
+        The default takes whole tensors from `iterate_weights`, and calls it once more in a run to describe them.
+        """
+        if self._whole_weights is None or self._whole_weights[0] != dtype:
+            self._whole_weights = (dtype, WholeWeights(lambda: self.iterate_weights(dtype), self.device))
+        return self._whole_weights[1]
 
     @abstractmethod
     def save(self, paths: CheckpointPaths) -> None:

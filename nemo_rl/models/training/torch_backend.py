@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from nemo_rl.models.training.host_memory import HostMemory
 from nemo_rl.models.training.interfaces import CheckpointPaths, PolicyBackend
 from nemo_rl.models.training.low_rank import adapters_off
 from nemo_rl.utils.errors import CheckpointError, ConfigError
+from nemo_rl.weight_sync.exchange import everywhere
 
 
 class TorchBackend(PolicyBackend):
@@ -55,6 +57,10 @@ class TorchBackend(PolicyBackend):
     @abstractmethod
     def staged(self, name: str, tensor: Tensor) -> Tensor:
         """Copy a tensor to host memory, for a write in the background."""
+
+    def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """See `PolicyBackend.iterate_weights`."""
+        yield from everywhere(self.held_weights(dtype), dist.group.WORLD)
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:

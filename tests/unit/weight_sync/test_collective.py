@@ -15,6 +15,7 @@ from nemo_rl.weight_sync import collective
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.collective import GroupMember
 from nemo_rl.weight_sync.endpoints import WeightSender
+from nemo_rl.weight_sync.holdings import WholeWeights
 from nemo_rl.weight_sync.lanes import Lane
 from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import check_receipts
@@ -57,7 +58,7 @@ class SendingTrainer:
         self._sender = WeightSender([Lane(spec)], rank=0, is_node_leader=True)
 
     def begin(self, version: int) -> None:
-        self._sender.begin(weights(version).items())
+        self._sender.begin(WholeWeights(weights(version).items))
 
     def next_bucket(self) -> Bucket:
         return self._sender.next_buckets()[0]

@@ -10,6 +10,7 @@ from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync import cuda_ipc
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightReceiver, WeightSender
+from nemo_rl.weight_sync.holdings import WholeWeights
 from nemo_rl.weight_sync.lanes import Lane
 from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import check_receipts
@@ -47,7 +48,7 @@ def calls(monkeypatch) -> list[str]:
 def sync(sender: WeightSender, receiver: WeightReceiver, tensors: dict[str, torch.Tensor], version: int) -> int:
     """Run one sync and compare; return the number of buckets."""
     receiver.begin(version)
-    sender.begin(tensors.items())
+    sender.begin(WholeWeights(tensors.items))
     buckets: list[Bucket] = []
     got = {}
     while not buckets or not buckets[-1].is_last:

@@ -10,6 +10,7 @@ from sync_processes import Child, ReceivingEngine, RemoteFailure, equal_to_sent
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket, TensorSlot
 from nemo_rl.weight_sync.endpoints import WeightReceiver, WeightSender, merge_buckets
+from nemo_rl.weight_sync.holdings import WholeWeights
 from nemo_rl.weight_sync.lanes import Lane
 from nemo_rl.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender, allocate, map_memory
 from nemo_rl.weight_sync.transport import TransportSpec
@@ -36,7 +37,7 @@ def weights(seed: int, scale: int = 1) -> dict[str, torch.Tensor]:
 def sync(sender: WeightSender, engine: Child, tensors: dict[str, torch.Tensor], version: int) -> list[Bucket]:
     """Run one sync as the controller does; the next bucket is packed while the engine reads the last one."""
     engine.call("begin", version)
-    sender.begin(tensors.items())
+    sender.begin(WholeWeights(tensors.items))
     buckets = [sender.next_buckets()[0]]
     while not buckets[-1].is_last:
         engine.send("receive", buckets[-1])
@@ -78,7 +79,7 @@ def test_tensors_kept_by_the_engine_survive_later_buckets(sender, engine):
     """Tensors of earlier buckets are copies: the sender reuses its two buffers."""
     sent = weights(1)
     last_names = {slot.name for slot in sync(sender, engine, sent, 1)[-1].slots}
-    sender.begin(weights(2).items())
+    sender.begin(WholeWeights(weights(2).items))
     sender.next_buckets()[0], sender.next_buckets()[0]
     early = {name: value for name, value in sent.items() if name not in last_names}
     assert len(early) > 2
@@ -88,7 +89,7 @@ def test_tensors_kept_by_the_engine_survive_later_buckets(sender, engine):
 
 def test_a_corrupted_byte_stops_the_run_with_the_tensor_s_name(sender, engine):
     engine.call("begin", 1)
-    sender.begin(weights(1).items())
+    sender.begin(WholeWeights(weights(1).items))
     buckets = []
     while not buckets or not buckets[-1].is_last:
         bucket = sender.next_buckets()[0]
@@ -107,7 +108,7 @@ def test_a_corrupted_byte_stops_the_run_with_the_tensor_s_name(sender, engine):
 def test_verification_can_be_switched_off(sender):
     lane = Lane(TransportSpec("shared_memory", run_id="test", verify=False))
     unverified = WeightSender([lane], 0, is_node_leader=True)
-    unverified.begin(weights(1).items())
+    unverified.begin(WholeWeights(weights(1).items))
     assert {slot.fingerprint for slot in unverified.next_buckets()[0].slots} == {None}
     unverified.close()
 
@@ -116,7 +117,7 @@ def test_close_releases_the_memory():
     before, files = open_memory(), set(Path("/dev/shm").glob("*nemo_rl*"))
     sender = WeightSender([Lane(SPEC)], rank=0, is_node_leader=True)
     for scale in (1, 5, 3):
-        sender.begin(weights(1, scale).items())
+        sender.begin(WholeWeights(weights(1, scale).items))
         while not sender.next_buckets()[0].is_last:
             pass
     assert len(open_memory() - before) >= 1
@@ -131,7 +132,7 @@ class Packer:
 
     def pack(self) -> Bucket:
         self._sender = WeightSender([Lane(SPEC)], rank=0, is_node_leader=True)
-        self._sender.begin([("w", torch.ones(4))])
+        self._sender.begin(WholeWeights(lambda: [("w", torch.ones(4))]))
         return self._sender.next_buckets()[0]
 
 
@@ -182,7 +183,7 @@ def test_a_temporary_file_is_used_without_memfd(monkeypatch, tmp_path):
 
 
 def test_an_engine_on_another_host_is_refused_with_advice(sender):
-    sender.begin(weights(1).items())
+    sender.begin(WholeWeights(weights(1).items))
     bucket = sender.next_buckets()[0]
     bucket.handles = {"elsewhere": bucket.handles.popitem()[1]}
     with pytest.raises(WeightSyncError, match=r"wrote shared memory on \['elsewhere'\].*transport=collective"):
@@ -190,7 +191,7 @@ def test_an_engine_on_another_host_is_refused_with_advice(sender):
 
 
 def test_engine_failures_reach_the_controller(engine, sender):
-    sender.begin(weights(1).items())
+    sender.begin(WholeWeights(weights(1).items))
     bucket = sender.next_buckets()[0]
     engine.call("begin", 1)
     bucket.slots[0] = type(bucket.slots[0])("embed", "float99", (1,), 0, 4)
@@ -201,7 +202,7 @@ def test_engine_failures_reach_the_controller(engine, sender):
 def test_an_empty_stream_is_refused(sender):
     with pytest.raises(WeightSyncError, match="not open"):
         sender.next_buckets()[0]
-    sender.begin([])
+    sender.begin(WholeWeights(list))
     with pytest.raises(WeightSyncError, match="holds no tensors"):
         sender.next_buckets()[0]
 
@@ -216,7 +217,7 @@ def test_a_stream_of_only_empty_tensors_is_sent(sender, engine):
 def test_only_the_node_leader_packs_and_reports():
     leader, other = (WeightSender([Lane(SPEC)], rank, is_node_leader=rank == 0) for rank in range(2))
     for each in (leader, other):
-        each.begin(weights(1).items())
+        each.begin(WholeWeights(weights(1).items))
     packed, walked = leader.next_buckets()[0], other.next_buckets()[0]
     assert walked.handles == {}
     for order in ([packed, walked], [walked, packed]):

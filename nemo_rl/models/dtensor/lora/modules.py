@@ -1,7 +1,7 @@
 """Low-rank adapters on a frozen model (LoRA, Hu et al. 2021, arXiv:2106.09685).
 
 `apply_lora` adds adapters after the model is made and before it is sharded; `adapter_io` writes the adapters; weight
-sync and checkpoints read `merged_by_name`. Invariant: base weights never change. Code outside of `models.dtensor` sees
+sync and checkpoints read merged weights. Invariant: base weights never change. Code outside of `models.dtensor` sees
 plain weights under Hugging Face names; each is merged when it is read.
 
 FSDP2 and tensor parallelism divide an adapted layer's weight `[out, in]` and its B `[out, dim]` by the same rows, and A
@@ -131,11 +131,6 @@ def apply_lora(hf: PreTrainedModel, config: LoraConfig, seed: int) -> list[str]:
 def adapted_modules(hf: nn.Module) -> dict[str, LoraLinear]:
     """Return the adapted layers by name; empty without LoRA."""
     return {name: module for name, module in hf.named_modules() if isinstance(module, LoraLinear)}
-
-
-def adapted_weights(hf: nn.Module) -> dict[str, Tensor]:
-    """Return the frozen weights of adapted layers, by the names under which they are exported."""
-    return {f"{name}.weight": module.weight.detach() for name, module in adapted_modules(hf).items()}
 
 
 def merged_by_name(hf: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:

@@ -1,27 +1,30 @@
-"""Gather the weights of a Megatron Core model on every rank, under the names and shapes of the hub.
+"""Describe and read the blocks of hub tensors that this rank of a Megatron Core model holds.
 
-The ranks go through the model together. For each parameter the tensor-parallel ranks gather their shards, the rank that
-holds an expert broadcasts it to the other expert ranks, and the pipeline stage broadcasts it to the other stages.
+Nothing is gathered: a shard of a parameter consists of blocks of hub tensors (rows of query, key and value heads, of
+gate and up, of an expert in a stack), whose places the rules and their layouts give.
 
-Invariant: all ranks yield the same names and values in the same order, and besides their own shards hold one parameter
-and one of its hub tensors at a time.
+Invariant: a parameter's blocks on all of its shards cover its hub tensors once, and the order of the hub tensors is
+that of the rules on all ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from nemo_rl.models.megatron.conversion.holdings import Groups, Holder, held_here, holders
-from nemo_rl.models.megatron.conversion.parts import Rule
+from nemo_rl.models.huggingface.tensor_files import Box
+from nemo_rl.models.megatron.conversion.holdings import Groups, held_here, holders
+from nemo_rl.models.megatron.conversion.parts import Part, Rule
 from nemo_rl.models.megatron.conversion.rules import Rules, rules_for
 from nemo_rl.models.training.low_rank import ADAPTER_PARAMETERS
+from nemo_rl.weight_sync import parts as sent
+from nemo_rl.weight_sync.holdings import Held, Readable, dtype_name
 
 
-def iterate_hf_weights(
+def held_hf_weights(
     chunks: Sequence[nn.Module],
     hf_config: PretrainedConfig,
     *,
@@ -29,22 +32,20 @@ def iterate_hf_weights(
     dtype: torch.dtype | None = None,
     has_scalar_head: bool = False,
     value: Callable[[Tensor], Tensor] = Tensor.detach,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight and persistent buffer, tied ones once; collective over all ranks of a model.
+) -> Iterator[Readable]:
+    """Yield every weight and persistent buffer of which this rank holds something, tied ones once.
 
-    Parameters of adapters are skipped, because the hub's model does not have them.
+    Collective over all ranks of a model, as reading the weights is if `value` is. Parameters of adapters are skipped,
+    because the hub's model does not have them.
 
     Args:
         chunks: the rank's virtual stages, wrapped or not.
         hf_config: Hugging Face configuration of the model.
-        device: device on which tensors are gathered and yielded.
-        dtype: dtype of the yielded tensors; None keeps that of the parameters. Correction biases of routers stay in
-            float32, as in engines.
+        device: device of the values.
+        dtype: dtype of the values; None keeps that of the parameters. Correction biases of routers stay in float32, as
+            in engines.
         has_scalar_head: whether the output layer is a reward model's scalar head.
         value: maps this rank's shard of a parameter to the tensor to export.
-
-    Yields:
-        Name and tensor; a tensor may be a view of a parameter.
 
     Raises:
         CheckpointError: the model has parameters that the configuration does not describe, or lacks some.
@@ -52,10 +53,10 @@ def iterate_hf_weights(
     rules, groups = rules_for(hf_config, has_scalar_head=has_scalar_head), Groups.current()
     held = held_here(chunks, rules, groups)
     weights = {name: tensor for name, tensor in held.items() if not name.endswith(ADAPTER_PARAMETERS)}
-    yield from gathered(weights, rules, groups, device=device, dtype=dtype, value=value)
+    yield from held_tensors(weights, rules, groups, device=device, dtype=dtype, value=value)
 
 
-def gathered(
+def held_tensors(
     held: Mapping[str, Tensor],
     rules: Rules,
     groups: Groups,
@@ -63,104 +64,118 @@ def gathered(
     device: torch.device,
     dtype: torch.dtype | None = None,
     value: Callable[[Tensor], Tensor] = Tensor.detach,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the hub tensors of all parameters that the rules describe; see `iterate_hf_weights`.
+) -> Iterator[Readable]:
+    """Yield the hub tensors of the parameters that the rules describe; see `held_hf_weights`.
 
     Args:
         held: this rank's shards, by their names in the whole model.
         rules: rules of these parameters.
         groups: process groups of the mesh.
-        device: see `iterate_hf_weights`.
-        dtype: see `iterate_hf_weights`.
-        value: see `iterate_hf_weights`.
+        device: see `held_hf_weights`.
+        dtype: see `held_hf_weights`.
+        value: see `held_hf_weights`.
     """
-    walk = _Walk(held, holders(held, rules, groups), groups, device, dtype, value)
-    for bundle in rules.bundles():
-        yield from walk.stack(bundle) if len(bundle) > 1 else walk.parts(bundle[0])
+    holders(held, rules, groups)
+    for number, bundle in enumerate(rules.bundles()):
+        found: dict[str, list[_Block]] = {}
+        shards = []
+        for rule in bundle:
+            if rule.parameter in held:
+                shard = _Shard(rule, held[rule.parameter], groups)
+                shards.append(shard)
+                for block in shard.blocks(len(bundle)):
+                    found.setdefault(block.name, []).append(block)
+        if not shards:
+            continue
+        rule, tensor = shards[0].rule, shards[0].tensor
+        exported = tensor.dtype if dtype is None or rule.full_precision else dtype
+        once = _Values(value, device, exported, sum(map(len, found.values())))
+        names = list(dict.fromkeys(part.name for part in rule.parts))
+        for name, blocks in found.items():
+            places = tuple(block.place for block in blocks)
+            order = (number, names.index(name))
+            described = Held(name, dtype_name(exported), blocks[0].tensor_shape, order, places)
+            yield Readable(described, partial(_read, blocks, once))
 
 
 @dataclass(frozen=True)
-class _Walk:
-    """One pass over the model.
+class _Block:
+    """A block of a hub tensor.
 
     Attributes:
-        held: this rank's shards.
-        holders: location of every parameter.
-        groups: process groups of the mesh.
-        device: device of the results.
-        dtype: dtype of the results, see `iterate_hf_weights`.
-        value: maps a shard to the tensor to export.
+        name: name of the hub tensor.
+        tensor_shape: its shape.
+        place: place of the block.
+        part: a part of the parameter that the block contains.
+        tensor: the shard that holds it.
+        rows: rows of the shard; with interleaved parts, those of each part.
     """
 
-    held: Mapping[str, Tensor]
-    holders: dict[str, Holder]
+    name: str
+    tensor_shape: tuple[int, ...]
+    place: sent.Part
+    part: Part
+    tensor: Tensor
+    rows: tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """This rank's shard of a parameter."""
+
+    rule: Rule
+    tensor: Tensor
     groups: Groups
-    device: torch.device
-    dtype: torch.dtype | None
-    value: Callable[[Tensor], Tensor]
 
-    def parts(self, rule: Rule) -> Iterator[tuple[str, Tensor]]:
-        """Yield the hub tensors that make up a parameter."""
-        in_stage = self._in_stage(rule)
-        shards = self._shards(rule) if in_stage else []
-        for index, part in enumerate(rule.parts):
-            tensor = self._part(rule, index, shards) if in_stage else self._empty(rule, self._shape(rule, index))
-            yield part.name, self._from_stage(rule, tensor)
+    def blocks(self, num_experts: int) -> Iterator[_Block]:
+        """Yield the blocks of hub tensors in the shard; a stack of experts has `num_experts` of them."""
+        rule, shape = self.rule, tuple(self.tensor.shape)
+        num_shards = self.groups.num_shards(rule)
+        number = self.groups.dividing(rule).rank() if num_shards > 1 else 0
+        shapes = rule.part_shapes(shape, num_shards)
+        first = number * shape[1] if rule.dim == 1 else 0
+        columns = slice(first, first + shape[1]) if len(shape) > 1 else slice(0, 0)
+        found: dict[tuple[str, sent.Part], list[tuple[int, slice]]] = {}
+        tensor_shapes = [part.tensor_shape(shapes[index], num_experts) for index, part in enumerate(rule.parts)]
+        at = 0
+        by_rows = (number, num_shards) if rule.dim == 0 else (0, 1)
+        for segment in rule.layout.segments(shape[0], *by_rows):
+            part, rows = rule.parts[segment.part], slice(segment.start, segment.stop)
+            place = _place(part.box(tensor_shapes[segment.part], rows, columns))
+            found.setdefault((part.name, place), []).append((segment.part, slice(at, at + segment.num_rows)))
+            at += segment.num_rows
+        for (name, place), rows_of in found.items():
+            index = rows_of[0][0]
+            rows_in_order = tuple(rows for _, rows in sorted(rows_of, key=lambda item: item[0]))
+            yield _Block(name, tensor_shapes[index], place, rule.parts[index], self.tensor, rows_in_order)
 
-    def stack(self, rules: list[Rule]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the one hub tensor that stacks the same parameter of all experts."""
-        first = rules[0]
-        shape = first.parts[0].tensor_shape(self._shape(first, 0), len(rules))
-        stack = self._empty(first, shape)
-        if self._in_stage(first):
-            for rule in rules:
-                shards = self._shards(rule)
-                for index, part in enumerate(rule.parts):
-                    part.of(stack).copy_(self._part(rule, index, shards))
-        yield first.parts[0].name, self._from_stage(first, stack)
 
-    def _in_stage(self, rule: Rule) -> bool:
-        return self.holders[rule.parameter].stage == self.groups.pipeline.rank()
+def _place(box: Box) -> sent.Part:
+    return sent.Part(tuple(side.start for side in box), tuple(side.stop - side.start for side in box))
 
-    def _shape(self, rule: Rule, index: int) -> tuple[int, ...]:
-        """Return the shape of a part."""
-        return rule.part_shapes(self.holders[rule.parameter].shape, self.groups.num_shards(rule))[index]
 
-    def _dtype(self, rule: Rule) -> torch.dtype:
-        kept = self.holders[rule.parameter].dtype
-        return kept if self.dtype is None or rule.full_precision else self.dtype
+class _Values:
+    """Reads each shard of a bundle once, for all of its blocks, and keeps it until the last block is read."""
 
-    def _empty(self, rule: Rule, shape: Sequence[int]) -> Tensor:
-        return torch.empty(tuple(shape), dtype=self._dtype(rule), device=self.device)
+    def __init__(self, value: Callable[[Tensor], Tensor], device: torch.device, dtype: torch.dtype, uses: int) -> None:
+        self._value, self._device, self._dtype, self._uses = value, device, dtype, uses
+        self._kept: dict[int, Tensor] = {}
+        self._left = uses
 
-    def _shards(self, rule: Rule) -> list[Tensor]:
-        """Gather all shards of a parameter; joined to one tensor if they form one part, empty if this rank has none."""
-        if rule.parameter not in self.held:
-            return []
-        mine = self.value(self.held[rule.parameter]).to(self.device, self._dtype(rule))
-        num_shards, group = self.groups.num_shards(rule), self.groups.dividing(rule)
-        if num_shards == 1:
-            return [mine]
-        if rule.dim == 0 and len(rule.parts) == 1:
-            whole = self._empty(rule, (len(mine) * num_shards, *mine.shape[1:]))
-            dist.all_gather(list(whole.chunk(num_shards)), mine.contiguous(), group=group)
-            return [whole]
-        shards = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(num_shards)]
-        dist.all_gather(shards, mine.contiguous(), group=group)
-        return [torch.cat(shards, dim=1)] if rule.dim == 1 else shards
+    def of(self, shard: Tensor) -> Tensor:
+        """Return the values of a shard."""
+        if id(shard) not in self._kept:
+            self._kept[id(shard)] = self._value(shard).to(self._device, self._dtype)
+        found = self._kept[id(shard)]
+        self._left -= 1
+        if self._left == 0:
+            self._kept, self._left = {}, self._uses
+        return found
 
-    def _part(self, rule: Rule, index: int, shards: list[Tensor]) -> Tensor:
-        """Return a part of a parameter of this stage, on all ranks of the stage."""
-        shape = self._shape(rule, index)
-        part = rule.joined(index, shards) if shards else self._empty(rule, shape)
-        assert part.shape == shape, f"{rule.parts[index].name}: {tuple(part.shape)} instead of {shape}"
-        if rule.expert is not None and self.groups.expert.size() > 1:
-            part = part.contiguous()
-            dist.broadcast(part, group=self.groups.expert, group_src=self.holders[rule.parameter].expert_rank)
-        return part
 
-    def _from_stage(self, rule: Rule, tensor: Tensor) -> Tensor:
-        if self.groups.pipeline.size() > 1:
-            tensor = tensor.contiguous()
-            dist.broadcast(tensor, group=self.groups.pipeline, group_src=self.holders[rule.parameter].stage)
-        return tensor
+def _read(blocks: Sequence[_Block], values: _Values) -> list[Tensor]:
+    found = []
+    for block in blocks:
+        shard = values.of(block.tensor)
+        found.append(block.part.in_tensor([shard[rows] for rows in block.rows]))
+    return found

@@ -38,17 +38,26 @@ class Part:
             columns: columns of the part.
         """
         index, of = self.share
+        values = read(self.box(tensor_shape, rows, columns))
+        values = values if self.expert is None else values[0]
+        values = values.t() if self.transposed else values
+        return values[index::of] if self.interleaved else values
+
+    def box(self, tensor_shape: Sequence[int], rows: slice, columns: slice) -> Box:
+        """Return the smallest box of the hub tensor that contains some rows and columns of the part."""
+        index, of = self.share
         first = 0 if self.interleaved else index * self.shape_in(tensor_shape)[0]
         step = of if self.interleaved else 1
         along_rows = slice(first + rows.start * step, first + rows.stop * step)
         box: Box = (along_rows, columns)[: len(self.shape_in(tensor_shape))]
         box = box[::-1] if self.transposed else box
-        if self.expert is not None:
-            box = (slice(self.expert, self.expert + 1), *box)
-        values = read(box)
-        values = values if self.expert is None else values[0]
-        values = values.t() if self.transposed else values
-        return values[index::of] if self.interleaved else values
+        return box if self.expert is None else (slice(self.expert, self.expert + 1), *box)
+
+    def in_tensor(self, values: Sequence[Tensor]) -> Tensor:
+        """Return the values of a `box`, from those of the part; of interleaved shares, from the same rows of each."""
+        rows = torch.stack(list(values), dim=1).flatten(0, 1) if self.interleaved else values[0]
+        rows = rows.t() if self.transposed else rows
+        return rows if self.expert is None else rows[None]
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the part of a whole hub tensor, as a view."""

@@ -12,18 +12,21 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from nemo_rl.config.schema.model.megatron import MegatronPeftConfig
 from nemo_rl.models.huggingface.peft_folder import ADAPTER_FOLDER, CONFIG_FILE, peft_config, peft_key, write_adapter
-from nemo_rl.models.megatron.conversion.exporter import gathered
+from nemo_rl.models.megatron.conversion.exporter import held_tensors
 from nemo_rl.models.megatron.conversion.holdings import Groups
 from nemo_rl.models.megatron.conversion.parts import Part, Rule
 from nemo_rl.models.megatron.conversion.rules import Rules, rules_for
 from nemo_rl.models.megatron.lora.modules import adapted_modules
 from nemo_rl.models.training.checkpoint_writes import Keep, Write, as_it_is
 from nemo_rl.utils.errors import CheckpointError
+from nemo_rl.weight_sync.exchange import everywhere
+from nemo_rl.weight_sync.holdings import ReadableWeights
 
 
 def save_adapter(
@@ -105,10 +108,9 @@ def _hub_adapters(chunks: Sequence[nn.Module], rules: Rules, names: Sequence[str
             dim=0 if weight.dim == 0 else None,
         )
     device = next(chunks[0].parameters()).device
-    found = {
-        name: tensor.cpu().contiguous()
-        for name, tensor in gathered(held, replace(rules, by_parameter=own), Groups.current(), device=device)
-    }
+    weights = held_tensors(held, replace(rules, by_parameter=own), Groups.current(), device=device)
+    whole = everywhere(ReadableWeights(weights, device), dist.group.WORLD)
+    found = {name: tensor.to("cpu", copy=True) for name, tensor in whole}
     for name in names:
         shared, layers = found.pop(f"{name}.lora_A"), _hub_layers(rules.by_parameter[f"{name}.weight"])
         found |= {f"{layer}.lora_A": shared.clone() for layer in layers}

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl.config import PolicyConfig, row_length_multiple
@@ -306,11 +307,12 @@ class PolicyWorker(ScoringWorker):
             if self._sender is not None:
                 self._sender.close()
             rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
-            self._sender = WeightSender(lanes, rank, is_node_leader=local_rank == 0)
-        self._sender.begin(self.iterate_weights(getattr(torch, dtype)))
+            group = dist.group.WORLD if dist.is_initialized() else None
+            self._sender = WeightSender(lanes, rank, is_node_leader=local_rank == 0, group=group)
+        self._sender.begin(self.backend.held_weights(getattr(torch, dtype)))
 
     def next_weight_buckets(self) -> list[Bucket]:
-        """Gather the next tensors and pack a bucket of each lane; collective over all ranks."""
+        """Give and take blocks of the next tensors, and pack a bucket of each lane; collective over all ranks."""
         assert self._sender is not None, "begin_weight_stream comes first"
         return self._sender.next_buckets()
 

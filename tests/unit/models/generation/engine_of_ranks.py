@@ -12,6 +12,7 @@ from generation_helpers import PROMPTS, ask, make_settings
 
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
+from nemo_rl.weight_sync.holdings import WholeWeights
 from nemo_rl.weight_sync.lanes import Lane
 from nemo_rl.weight_sync.shared_memory import SharedBuffer, allocate, map_memory
 from nemo_rl.weight_sync.transport import TransportSpec
@@ -55,7 +56,7 @@ class EngineOfRanks:
     ) -> tuple[list[Bucket], list[SyncReceipt]]:
         """Run one sync; `damaged` lets rank 1 find a flipped bit in the first bucket."""
         self.call("begin_weight_update", SPEC, version)
-        self.sender.begin(tensors.items())
+        self.sender.begin(WholeWeights(tensors.items))
         buckets: list[Bucket] = []
         while not buckets or not buckets[-1].is_last:
             buckets.append(self.sender.next_buckets()[0])

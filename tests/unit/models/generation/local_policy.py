@@ -13,6 +13,7 @@ from nemo_rl.distributed.ranks.rendezvous import hold_port
 from nemo_rl.distributed.workers.results import PendingCall
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
+from nemo_rl.weight_sync.holdings import WholeWeights
 from nemo_rl.weight_sync.lanes import Lane
 
 
@@ -49,7 +50,8 @@ class LocalPolicy:
         if self._sender is None or self._sender.lanes != lanes:
             self._sender = WeightSender(lanes, rank=0, is_node_leader=True)
         model = self.model
-        self._sender.begin((streamed(model) if isinstance(model, PreTrainedModel) else model.state_dict()).items())
+        tensors = streamed(model) if isinstance(model, PreTrainedModel) else model.state_dict()
+        self._sender.begin(WholeWeights(tensors.items))
         return []
 
     def next_weight_buckets(self) -> list[Bucket]:

@@ -9,6 +9,7 @@ from generation_helpers import MAX_MODEL_LEN, PROMPTS, ask, greedy_reference, ma
 
 from nemo_rl.models.generation.worker import GenerationWorker
 from nemo_rl.weight_sync.endpoints import WeightSender
+from nemo_rl.weight_sync.holdings import WholeWeights
 from nemo_rl.weight_sync.lanes import Lane
 from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import check_receipts
@@ -80,7 +81,7 @@ async def test_the_engine_takes_no_step_during_a_weight_update(worker):
         await asyncio.sleep(0)
     await worker.begin_weight_update(SPEC, version=9)
     taken = len(steps)
-    sender.begin(new.named_parameters())
+    sender.begin(WholeWeights(new.named_parameters))
     buckets = []
     while not buckets or not buckets[-1].is_last:
         buckets.append(sender.next_buckets()[0])
@@ -92,7 +93,7 @@ async def test_the_engine_takes_no_step_during_a_weight_update(worker):
     await worker.begin_weight_update(SPEC, version=10)
     await asyncio.sleep(0.02)
     assert len(steps) == taken, "a second update began at once"
-    sender.begin(new.named_parameters())
+    sender.begin(WholeWeights(new.named_parameters))
     while not (bucket := sender.next_buckets()[0]).is_last:
         await worker.receive_bucket(bucket)
     await worker.receive_bucket(bucket)

@@ -35,6 +35,7 @@ from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.utils.errors import ConfigError, WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
+from nemo_rl.weight_sync.holdings import WholeWeights
 from nemo_rl.weight_sync.lanes import Lane
 from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts
@@ -83,7 +84,7 @@ def sync(
     """Run one sync; one bit of the tensor `flipped` is flipped on the way."""
     sender = WeightSender([Lane(SPEC)], rank=0, is_node_leader=True)
     engines.call(name, "begin_weight_update", SPEC, version)
-    sender.begin(tensors)
+    sender.begin(WholeWeights(dict(tensors).items))
     buckets: list[Bucket] = []
     while not buckets or not buckets[-1].is_last:
         buckets.append(sender.next_buckets()[0])

@@ -66,6 +66,7 @@ from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
 from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
+from nemo_rl.weight_sync.holdings import WholeWeights
 from nemo_rl.weight_sync.lanes import Lane
 from nemo_rl.weight_sync.transport import TransportSpec
 from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts
@@ -151,7 +152,7 @@ def sync(
 ) -> tuple[list[Bucket], SyncReceipt | None]:
     """Run one sync; `stop_after` interrupts it after that number of buckets."""
     engines.call(name, "begin_weight_update", SPEC, version)
-    sender.begin(tensors)
+    sender.begin(WholeWeights(dict(tensors).items))
     buckets: list[Bucket] = []
     while not buckets or not buckets[-1].is_last:
         buckets.append(sender.next_buckets()[0])
@@ -214,7 +215,8 @@ def test_batch_limits_on_gpus_are_those_of_offline_generation(engines, tmp_path)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_engine_does_not_reference_the_sender_s_memory(engines, sender, name):
     model = update(engines, sender, name, seed=13)
-    sender.begin((key, torch.zeros_like(tensor)) for key, tensor in model.named_parameters())
+    zeros = {key: torch.zeros_like(tensor) for key, tensor in model.named_parameters()}
+    sender.begin(WholeWeights(zeros.items))
     while not sender.next_buckets()[0].is_last:
         pass
     (result,) = engines.generate(name, [ask(PROMPTS[1], temperature=0.0)])

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from small_models import saved
+from transformers import PretrainedConfig
 
 from nemo_rl.config import MegatronConfig, PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.weight_sync.exchange import everywhere
+from nemo_rl.weight_sync.holdings import ReadableWeights
 
 CPU = torch.device("cpu")
 _started: list[Any] = []
@@ -118,3 +121,13 @@ def backend_of(model: Any, *, init_optimizer: bool = True, init_reference_model:
         parts = {"init_optimizer": init_optimizer, "init_reference_model": init_reference_model}
         backend = MegatronBackend(config, CPU, layout, **parts)
     return backend
+
+
+def exported(
+    chunks: list[Any], config: PretrainedConfig, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the whole hub tensors of a model on every rank."""
+    from nemo_rl.models.megatron.conversion.exporter import held_hf_weights
+
+    held = held_hf_weights(chunks, config, device=CPU, dtype=dtype)
+    return everywhere(ReadableWeights(held, CPU), dist.group.WORLD)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_backend import CPU, start_groups
+from rank_backend import CPU, exported, start_groups
 from rank_host import needs_megatron
 from safetensors.torch import load_file, save_file
 from small_models import hf_model
@@ -71,13 +71,12 @@ def _chunks_of(config: Any, dtype: torch.dtype = torch.float32, **sizes: int) ->
 
 
 def _round_trip(folder: Path, sizes: dict[str, int]) -> str:
-    from nemo_rl.models.megatron.conversion.exporter import iterate_hf_weights
     from nemo_rl.models.megatron.conversion.importer import load_huggingface
 
     config, want = AutoConfig.from_pretrained(folder), load_file(folder / "model.safetensors")
     chunks = _chunks_of(config, want["model.embed_tokens.weight"].dtype, **sizes)
     load_huggingface(chunks, config, folder)
-    return _same({name: tensor.clone() for name, tensor in iterate_hf_weights(chunks, config, device=CPU)}, want)
+    return _same({name: tensor.clone() for name, tensor in exported(chunks, config)}, want)
 
 
 def _with_heads_swapped(folder: Path) -> dict[str, Any]:
@@ -104,7 +103,6 @@ def _two_query_heads_swapped(segments: Any) -> Any:
 
 def _divided(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
     """Check what shows only if a model is divided in every way."""
-    from nemo_rl.models.megatron.conversion.exporter import iterate_hf_weights
     from nemo_rl.models.megatron.conversion.importer import load_huggingface
 
     results: dict[str, Any] = {"bfloat16": _round_trip(folder / "bfloat16", sizes)}
@@ -112,7 +110,7 @@ def _divided(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
     chunks = _chunks_of(config, **sizes)
     load_huggingface(chunks, config, folder / "deepseek_v3")
     want = load_file(folder / "deepseek_v3/model.safetensors")
-    sent = {name: t.clone() for name, t in iterate_hf_weights(chunks, config, device=CPU, dtype=torch.bfloat16)}
+    sent = {name: t.clone() for name, t in exported(chunks, config, torch.bfloat16)}
     kept = "e_score_correction_bias"
     results["sent in bfloat16"] = _same(sent, {n: t if kept in n else t.bfloat16() for n, t in want.items()})
     results["order"] = list(sent)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from memory_helpers import MIB, anonymous_mib, measured, return_freed_memory, write_random_llama
 from policy_helpers import run_ranks
-from rank_backend import CPU, start_groups, without_groups
+from rank_backend import CPU, exported, start_groups, without_groups
 from rank_host import needs_megatron
 from transformers import AutoConfig
 
@@ -53,7 +53,6 @@ def _import(folder: Path) -> float:
 
 def _convert(folder: Path, section: MegatronConfig) -> dict[str, float]:
     from nemo_rl.models.megatron.build import build_chunks
-    from nemo_rl.models.megatron.conversion.exporter import iterate_hf_weights
     from nemo_rl.models.megatron.conversion.importer import load_huggingface
 
     config, start = AutoConfig.from_pretrained(folder), anonymous_mib()
@@ -62,7 +61,7 @@ def _convert(folder: Path, section: MegatronConfig) -> dict[str, float]:
         load_huggingface(chunks, config, folder)
     files = TensorFiles(weight_files(folder))
     with measured(start) as export:
-        for name, tensor in iterate_hf_weights(chunks, config, device=CPU):
+        for name, tensor in exported(chunks, config):
             assert torch.equal(tensor[:2].bfloat16(), files.read(name)[:2])
     return {"load": load.mib, "export": export.mib}
 
