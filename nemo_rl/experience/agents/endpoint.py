@@ -162,6 +162,7 @@ class AgentEndpoint:
         routes = [
             *(Route(dialect.path, self._handler(dialect), methods=["POST"]) for dialect in DIALECTS),
             Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/models/{name}", self._model, methods=["GET"]),
             *(Route(path, self._tokenize, methods=["POST"]) for path in ("/tokenize", "/v1/tokenize")),
         ]
         handlers: dict[Any, Any] = {HTTPException: _other_path, CallError: _refused}
@@ -205,8 +206,14 @@ class AgentEndpoint:
     async def _models(self, request: Request) -> Response:
         if self._found(_header_key(request)) is None:
             raise _unknown_key()
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "nemo_rl"}
-        return JSONResponse({"object": "list", "data": [model]})
+        page = {"has_more": False, "first_id": MODEL, "last_id": MODEL}
+        return JSONResponse({"object": "list", "data": [_described(MODEL)]} | page)
+
+    async def _model(self, request: Request) -> Response:
+        """Describe the model under the requested name, as calls are answered under any name."""
+        if self._found(_header_key(request)) is None:
+            raise _unknown_key()
+        return JSONResponse(_described(request.path_params["name"]))
 
     async def _tokenize(self, request: Request) -> Response:
         """Return the tokens that a prompt or the messages of a conversation would have."""
@@ -332,6 +339,12 @@ def _is_retry(request: Request) -> bool:
 def _headers(error: CallError) -> dict[str, str]:
     """Return the headers of an error; clients repeat a request only after status 429."""
     return {"retry-after": "1"} if error.status == 429 else {"x-should-retry": "false"}
+
+
+def _described(name: str) -> dict[str, Any]:
+    """Return the description of a model with the fields of OpenAI and those of Anthropic."""
+    of_openai = {"id": name, "object": "model", "created": 0, "owned_by": "nemo_rl"}
+    return of_openai | {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
 def _as_json(error: CallError) -> Response:

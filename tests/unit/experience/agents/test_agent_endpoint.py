@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import pytest
 from agent_parts import TOKENIZERS, ProgramEnvironment, play
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
 from random_model import RandomModelEngine
 from transformers import AutoTokenizer
 
@@ -58,7 +60,7 @@ def test_nothing_is_answered_without_a_key(tokenizer: Any, headers: dict[str, st
         base = task["base_url"].removesuffix("/v1")
         async with httpx.AsyncClient(base_url=base, headers=headers) as client:
             answers = [await client.post(path, json=CHAT) for path in PATHS]
-            answers.append(await client.get("/v1/models"))
+            answers += [await client.get(path) for path in ("/v1/models", "/v1/models/policy")]
         return [(answer.status_code, answer.text) for answer in answers]
 
     seen, sample = ask(tokenizer, without_key)
@@ -244,3 +246,21 @@ def test_tokenize_gives_the_tokens_of_the_prompt(tokenizer: Any) -> None:
 
     (tokens, answer), _ = ask(tokenizer, both)
     assert tokens["tokens"] == answer["prompt_token_ids"] and tokens["count"] == len(tokens["tokens"])
+
+
+async def models_seen(task: Mapping[str, Any]) -> float:
+    """Read the models with both packages; the strict one of OpenAI checks the types of all fields."""
+    base, key = task["base_url"], task["api_key"]
+    async with AsyncOpenAI(base_url=base, api_key=key, _strict_response_validation=True) as openai:
+        listed = [model.id async for model in openai.models.list()]
+        assert (await openai.models.retrieve("gpt-x")).id == "gpt-x"
+    async with AsyncAnthropic(base_url=base.removesuffix("/v1"), api_key=key) as anthropic:
+        assert [model.id async for model in anthropic.models.list()] == listed
+        found = await anthropic.models.retrieve(listed[0])
+    assert (found.type, found.display_name) == ("model", listed[0])
+    return 1.0
+
+
+def test_the_packages_of_openai_and_anthropic_find_the_model(tokenizer: Any) -> None:
+    (sample,) = play(RandomModelEngine(tokenizer, []), ProgramEnvironment(models_seen), tokenizer)
+    assert sample.error is None and sample.reward == 1.0
