@@ -148,18 +148,18 @@ def test_the_end_cancels_background_tasks_and_names_those_that_do_not_end(
 
 def test_tasks_started_together_begin_in_one_iteration(loop: EventLoopThread) -> None:
     """What they send in their first step goes out in the next one, for all of them at once."""
-    begun: list[int] = []
+    started: list[int] = []
     seen: list[int] = []
 
     async def task(number: int) -> int:
-        begun.append(number)
-        asyncio.get_running_loop().call_soon(lambda: seen.append(len(begun)))
+        started.append(number)
+        asyncio.get_running_loop().call_soon(lambda: seen.append(len(started)))
         return number
 
     with loop.together():
         tasks = [loop.start(task(0), "0")]
         time.sleep(0.1)
-        assert begun == [], "the first one waits for the others"
+        assert started == [], "the first one waits for the others"
         tasks += [loop.start(task(number), str(number)) for number in (1, 2)]
     assert [each.result(5) for each in tasks] == [0, 1, 2]
     assert seen == [3, 3, 3]
@@ -169,9 +169,9 @@ def test_tasks_started_together_begin_in_one_iteration(loop: EventLoopThread) ->
 def test_a_task_that_waits_for_the_others_can_be_cancelled(
     loop: EventLoopThread, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its coroutine is closed, so that Python does not report that nobody ran it."""
+    """Its coroutine is closed, so that Python does not report that it never ran."""
     with loop.together():
-        task = loop.start(asyncio.sleep(0), "never begun")
+        task = loop.start(asyncio.sleep(0), "never started")
         time.sleep(0.05)
         task.cancel()
         loop.run(asyncio.sleep(0.05), 5, "the cancelling")
