@@ -16,7 +16,7 @@ from nemo_rl.utils.logger import Logger
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "timing/setup"
+PREFIX = "timing/start"
 """Prefix of the logged metrics."""
 _BEFORE = "before setup"
 _REST = "the rest"
@@ -54,7 +54,7 @@ class StartBudget:
         self._workers += [(f"{name}: {phase.name}", phase) for phase in phases]
 
     def log(self, metrics: Logger) -> None:
-        """Log the table, and its seconds as metrics of step 0, `timing/setup/start/<phase>`; the start ends now."""
+        """Log the table, and its seconds as metrics of step 0, `timing/start/<phase>`; the start ends now."""
         total = time.perf_counter() - self._started_at
         phases = self._phases | {_REST: max(total - sum(self._phases.values()), 0.0)}
         lines = [_line(name, seconds, total) for name, seconds in phases.items()]
@@ -68,8 +68,8 @@ class StartBudget:
             "\n".join(lines),
         )
         workers = {name: phase.seconds for name, phase in self._workers}
-        named = {f"start/{name.replace(': ', '/').replace(' ', '_')}": s for name, s in (phases | workers).items()}
-        metrics.log_metrics(named | {"start/total": total}, 0, prefix=PREFIX)
+        named = {f"{name.replace(': ', '/').replace(' ', '_')}": s for name, s in (phases | workers).items()}
+        metrics.log_metrics(named | {"total": total}, 0, prefix=PREFIX)
 
 
 def _line(name: str, seconds: float, total: float) -> str:
