@@ -38,9 +38,9 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """Play the parts of a start that need Ray."""
     monkeypatch.setattr(start, "init_ray", lambda *_, **options: None)
     monkeypatch.setattr(start, "reserve", lambda *_: None)
-    layout = SimpleNamespace(num_ranks=1)
+    parts = {"layout": SimpleNamespace(num_ranks=1), "worker_group": SimpleNamespace(start_phases=[])}
     monkeypatch.setattr(
-        start, "start_role", lambda name, *_: SimpleNamespace(name=name, layout=layout, shutdown=lambda: None)
+        start, "start_role", lambda name, *_: SimpleNamespace(name=name, shutdown=lambda: None, **parts)
     )
 
 

@@ -33,7 +33,7 @@ class Parts:
         self.events: list[str] = []
         self._together = threading.Barrier(wait_for_each_other, timeout=10)
 
-    def make_engines(self, settings: EngineSettings, where: Any, *_: Any) -> Any:
+    def make_engines(self, settings: EngineSettings, where: Any, *_: Any, **options: Any) -> Any:
         return self._started("engines")
 
     def start_role(self, name: str, *_: Any) -> Any:
