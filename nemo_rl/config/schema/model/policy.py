@@ -195,7 +195,7 @@ class PolicyConfig(Section):
 
     @property
     def mixes_weights(self) -> bool:
-        """Whether running answers continue with keys and values of older weights after a weight sync."""
+        """True if running answers continue with keys and values of older weights after a weight sync."""
         return self.generation is not None and not self.generation.weight_sync.recompute_kv_cache
 
     @property
