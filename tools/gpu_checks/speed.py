@@ -140,14 +140,20 @@ def scoring(bench: Bench) -> Iterator[Finding]:
 def chunks(bench: Bench) -> Iterator[Finding]:
     """Measure optimizer updates, by tokens whose logits are held at the same time."""
     for chunk in _sizes(bench).chunks:
-        yield _with_chunk(bench, chunk)
+        yield _updates_with(bench, f"{chunk} tokens", logprob_chunk_size=chunk)
 
 
-def _with_chunk(bench: Bench, chunk: int) -> Finding:
-    """Measure one chunk size with a new rank; only this function holds it, because two do not fit on every device."""
-    rank = bench.large_policy(logprob_chunk_size=chunk)
+def gathered(bench: Bench) -> Iterator[Finding]:
+    """Measure optimizer updates of several microbatches, by whether weights stay gathered between them."""
+    for keeps, name in ((False, "freed"), (True, "kept")):
+        yield _updates_with(bench, name, precision="bfloat16", dtensor_cfg={"keep_gathered": keeps})
+
+
+def _updates_with(bench: Bench, name: str, **values: Any) -> Finding:
+    """Measure updates of a new rank; only this function holds it, because two do not fit on every device."""
+    rank = bench.large_policy(**values)
     work = partial(update, rank, _config(bench, _sizes(bench).packs[1]), _rows(bench))
-    return _rate(bench, rank, f"{chunk} tokens", work, backward=True)
+    return _rate(bench, rank, name, work, backward=True)
 
 
 def offload(bench: Bench) -> Iterator[Finding]:
