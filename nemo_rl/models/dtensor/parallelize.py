@@ -237,8 +237,8 @@ def _share_experts(hf: PreTrainedModel, meshes: Meshes, spec: ShardingSpec) -> N
 def reshard(model: nn.Module) -> None:
     """Free gathered parameters after a run of microbatches.
 
-    FSDP2 keeps the root gathered after a pass without backward, and all parameters with `keep_gathered`. After a change of the
-    shards (optimizer step, reference weights) the next forward would still use the old values.
+    FSDP2 keeps the root gathered after a pass without backward, and all parameters with `keep_gathered`. After a change
+    of the shards (optimizer step, reference weights) the next forward would still use the old values.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
