@@ -23,7 +23,7 @@ from nemo_rl.models.generation.interfaces import (
 from nemo_rl.utils.errors import NemoRLError
 
 _TENSORS_AT_A_TIME = 4
-_FRACTIONS = (0.35, 0.2, 0.5, 0.1, 0.65, 0.05, 0.8)
+_FRACTIONS = (0.4, 0.2, 0.6, 0.1, 0.8)
 """Shares of a response's time after which `midway` tries to act, until it meets the response on its way."""
 _LOWEST_IDS, _NUM_IDS = 20, 200
 """Token ids of prompts: ordinary ones of every tokenizer."""
@@ -127,11 +127,18 @@ _numbers = itertools.count()
 def start(
     engine: Engine, requests: Iterable[GenerationRequest]
 ) -> tuple[list[str], list[asyncio.Future[GenerationResult]]]:
-    """Give requests to an engine; return their ids and the open answers."""
+    """Give requests to an engine; return their ids and the open answers.
+
+    Raises:
+        ContractError: the call of `generate` raises an error itself.
+    """
     ids, answers = [], []
     for request in requests:
         ids.append(f"conformance-{next(_numbers)}")
-        answers.append(asyncio.ensure_future(engine.generate(ids[-1], request)))
+        try:
+            answers.append(asyncio.ensure_future(engine.generate(ids[-1], request)))
+        except Exception as error:
+            raise ContractError(f"generate raises {error!r} itself, and must return an awaitable that does") from error
     return ids, answers
 
 
@@ -178,7 +185,7 @@ async def load(
 ) -> list[str]:
     """Give an engine new weights; return what `finish_weight_update` returns.
 
-    Each tensor is overwritten with NaN as soon as `load_tensors` has returned, since it is valid only until then.
+    The tensors are overwritten with NaN afterwards, since an engine may keep them until then only.
 
     Args:
         engine: the engine.
@@ -189,12 +196,13 @@ async def load(
     """
     await engine.begin_weight_update()
     tensors = [(name, tensor) for name, tensor in tensors_of(model).items() if name != left_out]
-    for group in itertools.batched(tensors[:most], _TENSORS_AT_A_TIME):
-        lent = [(name, tensor.clone()) for name, tensor in group]
-        await engine.load_tensors(lent)
-        for _, tensor in lent:
-            tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
-    return [] if most is not None else await engine.finish_weight_update(version)
+    lent = [(name, tensor.clone()) for name, tensor in tensors[:most]]
+    for group in itertools.batched(lent, _TENSORS_AT_A_TIME):
+        await engine.load_tensors(list(group))
+    reported = [] if most is not None else await engine.finish_weight_update(version)
+    for _, tensor in lent:
+        tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
+    return reported
 
 
 async def midway[Found](
@@ -229,6 +237,6 @@ async def midway[Found](
         if again is not None:
             await again()
     raise ContractError(
-        f"no call reached the engine while responses of {len(results[0].token_ids)} tokens ran: it must accept other "
-        "calls between two steps"
+        f"no call showed its effect in the middle of responses of {len(results[0].token_ids)} tokens: an engine "
+        "accepts other calls between two steps, and its answers show what they did"
     )

@@ -20,9 +20,10 @@ from nemo_rl.models.generation.conformance.case import (
 )
 from nemo_rl.models.generation.conformance.references import model_of
 from nemo_rl.models.generation.interfaces import Engine, GenerationRequest, ResponseSoFar
+from nemo_rl.models.generation.texts import sampled_text
 from nemo_rl.utils.errors import GenerationError
 
-_LONG = 150
+_LONG = 90
 """Tokens of responses that a call has to meet on their way."""
 
 
@@ -75,6 +76,8 @@ async def _end_of_sequence(engine: Engine, case: Case, common: int) -> None:
             found = (result.token_ids.tolist(), result.finish_reason)
             due = (tokens[: tokens.index(eos) + 1], "stop") if eos in tokens else (tokens, "length")
             require(found == due, f"{stop}: {found}, due are {due}")
+            text = sampled_text(case.tokenizer, due[0])
+            require(result.text in (None, text), f"the text of {due[0]} is {result.text!r}, and must be {text!r}")
     await load(engine, case.model(), 0)
 
 
@@ -109,9 +112,7 @@ async def aborts(engine: Engine, case: Case) -> None:
         await engine.abort([ids[0], "unknown"])
         return ids[0]
 
-    ended, results = await midway(
-        engine, requests, abort, lambda _, results: 0 < len(results[0].token_ids) < _LONG
-    )
+    ended, results = await midway(engine, requests, abort, lambda _, results: 0 < len(results[0].token_ids) < _LONG)
     count = len(results[0].token_ids)
     require(results[0].finish_reason == "abort", f"finish_reason={results[0].finish_reason} after an abort")
     due = complete[0].token_ids.tolist()[:count]

@@ -24,7 +24,7 @@ from nemo_rl.models.generation.interfaces import Engine, GenerationRequest, Gene
 from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
 from nemo_rl.utils.errors import NemoRLError
 
-_LONG = 150
+_LONG = 90
 
 
 async def update(engine: Engine, case: Case) -> None:
