@@ -34,7 +34,7 @@ NOT_BUILT: dict[str, tuple[str, tuple[str, ...]]] = {
         ("run_nemo_gym_rollout_sync", "run_async_nemo_gym_rollout"),
     ),
     "nemo_rl.models.generation.dynamo": ("the generation backend dynamo", ()),
-    "nemo_rl.models.generation.sglang": ("the generation backend sglang", ()),
+    "nemo_rl.models.generation.sglang": ("the class of SGLang's engines", ("SGLangGeneration", "sglang_generation")),
     "nemo_rl.models.generation.trtllm": ("the generation backend trtllm", ()),
     "nemo_rl.models.generation.vllm.config": ("multimodal generation (VLM)", ()),
     "nemo_rl.models.megatron.community_import": ("conversion by Megatron Bridge", ()),

@@ -27,11 +27,11 @@ from nemo_rl.environments.interfaces import EpisodeStart, StepResult
 from nemo_rl.experience.agents.player import AgentPlayer
 from nemo_rl.experience.chats import chat_of, end_without_answer
 from nemo_rl.experience.closings import Closings
-from nemo_rl.experience.continued import joined, rest_of
 from nemo_rl.experience.limits import RolloutLimits
 from nemo_rl.experience.post_processing import PostProcessor
 from nemo_rl.experience.progress import SampleProgress
 from nemo_rl.experience.trajectory import Ending, Outcome, Trajectory
+from nemo_rl.models.generation.continued import joined, rest_of
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationRequest,

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from nemo_rl.config.base.part_names import is_own_class
 from nemo_rl.config.rules.broken_rules import Findings, nearest_multiples
+from nemo_rl.config.rules.sglang import check_sglang
 from nemo_rl.config.schema.model.generation import EngineConfig, GenerationConfig
 
 _OWN_KEYS = {
@@ -122,7 +123,8 @@ def check_engines(section: str, generation: GenerationConfig, counts: Sequence[i
             f"{section}.engine_kwargs={generation.engine_kwargs} are arguments of an engine of your own, and "
             f"{section}.backend={generation.backend} is built in. Take them away; for vllm see {section}.vllm_kwargs."
         )
-    if generation.backend in ("hf", "megatron") and max(tensor, stages, experts) > 1:
+    yield from check_sglang(section, generation, counts)
+    if generation.backend in ("hf", "megatron", "sglang") and max(tensor, stages, experts) > 1:
         yield (
             f"{section}.backend={generation.backend} computes on one device, but {section}.engine asks for "
             f"tensor_parallel_size={tensor}, pipeline_parallel_size={stages}, expert_parallel_size={experts}. Set them "

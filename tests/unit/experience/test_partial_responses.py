@@ -25,12 +25,12 @@ from nemo_rl.environments.games.sliding_puzzle import SlidingPuzzleEnv
 from nemo_rl.environments.games.text_game import GameEnvironment
 from nemo_rl.environments.interfaces import EnvironmentInterface, StepResult
 from nemo_rl.environments.workers.loading import traits_of
-from nemo_rl.experience.continued import joined, rest_of
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.progress import GroupProgress, states_of
 from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
 from nemo_rl.experience.trajectory import Outcome, Trajectory
 from nemo_rl.files.safe_load import is_plain, load_plain
+from nemo_rl.models.generation.continued import joined, rest_of
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationRequest,

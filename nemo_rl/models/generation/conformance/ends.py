@@ -46,9 +46,12 @@ async def stops(engine: Engine, case: Case) -> None:
 
 
 def _stops(case: Case, tokens: list[int]) -> Iterator[tuple[dict[str, tuple[int | str, ...]], int]]:
-    """Yield stops that a response meets before its end, and how many of its tokens remain."""
-    middle = tokens[len(tokens) // 2]
-    yield {"stop_token_ids": (middle,)}, tokens.index(middle) + 1
+    """Yield stops that a response meets before its end, and how many of its tokens remain.
+
+    The end of sequence is among the stop tokens of every run, and some servers add it to the stop tokens of a request.
+    """
+    ids = (tokens[len(tokens) // 2], int(case.tokenizer.eos_token_id))
+    yield {"stop_token_ids": ids}, next(n for n, token in enumerate(tokens, start=1) if token in ids)
     for first in range(3, len(tokens) - 4):
         text = case.tokenizer.decode(tokens[first : first + 3])
         if not text.isprintable() or case.tokenizer.encode(text, add_special_tokens=False) != tokens[first : first + 3]:
