@@ -46,7 +46,8 @@ def check_sglang(section: str, generation: GenerationConfig, counts: Sequence[in
     keeps, recomputes = mode == "in_place", generation.weight_sync.recompute_kv_cache
     if keeps == recomputes:
         yield (
-            f"{keys}.sglang_server_config.pause_generation_mode={mode} {'keeps' if keeps else 'computes again'} the keys "
-            f"and values of running answers, but {section}.weight_sync.recompute_kv_cache={str(recomputes).lower()}. Use "
+            f"{keys}.sglang_server_config.pause_generation_mode={mode} {'keeps' if keeps else 'computes again'} the "
+            "keys and values of running answers, but "
+            f"{section}.weight_sync.recompute_kv_cache={str(recomputes).lower()}. Use "
             f"{'abort or retract' if keeps else 'in_place'}, or set recompute_kv_cache={str(not keeps).lower()}."
         )

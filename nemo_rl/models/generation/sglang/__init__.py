@@ -2,3 +2,7 @@
 
 Source of the interface: docs.sglang.io, pages "Sampling Parameters" and "SGLang for RL Systems".
 """
+
+from nemo_rl.compat.public_names import public_names
+
+__getattr__ = public_names(__name__)

@@ -27,7 +27,7 @@ class WeightFolder:
     def __init__(self, model_name: str, parent: str | None) -> None:
         source = model_folder(model_name)
         self.path = Path(tempfile.mkdtemp(prefix="nemo-rl-weights-", dir=parent))
-        self.path.chmod(0o755)
+        self.path.chmod(0o755)  # the server may belong to another user
         for file in source.glob("*.json"):
             if not file.name.endswith(".safetensors.index.json"):
                 shutil.copy(file, self.path / file.name)

@@ -82,12 +82,8 @@ def read_answer(answer: Any) -> Answer:
         raise GenerationError(f"SGLang refused a request: {reason.get('message')}")
     if not np.isfinite(logprobs).all():
         raise NonFiniteError("SGLang's log-probabilities are not finite, so weights or activations are not.")
-    result = GenerationResult(
-        np.array([token for _, token in drawn], np.int32),
-        np.array(logprobs, np.float32),
-        kind,
-        spans or [VersionSpan(0, -1)],
-    )
+    tokens = np.array([token for _, token in drawn], np.int32)
+    result = GenerationResult(tokens, np.array(logprobs, np.float32), kind, spans or [VersionSpan(0, -1)])
     return Answer(result, bool(spans))
 
 

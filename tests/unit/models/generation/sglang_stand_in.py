@@ -9,9 +9,11 @@ import argparse
 import asyncio
 import multiprocessing
 import os
+import time
 from pathlib import Path
 from typing import Any, Self
 
+import httpx
 import torch
 import uvicorn
 from generation_helpers import make_settings
@@ -43,8 +45,9 @@ class Model(HfEngine):
 class StandIn:
     """The server's state: the model, the version of its weights, and whether it is paused."""
 
-    def __init__(self, folder: str, *, reports_versions: bool) -> None:
-        self.model = Model(make_settings(Path(folder), "hf", load_weights=True))
+    def __init__(self, folder: str, max_model_len: int, *, reports_versions: bool) -> None:
+        settings = make_settings(Path(folder), "hf", load_weights=True, max_model_len=max_model_len)
+        self.model = Model(settings)
         self.labels = {0: "default"}
         self.reports_versions = reports_versions
         self.running: set[str] = set()
@@ -169,12 +172,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--enable-deterministic-inference", action="store_true")
-    parser.add_argument("--without-versions", action="store_true")
+    parser.add_argument("--without-versions", action="store_true", help="as releases before August 2026")
+    parser.add_argument("--max-model-len", type=int, default=256)
     given, _ = parser.parse_known_args(arguments)
     assert given.enable_deterministic_inference, "seeds have no effect without it"
 
     async def serve() -> None:
-        state = StandIn(given.model_path, reports_versions=not given.without_versions)
+        state = StandIn(given.model_path, given.max_model_len, reports_versions=not given.without_versions)
         config = uvicorn.Config(application(state), "127.0.0.1", given.port, log_level="error", lifespan="off")
         await uvicorn.Server(config).serve()
 
@@ -197,6 +201,22 @@ class Running:
         self._process = context.Process(target=main, args=(command,), daemon=True)
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         self._process.start()
+
+    def wait(self) -> None:
+        """Wait until it answers."""
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            try:
+                if httpx.get(f"http://127.0.0.1:{self.port}/health").status_code == 200:
+                    return
+            except httpx.HTTPError:
+                time.sleep(0.1)
+        raise AssertionError("the stand-in did not start")
+
+    def calls(self) -> list[str]:
+        """Return the paths of all calls but those of `/generate`."""
+        answer: list[str] = httpx.get(f"http://127.0.0.1:{self.port}/calls").json()["calls"]
+        return answer
 
     def kill(self) -> None:
         """End it as the kernel does without memory."""
