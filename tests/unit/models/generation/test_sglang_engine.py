@@ -5,21 +5,26 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from generation_helpers import make_model, make_settings, save_model
+import torch
+from generation_helpers import ask, load_weights, make_model, make_settings, save_model
 from sglang_stand_in import Running
 
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.config.rules.engines import check_engines
 from nemo_rl.config.schema.model.sglang import SglangConfig
 from nemo_rl.models.generation.conformance import PROPERTIES, Case, NotOffered, check_property
+from nemo_rl.models.generation.conformance.case import answers_of, start
 from nemo_rl.models.generation.factory import check_engine_model
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.sglang.engine import SglangEngine
+from nemo_rl.models.generation.sglang.server import SglangServer, server_arguments
+from nemo_rl.utils.errors import ConfigError, WeightSyncError
 
 EXEMPT = {
     "filters": "SGLang reports log-probabilities before top-k and top-p; training refuses both",
