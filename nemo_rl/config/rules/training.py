@@ -110,7 +110,7 @@ def _check_answer_lengths(generation: GenerationConfig, total: int) -> Findings:
             f"policy.generation.max_new_tokens={new_tokens} is more than "
             f"policy.max_total_sequence_length={total}. Set it to at most {total}, or raise the total."
         )
-    if generation.backend != "vllm":
+    if generation.backend not in ("vllm", "sglang"):
         return
     if context > total:
         yield (

@@ -224,9 +224,9 @@ async def midway[Found](
     Raises:
         ContractError: it never came while the responses ran.
     """
-    begun = time.monotonic()
+    before = time.monotonic()
     await answers_of(engine, requests)
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - before
     for fraction in _FRACTIONS:
         ids, answers = start(engine, requests)
         await asyncio.sleep(seconds * fraction)

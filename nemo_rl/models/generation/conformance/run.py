@@ -11,10 +11,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
-from unittest import mock
 
 from nemo_rl.models.generation.conformance import drawing, ends, weights
-from nemo_rl.models.generation.conformance.case import Case, ContractError, NotOffered
+from nemo_rl.models.generation.conformance.case import Case, ContractError, NotOffered, load
 from nemo_rl.models.generation.interfaces import Engine, EngineSettings
 from nemo_rl.models.generation.registry import engine_kind, make_engine
 
@@ -99,8 +98,6 @@ async def check_all(engine: Engine, case: Case, report: Report, names: Iterable[
 
     After a failure the engine gets the weights of the case's folder again.
     """
-    from nemo_rl.models.generation.conformance.case import load
-
     for name in names:
         try:
             await check_property(engine, case, name)
@@ -129,8 +126,13 @@ def check_engine(settings: EngineSettings, case: Case, names: Sequence[str] = tu
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, settings, case, names), daemon=True)
     own = engine_kind(settings.backend).environment(settings.device) | settings.env_vars | {"RANK": "0"}
-    with mock.patch.dict(os.environ, own):
+    before = dict(os.environ)
+    os.environ.update(own)  # of the new process, which may read it while it imports
+    try:
         process.start()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
     theirs.close()
     try:
         return _gathered(ours, Report(settings.backend), names, case.deadline_s)

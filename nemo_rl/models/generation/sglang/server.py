@@ -35,7 +35,7 @@ _ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 
 
 class SglangServer:
-    """One server, or several behind a router, for one event loop.
+    """One server, or several of a router, for one event loop.
 
     Args:
         settings: settings of the engine; `engine_kwargs["sglang_cfg"]` is its section.
@@ -91,7 +91,7 @@ class SglangServer:
         return await self._ask(self._answers, "POST", "generate", body)
 
     async def tell(self, path: str, body: Mapping[str, Any] | None = None) -> list[Any]:
-        """Call every server, behind a router too; return the answers.
+        """Call every server, also each one of a router; return the answers.
 
         Raises:
             WorkerDiedError: a server does not answer or reports a failure.
@@ -106,7 +106,7 @@ class SglangServer:
         return list(answers)
 
     async def _urls(self) -> list[str]:
-        """Return the addresses of the servers behind a router; a server itself has no list of them."""
+        """Return the addresses of a router's servers; a server itself has no list of them."""
         try:
             listed = await self._answers.ask("GET", "list_workers")
         except EndpointError as error:
