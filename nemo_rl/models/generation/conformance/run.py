@@ -81,7 +81,7 @@ async def check_property(engine: Engine, case: Case, name: str) -> None:
         name: a key of `PROPERTIES`.
 
     Raises:
-        ContractError: the engine breaks the property, or needs more than `case.deadline_s`.
+        ContractError: the engine breaks the property, raises another error, or needs more than `case.deadline_s`.
         NotOffered: the property is optional and the engine lacks it, or the case exempts it.
     """
     if name in case.exempt:
@@ -91,6 +91,10 @@ async def check_property(engine: Engine, case: Case, name: str) -> None:
             await PROPERTIES[name](engine, case)
     except TimeoutError:
         raise ContractError(f"{name}: no end within {case.deadline_s:g} s") from None
+    except (ContractError, NotOffered):
+        raise
+    except Exception as error:
+        raise ContractError(f"{name}: the engine raised {type(error).__name__}: {error}") from error
 
 
 async def check_all(engine: Engine, case: Case, report: Report, names: Iterable[str] = PROPERTIES) -> Report:

@@ -153,7 +153,7 @@ def server_arguments(settings: EngineSettings, config: SglangConfig, port: int) 
         "tokenizer_path": settings.tokenizer_name,
         "host": "127.0.0.1",
         "port": port,
-        "tp_size": settings.tensor_parallel_size,
+        "tp_size": config.tp_size,
         "dtype": settings.precision,
         "context_length": settings.max_model_len,
         "mem_fraction_static": settings.gpu_memory_utilization,

@@ -30,6 +30,13 @@ class TakesTheSecond(HfEngine):
             return super().step()
 
 
+class BreaksInAStep(HfEngine):
+    """A step of it fails."""
+
+    def step(self) -> list[Finished]:
+        raise ZeroDivisionError("a step of the engine")
+
+
 class ReportsRaw(HfEngine):
     """It reports log-probabilities without the temperature."""
 
@@ -226,6 +233,7 @@ class DiesInItsProcess(HfEngine):
 
 FAULTS: list[tuple[str, Callable[[EngineSettings], HfEngine], str]] = [
     ("greedy", TakesTheSecond, "the most likely ones"),
+    ("greedy", BreaksInAStep, "raised ZeroDivisionError: a step of the engine"),
     ("logprobs", ReportsRaw, "differ"),
     ("filters", ReportsUnfiltered, "differ"),
     ("samples", DrawsTooSharply, "chi-square"),

@@ -133,7 +133,7 @@ def application(state: StandIn) -> Starlette:
 
     async def control(request: Request) -> Response:
         name = request.url.path[1:]
-        state.calls.append(name)
+        state.calls += [name] if request.method == "POST" else []
         body = await request.json() if request.method == "POST" else {}
         answer: dict[str, Any] = {"success": True, "message": ""}
         if name == "pause_generation":
@@ -214,7 +214,7 @@ class Running:
         raise AssertionError("the stand-in did not start")
 
     def calls(self) -> list[str]:
-        """Return the paths of all calls but those of `/generate`."""
+        """Return the paths of the calls that change something, but for `/generate`."""
         answer: list[str] = httpx.get(f"http://127.0.0.1:{self.port}/calls").json()["calls"]
         return answer
 
