@@ -8,7 +8,7 @@ from nemo_rl.config.base.section import Section
 
 
 class SglangServerConfig(Section):
-    """What the library does with servers."""
+    """Keys of the library about its servers."""
 
     ignored: ClassVar[dict[str, str]] = {
         "num_gpus": "the devices of generation are those of the cluster",
@@ -23,7 +23,7 @@ class SglangServerConfig(Section):
     sglang_server_concurrency: PositiveInt = 1024
     """Most requests of an engine at its server at the same time; further ones wait."""
     pause_generation_mode: Literal["abort", "retract", "in_place"] = "retract"
-    """What becomes of running requests in an update of the weights. retract: they wait at the server, which computes
+    """Treatment of running requests in an update of the weights. retract: they wait at the server, which computes
     their keys and values again and reports which weights drew which token (releases since August 2026). abort: the
     server returns them and the engine sends the rest again, with every release. in_place: they keep their keys and
     values, as with weight_sync.recompute_kv_cache=false, which it needs."""
@@ -59,7 +59,7 @@ class SglangConfig(Section):
     weight_folder: str | None = None
     """Folder that servers and engines see, for the files of an update; null: the folder of temporary files."""
     sglang_server_config: SglangServerConfig = Field(default_factory=SglangServerConfig)
-    """What the library does with servers."""
+    """Keys of the library about its servers."""
     sglang_router_config: SglangRouterConfig = Field(default_factory=SglangRouterConfig)
     """A server or router that runs already."""
     server_args: dict[str, Any] = Field(default_factory=dict)

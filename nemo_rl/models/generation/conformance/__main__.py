@@ -14,7 +14,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m nemo_rl.models.generation.conformance", description=__doc__)
     parser.add_argument("backends", nargs="+", help="vllm, hf, megatron, or the dotted path of a class")
     parser.add_argument("--model", required=True, help="local folder of a small model and its tokenizer")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", default="cpu", help="of the engine, as in cluster.device")
     parser.add_argument("--precision", default="float32", help="of the engine; the reference computes in float32")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="largest difference of a log-probability")
     parser.add_argument("--only", action="append", choices=PROPERTIES, help="property to check; may be repeated")

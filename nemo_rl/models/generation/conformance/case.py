@@ -1,4 +1,4 @@
-"""What a property is checked with: the model, the prompts, the tolerance, and calls of an engine with a deadline."""
+"""The case of a check: model, prompts and tolerance, and the calls of an engine that checks share."""
 
 import asyncio
 import itertools

@@ -12,8 +12,19 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from nemo_rl.models.generation.conformance import drawing, ends, weights
 from nemo_rl.models.generation.conformance.case import Case, ContractError, NotOffered, load
+from nemo_rl.models.generation.conformance.drawing import bad_words, filters, greedy, logprobs, samples, seeds
+from nemo_rl.models.generation.conformance.ends import aborts, limits, so_far, stops
+from nemo_rl.models.generation.conformance.weights import (
+    death,
+    interrupted_update,
+    layer_outputs,
+    missing_tensor,
+    same_version,
+    sleep,
+    update,
+    update_in_flight,
+)
 from nemo_rl.models.generation.interfaces import Engine, EngineSettings
 from nemo_rl.models.generation.registry import engine_kind, make_engine
 
@@ -22,36 +33,35 @@ type Property = Callable[[Engine, Case], Awaitable[None]]
 PROPERTIES: Mapping[str, Property] = {
     check.__name__: check
     for check in (
-        drawing.greedy,
-        drawing.logprobs,
-        drawing.filters,
-        drawing.samples,
-        drawing.seeds,
-        drawing.bad_words,
-        ends.stops,
-        ends.limits,
-        ends.aborts,
-        ends.so_far,
-        weights.update,
-        weights.update_in_flight,
-        weights.same_version,
-        weights.interrupted_update,
-        weights.missing_tensor,
-        weights.layer_outputs,
-        weights.sleep,
-        weights.death,
+        greedy,
+        logprobs,
+        filters,
+        samples,
+        seeds,
+        bad_words,
+        stops,
+        limits,
+        aborts,
+        so_far,
+        update,
+        update_in_flight,
+        same_version,
+        interrupted_update,
+        missing_tensor,
+        layer_outputs,
+        sleep,
+        death,
     )
 }
 """The properties by name. `death` breaks the engine, so it is the last one."""
 
-HOLDS = "holds"
 _START_S = 300.0
 _END_S = 20.0
 
 
 @dataclass
 class Report:
-    """What the suite has found about an engine.
+    """The findings about an engine.
 
     Attributes:
         backend: name of the engine.

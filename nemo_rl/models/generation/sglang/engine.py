@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from nemo_rl.config.schema.model.sglang import SglangConfig
-from nemo_rl.models.generation.continued import joined, rest_of
+from nemo_rl.models.generation.responses.continued import joined, rest_of
 from nemo_rl.models.generation.interfaces import (
     EngineSettings,
     GenerationRequest,
