@@ -31,7 +31,6 @@ from nemo_rl.experience.limits import RolloutLimits
 from nemo_rl.experience.post_processing import PostProcessor
 from nemo_rl.experience.progress import SampleProgress
 from nemo_rl.experience.trajectory import Ending, Outcome, Trajectory
-from nemo_rl.models.generation.responses.continued import joined, rest_of
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationRequest,
@@ -40,6 +39,7 @@ from nemo_rl.models.generation.interfaces import (
     SamplingParams,
     VersionSpan,
 )
+from nemo_rl.models.generation.responses.continued import joined, rest_of
 from nemo_rl.models.generation.texts import sampled_text
 from nemo_rl.utils.errors import DataError, NoAnswerError
 from nemo_rl.utils.seed import derive_seed

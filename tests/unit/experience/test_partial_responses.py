@@ -30,7 +30,6 @@ from nemo_rl.experience.progress import GroupProgress, states_of
 from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
 from nemo_rl.experience.trajectory import Outcome, Trajectory
 from nemo_rl.files.safe_load import is_plain, load_plain
-from nemo_rl.models.generation.responses.continued import joined, rest_of
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationRequest,
@@ -39,6 +38,7 @@ from nemo_rl.models.generation.interfaces import (
     SamplingParams,
     VersionSpan,
 )
+from nemo_rl.models.generation.responses.continued import joined, rest_of
 from nemo_rl.utils.errors import GenerationError
 
 SAMPLING = SamplingParams(max_new_tokens=40, stop_token_ids=(0,))

@@ -19,15 +19,16 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from nemo_rl.config.schema.model.sglang import SglangConfig
-from nemo_rl.models.generation.responses.continued import joined, rest_of
 from nemo_rl.models.generation.interfaces import (
     EngineSettings,
+    FinishReason,
     GenerationRequest,
     GenerationResult,
     ResponseSoFar,
     VersionSpan,
 )
 from nemo_rl.models.generation.remote.connection import EndpointError
+from nemo_rl.models.generation.responses.continued import joined, rest_of
 from nemo_rl.models.generation.sglang.server import SglangServer
 from nemo_rl.models.generation.sglang.updates import WeightFolder
 from nemo_rl.models.generation.sglang.wire import generate_body, read_answer, version_of
@@ -52,7 +53,7 @@ class SglangEngine:
         self._slots = asyncio.Semaphore(config.sglang_server_config.sglang_server_concurrency)
         self._weights = WeightFolder(settings.model_name, config.weight_folder)
         weakref.finalize(self, self._weights.remove)
-        self._version, self._is_asleep = 0, False
+        self._version, self._num_updates, self._is_asleep = 0, 0, False
         self._may_ask = asyncio.Event()
         self._may_ask.set()
         self._open: dict[str, asyncio.Task[GenerationResult]] = {}
@@ -81,13 +82,14 @@ class SglangEngine:
 
     async def _rest(self, request_id: str, request: GenerationRequest, part: ResponseSoFar) -> GenerationResult:
         """Ask for the rest of a response; return it with the part that was there."""
-        if request_id in self._aborted:
-            return GenerationResult(
-                part.token_ids, part.logprobs, "abort", part.weight_versions or [VersionSpan(0, self._version)]
-            )
+        most = min(request.sampling.max_new_tokens, self._max_model_len - len(request.prompt_token_ids))
+        if request_id in self._aborted or len(part) >= most:
+            reason: FinishReason = "length" if len(part) >= most else "abort"
+            spans = part.weight_versions or [VersionSpan(0, self._version)]
+            return GenerationResult(part.token_ids, part.logprobs, reason, spans)
         # The same seed: a random number depends on its position too.
         rest = replace(rest_of(request, part), seed=request.seed)
-        version = self._version
+        version, num_updates = self._version, self._num_updates
         room = self._max_model_len - len(rest.prompt_token_ids)
         self._at_server.add(request_id)
         try:
@@ -96,7 +98,9 @@ class SglangEngine:
             raise GenerationError(f"SGLang refused a request: {refusal}") from refusal
         finally:
             self._at_server.discard(request_id)
-        result, reports_versions = read_answer(answer)
+        result, reports_versions, message = read_answer(answer)
+        if result.finish_reason == "abort" and request_id not in self._aborted and num_updates == self._num_updates:
+            raise GenerationError(f"SGLang ended a request by itself: {message}.")
         if not reports_versions:
             self._require_one_version(version)
             result = replace(result, weight_versions=[VersionSpan(0, version)])
@@ -132,6 +136,7 @@ class SglangEngine:
     async def begin_weight_update(self) -> None:
         """See `Engine.begin_weight_update`."""
         self._may_ask.clear()
+        self._num_updates += 1
         self._weights.clear()
         await self._server.tell("pause_generation", {"mode": self._mode})
         while self._mode == "abort" and self._at_server:

@@ -9,11 +9,11 @@ import tempfile
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from nemo_rl.models.huggingface.tensor_files import model_folder, weight_files
+from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
+from nemo_rl.models.huggingface.tensor_files import model_folder
 
 
 class WeightFolder:
@@ -31,9 +31,9 @@ class WeightFolder:
         for file in source.glob("*.json"):
             if not file.name.endswith(".safetensors.index.json"):
                 shutil.copy(file, self.path / file.name)
-        tied = AutoConfig.from_pretrained(source).get_text_config().tie_word_embeddings
-        self._expected = {name for file in weight_files(source) for name in _names(file)}
-        self._expected -= {"lm_head.weight"} if tied else set()
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+        self._expected = {name for name, _ in in_checkpoint(model, model.named_parameters())}
         self._received: set[str] = set()
         self._num_files = 0
 
@@ -55,15 +55,9 @@ class WeightFolder:
 
     @property
     def missing(self) -> list[str]:
-        """Tensors of the model's checkpoint that did not come."""
+        """Parameters of the model, by their names in checkpoints, that did not come."""
         return sorted(self._expected - self._received)
 
     def remove(self) -> None:
         """Remove the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
-
-
-def _names(file: Path) -> list[str]:
-    with safe_open(file, framework="pt") as content:
-        names: list[str] = list(content.keys())
-    return names

@@ -24,10 +24,12 @@ class Answer(NamedTuple):
     Attributes:
         result: its tokens; spans as the server reports them, or one of version -1 if it reports none.
         reports_versions: whether it reports spans.
+        message: what the server says of the end.
     """
 
     result: GenerationResult
     reports_versions: bool
+    message: str
 
 
 def generate_body(request_id: str, request: GenerationRequest, room: int) -> dict[str, Any]:
@@ -84,7 +86,7 @@ def read_answer(answer: Any) -> Answer:
         raise NonFiniteError("SGLang's log-probabilities are not finite, so weights or activations are not.")
     tokens = np.array([token for _, token in drawn], np.int32)
     result = GenerationResult(tokens, np.array(logprobs, np.float32), kind, spans or [VersionSpan(0, -1)])
-    return Answer(result, bool(spans))
+    return Answer(result, bool(spans), str(reason.get("message") or "no reason is given"))
 
 
 def version_of(label: Any) -> int:

@@ -59,9 +59,9 @@ from nemo_rl.algorithms.rollout.sync_probe import suspect_layer
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.models.dtensor.checkpoints.model_files import weights_by_name
 from nemo_rl.models.generation.conformance import PROPERTIES, Case, check_property
-from nemo_rl.models.generation.responses.continued import joined, rest_of
 from nemo_rl.models.generation.factory import engine_settings
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationResult, SamplingParams
+from nemo_rl.models.generation.responses.continued import joined, rest_of
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
 from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
 from nemo_rl.weight_sync.buckets import Bucket
