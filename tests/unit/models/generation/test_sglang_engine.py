@@ -15,7 +15,8 @@ import torch
 from generation_helpers import ask, load_weights, make_model, make_settings, save_model
 from sglang_stand_in import Running
 
-from nemo_rl.config import ClusterConfig, PolicyConfig
+from nemo_rl.config import REPOSITORY_ROOT, ClusterConfig, PolicyConfig, load_config
+from nemo_rl.config.loading.algorithms import ALGORITHMS
 from nemo_rl.config.rules.engines import check_engines
 from nemo_rl.config.schema.model.sglang import SglangConfig
 from nemo_rl.models.generation.conformance import PROPERTIES, Case, NotOffered, check_property
@@ -219,3 +220,17 @@ def test_a_valid_section_is_accepted_with_arguments_of_the_server(folder: Path) 
     section = policy_with(folder, sglang_cfg={**EXTERNAL, "mem_fraction_static": 0.5}).generation
     assert section is not None and list(check_engines("policy.generation", section, [1], "keys")) == []
     assert section.sglang_cfg.server_args == {"mem_fraction_static": 0.5}
+
+
+def test_the_section_of_nemo_rl_loads(caplog: pytest.LogCaptureFixture) -> None:
+    shape = REPOSITORY_ROOT / "tests/unit/config/nemo_rl/grpo.yaml"
+    with caplog.at_level("INFO", "nemo_rl.config"):
+        config = load_config(shape, ["policy.generation.backend=sglang"], schema=ALGORITHMS["grpo"])
+    generation = config.policy.generation
+    section = generation.sglang_cfg
+    assert generation.engine.max_model_len == section.server_args["context_length"] == 512
+    assert (section.tp_size, section.server_args["mem_fraction_static"]) == (1, 0.6)
+    assert section.sglang_server_config.sglang_server_concurrency == 1024
+    assert "sglang_server_config.num_gpus_per_engine" in caplog.text
+    line = " ".join(server_arguments(settings_for(shape.parent, None), section, 1))
+    assert "--skip-server-warmup" in line and "None" not in line and "sglang-" not in line
