@@ -132,7 +132,8 @@ def start(
     Raises:
         ContractError: the call of `generate` raises an error itself.
     """
-    ids, answers = [], []
+    ids: list[str] = []
+    answers: list[asyncio.Future[GenerationResult]] = []
     for request in requests:
         ids.append(f"conformance-{next(_numbers)}")
         try:

@@ -53,7 +53,7 @@ def _stops(case: Case, tokens: list[int]) -> Iterator[tuple[dict[str, tuple[int 
     ids = (tokens[len(tokens) // 2], int(case.tokenizer.eos_token_id))
     yield {"stop_token_ids": ids}, next(n for n, token in enumerate(tokens, start=1) if token in ids)
     for first in range(3, len(tokens) - 4):
-        text = case.tokenizer.decode(tokens[first : first + 3])
+        text = str(case.tokenizer.decode(tokens[first : first + 3]))
         if not text.isprintable() or case.tokenizer.encode(text, add_special_tokens=False) != tokens[first : first + 3]:
             continue
         end = next(n for n in range(1, len(tokens)) if text in case.tokenizer.decode(tokens[:n]))
@@ -73,7 +73,7 @@ async def _end_of_sequence(engine: Engine, case: Case, common: int) -> None:
     free = [ask(prompt, seed=n, max_new_tokens=30) for n, prompt in enumerate(case.prompts[:5] * 4)]
     written = [result.token_ids.tolist() for result in await answers_of(engine, free)]
     require(any(eos in tokens[:-1] for tokens in written), "the end of sequence ends responses without being a stop")
-    for stop in ({"stop_token_ids": (eos,)}, {"stop_strings": (case.tokenizer.decode([eos]),)}):
+    for stop in ({"stop_token_ids": (eos,)}, {"stop_strings": (str(case.tokenizer.decode([eos])),)}):
         requests = [ask(request.prompt_token_ids, request.seed, max_new_tokens=30, **stop) for request in free]
         for tokens, result in zip(written, await answers_of(engine, requests), strict=True):
             found = (result.token_ids.tolist(), result.finish_reason)
