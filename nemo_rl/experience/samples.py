@@ -27,7 +27,6 @@ from nemo_rl.environments.interfaces import EpisodeStart, StepResult
 from nemo_rl.experience.agents.player import AgentPlayer
 from nemo_rl.experience.chats import chat_of, end_without_answer
 from nemo_rl.experience.closings import Closings
-from nemo_rl.experience.continued import joined, rest_of
 from nemo_rl.experience.limits import RolloutLimits
 from nemo_rl.experience.post_processing import PostProcessor
 from nemo_rl.experience.progress import SampleProgress
@@ -40,6 +39,7 @@ from nemo_rl.models.generation.interfaces import (
     SamplingParams,
     VersionSpan,
 )
+from nemo_rl.models.generation.responses.continued import joined, rest_of
 from nemo_rl.models.generation.texts import sampled_text
 from nemo_rl.utils.errors import DataError, NoAnswerError
 from nemo_rl.utils.seed import derive_seed

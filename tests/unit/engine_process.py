@@ -6,6 +6,7 @@ coroutines are called one at a time.
 """
 
 import asyncio
+import inspect
 import multiprocessing
 import os
 import traceback
@@ -75,7 +76,7 @@ class EngineProcess:
         return [results[id_] for id_ in ids]
 
     def look(self, name: str, at: Callable[..., Any], *args: Any) -> Any:
-        """Return what a function of an importable module reports about a worker's engine."""
+        """Return what a function or coroutine function of an importable module reports about a worker's engine."""
         return self.call(name, LOOK, at, *args)
 
     def wait_until_gone(self, timeout_s: float) -> bool:
@@ -113,7 +114,8 @@ def _serve(pipe: Connection, settings: dict[str, EngineSettings]) -> None:
                 if name not in workers:
                     workers[name] = GenerationWorker(settings[name])
                 if method == LOOK:
-                    pipe.send(("value", args[0](workers[name]._engine, *args[1:])))
+                    found = args[0](workers[name]._engine, *args[1:])
+                    pipe.send(("value", await found if inspect.isawaitable(found) else found))
                 else:
                     pipe.send(("value", await getattr(workers[name], method)(*args)))
             except Exception:

@@ -112,8 +112,8 @@ LATER = [
     ("nemo_rl.utils.checkpoint_engines.base", "CheckpointEngine", "checkpoint engines"),
     ("nemo_rl.utils.checkpoint_engines", "create_checkpoint_engine", "checkpoint engines"),
     ("nemo_rl.distributed.checkpoint_engine", "create_checkpoint_engine", "checkpoint engines"),
-    ("nemo_rl.models.generation.sglang", "SGLangGeneration", "the generation backend sglang"),
-    ("nemo_rl.models.generation.sglang.sglang_generation", "SGLangGeneration", "the generation backend sglang"),
+    ("nemo_rl.models.generation.sglang", "SGLangGeneration", "SGLang"),
+    ("nemo_rl.models.generation.sglang.sglang_generation", "SGLangGeneration", "SGLang"),
     ("nemo_rl.algorithms.x_token", "anything", "cross-tokenizer distillation"),
 ]
 

@@ -20,6 +20,9 @@ _OWN_KEYS = {
 }
 """Arguments of vLLM that decide how many processes an engine has, and the keys to use instead."""
 
+_SERVER_SIZES = ("dp_size", "pp_size", "ep_size")
+"""Arguments of SGLang besides `tp_size` that give a server more GPUs."""
+
 
 def ranks_of_engine(engine: EngineConfig) -> int:
     """Return the number of processes of one engine, each with its own device."""
@@ -122,7 +125,8 @@ def check_engines(section: str, generation: GenerationConfig, counts: Sequence[i
             f"{section}.engine_kwargs={generation.engine_kwargs} are arguments of an engine of your own, and "
             f"{section}.backend={generation.backend} is built in. Take them away; for vllm see {section}.vllm_kwargs."
         )
-    if generation.backend in ("hf", "megatron") and max(tensor, stages, experts) > 1:
+    yield from _check_servers(section, generation, counts)
+    if generation.backend in ("hf", "megatron", "sglang") and max(tensor, stages, experts) > 1:
         yield (
             f"{section}.backend={generation.backend} computes on one device, but {section}.engine asks for "
             f"tensor_parallel_size={tensor}, pipeline_parallel_size={stages}, expert_parallel_size={experts}. Set them "
@@ -141,3 +145,48 @@ def check_engines(section: str, generation: GenerationConfig, counts: Sequence[i
     wrong = misplaced(tensor, size, counts) if counts and min(counts) else None
     if wrong is not None:
         yield f"{section}.engine.{product(engine)} = {size} rank{'s' * (size > 1)} of an engine {wrong} Keys: {keys}."
+
+
+def _check_servers(section: str, generation: GenerationConfig, counts: Sequence[int]) -> Findings:
+    """Check that SGLang's servers can be started or are named, and that they can do what is asked.
+
+    Args:
+        section: name of the section of `generation`.
+        generation: the section.
+        counts: ranks of generation on each machine; empty or zeros: not known yet.
+    """
+    if generation.backend != "sglang":
+        return
+    keys, config = f"{section}.sglang_cfg", generation.sglang_cfg
+    router = config.sglang_router_config
+    if router.use_external_router:
+        if router.sglang_router_ip is None or router.sglang_router_port is None:
+            yield (
+                f"{keys}.sglang_router_config.use_external_router=true needs the address of the server or router: "
+                "sglang_router_ip and sglang_router_port."
+            )
+        if sum(counts) > 1:
+            yield (
+                f"{keys}.sglang_router_config.use_external_router=true gives the run one engine, and there are "
+                f"{sum(counts)} ranks of generation. Use one rank: {section}.colocated.enabled=false with "
+                "colocated.resources.ranks_per_node=1 (gpus_per_node=1 with GPUs)."
+            )
+    else:
+        sizes = {"tp_size": config.tp_size} | {name: config.server_args.get(name) or 1 for name in _SERVER_SIZES}
+        large = [f"{name}={size}" for name, size in sizes.items() if size != 1]
+        if large:
+            yield (
+                f"{keys}: {', '.join(large)}, but the library starts servers of one GPU. Set it to 1, which starts a "
+                "server for each GPU, or start larger ones by hand: sglang_router_config.use_external_router=true."
+            )
+    if generation.bad_words:
+        yield f"{section}.bad_words: SGLang has no bad words. Remove them, or use {section}.backend=vllm."
+    mode = config.sglang_server_config.pause_generation_mode
+    keeps, recomputes = mode == "in_place", generation.weight_sync.recompute_kv_cache
+    if keeps == recomputes:
+        yield (
+            f"{keys}.sglang_server_config.pause_generation_mode={mode} {'keeps' if keeps else 'computes again'} the "
+            "keys and values of running answers, but "
+            f"{section}.weight_sync.recompute_kv_cache={str(recomputes).lower()}. Use "
+            f"{'abort or retract' if keeps else 'in_place'}, or set recompute_kv_cache={str(not keeps).lower()}."
+        )

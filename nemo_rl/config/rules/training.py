@@ -110,7 +110,7 @@ def _check_answer_lengths(generation: GenerationConfig, total: int) -> Findings:
             f"policy.generation.max_new_tokens={new_tokens} is more than "
             f"policy.max_total_sequence_length={total}. Set it to at most {total}, or raise the total."
         )
-    if generation.backend != "vllm":
+    if generation.backend not in ("vllm", "sglang"):
         return
     if context > total:
         yield (
@@ -310,6 +310,13 @@ def _check_logprobs_mode(generation: GenerationConfig) -> Findings:
             f"distribution with policy.generation.{changed[0]}, so importance ratios would be wrong. Set it to "
             "processed_logprobs."
         )
+    filters = [change for change in changed if change.startswith("top_")]
+    if generation.backend == "sglang" and filters:
+        yield (
+            f"policy.generation.backend=sglang reports log-probs without policy.generation.{filters[0]}, so importance "
+            "ratios would be wrong. Take it away, or use policy.generation.backend=vllm; val_top_p and val_top_k may "
+            "stay."
+        )
 
 
 def _check_transport(generation: GenerationConfig, cluster: ClusterConfig) -> Findings:
@@ -320,9 +327,9 @@ def _check_transport(generation: GenerationConfig, cluster: ClusterConfig) -> Fi
             "policy.generation.weight_sync.transport=cuda_ipc needs GPUs and "
             "policy.generation.colocated.enabled=true. Use auto."
         )
-    if not generation.weight_sync.recompute_kv_cache and generation.backend != "vllm":
+    if not generation.weight_sync.recompute_kv_cache and generation.backend not in ("vllm", "sglang"):
         yield (
-            "policy.generation.weight_sync.recompute_kv_cache=false works with policy.generation.backend=vllm only; "
+            "policy.generation.weight_sync.recompute_kv_cache=false works with the backends vllm and sglang only; "
             f"the backend {generation.backend} always computes keys and values again. Set it to true."
         )
     if asked == "shared_memory" and cluster.num_nodes > 1:

@@ -93,6 +93,8 @@ def _fill_context(generation: GenerationConfig) -> None:
     context = generation.mcore_generation_config.max_model_len
     if generation.backend == "megatron" and context is not None:
         generation.engine.max_model_len = context
+    if generation.backend == "sglang" and generation.sglang_cfg.server_args.get("context_length") is not None:
+        generation.engine.max_model_len = generation.sglang_cfg.server_args["context_length"]
 
 
 def _fill_overlap(

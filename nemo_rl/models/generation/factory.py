@@ -76,6 +76,9 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
 
 def drops_weights(generation: GenerationConfig) -> bool:
     """Return whether the engines of a training run lose their weights when they sleep, so that a sync must follow."""
+    if generation.backend == "sglang":
+        server = generation.sglang_cfg.sglang_server_config
+        return server.needs_offload and not server.cpu_weight_backup
     return generation.backend == "vllm" and generation.vllm_cfg.sleep_level == 2
 
 
@@ -97,6 +100,8 @@ def _engine_kwargs(policy: PolicyConfig, generation: GenerationConfig) -> dict[s
     """Collect further arguments of the engine; for vLLM also the keys of `vllm_cfg`."""
     if generation.backend == "megatron":
         return {"megatron_cfg": policy.megatron_cfg}
+    if generation.backend == "sglang":
+        return {"sglang_cfg": generation.sglang_cfg}
     if generation.backend != "vllm":
         return generation.vllm_kwargs | generation.engine_kwargs
     vllm = generation.vllm_cfg

@@ -352,7 +352,7 @@ class Engine(Protocol):
         """
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Load some tensors under Hugging Face names; they are valid until this returns."""
+        """Load some tensors under Hugging Face names; they do not change before `finish_weight_update` has returned."""
 
     async def finish_weight_update(self, version: int) -> list[str]:
         """Activate the new weights; return the engine parameters that received nothing.

@@ -57,6 +57,10 @@ ENGINES = {
         "nemo_rl.models.generation.megatron.engine.MegatronEngine",
         check="nemo_rl.models.generation.megatron.check.check_model",
     ),
+    "sglang": EngineKind(
+        "nemo_rl.models.generation.sglang.engine.SglangEngine",
+        check="nemo_rl.models.generation.sglang.check.check_model",
+    ),
 }
 """Engines that `policy.generation.backend` can name; any other value is the path of a user's class."""
 

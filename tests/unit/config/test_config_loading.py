@@ -91,7 +91,7 @@ def test_flat_data_keys_are_refused_with_their_new_path(write_yaml, key: str, pl
         "policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp=true",
         "policy.generation.vllm_cfg.use_deep_gemm=true",
         "policy.generation.vllm_cfg.precision=fp8",
-        "policy.generation.backend=sglang",
+        "policy.generation.backend=trtllm",
         "policy.precision=fp8",
         "policy.draft.enabled=true",
         "policy.router_replay.enabled=true",

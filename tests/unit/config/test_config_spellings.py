@@ -84,8 +84,8 @@ def test_a_misspelled_key_is_refused_with_the_right_one(tmp_path):
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        ("sglang", "not built yet: the generation backend sglang"),
-        ("vlm", "vllm or hf or megatron or the dotted path of a class"),
+        ("trtllm", "not built yet: the generation backend trtllm"),
+        ("vlm", "vllm or hf or megatron or sglang or the dotted path of a class"),
         ("my_package.MyEngine", None),
     ],
 )

@@ -25,7 +25,6 @@ from nemo_rl.environments.games.sliding_puzzle import SlidingPuzzleEnv
 from nemo_rl.environments.games.text_game import GameEnvironment
 from nemo_rl.environments.interfaces import EnvironmentInterface, StepResult
 from nemo_rl.environments.workers.loading import traits_of
-from nemo_rl.experience.continued import joined, rest_of
 from nemo_rl.experience.event_loop import EventLoopThread
 from nemo_rl.experience.progress import GroupProgress, states_of
 from nemo_rl.experience.rollouts import RolloutKey, RolloutLimits, RolloutRunner
@@ -39,6 +38,7 @@ from nemo_rl.models.generation.interfaces import (
     SamplingParams,
     VersionSpan,
 )
+from nemo_rl.models.generation.responses.continued import joined, rest_of
 from nemo_rl.utils.errors import GenerationError
 
 SAMPLING = SamplingParams(max_new_tokens=40, stop_token_ids=(0,))

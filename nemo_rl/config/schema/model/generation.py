@@ -12,6 +12,7 @@ from nemo_rl.config.base.availability import Only
 from nemo_rl.config.base.part_names import PartName
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.cluster import EnvVars
+from nemo_rl.config.schema.model.sglang import SglangConfig
 
 TopK = Annotated[int, Field(ge=-1)]
 TopP = Annotated[float, Field(gt=0, le=1)]
@@ -21,8 +22,8 @@ EnginePrecision = Annotated[
 ]
 
 
-_NO_ENGINES = {name: f"the generation backend {name}" for name in ("sglang", "trtllm", "dynamo")}
-EngineName = Annotated[str, PartName(("vllm", "hf", "megatron"), _NO_ENGINES)]
+_NO_ENGINES = {name: f"the generation backend {name}" for name in ("trtllm", "dynamo")}
+EngineName = Annotated[str, PartName(("vllm", "hf", "megatron", "sglang"), _NO_ENGINES)]
 
 
 class ColocatedResourcesConfig(Section):
@@ -217,7 +218,6 @@ class GenerationConfig(Section):
         "port_range_low": "engines open no ports of their own",
         "real_quant_export_cpu_offload": "it belongs to quantised generation",
         "refit_cfg": "weights move as policy.generation.weight_sync says",
-        "sglang_cfg": "it belongs to another backend",
         "trtllm_cfg": "it belongs to another backend",
         "trtllm_kwargs": "it belongs to another backend",
         "use_async_rollouts": "rollouts are always asynchronous",
@@ -227,13 +227,14 @@ class GenerationConfig(Section):
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Report the section of Megatron Core's engine where another engine is chosen."""
-        told = {"mcore_generation_config": "backend is not megatron"} if values.get("backend") != "megatron" else {}
+        """Report the sections of engines that are not chosen."""
+        sections = {"megatron": "mcore_generation_config", "sglang": "sglang_cfg"}
+        told = {key: f"backend is not {name}" for name, key in sections.items() if values.get("backend") != name}
         return {**super().without_effect(values), **told}
 
     backend: EngineName = "vllm"
     """Engine: vllm; hf, a plain Hugging Face model without further dependencies; megatron, a Megatron Core model on one
-    rank; or the dotted path of a class."""
+    rank; sglang, servers of SGLang; or the dotted path of a class."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature; 0 takes the most likely token (not for training)."""
     top_p: TopP = 1.0
@@ -272,6 +273,8 @@ class GenerationConfig(Section):
     """More arguments for vLLM's engine, passed on unchecked."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of an engine named by its dotted path; it gets them as EngineSettings.engine_kwargs."""
+    sglang_cfg: SglangConfig = Field(default_factory=SglangConfig)
+    """Keys that only SGLang reads."""
     mcore_generation_config: McoreGenerationConfig = Field(default_factory=McoreGenerationConfig)
     """Keys of Megatron Core's engine in NeMo RL."""
 

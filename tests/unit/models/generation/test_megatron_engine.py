@@ -3,33 +3,31 @@
 The engine runs in another process with the replacement for CUDA, the real worker and the real weight transport.
 """
 
-import math
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_process import EngineProcess
 from generation_helpers import (
-    MAX_MODEL_LEN,
     PROMPTS,
     ask,
-    check_spans,
     greedy_reference,
+    logits_of,
     make_mixture,
     make_model,
     make_settings,
-    plain,
     reference_logprobs,
     save_model,
     spread_out,
     streamed,
 )
-from tiny_models import make_char_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from nemo_rl.config import ClusterConfig, PolicyConfig
+from nemo_rl.models.generation.conformance import PROPERTIES, Case, check_property
 from nemo_rl.models.generation.factory import check_engine_model
 from nemo_rl.models.generation.interfaces import SamplingParams
 from nemo_rl.utils.errors import ConfigError, WeightSyncError
@@ -51,6 +49,7 @@ WINDOWED: dict[str, dict[str, Any]] = {
 }
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", *WINDOWED)
 SMALL = "small cache"
+CHECKED = "qwen3, which the conformance suite checks"
 
 
 def model_of(family: str, seed: int = 1) -> PreTrainedModel:
@@ -67,13 +66,21 @@ def model_of(family: str, seed: int = 1) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp("checked")
+    save_model(folder, model_of("qwen3"))
+    return Case(str(folder))
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory, case: Case) -> Iterator[EngineProcess]:
     folders = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
     for family, folder in folders.items():
         save_model(folder, model_of(family))
     settings = {name: make_settings(folder, "megatron", load_weights=True) for name, folder in folders.items()}
     # Room for two rows of the longest prompt and its answer: 2 layers x 2 x 32 numbers of 4 bytes a token.
     settings[SMALL] = make_settings(folders["llama"], "megatron", load_weights=True, kv_cache_bytes=2 * 42 * 512)
+    settings[CHECKED] = make_settings(Path(case.folder), "megatron", load_weights=True)
     with EngineProcess(settings) as process:
         yield process
 
@@ -109,35 +116,17 @@ def test_greedy_equals_hugging_face_before_and_after_a_sync(engines, family):
             deploy(engines, family, model, version)
         results = engines.generate(family, [ask(prompt, temperature=0.0) for prompt in PROMPTS])
         for prompt, result in zip(PROMPTS, results, strict=True):
-            assert result.token_ids.tolist() == greedy_reference(model, prompt, 12)
+            tokens = result.token_ids.tolist()
+            assert (tokens, len(tokens)) == (logits_of(model, prompt, tokens).argmax(-1).tolist(), 12)
             assert result.weight_versions == [(0, version)]
             expected = reference_logprobs(model, prompt, result.token_ids.tolist(), SamplingParams(temperature=0.0))
             assert result.logprobs == pytest.approx(expected, abs=1e-4)
     deploy(engines, family, model_of(family), 0)
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6}, {"temperature": 1.3, "top_k": 20, "top_p": 0.7}])
-def test_logprobs_are_those_of_the_distribution_that_was_sampled(engines, sampling):
-    requests = [ask(prompt, seed=i, **sampling) for i, prompt in enumerate(PROMPTS)]
-    results, again = engines.generate("qwen3", requests), engines.generate("qwen3", requests)
-    assert plain(results) == plain(again)
-    for prompt, result in zip(PROMPTS, results, strict=True):
-        expected = reference_logprobs(model_of("qwen3"), prompt, result.token_ids.tolist(), SamplingParams(**sampling))
-        assert all(map(math.isfinite, expected)), "a filtered token was sampled"
-        assert result.logprobs == pytest.approx(expected, abs=1e-4)
-
-
-def test_a_seed_fixes_the_response_whatever_else_runs(engines):
-    wanted = ask(PROMPTS[1], seed=123)
-    (alone,) = engines.generate("llama", [wanted])
-    crowd = [ask(prompt, seed=i) for i, prompt in enumerate(PROMPTS)]
-    for place in (0, 4):
-        result = engines.generate("llama", [*crowd[:place], wanted, *crowd[place:]])[place]
-        assert result.token_ids.tolist() == alone.token_ids.tolist()
-        assert result.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
-    assert (
-        len({tuple(engines.generate("llama", [ask(PROMPTS[1], seed=n)])[0].token_ids.tolist()) for n in range(4)}) == 4
-    )
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_the_engine_holds(engines, case, name):
+    engines.look(CHECKED, check_property, case, name)
 
 
 def batches(engine: Any) -> list[int]:
@@ -157,37 +146,6 @@ def test_batches_do_not_exceed_the_cache(engines):
     assert engines.look(SMALL, batches) == [2, 3]
     for prompt, result in zip(order, results, strict=True):
         assert result.token_ids.tolist() == greedy_reference(model_of("llama"), prompt, 12)
-
-
-def test_stop_tokens_and_limits_hold_and_bad_requests_are_refused(engines):
-    tokenizer, full = make_char_tokenizer(), greedy_reference(model_of("llama"), PROMPTS[3], 12)
-    requests = [
-        ask(PROMPTS[3], temperature=0.0, stop_token_ids=(full[5],)),
-        ask(PROMPTS[3], temperature=0.0, stop_strings=(tokenizer.decode(full[3:6]),)),
-        ask([3] * (MAX_MODEL_LEN - 4), max_new_tokens=50),
-        ask([1, 264]),
-    ]
-    by_token, by_string, limited, refused = engines.generate("llama", requests)
-    assert (by_token.token_ids.tolist(), by_token.finish_reason) == (full[: full.index(full[5]) + 1], "stop")
-    assert by_string.token_ids.tolist() == full[: len(by_string.token_ids)] and by_string.finish_reason == "stop"
-    assert (len(limited.token_ids), limited.finish_reason) == (4, "length")
-    assert "outside 0..263" in refused.error
-
-
-def test_a_running_response_continues_with_new_weights(engines):
-    models = {7: model_of("qwen2"), 8: model_of("qwen2", seed=3)}
-    deploy(engines, "qwen2", models[7], 7)
-    requests = [ask(prompt, seed=i, max_new_tokens=60) for i, prompt in enumerate(PROMPTS)]
-    engines.call("qwen2", "submit", [(f"u{i}", request) for i, request in enumerate(requests)])
-    deploy(engines, "qwen2", models[8], 8)
-    results: dict[str, Any] = {}
-    while len(results) < len(requests):
-        results.update(engines.call("qwen2", "collect").results)
-    deploy(engines, "qwen2", models[7], 0)
-    for i, request in enumerate(requests):
-        result = results[f"u{i}"]
-        assert [version for _, version in result.weight_versions][-1] == 8
-        check_spans(request, result, models, result.weight_versions)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])

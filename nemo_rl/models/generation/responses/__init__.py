@@ -1,0 +1,1 @@
+"""Continue responses that were started before."""
