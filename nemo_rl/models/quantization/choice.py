@@ -1,14 +1,16 @@
 """Read from the configuration which weights the engines of a run get in float8."""
 
+from dataclasses import replace
+
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.models.huggingface.load import load_model_config
-from nemo_rl.models.quantization.blocks import FP8_WEIGHTS, MXFP8, BlockFormat
+from nemo_rl.models.quantization.blocks import FP8_ACTIVATIONS, FP8_WEIGHTS, MXFP8, BlockFormat
 from nemo_rl.models.quantization.weights import WeightQuantization
 
 FP8 = "fp8"
 SIMULATED = (
-    "policy.generation.vllm_cfg.precision=fp8 on CPUs: weights are rounded to float8 at each sync, and the engines "
-    "compute with the rounded values in policy.precision. Activations are not rounded, as they are on GPUs."
+    "policy.generation.vllm_cfg.precision=fp8 on CPUs is simulated: weights are rounded to float8 at each sync, and the "
+    "inputs of their layers by vLLM; everything is computed in policy.precision, which takes longer than without fp8."
 )
 
 
@@ -23,16 +25,17 @@ def weight_quantization(policy: PolicyConfig, cluster: ClusterConfig) -> WeightQ
     wanted = generation.vllm_cfg
     model = load_model_config(policy.model_name, policy.hf_config_overrides).get_text_config()
     return WeightQuantization(
-        block_format=_block_format(is_mx=wanted.is_mx, powers_of_two=wanted.pow2_weight_scaling_factors),
+        block_format=MXFP8 if wanted.is_mx else _with_scales(FP8_WEIGHTS, wanted.pow2_weight_scaling_factors),
         num_layers=model.num_hidden_layers,
         first_layers=wanted.num_first_layers_in_bf16,
         last_layers=wanted.num_last_layers_in_bf16,
         ignored=tuple(wanted.quantization_ignored_layer_kws),
+        activation_format=MXFP8
+        if wanted.is_mx
+        else _with_scales(FP8_ACTIVATIONS, wanted.pow2_activation_scaling_factors),
         simulated=not cluster.uses_gpu,
     )
 
 
-def _block_format(*, is_mx: bool, powers_of_two: bool) -> BlockFormat:
-    if is_mx:
-        return MXFP8
-    return BlockFormat(FP8_WEIGHTS.rows, FP8_WEIGHTS.columns, "power_of_two") if powers_of_two else FP8_WEIGHTS
+def _with_scales(block_format: BlockFormat, powers_of_two: bool) -> BlockFormat:
+    return replace(block_format, scales="power_of_two") if powers_of_two else block_format

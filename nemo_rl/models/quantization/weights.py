@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_rl.models.quantization.blocks import BlockFormat, quantize, rounded
+from nemo_rl.models.quantization.blocks import FP8_ACTIVATIONS, BlockFormat, quantize, rounded
 
 _MATRIX_OF_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?(?:\w+_proj(?:_with_mqa)?|w[123])\.weight")
 """Names of weights in hub checkpoints; the group is the number of the layer."""
@@ -27,6 +27,7 @@ class WeightQuantization:
         first_layers: layers at its beginning that are not quantized.
         last_layers: layers at its end that are not quantized.
         ignored: texts; weights whose name contains one are not quantized.
+        activation_format: format of the inputs of quantized layers.
         simulated: whether engines get the rounded values in their former dtype, in place of float8 values and scales.
     """
 
@@ -35,6 +36,7 @@ class WeightQuantization:
     first_layers: int = 0
     last_layers: int = 0
     ignored: tuple[str, ...] = ()
+    activation_format: BlockFormat = FP8_ACTIVATIONS
     simulated: bool = False
 
     @property

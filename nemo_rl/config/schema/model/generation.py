@@ -72,8 +72,7 @@ class EngineConfig(Section):
     """Context length of the engine in tokens, prompt and answer together."""
     precision: EnginePrecision = derived("${...precision}")
     """Number format of weights and activations in the engine. fp8: matrices of the layers are float8 in scaled blocks,
-    everything else is in policy.precision; on CPUs the weights are rounded to float8 and computed in policy.precision.
-    """
+    everything else is in policy.precision; simulated on CPUs."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.6
     """Share of a GPU's memory that the engine may take."""
     kv_cache_memory_mb: PositiveInt | None = None
@@ -158,7 +157,7 @@ class VllmConfig(Section):
     pow2_weight_scaling_factors: bool = False
     """With precision fp8: scales of weights are powers of two, at least as large as the exact ones."""
     pow2_activation_scaling_factors: bool = False
-    """With precision fp8 on GPUs: scales of activations are powers of two too; needs use_deep_gemm."""
+    """With precision fp8: scales of activations are powers of two; on GPUs with use_deep_gemm only."""
     is_mx: bool = False
     """With precision fp8: MXFP8, blocks of 1 x 32 values with scales in e8m0, in place of blocks of 128 x 128."""
     enable_vllm_metrics_logger: bool = False
