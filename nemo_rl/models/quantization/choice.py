@@ -9,8 +9,8 @@ from nemo_rl.models.quantization.weights import WeightQuantization
 
 FP8 = "fp8"
 SIMULATED = (
-    "policy.generation.vllm_cfg.precision=fp8 on CPUs is simulated: weights are rounded to float8 at each sync, and the "
-    "inputs of their layers by vLLM; everything is computed in policy.precision, which takes longer than without fp8."
+    "policy.generation.vllm_cfg.precision=fp8 on CPUs is simulated: weights are rounded to float8 at each sync, and in "
+    "vLLM the inputs of their layers too. All is computed in policy.precision, which takes longer than without fp8."
 )
 
 
@@ -23,16 +23,18 @@ def weight_quantization(policy: PolicyConfig, cluster: ClusterConfig) -> WeightQ
     if generation is None or generation.engine.precision != FP8:
         return None
     wanted = generation.vllm_cfg
+    weights, activations = MXFP8, MXFP8
+    if not wanted.is_mx:
+        weights = _with_scales(FP8_WEIGHTS, wanted.pow2_weight_scaling_factors)
+        activations = _with_scales(FP8_ACTIVATIONS, wanted.pow2_activation_scaling_factors)
     model = load_model_config(policy.model_name, policy.hf_config_overrides).get_text_config()
     return WeightQuantization(
-        block_format=MXFP8 if wanted.is_mx else _with_scales(FP8_WEIGHTS, wanted.pow2_weight_scaling_factors),
+        block_format=weights,
         num_layers=model.num_hidden_layers,
         first_layers=wanted.num_first_layers_in_bf16,
         last_layers=wanted.num_last_layers_in_bf16,
         ignored=tuple(wanted.quantization_ignored_layer_kws),
-        activation_format=MXFP8
-        if wanted.is_mx
-        else _with_scales(FP8_ACTIVATIONS, wanted.pow2_activation_scaling_factors),
+        activation_format=activations,
         simulated=not cluster.uses_gpu,
     )
 
