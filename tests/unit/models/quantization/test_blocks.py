@@ -32,7 +32,7 @@ def gaussian(rows: int, columns: int, seed: int = 0) -> Tensor:
 
 
 def e4m3_values() -> Tensor:
-    """Return all finite numbers of e4m3 in float64, by its definition: 1 sign, 4 exponent and 3 fraction bits, bias 7."""
+    """Return all finite numbers of e4m3, by its definition: 4 bits of exponent (bias 7), 3 of fraction."""
     values = []
     for code in range(256):
         sign, exponent, fraction = (-1) ** (code >> 7), code >> 3 & 0xF, code & 7
@@ -88,8 +88,7 @@ def test_scales_that_are_powers_of_two_are_the_least_ones_that_clip_nothing() ->
 @pytest.mark.parametrize("block_format", FORMATS.values(), ids=FORMATS)
 def test_odd_values_stay_finite(block_format: BlockFormat) -> None:
     assert torch.equal(rounded(torch.zeros(130, 40), block_format), torch.zeros(130, 40))
-    largest = torch.finfo(torch.bfloat16).max
-    for size in (1e-38, 1e-20, 1e20, largest):
+    for size in (1e-38, 1e-20, 1e20, 1e38):
         matrix = torch.full((3, 33), size)
         matrix[0, 0] = -size
         got = rounded(matrix, block_format)
@@ -120,21 +119,20 @@ def test_files_of_deepseek_hold_the_same_numbers() -> None:
 
 
 def relative_errors(block_format: BlockFormat | None, matrix: Tensor) -> tuple[float, float]:
-    """Return root-mean-square error relative to that of the values, and the largest error of a value of normal size."""
+    """Return the root-mean-square error of all values but outliers, and the largest error, relative to the values."""
     exact = matrix.double()
-    got = (
-        matrix.bfloat16().double() if block_format is None else dequantize(quantize(matrix, block_format), block_format)
-    )
+    got = matrix.bfloat16() if block_format is None else rounded(matrix, block_format)
     error = got.double() - exact
-    large = exact.abs() > exact.abs().max() / 4096
-    return float(error.norm() / exact.norm()), float((error / exact).abs()[large].max())
+    usual = exact.abs() < 1
+    large = exact.abs() > exact[usual].abs().max() / 64
+    return float(error[usual].norm() / exact[usual].norm()), float((error / exact).abs()[large].max())
 
 
 def test_the_page_s_table_of_errors_is_what_the_formats_have() -> None:
     generator = torch.Generator().manual_seed(7)
     plain = torch.randn(1024, 1024, generator=generator) * 0.02
     outliers = plain.clone()
-    outliers[:, ::128] *= 100
+    outliers[:, ::128] = 0.02 * 100_000
     named = {"bfloat16": None, "fp8, 128 x 128": FP8_WEIGHTS, "fp8, 128 x 128, powers of two": POWERS}
     named |= {"fp8, 1 x 128": FP8_ACTIVATIONS, "MXFP8, 1 x 32": MXFP8, "fp8, one scale": BlockFormat(1024, 1024)}
     lines = []

@@ -1,0 +1,105 @@
+"""Run in a process of its own: what vLLM says about float8 tensors, and how its CPU engine computes; prints JSON.
+
+The arguments are the folder of a model with float8 layers, and the file for the meeting of one process.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.quantization.utils.mxfp8_utils import _mxfp8_e4m3_quantize_torch
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+from nemo_rl.models.generation.vllm.float8.description import quantization_config, unquantized_layers
+from nemo_rl.models.huggingface.load import load_causal_lm, load_model_config
+from nemo_rl.models.quantization.blocks import FP8_WEIGHTS, MXFP8, BlockFormat, Quantized, dequantize, quantize
+from nemo_rl.models.quantization.weights import WeightQuantization
+
+POWERS = BlockFormat(128, 128, "power_of_two")
+
+
+def equal(got: Quantized, want: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    """Return whether values and scales are the same, bit for bit."""
+    values, scales = want
+    return got.values.view(torch.uint8).equal(values.view(torch.uint8)) and got.scales.equal(scales)
+
+
+def quantizers() -> dict[str, bool]:
+    """Compare quantized matrices with those of vLLM's own functions; blocks do not divide the first one."""
+    found = {}
+    for shape in ((300, 200), (256, 384)):
+        for dtype in (torch.float32, torch.bfloat16):
+            matrix = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 0.02).to(dtype)
+            name = f"{shape} {dtype}"
+            found[f"exact {name}"] = equal(quantize(matrix, FP8_WEIGHTS), per_block_cast_to_fp8(matrix))
+            powers = per_block_cast_to_fp8(matrix, use_ue8m0=True)
+            found[f"powers {name}"] = equal(quantize(matrix, POWERS), powers)
+            if shape[1] % 32 == 0:
+                found[f"mx {name}"] = equal(quantize(matrix, MXFP8), _mxfp8_e4m3_quantize_torch(matrix))
+    return found
+
+
+def loaded(folder: str, meeting: str, block_format: BlockFormat) -> dict[str, Any]:
+    """Load sent tensors with vLLM's loaders; return the largest relative error of each weight, and its dtype.
+
+    vLLM's CPU build wants a kernel with AMX when it makes a float8 layer, so the processor is said to have it; nothing
+    is computed.
+    """
+    config, model = load_model_config(folder), load_causal_lm(folder)
+    quantization = WeightQuantization(block_format, config.num_hidden_layers, last_layers=1)
+    described = quantization_config(quantization, unquantized_layers(config, quantization))
+    arguments = EngineArgs(
+        model=folder, dtype="bfloat16", load_format="dummy", hf_overrides={"quantization_config": described}
+    )
+    vllm_config = arguments.create_engine_config()
+    sent = [
+        (name, part)
+        for key, weight in model.state_dict().items()
+        for (name, _, _), part in zip(
+            quantization.described(key, "bfloat16", tuple(weight.shape)),
+            quantization.encode(key, weight.bfloat16()),
+            strict=True,
+        )
+    ]
+    with set_current_vllm_config(vllm_config), torch.no_grad():
+        if not torch.distributed.is_initialized():
+            init_distributed_environment(1, 0, f"file://{meeting}", 0, "gloo")
+            initialize_model_parallel(1, 1)
+        target = initialize_model(vllm_config)
+        named = dict(target.named_parameters())
+        reported = target.load_weights(iter(sent))
+    joined = {
+        "model.layers.0.self_attn.qkv_proj": [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"],
+        "model.layers.0.mlp.gate_up_proj": [f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up")],
+        "model.layers.0.mlp.down_proj": ["model.layers.0.mlp.down_proj.weight"],
+        "model.layers.1.mlp.down_proj": ["model.layers.1.mlp.down_proj.weight"],
+    }
+    state, errors = model.state_dict(), {}
+    for layer, parts in joined.items():
+        values, want = named[f"{layer}.weight"], torch.cat([state[part] for part in parts])
+        if values.dtype == torch.float8_e4m3fn:
+            scales = named[layer + ".weight" + quantization.scale_suffix]
+            values = dequantize(Quantized(values.data, scales.data), block_format)
+        errors[layer] = float((values.float() - want).abs().max() / want.abs().max())
+    dtypes = {name: str(value.dtype) for name, value in named.items() if name.startswith("model.layers.")}
+    missing = sorted(name for name in named if name not in reported and not name.endswith("_scale"))
+    return {"errors": errors, "dtypes": dtypes, "missing": missing}
+
+
+def main() -> None:
+    """Print all findings."""
+    folder, meeting = sys.argv[1:]
+    torch.cpu._is_amx_tile_supported = lambda: True
+    found: dict[str, Any] = {"quantizers": quantizers()}
+    for name, block_format in (("fp8", FP8_WEIGHTS), ("mxfp8", MXFP8)):
+        found[name] = loaded(folder, meeting, block_format)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
