@@ -56,3 +56,11 @@ def test_vllm_s_loaders_take_all_tensors(found: dict[str, Any], name: str, suffi
     assert dtypes["model.layers.0.self_attn.qkv_proj.weight"] == "torch.float8_e4m3fn"
     assert dtypes[f"model.layers.0.self_attn.qkv_proj.weight_scale{suffix}"] == str(dtype)
     assert dtypes["model.layers.1.self_attn.qkv_proj.weight"] == "torch.bfloat16"
+
+
+@pytest.mark.vllm
+def test_inputs_of_float8_layers_are_rounded_on_cpus(found: dict[str, Any]) -> None:
+    engine = found["engine"]
+    assert engine["layers"] == 4, "of two layers one is float8: query with key and value, output, gate with up, down"
+    assert engine["error"] < 1e-4 < engine["error_without"], engine
+    assert engine["error_of_cache"] > engine["error"], "the float8 cache changes log-probabilities"

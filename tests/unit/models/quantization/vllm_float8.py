@@ -5,6 +5,8 @@ The arguments are the folder of a model with float8 layers, and the file for the
 
 import json
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,9 +17,23 @@ from vllm.model_executor.layers.quantization.utils.mxfp8_utils import _mxfp8_e4m
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
+from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, SamplingParams
+from nemo_rl.models.generation.stepped import Finished
+from nemo_rl.models.generation.vllm.engine import VllmEngine
+from nemo_rl.models.generation.vllm.float8.activations import round_activations
 from nemo_rl.models.generation.vllm.float8.description import quantization_config, unquantized_layers
+from nemo_rl.models.generation.vllm.weights import without_cache_scales
 from nemo_rl.models.huggingface.load import load_causal_lm, load_model_config
-from nemo_rl.models.quantization.blocks import FP8_WEIGHTS, MXFP8, BlockFormat, Quantized, dequantize, quantize
+from nemo_rl.models.quantization.blocks import (
+    FP8_ACTIVATIONS,
+    FP8_WEIGHTS,
+    MXFP8,
+    BlockFormat,
+    Quantized,
+    dequantize,
+    quantize,
+    rounded,
+)
 from nemo_rl.models.quantization.weights import WeightQuantization
 
 POWERS = BlockFormat(128, 128, "power_of_two")
@@ -87,15 +103,58 @@ def loaded(folder: str, meeting: str, block_format: BlockFormat) -> dict[str, An
             values = dequantize(Quantized(values.data, scales.data), block_format)
         errors[layer] = float((values.float() - want).abs().max() / want.abs().max())
     dtypes = {name: str(value.dtype) for name, value in named.items() if name.startswith("model.layers.")}
-    missing = sorted(name for name in named if name not in reported and not name.endswith("_scale"))
+    missing = sorted(without_cache_scales(set(named) - set(reported)))
     return {"errors": errors, "dtypes": dtypes, "missing": missing}
+
+
+def computed(folder: str) -> dict[str, float]:
+    """Compare an engine's log-probabilities with Hugging Face, with the inputs of linear layers rounded and without."""
+    quantization = WeightQuantization(FP8_WEIGHTS, 2, last_layers=1, simulated=True)
+    common: dict[str, Any] = {"kv_cache_bytes": 8 << 20, "load_weights": True, "enforce_eager": True}
+    settings = EngineSettings("vllm", folder, folder, "cpu", "float32", 128, quantization=quantization, **common)
+    prompt, model = list(range(20, 60)), load_causal_lm(folder)
+    token_ids, logprobs = answer(VllmEngine(settings), prompt)
+    without = errors(model, prompt, token_ids, logprobs)
+    layers = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and quantization.takes(f"{name}.weight", tuple(module.weight.shape))
+    ]
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0][0], FP8_ACTIVATIONS)[None],))
+    found = {"error": errors(model, prompt, token_ids, logprobs), "error_without": without}
+    engine = VllmEngine(replace(settings, engine_kwargs={"kv_cache_dtype": "fp8"}))
+    found["error_of_cache"] = errors(model, prompt, *answer(engine, prompt))
+    worker: Any = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model_of(engine)))
+    return found | {"layers": round_activations(worker, quantization)}
+
+
+def model_of(engine: Any) -> torch.nn.Module:
+    """Return vLLM's model in an engine."""
+    return engine._engine.model_executor.driver_worker.model_runner.get_model()
+
+
+def answer(engine: VllmEngine, prompt: list[int]) -> tuple[list[int], list[float]]:
+    """Return sampled tokens and their log-probabilities."""
+    engine.add_request("answer", GenerationRequest(prompt, SamplingParams(max_new_tokens=16), seed=3))
+    finished: list[Finished] = []
+    while not finished:
+        finished = engine.step()
+    return finished[0].token_ids, finished[0].logprobs
+
+
+@torch.no_grad()
+def errors(model: Any, prompt: list[int], token_ids: list[int], logprobs: list[float]) -> float:
+    """Return the largest difference of log-probabilities from those of a model."""
+    scores = model(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return float((scores.gather(1, torch.tensor(token_ids)[:, None])[:, 0] - torch.tensor(logprobs)).abs().max())
 
 
 def main() -> None:
     """Print all findings."""
     folder, meeting = sys.argv[1:]
+    found: dict[str, Any] = {"engine": computed(folder), "quantizers": quantizers()}
     torch.cpu._is_amx_tile_supported = lambda: True
-    found: dict[str, Any] = {"quantizers": quantizers()}
     for name, block_format in (("fp8", FP8_WEIGHTS), ("mxfp8", MXFP8)):
         found[name] = loaded(folder, meeting, block_format)
     print(json.dumps(found))
