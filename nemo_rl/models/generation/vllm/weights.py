@@ -154,7 +154,7 @@ def non_finite_parameters(worker: Any) -> list[str]:
 
 
 def without_cache_scales(names: set[str]) -> set[str]:
-    """Return names of parameters without scales of a float8 cache: layers of float8 models have them, and they are 1."""
+    """Return names of parameters but for scales of a float8 cache, which float8 models have and which stay 1."""
     return {name for name in names if name.rpartition(".")[2] not in _CACHE_SCALES}
 
 
