@@ -31,7 +31,7 @@ def check_fp8_training(section: str, policy: PolicyConfig, cluster: ClusterConfi
         yield (
             f"{keys}.fp8_cfg.enabled=true needs NVIDIA GPUs and the package transformer-engine; on CPUs the layers "
             f"would silently compute in {section}.precision. Set {keys}.fp8_cfg.enabled=false, and keep fp8 for "
-            "machines with GPUs (cluster.device=cuda)."
+            "machines with GPUs."
         )
     if megatron.transformer_impl == "local":
         yield (

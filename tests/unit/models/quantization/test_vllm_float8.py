@@ -13,6 +13,8 @@ from tiny_models import TinyShape, make_char_tokenizer, make_tiny_model, save_ti
 
 from nemo_rl.models.generation.vllm.settings import engine_environment
 
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
+
 SHAPE = TinyShape(
     hidden_size=256,
     intermediate_size=384,
@@ -45,12 +47,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.vllm
 def test_quantized_matrices_are_those_of_vllm_bit_for_bit(found: dict[str, Any]) -> None:
     assert len(found["quantizers"]) == 10 and all(found["quantizers"].values()), found["quantizers"]
 
 
-@pytest.mark.vllm
 @pytest.mark.parametrize(("name", "suffix", "dtype"), [("fp8", "_inv", torch.float32), ("mxfp8", "", torch.uint8)])
 def test_vllm_s_loaders_take_all_tensors(found: dict[str, Any], name: str, suffix: str, dtype: torch.dtype) -> None:
     errors, dtypes = found[name]["errors"], found[name]["dtypes"]
@@ -62,7 +62,6 @@ def test_vllm_s_loaders_take_all_tensors(found: dict[str, Any], name: str, suffi
     assert dtypes["model.layers.1.self_attn.qkv_proj.weight"] == "torch.bfloat16"
 
 
-@pytest.mark.vllm
 def test_inputs_of_float8_layers_are_rounded_on_cpus(found: dict[str, Any]) -> None:
     engine = found["engine"]
     assert engine["layers"] == 4, "of two layers one is float8: query with key and value, output, gate with up, down"

@@ -13,6 +13,7 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.quantization import modelopt
 from vllm.model_executor.layers.quantization.utils.mxfp8_utils import _mxfp8_e4m3_quantize_torch
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.deep_gemm import per_block_cast_to_fp8
@@ -63,8 +64,8 @@ def quantizers() -> dict[str, bool]:
 def loaded(folder: str, meeting: str, block_format: BlockFormat) -> dict[str, Any]:
     """Load sent tensors with vLLM's loaders; return the largest relative error of each weight, and its dtype.
 
-    vLLM's CPU build wants a kernel with AMX when it makes a float8 layer, so the processor is said to have it; nothing
-    is computed.
+    vLLM's CPU build wants a kernel with AMX when it makes a float8 layer, so the processor is said to have it, and
+    it has no kernel for MXFP8, so none is made; nothing is computed.
     """
     config, model = load_model_config(folder), load_causal_lm(folder)
     quantization = WeightQuantization(block_format, config.num_hidden_layers, last_layers=1)
@@ -155,6 +156,7 @@ def main() -> None:
     folder, meeting = sys.argv[1:]
     found: dict[str, Any] = {"engine": computed(folder), "quantizers": quantizers()}
     torch.cpu._is_amx_tile_supported = lambda: True
+    modelopt.init_mxfp8_linear_kernel = lambda *_, **__: SimpleNamespace()  # the CPU build has none
     for name, block_format in (("fp8", FP8_WEIGHTS), ("mxfp8", MXFP8)):
         found[name] = loaded(folder, meeting, block_format)
     print(json.dumps(found))
