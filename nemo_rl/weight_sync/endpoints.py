@@ -92,7 +92,7 @@ class WeightSender:
 
     @property
     def encoding(self) -> Encoding | None:
-        """What is sent in place of weights."""
+        """The encoding of the weights; None if they are sent as they are."""
         return self._encoding
 
     @property

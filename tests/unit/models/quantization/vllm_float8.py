@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -156,7 +157,7 @@ def main() -> None:
     folder, meeting = sys.argv[1:]
     found: dict[str, Any] = {"engine": computed(folder), "quantizers": quantizers()}
     torch.cpu._is_amx_tile_supported = lambda: True
-    modelopt.init_mxfp8_linear_kernel = lambda *_, **__: SimpleNamespace()  # the CPU build has none
+    modelopt.init_mxfp8_linear_kernel = lambda *_, **__: MagicMock()  # the CPU build has none
     for name, block_format in (("fp8", FP8_WEIGHTS), ("mxfp8", MXFP8)):
         found[name] = loaded(folder, meeting, block_format)
     print(json.dumps(found))
