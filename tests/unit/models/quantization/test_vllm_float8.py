@@ -59,7 +59,7 @@ def test_vllm_s_loaders_take_all_tensors(found: dict[str, Any], name: str, suffi
     assert errors["model.layers.1.mlp.down_proj"] < 0.005 < errors["model.layers.0.mlp.down_proj"]
     assert dtypes["model.layers.0.self_attn.qkv_proj.weight"] == "torch.float8_e4m3fn"
     assert dtypes[f"model.layers.0.self_attn.qkv_proj.weight_scale{suffix}"] == str(dtype)
-    assert dtypes["model.layers.1.self_attn.qkv_proj.weight"] == "torch.bfloat16"
+    assert dtypes["model.layers.1.self_attn.qkv_proj.weight"] != "torch.float8_e4m3fn"
 
 
 def test_inputs_of_float8_layers_are_rounded_on_cpus(found: dict[str, Any]) -> None:
