@@ -84,18 +84,17 @@ def quantize(matrix: Tensor, block_format: BlockFormat) -> Quantized:
     blocks = _in_blocks(matrix, block_format)
     magnitudes = blocks.abs().amax(dim=(1, 3), keepdim=True).float()
     if block_format.scales == "float32":
-        scales = magnitudes.clamp(min=_LEAST_MAGNITUDE) / _E4M3_MAX
-        exponents = None
+        scales = sent = magnitudes.clamp(min=_LEAST_MAGNITUDE) / _E4M3_MAX
     else:
-        least = _LEAST_NORMAL if block_format.scales == "e8m0" else _LEAST_MAGNITUDE
+        is_e8m0 = block_format.scales == "e8m0"
+        least = _LEAST_NORMAL if is_e8m0 else _LEAST_MAGNITUDE
         exponents = _exponents_above(magnitudes.clamp(min=least) / _E4M3_MAX)
         scales = torch.ldexp(torch.ones_like(magnitudes), exponents)
+        sent = exponents + _EXPONENT_BIAS if is_e8m0 else scales
     # As in the kernels: a product with the reciprocal, which may differ from a quotient in the last bit.
     values = (blocks.float() * (1.0 / scales)).to(torch.float8_e4m3fn)
-    kept = scales if block_format.scales != "e8m0" or exponents is None else exponents + _EXPONENT_BIAS
-    return Quantized(
-        _without_padding(values, matrix.shape), kept.to(block_format.scale_dtype).view(block_format.grid(matrix.shape))
-    )
+    grid = block_format.grid(matrix.shape)
+    return Quantized(_without_padding(values, matrix.shape), sent.to(block_format.scale_dtype).view(grid))
 
 
 def dequantize(quantized: Quantized, block_format: BlockFormat, dtype: torch.dtype = torch.float32) -> Tensor:
