@@ -43,9 +43,10 @@ def blocks(bench: Bench) -> Iterator[Finding]:
         same = right.values.cpu().view(torch.uint8).equal(on_cpu.values.view(torch.uint8))
         same = same and right.scales.cpu().equal(on_cpu.scales)
         product = _dequantized_product(left, of_activations, right, of_weight)
-        figures: Figures = {"error": _relative(product, exact), "allowed": _MOST_ERROR}
+        error = _relative(product, exact)
+        figures: Figures = {"error": error, "allowed": _MOST_ERROR}
         problem = "" if same else "the device quantizes other values than the CPU. "
-        problem += "" if figures["error"] <= _MOST_ERROR else "the product is farther from float64 than allowed. "
+        problem += "" if error <= _MOST_ERROR else "the product is farther from float64 than allowed. "
         if name == "fp8 blocks" and bench.on_gpu:
             kernel, figures["kernel"] = _kernel_product(left, right)
             if kernel is not None:

@@ -9,6 +9,7 @@ grammar, they are those without it.
 import logging
 import os
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ class VllmEngine(SteppedEngine):
         with packing_threads(), refusing_non_finite(settings.model_name):
             self._engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         if settings.quantization is not None and settings.quantization.simulated:
-            self._engine.collective_rpc(round_activations, args=(settings.quantization,))
+            self._engine.collective_rpc(partial(round_activations, quantization=settings.quantization))
         self._cache = CacheWatch(self._scheduler)
         self._threads = self._start_threads(settings)
         self._take_bursts(settings)
