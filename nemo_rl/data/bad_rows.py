@@ -58,6 +58,7 @@ def report_bad_rows(
     num_rows: int,
     max_share: float,
     columns: Sequence[str] = (),
+    keys: tuple[str, str] = ("input_key", "output_key"),
 ) -> None:
     """Log the bad rows of a data set, and refuse it if there are too many.
 
@@ -67,6 +68,7 @@ def report_bad_rows(
         num_rows: All rows read, bad ones included.
         max_share: `data.max_bad_row_share`, 0 to 1.
         columns: Columns that the first row has, to help when no row is usable.
+        keys: Keys of the configuration that choose the columns of question and answer.
 
     Raises:
         DataError: No usable row is left, or the share of bad rows is above `max_share`.
@@ -78,7 +80,7 @@ def report_bad_rows(
         found = f"\nIts first row has the columns {', '.join(columns)}; " if columns else "\n"
         raise DataError(
             f"data set {name} has no usable row. {summary}{found}"
-            "choose the columns of question and answer with input_key and output_key."
+            f"choose the columns of question and answer with {' and '.join(keys)}."
         )
     share = len(bad_rows) / num_rows
     if share > max_share:

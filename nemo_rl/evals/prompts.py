@@ -101,7 +101,14 @@ class EvalPrompts:
             config.max_input_seq_length,
         )
         bad = raw.bad_rows + odd + self._data.leave_out_unusable(len(self._data), over_long=False)
-        report_bad_rows(name, bad, raw.num_rows, config.max_bad_row_share, raw.first_columns)
+        report_bad_rows(
+            name,
+            bad,
+            raw.num_rows,
+            config.max_bad_row_share,
+            raw.first_columns,
+            ("problem_key", "solution_key"),
+        )
         self.num_bad_rows = len(bad)
         self._prompts = MixedDataset([self._data] * config.repeat)
         logger.info("Data: %d problems of %s.", len(self), name)

@@ -4,17 +4,23 @@ All other code asks a `Device` for its torch device, collective backend and memo
 CUDA. Invariant: the string "cuda" does not appear outside this file, weight_sync and the backend folders.
 """
 
+import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from nemo_rl.utils.errors import ConfigError
 
 DeviceKind = Literal["cuda", "cpu"]
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_ROUNDS_UP_TO = "pinned_max_round_threshold_mb"
+_ROUNDED_MB = 1
 
 
 @dataclass(frozen=True)
@@ -106,3 +112,26 @@ def device_name(device: torch.device) -> str:
 def gpu_count() -> int:
     """Return the number of CUDA devices that this process can see."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def allocator_settings(own: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """Return the variable that sets torch's allocators, and its value; the first variable that is set counts.
+
+    Args:
+        own: variables that a process gets besides, or instead of, those of this process.
+    """
+    found = {name: (own or {}).get(name, os.environ.get(name, "")) for name in _ALLOCATOR_VARIABLES}
+    name = next((name for name, value in found.items() if value), _ALLOCATOR_VARIABLES[0])
+    return name, found[name]
+
+
+def exact_page_locking(own: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that keeps torch from rounding larger page-locked tensors up to a power of two bytes.
+
+    Args:
+        own: as for `allocator_settings`; settings of the allocators there or in this process stay.
+    """
+    name, settings = allocator_settings(own)
+    if _ROUNDS_UP_TO in settings or Version(torch.__version__) < Version("2.13"):  # which refuses the setting
+        return {}
+    return {name: ",".join(filter(None, (settings, f"{_ROUNDS_UP_TO}:{_ROUNDED_MB}")))}

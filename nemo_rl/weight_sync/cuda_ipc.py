@@ -7,7 +7,6 @@ buffer until it has all receipts.
 """
 
 import itertools
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from nemo_rl.host.device import allocator_settings
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.transport import TransportSpec
@@ -23,7 +23,6 @@ from nemo_rl.weight_sync.transport import TransportSpec
 _NUM_BUFFERS = 2
 _DEVICE_ARGUMENT = 6
 _SERIALS = itertools.count()
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments:True"
 
 
@@ -134,7 +133,7 @@ def _plain_segments() -> Iterator[None]:
 
     The allocator reads its settings as a whole, so the environment's other settings are passed again.
     """
-    settings = next((os.environ[name] for name in _ALLOCATOR_VARIABLES if os.environ.get(name)), "")
+    _, settings = allocator_settings()
     if _EXPANDABLE not in settings:
         yield
         return

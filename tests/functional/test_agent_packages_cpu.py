@@ -37,8 +37,8 @@ OVERRIDES = {
         "data.train={dataset_name: episodes}",
         "data.validation={dataset_name: episodes}",
         "env.agent.program=nemo_rl.environments.adapters.verifiers_program.VerifiersProgram",
-        f"env.agent.kwargs.env={ENV % 'train'}",
-        f"env.agent.kwargs.validation_env={ENV % 'validation'}",
+        f"+env.agent.kwargs.env={ENV % 'train'}",
+        f"+env.agent.kwargs.validation_env={ENV % 'validation'}",
         "env.agent.grader=null",
     ),
 }

@@ -36,6 +36,7 @@ def test_the_student_learns_from_the_teacher(distilled: Metrics) -> None:
     assert distilled["train", STEPS, "student_topk_mass"] > 0.99
 
 
+@pytest.mark.long
 def test_a_teacher_on_separate_devices_gives_the_same_steps(distilled: Metrics, start_example: StartExample) -> None:
     """Two teacher ranks and two separate student ranks; the student packs, the teacher does not."""
     run = start_example(

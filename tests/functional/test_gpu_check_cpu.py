@@ -52,6 +52,7 @@ def _run(bare: dict[str, str], tmp_path: Path, *arguments: str) -> tuple[int, di
     return done.returncode, json.loads(file.read_text())
 
 
+@pytest.mark.long
 def test_every_check_holds_on_a_cpu(bare, tmp_path) -> None:
     status, report = _run(bare, tmp_path, "--cpu")
     assert [row for row in report["rows"] if row["status"] != "ok"] == []

@@ -30,6 +30,7 @@ TENSOR_PARALLEL = ("policy.megatron_cfg.tensor_model_parallel_size=2", "policy.m
 STAGES = ("policy.megatron_cfg.pipeline_model_parallel_size=2",)
 
 
+@pytest.mark.long
 def test_a_killed_run_resumes_on_two_stages_and_is_exported(
     start_example: StartExample, grpo_example: GRPOExample, tmp_path: Path
 ) -> None:

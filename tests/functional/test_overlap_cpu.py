@@ -139,29 +139,26 @@ def test_streaming_makes_forward_passes_for_parts(
     assert runs["stream"] == {key: pytest.approx(value, rel=3e-5, abs=1e-6) for key, value in runs["none"].items()}
 
 
-@pytest.mark.parametrize("steps", [4, pytest.param(10, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("steps", "streamed"), [(4, 1), pytest.param(10, 2, marks=pytest.mark.long)])
 def test_streaming_equals_sampling_and_training_in_turns_and_repeats_itself(
-    steps: int, start_example: StartExample
+    steps: int, streamed: int, start_example: StartExample
 ) -> None:
     short = (
-        f"grpo.max_num_steps={steps}",
-        "grpo.val_period=0",
-        "grpo.val_at_start=false",
-        "checkpointing.enabled=false",
+        *(f"grpo.max_num_steps={steps}", "grpo.val_period=0", "grpo.val_at_start=false"),
+        *("checkpointing.enabled=false", "cluster.ranks_per_node=2"),
     )
-    two_ranks = ("cluster.ranks_per_node=2",)
-    stream = ("grpo.overlap.mode=stream",)
     runs = {}
-    for name, overrides in {"none": (), "stream": stream, "again": stream}.items():
-        run = start_example("run_grpo.py", CONFIG, *overrides, *short, *SMALL, *two_ranks, logs=name)
+    for name, mode in [("none", "none"), *((f"stream{number}", "stream") for number in range(streamed))]:
+        run = start_example("run_grpo.py", CONFIG, f"grpo.overlap.mode={mode}", *short, *SMALL, logs=name)
         assert run.finish() == 0, run.log()[-3000:]
         runs[name] = of_training(read_metrics(run.log_dir))
-    assert runs["stream"] == runs["again"]
-    assert runs["none"].keys() == runs["stream"].keys()
+    stream = runs["stream0"]
+    assert all(runs[f"stream{number}"] == stream for number in range(streamed))
+    assert runs["none"].keys() == stream.keys()
     # After the first update the weights differ by rounding, which shows most in the norm of the gradient.
     far = {
-        key: (value, runs["stream"][key])
+        key: (value, stream[key])
         for key, value in runs["none"].items()
-        if runs["stream"][key] != pytest.approx(value, rel=3e-5 if key[2] == "grad_norm" else 1e-6, abs=1e-6)
+        if stream[key] != pytest.approx(value, rel=3e-5 if key[2] == "grad_norm" else 1e-6, abs=1e-6)
     }
     assert not far

@@ -33,6 +33,7 @@ def stored(log_dir: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_penalties_are_in_metrics_and_samples_and_the_same_with_runners_and_afterwards(
     start_example: StartExample, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ def test_sft_learns_and_resumes_bit_for_bit(start_example: StartExample, tmp_pat
     AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints/step_20/policy/weights/model")
 
 
+@pytest.mark.long
 def test_a_run_whose_second_rank_dies_repeats_the_metrics_of_an_undisturbed_run(start_example: StartExample) -> None:
     overrides = ("sft.max_num_steps=8", "sft.val_period=4", "cluster.ranks_per_node=2", "cluster.threads_per_rank=1")
     whole = start_example("run_sft.py", "sft_cpu.yaml", *overrides, "checkpointing.enabled=false", logs="whole")

@@ -42,15 +42,20 @@ def kernels(bench: Bench) -> Iterator[Finding]:
 
 def version_3(bench: Bench) -> Iterator[Finding]:
     """Check the same with FlashAttention 3, and attention with more keys than queries, where it is installed."""
-    refusal = why_not_3(bench.device)
-    if refusal:
-        yield Finding("not checked", {"reason": refusal})
-        return
     from gpu_checks import shared_prefixes  # it imports this module
 
+    yield from with_version_3(bench, kernels, shared_prefixes.kernels)
+
+
+def with_version_3(bench: Bench, *checks: Callable[[Bench], Iterator[Finding]]) -> Iterator[Finding]:
+    """Run checks with FlashAttention 3; where it cannot run, report the reason."""
+    refusal = why_not_3(bench.device)
+    if refusal:
+        yield Finding("not run", {"reason": refusal})
+        return
     with flash_attention(3, bench.device):
-        yield from kernels(bench)
-        yield from shared_prefixes.kernels(bench)
+        for check in checks:
+            yield from check(bench)
 
 
 def has_flash(bench: Bench) -> bool:

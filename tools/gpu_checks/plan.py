@@ -36,6 +36,7 @@ CHECKS = (
     Check("matrix product", "speed", "gpu_checks.speed:matrix_product", 30),
     Check("checkpoint seconds", "speed", "gpu_checks.speed:checkpoint", 90),
     Check("vocabulary chunk", "speed", "gpu_checks.speed:chunks", 120),
+    Check("gathered weights", "speed", "gpu_checks.speed:gathered", 90),
 )
 """Small models come first: if their results are wrong, the figures of the large model are meaningless."""
 

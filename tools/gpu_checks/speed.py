@@ -13,11 +13,11 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from gpu_checks.attention import with_version_3
 from gpu_checks.bench import GIB, Bench, Rows, laid_out, packed, policy_config, random_rows, scores, update
 from gpu_checks.report import Figures, Finding
 from gpu_checks.shapes import SHAPES
 from nemo_rl.config import PolicyConfig
-from nemo_rl.models.attention.flash_attn import flash_attention, why_not_3
 from nemo_rl.models.huggingface.flops import model_flops, peak_tflops
 from nemo_rl.models.policy.batching import training_strategy
 from nemo_rl.models.policy.workers.base import UpdateResult
@@ -114,12 +114,7 @@ def compiled(bench: Bench) -> Iterator[Finding]:
 
 def flash_attention_3(bench: Bench) -> Iterator[Finding]:
     """Measure the same as `long_rows` with FlashAttention 3, where it is installed and runs."""
-    refusal = why_not_3(bench.device)
-    if refusal:
-        yield Finding("not measured", {"reason": refusal})
-        return
-    with flash_attention(3, bench.device):
-        yield from long_rows(bench)
+    yield from with_version_3(bench, long_rows)
 
 
 def microbatch(bench: Bench) -> Iterator[Finding]:
@@ -140,14 +135,20 @@ def scoring(bench: Bench) -> Iterator[Finding]:
 def chunks(bench: Bench) -> Iterator[Finding]:
     """Measure optimizer updates, by tokens whose logits are held at the same time."""
     for chunk in _sizes(bench).chunks:
-        yield _with_chunk(bench, chunk)
+        yield _updates_with(bench, f"{chunk} tokens", logprob_chunk_size=chunk)
 
 
-def _with_chunk(bench: Bench, chunk: int) -> Finding:
-    """Measure one chunk size with a new rank; only this function holds it, because two do not fit on every device."""
-    rank = bench.large_policy(logprob_chunk_size=chunk)
+def gathered(bench: Bench) -> Iterator[Finding]:
+    """Measure optimizer updates of several microbatches, by whether weights stay gathered between them."""
+    for keeps, name in ((False, "freed"), (True, "kept")):
+        yield _updates_with(bench, name, precision="bfloat16", dtensor_cfg={"keep_gathered": keeps})
+
+
+def _updates_with(bench: Bench, name: str, **values: Any) -> Finding:
+    """Measure updates of a new rank; only this function holds it, because two do not fit on every device."""
+    rank = bench.large_policy(**values)
     work = partial(update, rank, _config(bench, _sizes(bench).packs[1]), _rows(bench))
-    return _rate(bench, rank, f"{chunk} tokens", work, backward=True)
+    return _rate(bench, rank, name, work, backward=True)
 
 
 def offload(bench: Bench) -> Iterator[Finding]:

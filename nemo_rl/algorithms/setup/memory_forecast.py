@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 from nemo_rl.algorithms.setup.memory_check import memory_of_a_rank, ways_to_less
 from nemo_rl.config import (
     ClusterConfig,
+    MasterConfig,
     PolicyConfig,
     PolicyGradientMasterConfig,
     Role,
@@ -209,7 +210,15 @@ class _Forecast:
             if section.offload_optimizer_for_logprob and self.cluster.uses_gpu:
                 stays.pop("optimizer state", None)
             phases[scores] = {**stays, **passing.moments[passing.peak_moment]}
-        return MemoryPlan({}, phases, plan.host, plan.missing)
+        return MemoryPlan({}, phases, {**plan.host, **self._staged(plan, config)}, plan.missing)
+
+    def _staged(self, plan: MemoryPlan, config: RunConfig) -> Moment:
+        """Predict the copy of a trained model's state from which a checkpoint is written while training continues."""
+        saves = isinstance(config, MasterConfig) and config.checkpointing.enabled and config.checkpointing.is_async
+        if not (saves and self.cluster.uses_gpu):
+            return {}
+        held = {**plan.host, **plan.stays}
+        return {"copy for a checkpoint": sum(held.get(kind, 0.0) for kind in _STAYING)}
 
     def _predict(self, section: PolicyConfig, num_ranks: int, **work: Any) -> MemoryPlan:
         plan = training_backend(section).predict_memory(section, num_ranks, on_gpu=self.cluster.uses_gpu, **work)

@@ -64,6 +64,7 @@ APPLIED: dict[str, tuple[str, ...]] = {
         "policy.dtensor_cfg.cpu_offload",
         "policy.dtensor_cfg.activation_checkpointing",
         "policy.dtensor_cfg.compile_layers",
+        "policy.dtensor_cfg.keep_gathered",
         "policy.dtensor_cfg.flash_attention_version",
         "policy.dtensor_cfg.automodel_kwargs",
         "policy.dtensor_cfg.moe_parallelizer",

@@ -163,8 +163,7 @@ class DTensorBackend(TorchBackend):
                     if balance is not None and balance.has_loss:
                         loss = loss + balance.loss()
                     loss.backward()
-        if not backward:
-            reshard(self.model)
+        reshard(self.model)
 
     def _check_further_inputs(self, microbatches: Sequence[ModelInputs]) -> None:
         """Refuse inputs that the body's forward does not name, and positions that its own masks may misread.

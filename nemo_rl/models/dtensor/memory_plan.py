@@ -118,12 +118,13 @@ class DTensorRank(RankMemory):
     def _gathered_at_once(self, root: float) -> float:
         """Return the bytes of weights that are gathered at the same time.
 
-        These are the `root` elements outside of the layers and a few layers, or all layers of a pipeline stage.
+        These are the `root` elements outside of the layers and a few layers, or all layers of the rank if they stay.
         """
         if not self._uses_fsdp:
             return 0.0
         sizes = [self._gathered(self.trace.layers[index]) for index in self._layers]
-        layers = sum(sizes) if self.layout.pp > 1 else _LAYERS_GATHERED * max(sizes, default=0.0)
+        stay = self.layout.pp > 1 or self.policy.dtensor_cfg.keep_gathered
+        layers = sum(sizes) if stay else _LAYERS_GATHERED * max(sizes, default=0.0)
         return (root + layers) * self.itemsize
 
     def _activations(self) -> tuple[float, float]:

@@ -99,7 +99,7 @@ class ShardingSpec:
         sequence_parallel: divide norms and the residual stream along the sequence among tensor-parallel ranks.
         custom_plan: dotted path of a tensor-parallel plan; None takes the model's own.
         keep_experts: whether the experts of a layer stay gathered between forward and backward pass.
-        keep_gathered: gather parameters once for all microbatches, until `reshard` (pipeline stages).
+        keep_gathered: gather parameters once for all microbatches, until `reshard`.
         recompute: recompute activations in the backward pass: all of them, or those that are cheap to compute.
         compiles: compile the decoder layers.
     """
@@ -125,7 +125,7 @@ class ShardingSpec:
             sequence_parallel=asked.sequence_parallel,
             custom_plan=asked.custom_parallel_plan,
             keep_experts=asked.moe_parallelizer.reshard_after_forward is False,
-            keep_gathered=asked.pipeline_parallel_size > 1,
+            keep_gathered=asked.keep_gathered or asked.pipeline_parallel_size > 1,
             recompute=asked.activation_checkpointing,
             compiles=asked.compile_layers,
         )
@@ -235,10 +235,10 @@ def _share_experts(hf: PreTrainedModel, meshes: Meshes, spec: ShardingSpec) -> N
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters after a pass without backward, or after a pipeline's run of microbatches.
+    """Free gathered parameters after a run of microbatches.
 
-    FSDP2 keeps the root gathered after such a pass, and all parameters with `keep_gathered`. After a change of the
-    shards (optimizer step, reference weights) the next forward would still use the old values.
+    FSDP2 keeps the root gathered after a pass without backward, and all parameters with `keep_gathered`. After a change
+    of the shards (optimizer step, reference weights) the next forward would still use the old values.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

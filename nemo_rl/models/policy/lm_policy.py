@@ -27,6 +27,7 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.distributed.workers.builder import plan_places
+from nemo_rl.host.device import exact_page_locking
 from nemo_rl.losses.loss_function import AnyLossFunction
 from nemo_rl.models.policy.batching import count_valid, global_batches, require_keys, training_strategy
 from nemo_rl.models.policy.interfaces import TrainResult
@@ -129,7 +130,7 @@ class Policy(ScoringPolicy):
             workers_per_node=workers_per_node,
             name_prefix=name_prefix,
             sharding_annotations=self.layout.sharding,
-            env_vars=_WORKER_ENVIRONMENT | self._backend.environment(config) | (config.backend_section.env_vars or {}),
+            env_vars=self._environment(cluster.use_gpus),
             setup_timeout_s=self._timeouts.setup_s,
             call_timeout_s=self._timeouts.train_s,
         )
@@ -140,6 +141,11 @@ class Policy(ScoringPolicy):
         self._shares_prompts = asks and all(self.ranks.everywhere("shares_prompts", "starting the policy"))
         if weights_path is not None:
             self._load_checkpoint(weights_path, optimizer_path)
+
+    def _environment(self, uses_gpu: bool) -> dict[str, str]:
+        own = self.config.backend_section.env_vars or {}
+        variables = _WORKER_ENVIRONMENT | self._backend.environment(self.config) | own
+        return variables | (exact_page_locking(variables) if uses_gpu else {})
 
     def train(
         self,

@@ -15,8 +15,8 @@ class HostMemory:
     """Named copies of tensors.
 
     Args:
-        pinned: page-lock the memory, so that copies to and from a GPU are asynchronous (torch rounds each allocation up
-            to a power of two bytes).
+        pinned: page-lock the memory, so that copies to and from a GPU are asynchronous (see
+            `host.device.exact_page_locking`).
     """
 
     def __init__(self, *, pinned: bool) -> None:

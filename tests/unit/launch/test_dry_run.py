@@ -149,6 +149,10 @@ def test_memory_by_hand() -> None:
     host = dense.groups["policy + generation"].host
     assert host["reference weights and their place"] == pytest.approx(2 * 4 * 8.03e9 / 8, rel=0.001)
 
+    saving = recipe_of("grpo-llama3.1-8b-instruct-1n8g-fsdp", "checkpointing.is_async=true").forecast
+    staged = saving.groups["policy + generation"].host["copy for a checkpoint"]
+    assert staged == pytest.approx(12 * 8.03e9 / 8, rel=0.001) and "copy for a checkpoint" not in host
+
     latent = recipe_of("sft-deepseek-v3-32n8g-megatron").forecast.groups["policy"].moments["training"]
     one_expert, whole = 3 * 7168 * 2048, 7168 * (1536 + 512 + 64 + 256)
     layer = 4 * (256 * one_expert / 16 + (233.0e6 - whole) / 8 + whole)

@@ -25,7 +25,9 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("program", ["driver_at_scale", pytest.param("runners_at_scale", marks=pytest.mark.ray)])
+@pytest.mark.parametrize(
+    "program", ["driver_at_scale", pytest.param("runners_at_scale", marks=[pytest.mark.ray, pytest.mark.long])]
+)
 def test_a_small_step_is_measured(program: str) -> None:
     said = run(f"tools/benchmarks/{program}.py", "--samples", "64", "--tokens", "16", "--steps", "1")
     figures = re.search(r"64 samples of 16 tokens, .*all (\d+\.\d+)", said)

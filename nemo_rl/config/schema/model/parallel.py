@@ -170,6 +170,10 @@ class DTensorConfig(BackendSection):
     activation_checkpointing: bool | Literal["selective"] = False
     """Recompute activations in the backward pass to save memory: true recomputes all of a decoder layer, selective all
     except the outputs of matrix products and attention."""
+    keep_gathered: bool = False
+    """Gather parameters (and cast them to the precision) once for all microbatches of an update, and free them at its
+    end. It saves communication and memory traffic, and needs memory for the whole model in this precision. Pipeline
+    stages always do so. No effect on one rank that computes in float32."""
     compile_layers: bool = False
     """Compile decoder layers (torch.compile), so that elementwise operations between matrix products are fused: fewer
     kernels and less memory traffic, but up to some minutes of compilation in the first steps. Attention is not

@@ -5,6 +5,7 @@ Sources: `vllm.config.model.ModelConfig.verify_with_parallel_config` (heads, lay
 other sizes). Vocabularies are padded, so every size works.
 """
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,7 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     model = load_model_config(policy.model_name, policy.hf_config_overrides).get_text_config()
     check_engine_shape(model, policy.generation)
     check_float8(policy, cluster, model)
+    _check_context(model, policy.generation.engine.max_model_len)
     if cluster.uses_gpu:
         return
     rope = getattr(model, "rope_parameters", None) or {}
@@ -44,6 +46,26 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     if lacks is not None:
         raise ConfigError(
             f"policy.model_name={policy.model_name!r} has {lacks}. Set policy.generation.backend=hf, or use GPUs."
+        )
+
+
+def _check_context(model: Any, asked: int) -> None:
+    """Refuse a context that is longer than the model's, as vLLM does (`vllm.config.model._get_and_verify_max_len`).
+
+    Raises:
+        ConfigError: it is.
+    """
+    positions = _first(model, "max_position_embeddings")
+    rope = getattr(model, "rope_parameters", None) or {}
+    if positions is None or any(isinstance(value, dict) for value in rope.values()):
+        return  # layers of several kinds: vLLM itself decides
+    grows = rope.get("rope_type", "default") in ("linear", "dynamic")
+    most = max(positions * (rope.get("factor") or 1.0 if grows else 1.0), _first(model, "model_max_length") or 0)
+    if asked > most and os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") != "1":
+        raise ConfigError(
+            f"policy.generation.engine.max_model_len={asked}, but the model reads {most:.0f} tokens "
+            f"(max_position_embeddings={positions}). Set it to at most {most:.0f}; by default it is "
+            "policy.max_total_sequence_length."
         )
 
 

@@ -47,3 +47,22 @@ def test_the_known_head_sizes_are_those_of_vllm():
 @pytest.mark.parametrize("model", [DeepseekV3Config(kv_lora_rank=16, rope_parameters=YARN), Qwen2Config()])
 def test_models_that_vllm_serves_are_accepted(tmp_path, model):
     check_engine_model(policy(tmp_path, model), CPU)
+
+
+@pytest.mark.parametrize(
+    ("rope", "most"),
+    [
+        ({}, 64),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, 128),
+        ({"rope_parameters": {**YARN, "original_max_position_embeddings": 32}}, 64),
+    ],
+)
+def test_a_context_beyond_the_models_is_refused(tmp_path, monkeypatch, rope, most):
+    asked = policy(tmp_path, Qwen2Config(max_position_embeddings=64, **rope))
+    asked.generation.engine.max_model_len = most
+    check_engine_model(asked, CPU)
+    asked.generation.engine.max_model_len = most + 1
+    with pytest.raises(ConfigError, match=rf"max_model_len={most + 1}, but the model reads {most} tokens"):
+        check_engine_model(asked, CPU)
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    check_engine_model(asked, CPU)

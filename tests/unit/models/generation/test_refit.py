@@ -165,7 +165,7 @@ def test_engines_that_drop_their_weights_in_sleep_get_them_again(drops, syncs, m
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra cpu or vllm")
 def test_the_death_of_any_rank_replaces_its_engine(
     engine_of_ranks: EngineGroup, loop: EventLoopThread, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ from trained_states import assert_equal_states, update, whole_state
 
 from nemo_rl.algorithms.runtime.device_sharing import FrozenModel, MemorySharing, SecondTrainedModel, TrainedModel
 from nemo_rl.host import device as device_module
+from nemo_rl.host.device import exact_page_locking
 from nemo_rl.models.dtensor import backend as backend_module
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.policy.workers.base import PolicyWorker
@@ -32,6 +33,35 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.num += func.__name__.startswith(("empty", "new_empty", "_to_copy", "clone"))
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("environment", "want"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1"}),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:1"},
+        ),
+        (
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64,pinned_max_round_threshold_mb:1"},
+        ),
+        ({"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:512"}, {}),
+    ],
+)
+def test_torch_takes_the_setting_that_ends_rounding(
+    environment: dict[str, str], want: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other settings stay; torch refuses names that it does not know."""
+    assert exact_page_locking(environment) == want
+    for name, settings in environment.items():
+        monkeypatch.setenv(name, settings)
+    assert exact_page_locking({}) == want
+    for settings in want.values():
+        torch._C._accelerator_setAllocatorSettings(settings)
+    with pytest.raises(ValueError, match="Unrecognized"):
+        torch._C._accelerator_setAllocatorSettings("pinned_max_round_threshold:1")
 
 
 def test_host_memory_is_allocated_once(monkeypatch) -> None:
