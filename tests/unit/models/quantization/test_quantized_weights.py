@@ -23,7 +23,7 @@ DENSE = Qwen2Config(
     num_hidden_layers=4,
     num_attention_heads=4,
     num_key_value_heads=4,
-    max_position_embeddings=64,
+    max_position_embeddings=2048,
 )
 EXPERTS = Qwen3MoeConfig(
     vocab_size=64,
@@ -35,7 +35,7 @@ EXPERTS = Qwen3MoeConfig(
     num_experts=2,
     num_experts_per_tok=1,
     moe_intermediate_size=32,
-    max_position_embeddings=64,
+    max_position_embeddings=2048,
 )
 
 
