@@ -22,6 +22,7 @@ from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket, TensorSlot, unpack
 from nemo_rl.weight_sync.collective import CollectiveReceiver, CollectiveSender
 from nemo_rl.weight_sync.cuda_ipc import CudaIpcReceiver, CudaIpcSender
+from nemo_rl.weight_sync.encoding import Encoding, check_used, encoded_layout, fill_encoded
 from nemo_rl.weight_sync.exchange import BlockReader, Blocks, Exchange, fill
 from nemo_rl.weight_sync.holdings import Held, HeldWeights
 from nemo_rl.weight_sync.lanes import Lane
@@ -61,12 +62,19 @@ class WeightSender:
         rank: global trainer rank.
         is_node_leader: whether this rank packs for its host (shared memory).
         group: all trainer ranks; None: this rank holds all weights.
+        encoding: what is sent in place of weights; None: the weights. Lanes then have no parts.
     """
 
     def __init__(
-        self, lanes: Sequence[Lane], rank: int, is_node_leader: bool, group: dist.ProcessGroup | None = None
+        self,
+        lanes: Sequence[Lane],
+        rank: int,
+        is_node_leader: bool,
+        group: dist.ProcessGroup | None = None,
+        encoding: Encoding | None = None,
     ) -> None:
         self._lanes = lanes
+        self._encoding = encoding
         self._transports: list[SenderTransport | None] = []
         for lane in lanes:
             self._transports.append(make_sender_transport(lane, rank, is_node_leader))
@@ -83,6 +91,11 @@ class WeightSender:
         return self._lanes
 
     @property
+    def encoding(self) -> Encoding | None:
+        """The encoding of the weights; None if they are sent as they are."""
+        return self._encoding
+
+    @property
     def received_bytes(self) -> int:
         """Bytes of weights that this rank has received from other trainer ranks so far."""
         return self._exchange.received_bytes
@@ -91,7 +104,7 @@ class WeightSender:
         """Start a stream; collective if the weights are not those of the last stream.
 
         Raises:
-            WeightSyncError: ranks disagree about a tensor, or do not hold all of it.
+            WeightSyncError: ranks disagree about a tensor, or do not hold all of it; or the encoding takes no weight.
         """
         described = weights.described()
         if described != self._planned:
@@ -99,6 +112,8 @@ class WeightSender:
             size = self._lanes[0].spec.bucket_size_bytes
             self._steps = self._exchange.plan(weights, packs, [lane.parts for lane in self._lanes], size)
             self._planned = described
+            if self._encoding is not None:
+                check_used(self._encoding, (slot for step in self._steps for slot in step.layouts[0].slots))
         self._weights, self._reader, self._index = weights, BlockReader(weights), 0
 
     def next_buckets(self) -> list[Bucket]:
@@ -121,12 +136,16 @@ class WeightSender:
         """Return a step's bucket of a lane, packed if this rank packs for the lane."""
         lane, transport, layout = self._lanes[number], self._transports[number], step.layouts[number]
         is_last = self._index == len(self._steps) - 1
-        bucket = Bucket(self._index, layout.slots, layout.num_bytes, is_last, number)
+        sent = layout if self._encoding is None else encoded_layout(layout, self._encoding)
+        bucket = Bucket(self._index, sent.slots, sent.num_bytes, is_last, number)
         if transport is not None:
-            flat = transport.buffer(layout.num_bytes, bucket.index)
-            fill(flat, layout, blocks)
+            flat = transport.buffer(sent.num_bytes, bucket.index)
+            if self._encoding is None:
+                fill(flat, layout, blocks)
+            else:
+                fill_encoded(flat, sent, layout, blocks, self._encoding)
             if lane.spec.verify:
-                stamped = zip(layout.slots, fingerprints(flat, layout.slots), strict=True)
+                stamped = zip(sent.slots, fingerprints(flat, sent.slots), strict=True)
                 bucket.slots = [dataclasses.replace(slot, fingerprint=value) for slot, value in stamped]
             transport.publish(bucket)
         return bucket

@@ -248,6 +248,7 @@ MODEL_ARROWS: dict[str, set[str]] = {
     "huggingface": set(),
     "capacity": {"huggingface"},
     "downloads": {"huggingface"},
+    "quantization": {"huggingface"},
     "training": {"attention"},
     "training.backends": {"accepted_rows", "capacity", "huggingface"},
     "training.model_folders": {"huggingface", "training.backends"},
@@ -257,7 +258,7 @@ MODEL_ARROWS: dict[str, set[str]] = {
     "policy.metrics": set(),
     "policy.workers": {"huggingface", "policy.metrics", "training"},
     "policy": {"policy.interfaces", "policy.metrics", "policy.workers", "training", "training.backends"},
-    "generation": {"accepted_rows", "capacity", "huggingface", "training"},
+    "generation": {"accepted_rows", "capacity", "huggingface", "quantization", "training"},
     "generation.megatron": {"attention", "generation", "huggingface", "megatron", "training"},
 }
 """Parts of `nemo_rl.models`, lowest first, and the parts that each imports; policy, backends and engines never meet,

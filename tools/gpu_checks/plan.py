@@ -20,6 +20,7 @@ CHECKS = (
     Check("offload", "correctness", "gpu_checks.persistence:offload", 60),
     Check("lora", "correctness", "gpu_checks.numerics:lora", 60),
     Check("collective", "correctness", "gpu_checks.weight_sync:group_of_one", 60),
+    Check("float8", "correctness", "gpu_checks.float8.products:blocks", 60),
     Check("adamw", "correctness", "gpu_checks.optimizers:adamw", 60),
     Check("expandable segments", "correctness", "gpu_checks.weight_sync:between_processes", 90, EXPANDABLE_SEGMENTS),
     Check("large model", "correctness", "gpu_checks.numerics:at_full_size", 120),

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 MAX_COMPARED_TOKENS = 32
 _STORED_ROWS_COMPARED = 64
 """Rows whose tokens are fetched for the comparison, where tokens are stored elsewhere."""
-ROUNDING = {"float32": 1e-4, "float16": 0.003, "bfloat16": 0.01}
+ROUNDING = {"float32": 1e-4, "float16": 0.003, "bfloat16": 0.01, "fp8": 0.05}
 """Relative difference of hidden states that rounding can cause in one layer, by number format."""
 
 

@@ -3,6 +3,7 @@
 `config.rules.training` refuses choices that cannot work before anything starts.
 """
 
+import logging
 import uuid
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -16,9 +17,12 @@ from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.factory import engine_precision
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.weight_stream import PolicyWeightStream
+from nemo_rl.models.quantization.choice import FP8, SIMULATED, weight_quantization
 from nemo_rl.utils.errors import ConfigError, NotBuiltError
 from nemo_rl.utils.timer import Timer
 from nemo_rl.weight_sync.transport import TransportName, TransportSpec
+
+logger = logging.getLogger(__name__)
 
 
 def make_refitter(
@@ -45,8 +49,12 @@ def make_refitter(
         verify=sync.verify,
         timeout_s=timeout_s,
     )
-    stream = PolicyWeightStream(policy, engine_precision(config), timeout_s)
-    return Refitter(stream, engines, spec, timeout_s, memory, sync.send_parts)
+    quantization = weight_quantization(config, cluster)
+    if quantization is not None and quantization.simulated:
+        logger.warning(SIMULATED)
+    stream = PolicyWeightStream(policy, engine_precision(config), timeout_s, quantization)
+    # Blocks of float8 values do not end where the parts do that an engine reads.
+    return Refitter(stream, engines, spec, timeout_s, memory, sync.send_parts and quantization is None)
 
 
 def refit_policy_generation(
@@ -76,7 +84,7 @@ def refit_policy_generation(
         WeightSyncError: the weights did not arrive, or not as they were sent.
     """
     if kv_scales:
-        raise NotBuiltError("kv_scales belong to an fp8 key-value cache, which is not built yet.")
+        raise NotBuiltError("kv_scales: calibrated scales of an fp8 key-value cache are not built yet; it has scale 1.")
     if isinstance(policy_generation, VllmGeneration):
         engines, config = policy_generation.engines, policy_generation.config.model_copy(deep=True)
     else:
@@ -102,6 +110,8 @@ def make_probe(
     generation = config.generation
     assert generation is not None, "engine_settings checks this"
     formats = {config.precision, engine_precision(config)}
+    if FP8 in (generation.engine.precision, generation.engine.kv_cache_dtype[:3]):
+        formats.add(FP8)
     return SyncProbe(
         policy,
         engines,

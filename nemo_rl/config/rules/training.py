@@ -10,6 +10,7 @@ from nemo_rl.config.rules.broken_rules import Findings, nearest_divisors, neares
 from nemo_rl.config.rules.engines import check_engines
 from nemo_rl.config.rules.megatron import check_offloading
 from nemo_rl.config.rules.model import check_backend, check_budgets, check_trainable
+from nemo_rl.config.rules.number_formats import check_engine_formats, check_fp8_training
 from nemo_rl.config.rules.placement.topology import data_parallel_ranks, plan_topology
 from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
 from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
@@ -62,6 +63,7 @@ def _machines(cluster: ClusterConfig) -> str:
 def check_shards(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
     """Check that an update divides into ranks and microbatches, and that Megatron Core can save the optimizer."""
     yield from check_offloading("policy", policy, cluster)
+    yield from check_fp8_training("policy", policy, cluster)
     topology = plan_topology(cluster, policy)
     try:
         ranks = data_parallel_ranks(cluster, policy)
@@ -267,6 +269,7 @@ def check_generation(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
             "temperature=1.0 and top_k=null, and policy.generation.val_temperature=0 for greedy validation."
         )
     yield from _check_logprobs_mode(generation)
+    yield from check_engine_formats(policy, cluster)
     yield from _check_transport(generation, cluster)
     topology = plan_topology(cluster, policy)
     counts = [topology.generation_ranks_per_node] * topology.generation_nodes

@@ -38,17 +38,18 @@ def engine_memory(model: PretrainedConfig, generation: GenerationConfig, itemsiz
     Args:
         model: configuration of the model.
         generation: the section.
-        itemsize: bytes of a number in the engine.
+        itemsize: bytes of a number in the engine; those of a float8 cache have one.
     """
     engine, text = generation.engine, model.get_text_config()
     tensor, stages = engine.tensor_parallel_size, engine.pipeline_parallel_size
     experts = expert_parameters_of(model) if engine.expert_parallel_size > 1 else 0
     weights = (parameters_of(model) - experts) / tensor + experts / engine.expert_parallel_size
+    cached = itemsize if engine.kv_cache_dtype == "auto" else 1
     hidden, width = text.hidden_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     return EngineMemory(
         weights=weights * itemsize / stages,
         workspace=_BATCHED_TOKENS * (2 * width / tensor + 4 * hidden) * itemsize + _SEQUENCES * text.vocab_size * 2 * 4,
-        cache_per_token=cached_numbers(text, tensor) * itemsize / stages,
+        cache_per_token=cached_numbers(text, tensor) * cached / stages,
     )
 
 

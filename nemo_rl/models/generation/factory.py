@@ -16,8 +16,11 @@ from nemo_rl.models.capacity.engine_memory import engine_memory
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import EngineSettings, SamplingParams
 from nemo_rl.models.generation.registry import ENGINES, engine_class, engine_kind
+from nemo_rl.models.generation.vllm.settings import kernel_variables
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
 from nemo_rl.models.huggingface.stop_tokens import stop_token_ids
+from nemo_rl.models.quantization.choice import FP8, weight_quantization
+from nemo_rl.models.quantization.weights import WeightQuantization
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted
 from nemo_rl.utils.named_parts import check_own_keys
@@ -44,7 +47,7 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
     generation = policy.generation
     if generation is None:
         raise ConfigError("policy.generation is null, but this algorithm generates. Fill it in.")
-    engine = generation.engine
+    engine, quantization = generation.engine, weight_quantization(policy, cluster)
     kv_cache_mb = engine.kv_cache_memory_mb
     kv_cache_bytes = None if kv_cache_mb is None else kv_cache_mb << 20
     if kv_cache_bytes is None and not cluster.uses_gpu:
@@ -67,8 +70,9 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         pipeline_parallel_size=engine.pipeline_parallel_size,
         expert_parallel_size=engine.expert_parallel_size,
         hf_overrides=dict(policy.hf_config_overrides or {}),
+        quantization=quantization,
         engine_kwargs=_engine_kwargs(policy, generation),
-        env_vars=dict(engine.env_vars or {}),
+        env_vars=_kernel_variables(generation, quantization) | dict(engine.env_vars or {}),
         recomputes_cache=generation.weight_sync.recompute_kv_cache,
         optimizations=cluster.optimizations,
     )
@@ -105,15 +109,27 @@ def _engine_kwargs(policy: PolicyConfig, generation: GenerationConfig) -> dict[s
     if generation.backend != "vllm":
         return generation.vllm_kwargs | generation.engine_kwargs
     vllm = generation.vllm_cfg
-    own = {"logprobs_mode": vllm.logprobs_mode, "enable_prefix_caching": vllm.enable_prefix_caching}
+    cache = generation.engine.kv_cache_dtype
+    own = {
+        "logprobs_mode": vllm.logprobs_mode,
+        "enable_prefix_caching": vllm.enable_prefix_caching,
+        "kv_cache_dtype": None if cache == "auto" else cache,
+    }
     return {key: value for key, value in own.items() if value is not None} | generation.vllm_kwargs
 
 
+def _kernel_variables(generation: GenerationConfig, quantization: WeightQuantization | None) -> dict[str, str]:
+    if quantization is None or quantization.simulated:
+        return {}
+    wanted = generation.vllm_cfg
+    return kernel_variables(use_deep_gemm=wanted.use_deep_gemm, powers_of_two=wanted.pow2_activation_scaling_factors)
+
+
 def engine_precision(policy: PolicyConfig) -> str:
-    """Return the number format of the engines and of the weights that they receive."""
+    """Return the number format of the engines and of the weights that they receive, but for those in float8."""
     assert policy.generation is not None, "engine_settings checks this first"
     precision = policy.generation.engine.precision
-    return policy.precision if precision == "auto" else precision
+    return policy.precision if precision in ("auto", FP8) else precision
 
 
 def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:

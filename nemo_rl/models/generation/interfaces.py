@@ -17,6 +17,7 @@ from nemo_rl.compat.public_names import public_names
 from nemo_rl.data.model_rows import RowInputs
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.remote.chats import ChatAnswer, ChatInput
+from nemo_rl.models.quantization.weights import WeightQuantization
 from nemo_rl.optimizations.switch import Choice
 from nemo_rl.weight_sync.parts import Parts
 
@@ -257,6 +258,7 @@ class EngineSettings:
         pipeline_parallel_size: stages that divide the layers of one engine.
         expert_parallel_size: ranks that divide the experts of a layer; 1, or those of a stage in all replicas.
         hf_overrides: changes to the model's Hugging Face config.
+        quantization: weights that arrive in float8; `precision` is that of everything else. None: no weights.
         engine_kwargs: passed to the engine unchanged (`vllm_kwargs`, and for vLLM the keys of `vllm_cfg`; for Megatron
             Core `megatron_cfg`, that section of the policy).
         env_vars: further environment variables of the engine's processes.
@@ -283,6 +285,7 @@ class EngineSettings:
     pipeline_parallel_size: int = 1
     expert_parallel_size: int = 1
     hf_overrides: dict[str, Any] = field(default_factory=dict)
+    quantization: WeightQuantization | None = None
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     env_vars: dict[str, str] = field(default_factory=dict)
     recomputes_cache: bool = True

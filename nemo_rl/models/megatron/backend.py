@@ -75,6 +75,7 @@ class MegatronBackend(TorchBackend):
         self._optim, self._lora, self._groups, self._division = optim, lora, groups, division_of(groups)
         self._has_gradients = False
         self._memory_level = section.empty_unused_memory_level
+        self._frees_float8 = section.fp8_cfg.enabled and section.fp8_cfg.force_clear_fp8_caches
         self.hf_config, self._scores = _model_config(config), config.reward_model_cfg.enabled
         precision = torch_dtype(config.precision)
         self.chunks: list[Any] = _loaded_chunks(self.hf_config, config, precision, device, seed)
@@ -164,7 +165,10 @@ class MegatronBackend(TorchBackend):
     def held_weights(self, dtype: torch.dtype | None = None) -> HeldWeights:
         """See `PolicyBackend.held_weights`."""
         from nemo_rl.models.megatron.conversion.exporter import held_hf_weights
+        from nemo_rl.models.megatron.layers.float8 import free_float8_copies
 
+        if self._frees_float8:
+            free_float8_copies(self.chunks)
         self._optim.complete_weights(self.chunks)
         merged = self._lora.MergedWeights(self.chunks, dtype)
         proves = self._peft.enabled and not self._adapters_unproven

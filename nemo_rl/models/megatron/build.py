@@ -81,6 +81,7 @@ def transformer_config(
     if "num_moe_experts" in fields:
         fields |= _routing(hf_config, options)
     fields |= _kernels(options, device, fields, family.rotary(hf_config))
+    fields |= _float8(options, fields["transformer_impl"])
     kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
     fields |= _checked_overrides(options.model_overrides, kind)
     _refuse_wrong_gradients(fields)
@@ -162,6 +163,23 @@ def _kernels(
     if options.attention_backend is not None:
         kernels["attention_backend"] = AttnBackend[options.attention_backend]
     return kernels
+
+
+def _float8(options: MegatronConfig, layers: str) -> dict[str, Any]:
+    """Return the fields of training in float8.
+
+    Raises:
+        ConfigError: the layers are not Transformer Engine's; Megatron Core would ignore the fields.
+    """
+    asked = options.fp8_cfg
+    if not asked.enabled:
+        return {}
+    if layers != "transformer_engine":
+        raise ConfigError(
+            "policy.megatron_cfg.fp8_cfg.enabled=true needs a GPU and the package transformer-engine. Install it "
+            "(uv sync --extra transformer-engine), or set it to false."
+        )
+    return {"fp8": asked.fp8, "fp8_recipe": asked.fp8_recipe, "fp8_param": asked.fp8_param}
 
 
 def _has_fused_gradients() -> bool:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from nemo_rl.distributed.workers.results import PendingCall
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.weight_sync.buckets import Bucket
+from nemo_rl.weight_sync.encoding import Encoding
 from nemo_rl.weight_sync.endpoints import merge_buckets
 from nemo_rl.weight_sync.lanes import Lane
 
@@ -20,12 +21,14 @@ class PolicyWeightStream:
         policy: the policy.
         dtype: torch dtype that the engines compute in, for example "bfloat16".
         timeout_s: seconds to wait for the packing of one bucket.
+        encoding: what is sent in place of weights of that dtype, such as float8 values and scales.
     """
 
-    def __init__(self, policy: Policy, dtype: str, timeout_s: float):
+    def __init__(self, policy: Policy, dtype: str, timeout_s: float, encoding: Encoding | None = None):
         self._policy = policy
         self._workers = policy.worker_group
         self._dtype = dtype
+        self._encoding = encoding
         self._timeout_s = timeout_s
         self._senders: list[int] = []
 
@@ -46,7 +49,7 @@ class PolicyWeightStream:
     def begin_weight_stream(self, lanes: list[Lane]) -> list[PendingCall]:
         """Start a stream on all ranks; return the calls to wait for."""
         self._senders = [lane.sender for lane in lanes]
-        calls = self._workers.run_all_workers_single_data("begin_weight_stream", lanes, self._dtype)
+        calls = self._workers.run_all_workers_single_data("begin_weight_stream", lanes, self._dtype, self._encoding)
         return self._workers.pending_calls(calls)
 
     def next_weight_buckets(self) -> list[Bucket]:

@@ -176,7 +176,7 @@ WITHOUT_EFFECT = {
 
 NOT_BUILT = {
     "grpo": (
-        "policy.megatron_cfg.fp8_cfg={enabled: true, fp8: hybrid}",
+        "policy.megatron_cfg.fp8_cfg.fp8_param=true",
         "policy.megatron_cfg.cuda_graph_impl=transformer_engine",
         "policy.megatron_cfg.mtp_num_layers=1",
         "policy.megatron_cfg.moe_enable_deepep=true",
@@ -184,9 +184,6 @@ NOT_BUILT = {
         "policy.megatron_cfg.optimizer.fp16=true",
         "policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp=true",
         "policy.generation.mcore_generation_config.expose_http_server=true",
-        "policy.generation.engine.precision=fp8",
-        "policy.generation.engine.kv_cache_dtype=fp8",
-        "policy.generation.vllm_cfg.quantization_ignored_layer_kws=[a]",
         "policy.generation.vllm_cfg.limit_mm_per_prompt={image: 1}",
         "policy.generation.backend=trtllm",
         "policy.dtensor_cfg.automodel_kwargs.freeze_config.freeze_language_model=true",
@@ -203,7 +200,7 @@ NOT_BUILT = {
         "logger.wandb.log_nemo_gym_full_result_tables=true",
     ),
     "distillation": ("teachers=[{model_name: a}]", "loss_fn.gold_loss=true", "loss_fn.vocab_topk=8192"),
-    "eval": ("tokenizer.video={num_frames: 32}", "generation.engine.kv_cache_dtype=fp8"),
+    "eval": ("tokenizer.video={num_frames: 32}",),
 }
 
 
@@ -409,7 +406,7 @@ def test_errors_of_every_stage_are_reported_together(tmp_path: Path) -> None:
         "grpo.num_promts_per_step=3",
         "policy.megatron_cfg.mtp_num_layers=1",
         "policy.quant_cfg=x",
-        "policy.generation.vllm_cfg.kv_cache_dtype=fp8",
+        "policy.generation.vllm_cfg.kv_cache_dtype=fp4",
         "policy.train_micro_batch_size=none",
         "grpo.batch_multiplier=1.3",
     )

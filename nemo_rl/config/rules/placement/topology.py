@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from nemo_rl.config.rules.engines import ranks_of_engine
+from nemo_rl.config.rules.number_formats import fp8_row_multiple
 from nemo_rl.config.rules.placement.roles import Role
 from nemo_rl.config.schema.algorithms.overlap import OverlapConfig
 from nemo_rl.config.schema.cluster import ClusterConfig
@@ -160,8 +161,11 @@ def _check_expert_ranks(section: BackendSection, sharing: int, ranks: int) -> No
 
 
 def row_length_multiple(policy: PolicyConfig) -> int:
-    """Return the tokens that a row length must be a multiple of, so that ranks that share a row get equal parts."""
-    return math.lcm(policy.make_sequence_length_divisible_by, row_parts(policy))
+    """Return the tokens that a row length must be a multiple of, so that ranks that share a row get equal parts.
+
+    With training in float8, each part is a multiple of what its kernels accept.
+    """
+    return math.lcm(policy.make_sequence_length_divisible_by, row_parts(policy) * fp8_row_multiple(policy))
 
 
 def row_parts(policy: PolicyConfig) -> int:

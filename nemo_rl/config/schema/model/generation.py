@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from nemo_rl.config.base.availability import Only
 from nemo_rl.config.base.part_names import PartName
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.cluster import EnvVars
@@ -16,11 +15,7 @@ from nemo_rl.config.schema.model.sglang import SglangConfig
 
 TopK = Annotated[int, Field(ge=-1)]
 TopP = Annotated[float, Field(gt=0, le=1)]
-EnginePrecision = Annotated[
-    Literal["auto", "bfloat16", "float16", "float32", "fp8"],
-    Only(("auto", "bfloat16", "float16", "float32"), "fp8 generation"),
-]
-
+EnginePrecision = Literal["auto", "bfloat16", "float16", "float32", "fp8"]
 
 _NO_ENGINES = {name: f"the generation backend {name}" for name in ("trtllm", "dynamo")}
 EngineName = Annotated[str, PartName(("vllm", "hf", "megatron", "sglang"), _NO_ENGINES)]
@@ -77,14 +72,15 @@ class EngineConfig(Section):
     max_model_len: PositiveInt = derived("${...max_total_sequence_length}")
     """Context length of the engine in tokens, prompt and answer together."""
     precision: EnginePrecision = derived("${...precision}")
-    """Number format of weights and activations in the engine."""
+    """Number format of weights and activations in the engine. fp8: matrices of the layers are float8 in scaled blocks,
+    everything else is in policy.precision; simulated on CPUs."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.6
     """Share of a GPU's memory that the engine may take."""
     kv_cache_memory_mb: PositiveInt | None = None
     """Mebibytes of KV cache of an engine; null: on GPUs from gpu_memory_utilization, on the CPU what 256 sequences
     take, but at most 256."""
-    kv_cache_dtype: Annotated[str, Only(("auto",), "A quantised KV cache")] = "auto"
-    """Number format of the KV cache."""
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """Number format of the KV cache; auto: that of the engine's activations; fp8: e4m3 with scale 1. vllm only."""
     enforce_eager: bool = False
     """Run without compilation and CUDA graphs; the CPU always does."""
     tensor_parallel_size: PositiveInt = 1
@@ -121,12 +117,7 @@ class VllmConfig(Section):
         "http_refit_api_key_env_var": "weight transfer over HTTP",
         "http_refit_server_port": "weight transfer over HTTP",
         "zmq_refit_server_port": "weight transfer over ZMQ",
-        "is_mx": "MXFP8 generation",
         "limit_mm_per_prompt": "multimodal generation",
-        "num_first_layers_in_bf16": "fp8 generation",
-        "num_last_layers_in_bf16": "fp8 generation",
-        "quantization_ignored_layer_kws": "fp8 generation",
-        "use_deep_gemm": "fp8 generation",
         "reset_encoder_cache_after_weight_update": "multimodal generation",
         "video": "multimodal generation",
     }
@@ -156,6 +147,20 @@ class VllmConfig(Section):
     """On GPUs that engines share with the policy: keep the weights in host memory while engines sleep (1), or drop them
     (2), which saves two copies and the host memory; each phase of generation then begins with a sync, also where the
     weights have not changed."""
+    use_deep_gemm: bool = False
+    """With precision fp8 on GPUs: multiply with DeepGEMM's kernels."""
+    num_first_layers_in_bf16: NonNegativeInt = 0
+    """With precision fp8: layers at the beginning of the model that stay in policy.precision."""
+    num_last_layers_in_bf16: NonNegativeInt = 0
+    """With precision fp8: layers at the end of the model that stay in policy.precision."""
+    quantization_ignored_layer_kws: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    """With precision fp8: weights whose name contains one of these texts stay in policy.precision."""
+    pow2_weight_scaling_factors: bool = False
+    """With precision fp8: scales of weights are powers of two, at least as large as the exact ones."""
+    pow2_activation_scaling_factors: bool = False
+    """With precision fp8: scales of activations are powers of two; on GPUs with use_deep_gemm only."""
+    is_mx: bool = False
+    """With precision fp8: MXFP8, blocks of 1 x 32 values with scales in e8m0, in place of blocks of 128 x 128."""
     enable_vllm_metrics_logger: bool = False
     """Report the open requests of each engine over a step, under generation/engine.<i>."""
     vllm_metrics_logger_interval: PositiveFloat = 0.5

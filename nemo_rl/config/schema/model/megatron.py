@@ -137,6 +137,25 @@ class MegatronPeftConfig(AdapterConfig):
     """Number format of adapters and of their products; null: policy.precision."""
 
 
+class MegatronFp8Config(Section):
+    """Matrix products of training in float8, with Transformer Engine on GPUs; weights and gradients stay as they are.
+
+    Lengths of rows are padded to a multiple of what the recipe's kernels accept.
+    """
+
+    enabled: bool = False
+    """Train in float8."""
+    fp8: Literal["e4m3", "hybrid"] = "e4m3"
+    """Format: e4m3, or hybrid for gradients in e5m2."""
+    fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = "blockwise"
+    """Scales: one for each tensor (tensorwise; delayed: from earlier steps), for each block of 128 x 128 weights and
+    1 x 128 activations (blockwise), or for 32 values (mxfp8, on Blackwell GPUs)."""
+    fp8_param: Annotated[bool, Only((False,), "weights of training that are held in float8")] = False
+    """Hold the weights in float8 too."""
+    force_clear_fp8_caches: bool = False
+    """Free Transformer Engine's float8 copies of the weights before weights are sent to engines."""
+
+
 class MegatronCheckpointConfig(Section):
     """Writing of checkpoints; the section `checkpointing` sets when and where."""
 
@@ -167,7 +186,6 @@ class MegatronConfig(BackendSection):
         "cuda_graph_impl": _GRAPHS,
         "cuda_graph_modules": _GRAPHS,
         "fine_grained_activation_offloading": _OFFLOADING,
-        "fp8_cfg": "fp8 training with Megatron",
         "hybridep_num_ranks_per_nvlink_domain": _DEEPEP,
         "hybridep_use_mnnvl": _DEEPEP,
         "moe_enable_deepep": _DEEPEP,
@@ -287,6 +305,8 @@ class MegatronConfig(BackendSection):
     """Parts of a model that are not trained, in NeMo RL."""
     checkpoint: MegatronCheckpointConfig = Field(default_factory=MegatronCheckpointConfig)
     """Writing of this backend's checkpoints."""
+    fp8_cfg: MegatronFp8Config = Field(default_factory=MegatronFp8Config)
+    """Training in float8."""
     peft: MegatronPeftConfig = Field(default_factory=MegatronPeftConfig)
     """Low-rank adapters."""
     distributed_data_parallel_config: MegatronDDPConfig = Field(default_factory=MegatronDDPConfig)

@@ -13,6 +13,7 @@ from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from nemo_rl.models.generation.interfaces import EngineSettings, SamplingParams
+from nemo_rl.models.generation.vllm.float8.description import quantization_config, unquantized_layers
 from nemo_rl.models.generation.vllm.grammars import structured_outputs
 from nemo_rl.models.generation.vllm.ranks import RanksExecutor
 from nemo_rl.models.generation.vllm.settings import CPU_SEQUENCES
@@ -87,7 +88,15 @@ def _hf_overrides(settings: EngineSettings) -> Any:
     if not isinstance(own, Mapping):  # it may be a function of the configuration
         return own
     model = load_model_config(settings.model_name, settings.hf_overrides)
-    return _routing(model) | _head(settings, model, own) | settings.hf_overrides | dict(own)
+    return _routing(model) | _head(settings, model, own) | settings.hf_overrides | _float8(settings, model) | dict(own)
+
+
+def _float8(settings: EngineSettings, model: PretrainedConfig) -> dict[str, Any]:
+    """Describe float8 weights; where float8 is simulated, vLLM gets weights as always."""
+    quantization = settings.quantization
+    if quantization is None or quantization.simulated:
+        return {}
+    return {"quantization_config": quantization_config(quantization, unquantized_layers(model, quantization))}
 
 
 def _head(settings: EngineSettings, model: PretrainedConfig, own: Mapping[str, Any]) -> dict[str, str]:
@@ -97,6 +106,7 @@ def _head(settings: EngineSettings, model: PretrainedConfig, own: Mapping[str, A
     On CPUs vLLM would copy the head to float32 in every step, and quantized heads refuse float32.
     """
     of_model = own.get("quantization_config", getattr(model, "quantization_config", None))
+    of_model = None if settings.quantization is not None else of_model  # `_float8` replaces it and leaves the head out
     quantized = settings.engine_kwargs.get("quantization") or of_model
     if settings.device == "cpu" or settings.precision == "float32" or quantized:
         return {}

@@ -9,6 +9,7 @@ grammar, they are those without it.
 import logging
 import os
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from nemo_rl.models.generation.stepped import Finished, SteppedEngine
 from nemo_rl.models.generation.texts import sampled_text
 from nemo_rl.models.generation.vllm.arguments import engine_arguments, sampling_params
 from nemo_rl.models.generation.vllm.concurrency import CacheWatch
+from nemo_rl.models.generation.vllm.float8.activations import round_activations
 from nemo_rl.models.generation.vllm.grammars import REFUSED, Scoring, is_scored, reading
 from nemo_rl.models.generation.vllm.layers import start_recording, stop_recording
 from nemo_rl.models.generation.vllm.logprobs import of_tokens
@@ -82,6 +84,8 @@ class VllmEngine(SteppedEngine):
         # This usage context sets the batch limits that the arguments leave open: those of offline generation.
         with packing_threads(), refusing_non_finite(settings.model_name):
             self._engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+        if settings.quantization is not None and settings.quantization.simulated:
+            self._engine.collective_rpc(partial(round_activations, quantization=settings.quantization))
         self._cache = CacheWatch(self._scheduler)
         self._threads = self._start_threads(settings)
         self._take_bursts(settings)

@@ -37,3 +37,17 @@ def engine_environment(device: str) -> dict[str, str]:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
     return variables
+
+
+def kernel_variables(*, use_deep_gemm: bool, powers_of_two: bool) -> dict[str, str]:
+    """Return the environment variables of vLLM that choose the kernels of float8 products.
+
+    Args:
+        use_deep_gemm: multiply with DeepGEMM.
+        powers_of_two: scales of activations are powers of two, which only DeepGEMM's kernels have.
+    """
+    return {
+        "VLLM_USE_DEEP_GEMM": str(int(use_deep_gemm)),
+        "VLLM_MOE_USE_DEEP_GEMM": str(int(use_deep_gemm)),
+        "VLLM_USE_DEEP_GEMM_E8M0": str(int(powers_of_two)),
+    }

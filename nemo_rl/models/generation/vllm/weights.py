@@ -31,6 +31,8 @@ from nemo_rl.utils.errors import NonFiniteError
 from nemo_rl.weight_sync.parts import Parts, ReadRecorder
 
 _STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?")
+_CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")
+"""Parameters of attention in `vllm.model_executor.layers.quantization.kv_cache`; none is sent."""
 _GPT_OSS_NAMES = {"gate_up_proj": "w13", "down_proj": "w2"}
 
 
@@ -111,7 +113,7 @@ def finish_reload(worker: Any) -> list[str]:
     heads = {name: m for name, m in model.named_modules() if isinstance(m, ParallelLMHead)}
     if getattr(worker.model_runner.model_config.hf_text_config, "tie_word_embeddings", False):
         unbound = unbound - {f"{name}.weight" for name in heads}
-    unbound = unbound | incomplete_layers(model)
+    unbound = without_cache_scales(unbound) | incomplete_layers(model)
     recorder = recorder_of(worker)
     with torch.no_grad(), set_current_vllm_config(worker.vllm_config), recorder or nullcontext():
         finalize_layerwise_reload(model, worker.model_runner.model_config)
@@ -149,6 +151,11 @@ def refusing_non_finite(model_name: str) -> Iterator[None]:
 def non_finite_parameters(worker: Any) -> list[str]:
     """Return the names of the model's parameters, as vLLM holds them, that are not finite."""
     return not_finite(dict(worker.model_runner.get_model().named_parameters()))
+
+
+def without_cache_scales(names: set[str]) -> set[str]:
+    """Return names of parameters but for scales of a float8 cache, which float8 models have and which stay 1."""
+    return {name for name in names if name.rpartition(".")[2] not in _CACHE_SCALES}
 
 
 def lost_tensors(model: torch.nn.Module, unbound: set[str]) -> set[str]:

@@ -40,6 +40,7 @@ from nemo_rl.models.training.interfaces import CheckpointPaths, PolicyBackend
 from nemo_rl.optimizations.switch import Choice
 from nemo_rl.utils.errors import CheckpointError, ConfigError, NonFiniteError
 from nemo_rl.weight_sync.buckets import Bucket
+from nemo_rl.weight_sync.encoding import Encoding
 from nemo_rl.weight_sync.endpoints import WeightSender
 from nemo_rl.weight_sync.lanes import Lane
 
@@ -288,12 +289,13 @@ class PolicyWorker(ScoringWorker):
         """Move the weights of a frozen model to host memory or back."""
         self.backend.move_weights(to_host)
 
-    def begin_weight_stream(self, lanes: list[Lane], dtype: str) -> None:
+    def begin_weight_stream(self, lanes: list[Lane], dtype: str, encoding: Encoding | None = None) -> None:
         """Start streaming the weights to the engines.
 
         Args:
             lanes: the ways to the engines; if they differ from the last ones, a new sender is made.
             dtype: torch dtype the engines compute in, for example "bfloat16".
+            encoding: what is sent in place of the weights in that dtype.
 
         Raises:
             NonFiniteError: a weight is not finite, on any rank.
@@ -303,12 +305,12 @@ class PolicyWorker(ScoringWorker):
             raise NonFiniteError(
                 f"The policy's weights are not finite: {listed(spoilt)}. They are not sent to engines."
             )
-        if self._sender is None or self._sender.lanes != lanes:
+        if self._sender is None or (self._sender.lanes, self._sender.encoding) != (lanes, encoding):
             if self._sender is not None:
                 self._sender.close()
             rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
             group = dist.group.WORLD if dist.is_initialized() else None
-            self._sender = WeightSender(lanes, rank, is_node_leader=local_rank == 0, group=group)
+            self._sender = WeightSender(lanes, rank, is_node_leader=local_rank == 0, group=group, encoding=encoding)
         self._sender.begin(self.backend.held_weights(getattr(torch, dtype)))
 
     def next_weight_buckets(self) -> list[Bucket]:

@@ -18,6 +18,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from witness import compare, global_tensors, own_tensors
 
+from nemo_rl.config import MegatronConfig
 from nemo_rl.models.attention import Scoring, attend, plan_of_row
 from nemo_rl.utils.errors import ConfigError
 
@@ -227,6 +228,27 @@ def check_wrong_options_are_refused() -> None:
     assert "Megatron Core refuses" in refusal(
         "llama", model_overrides={"num_attention_heads": 3, "bf16": True, "fp16": True}
     )
+
+
+def check_float8_needs_transformer_engine() -> None:
+    """Check the refusal, that Megatron Core takes the fields, and that copies of the weights are freed."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from nemo_rl.models.megatron.build import _float8
+    from nemo_rl.models.megatron.layers.float8 import free_float8_copies
+
+    section = {"enabled": True, "fp8": "hybrid", "fp8_recipe": "tensorwise"}
+    assert "fp8_cfg.enabled=true needs a GPU and the package transformer-engine" in refusal("llama", fp8_cfg=section)
+    options = MegatronConfig.build(fp8_cfg=section)
+    fields = _float8(options, "transformer_engine")
+    assert fields == {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param": False}
+    config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, **fields)
+    assert config.fp8 == "hybrid" and config.fp8_recipe == "tensorwise"
+    assert _float8(MegatronConfig.build(), "local") == {}
+    layer = torch.nn.Linear(2, 2)
+    layer._fp8_workspaces = {"weight": torch.ones(2)}
+    free_float8_copies([torch.nn.Sequential(layer, torch.nn.ReLU())])
+    assert layer._fp8_workspaces == {}
 
 
 def check_random_weights_follow_the_seed() -> None:

@@ -1,0 +1,131 @@
+"""Quantize matrices to float8 (e4m3) with one scale for each block of values.
+
+Sources: blocks of 128 x 128 weights and of 1 x 128 activations, DeepSeek-V3 technical report, arXiv 2412.19437, section
+3.3; MXFP8, OCP Microscaling Formats (MX) 1.0, section 5.2 (blocks of 32 along a row, scales in e8m0). The scale of a
+block is its largest magnitude divided by 448, the largest number of e4m3, so no value is clipped. Where scales are
+powers of two they are rounded up; the MX text rounds them down and clips instead, the kernels of NVIDIA round up.
+
+Invariant: a matrix of zeros stays zero, and every scale is finite and above zero.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_E4M3_MAX = 448.0
+_LEAST_MAGNITUDE = 1e-4
+"""Least magnitude that a float32 scale is made for, as in DeepGEMM's and vLLM's kernels: blocks of zeros need one."""
+_LEAST_NORMAL = torch.finfo(torch.float32).tiny
+_EXPONENT_BIAS = 127
+_MOST_EXPONENT = 254
+"""Largest exponent of e8m0 that is a number; 255 is NaN."""
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """A format of float8 values in blocks.
+
+    Attributes:
+        rows: rows of a block.
+        columns: columns of a block.
+        scales: "float32": the exact scale; "power_of_two": float32 too, rounded up to a power of two; "e8m0": the same
+            power as its exponent plus 127, uint8.
+    """
+
+    rows: int
+    columns: int
+    scales: Literal["float32", "power_of_two", "e8m0"] = "float32"
+
+    def grid(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return the number of blocks of a matrix in each direction; the last ones may be cut off."""
+        num_rows, num_columns = shape
+        return -(-num_rows // self.rows), -(-num_columns // self.columns)
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Dtype of the tensor of scales."""
+        return torch.uint8 if self.scales == "e8m0" else torch.float32
+
+
+FP8_WEIGHTS = BlockFormat(128, 128)
+"""DeepSeek-V3's format of weights."""
+FP8_ACTIVATIONS = BlockFormat(1, 128)
+"""DeepSeek-V3's format of activations."""
+MXFP8 = BlockFormat(1, 32, "e8m0")
+
+
+class Quantized(NamedTuple):
+    """A quantized matrix.
+
+    Attributes:
+        values: `[R, C]` float8_e4m3fn.
+        scales: one for each block, `BlockFormat.grid` of them; a value times the scale of its block is the number.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+
+def quantize(matrix: Tensor, block_format: BlockFormat) -> Quantized:
+    """Round a matrix to float8.
+
+    Args:
+        matrix: `[R, C]`, any floating-point dtype, finite.
+        block_format: blocks and scales; blocks need not divide the matrix.
+
+    Raises:
+        ValueError: the tensor is not a matrix.
+    """
+    if matrix.ndim != 2:
+        raise ValueError(f"Blocks are parts of matrices, and this tensor has the shape {tuple(matrix.shape)}.")
+    blocks = _in_blocks(matrix, block_format)
+    magnitudes = blocks.abs().amax(dim=(1, 3), keepdim=True).float()
+    if block_format.scales == "float32":
+        scales = sent = magnitudes.clamp(min=_LEAST_MAGNITUDE) / _E4M3_MAX
+    else:
+        is_e8m0 = block_format.scales == "e8m0"
+        least = _LEAST_NORMAL if is_e8m0 else _LEAST_MAGNITUDE
+        exponents = _exponents_above(magnitudes.clamp(min=least) / _E4M3_MAX)
+        scales = torch.ldexp(torch.ones_like(magnitudes), exponents)
+        sent = exponents + _EXPONENT_BIAS if is_e8m0 else scales
+    # As in the kernels: a product with the reciprocal, which may differ from a quotient in the last bit.
+    values = (blocks.float() * (1.0 / scales)).to(torch.float8_e4m3fn)
+    grid = block_format.grid(matrix.shape)
+    return Quantized(_without_padding(values, matrix.shape), sent.to(block_format.scale_dtype).view(grid))
+
+
+def dequantize(quantized: Quantized, block_format: BlockFormat, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the matrix that a quantized one stands for, `[R, C]`, computed in float32 and rounded to `dtype`."""
+    values, scales = quantized
+    if block_format.scales == "e8m0":
+        scales = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - _EXPONENT_BIAS)
+    blocks = _in_blocks(values.float(), block_format) * scales[:, None, :, None]
+    return _without_padding(blocks, values.shape).to(dtype)
+
+
+def rounded(matrix: Tensor, block_format: BlockFormat) -> Tensor:
+    """Quantize a matrix and dequantize it again; the result has the dtype of the matrix."""
+    return dequantize(quantize(matrix, block_format), block_format, matrix.dtype)
+
+
+def _in_blocks(matrix: Tensor, block_format: BlockFormat) -> Tensor:
+    """Return `[grid rows, rows, grid columns, columns]`, filled up with zeros."""
+    (num_rows, num_columns), grid = matrix.shape, block_format.grid(matrix.shape)
+    below, right = grid[0] * block_format.rows - num_rows, grid[1] * block_format.columns - num_columns
+    padded = F.pad(matrix, (0, right, 0, below)) if below or right else matrix
+    return padded.reshape(grid[0], block_format.rows, grid[1], block_format.columns)
+
+
+def _without_padding(blocks: Tensor, shape: torch.Size) -> Tensor:
+    matrix = blocks.reshape(blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3])
+    return matrix[: shape[0], : shape[1]].contiguous()
+
+
+def _exponents_above(scales: Tensor) -> Tensor:
+    """Return the least n with `2^n >= scale`, within the range of e8m0; exact, unlike a rounded logarithm."""
+    fractions, exponents = torch.frexp(scales)  # fractions are in [0.5, 1)
+    exponents = exponents - (fractions == 0.5).int()
+    return exponents.clamp(-_EXPONENT_BIAS + 1, _MOST_EXPONENT - _EXPONENT_BIAS)

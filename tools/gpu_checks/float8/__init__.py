@@ -1,0 +1,1 @@
+"""Checks of float8 formats."""
