@@ -18,6 +18,7 @@ from nemo_rl.models.generation.interfaces import EngineSettings, SamplingParams
 from nemo_rl.models.generation.registry import ENGINES, engine_class, engine_kind
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
 from nemo_rl.models.huggingface.stop_tokens import stop_token_ids
+from nemo_rl.models.router_replay.check import check_router_replay
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted
 from nemo_rl.utils.named_parts import check_own_keys
@@ -71,6 +72,7 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         env_vars=dict(engine.env_vars or {}),
         recomputes_cache=generation.weight_sync.recompute_kv_cache,
         optimizations=cluster.optimizations,
+        reports_experts=policy.router_replay.enabled,
     )
 
 
@@ -116,13 +118,14 @@ def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
 
     Raises:
         ConfigError: `policy.generation.backend` names a class that cannot be imported, or the engine's own check
-            refuses the model.
+            refuses the model; or the experts of the model cannot be reported (`policy.router_replay`).
     """
     if policy.generation is None:
         return
     if policy.generation.backend not in ENGINES:
         own = engine_class(policy.generation.backend)
         check_own_keys(own, "policy.generation.engine_kwargs", policy.generation.engine_kwargs)
+    check_router_replay(policy)
     check = engine_kind(policy.generation.backend).check
     if check is not None:
         refuse = import_dotted(check, ConfigError, f"{check} of policy.generation.backend", "It is part of nemo_rl.")
