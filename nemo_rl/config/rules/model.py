@@ -62,6 +62,11 @@ def _check_router_replay(section: str, policy: PolicyConfig) -> Findings:
                 f"{section}.megatron_cfg.activation_checkpointing=false: a layer that is computed again while other "
                 "microbatches are under way would get their experts. Set one of the two, or use one stage."
             )
+        if policy.megatron_cfg.model_overrides.get("moe_router_fusion"):
+            yield (
+                f"{key} cannot replace the choice of a fused kernel. Remove moe_router_fusion from "
+                f"{section}.megatron_cfg.model_overrides."
+            )
     elif policy.dtensor_cfg.pipeline_parallel_size > 1:
         yield (
             f"{key} needs {section}.dtensor_cfg.pipeline_parallel_size=1, got "
