@@ -3,7 +3,7 @@
 A router computes its scores, calls `torch.topk` for the last time to choose k of its E experts, and makes their weights
 from its own scores. Here the result of that call is replaced: the recorded experts, with the scores that the router
 itself gives them. So scores, renormalization, correction biases, scaling factors and all gradients are the model's own,
-for every architecture whose router works in this way; `ReplayedRouters` tries each router and refuses the others.
+for every architecture whose router works in this way; `require_replayable` tries the routers and refuses others.
 
 Invariant: a token without recorded experts gets bit for bit what the router would choose. The recorded experts of a
 microbatch hold until the next one, because layers may be computed again in the backward pass.
@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.initialization import no_init_weights
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.models.dtensor.experts.balance import find_routers
@@ -29,6 +31,31 @@ from nemo_rl.models.training.inputs import ModelInputs
 from nemo_rl.utils.errors import ConfigError
 
 _TOPK = (torch.topk, Tensor.topk)
+
+
+def check_configuration(config: PretrainedConfig) -> None:
+    """Call `require_replayable` for a model that is made on the meta device (seconds for the largest ones).
+
+    Raises:
+        ConfigError: as `require_replayable`.
+    """
+    with torch.device("meta"), no_init_weights():
+        hf: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    require_replayable(hf)
+
+
+def require_replayable(hf: PreTrainedModel) -> None:
+    """Try the first router of each class with random weights, tokens and experts; the model needs no weights.
+
+    Raises:
+        ConfigError: the model has no experts, or a router does not choose them in a way that can be replayed.
+    """
+    experts, routers = list(find_experts(hf).values()), find_routers(hf)
+    if not experts or len(experts) != len(routers):
+        raise ConfigError(_refusal(hf, "has no routers that can be replayed"))
+    first = {type(router): (router, of_layer) for router, of_layer in zip(routers[::-1], experts[::-1], strict=True)}
+    if not all(_can_replay(router, num_experts(each), _experts_of_a_token(hf)) for router, each in first.values()):
+        raise ConfigError(_refusal(hf, "chooses experts in a way that cannot be replayed"))
 
 
 class ReplayedRouters:
@@ -47,19 +74,15 @@ class ReplayedRouters:
     """
 
     def __init__(self, hf: PreTrainedModel, device: torch.device, tensor: DeviceMesh | None = None) -> None:
+        require_replayable(hf)
         experts, routers = list(find_experts(hf).values()), find_routers(hf)
-        if not experts or len(experts) != len(routers):
-            raise ConfigError(_refusal(hf, "has no routers that can be replayed"))
         self.counts = ReplayCounts(device)
         self._parts, self._part = (1, 0) if tensor is None else (tensor.size(), tensor.get_local_rank())
         self._experts: Tensor | None = None
         self._of_token = _experts_of_a_token(hf)
         self._layers = len(routers)
         for layer, (router, of_layer) in enumerate(zip(routers, experts, strict=True)):
-            number = num_experts(of_layer)
-            if not _can_replay(router, number, self._of_token):
-                raise ConfigError(_refusal(hf, "chooses experts in a way that cannot be replayed"))
-            forward: Any = partial(self._route, router.forward, layer, number)
+            forward: Any = partial(self._route, router.forward, layer, num_experts(of_layer))
             router.forward = forward
 
     def use(self, inputs: ModelInputs) -> None:
