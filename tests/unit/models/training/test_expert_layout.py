@@ -19,20 +19,20 @@ def test_each_token_has_its_experts(packed: bool, shared: bool) -> None:
     """The experts of a token are its id here, so those of the layout must be the ids of the layout."""
     data = random_batch(rows=4)
     if shared:
-        data["input_ids"][1:3, :4] = data["input_ids"][0, :4]
+        data["input_ids"][1:3, :16] = data["input_ids"][0, :16]
         data["prompt_groups"] = torch.tensor([0, 0, 0, 1])
     real = torch.arange(24)[None] < data["input_lengths"][:, None]
     data[ROUTED_EXPERTS] = data["input_ids"].where(real, -1)[..., None, None].expand(-1, -1, 3, 2).to(torch.int8)
     data[ROUTED_EXPERTS] = data[ROUTED_EXPERTS].contiguous()
     if shared:
-        data[ROUTED_EXPERTS][0, :4] = -1  # another row of the group has them
+        data[ROUTED_EXPERTS][0, :8] = -1  # another row of the group has them
         data[SHARED_PREFIXES] = column_of(find_prefixes(data), range(4))
     inputs = build_training_inputs(data, InputLayout(packed, round_to=8), CPU)
     ids, experts = inputs.model_inputs["input_ids"], inputs.routed_experts
     assert experts is not None and experts.shape == (*ids.shape, 3, 2) and experts.dtype == torch.int8
     reported = is_reported(experts)
     assert torch.equal(experts[reported], ids[reported][:, None, None].expand(-1, 3, 2).to(torch.int8))
-    expected = inputs.real_tokens.sum() - (4 if shared and not packed else 0)
+    expected = inputs.real_tokens.sum() - (8 if shared and not packed else 0)
     assert reported.sum() == expected and not bool((reported & ~inputs.real_tokens).any())
 
 
