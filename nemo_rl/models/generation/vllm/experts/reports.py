@@ -1,6 +1,7 @@
 """Give responses the experts of their tokens; `record` has them on CPUs, on GPUs vLLM returns them with a response."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ class ExpertReports:
         return with_unreported(rows, num_tokens, self._num_experts)
 
     def _recorded(self, wanted: list[tuple[str, int]]) -> list[NDArray[Any]]:
-        of_ranks = self._engine.collective_rpc(take_experts, args=(wanted,))
+        of_ranks = self._engine.collective_rpc(partial(take_experts, wanted=wanted))
         stages = [of_rank for of_rank in of_ranks if of_rank is not None]
         return [torch.cat(of_request, dim=1).numpy() for of_request in zip(*stages, strict=True)]
 
