@@ -42,7 +42,8 @@ __all__ = [
 type Message = dict[str, Any]
 """One turn: `role` (system, user, assistant, environment, tool), `content` (a `Content`, for people),
 `token_ids` (1-D int64, the truth); assistant turns of an engine add `generation_logprobs`
-(1-D float32); training adds `token_loss_mask` (1-D int64)."""
+(1-D float32); training adds `token_loss_mask` (1-D int64). Engines that report the experts of tokens add
+`routed_experts` `[t, L, k]` to every message (`data.routed_experts`)."""
 
 LLMMessageLogType = list[Message]
 FlatMessagesType = dict[str, list[str] | torch.Tensor]

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nemo_rl.data.common_prefixes import Path, Prefixes
+from nemo_rl.data.routed_experts import ROUTED_EXPERTS, Experts, joined_experts, padded_experts
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.errors import DeadlineExceededError
 
@@ -52,6 +53,7 @@ class PackedRows:
         logprobs: `[N]` float32, the engine's log-probabilities; 0 where `is_written` is false.
         texts: `[M]` uint8, a pickle of each row's messages without tokens, end to end; ranks do not read them.
         text_ends: end of each row's pickle.
+        experts: `[N, L, k]` as the key `routed_experts` of a batch; None if no engine reported experts.
     """
 
     ends: list[int]
@@ -60,6 +62,7 @@ class PackedRows:
     logprobs: NDArray[np.float32]
     texts: NDArray[np.uint8]
     text_ends: list[int]
+    experts: Experts | None = None
 
     def start_of(self, index: int) -> int:
         """Return the position of the first token of a row."""
@@ -150,6 +153,7 @@ def pack_rows(message_logs: Sequence[Sequence[Any]]) -> PackedRows:
         torch.cat(zeros).numpy(),
         np.frombuffer(b"".join(texts), dtype=np.uint8),
         np.cumsum([len(text) for text in texts]).tolist(),
+        joined_experts(messages),
     )
 
 
@@ -167,7 +171,8 @@ def with_tokens(batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
 
     Returns:
         The batch with `input_ids` `[b, T]` int64, `token_mask` and `generation_logprobs` `[b, T]` float32 and, after
-        their stages, `advantages`, `prev_logprobs` and `reference_policy_logprobs` `[b, T]` float32.
+        their stages, `advantages`, `prev_logprobs` and `reference_policy_logprobs` `[b, T]` float32. Rows with
+        experts add `routed_experts` `[b, T, L, k]`.
 
     Raises:
         DeadlineExceededError: the object store does not give the rows within `FETCH_S`.
@@ -187,11 +192,14 @@ def with_tokens(batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         input_ids[row, :length] = rows.token_ids[start : start + length]
         token_mask[row, :length] = rows.is_written[start : start + length]
         logprobs[row, :length] = rows.logprobs[start : start + length]
+    experts = [_experts_of(packed[row.rows], row.index) for row in stored]
     replaced = (STORED_ROWS, NUM_WRITTEN, NUM_STALE, SAMPLE_ADVANTAGES, *SCORE_KEYS)
     whole: BatchedDataDict[Any] = BatchedDataDict({key: batch[key] for key in batch if key not in replaced})
     whole["input_ids"] = torch.from_numpy(input_ids)
     whole["token_mask"] = torch.from_numpy(token_mask)
     whole["generation_logprobs"] = torch.from_numpy(logprobs)
+    if (reported := padded_experts(experts, shape[1])) is not None:
+        whole[ROUTED_EXPERTS] = reported
     for name in SCORE_KEYS:
         if name in batch:
             whole[name] = torch.from_numpy(_scores(batch[name], batch["input_lengths"].tolist(), logprobs))
@@ -199,6 +207,10 @@ def with_tokens(batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         counted_BT = whole["token_mask"] * batch["sample_mask"][:, None]
         whole["advantages"] = torch.where(counted_BT != 0, batch[SAMPLE_ADVANTAGES][:, None], 0.0)
     return whole
+
+
+def _experts_of(rows: PackedRows, index: int) -> Experts | None:
+    return None if rows.experts is None else rows.experts[rows.start_of(index) : rows.ends[index]]
 
 
 def _scores(

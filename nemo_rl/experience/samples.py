@@ -23,6 +23,7 @@ from nemo_rl.config.schema.agents import AgentEndpointConfig
 from nemo_rl.data.interfaces import Message
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.data.messages.observations import ObservationRenderer, messages_of
+from nemo_rl.data.routed_experts import note_experts
 from nemo_rl.environments.interfaces import EpisodeStart, StepResult
 from nemo_rl.experience.agents.player import AgentPlayer
 from nemo_rl.experience.chats import chat_of, end_without_answer
@@ -315,6 +316,7 @@ class SamplePlayer:
                 **({} if result.answer is None else result.answer.fields),
             }
         )
+        note_experts(sample.message_log, result.routed_experts)
         sample.weight_versions += [
             VersionSpan(len(prefix) + span.start, span.version) for span in result.weight_versions
         ]

@@ -44,6 +44,7 @@ class EngineProcess:
             self._process.start()
         theirs.close()
         self._next_id = 0
+        self.settings = settings
         self.loads: defaultdict[str, list[EngineLoad | None]] = defaultdict(list)
         """Loads that `generate` was told, by name."""
 

@@ -24,6 +24,7 @@ from nemo_rl.algorithms.runtime.run import Phase, StepBatch
 from nemo_rl.algorithms.runtime.step_record import StepRecorder
 from nemo_rl.data.model_rows import ROW_INPUTS, RowInputs, completed
 from nemo_rl.data.packing import PROMPT_GROUPS
+from nemo_rl.data.routed_experts import ROUTED_EXPERTS, joined_experts, padded_experts
 from nemo_rl.data.stored_rows import NUM_STALE, NUM_WRITTEN, STORED_ROWS
 from nemo_rl.data.streams.prompt_stream import GroupRewards, Prompts
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -190,6 +191,7 @@ class TrainingBatch(TypedDict, total=False):
     prev_logprobs: Tensor  # [B, T] float32; absent when the update is exactly on-policy
     reference_policy_logprobs: Tensor  # [B, T] float32; absent without a KL term
     positive_examples: Tensor  # [B] float32, 1 on answers with a positive reward
+    routed_experts: Tensor  # [B, T, L, k] experts of L layers, -1: not reported; absent without router replay
     row_inputs: list[RowInputs]  # B; absent where rows are token ids only
     num_counted_samples: Tensor  # [B] float32, all equal: rows with a token that counts; absent with prev_logprobs
 
@@ -235,6 +237,9 @@ def build_training_batch(
         "generation_logprobs": torch.from_numpy(generation_logprobs),
         PROMPT_GROUPS: torch.tensor([trajectory.group_index for trajectory in trajectories]),
     }
+    experts = padded_experts((joined_experts(trajectory.message_log) for trajectory in trajectories), shape[1])
+    if experts is not None:
+        batch[ROUTED_EXPERTS] = experts
     if any(trajectory.row_inputs is not None for trajectory in trajectories):
         batch[ROW_INPUTS] = completed([trajectory.row_inputs for trajectory in trajectories])
     return BatchedDataDict(batch)

@@ -33,10 +33,44 @@ def check_backend(section: str, policy: PolicyConfig) -> Findings:
         )
     if policy.megatron_cfg.enabled:
         yield from check_megatron(section, policy.megatron_cfg)
+    if policy.router_replay.enabled:
+        yield from _check_router_replay(section, policy)
     if policy.megatron_cfg.enabled and policy.dtensor_cfg.lora_cfg.enabled:
         yield (
             f"{section}.dtensor_cfg.lora_cfg.enabled=true belongs to {section}.dtensor_cfg. Set it to false; adapters "
             f"of Megatron Core are enabled by {section}.megatron_cfg.peft.enabled=true."
+        )
+
+
+def _check_router_replay(section: str, policy: PolicyConfig) -> Findings:
+    """Check that the model samples with engines, and that its backend can replay their choice of experts."""
+    key, advice = f"{section}.router_replay.enabled=true", f"Set {section}.router_replay.enabled=false."
+    if section != "policy":
+        yield f"{key}: engines choose the experts of the policy's tokens, not those of the {section}. {advice}"
+    elif policy.generation is None:
+        yield f"{key} needs engines whose choice of experts is replayed, but this run samples no answers. {advice}"
+    if policy.training_backend is not None:
+        yield f"{key} is built for dtensor_cfg and megatron_cfg, not for {section}.training_backend. {advice}"
+    elif policy.megatron_cfg.enabled:
+        stages, recomputes = (
+            policy.megatron_cfg.pipeline_model_parallel_size,
+            policy.megatron_cfg.activation_checkpointing,
+        )
+        if stages > 1 and recomputes:
+            yield (
+                f"{key} with {section}.megatron_cfg.pipeline_model_parallel_size={stages} needs "
+                f"{section}.megatron_cfg.activation_checkpointing=false: a layer that is computed again while other "
+                "microbatches are under way would get their experts. Set one of the two, or use one stage."
+            )
+        if policy.megatron_cfg.model_overrides.get("moe_router_fusion"):
+            yield (
+                f"{key} cannot replace the choice of a fused kernel. Remove moe_router_fusion from "
+                f"{section}.megatron_cfg.model_overrides."
+            )
+    elif policy.dtensor_cfg.pipeline_parallel_size > 1:
+        yield (
+            f"{key} needs {section}.dtensor_cfg.pipeline_parallel_size=1, got "
+            f"{policy.dtensor_cfg.pipeline_parallel_size}. Use tensor, expert or context parallelism, or megatron_cfg."
         )
 
 

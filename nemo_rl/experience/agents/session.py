@@ -21,6 +21,7 @@ import torch
 
 from nemo_rl.data.interfaces import Message, TokenizerType
 from nemo_rl.data.messages.content import TextRules
+from nemo_rl.data.routed_experts import note_experts
 from nemo_rl.experience.agents.answers import ID_LENGTH, AnswerReader, short_id
 from nemo_rl.experience.agents.budget import Budget, Grant
 from nemo_rl.experience.agents.call_tree import Call, CallTree
@@ -326,6 +327,7 @@ class AgentSession:
             cut_by=grant.bound if is_cut else None,
             num_beginning=prompt.num_beginning,
         )
+        note_experts(call.log, result.routed_experts)
         if request.grammar is not None or request.forced_tool is not None:
             self.counts["constrained_tokens"] += answer.num_tokens
             self.counts["scored_later_tokens"] += result.num_scored_later

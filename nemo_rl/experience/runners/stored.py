@@ -13,6 +13,7 @@ import torch
 
 from nemo_rl.data.interfaces import Message
 from nemo_rl.data.packing import PROMPT_GROUPS
+from nemo_rl.data.routed_experts import ROUTED_EXPERTS
 from nemo_rl.data.stored_rows import (
     NUM_WRITTEN,
     STORED_ROWS,
@@ -129,6 +130,8 @@ def _messages(counted_log: Sequence[Any], place: StoredTokens | None, packed: Pa
         message: Any = dict(text, token_ids=torch.from_numpy(packed.token_ids[start:end].astype(np.int64)))
         if "generation_logprobs" in counted:
             message["generation_logprobs"] = torch.from_numpy(packed.logprobs[start:end].copy())
+        if packed.experts is not None:
+            message[ROUTED_EXPERTS] = torch.from_numpy(packed.experts[start:end].copy())
         log.append(message)
         start = end
     return log

@@ -37,6 +37,7 @@ from nemo_rl.models.dtensor.checkpoints import training_state
 from nemo_rl.models.dtensor.checkpoints.materialize import materialize
 from nemo_rl.models.dtensor.context_parallel import ContextParallel
 from nemo_rl.models.dtensor.experts.balance import ExpertBalance, watch_experts
+from nemo_rl.models.dtensor.experts.replay import ReplayedRouters
 from nemo_rl.models.dtensor.held_weights import Results, held_weights
 from nemo_rl.models.dtensor.lora import files as adapter_io
 from nemo_rl.models.dtensor.lora.modules import (
@@ -117,6 +118,8 @@ class DTensorBackend(TorchBackend):
         if layout.pp > 1:
             keep_stage(self.model.hf, meshes, config.dtensor_cfg.virtual_pipeline_size, device)
         self._balance = watch_experts(self.model.hf, config, device, meshes) if init_optimizer else None
+        replays = config.router_replay.enabled
+        self._replay = ReplayedRouters(self.model.hf, device, meshes.tp) if replays else None
         # The balance counts the tokens of a prompt once per row, so prompts cannot be shared.
         self.shares_prompts = built.shares_prompts and self._balance is None
         if not (init_optimizer or init_reference_model) and _stores_compute_precision(device):
@@ -160,9 +163,13 @@ class DTensorBackend(TorchBackend):
                 loss = forward_step(index, *self._scores(inputs, balance))
                 if backward:
                     assert loss is not None
+                    if self._replay is not None:
+                        self._replay.count(inputs)
                     if balance is not None and balance.has_loss:
                         loss = loss + balance.loss()
                     loss.backward()
+        if self._replay is not None:
+            self._replay.stop()
         reshard(self.model)
 
     def _check_further_inputs(self, microbatches: Sequence[ModelInputs]) -> None:
@@ -183,6 +190,8 @@ class DTensorBackend(TorchBackend):
     def _scores(self, inputs: ModelInputs, balance: ExpertBalance | None = None) -> tuple[Tensor, Tensor]:
         """Return the model's scores of one microbatch and their entropy; record the routing if `balance` is given."""
         density = self._density.unfiltered() if inputs.unfiltered else self._density
+        if self._replay is not None:
+            self._replay.use(inputs)
         with nullcontext() if balance is None else balance.watching(inputs.real_tokens):
             scores: tuple[Tensor, Tensor] = self.model(
                 inputs.model_inputs, inputs.positions_K, inputs.targets_K, density, inputs.top_k
@@ -200,8 +209,9 @@ class DTensorBackend(TorchBackend):
         balance.end_survey()
 
     def update_metrics(self) -> dict[str, float]:
-        """See `PolicyBackend.update_metrics`; returns the balance of experts, if the model has experts."""
-        return {} if self._balance is None else self._balance.end_update()
+        """See `PolicyBackend.update_metrics`; with experts, their load and the share of replayed tokens."""
+        balance = {} if self._balance is None else self._balance.end_update()
+        return balance if self._replay is None else balance | self._replay.counts.end_update()
 
     def clip_and_step(self) -> tuple[float, bool]:
         """See `PolicyBackend.clip_and_step`; the update is dropped if the gradient is not finite."""
@@ -240,6 +250,8 @@ class DTensorBackend(TorchBackend):
         self.model.zero_grad(set_to_none=True)
         if self._balance is not None:
             self._balance.start_update()
+        if self._replay is not None:
+            self._replay.counts.start_update()
 
     def weights_here(self) -> dict[str, Tensor]:
         """See `PolicyBackend.weights_here`."""

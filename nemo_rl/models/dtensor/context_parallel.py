@@ -173,6 +173,7 @@ class ContextParallel:
             positions_K=positions_K[places],
             targets_K=inputs.targets_K[places],
             real_tokens=None if inputs.real_tokens is None else chunks.take(inputs.real_tokens),
+            routed_experts=None if inputs.routed_experts is None else chunks.take(inputs.routed_experts),
         )
         return OwnTokens(mine, places, len(inputs.positions_K))
 

@@ -54,6 +54,10 @@ class DTensorTraining(FolderBackend):
 
         model = load_model_config(policy.model_name, policy.hf_config_overrides, section)
         report_findings(check_mesh(policy, layout, model, section, partial(_require_plan, policy)))
+        if policy.router_replay.enabled:
+            from nemo_rl.models.dtensor.experts.replay import check_configuration
+
+            check_configuration(model)
 
     def accepted_rows(self, policy: PolicyConfig) -> AcceptedRows:
         """See `TrainingBackend.accepted_rows`: all rows, unless stages or ranks divide what belongs to a row."""

@@ -15,9 +15,10 @@ from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.capacity.engine_memory import engine_memory
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import EngineSettings, SamplingParams
-from nemo_rl.models.generation.registry import ENGINES, engine_class, engine_kind
+from nemo_rl.models.generation.registry import ENGINES, engine_class, engine_kind, reports_experts
 from nemo_rl.models.generation.vllm.settings import kernel_variables
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
+from nemo_rl.models.huggingface.sizes import expert_parameters_of
 from nemo_rl.models.huggingface.stop_tokens import stop_token_ids
 from nemo_rl.models.quantization.choice import FP8, weight_quantization
 from nemo_rl.models.quantization.weights import WeightQuantization
@@ -75,6 +76,7 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         env_vars=_kernel_variables(generation, quantization) | dict(engine.env_vars or {}),
         recomputes_cache=generation.weight_sync.recompute_kv_cache,
         optimizations=cluster.optimizations,
+        reports_experts=policy.router_replay.enabled,
     )
 
 
@@ -137,17 +139,44 @@ def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
 
     Raises:
         ConfigError: `policy.generation.backend` names a class that cannot be imported, or the engine's own check
-            refuses the model.
+            refuses the model; or the experts of the model cannot be reported (`policy.router_replay`).
     """
     if policy.generation is None:
         return
     if policy.generation.backend not in ENGINES:
         own = engine_class(policy.generation.backend)
         check_own_keys(own, "policy.generation.engine_kwargs", policy.generation.engine_kwargs)
+    _check_router_replay(policy)
     check = engine_kind(policy.generation.backend).check
     if check is not None:
         refuse = import_dotted(check, ConfigError, f"{check} of policy.generation.backend", "It is part of nemo_rl.")
         refuse(policy, cluster)
+
+
+def _check_router_replay(policy: PolicyConfig) -> None:
+    """Refuse router replay for an engine that reports no experts, and for a model without experts.
+
+    Args:
+        policy: the section, with `generation`.
+
+    Raises:
+        ConfigError: the engine or the model cannot do it; nothing is checked unless the section asks for it.
+    """
+    if not policy.router_replay.enabled:
+        return
+    assert policy.generation is not None, "the caller has engines"
+    backend = policy.generation.backend
+    if not reports_experts(backend):
+        raise ConfigError(
+            f"policy.router_replay.enabled=true needs an engine that reports the experts of each token; "
+            f"policy.generation.backend={backend} does not. Set policy.generation.backend=vllm (a class of your own "
+            "has the attribute reports_experts=True), or policy.router_replay.enabled=false."
+        )
+    if not expert_parameters_of(load_model_config(policy.model_name, policy.hf_config_overrides)):
+        raise ConfigError(
+            f"policy.router_replay.enabled=true, but policy.model_name={policy.model_name!r} has no experts. Set "
+            "policy.router_replay.enabled=false."
+        )
 
 
 def sampling_params(policy: PolicyConfig, eos_token_id: int | None, *, validation: bool) -> SamplingParams:

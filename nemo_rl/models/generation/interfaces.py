@@ -150,6 +150,9 @@ class GenerationResult:
             answers with a grammar see `logprobs`.
         scored_by: version of the weights that gave all log-probabilities, if the response was read again; it is newer
             than `weight_versions` where weights were updated before that.
+        routed_experts: [P + n, L, k] signed integers: the k experts that each of L layers chose for the P tokens of the
+            prompt and the n of the response, -1 for a token that the engine did not report, such as the last one; None
+            unless `EngineSettings.reports_experts`.
         error: why the engine refused the request; then there are no tokens and no spans.
         served_by: the engine that wrote it; set by the group of engines.
         text: text of the tokens, as `texts.sampled_text` makes it, so that engines decode instead of the controller;
@@ -167,6 +170,7 @@ class GenerationResult:
     served_by: ServedBy | None = None
     answer: ChatAnswer | None = None
     scored_by: int | None = None
+    routed_experts: NDArray[np.signedinteger[Any]] | None = None
 
     @property
     def num_scored_later(self) -> int:
@@ -266,6 +270,7 @@ class EngineSettings:
         workers_on_machine: workers of all engines on one machine, which share its cores.
         samples: samples of a training step that this engine gets, if all engines get as many; 0: not known.
         optimizations: value of `cluster.optimizations`.
+        reports_experts: return the experts that each layer chose for each token (`GenerationResult.routed_experts`).
     """
 
     backend: str
@@ -292,6 +297,7 @@ class EngineSettings:
     workers_on_machine: int = 1
     samples: int = 0
     optimizations: Choice = "auto"
+    reports_experts: bool = False
 
     @property
     def num_replicas(self) -> int:
@@ -328,7 +334,8 @@ class Engine(Protocol):
     The protocol leaves open where it computes: in this process between two calls (`stepped.SteppedEngine`), in its own
     processes or on its own devices, or on a server. A class that reads `GenerationRequest.row_inputs` sets
     `accepts_inputs = True`; the others never get requests with such inputs (`registry.engine_rows`). Likewise only a
-    class with `accepts_grammars = True` gets requests with `SamplingParams.grammar`.
+    class with `accepts_grammars = True` gets requests with `SamplingParams.grammar`, and only one with
+    `reports_experts = True` is asked for them (`EngineSettings.reports_experts`).
 
     A class may have a method `take_load() -> EngineLoad | None`, and a coroutine function `responses_so_far(ids) ->
     dict[str, ResponseSoFar]`, which returns the tokens sampled so far for those of the requests that run, and does not

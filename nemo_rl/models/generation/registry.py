@@ -26,6 +26,7 @@ class EngineKind:
             model that the engine cannot serve, by a `ConfigError`; it needs no engine library.
         accepts_inputs: whether the engine accepts rows with further inputs and position rules (`data.model_rows`).
         accepts_grammars: whether the engine keeps to `SamplingParams.grammar`.
+        reports_experts: whether the engine returns the experts of tokens (`EngineSettings.reports_experts`).
         cpu_sequences: most sequences that it runs at the same time on the CPU, if it has such a limit.
     """
 
@@ -37,6 +38,7 @@ class EngineKind:
     cpu_sequences: int | None = None
     accepts_inputs: bool = False
     accepts_grammars: bool = False
+    reports_experts: bool = False
 
 
 ENGINES = {
@@ -51,6 +53,7 @@ ENGINES = {
         "nemo_rl.models.generation.vllm.check.check_model",
         CPU_SEQUENCES,
         accepts_grammars=True,
+        reports_experts=True,
     ),
     "hf": EngineKind("nemo_rl.models.generation.hf.engine.HfEngine", accepts_inputs=True),
     "megatron": EngineKind(
@@ -97,6 +100,16 @@ def grammar_refusal(backend: str) -> str | None:
         'structured_outputs, or a tool_choice that demands a call). Leave the form out (for tool_choice "auto"), or '
         "set policy.generation.backend=vllm."
     )
+
+
+def reports_experts(backend: str) -> bool:
+    """Return whether an engine returns the experts of tokens.
+
+    Raises:
+        ConfigError: the path of the class cannot be imported.
+    """
+    known = ENGINES.get(backend)
+    return known.reports_experts if known else bool(getattr(engine_class(backend), "reports_experts", False))
 
 
 def make_engine(settings: EngineSettings, place: int = 0) -> Engine:

@@ -13,10 +13,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nemo_rl.models.generation.interfaces import (
     EngineLoad,
@@ -51,6 +52,7 @@ class Finished(NamedTuple):
     logprobs: list[float]
     finish_reason: FinishReason
     error: str | None = None
+    routed_experts: NDArray[np.signedinteger[Any]] | None = None
 
 
 @dataclass
@@ -228,7 +230,7 @@ class SteppedEngine(ABC):
             raise NonFiniteError(f"{error} {cause}") from None
 
     def _answer(self, finished: list[Finished]) -> None:
-        for request_id, token_ids, logprobs, reason, error in finished:
+        for request_id, token_ids, logprobs, reason, error, routed_experts in finished:
             running = self._running.pop(request_id)
             if running.answer.done():
                 continue
@@ -245,6 +247,7 @@ class SteppedEngine(ABC):
                     [first, *(span for span in others if span.start < len(token_ids))],
                     text=self.decode(token_ids),
                     scored_by=running.versions[-1].version if running.is_read_again else None,
+                    routed_experts=routed_experts,
                 )
             )
 

@@ -69,6 +69,7 @@ class MegatronBackend(TorchBackend):
         from nemo_rl.models.megatron import optimizer as optim
         from nemo_rl.models.megatron.expert_load import ExpertLoad
         from nemo_rl.models.megatron.lora import modules as lora
+        from nemo_rl.models.megatron.replay import ReplayedRouters
         from nemo_rl.models.megatron.schedule import Schedule
         from nemo_rl.models.megatron.scoring import Scoring, logit_transform
 
@@ -99,7 +100,9 @@ class MegatronBackend(TorchBackend):
         self._load = watched
         scoring = Scoring(groups, sampling_density(config), logit_transform(self.hf_config), config.logprob_chunk_size)
         watch = None if self._load is None else self._load.watching
-        self._schedule = Schedule(self.chunks, scoring, self._division, watch)
+        replays = config.router_replay.enabled
+        self._replay = ReplayedRouters(self.chunks, self._division, device) if replays else None
+        self._schedule = Schedule(self.chunks, scoring, self._division, watch, self._replay)
 
     def run(self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep, *, backward: bool) -> None:
         """See `PolicyBackend.run`; an update must follow each training pass before the next one.
@@ -112,8 +115,9 @@ class MegatronBackend(TorchBackend):
         self._schedule.run(mine, forward_step, backward=backward)
 
     def update_metrics(self) -> dict[str, float]:
-        """See `PolicyBackend.update_metrics`; returns the load of experts, if the model has experts."""
-        return {} if self._load is None else self._load.end_update()
+        """See `PolicyBackend.update_metrics`; with experts, their load and the share of replayed tokens."""
+        load = {} if self._load is None else self._load.end_update()
+        return load if self._replay is None else load | self._replay.counts.end_update()
 
     def clip_and_step(self) -> tuple[float, bool]:
         """See `PolicyBackend.clip_and_step`; the update is dropped if the gradient is not finite."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_rl.data.routed_experts import NOT_REPORTED
 from nemo_rl.distributed.parallel_logprobs import TopK
 from nemo_rl.models.training.inputs import ModelInputs, round_up
 
@@ -61,6 +62,7 @@ class RankInputs:
         real_tokens: `[b, t]` bool, False on padding.
         unfiltered: as in `ModelInputs`.
         top_k: as in `ModelInputs`.
+        routed_experts: `[b, t, L, k]`, as in `ModelInputs`, of this rank's tokens.
     """
 
     arguments: dict[str, Any]
@@ -71,10 +73,16 @@ class RankInputs:
     real_tokens: Tensor
     unfiltered: bool = False
     top_k: TopK | None = None
+    routed_experts: Tensor | None = None
 
     def between_layers(self, division: Division) -> Tensor:
         """Return `real_tokens` `[b, t / sp]` of the tokens that this rank has between layers."""
         return self.real_tokens.chunk(division.sp, dim=1)[division.sp_rank]
+
+    def experts_between_layers(self, division: Division) -> Tensor | None:
+        """Return `routed_experts` `[b, t / sp, L, k]` of the same tokens."""
+        experts = self.routed_experts
+        return None if experts is None else experts.chunk(division.sp, dim=1)[division.sp_rank]
 
 
 def rank_inputs(inputs: ModelInputs, division: Division) -> RankInputs:
@@ -103,6 +111,7 @@ def rank_inputs(inputs: ModelInputs, division: Division) -> RankInputs:
     }
     if bounds is not None:
         arguments["packed_seq_params"] = _packed_parameters(new, tokens.device)
+    experts = inputs.routed_experts
     return RankInputs(
         arguments=arguments,
         positions_k=positions_k,
@@ -112,6 +121,7 @@ def rank_inputs(inputs: ModelInputs, division: Division) -> RankInputs:
         real_tokens=real_bt,
         unfiltered=inputs.unfiltered,
         top_k=inputs.top_k,
+        routed_experts=None if experts is None else _moved(experts, source_T, NOT_REPORTED)[:, own_t],
     )
 
 
@@ -161,9 +171,11 @@ def _own_tokens(bounds: Sequence[int], division: Division, device: torch.device)
     return torch.cat(parts).to(device)
 
 
-def _moved(rows: Tensor, source_T: Tensor) -> Tensor:
-    """Move rows `[b, W]` to their new positions `[b, T]`; padding is 0."""
-    return rows[:, source_T.clamp(min=0)].where(source_T >= 0, rows.new_zeros(()))
+def _moved(rows: Tensor, source_T: Tensor, padding: int = 0) -> Tensor:
+    """Move rows `[b, W, ...]` to their new positions `[b, T, ...]`; new tokens are `padding`."""
+    moved = rows[:, source_T.clamp(min=0)]
+    moved[:, source_T < 0] = padding
+    return moved
 
 
 def _starts(bounds: Sequence[int], device: torch.device) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from nemo_rl.models.megatron.expert_load import routers
 from nemo_rl.models.megatron.inputs import Division, RankInputs, without_scores
+from nemo_rl.models.megatron.replay import ReplayedRouters
 from nemo_rl.models.megatron.scoring import Scoring
 from nemo_rl.models.training.interfaces import ForwardStep
 
@@ -83,10 +84,19 @@ class Schedule:
         scoring: turns the last stage's hidden states into scores.
         division: division of a row's tokens among ranks.
         watch: context manager around every forward pass of a training microbatch.
+        replay: the routers that choose recorded experts; None: all choose themselves.
     """
 
-    def __init__(self, chunks: list[Any], scoring: Scoring, division: Division, watch: Watch | None = None) -> None:
+    def __init__(
+        self,
+        chunks: list[Any],
+        scoring: Scoring,
+        division: Division,
+        watch: Watch | None = None,
+        replay: ReplayedRouters | None = None,
+    ) -> None:
         self._chunks, self._scoring, self._division, self._watch = chunks, scoring, division, watch
+        self._replay = replay
         self._config = chunks[0].config
         self._balances = any(router.is_aux_loss_enabled() for router in routers(chunks))
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -113,6 +123,14 @@ class Schedule:
                 p2p_communicator=self._links,
                 pg_collection=self._groups,
             )
+        if self._replay is not None:
+            self._end_replay(microbatches if backward else ())
+
+    def _end_replay(self, trained: Sequence[RankInputs]) -> None:
+        assert self._replay is not None, "the caller checks it"
+        self._replay.stop()
+        for inputs in trained:
+            self._replay.count(inputs)
 
     def _filled(self, microbatches: Sequence[RankInputs]) -> list[RankInputs]:
         """Return the microbatches, followed by the filler microbatches without scores that interleaved stages need.
@@ -143,6 +161,8 @@ class Schedule:
             first = get_attr_wrapped_model(chunk, "pre_process")
             arguments["padding_mask"] = ~(inputs.real_tokens if first else inputs.between_layers(self._division))
         watches = backward and self._watch is not None and index < self._num_given
+        if self._replay is not None:
+            self._replay.use(inputs)
         with self._watch(inputs) if watches and self._watch is not None else nullcontext():
             return chunk(**arguments), partial(loss_of, index)
 

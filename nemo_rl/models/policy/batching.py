@@ -29,6 +29,7 @@ from nemo_rl.data.packing import (
     plan_microbatches,
     plan_prefixes,
 )
+from nemo_rl.data.routed_experts import ROUTED_EXPERTS
 from nemo_rl.data.stored_rows import NUM_STALE, NUM_WRITTEN, STORED_ROWS, TOKEN_KEYS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.errors import ConfigError, DataError
@@ -243,7 +244,8 @@ def scoring_rows(method: str, data: BatchedDataDict[Any], config: PolicyConfig) 
         raise ConfigError(
             f"Policy.{method} needs a scalar head (reward_model_cfg.enabled=true); this is a language model."
         )
-    optional = _STORED_SCORING_KEYS if STORED_ROWS in data else (*SCORING_KEYS, PROMPT_GROUPS, ROW_INPUTS)
+    replayed = (ROUTED_EXPERTS,) if config.router_replay.enabled else ()
+    optional = _STORED_SCORING_KEYS if STORED_ROWS in data else (*SCORING_KEYS, PROMPT_GROUPS, ROW_INPUTS, *replayed)
     wanted: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in optional if key in data})
     wanted.check_rows()
     return wanted

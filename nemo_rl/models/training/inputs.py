@@ -18,9 +18,11 @@ from torch import Tensor
 
 from nemo_rl.data.model_rows import ROW_INPUTS, TOKEN_ARGUMENTS, forward_arguments, has_position_rule, position_ids
 from nemo_rl.data.packing import SHARED_PREFIXES, prefixes_of
+from nemo_rl.data.routed_experts import ROUTED_EXPERTS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_logprobs import TopK
 from nemo_rl.host.device import to_device
+from nemo_rl.models.router_replay.layout import laid_out
 from nemo_rl.models.training.shared_prefixes import share_prefixes, spread
 
 type Places = Callable[[Tensor, Tensor], Tensor]
@@ -55,6 +57,9 @@ class ModelInputs:
         real_tokens: `[b, T]` bool like `input_ids`, False on padding; None: all are real.
         score_N: `[N]` int64, the index of the score that goes to each place, where several rows share a scored token;
             None: each score goes to one place.
+        routed_experts: `[b, T, L, k]` like `input_ids`, the experts that the engine chose in each of L layers, -1 for a
+            token that it has not reported; None: no token has any. Backends replay them if `policy.router_replay` is
+            enabled.
     """
 
     model_inputs: dict[str, Any]
@@ -66,6 +71,7 @@ class ModelInputs:
     top_k: TopK | None = None
     real_tokens: Tensor | None = None
     score_N: Tensor | None = None
+    routed_experts: Tensor | None = None
 
     @property
     def further_names(self) -> list[str]:
@@ -193,6 +199,10 @@ def _scored_at(
 ) -> ModelInputs:
     """Lay out rows whose tokens at the given rows and columns are scored; see `ModelInputs`."""
     model_inputs, places, real = _lay_out(rows, layout)
+    experts = None
+    if ROUTED_EXPERTS in rows:
+        lengths, width = rows["input_lengths"].tolist(), model_inputs["input_ids"].shape
+        experts = laid_out(rows[ROUTED_EXPERTS], lengths, places, tuple(width))
     positions_K, score_N = places(row_K, column_K), None
     if SHARED_PREFIXES in rows:
         positions_K, targets_K, score_N = _scored_once(positions_K, targets_K)
@@ -204,6 +214,7 @@ def _scored_at(
         shape=shape,
         real_tokens=to_device(real, device),
         score_N=None if score_N is None else to_device(score_N, device),
+        routed_experts=None if experts is None else to_device(experts, device),
     )
 
 

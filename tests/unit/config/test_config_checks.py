@@ -48,7 +48,24 @@ def low(value: float) -> str:
     return f"loss_fn.truncated_importance_sampling_ratio_min={value}"
 
 
+REPLAY = "policy.router_replay.enabled=true"
 REFUSED: list[tuple[list[str], str]] = [
+    # router replay
+    (
+        [REPLAY, "policy.dtensor_cfg.pipeline_parallel_size=2"],
+        r"needs policy\.dtensor_cfg\.pipeline_parallel_size=1, got 2",
+    ),
+    (
+        [
+            *(REPLAY, *MEGATRON, "policy.megatron_cfg.pipeline_model_parallel_size=2"),
+            "policy.megatron_cfg.activation_checkpointing=true",
+        ],
+        r"pipeline_model_parallel_size=2 needs policy\.megatron_cfg\.activation_checkpointing=false",
+    ),
+    (
+        [REPLAY, *MEGATRON, "+policy.megatron_cfg.model_overrides.moe_router_fusion=true"],
+        r"Remove moe_router_fusion from policy\.megatron_cfg\.model_overrides",
+    ),
     # batches
     (["policy.train_global_batch_size=50"], r"8 x .*8 .*\n  \(8 x 8\) / 50 = 1\.28\. .*: 32, 64\."),
     (["cluster.ranks_per_node=3"], r"3 data-parallel ranks\.\n  64 / 3 = 21\.3333\. Nearest values: 63, 66\."),

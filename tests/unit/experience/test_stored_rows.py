@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -17,6 +18,7 @@ from nemo_rl.algorithms.runtime.run import StepBatch
 from nemo_rl.algorithms.scoring import PolicyScoring
 from nemo_rl.config import ClippedPGLossConfig, GRPOConfig, PolicyConfig
 from nemo_rl.data.packing import FixedSize, find_prefixes
+from nemo_rl.data.routed_experts import ROUTED_EXPERTS, note_experts
 from nemo_rl.data.stored_rows import SCORE_KEYS, STORED_ROWS, stale_of, with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.metrics import rollout_metrics
@@ -117,6 +119,25 @@ def test_a_rank_gets_the_tensors_of_the_driver_bit_for_bit(groups: list[list[Tra
     assert count_valid(light) == count_valid(dense)
     assert num_counted_samples(light) == num_counted_samples(dense) == 5
     assert find_prefixes(light) == find_prefixes(dense)
+
+
+def test_experts_of_tokens_are_stored_with_them(groups: list[list[Trajectory]], store: Store) -> None:
+    """Of the groups whose engine has reported them; the others fall back."""
+    for number, each in enumerate(groups[0]):
+        note_experts(each.message_log, np.arange(12 * each.length).reshape(-1, 3, 4).astype(np.int16) + number)
+    dense = build_training_batch([each for group in groups for each in group], PAD, mask_truncated=False)
+    summaries = stored(groups, store)
+    light = with_tokens(build_training_batch(summaries, PAD, mask_truncated=False))
+    experts = dense[ROUTED_EXPERTS]
+    assert experts.dtype == torch.int16 and experts.shape == (*dense["input_ids"].shape, 3, 4)
+    assert torch.equal(light[ROUTED_EXPERTS], experts)
+    assert experts[1, :2, 0, 0].tolist() == [1, 13]
+    assert bool((experts[3:] == -1).all()) and bool((experts[1, groups[0][1].length :] == -1).all())
+    back = whole(summaries)
+    assert torch.equal(back[1].message_log[1][ROUTED_EXPERTS], groups[0][1].message_log[1][ROUTED_EXPERTS])
+    assert ROUTED_EXPERTS not in back[4].message_log[1]
+    again = Trajectory.from_state(groups[0][1].state_dict())
+    assert torch.equal(again.message_log[1][ROUTED_EXPERTS], groups[0][1].message_log[1][ROUTED_EXPERTS])
 
 
 def test_what_rows_share_does_not_depend_on_the_objects_that_hold_them(

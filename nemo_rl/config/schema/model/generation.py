@@ -113,7 +113,6 @@ class VllmConfig(Section):
     """Keys that only vLLM reads; the keys of `engine` may be written here too."""
 
     later: ClassVar[dict[str, str]] = {
-        "enable_return_routed_experts": "router replay",
         "http_refit_api_key_env_var": "weight transfer over HTTP",
         "http_refit_server_port": "weight transfer over HTTP",
         "zmq_refit_server_port": "weight transfer over ZMQ",
@@ -125,6 +124,7 @@ class VllmConfig(Section):
         "cap_max_tokens_to_context": "answers always end at the context length",
         "distributed_executor_backend": "the adapter chooses it",
         "enable_expert_parallel": "NeMo RL does not read it either; see expert_parallel_size",
+        "enable_return_routed_experts": "engines report experts if policy.router_replay.enabled is true",
         "enable_thinking": "NeMo RL does not read it either; see policy.tokenizer.chat_template_kwargs",
         "enforce_monotonicity": "NeMo RL does not read it either",
         "load_format": "the adapter chooses it",

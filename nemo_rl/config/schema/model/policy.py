@@ -100,6 +100,15 @@ class PlacementConfig(Section):
         return self.with_model if self.enabled else None
 
 
+class RouterReplayConfig(Section):
+    """Experts of a mixture-of-experts model in training."""
+
+    enabled: bool = False
+    """The trainer gives each token the experts that the engine chose for it when it sampled, in the passes that compute
+    log-probs (also those of the reference) and in training. Weights and gradients of the experts are the trainer's own.
+    Needs an engine that reports experts (vllm), and a model whose routers can be replayed."""
+
+
 class PolicyConfig(Section):
     """The model that is trained.
 
@@ -122,7 +131,6 @@ class PolicyConfig(Section):
         "quant_calib_size": "quantised training",
         "quant_cfg": "quantised training",
         "quant_sequence_length": "quantised training",
-        "router_replay": "router replay",
     }
     ignored: ClassVar[dict[str, str]] = {
         "generation_batch_size": "NeMo RL does not read it either",
@@ -185,6 +193,8 @@ class PolicyConfig(Section):
     """Packing of sequences."""
     reward_model_cfg: RewardModelConfig = Field(default_factory=RewardModelConfig)
     """A scalar head, for reward models."""
+    router_replay: RouterReplayConfig = Field(default_factory=RouterReplayConfig)
+    """Replay of the engine's choice of experts."""
     generation: GenerationConfig | None = Field(default_factory=GenerationConfig)
     """Sampling; null: the policy never generates."""
 

@@ -2,7 +2,8 @@
 
 The tokens so far become a part of the prompt. The rest is sampled with another seed, because the first one would give
 the same random numbers again, on which the tokens so far depend. Invariant: the joined response has the tokens,
-log-probabilities and weight versions of both parts, and ends where one response would have ended.
+log-probabilities and weight versions of both parts, and ends where one response would have ended. Its experts
+(`policy.router_replay`) are those with which the engine read the tokens so far again.
 """
 
 from bisect import bisect_left
@@ -59,7 +60,16 @@ def joined(
         rest.token_ids[:end], rest.logprobs[:end], [span for span in rest.weight_versions if span.start < end]
     )
     whole = so_far.followed_by(kept)
-    return GenerationResult(whole.token_ids, whole.logprobs, reason, whole.weight_versions, served_by=rest.served_by)
+    dropped = len(rest.token_ids) - end
+    experts = rest.routed_experts  # its prompt has the tokens so far
+    return GenerationResult(
+        whole.token_ids,
+        whole.logprobs,
+        reason,
+        whole.weight_versions,
+        served_by=rest.served_by,
+        routed_experts=experts if experts is None or not dropped else experts[:-dropped],
+    )
 
 
 def _end_at_stop(so_far: list[int], rest: list[int], stops: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> int:

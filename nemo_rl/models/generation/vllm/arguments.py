@@ -52,6 +52,8 @@ def engine_arguments(settings: EngineSettings) -> EngineArgs:
     if settings.pipeline_parallel_size > 1 or settings.num_replicas > 1:
         # Each stage's answers are read in the order of the batches, and replicas step together.
         values["async_scheduling"] = False
+    if settings.reports_experts:
+        values |= _reports(settings)
     if settings.device == "cpu":
         # A prompt split over two steps would rewind its request's random generator, which CPU generators do not
         # support.
@@ -68,6 +70,14 @@ def engine_arguments(settings: EngineSettings) -> EngineArgs:
         values["gpu_memory_utilization"] = settings.gpu_memory_utilization
     own = {key: value for key, value in settings.engine_kwargs.items() if key != "hf_overrides"}
     return EngineArgs(**(values | own))
+
+
+def _reports(settings: EngineSettings) -> dict[str, bool]:
+    """Make vLLM return the experts of tokens, which it does on GPUs only; on CPUs `experts.record` reads them.
+
+    It reads them between two steps, when the tokens of a finished request are still in the cache.
+    """
+    return {"async_scheduling": False} if settings.device == "cpu" else {"enable_return_routed_experts": True}
 
 
 def _graphs(settings: EngineSettings) -> dict[str, int]:

@@ -23,6 +23,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import uniproc_executor
 
+from nemo_rl.data.routed_experts import Experts
 from nemo_rl.models.generation.interfaces import (
     EngineLoad,
     EngineSettings,
@@ -36,6 +37,7 @@ from nemo_rl.models.generation.texts import sampled_text
 from nemo_rl.models.generation.vllm.arguments import engine_arguments, sampling_params
 from nemo_rl.models.generation.vllm.concurrency import CacheWatch
 from nemo_rl.models.generation.vllm.float8.activations import round_activations
+from nemo_rl.models.generation.vllm.experts.reports import ExpertReports, with_experts
 from nemo_rl.models.generation.vllm.grammars import REFUSED, Scoring, is_scored, reading
 from nemo_rl.models.generation.vllm.layers import start_recording, stop_recording
 from nemo_rl.models.generation.vllm.logprobs import of_tokens
@@ -86,6 +88,8 @@ class VllmEngine(SteppedEngine):
             self._engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         if settings.quantization is not None and settings.quantization.simulated:
             self._engine.collective_rpc(partial(round_activations, quantization=settings.quantization))
+        on_cpu = settings.device == "cpu"
+        self._experts = ExpertReports(self._engine, on_cpu=on_cpu) if settings.reports_experts else None
         self._cache = CacheWatch(self._scheduler)
         self._threads = self._start_threads(settings)
         self._take_bursts(settings)
@@ -137,10 +141,11 @@ class VllmEngine(SteppedEngine):
         self._cache.begin_step()
         if self._threads is not None:
             self._threads.begin_step(reads_prompts=self._scheduler.get_request_counts()[1] > 0)
+        outputs = [each for each in self._engine.step() if isinstance(each, RequestOutput) and each.finished]
+        experts = {} if self._experts is None else self._experts.of_outputs(outputs, self._vllm_ids)
         finished = []
-        for output in self._engine.step():
-            if isinstance(output, RequestOutput) and output.finished:
-                finished += self._taken(output)
+        for output in outputs:
+            finished += self._taken(output, experts.get(output.request_id))
         if self._threads is not None:
             self._threads.end_step(has_more=bool(self._vllm_ids))
         self._cache.end_step(len(finished))
@@ -155,13 +160,14 @@ class VllmEngine(SteppedEngine):
             self._engine.collective_rpc("execute_dummy_batch")
         return finished
 
-    def _taken(self, output: RequestOutput) -> list[Finished]:
+    def _taken(self, output: RequestOutput, experts: Experts | None) -> list[Finished]:
         """Return the response of an output; none if it has to be scored, which begins here."""
         request_id = output.request_id
         del self._vllm_ids[request_id]
         if request_id in self._scoring.drawn:
-            return [self._scoring.scored(output)]
-        response = _finished(output)
+            drawn = None if experts is None else experts[:-1]  # reading draws another token
+            return [with_experts(self._scoring.scored(output), drawn)]
+        response = with_experts(_finished(output), experts)
         if request_id not in self._scoring.prompts:
             return [response]
         if response.error is not None:
@@ -180,10 +186,20 @@ class VllmEngine(SteppedEngine):
         removed = []
         for request_id in request_ids:
             token_ids, logprobs = self.sampled_so_far(request_id)
-            removed.append(Finished(request_id, token_ids, logprobs, "abort"))
+            experts = self._experts_so_far(request_id, len(token_ids))
+            removed.append(with_experts(Finished(request_id, token_ids, logprobs, "abort"), experts))
             self._scoring.forget(request_id)
         self._engine.abort_request([self._vllm_ids.pop(request_id) for request_id in request_ids], internal=True)
         return removed
+
+    def _experts_so_far(self, request_id: str, num_sampled: int) -> Experts | None:
+        """Return the experts of a running request; None if there are none."""
+        vllm_id = self._vllm_ids[request_id]
+        running = self._scheduler.requests.get(vllm_id)
+        if self._experts is None or running is None or not num_sampled:
+            return None
+        num_tokens = running.num_prompt_tokens + num_sampled
+        return self._experts.of_running(vllm_id, running.num_computed_tokens, num_tokens)
 
     def sampled_so_far(self, request_id: str) -> tuple[list[int], list[float]]:
         """See `SteppedEngine.sampled_so_far`; none of a response whose log-probabilities are known at its end only."""

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl.config import PolicyConfig, row_length_multiple
+from nemo_rl.data.routed_experts import ROUTED_EXPERTS
 from nemo_rl.data.stored_rows import with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
@@ -186,7 +187,10 @@ class PolicyWorker(ScoringWorker):
         """Return the microbatches, and their inputs as the loss wants them."""
         microbatches = list(split_rows(with_tokens(data), sizes))
         build = input_builder(loss_fn)
-        return microbatches, [build(rows, self._layout, self.backend.device) for rows in microbatches]
+        inputs = [build(rows, self._layout, self.backend.device) for rows in microbatches]
+        for rows in microbatches:
+            rows.pop(ROUTED_EXPERTS, None)  # the loss does not read them
+        return microbatches, inputs
 
     def accumulate(self, data: BatchedDataDict[Any], sizes: Sequence[int], loss_fn: AnyLossFunction) -> None:
         """Add the gradients of this rank's rows of a part of a global batch; `finish_update` makes the update.

@@ -3,7 +3,7 @@
 import importlib.util
 
 import pytest
-from transformers import DeepseekV3Config, Qwen2Config
+from transformers import DeepseekV3Config, Qwen2Config, Qwen3MoeConfig
 
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.models.generation.factory import check_engine_model
@@ -33,6 +33,19 @@ def test_head_sizes_that_vllm_lacks_on_cpus_are_refused(tmp_path):
         check_engine_model(policy(tmp_path, small), CPU)
     check_engine_model(policy(tmp_path, small, "hf"), CPU)
     check_engine_model(policy(tmp_path, small), ClusterConfig.build(device="cuda"))
+
+
+def test_router_replay_needs_an_engine_that_reports_experts_and_a_model_that_has_some(tmp_path):
+    mixture, replay = Qwen3MoeConfig(num_hidden_layers=2, head_dim=64), {"enabled": True}
+    for backend, folder, model in (("vllm", "a", mixture), ("hf", "a", mixture), ("vllm", "b", Qwen2Config())):
+        made = policy(tmp_path / folder, model, backend)
+        made = PolicyConfig.build(**made.model_dump(exclude_unset=True) | {"router_replay": replay})
+        if (backend, folder) == ("vllm", "a"):
+            check_engine_model(made, CPU)
+            continue
+        message = "Set policy.generation.backend=vllm" if backend == "hf" else "has no experts"
+        with pytest.raises(ConfigError, match=message):
+            check_engine_model(made, CPU)
 
 
 @pytest.mark.vllm

@@ -10,6 +10,7 @@ from policy_helpers import WeightedNLL, policy_config, random_batch, run_ranks
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.ranks import collectives
 from nemo_rl.models.dtensor.backend import DTensorBackend
@@ -55,14 +56,18 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def _train_once(rank: int, world_size: int, name: str, values: dict[str, Any]) -> dict[str, Any]:
+def _train_once(
+    rank: int, world_size: int, name: str, values: dict[str, Any], data: BatchedDataDict[Any] | None = None
+) -> dict[str, Any]:
     config = policy_config(name, **values)
     worker = PolicyWorker(DTensorBackend(config, CPU), config)
     out: dict[str, Any] = {}
-    data = random_batch(rows=ROWS)
-    scored = shard_batch(data, world_size, logprob_strategy(config))
-    scores = worker.get_logprobs(scored.data[rank], scored.sizes[rank])
-    order = [row for mb in scored.plan.shards[rank] for row in mb]
+    data = random_batch(rows=ROWS) if data is None else data
+    layout = ParallelLayout.of(config, world_size)
+    shards, shard = layout.data_parallel_size, layout.data_parallel_rank(rank)
+    scored = shard_batch(data, shards, logprob_strategy(config))
+    scores = worker.get_logprobs(scored.data[shard], scored.sizes[shard])
+    order = [row for mb in scored.plan.shards[shard] for row in mb]
     out["scores"] = dict(zip(order, scores, strict=True))
     step = worker.backend.clip_and_step
 
@@ -71,8 +76,8 @@ def _train_once(rank: int, world_size: int, name: str, values: dict[str, Any]) -
         return step()
 
     worker.backend.clip_and_step = step_and_keep  # type: ignore[method-assign]
-    batch = shard_batch(data, world_size, training_strategy(config))
-    result = worker.train(batch.data[rank], batch.sizes[rank], WeightedNLL(), count_valid(data))
+    batch = shard_batch(data, shards, training_strategy(config))
+    result = worker.train(batch.data[shard], batch.sizes[shard], WeightedNLL(), count_valid(data))
     out["loss"], out["norm"], out["metrics"] = result.loss, result.grad_norm, result.model_metrics
     named = worker.backend.model.hf.named_parameters()
     out["empty"] = [key for key, p in named if isinstance(p, DTensor) and not p.to_local().numel()]

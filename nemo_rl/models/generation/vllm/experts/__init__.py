@@ -1,0 +1,1 @@
+"""The experts that vLLM's routers choose for each token, for `policy.router_replay`."""

@@ -1,0 +1,110 @@
+"""Record the experts of tokens inside vLLM's worker, on CPUs; these functions run there.
+
+vLLM returns routed experts (`enable_return_routed_experts`) from its second model runner only, which needs Triton; its
+CPU worker has the first one. Here vLLM's own capturer reads the routers, and this file keeps what it reads.
+
+    routers ─► vLLM's RoutedExpertsCapturer: the tokens of a step ─► _Record: each slot of the cache
+
+A token's experts are stored at the place of its keys and values in the cache. So a prompt that is found in the cache
+has its experts, and a place that is used again gets those of its new token. Invariant: the experts of a token are those
+of the pass that wrote its keys and values; after a weight update that recomputes the cache, those of the new weights.
+"""
+
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+    RoutedExpertsCapturer,
+    bind_routed_experts_capturer,
+)
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from nemo_rl.data.routed_experts import experts_dtype
+from nemo_rl.utils.errors import ConfigError
+
+
+def moe_layers(worker: Any) -> list[int]:
+    """Return the numbers of this rank's layers with experts, in order."""
+    model = worker.model_runner.get_model()
+    return sorted({module.layer_id for module in model.modules() if isinstance(module, MoERunner)})
+
+
+def start_record(worker: Any) -> None:
+    """Record the experts of all tokens from now on.
+
+    Raises:
+        ConfigError: no part of the cache keeps all tokens of a request.
+    """
+    worker.expert_record = _Record(worker)
+
+
+def take_experts(worker: Any, wanted: list[tuple[str, int]]) -> list[Tensor] | None:
+    """Return the experts of requests that run, or that ended in the last step.
+
+    Args:
+        worker: vLLM's worker.
+        wanted: id of each request and the number of its first tokens.
+
+    Returns:
+        `[tokens, L, k]` for each request, L of this rank's layers; None if another rank of the stage answers.
+    """
+    record: _Record = worker.expert_record
+    return record.of_requests(wanted) if get_tp_group().is_first_rank else None
+
+
+class _Record:
+    """The experts of each slot of the cache of keys and values of one rank."""
+
+    def __init__(self, worker: Any) -> None:
+        self._runner = worker.model_runner
+        config = self._runner.vllm_config
+        # Every rank captures, because ranks may exchange their tokens for it.
+        self._capturer = RoutedExpertsCapturer(config.scheduler_config.max_num_batched_tokens, config)
+        bind_routed_experts_capturer(self._runner.get_model(), self._capturer)
+        self._layers = moe_layers(worker)
+        cache = self._runner.kv_cache_config
+        specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+        whole = [number for number, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)]
+        if not whole:
+            raise ConfigError(
+                "policy.router_replay.enabled=true needs a layer with full attention, whose cache keeps all tokens of "
+                "a request; this model has none. Set policy.router_replay.enabled=false."
+            )
+        self._group = whole[0]
+        self._block_size: int = specs[self._group].block_size
+        num_experts = config.model_config.get_num_experts()
+        dtype = getattr(torch, experts_dtype(num_experts).name)
+        shape = (cache.num_blocks * self._block_size, len(self._layers), self._capturer.shape_per_token[1])
+        self._slots = torch.zeros(shape, dtype=dtype)
+        self._keep_each_step()
+
+    def _keep_each_step(self) -> None:
+        """Store the experts of a step's tokens after each forward pass."""
+        execute = self._runner.execute_model
+
+        @wraps(execute)
+        def execute_and_keep(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            output = execute(scheduler_output, *args, **kwargs)
+            self._keep(scheduler_output.total_num_scheduled_tokens)
+            return output
+
+        self._runner.execute_model = execute_and_keep
+
+    def _keep(self, num_tokens: int) -> None:
+        slots = self._runner.input_batch.block_table[self._group].slot_mapping.gpu[:num_tokens]
+        read = self._capturer.device_buffer[:num_tokens, self._layers]
+        self._slots[slots] = read.to(self._slots.dtype)
+
+    def of_requests(self, wanted: list[tuple[str, int]]) -> list[Tensor]:
+        """See `take_experts`."""
+        return [self._of_request(*each) for each in wanted]
+
+    def _of_request(self, request_id: str, num_tokens: int) -> Tensor:
+        blocks = torch.tensor(self._runner.requests[request_id].block_ids[self._group], dtype=torch.int64)
+        positions = torch.arange(num_tokens)
+        slots = blocks[positions // self._block_size] * self._block_size + positions % self._block_size
+        return self._slots[slots]

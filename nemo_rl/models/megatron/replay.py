@@ -1,0 +1,132 @@
+"""Make Megatron Core's routers choose recorded experts.
+
+Each router asks its attribute `router_replay` for the choice of experts. Megatron Core's own `RouterReplay` needs the
+experts of every token; `_LayerReplay` takes its place and lets the router choose where the engine has reported none.
+Weights come from the router's own scores, in Megatron Core's own code. Invariant: a token without recorded experts gets
+bit for bit what the router would choose.
+
+Source of the method: Rollout Routing Replay (Ma et al. 2025, arXiv:2510.11370).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl.models.megatron.expert_load import routers
+from nemo_rl.models.megatron.inputs import Division, RankInputs
+from nemo_rl.models.router_replay.layout import ReplayCounts, require_layers
+from nemo_rl.utils.errors import ConfigError
+
+_CHOOSES_OTHERWISE = ("sinkhorn", "quantile_balancing")
+
+
+class ReplayedRouters:
+    """The routers of this rank's layers, which choose the recorded experts of the current microbatch.
+
+    The experts of a microbatch hold until the next forward pass. So a layer that is computed again in the backward pass
+    gets those of its microbatch only if no other forward pass comes between, that is, with one stage.
+
+    Args:
+        chunks: chunks of this rank.
+        division: division of a row's tokens, which says which tokens this rank's routers see.
+        device: device on which the model computes.
+
+    Attributes:
+        counts: counts the tokens of an update.
+
+    Raises:
+        ConfigError: the model has no experts, or chooses them in a way that cannot be replayed.
+    """
+
+    def __init__(self, chunks: Sequence[Any], division: Division, device: torch.device) -> None:
+        config = chunks[0].config
+        _require_replayable(config)
+        self.counts = ReplayCounts(device)
+        self._division, self._of_token = division, config.moe_router_topk
+        layers = _layers_with_experts(config)
+        self._num_layers = len(layers)
+        self._of_layer: list[tuple[int, _LayerReplay]] = []
+        for router in routers(chunks):
+            replay = _LayerReplay()
+            router.router_replay = replay
+            self._of_layer.append((layers.index(router.layer_number - 1), replay))
+
+    def use(self, inputs: RankInputs) -> None:
+        """Replay the experts of a microbatch from now on, until the next call.
+
+        Raises:
+            ConfigError: they are those of another model.
+        """
+        experts = inputs.experts_between_layers(self._division)
+        if experts is not None:
+            require_layers(experts, self._num_layers, self._of_token)
+            experts = experts.transpose(0, 1).flatten(0, 1).long()  # routers see `[t, b]`
+        for layer, replay in self._of_layer:
+            replay.experts = None if experts is None else experts[:, layer]
+
+    def count(self, inputs: RankInputs) -> None:
+        """Count the tokens of a microbatch for the metrics of an update."""
+        self.counts.add(inputs.routed_experts, inputs.real_tokens)
+
+    def stop(self) -> None:
+        """Let the routers choose again."""
+        for _, replay in self._of_layer:
+            replay.experts = None
+
+
+class _LayerReplay:
+    """The `router_replay` of one router.
+
+    Attributes:
+        experts: `[N, k]` int64 of the router's tokens, -1 where the router chooses; None: it chooses all.
+    """
+
+    def __init__(self) -> None:
+        self.experts: Tensor | None = None
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Return `[N, k]` scores and experts; see Megatron Core's `RouterReplay`.
+
+        Args:
+            scores: `[N, E]`.
+            topk: experts of a token, k.
+            num_groups: groups of experts, or None.
+            group_topk: groups of a token, or None.
+            default_compute_topk: the router's own choice.
+        """
+        values, own = default_compute_topk(scores, topk, num_groups, group_topk)
+        if self.experts is None:
+            return values, own
+        chosen = torch.where(self.experts < 0, own, self.experts)
+        return scores.gather(1, chosen), chosen
+
+
+def _layers_with_experts(config: Any) -> list[int]:
+    """Return the numbers of the layers with experts, from 0."""
+    every = config.moe_layer_freq
+    has_experts = every if isinstance(every, list) else [number % every == 0 for number in range(config.num_layers)]
+    return [number for number, has in enumerate(has_experts) if has]
+
+
+def _require_replayable(config: Any) -> None:
+    problem = None
+    if not config.num_moe_experts:
+        problem = "the model has no experts"
+    elif config.moe_router_fusion:
+        problem = "moe_router_fusion chooses experts in a fused kernel"
+    elif config.moe_router_load_balancing_type in _CHOOSES_OTHERWISE:
+        problem = f"moe_router_load_balancing_type={config.moe_router_load_balancing_type} chooses experts otherwise"
+    if problem is not None:
+        raise ConfigError(
+            f"policy.router_replay.enabled=true with policy.megatron_cfg: {problem}. Change that key, or set "
+            "policy.router_replay.enabled=false."
+        )
