@@ -36,8 +36,8 @@ from nemo_rl.models.generation.stepped import Finished, SteppedEngine
 from nemo_rl.models.generation.texts import sampled_text
 from nemo_rl.models.generation.vllm.arguments import engine_arguments, sampling_params
 from nemo_rl.models.generation.vllm.concurrency import CacheWatch
-from nemo_rl.models.generation.vllm.float8.activations import round_activations
 from nemo_rl.models.generation.vllm.experts.reports import ExpertReports, with_experts
+from nemo_rl.models.generation.vllm.float8.activations import round_activations
 from nemo_rl.models.generation.vllm.grammars import REFUSED, Scoring, is_scored, reading
 from nemo_rl.models.generation.vllm.layers import start_recording, stop_recording
 from nemo_rl.models.generation.vllm.logprobs import of_tokens
