@@ -1,7 +1,6 @@
 """Give responses the experts of their tokens; `record` has them on CPUs, on GPUs vLLM returns them with a response."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,8 @@ class ExpertReports:
     """
 
     def __init__(self, engine: LLMEngine, *, on_cpu: bool) -> None:
-        self._engine, self._on_cpu = engine, on_cpu
+        self._on_cpu = on_cpu
+        self._call_all: Any = engine.collective_rpc  # its type allows no arguments for a function
         self._num_experts: int = engine.model_config.get_num_experts()
         of_ranks = engine.collective_rpc(moe_layers)
         self._layers = sorted({layer for layers in of_ranks for layer in layers})
@@ -66,7 +66,7 @@ class ExpertReports:
         return with_unreported(rows, num_tokens, self._num_experts)
 
     def _recorded(self, wanted: list[tuple[str, int]]) -> list[NDArray[Any]]:
-        of_ranks = self._engine.collective_rpc(partial(take_experts, wanted=wanted))
+        of_ranks = self._call_all(take_experts, args=(wanted,))
         stages = [of_rank for of_rank in of_ranks if of_rank is not None]
         return [torch.cat(of_request, dim=1).numpy() for of_request in zip(*stages, strict=True)]
 
