@@ -19,13 +19,13 @@ import numpy as np
 import torch
 
 from nemo_rl.models.generation.interfaces import (
-    EngineLoad,
     FinishReason,
     GenerationRequest,
     GenerationResult,
     ResponseSoFar,
     VersionSpan,
 )
+from nemo_rl.models.generation.reports.load import EngineLoad
 from nemo_rl.models.training.finite import listed
 from nemo_rl.utils.errors import GenerationError, NonFiniteError
 

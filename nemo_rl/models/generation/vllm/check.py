@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
+from nemo_rl.models.generation.vllm.speculation.settings import check_speculation
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.models.huggingface.sizes import head_size
 from nemo_rl.utils.errors import ConfigError
@@ -22,12 +23,14 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     """Refuse a model that vLLM computes wrongly or cannot divide; see `registry.EngineKind.check`.
 
     Raises:
-        ConfigError: the model does not divide over the ranks of an engine; or, on a CPU, its head size is not
+        ConfigError: the model does not divide over the ranks of an engine, or speculative decoding is not possible as
+            configured; or, on a CPU, its head size is not
             supported by vLLM there, or it has latent attention (such as DeepSeek-V3's) with plain rotary embeddings.
     """
     assert policy.generation is not None
     model = load_model_config(policy.model_name, policy.hf_config_overrides).get_text_config()
     check_engine_shape(model, policy.generation)
+    check_speculation(policy, cluster, model)
     if cluster.uses_gpu:
         return
     rope = getattr(model, "rope_parameters", None) or {}

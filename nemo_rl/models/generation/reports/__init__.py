@@ -1,0 +1,1 @@
+"""What engines report about their work, besides responses."""

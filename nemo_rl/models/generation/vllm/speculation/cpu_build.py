@@ -1,0 +1,49 @@
+"""Repair what vLLM's CPU build computes wrongly in speculative decoding.
+
+Without Triton the build takes C++ functions in place of vLLM's kernels. The function that repeats the temperature,
+top-k and top-p of each request for its proposed tokens writes its result into a copy that nobody reads, so the logits
+would be divided by uninitialized memory. And a draft model's own output head counts as equal to the model's: both have
+been packed, and what is left of their weights, which is nothing, is compared. Invariant: after these repairs each token
+is drawn from the same distribution as without speculation.
+"""
+
+from typing import Any
+
+import torch
+from vllm.utils import cpu_triton_utils
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+_share_head = SpecDecodeBaseProposer._maybe_share_lm_head
+
+
+def repair_speculation() -> None:
+    """Make the repairs in this process; call it before vLLM builds its worker."""
+    cpu_triton_utils._expand_kernel_impl = repeat_for_tokens  # type: ignore[assignment]  # a subset of the arguments
+    SpecDecodeBaseProposer._maybe_share_lm_head = _share_head_if_none  # type: ignore[method-assign]
+
+
+def repeat_for_tokens(
+    output: torch.Tensor,
+    values: torch.Tensor,
+    ends: torch.Tensor,
+    replace_from: float,
+    replace_to: float,
+    **_: Any,
+) -> None:
+    """Write the value of each request to the places of its tokens.
+
+    Args:
+        output: `[T]`, written.
+        values: `[B]`, of the requests.
+        ends: `[B]`, the number of tokens of all requests up to this one.
+        replace_from: a value that is replaced.
+        replace_to: the value in its place.
+    """
+    counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
+    output.copy_(values.where(values != replace_from, replace_to).repeat_interleave(counts))
+
+
+def _share_head_if_none(proposer: Any, target: torch.nn.Module) -> None:
+    """Take the model's output head for a draft model whose files have none."""
+    if not getattr(proposer.model, "has_own_lm_head", False):
+        _share_head(proposer, target)
