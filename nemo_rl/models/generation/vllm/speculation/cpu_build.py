@@ -2,23 +2,27 @@
 
 Without Triton the build takes C++ functions in place of vLLM's kernels. The function that repeats the temperature,
 top-k and top-p of each request for its proposed tokens writes its result into a copy that nobody reads, so the logits
-would be divided by uninitialized memory. And a draft model's own output head counts as equal to the model's: both have
-been packed, and what is left of their weights, which is nothing, is compared. Invariant: after these repairs each token
-is drawn from the same distribution as without speculation.
+would be divided by uninitialized memory. A step in which no request has proposals fails if one has a top-k. And a draft
+model's own output head counts as equal to the model's: both have been packed, and what is left of their weights, which
+is nothing, is compared. Invariant: after these repairs each token is drawn from the same distribution as without
+speculation.
 """
 
 from typing import Any
 
 import torch
 from vllm.utils import cpu_triton_utils
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
+_constrain = rejection_sampler.apply_sampling_constraints
 _share_head = SpecDecodeBaseProposer._maybe_share_lm_head
 
 
 def repair_speculation() -> None:
     """Make the repairs in this process; call it before vLLM builds its worker."""
-    cpu_triton_utils._expand_kernel_impl = repeat_for_tokens  # type: ignore[assignment]  # a subset of the arguments
+    cpu_triton_utils._expand_kernel_impl = repeat_for_tokens
+    rejection_sampler.apply_sampling_constraints = _constrain_if_any
     SpecDecodeBaseProposer._maybe_share_lm_head = _share_head_if_none  # type: ignore[method-assign]
 
 
@@ -28,7 +32,7 @@ def repeat_for_tokens(
     ends: torch.Tensor,
     replace_from: float,
     replace_to: float,
-    **_: Any,
+    max_num_tokens: int | None = None,
 ) -> None:
     """Write the value of each request to the places of its tokens.
 
@@ -38,9 +42,15 @@ def repeat_for_tokens(
         ends: `[B]`, the number of tokens of all requests up to this one.
         replace_from: a value that is replaced.
         replace_to: the value in its place.
+        max_num_tokens: has no effect; vLLM's kernel needs it.
     """
     counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
     output.copy_(values.where(values != replace_from, replace_to).repeat_interleave(counts))
+
+
+def _constrain_if_any(logits: torch.Tensor, ends: torch.Tensor, sampling: Any) -> torch.Tensor:
+    """Apply temperature, top-k and top-p to the logits `[T, V]` of proposed tokens, if there are any."""
+    return _constrain(logits, ends, sampling) if len(logits) else logits
 
 
 def _share_head_if_none(proposer: Any, target: torch.nn.Module) -> None:

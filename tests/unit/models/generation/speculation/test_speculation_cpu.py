@@ -10,8 +10,16 @@ from typing import Any
 
 import pytest
 from engine_process import EngineProcess
-from generation_helpers import ask, check_spans, greedy_reference, make_settings, plain, reference_logprobs, streamed
-from generation_helpers import save_model
+from generation_helpers import (
+    ask,
+    check_spans,
+    greedy_reference,
+    make_settings,
+    plain,
+    reference_logprobs,
+    save_model,
+    streamed,
+)
 from speculating import (
     VOCABULARY,
     chi_square,
@@ -75,9 +83,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]
         )
         for kind, section in sections.items()
     }
-    with EngineProcess(settings) as process:
-        for kind in KINDS:
-            process.call(kind, "ready")
+    with EngineProcess(settings) as process:  # it builds each engine with its first call
         yield process
 
 
@@ -114,12 +120,11 @@ def accepted(engines: EngineProcess, kind: str) -> dict[str, float]:
 def test_responses_have_the_probabilities_of_the_model(engines, sender, kind, sampling):
     """Chi-square over all responses of four tokens; log-probabilities are those of the filtered distribution."""
     model = deploy(engines, sender, kind, seed=0)
-    requests = [
-        ask(PROMPT, seed=derive_seed(0, kind, i), max_new_tokens=LENGTH, **sampling) for i in range(1500)
-    ]
+    requests = [ask(PROMPT, seed=derive_seed(0, kind, i), max_new_tokens=LENGTH, **sampling) for i in range(1500)]
     accepted(engines, kind)
     results = engines.generate(kind, requests)
     metrics = accepted(engines, kind)
+    print(kind, sampling, metrics)
     assert metrics["spec_acceptance_rate"] > 0.02 and metrics["spec_proposed_tokens"] > 1000
     exact = exact_probabilities(model, PROMPT, LENGTH, SamplingParams(**sampling))
     assert chi_square(results, exact, LENGTH) > 1e-4
@@ -221,7 +226,9 @@ def test_a_bad_word_is_never_drawn(engines, sender, kind):
     model = deploy(engines, sender, kind, seed=34)
     banned = ask(PROMPT, max_new_tokens=40, bad_words=(chr(33 + 4),))
     requests = [ask(PROMPT, seed=i, max_new_tokens=40, bad_words=(chr(33 + 4),)) for i in range(8)]
-    assert any(4 in r.token_ids for r in engines.generate(kind, [ask(PROMPT, seed=i, max_new_tokens=40) for i in range(8)]))
+    assert any(
+        4 in r.token_ids for r in engines.generate(kind, [ask(PROMPT, seed=i, max_new_tokens=40) for i in range(8)])
+    )
     for result in engines.generate(kind, requests):
         tokens = result.token_ids.tolist()
         assert 4 not in tokens
