@@ -12,6 +12,7 @@ import pytest
 from generation_helpers import make_settings
 
 from nemo_rl.config import ClusterConfig, PolicyConfig
+from nemo_rl.config.loading.all_errors import collect_errors
 from nemo_rl.models.generation.reports.load import EngineLoad, SpeculationCounts, load_metrics
 from nemo_rl.models.generation.vllm.speculation.settings import KNOWN_KEYS, check_speculation, speculation_of
 from nemo_rl.models.generation.vllm.speculation.watch import SpeculationWatch
@@ -118,6 +119,20 @@ def test_the_known_keys_are_those_of_vllm() -> None:
     made_by_vllm = {"draft_load_config", "tensor_parallel_size"}
     made_by_vllm |= {f"{model}_{part}_config" for model in ("target", "draft") for part in ("model", "parallel")}
     assert fields - made_by_vllm == set(KNOWN_KEYS)
+
+
+def test_files_with_these_keys_load_and_training_of_drafts_is_refused_by_name(tmp_path: Path) -> None:
+    """As `tools/check_nemo_rl_config.py` reads them."""
+    base = Path(__file__).resolve().parents[5] / "examples" / "configs" / "grpo_math_cpu.yaml"
+    file = tmp_path / "run.yaml"
+    section = "{method: eagle3, model: a/b, num_speculative_tokens: 3, draft_tensor_parallel_size: 1}"
+    off = "draft: {enabled: false, model_name: null, loss_weight: 0.1, num_layers: null, aux_layer_indices: null}"
+    mtp = "megatron_cfg: {mtp_num_layers: 0, mtp_loss_scaling_factor: 0.0, mtp_detach_heads: false}"
+    generation = f"generation: {{vllm_kwargs: {{speculative_config: {section}}}}}"
+    file.write_text(f"defaults: {base}\npolicy:\n  {off}\n  {mtp}\n  {generation}\n")
+    assert collect_errors(file, "grpo") == []
+    found = collect_errors(file, "grpo", ["policy.draft.enabled=true", "policy.megatron_cfg.mtp_num_layers=1"])
+    assert len(found) == 2 and all("not built yet" in text for text in found)
 
 
 def test_only_proposals_from_weights_make_the_engine_read_files() -> None:
