@@ -58,7 +58,7 @@ def engine_arguments(settings: EngineSettings) -> EngineArgs:
         # A prompt split over two steps would rewind its request's random generator, which CPU generators do not
         # support.
         values["enable_chunked_prefill"] = False
-        # With room for all proposals, none depends on the requests beside it.
+        # With room for all proposals, none depends on other requests.
         proposals = CPU_SEQUENCES * (speculation.num_tokens + 1) if speculation else 0
         values["max_num_batched_tokens"] = max(_CPU_BATCHED_TOKENS, settings.max_model_len, proposals)
         values["max_num_seqs"] = CPU_SEQUENCES

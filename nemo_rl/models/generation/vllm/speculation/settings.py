@@ -141,7 +141,7 @@ def _unproven(speculation: Speculation) -> Iterator[str]:
         yield "rejection_sample_method=synthetic accepts tokens at random, which changes what is sampled. Remove it."
     if values.get("num_speculative_tokens_per_batch_size"):
         yield (
-            "num_speculative_tokens_per_batch_size makes the tokens of an answer depend on the requests beside it, so "
+            "num_speculative_tokens_per_batch_size makes the tokens of an answer depend on other requests, so "
             "no run could be repeated exactly. Write num_speculative_tokens only."
         )
     if values.get("max_model_len") is not None:

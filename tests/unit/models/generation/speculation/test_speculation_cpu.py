@@ -163,7 +163,7 @@ def mixed_requests() -> list[GenerationRequest]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_seed_fixes_the_response_whatever_runs_beside_it(engines, sender, kind):
+def test_a_seed_fixes_the_response_whatever_else_runs(engines, sender, kind):
     model = deploy(engines, sender, kind, seed=21)
     requests = mixed_requests()
     together = engines.generate(kind, requests)

@@ -65,7 +65,7 @@ def test_methods_of_gpus_pass_there_only() -> None:
         ({"method": "eagle3", "num_speculative_tokens": 2}, "model is missing"),
         ({"method": "mtp"}, "no layers that predict further tokens"),
         ({**NGRAM, "rejection_sample_method": "synthetic"}, "changes what is sampled"),
-        ({**NGRAM, "num_speculative_tokens_per_batch_size": [[1, 8, 3]]}, "depend on the requests beside it"),
+        ({**NGRAM, "num_speculative_tokens_per_batch_size": [[1, 8, 3]]}, "depend on other requests"),
         ({**NGRAM, "max_model_len": 64}, "would stop the proposals"),
         ({**NGRAM, "draft_tensor_parallel_size": 4}, "must be 1"),
     ],
