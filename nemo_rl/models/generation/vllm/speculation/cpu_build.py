@@ -1,7 +1,7 @@
 """Repair what vLLM's CPU build computes wrongly in speculative decoding.
 
 Without Triton the build takes C++ functions in place of vLLM's kernels. The function that repeats the temperature,
-top-k and top-p of each request for its proposed tokens writes its result into a copy that is then dropped, so the logits
+top-k and top-p of each request for its proposed tokens writes its result into a copy that is then dropped, so logits
 would be divided by uninitialized memory. A step in which no request has proposals fails if one has a top-k. And a draft
 model's own output head counts as equal to the model's: both have been packed, and what is left of their weights, which
 is nothing, is compared. Invariant: after these repairs each token is drawn from the same distribution as without
