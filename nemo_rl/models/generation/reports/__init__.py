@@ -1,1 +1,1 @@
-"""What engines report about their work, besides responses."""
+"""Reports of engines about their work, besides responses."""
