@@ -30,7 +30,7 @@ KNOWN_KEYS = (
     *("use_heterogeneous_vocab", "use_local_argmax_reduction"),
 )
 """Keys of vLLM's `SpeculativeConfig` that a configuration can set."""
-ON_CPU = ("ngram", "draft_model", "eagle3", "mtp")
+ON_CPU = ("ngram", "draft_model", "eagle3")
 """Methods that are tested with vLLM's CPU build."""
 _WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
 _MOST_TOKENS = 128
@@ -107,8 +107,8 @@ def check_speculation(policy: PolicyConfig, cluster: ClusterConfig, model: Any) 
         raise ConfigError("\n".join(f"{KEY}.{problem}" for problem in problems))
     if speculation.loads_weights:
         logger.warning(
-            "With %s.method=%s the same seed may give other answers in a repeated or resumed run; their distribution is "
-            "the same. Only method=ngram repeats bit for bit.",
+            "With %s.method=%s the same seed may give other answers in a repeated or resumed run, from the same "
+            "distribution. Only method=ngram repeats bit for bit.",
             KEY,
             speculation.method,
         )

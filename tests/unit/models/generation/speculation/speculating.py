@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from generation_helpers import logits_of, mixture_config, save_model, spread_out, streamed
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
+from generation_helpers import spread_out
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from nemo_rl.models.generation.interfaces import GenerationResult, SamplingParams
 
@@ -72,43 +72,6 @@ def save_eagle3(folder: Path, *, own_head: bool) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def deepseek(seed: int = 0) -> PreTrainedModel:
-    config: PretrainedConfig = mixture_config("deepseek_v3")
-    config.update({name: SIZES[name] for name in ("vocab_size", "eos_token_id", "pad_token_id")})
-    model = spread_out(AutoModelForCausalLM.from_config(config, dtype=torch.float32), seed)
-    return model
-
-
-def save_with_mtp(folder: Path, model: PreTrainedModel) -> None:
-    """Save a DeepSeek model with a layer that predicts a further token: its last layer again, and a random mixer."""
-    save_model(folder, model)
-    config = json.loads((folder / "config.json").read_text())
-    last, extra = config["num_hidden_layers"] - 1, config["num_hidden_layers"]
-    # As in the published file; transformers leaves the two others out.
-    config |= {"num_nextn_predict_layers": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-    (folder / "config.json").write_text(json.dumps(config))
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    own = {
-        name.replace(f".{last}.", f".{extra}.", 1): tensor.clone()
-        for name, tensor in streamed(model).items()
-        if name.startswith(f"model.layers.{last}.")
-    }
-    mixer = torch.randn(WIDTH, 2 * WIDTH, generator=torch.Generator().manual_seed(4)) * 0.15
-    own |= {
-        f"model.layers.{extra}.{name}.weight": tensor
-        for name, tensor in {
-            "eh_proj": mixer,
-            "enorm": torch.ones(WIDTH),
-            "hnorm": torch.ones(WIDTH),
-            "shared_head.norm": torch.ones(WIDTH),
-            "shared_head.head": tensors["lm_head.weight"].clone(),
-            "embed_tokens": tensors["model.embed_tokens.weight"].clone(),
-        }.items()
-    }
-    save_file({**tensors, **{name: tensor.contiguous() for name, tensor in own.items()}}, path, {"format": "pt"})
-
-
 @torch.no_grad()
 def exact_probabilities(
     model: PreTrainedModel, prompt: Sequence[int], length: int, sampling: SamplingParams
@@ -142,12 +105,6 @@ def chi_square(results: Sequence[GenerationResult], probabilities: torch.Tensor,
     statistic = ((observed - expected) ** 2 / expected)[often].sum() + rest
     freedom = often.sum() - int(joined[1] == 0)
     return float(torch.special.gammaincc(freedom.double() / 2, statistic / 2))
-
-
-def closest(model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int]) -> float:
-    """Return the smallest distance between the two likeliest tokens of a greedy response, in logits."""
-    best = logits_of(model, prompt, response).topk(2).values
-    return float((best[:, 0] - best[:, 1]).min())
 
 
 def draft_head_is_shared(engine: Any) -> bool:

@@ -25,13 +25,11 @@ from generation_helpers import (
 from speculating import (
     VOCABULARY,
     chi_square,
-    deepseek,
     draft_head_is_shared,
     exact_probabilities,
     like,
     llama,
     save_eagle3,
-    save_with_mtp,
 )
 from transformers import PreTrainedModel
 
@@ -49,8 +47,8 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra cpu or vllm"),
 ]
 
-MTP, DRAFT, EAGLE, SHARED, NGRAM = "mtp", "draft model", "eagle3", "eagle3 without its own head", "n-gram"
-KINDS = [*(pytest.param(kind, marks=pytest.mark.long) for kind in (MTP, DRAFT, EAGLE, SHARED)), NGRAM]
+DRAFT, EAGLE, SHARED, NGRAM = "draft model", "eagle3", "eagle3 without its own head", "n-gram"
+KINDS = [*(pytest.param(kind, marks=pytest.mark.long) for kind in (DRAFT, EAGLE, SHARED)), NGRAM]
 LENGTH = 4
 PROMPT = [1, 2, 3, 1, 2, 5, 1, 2]
 PROMPTS = [PROMPT, [3], [4, 4, 4, 6, 4, 4], [(3 * i) % VOCABULARY for i in range(140)]]
@@ -58,10 +56,6 @@ HOTTER = {"temperature": 1.2, "top_p": 1.0, "top_k": None}
 BANNED, WORD = 4, chr(33 + 4)
 """A token and its text: the tokenizer's tokens begin with the printable ASCII characters."""
 SPEC = TransportSpec("shared_memory", run_id="test", bucket_size_bytes=100_000)
-
-
-def reference(kind: str, seed: int = 0) -> PreTrainedModel:
-    return deepseek(seed) if kind == MTP else llama(seed)
 
 
 @pytest.fixture(scope="module")
@@ -73,19 +67,14 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]
     save_model(root / "draft", like(llama(), 0.03))
     save_eagle3(root / "head", own_head=True)
     save_eagle3(root / "headless", own_head=False)
-    (root / "deepseek").mkdir()
-    save_with_mtp(root / "deepseek", deepseek())
     sections: dict[str, dict[str, Any]] = {
-        MTP: {"method": "mtp", "num_speculative_tokens": 2},
         DRAFT: {"method": "draft_model", "model": str(root / "draft"), "num_speculative_tokens": 3},
         EAGLE: {"method": "eagle3", "model": str(root / "head"), "num_speculative_tokens": 3},
         SHARED: {"method": "eagle3", "model": str(root / "headless"), "num_speculative_tokens": 3},
         NGRAM: {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1},
     }
     settings = {
-        kind: make_settings(
-            root / ("deepseek" if kind == MTP else "target"), "vllm", engine_kwargs={"speculative_config": section}
-        )
+        kind: make_settings(root / "target", "vllm", engine_kwargs={"speculative_config": section})
         for kind, section in sections.items()
     }
     with EngineProcess(settings) as process:  # it builds each engine with its first call
@@ -101,7 +90,7 @@ def sender() -> Iterator[WeightSender]:
 
 def deploy(engines: EngineProcess, sender: WeightSender, kind: str, seed: int) -> PreTrainedModel:
     """Sync the weights of a model of this seed; every parameter of the engine but those of the draft must get one."""
-    model = reference(kind, seed)
+    model = llama(seed)
     engines.call(kind, "begin_weight_update", SPEC, seed)
     sender.begin(WholeWeights(streamed(model).items))
     is_last = False

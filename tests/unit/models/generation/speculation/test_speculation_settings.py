@@ -78,8 +78,10 @@ def test_wrong_sections_are_refused_before_a_start(section: Any, message: str) -
 
 def test_layers_that_predict_tokens_and_their_old_names_count_as_mtp() -> None:
     model = SimpleNamespace(vocab_size=264, num_nextn_predict_layers=1)
-    check({"method": "mtp"}, model=model)
-    check({"method": "deepseek_mtp", "num_speculative_tokens": 1}, model=model)
+    for section in ({"method": "mtp"}, {"method": "deepseek_mtp", "num_speculative_tokens": 1}):
+        check(section, "cuda", model)
+        with pytest.raises(ConfigError, match="method=mtp is not proven with vLLM's CPU build"):
+            check(section, model=model)
 
 
 def test_combinations_that_do_not_hold_are_refused() -> None:
