@@ -21,9 +21,12 @@ _share_head = SpecDecodeBaseProposer._maybe_share_lm_head
 
 def repair_speculation() -> None:
     """Make the repairs in this process; call it before vLLM builds its worker."""
-    cpu_triton_utils._expand_kernel_impl = repeat_for_tokens
-    rejection_sampler.apply_sampling_constraints = _constrain_if_any
-    SpecDecodeBaseProposer._maybe_share_lm_head = _share_head_if_none  # type: ignore[method-assign]
+    functions: Any = cpu_triton_utils
+    sampling: Any = rejection_sampler
+    proposer: Any = SpecDecodeBaseProposer
+    functions._expand_kernel_impl = repeat_for_tokens
+    sampling.apply_sampling_constraints = _constrain_if_any
+    proposer._maybe_share_lm_head = _share_head_if_none
 
 
 def repeat_for_tokens(
