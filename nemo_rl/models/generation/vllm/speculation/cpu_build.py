@@ -11,22 +11,31 @@ speculation.
 from typing import Any
 
 import torch
-from vllm.utils import cpu_triton_utils
-from vllm.v1.sample import rejection_sampler
-from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
-
-_constrain = rejection_sampler.apply_sampling_constraints
-_share_head = SpecDecodeBaseProposer._maybe_share_lm_head
 
 
 def repair_speculation() -> None:
-    """Make the repairs in this process; call it before vLLM builds its worker."""
+    """Make the repairs in this process, once; call it on CPUs before vLLM builds its worker."""
+    from vllm.utils import cpu_triton_utils
+    from vllm.v1.sample import rejection_sampler
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
     functions: Any = cpu_triton_utils
-    sampling: Any = rejection_sampler
-    proposer: Any = SpecDecodeBaseProposer
+    sampler: Any = rejection_sampler
+    proposer_class: Any = SpecDecodeBaseProposer
+    if functions._expand_kernel_impl is repeat_for_tokens:
+        return
+    constrain, share_head = sampler.apply_sampling_constraints, proposer_class._maybe_share_lm_head
+
+    def constrain_if_any(logits: torch.Tensor, ends: torch.Tensor, sampling: Any) -> Any:
+        return constrain(logits, ends, sampling) if len(logits) else logits
+
+    def share_head_if_none(proposer: Any, target: torch.nn.Module) -> None:
+        if not getattr(proposer.model, "has_own_lm_head", False):
+            share_head(proposer, target)
+
     functions._expand_kernel_impl = repeat_for_tokens
-    sampling.apply_sampling_constraints = _constrain_if_any
-    proposer._maybe_share_lm_head = _share_head_if_none
+    sampler.apply_sampling_constraints = constrain_if_any
+    proposer_class._maybe_share_lm_head = share_head_if_none
 
 
 def repeat_for_tokens(
@@ -49,14 +58,3 @@ def repeat_for_tokens(
     """
     counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
     output.copy_(values.where(values != replace_from, replace_to).repeat_interleave(counts))
-
-
-def _constrain_if_any(logits: torch.Tensor, ends: torch.Tensor, sampling: Any) -> torch.Tensor:
-    """Apply temperature, top-k and top-p to the logits `[T, V]` of proposed tokens, if there are any."""
-    return _constrain(logits, ends, sampling) if len(logits) else logits
-
-
-def _share_head_if_none(proposer: Any, target: torch.nn.Module) -> None:
-    """Take the model's output head for a draft model whose files have none."""
-    if not getattr(proposer.model, "has_own_lm_head", False):
-        _share_head(proposer, target)

@@ -9,11 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from generation_helpers import make_settings
 
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.config.loading.all_errors import collect_errors
 from nemo_rl.models.generation.reports.load import EngineLoad, SpeculationCounts, load_metrics
+from nemo_rl.models.generation.vllm.speculation.cpu_build import repeat_for_tokens
 from nemo_rl.models.generation.vllm.speculation.settings import KNOWN_KEYS, check_speculation, speculation_of
 from nemo_rl.models.generation.vllm.speculation.watch import SpeculationWatch
 from nemo_rl.utils.errors import ConfigError
@@ -172,3 +174,9 @@ def test_counts_of_engines_and_times_add_up() -> None:
     metrics = load_metrics([total, EngineLoad(0, 0.9, 9)])
     assert metrics["spec_acceptance_rate"] == 12 / 48 and metrics["spec_tokens_per_pass"] == 1.5
     assert "spec_acceptance_rate" not in load_metrics([EngineLoad()]) and load_metrics([]) == {}
+
+
+def test_the_value_of_a_request_is_repeated_for_its_proposed_tokens() -> None:
+    output = torch.full((5,), torch.nan)
+    repeat_for_tokens(output, torch.tensor([0.0, 0.7, 0.9]), torch.tensor([2, 2, 5]), 0, 1, max_num_tokens=128)
+    assert torch.equal(output, torch.tensor([1.0, 1.0, 0.9, 0.9, 0.9]))
