@@ -19,7 +19,8 @@ from unittest import mock
 
 from ray._private.async_compat import get_new_event_loop
 
-from nemo_rl.models.generation.interfaces import EngineLoad, EngineSettings, GenerationRequest, GenerationResult
+from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, GenerationResult
+from nemo_rl.models.generation.reports.load import EngineLoad
 from nemo_rl.models.generation.vllm.settings import engine_environment
 
 ANSWER_TIMEOUT_S = 240.0

@@ -45,6 +45,7 @@ from nemo_rl.models.generation.interfaces import (
 )
 from nemo_rl.models.generation.members import Member, Pending, choose, responses_so_far
 from nemo_rl.models.generation.replacements import Replacements
+from nemo_rl.models.generation.reports.load import load_metrics
 from nemo_rl.models.generation.scaling import EngineScaling
 from nemo_rl.models.generation.waits import Silence, Wait, Waits, give_up_waits, note_as_seen, some_answer
 from nemo_rl.utils.errors import DeadlineExceededError, GenerationError, WorkerDiedError
@@ -468,13 +469,7 @@ class EngineGroup(GenerationInterface):
         loads = [member.load for member in self._members if member.load is not None]
         for member in self._members:
             member.load = None
-        if not loads:
-            return {}
-        return {
-            "num_preemptions": float(sum(load.num_preemptions for load in loads)),
-            "kv_cache_usage": max(load.kv_cache_usage for load in loads),
-            "max_running_requests": float(min(load.max_running for load in loads)),
-        }
+        return load_metrics(loads)
 
     def describe_open(self) -> str:
         """See `GenerationInterface.describe_open`: with the stacks of their workers."""

@@ -17,6 +17,7 @@ from nemo_rl.compat.public_names import public_names
 from nemo_rl.data.model_rows import RowInputs
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.remote.chats import ChatAnswer, ChatInput
+from nemo_rl.models.generation.reports.load import EngineLoad
 from nemo_rl.models.quantization.weights import WeightQuantization
 from nemo_rl.optimizations.switch import Choice
 from nemo_rl.weight_sync.parts import Parts
@@ -212,20 +213,6 @@ class ResponseSoFar:
             np.concatenate([self.logprobs, rest.logprobs]).astype(np.float32),
             self.weight_versions + spans,
         )
-
-
-class EngineLoad(NamedTuple):
-    """Load of an engine since its last report.
-
-    Attributes:
-        num_preemptions: running requests that were taken out because the key-value cache was full.
-        kv_cache_usage: largest share of the key-value cache in use.
-        max_running: most requests that the engine runs at the same time now; 0: not known.
-    """
-
-    num_preemptions: int = 0
-    kv_cache_usage: float = 0.0
-    max_running: int = 0
 
 
 class Collected(NamedTuple):
@@ -443,7 +430,8 @@ class GenerationInterface(ABC):
         """Return metrics of the key-value caches since the last call; empty if the engines cannot tell.
 
         `num_preemptions` is the sum over the engines, `kv_cache_usage` the largest share in use, and
-        `max_running_requests` the smallest number of requests that an engine runs at the same time.
+        `max_running_requests` the smallest number of requests that an engine runs at the same time. With speculative
+        decoding also the rates of `reports.load.SpeculationCounts`.
         """
         return {}
 

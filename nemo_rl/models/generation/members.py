@@ -14,12 +14,12 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from nemo_rl.models.generation.interfaces import (
-    EngineLoad,
     GenerationRequest,
     GenerationResult,
     ResponseSoFar,
     ServedBy,
 )
+from nemo_rl.models.generation.reports.load import EngineLoad
 from nemo_rl.utils.timer import BusyClock
 
 _MORE_FOR_PREFIX = 8
@@ -110,10 +110,8 @@ class Member:
 
     def note_load(self, load: EngineLoad | None) -> None:
         """Add a report of the engine."""
-        if load is not None and self.load is not None:
-            preemptions, usage, _ = self.load
-            load = EngineLoad(preemptions + load.num_preemptions, max(usage, load.kv_cache_usage), load.max_running)
-        self.load = load or self.load
+        if load is not None:
+            self.load = load if self.load is None else self.load.plus(load)
 
     def answer(self, request_id: str, result: GenerationResult, now: float) -> None:
         """Give a result to the caller that waits for it, if there is one."""

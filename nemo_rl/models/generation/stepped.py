@@ -20,13 +20,13 @@ import torch
 from numpy.typing import NDArray
 
 from nemo_rl.models.generation.interfaces import (
-    EngineLoad,
     FinishReason,
     GenerationRequest,
     GenerationResult,
     ResponseSoFar,
     VersionSpan,
 )
+from nemo_rl.models.generation.reports.load import EngineLoad
 from nemo_rl.models.training.finite import listed
 from nemo_rl.utils.errors import GenerationError, NonFiniteError
 

@@ -21,7 +21,6 @@ import torch
 from nemo_rl.models.generation.interfaces import (
     COLLECT_POLL_S,
     Collected,
-    EngineLoad,
     EngineSettings,
     GenerationRequest,
     GenerationResult,
@@ -30,6 +29,7 @@ from nemo_rl.models.generation.interfaces import (
     engine_of,
 )
 from nemo_rl.models.generation.registry import engine_rows, grammar_refusal, make_engine
+from nemo_rl.models.generation.reports.load import EngineLoad
 from nemo_rl.optimizations.host_allocator import keep_freed_memory
 from nemo_rl.optimizations.switch import is_on
 from nemo_rl.utils.errors import GenerationError

@@ -275,7 +275,7 @@ class GenerationConfig(Section):
     vllm_cfg: VllmConfig = Field(default_factory=VllmConfig)
     """Keys that only vLLM reads."""
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """More arguments for vLLM's engine, passed on unchecked."""
+    """More arguments for vLLM's engine, passed on unchecked, except for speculative_config, which is checked."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of an engine named by its dotted path; it gets them as EngineSettings.engine_kwargs."""
     sglang_cfg: SglangConfig = Field(default_factory=SglangConfig)

@@ -17,6 +17,7 @@ from nemo_rl.models.generation.vllm.float8.description import quantization_confi
 from nemo_rl.models.generation.vllm.grammars import structured_outputs
 from nemo_rl.models.generation.vllm.ranks import RanksExecutor
 from nemo_rl.models.generation.vllm.settings import CPU_SEQUENCES
+from nemo_rl.models.generation.vllm.speculation.settings import speculation_of
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.optimizations.switch import is_on
 from nemo_rl.optimizations.vllm.bursts import BurstExecutor
@@ -30,6 +31,7 @@ _DEEPSEEK_V3_ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 def engine_arguments(settings: EngineSettings) -> EngineArgs:
     """Translate the library's settings into vLLM's."""
+    speculation = speculation_of(settings.engine_kwargs)
     values: dict[str, Any] = {
         "model": settings.model_name,
         "tokenizer": settings.tokenizer_name,
@@ -37,7 +39,8 @@ def engine_arguments(settings: EngineSettings) -> EngineArgs:
         "max_model_len": settings.max_model_len,
         "enforce_eager": settings.enforce_eager,
         "enable_sleep_mode": settings.can_sleep,
-        "load_format": "auto" if settings.load_weights else "dummy",
+        # Weights of a draft model are in files only, and vLLM loads both models in the same way.
+        "load_format": "auto" if settings.load_weights or (speculation and speculation.loads_weights) else "dummy",
         "logprobs_mode": "processed_logprobs",
         "scheduling_policy": "priority",
         "seed": settings.seed,
@@ -58,7 +61,9 @@ def engine_arguments(settings: EngineSettings) -> EngineArgs:
         # A prompt split over two steps would rewind its request's random generator, which CPU generators do not
         # support.
         values["enable_chunked_prefill"] = False
-        values["max_num_batched_tokens"] = max(_CPU_BATCHED_TOKENS, settings.max_model_len)
+        # With room for all proposals, none depends on other requests.
+        proposals = CPU_SEQUENCES * (speculation.num_tokens + 1) if speculation else 0
+        values["max_num_batched_tokens"] = max(_CPU_BATCHED_TOKENS, settings.max_model_len, proposals)
         values["max_num_seqs"] = CPU_SEQUENCES
         if settings.num_workers == 1:
             takes_bursts = is_on("decoding_bursts", settings.optimizations)

@@ -11,6 +11,7 @@ from typing import Any
 
 from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
 from nemo_rl.models.generation.vllm.float8.check import check_float8
+from nemo_rl.models.generation.vllm.speculation.settings import check_speculation
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.models.huggingface.sizes import head_size
 from nemo_rl.utils.errors import ConfigError
@@ -24,15 +25,16 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     """Refuse a model that vLLM computes wrongly or cannot divide; see `registry.EngineKind.check`.
 
     Raises:
-        ConfigError: the model does not divide over the ranks of an engine; or, on a CPU, its head size is not
-            supported by vLLM there, or it has latent attention (such as DeepSeek-V3's) with plain rotary embeddings;
-            or it does not go with float8.
+        ConfigError: the model does not divide over the ranks of an engine, its context is shorter than the engine's, or
+            float8 or speculative decoding is not possible as configured; or, on a CPU, vLLM does not support its head
+            size there, or it has latent attention (such as DeepSeek-V3's) with plain rotary embeddings.
     """
     assert policy.generation is not None
     model = load_model_config(policy.model_name, policy.hf_config_overrides).get_text_config()
     check_engine_shape(model, policy.generation)
     check_float8(policy, cluster, model)
     _check_context(model, policy.generation.engine.max_model_len)
+    check_speculation(policy, cluster, model)
     if cluster.uses_gpu:
         return
     rope = getattr(model, "rope_parameters", None) or {}

@@ -25,13 +25,13 @@ from vllm.v1.executor import uniproc_executor
 
 from nemo_rl.data.routed_experts import Experts
 from nemo_rl.models.generation.interfaces import (
-    EngineLoad,
     EngineSettings,
     FinishReason,
     GenerationRequest,
     SamplingParams,
     engine_of,
 )
+from nemo_rl.models.generation.reports.load import EngineLoad
 from nemo_rl.models.generation.stepped import Finished, SteppedEngine
 from nemo_rl.models.generation.texts import sampled_text
 from nemo_rl.models.generation.vllm.arguments import engine_arguments, sampling_params
@@ -41,6 +41,9 @@ from nemo_rl.models.generation.vllm.float8.activations import round_activations
 from nemo_rl.models.generation.vllm.grammars import REFUSED, Scoring, is_scored, reading
 from nemo_rl.models.generation.vllm.layers import start_recording, stop_recording
 from nemo_rl.models.generation.vllm.logprobs import of_tokens
+from nemo_rl.models.generation.vllm.speculation.cpu_build import repair_speculation
+from nemo_rl.models.generation.vllm.speculation.settings import speculation_of
+from nemo_rl.models.generation.vllm.speculation.watch import SpeculationWatch, models_of, propose_to_the_end
 from nemo_rl.models.generation.vllm.weights import (
     begin_reload,
     finish_reload,
@@ -80,6 +83,7 @@ class VllmEngine(SteppedEngine):
             if is_on("model_inspection", settings.optimizations):
                 inspect_here(load_model_config(settings.model_name, settings.hf_overrides).architectures or ())
             _take_latent_attention(arguments)
+            repair_speculation()
         if hasattr(os, "memfd_create"):
             # vLLM would leave a file in the temporary folder.
             uniproc_executor.get_file_store_init_method = _nameless_file
@@ -91,6 +95,7 @@ class VllmEngine(SteppedEngine):
         on_cpu = settings.device == "cpu"
         self._experts = ExpertReports(self._engine, on_cpu=on_cpu) if settings.reports_experts else None
         self._cache = CacheWatch(self._scheduler)
+        self._speculation = self._watch_speculation(settings)
         self._threads = self._start_threads(settings)
         self._take_bursts(settings)
 
@@ -179,7 +184,8 @@ class VllmEngine(SteppedEngine):
 
     def take_load(self) -> EngineLoad:
         """See `SteppedEngine.take_load`."""
-        return self._cache.take_load()
+        counts = None if self._speculation is None else self._speculation.take()
+        return self._cache.take_load()._replace(speculation=counts)
 
     def remove_requests(self, request_ids: Collection[str]) -> list[Finished]:
         """See `SteppedEngine.remove_requests`."""
@@ -225,13 +231,21 @@ class VllmEngine(SteppedEngine):
         """Choose threads on CPUs, for an engine of one process, unless the run sets the number of threads."""
         if settings.device != "cpu" or settings.num_workers > 1 or "OMP_NUM_THREADS" in settings.env_vars:
             return None
-        runner = self._engine.model_executor.driver_worker.model_runner
+        worker = self._engine.model_executor.driver_worker
         return start_threads(
-            runner.get_model(),
-            runner.model_config,
+            models_of(worker),
+            worker.model_runner.model_config,
             cores_of_each(settings.workers_on_machine),
             adapts=is_on("engine_threads", settings.optimizations),
         )
+
+    def _watch_speculation(self, settings: EngineSettings) -> SpeculationWatch | None:
+        """Count proposed and accepted tokens, if the engine speculates."""
+        if speculation_of(settings.engine_kwargs) is None:
+            return None
+        if settings.device == "cpu":
+            self._engine.collective_rpc(propose_to_the_end)
+        return SpeculationWatch(self._scheduler)
 
     @property
     def _scheduler(self) -> Any:

@@ -35,6 +35,7 @@ from nemo_rl.models.generation.interfaces import EngineSettings, GenerationReque
 from nemo_rl.models.generation.vllm.links import Answer, Call, Link, Outcome, call_all, open_link, open_links
 from nemo_rl.models.generation.vllm.meeting import HOST_ADDRESS, Meeting, enter_engine
 from nemo_rl.models.generation.vllm.own_experts import compute_own_experts, exchange_tokens
+from nemo_rl.models.generation.vllm.speculation.cpu_build import repair_speculation
 from nemo_rl.models.generation.vllm.weights import load_tensors, record_reads, take_reads
 from nemo_rl.weight_sync.parts import Parts
 
@@ -70,6 +71,8 @@ def _build_worker(start: _Start, meeting: Meeting) -> WorkerWrapperBase:
         "is_driver_worker": rank % parallel.tensor_parallel_size == 0,
         "shared_worker_lock": Lock(),
     }
+    if current_platform.is_cpu():
+        repair_speculation()
     if current_platform.is_cpu() and parallel.enable_expert_parallel:
         compute_own_experts()
     if current_platform.is_cpu() and parallel.data_parallel_size > 1:

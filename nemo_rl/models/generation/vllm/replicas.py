@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from nemo_rl.distributed.ranks.rendezvous import hold_port
-from nemo_rl.models.generation.interfaces import EngineLoad, EngineSettings, GenerationRequest
+from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest
+from nemo_rl.models.generation.reports.load import EngineLoad
 from nemo_rl.models.generation.stepped import Finished, SteppedEngine
 from nemo_rl.models.generation.vllm.engine import VllmEngine
 from nemo_rl.models.generation.vllm.links import Answer, Call, Link, open_link, open_links

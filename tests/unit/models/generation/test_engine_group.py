@@ -18,7 +18,6 @@ from nemo_rl.distributed.workers.calls import MultiWorkerFuture
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import (
     Collected,
-    EngineLoad,
     GenerationRequest,
     GenerationResult,
     ResponseSoFar,
@@ -26,6 +25,7 @@ from nemo_rl.models.generation.interfaces import (
     ServedBy,
     VersionSpan,
 )
+from nemo_rl.models.generation.reports.load import EngineLoad
 from nemo_rl.utils.errors import DeadlineExceededError, GenerationError, ResourceInsufficientError, WorkerDiedError
 
 pytestmark = pytest.mark.asyncio

@@ -1,0 +1,1 @@
+"""Reports of engines about their work, besides responses."""

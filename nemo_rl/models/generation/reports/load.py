@@ -1,0 +1,84 @@
+"""The load of an engine between two of its reports, and the metrics of all engines.
+
+Invariant: counts of consecutive reports add up, so no token is counted twice or lost.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class SpeculationCounts(NamedTuple):
+    """Counts of speculative decoding; a pass is one forward pass of the model for one request.
+
+    Attributes:
+        num_passes: passes that gave tokens, with and without proposals.
+        num_tokens: tokens that they gave.
+        num_drafts: passes that verified proposals.
+        num_proposed: proposed tokens.
+        num_accepted: proposed tokens that became tokens of a response.
+    """
+
+    num_passes: int = 0
+    num_tokens: int = 0
+    num_drafts: int = 0
+    num_proposed: int = 0
+    num_accepted: int = 0
+
+    def plus(self, other: "SpeculationCounts") -> "SpeculationCounts":
+        """Add the counts of another engine or of a later time."""
+        return SpeculationCounts(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the rates; without proposals the acceptance rate is 0."""
+        return {
+            "spec_acceptance_rate": self.num_accepted / max(1, self.num_proposed),
+            "spec_accepted_length": self.num_accepted / max(1, self.num_drafts),
+            "spec_tokens_per_pass": self.num_tokens / max(1, self.num_passes),
+            "spec_proposed_tokens": float(self.num_proposed),
+        }
+
+
+class EngineLoad(NamedTuple):
+    """Load of an engine since its last report.
+
+    Attributes:
+        num_preemptions: running requests that were taken out because the key-value cache was full.
+        kv_cache_usage: largest share of the key-value cache in use.
+        max_running: most requests that the engine runs at the same time now; 0: not known.
+        speculation: counts of speculative decoding; None without it.
+    """
+
+    num_preemptions: int = 0
+    kv_cache_usage: float = 0.0
+    max_running: int = 0
+    speculation: SpeculationCounts | None = None
+
+    def plus(self, later: "EngineLoad") -> "EngineLoad":
+        """Add the next report of the same engine."""
+        return EngineLoad(
+            self.num_preemptions + later.num_preemptions,
+            max(self.kv_cache_usage, later.kv_cache_usage),
+            later.max_running,
+            _sum([self, later]),
+        )
+
+
+def load_metrics(loads: Sequence[EngineLoad]) -> dict[str, float]:
+    """Return the metrics of several engines; see `interfaces.GenerationInterface.load_metrics`."""
+    if not loads:
+        return {}
+    metrics = {
+        "num_preemptions": float(sum(load.num_preemptions for load in loads)),
+        "kv_cache_usage": max(load.kv_cache_usage for load in loads),
+        "max_running_requests": float(min(load.max_running for load in loads)),
+    }
+    speculation = _sum(loads)
+    return metrics if speculation is None else metrics | speculation.metrics()
+
+
+def _sum(loads: Sequence[EngineLoad]) -> SpeculationCounts | None:
+    total: SpeculationCounts | None = None
+    for load in loads:
+        if load.speculation is not None:
+            total = load.speculation if total is None else total.plus(load.speculation)
+    return total

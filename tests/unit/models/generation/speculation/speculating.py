@@ -1,0 +1,113 @@
+"""Tiny models with eight tokens, whose proposals are often accepted, and exact probabilities of their responses."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from generation_helpers import spread_out
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from nemo_rl.models.generation.interfaces import GenerationResult, SamplingParams
+
+VOCABULARY = 8
+WIDTH = 64
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "eos_token_id": 7,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+def llama(seed: int = 0) -> PreTrainedModel:
+    config = LlamaConfig(**SIZES, num_hidden_layers=4)
+    return spread_out(AutoModelForCausalLM.from_config(config, dtype=torch.float32), seed)
+
+
+def like(model: PreTrainedModel, noise: float) -> PreTrainedModel:
+    """Disturb a model, so that it proposes what the original often accepts."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * noise)
+    return model
+
+
+def save_eagle3(folder: Path, *, own_head: bool) -> None:
+    """Save a random EAGLE-3 head for `llama`."""
+    config = LlamaConfig(**SIZES, num_hidden_layers=1).to_dict()
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VOCABULARY, "dtype": "float32"}
+    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "use_aux_hidden_state": True}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * 0.15
+
+    layer = {
+        "self_attn.q_proj": draw(WIDTH, 2 * WIDTH),
+        "self_attn.k_proj": draw(WIDTH // 2, 2 * WIDTH),
+        "self_attn.v_proj": draw(WIDTH // 2, 2 * WIDTH),
+        "self_attn.o_proj": draw(WIDTH, WIDTH),
+        "mlp.gate_proj": draw(96, WIDTH),
+        "mlp.up_proj": draw(96, WIDTH),
+        "mlp.down_proj": draw(WIDTH, 96),
+        **{norm: torch.ones(WIDTH) for norm in ("hidden_norm", "input_layernorm", "post_attention_layernorm")},
+    }
+    tensors = {f"midlayer.{name}.weight": tensor for name, tensor in layer.items()}
+    tensors |= {"fc.weight": draw(WIDTH, 3 * WIDTH), "norm.weight": torch.ones(WIDTH)}
+    if own_head:
+        tensors["lm_head.weight"] = draw(VOCABULARY, WIDTH)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@torch.no_grad()
+def exact_probabilities(
+    model: PreTrainedModel, prompt: Sequence[int], length: int, sampling: SamplingParams
+) -> torch.Tensor:
+    """Return the probability `[V ** length]` float64 of every response, from Hugging Face's logits."""
+    responses = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=length)))
+    ids = torch.cat([torch.tensor(prompt).expand(len(responses), -1), responses], 1)
+    logits = model(ids, use_cache=False).logits[:, len(prompt) - 1 : -1].double() / sampling.temperature
+    if sampling.top_k is not None:
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[..., -1:], -torch.inf)
+    sorted_probs, order = logits.softmax(-1).sort(-1, descending=True)
+    kept = sorted_probs.cumsum(-1) - sorted_probs < sampling.top_p
+    probs = torch.zeros_like(logits).scatter(-1, order, sorted_probs * kept)
+    probs = probs / probs.sum(-1, keepdim=True)
+    return probs.gather(-1, responses[..., None])[..., 0].prod(-1)
+
+
+def chi_square(results: Sequence[GenerationResult], probabilities: torch.Tensor, length: int) -> float:
+    """Return the p-value of Pearson's test that responses of `length` tokens have these probabilities.
+
+    Responses that are expected less than five times are counted together.
+    """
+    places = torch.tensor([VOCABULARY**power for power in reversed(range(length))])
+    index = torch.stack([(torch.tensor(result.token_ids.tolist()) * places).sum() for result in results])
+    observed = torch.bincount(index, minlength=len(probabilities)).double()
+    expected = probabilities * len(results)
+    assert not observed[probabilities == 0].any(), "a response is impossible"
+    often = expected >= 5
+    joined = torch.stack([observed[~often].sum(), expected[~often].sum()])
+    rest = (joined[0] - joined[1]) ** 2 / joined[1] if joined[1] > 0 else 0.0
+    statistic = ((observed - expected) ** 2 / expected)[often].sum() + rest
+    freedom = often.sum() - int(joined[1] == 0)
+    return float(torch.special.gammaincc(freedom.double() / 2, statistic / 2))
+
+
+def draft_head_is_shared(engine: Any) -> bool:
+    """Runs in the engine's process."""
+    runner = engine._engine.model_executor.driver_worker.model_runner
+    return runner.drafter.model.lm_head is runner.get_model().lm_head
