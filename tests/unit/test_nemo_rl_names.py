@@ -583,13 +583,15 @@ def test_engines_and_policy_work_without_a_run(cpu_cluster: Any, tokenizer: Any,
 
 @pytest.mark.ray
 @pytest.mark.asyncio
-async def test_environments_of_every_kind_give_rewards(cpu_cluster: Any) -> None:
+async def test_environments_of_every_kind_give_rewards(cpu_cluster: Any, request: pytest.FixtureRequest) -> None:
     """A class, an object, an actor of the program's own and a client; concurrently, because each starts a process."""
     from nemo_rl.algorithms.grpo import shutdown_environments
+    from nemo_rl.environments.registry import ENV_REGISTRY
     from nemo_rl.environments.utils import create_env, register_env
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # an actor cannot import a test as a module
     register_env("own_for_names", f"{__name__}.Own")
+    request.addfinalizer(lambda: ENV_REGISTRY.pop("own_for_names"))
     remote = ray.remote(num_cpus=0)(Own)
     actor = remote.remote({"reward": 0.5})
     given = [remote, Own({"reward": 0.5}), actor, create_env("own_for_names", {"reward": 0.5})]

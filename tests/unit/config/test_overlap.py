@@ -187,5 +187,5 @@ def test_the_key_for_cached_keys_and_values_has_its_meaning(overrides: tuple[str
 
 
 def test_engines_that_always_compute_again_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"recompute_kv_cache=false.*backend=vllm.*hf"):
+    with pytest.raises(ConfigError, match=r"recompute_kv_cache=false works with the backends vllm and sglang only.*hf"):
         load_config(CPU, ["policy.generation.weight_sync.recompute_kv_cache=false", "policy.generation.backend=hf"])
