@@ -25,14 +25,14 @@ def test_a_killed_run_resumes_bit_for_bit(start_example: StartExample, tmp_path)
 
 
 NAMED_SETS = (
-    "data.validation=[{dataset_name: arithmetic_preference, num_samples: 32}, "
-    "{dataset_name: arithmetic_preference, num_samples: 32, max_operand: 19, name: easy}]"
+    "data.validation=[{dataset_name: arithmetic_preference, num_samples: 64}, "
+    "{dataset_name: arithmetic_preference, num_samples: 64, max_operand: 19, name: easy}]"
 )
 
 
 def test_kto_starts_at_one_half_and_learns(start_example: StartExample) -> None:
     """A second validation set has its own name and metric prefix."""
-    changes = ("dpo.preference_loss=kto", "dpo.max_num_steps=16", "dpo.val_period=8", "checkpointing.enabled=false")
+    changes = ("dpo.preference_loss=kto", "dpo.max_num_steps=40", "dpo.val_period=20", "checkpointing.enabled=false")
     rate = "policy.optimizer.kwargs.lr=1.0e-4"
     run = start_example("run_dpo.py", "dpo_cpu.yaml", *changes, rate, NAMED_SETS, logs="kto")
     assert run.finish() == 0, run.log()[-3000:]
@@ -42,10 +42,10 @@ def test_kto_starts_at_one_half_and_learns(start_example: StartExample) -> None:
     for prefix in ("validation", "validation-easy"):
         assert metrics[prefix, 0, "loss"] == pytest.approx(0.5, abs=1e-6)
         assert metrics[prefix, 0, "rewards_margin_mean"] == pytest.approx(0, abs=1e-5)
-        losses = [metrics[prefix, step, "loss"] for step in (8, 16)]
-        margins = [metrics[prefix, step, "rewards_margin_mean"] for step in (8, 16)]
+        losses = [metrics[prefix, step, "loss"] for step in (20, 40)]
+        margins = [metrics[prefix, step, "rewards_margin_mean"] for step in (20, 40)]
         assert losses[1] < losses[0]
         assert margins[1] > margins[0]
         assert losses[1] < 0.5
         assert margins[1] > 0
-        assert metrics[prefix, 16, "num_valid_samples"] == 64
+        assert metrics[prefix, 40, "num_valid_samples"] == 128
