@@ -22,6 +22,8 @@ from nemo_rl.models.generation.interfaces import (
 )
 from nemo_rl.utils.errors import NemoRLError
 
+LONG = 90
+"""Tokens of responses that a call has to meet on their way."""
 _TENSORS_AT_A_TIME = 4
 _FRACTIONS = (0.4, 0.2, 0.6, 0.1, 0.8)
 """Shares of a response's time after which `midway` tries to act, until it meets the response on its way."""

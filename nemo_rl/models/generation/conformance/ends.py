@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from nemo_rl.models.generation.conformance.case import (
+    LONG,
     Case,
     NotOffered,
     answers_of,
@@ -22,9 +23,6 @@ from nemo_rl.models.generation.conformance.references import model_of
 from nemo_rl.models.generation.interfaces import Engine, GenerationRequest, ResponseSoFar
 from nemo_rl.models.generation.texts import sampled_text
 from nemo_rl.utils.errors import GenerationError
-
-_LONG = 90
-"""Tokens of responses that a call has to meet on their way."""
 
 
 async def stops(engine: Engine, case: Case) -> None:
@@ -103,7 +101,7 @@ async def limits(engine: Engine, case: Case) -> None:
 
 
 def _long(case: Case, prompts: Sequence[int] = (0, 3)) -> list[GenerationRequest]:
-    return [ask(case.prompts[n], seed=n, max_new_tokens=_LONG) for n in prompts]
+    return [ask(case.prompts[n], seed=n, max_new_tokens=LONG) for n in prompts]
 
 
 async def aborts(engine: Engine, case: Case) -> None:
@@ -115,7 +113,7 @@ async def aborts(engine: Engine, case: Case) -> None:
         await engine.abort([ids[0], "unknown"])
         return ids[0]
 
-    ended, results = await midway(engine, requests, abort, lambda _, results: 0 < len(results[0].token_ids) < _LONG)
+    ended, results = await midway(engine, requests, abort, lambda _, results: 0 < len(results[0].token_ids) < LONG)
     count = len(results[0].token_ids)
     require(results[0].finish_reason == "abort", f"finish_reason={results[0].finish_reason} after an abort")
     due = complete[0].token_ids.tolist()[:count]

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nemo_rl.models.generation.conformance.case import (
+    LONG,
     Case,
     ContractError,
     NotOffered,
@@ -23,8 +24,6 @@ from nemo_rl.models.generation.conformance.references import logits_of, logprobs
 from nemo_rl.models.generation.interfaces import Engine, GenerationRequest, GenerationResult
 from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
 from nemo_rl.utils.errors import NemoRLError
-
-_LONG = 90
 
 
 async def update(engine: Engine, case: Case) -> None:
@@ -45,7 +44,7 @@ async def update_in_flight(engine: Engine, case: Case) -> None:
     """Running responses go on with new weights; each token has the version and log-probability of what drew it."""
     old, new = case.model(1), case.model(2)
     requests = [
-        ask(case.prompts[n], seed=n, max_new_tokens=_LONG if n < 5 else 60, temperature=float(n % 2)) for n in (0, 3, 5)
+        ask(case.prompts[n], seed=n, max_new_tokens=LONG if n < 5 else 60, temperature=float(n % 2)) for n in (0, 3, 5)
     ]
     await load(engine, old, 7)
 
@@ -59,7 +58,7 @@ async def update_in_flight(engine: Engine, case: Case) -> None:
         engine,
         requests,
         change,
-        lambda _, results: 0 < results[0].weight_versions[-1].start < _LONG,
+        lambda _, results: 0 < results[0].weight_versions[-1].start < LONG,
         restore,
     )
     for request, result in zip(requests, results, strict=True):
@@ -97,7 +96,7 @@ def check_spans(
 
 async def same_version(engine: Engine, case: Case) -> None:
     """An update to the version that the engine has, as after the death of another engine, changes no response."""
-    requests = [ask(case.prompts[n], seed=n, max_new_tokens=_LONG) for n in (0, 3)]
+    requests = [ask(case.prompts[n], seed=n, max_new_tokens=LONG) for n in (0, 3)]
     await load(engine, case.model(1), 5)
     undisturbed = await answers_of(engine, requests)
 
@@ -156,7 +155,7 @@ async def sleep(engine: Engine, case: Case) -> None:
 
 async def death(engine: Engine, case: Case) -> None:
     """An engine that breaks ends running and later calls with an error of the library; none hangs."""
-    requests = [ask(case.prompts[n], seed=n, max_new_tokens=_LONG) for n in (0, 3)]
+    requests = [ask(case.prompts[n], seed=n, max_new_tokens=LONG) for n in (0, 3)]
     _, running = start(engine, requests)
     await asyncio.sleep(0.05)
     if case.kill is None:
