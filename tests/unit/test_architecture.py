@@ -84,7 +84,7 @@ BROAD_EXCEPT_BOUNDARIES = {
     "models/dtensor/proof/children.py": "whatever the code of an architecture raises is the answer of a proof",
     "models/generation/conformance/case.py": "whatever a call of an engine raises breaks its contract",
     "models/generation/conformance/run.py": "whatever an engine raises is told in the report",
-    "models/generation/vllm/ranks.py": "whatever broke a step of one rank is told to the rank that asked for it",
+    "models/generation/ranks/served.py": "whatever broke a step of one rank is told to the rank that asked for it",
     "models/generation/engine_group.py": "whatever broke an engine ends its requests",
     "experience/runners/exchange.py": "whatever broke a call of a runner ends its groups",
     "experience/runners/groups.py": "whatever broke a group is raised by the driver that waits for it",

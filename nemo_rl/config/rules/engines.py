@@ -126,11 +126,18 @@ def check_engines(section: str, generation: GenerationConfig, counts: Sequence[i
             f"{section}.backend={generation.backend} is built in. Take them away; for vllm see {section}.vllm_kwargs."
         )
     yield from _check_servers(section, generation, counts)
-    if generation.backend in ("hf", "megatron", "sglang") and max(tensor, stages, experts) > 1:
+    if generation.backend in ("hf", "sglang") and max(tensor, stages, experts) > 1:
         yield (
             f"{section}.backend={generation.backend} computes on one device, but {section}.engine asks for "
             f"tensor_parallel_size={tensor}, pipeline_parallel_size={stages}, expert_parallel_size={experts}. Set them "
-            "to 1, or use backend=vllm."
+            "to 1, or use backend=vllm or megatron."
+        )
+        return
+    if generation.backend == "megatron" and experts not in (1, tensor):
+        yield (
+            f"{section}.backend=megatron divides experts over the ranks of a stage, and "
+            f"{section}.engine.expert_parallel_size={experts} is not tensor_parallel_size={tensor}. Use {tensor}"
+            f"{', or 1 to divide each expert' if tensor > 1 else ''}; backend=vllm also divides them over replicas."
         )
         return
     if experts > 1 and experts % tensor:

@@ -58,6 +58,7 @@ ENGINES = {
     "hf": EngineKind("nemo_rl.models.generation.hf.engine.HfEngine", accepts_inputs=True),
     "megatron": EngineKind(
         "nemo_rl.models.generation.megatron.engine.MegatronEngine",
+        rank_path="nemo_rl.models.generation.megatron.engine.MegatronRank",
         check="nemo_rl.models.generation.megatron.check.check_model",
     ),
     "sglang": EngineKind(

@@ -32,7 +32,13 @@ from nemo_rl.utils.errors import ConfigError
 
 
 def build_chunks(
-    hf_config: PretrainedConfig, options: MegatronConfig, *, precision: torch.dtype, device: torch.device, seed: int = 0
+    hf_config: PretrainedConfig,
+    options: MegatronConfig,
+    *,
+    precision: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    trains: bool = True,
 ) -> list[GPTModel]:
     """Build this rank's part of the model; Megatron Core's parallel state must be initialized.
 
@@ -42,6 +48,7 @@ def build_chunks(
         precision: dtype of the weights.
         device: device of the weights; for a GPU, the current one.
         seed: seed of the weights if `model_overrides.perform_initialization` is set; otherwise they have no values.
+        trains: refuse options with which gradients would be wrong.
 
     Returns:
         One unwrapped model for each virtual stage, in order.
@@ -51,6 +58,8 @@ def build_chunks(
     """
     family = family_of(hf_config)
     config = transformer_config(family, hf_config, options, precision, device)
+    if trains:
+        _refuse_wrong_gradients(config)
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     stages = [None] if virtual is None else range(virtual)
     with torch.random.fork_rng(devices=[]):
@@ -84,7 +93,6 @@ def transformer_config(
     fields |= _float8(options, fields["transformer_impl"])
     kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
     fields |= _checked_overrides(options.model_overrides, kind)
-    _refuse_wrong_gradients(fields)
     try:
         return kind(**fields)
     except (ValueError, AssertionError) as error:
@@ -216,10 +224,10 @@ def _checked_overrides(overrides: dict[str, Any], kind: type[TransformerConfig])
     return overrides
 
 
-def _refuse_wrong_gradients(fields: dict[str, Any]) -> None:
+def _refuse_wrong_gradients(config: TransformerConfig) -> None:
     """Refuse a combination of options that Megatron Core would silently train with wrong gradients."""
-    tp, sequence_parallel = fields["tensor_model_parallel_size"], fields["sequence_parallel"]
-    if fields.get("multi_latent_attention") and tp > 1 and not sequence_parallel:
+    tp = config.tensor_model_parallel_size
+    if config.multi_latent_attention and tp > 1 and not config.sequence_parallel:
         raise ConfigError(
             f"latent attention with tensor_model_parallel_size={tp} needs policy.megatron_cfg.sequence_parallel=true: "
             "without it the gradients of its down projections and of its norms are wrong."

@@ -52,7 +52,11 @@ def test_separate_engines_on_cpus_get_their_own_ranks(resources: dict[str, int],
             r"tensor_parallel_size, or 1 .* Nearest values: 2, 4",
         ),
         ([SEPARATE, f"{TENSOR}=2", "policy.generation.backend=hf"], r"backend=hf computes on one device"),
-        ([SEPARATE, f"{TENSOR}=2", "policy.generation.backend=megatron"], r"backend=megatron computes on one device"),
+        (
+            [SEPARATE, f"{TENSOR}=2", f"{EXPERTS}=4", "policy.generation.backend=megatron"],
+            r"backend=megatron divides experts over the ranks of a stage, and .*expert_parallel_size=4 is not "
+            r"tensor_parallel_size=2\. Use 2, or 1 to divide each expert",
+        ),
         (
             ["+policy.generation.vllm_kwargs={tensor_parallel_size: 2}"],
             r"vllm_kwargs\.tensor_parallel_size decides .* Write policy\.generation\.engine\.tensor_parallel_size",
@@ -70,6 +74,7 @@ def test_bad_engine_sections_are_refused(minimal: Path, overrides: list[str], me
     [
         [SEPARATE, f"{TENSOR}=2", f"{EXPERTS}=2"],
         [SEPARATE, f"{TENSOR}=2", f"{EXPERTS}=4"],
+        [SEPARATE, f"{TENSOR}=2", f"{EXPERTS}=2", "policy.generation.backend=megatron"],
         ["cluster.ranks_per_node=4", f"{TENSOR}=2"],
         ["cluster.device=cuda", "cluster.gpus_per_node=8", f"{TENSOR}=2", f"{STAGES}=4"],
         ["cluster.device=cuda", "cluster.gpus_per_node=8", "cluster.num_nodes=4", f"{TENSOR}=16"],

@@ -1,8 +1,18 @@
-"""Check that Megatron Core can express a model, in the controller, which imports nothing of Megatron Core."""
+"""Check that Megatron Core can express a model and divide it over the ranks of an engine.
+
+It runs in the controller, which imports nothing of Megatron Core.
+"""
+
+from collections.abc import Iterator
+from itertools import chain
+
+from transformers import PretrainedConfig
 
 from nemo_rl.config import ClusterConfig, PolicyConfig
+from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.models.megatron.model_check import check_expressible
+from nemo_rl.models.training.mesh_rules import Divided, Mesh, divided_layers, routed_experts, vocabulary
 from nemo_rl.utils.errors import ConfigError
 
 
@@ -14,3 +24,38 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
         check_expressible(model)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error} The engines vllm and hf need no Megatron Core.") from error
+    problems = list(engine_size_problems(policy, model))
+    if problems:
+        raise ConfigError("policy.generation.engine." + "\npolicy.generation.engine.".join(problems))
+
+
+def engine_size_problems(policy: PolicyConfig, model: PretrainedConfig) -> Iterator[str]:
+    """Yield why sizes of the engine do not divide the model, with the arithmetic and the sizes that do.
+
+    Args:
+        policy: the section, with `generation`.
+        model: Hugging Face configuration of the model.
+    """
+    assert policy.generation is not None, "the caller has engines"
+    engine = policy.generation.engine
+    mesh = Mesh("policy.generation.engine", policy, ParallelLayout(), model.get_text_config())
+    by_ranks = chain(divided_layers(mesh), vocabulary(mesh))
+    if mesh.experts is not None and engine.expert_parallel_size == 1:
+        of_expert = mesh.divided("columns of an expert", "moe_intermediate_size", "intermediate_size")
+        by_ranks = chain(by_ranks, of_expert)
+    yield from _indivisible("tensor_parallel_size", engine.tensor_parallel_size, list(by_ranks))
+    layers = [Divided("layers (num_hidden_layers)", mesh.layers)]
+    yield from _indivisible("pipeline_parallel_size", engine.pipeline_parallel_size, layers)
+    if engine.expert_parallel_size > 1 and mesh.experts is None:
+        yield f"expert_parallel_size={engine.expert_parallel_size}, but the model has no experts. Set it to 1."
+    else:
+        yield from _indivisible("expert_parallel_size", engine.expert_parallel_size, list(routed_experts(mesh)))
+
+
+def _indivisible(key: str, size: int, divided: list[Divided]) -> Iterator[str]:
+    """Yield the parts of a model that a size does not divide, if there are any."""
+    remainders = [f"{each.count} {each.what} / {size} = {each.count / size:g}" for each in divided if each.count % size]
+    if remainders:
+        largest = min(each.count for each in divided)
+        fitting = [n for n in range(1, largest + 1) if all(each.count % n == 0 for each in divided)]
+        yield f"{key}={size} does not divide {', '.join(remainders)}. Sizes that do: {', '.join(map(str, fitting))}."

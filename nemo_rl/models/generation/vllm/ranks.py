@@ -10,13 +10,9 @@ stage x tensor parallel size + position within the stage. Groups of ranks of one
 others gloo or NCCL. Invariant: all ranks make the same calls in the same order.
 """
 
-import asyncio
-import logging
 import os
-import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from multiprocessing import Lock
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,19 +27,18 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, GenerationResult, engine_of
-from nemo_rl.models.generation.vllm.links import Answer, Call, Link, Outcome, call_all, open_link, open_links
-from nemo_rl.models.generation.vllm.meeting import HOST_ADDRESS, Meeting, enter_engine
+from nemo_rl.models.generation.interfaces import EngineSettings
+from nemo_rl.models.generation.ranks.links import Answer, Call, Link, call_all, open_link, open_links
+from nemo_rl.models.generation.ranks.meeting import Meeting, enter_engine, meet
+from nemo_rl.models.generation.ranks.served import ServedRank, ending_if_alone
 from nemo_rl.models.generation.vllm.own_experts import compute_own_experts, exchange_tokens
 from nemo_rl.models.generation.vllm.speculation.cpu_build import repair_speculation
 from nemo_rl.models.generation.vllm.weights import load_tensors, record_reads, take_reads
 from nemo_rl.weight_sync.parts import Parts
 
-logger = logging.getLogger(__name__)
-
 _SHARED_MEMORY = Path("/dev/shm")
-_PATIENCE_S = 2.0
-"""Seconds until the death of a rank is noticed after it has interrupted another rank's call."""
+_HOST_ADDRESS = "VLLM_HOST_IP"
+"""Variable with the address at which vLLM's own sockets listen; each machine has another one."""
 _OF_VLLM = ("VLLM_", "TORCHINDUCTOR_")
 """Prefixes of variables that vLLM sets while it builds its configuration, for the processes it would start."""
 
@@ -109,21 +104,10 @@ def _links_of(head: int) -> str:
     return f"ranks of {head}"
 
 
-@contextmanager
-def ending_if_alone(links: Sequence[Link]) -> Iterator[None]:
-    """Run a block; if it fails because a process at the other end of a link is gone, end this process too."""
-    try:
-        yield
-    except Exception:
-        for link in links:
-            link.end_if_alone(_PATIENCE_S)
-        raise
-
-
-def meet(settings: EngineSettings) -> Meeting:
-    """Return the meeting of this process with the others of its engine."""
-    _, place = engine_of(int(os.environ["RANK"]), settings.num_workers)
-    return enter_engine(settings.device, place, settings.num_workers)
+def listening(meeting: Meeting) -> Meeting:
+    """Let vLLM's own sockets listen at the address of this machine, not at the driver's, which Ray may pass on."""
+    os.environ[_HOST_ADDRESS] = meeting.address
+    return meeting
 
 
 class RanksExecutor(UniProcExecutor):
@@ -135,13 +119,13 @@ class RanksExecutor(UniProcExecutor):
         parallel = self.vllm_config.parallel_config
         self._output_rank = parallel.world_size - parallel.tensor_parallel_size
         head = parallel.data_parallel_rank * parallel.world_size
-        meeting = enter_engine(self.device_config.device_type, head, parallel.world_size_across_dp)
+        meeting = listening(enter_engine(self.device_config.device_type, head, parallel.world_size_across_dp))
         self.num_passes = 0
         """Forward passes so far that `execute_model` has started."""
         others = range(head + 1, head + parallel.world_size)
         self._links: list[Link] = open_links(meeting, _links_of(head), others)
         environment = {name: value for name, value in os.environ.items() if name.startswith(_OF_VLLM)}
-        environment.pop(HOST_ADDRESS, None)
+        environment.pop(_HOST_ADDRESS, None)
         start = _Start(self.vllm_config, f"nemo_rl-{uuid4().hex}", environment)
         for link in self._links:
             link.send(start)
@@ -188,54 +172,21 @@ class RanksExecutor(UniProcExecutor):
         return [own, *(answer.result() for answer in answers if answer is not None)]
 
 
-class VllmRank:
-    """Workers 1, 2 ... of a vLLM engine: an `Engine` that receives weights and executes the calls of worker 0.
-
-    Calls run between two callbacks of the event loop, like the engine's steps in worker 0. Weight updates, sleep and
-    recording of layers are such calls, so their methods here do nothing.
-    """
+class VllmRank(ServedRank):
+    """Workers 1, 2 ... of a vLLM engine; weight updates, sleep and recording of layers are calls of worker 0 too."""
 
     def __init__(self, settings: EngineSettings):
-        meeting = meet(settings)
+        meeting = listening(meet(settings))
         head = meeting.place // settings.replica_size * settings.replica_size
-        self._link = open_link(meeting, _links_of(head), head)
-        start: _Start = self._link.receive()
+        link = open_link(meeting, _links_of(head), head)
+        start: _Start = link.receive()
         os.environ.update(start.environment)
         self._worker = _build_worker(start, meeting)
-        self._serve()
-
-    def _serve(self) -> None:
-        """Tell the other end of the link that this process is ready, and execute its calls from now on."""
-        self._link.send(Outcome(None))
-        self._link.when_it_brings(asyncio.get_running_loop(), self._do_next)
+        self.serve(link, self._execute)
 
     def _execute(self, call: Call) -> Any:
         value = run_method(self._worker, call.method, call.args, call.kwargs)
         return value.get_output() if call.wants_answer and isinstance(value, AsyncModelRunnerOutput) else value
-
-    def _do_next(self) -> None:
-        call: Call = self._link.receive()
-        try:
-            outcome = Outcome(self._execute(call))
-        except Exception:  # boundary: worker 0 gets the error, or sees that this rank is gone
-            outcome = Outcome(None, traceback.format_exc())
-        if call.wants_answer or outcome.failure is not None:
-            self._link.send(outcome)
-        if not call.wants_answer and outcome.failure is not None:
-            # Worker 0 has usually failed too and reports why. If it waits for this rank instead, only an exit releases
-            # it.
-            logger.error("A step failed, so this process ends.\n%s", outcome.failure)
-            asyncio.get_running_loop().call_later(2 * _PATIENCE_S, os._exit, 1)
-
-    async def generate(self, request_id: str, request: GenerationRequest) -> GenerationResult:
-        """See `Engine.generate`; requests go to worker 0."""
-        raise NotImplementedError("Requests go to worker 0 of an engine.")
-
-    async def abort(self, request_ids: Collection[str]) -> None:
-        """See `Engine.abort`."""
-
-    async def begin_weight_update(self) -> None:
-        """See `Engine.begin_weight_update`."""
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """See `Engine.load_tensors`; loads this rank's part of each tensor."""
@@ -248,17 +199,3 @@ class VllmRank:
     def take_reads(self) -> Parts:
         """See `RecordsReads.take_reads`."""
         return take_reads(self._worker)
-
-    async def finish_weight_update(self, version: int) -> list[str]:
-        """See `Engine.finish_weight_update`; worker 0 reports missing tensors of all ranks."""
-        return []
-
-    async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
-        """See `Engine.layer_outputs`."""
-        return []
-
-    async def sleep(self) -> None:
-        """See `Engine.sleep`."""
-
-    async def wake_up(self) -> None:
-        """See `Engine.wake_up`."""

@@ -18,12 +18,13 @@ import torch
 
 from nemo_rl.distributed.ranks.rendezvous import hold_port
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest
+from nemo_rl.models.generation.ranks.links import Answer, Call, Link, open_link, open_links
+from nemo_rl.models.generation.ranks.meeting import Meeting, meet
+from nemo_rl.models.generation.ranks.served import ServedRank, ending_if_alone
 from nemo_rl.models.generation.reports.load import EngineLoad
 from nemo_rl.models.generation.stepped import Finished, SteppedEngine
 from nemo_rl.models.generation.vllm.engine import VllmEngine
-from nemo_rl.models.generation.vllm.links import Answer, Call, Link, open_link, open_links
-from nemo_rl.models.generation.vllm.meeting import Meeting
-from nemo_rl.models.generation.vllm.ranks import VllmRank, ending_if_alone, meet
+from nemo_rl.models.generation.vllm.ranks import listening
 from nemo_rl.utils.errors import GenerationError
 from nemo_rl.weight_sync.parts import Parts
 
@@ -38,7 +39,7 @@ class VllmReplicas(SteppedEngine):
 
     def __init__(self, settings: EngineSettings):
         super().__init__()
-        meeting = meet(settings)
+        meeting = listening(meet(settings))
         _, port = hold_port(meeting.address, None, None)
         meeting.store.set(_PORT, str(port))
         _join(meeting, settings)
@@ -156,15 +157,15 @@ class VllmReplicas(SteppedEngine):
         return [own, *(answer.result() for answer in answers)]
 
 
-class VllmReplica(VllmRank):
+class VllmReplica(ServedRank):
     """First rank of replica 1, 2 ...: an engine that does what place 0 tells it."""
 
     def __init__(self, settings: EngineSettings):
-        meeting = meet(settings)
+        meeting = listening(meet(settings))
         _join(meeting, settings)
-        self._link = open_link(meeting, _LINKS, 0)
+        link = open_link(meeting, _LINKS, 0)
         self._engine = VllmEngine(settings)
-        self._serve()
+        self.serve(link, self._execute)
 
     def _execute(self, call: Call) -> Any:
         return getattr(self._engine, str(call.method))(*call.args, **call.kwargs)

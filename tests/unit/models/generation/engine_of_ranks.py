@@ -1,4 +1,4 @@
-"""The worker processes of one vLLM engine on the CPU, called together as the controller does."""
+"""The worker processes of one engine on the CPU, called together as the controller does."""
 
 import socket
 from contextlib import ExitStack
@@ -27,8 +27,8 @@ class EngineOfRanks:
     `machines` has the machine of each; `sizes` are settings.
     """
 
-    def __init__(self, folder: Path, stack: ExitStack, machines: tuple[int, ...], **sizes: int):
-        settings = {"engine": make_settings(folder, "vllm", load_weights=True, **sizes)}
+    def __init__(self, folder: Path, stack: ExitStack, machines: tuple[int, ...], backend: str = "vllm", **sizes: int):
+        settings = {"engine": make_settings(folder, backend, load_weights=True, **sizes)}
         with socket.socket() as bound:
             bound.bind(("127.0.0.1", 0))
             port = bound.getsockname()[1]
@@ -63,7 +63,8 @@ class EngineOfRanks:
             of_rank_1, copy = buckets[-1], None
             if damaged and len(buckets) == 1:
                 of_rank_1, copy = with_flipped_bit(buckets[-1])
-            self.call_each("receive_bucket", [(buckets[-1],), (of_rank_1,)])
+            others = [(buckets[-1],)] * (len(self.ranks) - 2)
+            self.call_each("receive_bucket", [(buckets[-1],), (of_rank_1,), *others])
             if copy is not None:
                 copy.close()
         return buckets, self.call("finish_weight_update", version)

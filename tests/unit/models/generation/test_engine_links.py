@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from ray._private.async_compat import get_new_event_loop
 
-from nemo_rl.models.generation.vllm.links import Call, Link, Outcome, open_link, open_links
-from nemo_rl.models.generation.vllm.meeting import Meeting
+from nemo_rl.models.generation.ranks.links import Call, Link, Outcome, open_link, open_links
+from nemo_rl.models.generation.ranks.meeting import Meeting
 
 FORK = multiprocessing.get_context("fork")
 PLACES = {

@@ -6,6 +6,7 @@ from transformers import DeepseekV3Config, MixtralConfig, Qwen2Config, Qwen3MoeC
 from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.factory import check_engine_model, engine_settings, make_engines
+from nemo_rl.models.generation.megatron.check import engine_size_problems
 from nemo_rl.models.generation.vllm.check import check_engine_shape
 from nemo_rl.utils.errors import ConfigError
 
@@ -103,3 +104,55 @@ def test_the_cpu_cache_is_as_large_as_the_concurrent_requests(tmp_path, engine, 
     policy = PolicyConfig.build(model_name=str(tmp_path), precision="float32", generation={"engine": engine})
     settings = engine_settings(policy, ClusterConfig.build(device="cpu"), seed=0, load_weights=False)
     assert settings.kv_cache_bytes == expected
+
+
+MEGATRON = Qwen3MoeConfig(
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    num_experts=6,
+    moe_intermediate_size=36,
+    num_hidden_layers=4,
+    vocab_size=1024,
+    mlp_only_layers=[],
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "problems"),
+    [
+        (MEGATRON, {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}, []),
+        (MEGATRON, {"tensor_parallel_size": 2, "expert_parallel_size": 2}, []),
+        (
+            MEGATRON,
+            {"tensor_parallel_size": 8},
+            [
+                "tensor_parallel_size=8 does not divide 4 heads of keys and values (num_key_value_heads) / 8 = 0.5, "
+                "36 columns of an expert (moe_intermediate_size) / 8 = 4.5. Sizes that do: 1, 2, 4."
+            ],
+        ),
+        (
+            MEGATRON,
+            {"tensor_parallel_size": 4, "expert_parallel_size": 4},
+            [
+                "expert_parallel_size=4 does not divide 6 experts of a layer (num_local_experts) / 4 = 1.5. "
+                "Sizes that do: 1, 2, 3, 6."
+            ],
+        ),
+        (
+            MEGATRON,
+            {"pipeline_parallel_size": 3},
+            [
+                "pipeline_parallel_size=3 does not divide 4 layers (num_hidden_layers) / 3 = 1.33333. "
+                "Sizes that do: 1, 2, 4."
+            ],
+        ),
+        (
+            DENSE,
+            {"tensor_parallel_size": 2, "expert_parallel_size": 2},
+            ["expert_parallel_size=2, but the model has no experts. Set it to 1."],
+        ),
+    ],
+)
+def test_sizes_of_a_megatron_engine_divide_the_model(model, sizes: dict[str, int], problems: list[str]) -> None:
+    policy = PolicyConfig.build(model_name="m", generation={"backend": "megatron", "engine": sizes})
+    assert list(engine_size_problems(policy, model)) == problems

@@ -50,6 +50,13 @@ CASES = [
         id="stages",
         marks=pytest.mark.long,
     ),
+    pytest.param(
+        lambda seed: make_mixture("deepseek_v3", seed),
+        {"backend": "megatron", "expert_parallel_size": 2},
+        0.75,
+        id="megatron",
+        marks=[pytest.mark.long, pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="no mcore")],
+    ),
 ]
 
 
@@ -66,8 +73,8 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path, local_ray: Path) -> 
     save_model(tmp_path, make(0))
     cluster = ClusterConfig(device="cpu", gpus_per_node=0, max_actor_restarts=1)
     where = RayVirtualCluster([2], use_gpus=False, cpus_per_bundle=0.5)
-    sizes = {"tensor_parallel_size": 2, **sizes}
-    group = make_engines(make_settings(tmp_path, "vllm", load_weights=True, **sizes), where, cluster)
+    values = {"backend": "vllm", "tensor_parallel_size": 2, "load_weights": True} | sizes
+    group = make_engines(make_settings(tmp_path, **values), where, cluster)
     yield group
     group.shutdown()
     where.shutdown()

@@ -25,7 +25,7 @@ from concurrent.futures import Future
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any, NamedTuple
 
-from nemo_rl.models.generation.vllm.meeting import Meeting
+from nemo_rl.models.generation.ranks.meeting import Meeting
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Call(NamedTuple):
     """Request of place 0 to a rank.
 
     Attributes:
-        method: name of a method of vLLM's worker, or an importable function that takes the worker first.
+        method: name of a method of what the rank serves, or an importable function that takes it first.
         args: positional arguments.
         kwargs: keyword arguments.
         wants_answer: whether the rank sends an `Outcome` even if the call succeeds.

@@ -15,9 +15,8 @@ import torch.distributed as dist
 
 from nemo_rl.distributed.ranks.process_group import address_towards, choose_interface, open_store
 from nemo_rl.host.device import Device
+from nemo_rl.models.generation.interfaces import EngineSettings, engine_of
 
-HOST_ADDRESS = "VLLM_HOST_IP"
-"""Variable with the address at which vLLM's own sockets listen; each machine has another one."""
 _TIMEOUT = timedelta(minutes=30)
 """Longer than every deadline for starting engines; a process that does not come has usually died."""
 
@@ -53,6 +52,12 @@ class Meeting:
         return all(self.machines[place] == self.machine for place in places)
 
 
+def meet(settings: EngineSettings) -> Meeting:
+    """Return the meeting of this process with the others of its engine; its rank is in the variable RANK."""
+    _, place = engine_of(int(os.environ["RANK"]), settings.num_workers)
+    return enter_engine(settings.device, place, settings.num_workers)
+
+
 @functools.cache
 def enter_engine(device: str, place: int, num_places: int) -> Meeting:
     """Form the default process group of an engine's processes, and let each process see the GPUs of its machine.
@@ -69,7 +74,6 @@ def enter_engine(device: str, place: int, num_places: int) -> Meeting:
     kind = Device("cuda" if device == "cuda" else "cpu")
     choose_interface(address)
     own_address = address_towards(address) or address
-    os.environ[HOST_ADDRESS] = own_address  # not the driver's, which Ray may have passed on
     store = open_store(address, port, place, num_places, _TIMEOUT)
     names = _shared(store, "machine", place, num_places, _name_of_machine())
     meeting = Meeting(store, place, tuple(names.index(name) for name in names), own_address)

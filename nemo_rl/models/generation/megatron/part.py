@@ -1,0 +1,266 @@
+"""Compute one rank's part of a Megatron Core model for an engine, with its static key-value cache.
+
+    place 0          ┌─ stage 0: embedding, layers ─ hidden states ─► stage 1: layers, output head ─┐
+    read, advance ──►┤  tensor-parallel ranks divide each layer and the vocabulary                  ├─► [b, V] logits
+                     └─ an engine of one rank has everything                                        ┘   on place 0
+
+Without CUDA, `megatron.cpu_shim` replaces it. Layers are the portable ones, even if Transformer Engine is installed.
+Rows of different lengths are left-padded in the cache, which has one write position for all of them, and each row's
+attention begins at its own first token. Rotary embeddings depend on distances only, so a row's position in the batch
+has no effect. Invariant: all ranks of an engine make the same calls in the same order.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nemo_rl.config import MegatronConfig
+from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.host.device import device_for
+from nemo_rl.models.attention import AttentionPlan, Piece
+from nemo_rl.models.generation.interfaces import EngineSettings
+from nemo_rl.models.generation.ranks.meeting import Meeting
+from nemo_rl.models.huggingface.layers import recorded_outputs
+from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
+from nemo_rl.models.huggingface.tensor_files import model_folder
+from nemo_rl.models.megatron.parallel import start_model_parallel
+from nemo_rl.models.training.finite import ANOTHER_COPY, not_finite, require_finite
+from nemo_rl.weight_sync.parts import Parts, ReadRecorder
+
+
+class ModelPart:
+    """This rank's layers; the constructor is collective over the ranks of the engine.
+
+    Args:
+        settings: settings of the engine; `engine_kwargs["megatron_cfg"]` has those with which the policy computes.
+        meeting: the processes of the engine; None for one.
+
+    Attributes:
+        model: the layers, as a GPTModel of Megatron Core.
+        vocab_size: number of token ids.
+        cache_tokens: most tokens of all rows together in the cache of every rank.
+    """
+
+    def __init__(self, settings: EngineSettings, meeting: Meeting | None = None) -> None:
+        self._device = device_for(uses_gpu=settings.device != "cpu").activate(meeting.local_place if meeting else 0)
+        self._stage_size, self._num_stages = settings.tensor_parallel_size, settings.pipeline_parallel_size
+        self._stage = (meeting.place if meeting else 0) // self._stage_size
+        hf_config = load_model_config(settings.model_name, settings.hf_overrides)
+        self.vocab_size: int = hf_config.vocab_size
+        section = (settings.engine_kwargs.get("megatron_cfg") or MegatronConfig.build()).model_copy(
+            update=_sizes(settings)
+        )
+        _start_groups(settings, section, self._device)
+        # Imported only now: without CUDA these modules need the preparation above.
+        from nemo_rl.models.megatron.build import build_chunks
+        from nemo_rl.models.megatron.conversion.importer import load_huggingface
+        from nemo_rl.models.megatron.conversion.receiver import HubReceiver
+
+        dtype = torch_dtype(settings.precision)
+        chunks = build_chunks(hf_config, section, precision=dtype, device=self._device, trains=False)
+        if settings.load_weights:
+            load_huggingface(chunks, hf_config, model_folder(settings.model_name))
+            require_finite(dict(chunks[0].named_parameters()), f"the model {settings.model_name}", ANOTHER_COPY)
+        self.model: Any = chunks[0].eval()
+        self._receiver = HubReceiver(chunks, hf_config)
+        self._recorder: ReadRecorder | None = None
+        room = torch.tensor(_cache_bytes(settings, self._device) // _token_bytes(self.model), device=self._device)
+        dist.all_reduce(room, dist.ReduceOp.MIN)
+        self.cache_tokens = int(room)
+        self._cache: Any = None
+        self._starts: list[int] = []
+
+    @torch.inference_mode()
+    def read(self, rows: list[list[int]], most_new: int) -> Tensor | None:
+        """Start a batch, and free the previous one; the last new token is never read.
+
+        Args:
+            rows: tokens of each row.
+            most_new: most tokens that are added to a row, including the next one.
+
+        Returns:
+            On place 0 `[b, V]` logits of the next token.
+        """
+        from megatron.core.inference.contexts import StaticInferenceContext
+
+        width = max(len(row) for row in rows)
+        self._starts = [width - len(row) for row in rows]
+        self._cache = None  # frees its memory before the next one is allocated
+        self._cache = StaticInferenceContext(len(rows), width + most_new)
+        return self._logits(torch.tensor([[0] * start + row for start, row in zip(self._starts, rows, strict=True)]))
+
+    @torch.inference_mode()
+    def advance(self, token_ids: list[int]) -> Tensor | None:
+        """Read one more token of each row; return `[b, V]` logits of the next one on place 0."""
+        return self._logits(torch.tensor(token_ids)[:, None])
+
+    def _logits(self, ids_bt: Tensor) -> Tensor | None:
+        before, new = self._cache.sequence_len_offset, ids_bt.shape[1]
+        logits_bV = self._call(ids_bt, left_padded(self._starts, before, new), before, inference_context=self._cache)
+        self._cache.sequence_len_offset += new
+        return self._at_place_0(logits_bV, len(ids_bt))
+
+    def _call(self, ids_bt: Tensor, plan: AttentionPlan | None, first: int = 0, **arguments: Any) -> Tensor:
+        """Compute this stage, with the hidden states of the previous one; pass the result on to the next one.
+
+        Args:
+            ids_bt: tokens that are read now.
+            plan: their attention; None: each attends to all tokens before it.
+            first: column of the first token.
+            arguments: further arguments of the model.
+
+        Returns:
+            `[t, b, D]` hidden states; of the last stage `[b, V]` logits after the last column.
+        """
+        positions = torch.arange(first, first + ids_bt.shape[1]).expand(ids_bt.shape)
+        if self._stage:
+            size = (ids_bt.shape[1], len(ids_bt), self.model.config.hidden_size)
+            hidden_tbD = torch.empty(size, dtype=self.model.config.pipeline_dtype, device=self._device)
+            dist.recv(hidden_tbD, dist.get_rank() - self._stage_size)
+            self.model.set_input_tensor(hidden_tbD)
+        output: Tensor = self.model(
+            ids_bt.to(self._device), positions.to(self._device), plan, output_processor=_last, **arguments
+        )
+        if self._stage < self._num_stages - 1:
+            dist.send(output.contiguous(), dist.get_rank() + self._stage_size)
+        return output
+
+    def _at_place_0(self, logits_bV: Tensor, num_rows: int) -> Tensor | None:
+        """Bring the logits of the last stage to place 0, where its first rank is not place 0 itself."""
+        rank, source = dist.get_rank(), (self._num_stages - 1) * self._stage_size
+        if source == 0:
+            return logits_bV if rank == 0 else None
+        if rank == source:
+            dist.send(logits_bV.contiguous(), 0)
+        if rank != 0:
+            return None
+        received = torch.empty(num_rows, self.vocab_size, dtype=self.model.config.pipeline_dtype, device=self._device)
+        dist.recv(received, source)
+        return received
+
+    def forget(self) -> None:
+        """Free the batch's cache."""
+        self._cache = None
+
+    @torch.inference_mode()
+    def layer_outputs(self, token_ids: list[int]) -> list[Tensor]:
+        """Return a prompt's hidden states after each decoder layer of this stage."""
+        with recorded_outputs(self.model.decoder.layers) as outputs:
+            self._call(torch.tensor([token_ids]), None)
+        return outputs
+
+    def start_loading(self) -> None:
+        """Expect every tensor of a weight update."""
+        self._receiver.begin()
+
+    def load_tensors(self, tensors: list[tuple[str, Tensor]]) -> None:
+        """Load this rank's part of each tensor."""
+        if self._recorder is not None:
+            tensors = [(name, tensor.clone()) for name, tensor in tensors]  # each alone in its storage
+            self._recorder.watch(tensors)
+        with self._recorder or nullcontext():
+            for name, tensor in tensors:
+                self._receiver.take(name, tensor)
+
+    def not_loaded(self) -> list[str]:
+        """Return hub names of the tensors that this rank needs and was not sent."""
+        return self._receiver.unbound()
+
+    def record_reads(self) -> None:
+        """See `RecordsReads.record_reads`."""
+        self._recorder = ReadRecorder()
+
+    def take_reads(self) -> Parts:
+        """See `RecordsReads.take_reads`."""
+        assert self._recorder is not None, "record_reads comes first"
+        recorder, self._recorder = self._recorder, None
+        return recorder.reads
+
+    def weights_not_finite(self) -> list[str]:
+        """Return the names of the weights that hold NaN or infinity."""
+        return not_finite(dict(self.model.named_parameters()))
+
+    def sleep(self) -> None:
+        """Move the weights to the host."""
+        self.model.to("cpu")
+        device_for(uses_gpu=self._device.type != "cpu").empty_cache()
+
+    def wake_up(self) -> None:
+        """Move the weights back."""
+        self.model.to(self._device)
+
+
+def _sizes(settings: EngineSettings) -> dict[str, Any]:
+    """Return the fields of the policy's section that an engine has of its own."""
+    return {
+        "tensor_model_parallel_size": settings.tensor_parallel_size,
+        "sequence_parallel": False,
+        "pipeline_model_parallel_size": settings.pipeline_parallel_size,
+        "virtual_pipeline_model_parallel_size": None,
+        "num_layers_in_first_pipeline_stage": None,
+        "num_layers_in_last_pipeline_stage": None,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": settings.expert_parallel_size,
+        "expert_tensor_parallel_size": 1 if settings.expert_parallel_size > 1 else settings.tensor_parallel_size,
+        "transformer_impl": "local",
+    }
+
+
+def _start_groups(settings: EngineSettings, section: MegatronConfig, device: torch.device) -> None:
+    """Start Megatron Core's groups; several processes have met before and have a default group."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    elif settings.num_workers == 1:
+        return  # another engine of this process has started them
+    layout = ParallelLayout(
+        pp=settings.pipeline_parallel_size, tp=settings.tensor_parallel_size, ep=settings.expert_parallel_size
+    )
+    start_model_parallel(layout, section, device, settings.seed)
+
+
+def left_padded(starts: list[int], cached: int, new: int) -> AttentionPlan:
+    """Plan the attention of rows that end in the same column, laid end to end.
+
+    Args:
+        starts: column where each row begins; padding before it attends to padding.
+        cached: number of columns that were read before.
+        new: number of columns that are read now.
+    """
+    width = cached + new
+    pieces = []
+    for row, start in enumerate(starts):
+        query, key = row * new, row * width
+        if start > cached:
+            pieces.append(Piece(query, query + start - cached, key, key + start - cached))
+        first = max(start - cached, 0)
+        pieces.append(Piece(query + first, query + new, key + start, key + width))
+    return AttentionPlan(pieces)
+
+
+def _last(*, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, **ignored: Any) -> Tensor:
+    """Compute `[b, V]` logits after the last column of `hidden_states` `[t, b, D]`; every rank has all of them."""
+    logits_1bV, _ = output_layer(hidden_states[-1:], weight=output_weight, runtime_gather_output=True)
+    logits_bV: Tensor = logits_1bV[0]
+    return logits_bV
+
+
+def _token_bytes(model: Any) -> int:
+    """Count the bytes of the keys and values of one token."""
+    layers = [layer.self_attention for layer in model.decoder.layers]
+    widths = [
+        attention.num_query_groups_per_partition * (attention.key_hidden_size + attention.val_hidden_size)
+        for attention in layers
+    ]
+    size: int = sum(widths) * model.config.params_dtype.itemsize
+    return size
+
+
+def _cache_bytes(settings: EngineSettings, device: torch.device) -> int:
+    """Return the configured cache size, or the part of the engine's share of a GPU that the weights leave."""
+    if settings.kv_cache_bytes is not None:
+        return settings.kv_cache_bytes
+    _, total = torch.cuda.mem_get_info(device)
+    return max(0, int(total * settings.gpu_memory_utilization) - torch.cuda.memory_allocated(device))
