@@ -59,9 +59,21 @@ def test_a_killed_run_resumes_on_two_stages_and_is_exported(
     _check_export(checkpoints / "step_3", tmp_path)
 
 
-def test_megatron_generation_samples_with_the_training_layers(start_example: StartExample) -> None:
-    """Without vLLM: Megatron Core samples, another rank trains the same layers, and the log-probabilities agree."""
-    overrides = ("grpo.val_at_start=false", "grpo.val_period=0", "checkpointing.enabled=false")
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param((), id="one rank"),
+        pytest.param(("tensor_parallel_size=2",), id="two ranks", marks=pytest.mark.long),
+        pytest.param(("pipeline_parallel_size=2",), id="two stages", marks=pytest.mark.long),
+    ],
+)
+def test_megatron_generation_samples_with_the_training_layers(
+    sizes: tuple[str, ...], start_example: StartExample
+) -> None:
+    """Without vLLM: Megatron Core samples, other ranks train the same layers, and the log-probabilities agree."""
+    overrides = ["grpo.val_at_start=false", "grpo.val_period=0", "checkpointing.enabled=false"]
+    overrides += [f"policy.generation.engine.{size}" for size in sizes]
+    overrides += ["cluster.ranks_per_node=2"] * bool(sizes)
     run = start_example("run_grpo.py", CONFIG, "grpo.max_num_steps=3", *overrides, "policy.generation.backend=megatron")
     assert run.finish() == 0, run.log()[-3000:]
     metrics = of_training(read_metrics(run.log_dir))

@@ -31,6 +31,7 @@ from nemo_rl.models.generation.factory import check_engine_model, engine_setting
 from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult
 from nemo_rl.models.generation.texts import sampled_text
 from nemo_rl.models.huggingface.load import load_model_config
+from nemo_rl.models.huggingface.sizes import longest_context
 from nemo_rl.utils.errors import ConfigError, DataError, NemoRLError
 
 _PLACE = "env.llm_judge.engine"
@@ -119,8 +120,7 @@ def _check_length(policy: PolicyConfig) -> None:
     Raises:
         ConfigError: it is.
     """
-    model = load_model_config(policy.model_name, policy.hf_config_overrides).get_text_config()
-    most = getattr(model, "max_position_embeddings", None)
+    most = longest_context(load_model_config(policy.model_name, policy.hf_config_overrides).get_text_config())
     if most is not None and policy.max_total_sequence_length > most:
         raise ConfigError(
             f"{_PLACE}.max_model_len={policy.max_total_sequence_length}, but {policy.model_name} reads {most} tokens "

@@ -24,6 +24,20 @@ def head_size(text: Any) -> int:
     return size
 
 
+def longest_context(text: Any) -> int | None:
+    """Return the most tokens that a text model reads, as vLLM derives them; None if its configuration does not say.
+
+    Source: `vllm.config.model._get_and_verify_max_len`. Layers of several kinds may have limits of their own (None).
+    """
+    positions = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if not isinstance(positions, int) or any(isinstance(value, dict) for value in rope.values()):
+        return None
+    grows = rope.get("rope_type", "default") in ("linear", "dynamic")
+    scaled = int(positions * (rope.get("factor") or 1.0)) if grows else positions
+    return max(scaled, getattr(text, "model_max_length", None) or 0)
+
+
 def count_parameters(model_name: str) -> int | None:
     """Count the elements of all tensors of a model folder, or of a hub model in the cache; None if unknown.
 

@@ -84,12 +84,12 @@ class EngineConfig(Section):
     enforce_eager: bool = False
     """Run without compilation and CUDA graphs; the CPU always does."""
     tensor_parallel_size: PositiveInt = 1
-    """Ranks that divide each layer of one engine; vllm only."""
+    """Ranks that divide each layer of one engine; vllm and megatron."""
     pipeline_parallel_size: PositiveInt = 1
-    """Stages that divide the layers of one engine, each of tensor_parallel_size ranks; vllm only."""
+    """Stages that divide the layers of one engine, each of tensor_parallel_size ranks; vllm and megatron."""
     expert_parallel_size: PositiveInt = 1
     """Ranks that divide the experts of a layer among them: 1 or a multiple of tensor_parallel_size, which adds replicas
-    of the other layers; 1: each expert is divided over the ranks of a stage; vllm only."""
+    of the other layers; 1: each expert is divided over the ranks of a stage. vllm, and megatron without replicas."""
     env_vars: EnvVars | None = None
     """Environment variables of the engine's process."""
 

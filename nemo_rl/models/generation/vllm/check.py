@@ -13,7 +13,7 @@ from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
 from nemo_rl.models.generation.vllm.float8.check import check_float8
 from nemo_rl.models.generation.vllm.speculation.settings import check_speculation
 from nemo_rl.models.huggingface.load import load_model_config
-from nemo_rl.models.huggingface.sizes import head_size
+from nemo_rl.models.huggingface.sizes import head_size, longest_context
 from nemo_rl.utils.errors import ConfigError
 
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -52,21 +52,16 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
 
 
 def _check_context(model: Any, asked: int) -> None:
-    """Refuse a context that is longer than the model's, as vLLM does (`vllm.config.model._get_and_verify_max_len`).
+    """Refuse a context that is longer than the model's, as vLLM does.
 
     Raises:
         ConfigError: it is.
     """
-    positions = _first(model, "max_position_embeddings")
-    rope = getattr(model, "rope_parameters", None) or {}
-    if positions is None or any(isinstance(value, dict) for value in rope.values()):
-        return  # layers of several kinds: vLLM itself decides
-    grows = rope.get("rope_type", "default") in ("linear", "dynamic")
-    most = max(positions * (rope.get("factor") or 1.0 if grows else 1.0), _first(model, "model_max_length") or 0)
-    if asked > most and os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") != "1":
+    most = longest_context(model)
+    if most is not None and asked > most and os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") != "1":
         raise ConfigError(
-            f"policy.generation.engine.max_model_len={asked}, but the model reads {most:.0f} tokens "
-            f"(max_position_embeddings={positions}). Set it to at most {most:.0f}; by default it is "
+            f"policy.generation.engine.max_model_len={asked}, but the model reads {most} tokens "
+            f"(max_position_embeddings={model.max_position_embeddings}). Set it to at most {most}; by default it is "
             "policy.max_total_sequence_length."
         )
 
