@@ -67,11 +67,6 @@ def _check_router_replay(section: str, policy: PolicyConfig) -> Findings:
                 f"{key} cannot replace the choice of a fused kernel. Remove moe_router_fusion from "
                 f"{section}.megatron_cfg.model_overrides."
             )
-    elif policy.dtensor_cfg.pipeline_parallel_size > 1:
-        yield (
-            f"{key} needs {section}.dtensor_cfg.pipeline_parallel_size=1, got "
-            f"{policy.dtensor_cfg.pipeline_parallel_size}. Use tensor, expert or context parallelism, or megatron_cfg."
-        )
 
 
 def check_trainable(policy: PolicyConfig, section: str = "policy") -> Findings:

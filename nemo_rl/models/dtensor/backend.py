@@ -115,11 +115,11 @@ class DTensorBackend(TorchBackend):
         self.model = built.model
         with start_phase("groups of ranks"):
             meshes = Meshes.build(layout, device.type)
+        replays = config.router_replay.enabled
+        self._replay = ReplayedRouters(self.model.hf, device, meshes.tp) if replays else None
         if layout.pp > 1:
             keep_stage(self.model.hf, meshes, config.dtensor_cfg.virtual_pipeline_size, device)
         self._balance = watch_experts(self.model.hf, config, device, meshes) if init_optimizer else None
-        replays = config.router_replay.enabled
-        self._replay = ReplayedRouters(self.model.hf, device, meshes.tp) if replays else None
         # The balance counts the tokens of a prompt once per row, so prompts cannot be shared.
         self.shares_prompts = built.shares_prompts and self._balance is None
         if not (init_optimizer or init_reference_model) and _stores_compute_precision(device):
@@ -131,7 +131,7 @@ class DTensorBackend(TorchBackend):
         method = config.dtensor_cfg.context_parallel_method
         self._context = ContextParallel(meshes.cp, method) if layout.cp > 1 else None
         self._stage = stage_of(self.model.hf)
-        self._pipeline = pipeline_for(self.model, config, meshes, self._scores)
+        self._pipeline = pipeline_for(self.model, config, meshes, self._scores, self._enter)
         self._has_reference = init_reference_model
         on_gpu = device.type != "cpu"
         self._takes_turns = on_gpu and not config.dtensor_cfg.cpu_offload
@@ -152,8 +152,17 @@ class DTensorBackend(TorchBackend):
             microbatches = [with_positions(inputs) for inputs in microbatches]
         if self._context is not None:
             microbatches, forward_step = self._context.divided(microbatches, forward_step)
-        if self._pipeline is not None:
-            return self._pipeline.run(microbatches, forward_step, backward=backward)
+        if self._replay is not None and backward:
+            self._replay.count(microbatches)
+        if self._pipeline is None:
+            self._run_whole(microbatches, forward_step, backward=backward)
+        else:
+            self._pipeline.run(microbatches, forward_step, backward=backward)
+        if self._replay is not None:
+            self._replay.stop()
+
+    def _run_whole(self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep, *, backward: bool) -> None:
+        """Run microbatches through a model without stages, one after another."""
         balance = self._balance if backward else None
         if balance is not None and balance.has_loss:
             self._survey(microbatches, balance)
@@ -163,14 +172,15 @@ class DTensorBackend(TorchBackend):
                 loss = forward_step(index, *self._scores(inputs, balance))
                 if backward:
                     assert loss is not None
-                    if self._replay is not None:
-                        self._replay.count(inputs)
                     if balance is not None and balance.has_loss:
                         loss = loss + balance.loss()
                     loss.backward()
-        if self._replay is not None:
-            self._replay.stop()
         reshard(self.model)
+
+    def _enter(self, inputs: ModelInputs) -> None:
+        """Let the routers replay the experts of a microbatch, if they replay any."""
+        if self._replay is not None:
+            self._replay.use(inputs)
 
     def _check_further_inputs(self, microbatches: Sequence[ModelInputs]) -> None:
         """Refuse inputs that the body's forward does not name, and positions that its own masks may misread.
@@ -190,8 +200,7 @@ class DTensorBackend(TorchBackend):
     def _scores(self, inputs: ModelInputs, balance: ExpertBalance | None = None) -> tuple[Tensor, Tensor]:
         """Return the model's scores of one microbatch and their entropy; record the routing if `balance` is given."""
         density = self._density.unfiltered() if inputs.unfiltered else self._density
-        if self._replay is not None:
-            self._replay.use(inputs)
+        self._enter(inputs)
         with nullcontext() if balance is None else balance.watching(inputs.real_tokens):
             scores: tuple[Tensor, Tensor] = self.model(
                 inputs.model_inputs, inputs.positions_K, inputs.targets_K, density, inputs.top_k

@@ -52,10 +52,6 @@ REPLAY = "policy.router_replay.enabled=true"
 REFUSED: list[tuple[list[str], str]] = [
     # router replay
     (
-        [REPLAY, "policy.dtensor_cfg.pipeline_parallel_size=2"],
-        r"needs policy\.dtensor_cfg\.pipeline_parallel_size=1, got 2",
-    ),
-    (
         [
             *(REPLAY, *MEGATRON, "policy.megatron_cfg.pipeline_model_parallel_size=2"),
             "policy.megatron_cfg.activation_checkpointing=true",

@@ -6,7 +6,8 @@ itself gives them. So scores, renormalization, correction biases, scaling factor
 for every architecture whose router works in this way; `require_replayable` tries the routers and refuses others.
 
 Invariant: a token without recorded experts gets bit for bit what the router would choose. The recorded experts of a
-microbatch hold until the next one, because layers may be computed again in the backward pass.
+microbatch hold until the next one, because layers may be computed again in the backward pass. A pipeline, in which
+passes of other microbatches come between, names the microbatch again before each backward pass.
 
 Source of the method: Rollout Routing Replay (Ma et al. 2025, arXiv:2510.11370).
 """
@@ -62,7 +63,7 @@ class ReplayedRouters:
     """The routers of a model, which choose the recorded experts of the current microbatch.
 
     Args:
-        hf: a model with experts, before they are divided among ranks.
+        hf: a model with experts, before layers or experts are divided among ranks.
         device: device on which the model computes.
         tensor: mesh of the tensor-parallel ranks, which may divide the tokens of a block.
 
@@ -95,12 +96,13 @@ class ReplayedRouters:
         if self._experts is not None:
             require_layers(self._experts, self._layers, self._of_token)
 
-    def count(self, inputs: ModelInputs) -> None:
-        """Count the tokens of a microbatch for the metrics of an update."""
-        real = inputs.real_tokens
-        if real is None:
-            real = torch.ones_like(inputs.model_inputs["input_ids"], dtype=torch.bool)
-        self.counts.add(inputs.routed_experts, real)
+    def count(self, microbatches: Sequence[ModelInputs]) -> None:
+        """Count the tokens of microbatches for the metrics of an update."""
+        for inputs in microbatches:
+            real = inputs.real_tokens
+            if real is None:
+                real = torch.ones_like(inputs.model_inputs["input_ids"], dtype=torch.bool)
+            self.counts.add(inputs.routed_experts, real)
 
     def stop(self) -> None:
         """Let the routers choose again."""

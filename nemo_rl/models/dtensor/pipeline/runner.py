@@ -29,6 +29,8 @@ from nemo_rl.models.training.interfaces import ForwardStep
 
 type Score = Callable[[ModelInputs], tuple[Tensor, Tensor]]
 """Computes the model's scores of one microbatch; in the last stage its model inputs hold `inputs_embeds`."""
+type Enter = Callable[[ModelInputs], None]
+"""Prepares a pass of one microbatch; layers may be computed again in its backward pass."""
 
 _ROUNDS_ON_THE_WAY = 2
 
@@ -65,10 +67,11 @@ class Pipeline:
         stage: the part of the model that this rank holds.
         hidden: shape and dtype of the tensors that stages exchange.
         score: called in the last stage for the last chunk.
+        enter: called before each forward and backward pass of this stage.
     """
 
-    def __init__(self, model: ShardableModel, stage: Stage, hidden: HiddenStates, score: Score) -> None:
-        self.model, self.stage, self.hidden, self.score = model, stage, hidden, score
+    def __init__(self, model: ShardableModel, stage: Stage, hidden: HiddenStates, score: Score, enter: Enter) -> None:
+        self.model, self.stage, self.hidden, self.score, self.enter = model, stage, hidden, score, enter
         device = stage.place.device
         # On GPUs a wait with a limit would block the host; there the group's watchdog enforces the limit.
         self.limit = collective_timeout(device) if device.type == "cpu" else None
@@ -89,7 +92,9 @@ class Pipeline:
         reshard(self.model)
 
 
-def pipeline_for(model: ShardableModel, config: PolicyConfig, meshes: Meshes, score: Score) -> Pipeline | None:
+def pipeline_for(
+    model: ShardableModel, config: PolicyConfig, meshes: Meshes, score: Score, enter: Enter
+) -> Pipeline | None:
     """Return the `Pipeline` of a model that was divided into stages; None for a whole model."""
     stage = stage_of(model.hf)
     if stage is None:
@@ -98,7 +103,7 @@ def pipeline_for(model: ShardableModel, config: PolicyConfig, meshes: Meshes, sc
     if dtype == torch.float32:  # then layers compute in the dtype of their parameters
         dtype = next(model.parameters()).dtype
     token_parts = meshes.layout.tp if config.dtensor_cfg.sequence_parallel else 1
-    return Pipeline(model, stage, HiddenStates(width, dtype, token_parts), score)
+    return Pipeline(model, stage, HiddenStates(width, dtype, token_parts), score, enter)
 
 
 @dataclass
@@ -124,6 +129,7 @@ class _Run:
     def make(self, step: Pass) -> None:
         """Make a pass of this stage."""
         taken = self._take(step)
+        self.pipeline.enter(self.microbatches[step.microbatch])
         if step.kind == "forward":
             self._forward(step, taken)
         else:

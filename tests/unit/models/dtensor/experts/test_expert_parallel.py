@@ -60,15 +60,15 @@ def _train_once(
     rank: int, world_size: int, name: str, values: dict[str, Any], data: BatchedDataDict[Any] | None = None
 ) -> dict[str, Any]:
     config = policy_config(name, **values)
-    worker = PolicyWorker(DTensorBackend(config, CPU), config)
+    layout = ParallelLayout.of(config, world_size)
+    worker = PolicyWorker(DTensorBackend(config, CPU), config, gives_scores=rank in layout.result_ranks)
     out: dict[str, Any] = {}
     data = random_batch(rows=ROWS) if data is None else data
-    layout = ParallelLayout.of(config, world_size)
     shards, shard = layout.data_parallel_size, layout.data_parallel_rank(rank)
     scored = shard_batch(data, shards, logprob_strategy(config))
     scores = worker.get_logprobs(scored.data[shard], scored.sizes[shard])
     order = [row for mb in scored.plan.shards[shard] for row in mb]
-    out["scores"] = dict(zip(order, scores, strict=True))
+    out["scores"] = dict(zip(order, scores, strict=True)) if len(scores) else {}
     step = worker.backend.clip_and_step
 
     def step_and_keep() -> tuple[float, bool]:

@@ -84,6 +84,22 @@ def test_ranks_replay_the_experts_of_their_tokens(arch, world, values, tmp_path)
     _compare(arch, world, values, tmp_path / "m")
 
 
+@pytest.mark.parametrize("more", [CHECKPOINTED, {"virtual_pipeline_size": 1}], ids=["computed again", "kept"])
+def test_stages_replay_the_experts_of_their_layers(more: dict[str, Any], tmp_path: Path) -> None:
+    """With recomputation, backward passes come between forward passes of other microbatches."""
+    name, data = _save(tmp_path / "m", "deepseek_v3"), _batch("deepseek_v3")
+    values = _values(1, packed=False, pipeline_parallel_size=2, **more) | {"train_micro_batch_size": 1} | REPLAY
+    parts = run_ranks(_train, 2, name, values, data)
+    want_scores, want_loss, want_grads = _by_plain_pytorch(name, "deepseek_v3", data)
+    scores = parts[-1]["scores"]
+    assert _difference(torch.stack([scores[row] for row in range(ROWS)]), want_scores) < 1e-5
+    assert parts[-1]["loss"] == pytest.approx(want_loss, rel=1e-5)
+    assert set(want_grads) == {key for part in parts for key in part["grads"]}
+    for part in parts:
+        assert max(_difference(grad, want_grads[key]) for key, grad in part["grads"].items()) < 2e-5
+        assert part["metrics"]["moe/replayed_token_share"] == 1.0
+
+
 @pytest.mark.parametrize("arch", ["qwen3_moe", "deepseek_v3"])
 def test_without_reported_experts_nothing_changes(arch, tmp_path) -> None:
     """Bit for bit: all tokens with -1, and with no replay at all."""
