@@ -46,8 +46,9 @@ class ModelPart:
 
     def __init__(self, settings: EngineSettings, meeting: Meeting | None = None) -> None:
         self._device = device_for(uses_gpu=settings.device != "cpu").activate(meeting.local_place if meeting else 0)
+        self._place = meeting.place if meeting else 0
         self._stage_size, self._num_stages = settings.tensor_parallel_size, settings.pipeline_parallel_size
-        self._stage = (meeting.place if meeting else 0) // self._stage_size
+        self._stage = self._place // self._stage_size
         hf_config = load_model_config(settings.model_name, settings.hf_overrides)
         self.vocab_size: int = hf_config.vocab_size
         section = (settings.engine_kwargs.get("megatron_cfg") or MegatronConfig.build()).model_copy(
@@ -119,23 +120,23 @@ class ModelPart:
         if self._stage:
             size = (ids_bt.shape[1], len(ids_bt), self.model.config.hidden_size)
             hidden_tbD = torch.empty(size, dtype=self.model.config.pipeline_dtype, device=self._device)
-            dist.recv(hidden_tbD, dist.get_rank() - self._stage_size)
+            dist.recv(hidden_tbD, self._place - self._stage_size)
             self.model.set_input_tensor(hidden_tbD)
         output: Tensor = self.model(
             ids_bt.to(self._device), positions.to(self._device), plan, output_processor=_last, **arguments
         )
         if self._stage < self._num_stages - 1:
-            dist.send(output.contiguous(), dist.get_rank() + self._stage_size)
+            dist.send(output.contiguous(), self._place + self._stage_size)
         return output
 
     def _at_place_0(self, logits_bV: Tensor, num_rows: int) -> Tensor | None:
         """Bring the logits of the last stage to place 0, where its first rank is not place 0 itself."""
-        rank, source = dist.get_rank(), (self._num_stages - 1) * self._stage_size
+        source = (self._num_stages - 1) * self._stage_size
         if source == 0:
-            return logits_bV if rank == 0 else None
-        if rank == source:
+            return logits_bV if self._place == 0 else None
+        if self._place == source:
             dist.send(logits_bV.contiguous(), 0)
-        if rank != 0:
+        if self._place != 0:
             return None
         received = torch.empty(num_rows, self.vocab_size, dtype=self.model.config.pipeline_dtype, device=self._device)
         dist.recv(received, source)

@@ -14,7 +14,7 @@ import ray
 import torch.distributed as dist
 
 from nemo_rl.distributed.ranks.process_group import address_towards, choose_interface, open_store
-from nemo_rl.host.device import Device
+from nemo_rl.host.device import device_for
 from nemo_rl.models.generation.interfaces import EngineSettings, engine_of
 
 _TIMEOUT = timedelta(minutes=30)
@@ -71,7 +71,7 @@ def enter_engine(device: str, place: int, num_places: int) -> Meeting:
         num_places: number of processes of the engine.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    kind = Device("cuda" if device == "cuda" else "cpu")
+    kind = device_for(uses_gpu=device != "cpu")
     choose_interface(address)
     own_address = address_towards(address) or address
     store = open_store(address, port, place, num_places, _TIMEOUT)
