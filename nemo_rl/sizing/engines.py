@@ -13,6 +13,7 @@ from nemo_rl.config import MasterConfig, RolloutMasterConfig, plan_topology
 from nemo_rl.models.capacity.engine_memory import EngineMemory, engine_memory
 from nemo_rl.models.generation.factory import check_engine_model, engine_precision
 from nemo_rl.models.huggingface.load import torch_dtype
+from nemo_rl.models.quantization.choice import weight_quantization
 from nemo_rl.sizing.costs import REACHED, REACHED_LINK
 from nemo_rl.sizing.jobs import Job, with_values
 from nemo_rl.utils.errors import ConfigError
@@ -109,7 +110,9 @@ def _choice(job: Job, config: MasterConfig, sizes: tuple[int, int, int], reserve
         check_engine_model(changed.policy, changed.cluster)
     except ConfigError:
         return None
-    memory = engine_memory(job.model, generation, torch_dtype(engine_precision(changed.policy)).itemsize)
+    itemsize = torch_dtype(engine_precision(changed.policy)).itemsize
+    quantization = weight_quantization(changed.policy, changed.cluster)
+    memory = engine_memory(job.model, generation, itemsize, quantization)
     answers = ceil(samples_of_a_step(config) / engines)
     row, device = generation.engine.max_model_len * memory.cache_per_token, job.gpu.memory_gib * 2**30
     fixed = memory.weights + memory.workspace

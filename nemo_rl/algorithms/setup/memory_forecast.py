@@ -33,6 +33,7 @@ from nemo_rl.models.capacity.engine_memory import EngineMemory, engine_memory
 from nemo_rl.models.capacity.memory import MemoryPlan, Moment
 from nemo_rl.models.generation.factory import engine_precision, engine_settings
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
+from nemo_rl.models.quantization.choice import weight_quantization
 from nemo_rl.models.training.backends import training_backend
 
 logger = logging.getLogger(__name__)
@@ -260,7 +261,8 @@ class _Forecast:
     @cached_property
     def _engine(self) -> EngineMemory:
         assert self.policy.generation is not None, "asked for a run that generates"
-        return engine_memory(self._model, self.policy.generation, self._itemsize)
+        quantization = weight_quantization(self.policy, self.cluster)
+        return engine_memory(self._model, self.policy.generation, self._itemsize, quantization)
 
     @cached_property
     def _cache_bytes(self) -> float:

@@ -5,12 +5,14 @@ engine's share of the device that weights and workspace leave. Invariant: bytes 
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from nemo_rl.config import GenerationConfig
-from nemo_rl.models.huggingface.sizes import expert_parameters_of, head_size, parameters_of
+from nemo_rl.models.huggingface.sizes import head_size, parameter_shapes
+from nemo_rl.models.quantization.weights import WeightQuantization
 
 _BATCHED_TOKENS, _SEQUENCES = 16384, 1024
 """Most tokens and sequences in one step of vLLM on devices of at least 70 GiB (`EngineArgs.get_batch_defaults`)."""
@@ -32,22 +34,31 @@ class EngineMemory:
     cache_per_token: float
 
 
-def engine_memory(model: PretrainedConfig, generation: GenerationConfig, itemsize: int) -> EngineMemory:
+def engine_memory(
+    model: PretrainedConfig,
+    generation: GenerationConfig,
+    itemsize: int,
+    quantization: WeightQuantization | None = None,
+) -> EngineMemory:
     """Predict the memory of a rank of the engines that a section describes.
 
     Args:
         model: configuration of the model.
         generation: the section.
         itemsize: bytes of a number in the engine; those of a float8 cache have one.
+        quantization: weights that the engine holds in float8; None: no weights.
     """
     engine, text = generation.engine, model.get_text_config()
     tensor, stages = engine.tensor_parallel_size, engine.pipeline_parallel_size
-    experts = expert_parameters_of(model) if engine.expert_parallel_size > 1 else 0
-    weights = (parameters_of(model) - experts) / tensor + experts / engine.expert_parallel_size
+    weights = 0.0
+    for name, shape in parameter_shapes(model).items():
+        whole = prod(shape) * itemsize if quantization is None else quantization.bytes_of(name, shape, itemsize)
+        shares_experts = engine.expert_parallel_size > 1 and ".experts." in name
+        weights += whole / (engine.expert_parallel_size if shares_experts else tensor)
     cached = itemsize if engine.kv_cache_dtype == "auto" else 1
     hidden, width = text.hidden_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     return EngineMemory(
-        weights=weights * itemsize / stages,
+        weights=weights / stages,
         workspace=_BATCHED_TOKENS * (2 * width / tensor + 4 * hidden) * itemsize + _SEQUENCES * text.vocab_size * 2 * 4,
         cache_per_token=cached_numbers(text, tensor) * cached / stages,
     )

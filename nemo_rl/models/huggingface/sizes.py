@@ -13,9 +13,8 @@ from nemo_rl.models.huggingface.folders import TENSOR_FILES
 if TYPE_CHECKING:  # the import takes seconds; a wrong configuration is reported before it
     from transformers import PretrainedConfig
 
-_COUNTED: dict[str, tuple[int, int]] = {}
-"""Numbers of parameters by configuration, of the model and of its experts; making a large model takes a second, even on
-the meta device."""
+_SHAPES: dict[str, dict[str, tuple[int, ...]]] = {}
+"""Shapes of parameters by configuration; making a large model takes a second, even on the meta device."""
 
 
 def head_size(text: Any) -> int:
@@ -62,27 +61,30 @@ def count_parameters(model_name: str) -> int | None:
 
 def parameters_of(config: "PretrainedConfig") -> int:
     """Count the parameters of the language model that a configuration describes, tied ones once."""
-    return _counted(config)[0]
+    return sum(map(prod, parameter_shapes(config).values()))
 
 
 def expert_parameters_of(config: "PretrainedConfig") -> int:
     """Count those of its parameters that belong to experts among which tokens are divided."""
-    return _counted(config)[1]
+    return sum(prod(shape) for name, shape in parameter_shapes(config).items() if ".experts." in name)
 
 
-def _counted(config: "PretrainedConfig") -> tuple[int, int]:
+def parameter_shapes(config: "PretrainedConfig") -> dict[str, tuple[int, ...]]:
+    """Return the parameters of the language model that a configuration describes, tied ones once.
+
+    The names are those of transformers, in which the experts of a layer are one parameter with a dimension for them.
+    """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     key = config.to_json_string(use_diff=False)
-    if key not in _COUNTED:
+    if key not in _SHAPES:
         with torch.device("meta"), no_init_weights():
             model = AutoModelForCausalLM.from_config(config)
         model.tie_weights()  # without initialisation, weights are not tied automatically
-        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-        _COUNTED[key] = sum(sizes.values()), sum(size for name, size in sizes.items() if ".experts." in name)
-    return _COUNTED[key]
+        _SHAPES[key] = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return _SHAPES[key]
 
 
 def _elements(path: Path) -> int:

@@ -7,6 +7,7 @@ on name and shape alone, so all trainer ranks agree on it.
 
 import re
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -58,6 +59,21 @@ class WeightQuantization:
         scales = str(self.block_format.scale_dtype).removeprefix("torch.")
         values = str(torch.float8_e4m3fn).removeprefix("torch.")
         return [(name, values, shape), (name + self.scale_suffix, scales, self.block_format.grid(shape))]
+
+    def bytes_of(self, name: str, shape: tuple[int, ...], itemsize: int) -> int:
+        """Return the bytes of a parameter in an engine.
+
+        Args:
+            name: name in a model of transformers; experts may be one parameter `[E, rows, columns]`.
+            shape: of the parameter.
+            itemsize: bytes of a number that is not quantized.
+        """
+        matrix = shape[-2:]
+        of_each = name if name.endswith(".weight") else f"{name}.weight"
+        if self.simulated or not self.takes(of_each, matrix):
+            return prod(shape) * itemsize
+        scales = prod(shape[:-2]) * prod(self.block_format.grid(matrix))
+        return prod(shape) + scales * self.block_format.scale_dtype.itemsize
 
     def encode(self, name: str, tensor: Tensor) -> list[Tensor]:
         """Return the tensors that are sent for a weight, in the order of `described`."""
