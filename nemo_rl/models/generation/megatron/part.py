@@ -69,7 +69,8 @@ class ModelPart:
         self._receiver = HubReceiver(chunks, hf_config)
         self._recorder: ReadRecorder | None = None
         room = torch.tensor(_cache_bytes(settings, self._device) // _token_bytes(self.model), device=self._device)
-        dist.all_reduce(room, dist.ReduceOp.MIN)
+        if settings.num_workers > 1:
+            dist.all_reduce(room, dist.ReduceOp.MIN)
         self.cache_tokens = int(room)
         self._cache: Any = None
         self._starts: list[int] = []
