@@ -24,7 +24,33 @@ from nemo_rl.weight_sync.parts import Parts
 _LINKS = "ranks"
 
 
-class MegatronEngine(BatchedEngine):
+class _HoldsPart:
+    """The methods of `Engine` that every worker does for its own part of the model."""
+
+    _part: ModelPart
+
+    async def load_tensors(self, tensors: list[tuple[str, Tensor]]) -> None:
+        """See `Engine.load_tensors`; loads this rank's part of each tensor."""
+        self._part.load_tensors(tensors)
+
+    def record_reads(self) -> None:
+        """See `RecordsReads.record_reads`."""
+        self._part.record_reads()
+
+    def take_reads(self) -> Parts:
+        """See `RecordsReads.take_reads`."""
+        return self._part.take_reads()
+
+    async def sleep(self) -> None:
+        """See `Engine.sleep`."""
+        self._part.sleep()
+
+    async def wake_up(self) -> None:
+        """See `Engine.wake_up`."""
+        self._part.wake_up()
+
+
+class MegatronEngine(_HoldsPart, BatchedEngine):
     """The engine; `engine_kwargs["megatron_cfg"]` has the settings with which the policy computes the model."""
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -67,36 +93,16 @@ class MegatronEngine(BatchedEngine):
         """See `SteppedEngine.start_loading`."""
         self._part.start_loading()
 
-    async def load_tensors(self, tensors: list[tuple[str, Tensor]]) -> None:
-        """See `Engine.load_tensors`; loads this rank's part of each tensor."""
-        self._part.load_tensors(tensors)
-
     def put_in_force(self) -> list[str]:
         """See `BatchedEngine.put_in_force`; returns hub names of the tensors that this rank was not sent."""
         return self._part.not_loaded()
-
-    def record_reads(self) -> None:
-        """See `RecordsReads.record_reads`."""
-        self._part.record_reads()
-
-    def take_reads(self) -> Parts:
-        """See `RecordsReads.take_reads`."""
-        return self._part.take_reads()
 
     async def layer_outputs(self, token_ids: list[int]) -> list[Tensor]:
         """See `Engine.layer_outputs`."""
         return list(chain.from_iterable(self._on_all("layer_outputs", token_ids, answering=self._leads_stage)))
 
-    async def sleep(self) -> None:
-        """See `Engine.sleep`; each rank does this itself."""
-        self._part.sleep()
 
-    async def wake_up(self) -> None:
-        """See `Engine.wake_up`."""
-        self._part.wake_up()
-
-
-class MegatronRank(ServedRank):
+class MegatronRank(_HoldsPart, ServedRank):
     """Workers 1, 2 ... of an engine: they compute what worker 0 asks for, and handle weights themselves."""
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -113,30 +119,10 @@ class MegatronRank(ServedRank):
         """See `Engine.begin_weight_update`."""
         self._part.start_loading()
 
-    async def load_tensors(self, tensors: list[tuple[str, Tensor]]) -> None:
-        """See `Engine.load_tensors`; loads this rank's part of each tensor."""
-        self._part.load_tensors(tensors)
-
     async def finish_weight_update(self, version: int) -> list[str]:
         """See `Engine.finish_weight_update`; returns hub names of the tensors that this rank was not sent."""
         return self._part.not_loaded()
 
-    def record_reads(self) -> None:
-        """See `RecordsReads.record_reads`."""
-        self._part.record_reads()
-
-    def take_reads(self) -> Parts:
-        """See `RecordsReads.take_reads`."""
-        return self._part.take_reads()
-
     def weights_not_finite(self) -> list[str]:
         """Return the names of this rank's weights that hold NaN or infinity."""
         return self._part.weights_not_finite()
-
-    async def sleep(self) -> None:
-        """See `Engine.sleep`."""
-        self._part.sleep()
-
-    async def wake_up(self) -> None:
-        """See `Engine.wake_up`."""
-        self._part.wake_up()

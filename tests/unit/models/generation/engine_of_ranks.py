@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 from engine_process import EngineProcess
-from generation_helpers import PROMPTS, ask, make_settings
+from generation_helpers import PROMPTS, ask, greedy_reference, make_settings, reference_logprobs
+from transformers import PreTrainedModel
 
+from nemo_rl.models.generation.interfaces import SamplingParams
+from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.endpoints import WeightSender
 from nemo_rl.weight_sync.holdings import WholeWeights
@@ -51,6 +54,13 @@ class EngineOfRanks:
         requests = [ask(prompt, temperature=0.0) for prompt in PROMPTS]
         return [result.token_ids.tolist() for result in self.ranks[0].generate("engine", requests)]
 
+    def check_abort(self) -> None:
+        first = self.ranks[0]
+        first.call("engine", "submit", [("long", ask(PROMPTS[0], max_new_tokens=200))])
+        first.call("engine", "abort", ["long"])
+        ((name, result),) = first.call("engine", "collect").results
+        assert (name, result.finish_reason) == ("long", "abort") and len(result.token_ids) < 200
+
     def sync(
         self, tensors: dict[str, torch.Tensor], version: int, damaged: bool = False
     ) -> tuple[list[Bucket], list[SyncReceipt]]:
@@ -68,6 +78,27 @@ class EngineOfRanks:
             if copy is not None:
                 copy.close()
         return buckets, self.call("finish_weight_update", version)
+
+
+def greedy_references(model: PreTrainedModel) -> list[list[int]]:
+    return [greedy_reference(model, prompt, 12) for prompt in PROMPTS]
+
+
+def check_draws(engine: EngineOfRanks, model: PreTrainedModel) -> None:
+    sampling = {"temperature": 0.7, "top_k": 20}
+    (result,) = engine.ranks[0].generate("engine", [ask(PROMPTS[1], seed=3, **sampling)])
+    reference = reference_logprobs(model, PROMPTS[1], result.token_ids.tolist(), SamplingParams(**sampling))
+    torch.testing.assert_close(torch.tensor(result.logprobs), torch.tensor(reference), atol=1e-4, rtol=0)
+
+
+def check_layers(engine: EngineOfRanks, model: PreTrainedModel) -> None:
+    """Compare the first rank's hidden states with Hugging Face's; the others return none."""
+    of_first, *of_others = engine.call("layer_outputs", PROMPTS[1])
+    assert of_others == [[]] * len(of_others)
+    with torch.no_grad(), recorded_outputs(decoder_layers(model)) as outputs:
+        model(torch.tensor([PROMPTS[1]]), use_cache=False)
+    for found, right in zip(of_first, outputs, strict=True):
+        torch.testing.assert_close(found, right, atol=1e-4, rtol=1e-4)
 
 
 def with_flipped_bit(bucket: Bucket) -> tuple[Bucket, SharedBuffer]:

@@ -10,22 +10,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-import torch
-from engine_of_ranks import EngineOfRanks
+from engine_of_ranks import EngineOfRanks, check_draws, check_layers, greedy_references
 from generation_helpers import (
     PROMPTS,
     ask,
-    greedy_reference,
     make_model,
-    reference_logprobs,
     save_model,
     streamed,
 )
-from transformers import PreTrainedModel
 from vllm_looks import named_shared_memory
 
-from nemo_rl.models.generation.interfaces import SamplingParams
-from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
 from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.verify import check_receipts
 
@@ -34,10 +28,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra cpu or vllm"),
 ]
-
-
-def expected(model: PreTrainedModel) -> list[list[int]]:
-    return [greedy_reference(model, prompt, 12) for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module", params=[(0, 0), (0, 1)], ids=["one machine", "two machines"])
@@ -49,7 +39,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 
 def test_greedy_answers_match_hugging_face_after_each_sync(engine: EngineOfRanks) -> None:
-    assert engine.greedy() == expected(make_model("qwen2", True, seed=0))
+    assert engine.greedy() == greedy_references(make_model("qwen2", True, seed=0))
     for version in (1, 2):
         model = make_model("qwen2", True, seed=version)
         buckets, receipts = engine.sync(streamed(model), version)
@@ -58,17 +48,9 @@ def test_greedy_answers_match_hugging_face_after_each_sync(engine: EngineOfRanks
             "engine 0, worker 0",
             "engine 0, worker 1",
         ]
-        assert engine.greedy() == expected(model)
-    sampling = {"temperature": 0.7, "top_k": 20}
-    (result,) = engine.ranks[0].generate("engine", [ask(PROMPTS[1], seed=3, **sampling)])
-    reference = reference_logprobs(model, PROMPTS[1], result.token_ids.tolist(), SamplingParams(**sampling))
-    torch.testing.assert_close(torch.tensor(result.logprobs), torch.tensor(reference), atol=1e-4, rtol=0)
-    of_first, of_second = engine.call("layer_outputs", PROMPTS[1])
-    assert of_second == []
-    with torch.no_grad(), recorded_outputs(decoder_layers(model)) as outputs:
-        model(torch.tensor([PROMPTS[1]]), use_cache=False)
-    for found, right in zip(of_first, outputs, strict=True):
-        torch.testing.assert_close(found, right, atol=1e-4, rtol=1e-4)
+        assert engine.greedy() == greedy_references(model)
+    check_draws(engine, model)
+    check_layers(engine, model)
 
 
 def test_a_failure_on_the_second_rank_names_that_rank(engine: EngineOfRanks) -> None:
@@ -90,11 +72,7 @@ def test_a_failure_on_the_second_rank_names_that_rank(engine: EngineOfRanks) -> 
 
 
 def test_a_running_request_can_be_aborted(engine: EngineOfRanks) -> None:
-    first = engine.ranks[0]
-    first.call("engine", "submit", [("long", ask(PROMPTS[0], max_new_tokens=200))])
-    first.call("engine", "abort", ["long"])
-    ((name, result),) = first.call("engine", "collect").results
-    assert (name, result.finish_reason) == ("long", "abort") and len(result.token_ids) < 200
+    engine.check_abort()
 
 
 def test_the_death_of_one_rank_ends_all_and_leaves_no_process(engine: EngineOfRanks) -> None:

@@ -7,13 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
-from engine_of_ranks import EngineOfRanks
+from engine_of_ranks import EngineOfRanks, check_draws, check_layers, greedy_references
 from generation_helpers import (
     PROMPTS,
     ask,
     make_mixture,
-    reference_logprobs,
     save_model,
     spread_out,
     streamed,
@@ -22,8 +20,6 @@ from generation_helpers import (
 from tiny_models import TinyArch, make_tiny_model
 from transformers import PreTrainedModel
 
-from nemo_rl.models.generation.interfaces import SamplingParams
-from nemo_rl.models.huggingface.layers import decoder_layers, recorded_outputs
 from nemo_rl.weight_sync.verify import check_receipts
 
 pytestmark = [
@@ -62,42 +58,14 @@ def test_ranks_answer_and_load_weights_like_hugging_face(
     machines = (0,) * (sizes.get("tensor_parallel_size", 1) * sizes.get("pipeline_parallel_size", 1))
     with ExitStack() as stack:
         engine = EngineOfRanks(tmp_path, stack, machines, "megatron", **sizes)
-        assert engine.greedy() == expected(make(0))
+        assert engine.greedy() == greedy_references(make(0))
         for version in (1, 2):
             model = make(version)
             buckets, receipts = engine.sync(streamed(model), version)
             check_receipts(receipts, buckets, version)
-            assert engine.greedy() == expected(model)
+            assert engine.greedy() == greedy_references(model)
         check_draws(engine, model)
         check_layers(engine, model)
-
-
-def expected(model: PreTrainedModel) -> list[list[int]]:
-    return [greedy(model, prompt) for prompt in PROMPTS]
-
-
-@torch.no_grad()
-def greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    ids = list(prompt)
-    for _ in range(12):
-        ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
-def check_draws(engine: EngineOfRanks, model: PreTrainedModel) -> None:
-    sampling = {"temperature": 0.7, "top_k": 20}
-    (result,) = engine.ranks[0].generate("engine", [ask(PROMPTS[1], seed=3, **sampling)])
-    reference = reference_logprobs(model, PROMPTS[1], result.token_ids.tolist(), SamplingParams(**sampling))
-    torch.testing.assert_close(torch.tensor(result.logprobs), torch.tensor(reference), atol=1e-4, rtol=0)
-
-
-def check_layers(engine: EngineOfRanks, model: PreTrainedModel) -> None:
-    of_first, *others = engine.call("layer_outputs", PROMPTS[1])
-    assert others == [[]] * len(others)
-    with torch.no_grad(), recorded_outputs(decoder_layers(model)) as outputs:
-        model(torch.tensor([PROMPTS[1]]), use_cache=False)
-    for found, right in zip(of_first, outputs, strict=True):
-        torch.testing.assert_close(found, right, atol=1e-4, rtol=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +84,7 @@ def test_each_rank_names_the_tensors_that_it_was_not_sent(stages: EngineOfRanks)
 
 
 def test_an_aborted_request_frees_the_batch(stages: EngineOfRanks) -> None:
-    leader = stages.ranks[0]
-    leader.call("engine", "submit", [("long", ask(PROMPTS[0], max_new_tokens=200))])
-    leader.call("engine", "abort", ["long"])
-    ((name, result),) = leader.call("engine", "collect").results
-    assert (name, result.finish_reason) == ("long", "abort") and len(result.token_ids) < 200
+    stages.check_abort()
     assert len(stages.greedy()) == len(PROMPTS)
 
 
