@@ -6,7 +6,7 @@ tensors. Invariant: of a tensor, the blocks of two ranks are equal or disjoint, 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -122,6 +122,27 @@ class WholeWeights:
 def _whole(name: str, tensor: torch.Tensor, number: int) -> Held:
     shape = tuple(tensor.shape)
     return Held(name, dtype_name(tensor.dtype), shape, (number,), (whole(shape),))
+
+
+def block_of(tensor: torch.Tensor) -> Part:
+    """Return the place of this rank's block in a tensor.
+
+    The last axis of a mesh divides first, as `placements.whole` describes: FSDP divides what tensor and expert
+    parallelism leave, in chunks as `torch.chunk` makes them.
+    """
+    from torch.distributed.tensor import DTensor  # slow to import, and the controller imports this file
+
+    starts, sizes = [0] * tensor.dim(), list(tensor.shape)
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        for axis in reversed(range(mesh.ndim)):
+            placement: Any = tensor.placements[axis]  # FSDP's strided shards are no subclass of `Shard`
+            if not placement.is_replicate():
+                dim, size = placement.dim, sizes[placement.dim]
+                chunk = -(-size // mesh.size(axis))
+                first = min(size, chunk * mesh.get_local_rank(axis))
+                starts[dim], sizes[dim] = starts[dim] + first, min(chunk, size - first)
+    return Part(tuple(starts), tuple(sizes))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -17,6 +17,7 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.parallel_logprobs import default_chunk_size
 from nemo_rl.models.capacity.memory import WIDE, MemoryPlan, Work
 from nemo_rl.models.capacity.memory_trace import ModelTrace, Parameters, trace_model
+from nemo_rl.models.draft.choice import shape_of
 from nemo_rl.models.huggingface.load import torch_dtype
 
 
@@ -90,6 +91,16 @@ class RankMemory(ABC):
         """Return the bytes of this number of tensors, each as large as one chunk of float32 logits."""
         chunk = self.policy.logprob_chunk_size or default_chunk_size(on_gpu=not self.work.on_cpu)
         return self.has_head * tensors * min(self.tokens, chunk) * self.trace.vocabulary * WIDE / self.layout.tp
+
+    def draft_model(self, shards: int) -> dict[str, float]:
+        """Return the bytes of a draft model's weights, gradients and two moments in float32, if one is trained.
+
+        Args:
+            shards: number of ranks that divide them.
+        """
+        if not (self.policy.draft.enabled and self.work.trains):
+            return {}
+        return {"draft model": shape_of(self.policy).num_parameters * 4 * WIDE / shards}
 
     def scalar_head(self) -> float:
         """Return the bytes that the backward pass of a scalar head needs, if all tokens have a value; else 0.

@@ -14,8 +14,9 @@ plan order, ranks reduce in gloo's fixed ring order, and no kernel used here has
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,10 @@ from nemo_rl.distributed.workers.start_phases import start_phase
 from nemo_rl.host.device import free_cache
 from nemo_rl.models.accepted_rows import require_parameters
 from nemo_rl.models.attention.flash_attn import use_flash_attention
+from nemo_rl.models.draft import files as draft_files
+from nemo_rl.models.draft.build import build_draft_model
+from nemo_rl.models.draft.taps import Taps
+from nemo_rl.models.draft.trainer import DraftRows, DraftTrainer
 from nemo_rl.models.dtensor.attention import VARLEN_ATTENTION
 from nemo_rl.models.dtensor.build import Built, build_model
 from nemo_rl.models.dtensor.checkpoints import model_files as checkpoint_io
@@ -61,7 +66,7 @@ from nemo_rl.models.dtensor.pipeline.weights import (
     copied_parameters,
     sum_shared_gradients,
 )
-from nemo_rl.models.huggingface.layers import body, decoder_layers
+from nemo_rl.models.huggingface.layers import body, decoder_layers, first_tensor
 from nemo_rl.models.huggingface.load import torch_dtype
 from nemo_rl.models.training.checkpoint_writes import Keep, Write
 from nemo_rl.models.training.finite import not_finite
@@ -121,10 +126,12 @@ class DTensorBackend(TorchBackend):
             keep_stage(self.model.hf, meshes, config.dtensor_cfg.virtual_pipeline_size, device)
         self._balance = watch_experts(self.model.hf, config, device, meshes) if init_optimizer else None
         # The balance counts the tokens of a prompt once per row, so prompts cannot be shared.
-        self.shares_prompts = built.shares_prompts and self._balance is None
+        drafts = config.draft.enabled and init_optimizer
+        self.shares_prompts = built.shares_prompts and self._balance is None and not drafts
         if not (init_optimizer or init_reference_model) and _stores_compute_precision(device):
             hold_in(self.model, torch_dtype(config.precision))
-        shard(self.model, meshes, ShardingSpec.of(config, device))
+        spec = ShardingSpec.of(config, device)
+        shard(self.model, meshes, spec)
         with start_phase("weights"):
             offload = config.dtensor_cfg.cpu_offload
             materialize(self.model, self.model.hf, built.lazy_weights, device, cpu_offload=offload)
@@ -144,6 +151,26 @@ class DTensorBackend(TorchBackend):
             assert config.optimizer is not None, "checked above"
             self.optimizer = build_optimizer(self.model.hf.parameters(), config.optimizer)
             self.scheduler = build_scheduler(self.optimizer, config.scheduler)
+        self._draft = self.model.draft = self._draft_trainer(config, meshes, seed) if drafts else None
+
+    def _draft_trainer(self, config: PolicyConfig, meshes: Meshes, seed: int) -> DraftTrainer:
+        """Build the draft model and its optimizer, which has the policy's settings."""
+        assert config.optimizer is not None, "checked before"
+        model = build_draft_model(config, meshes.fsdp, torch_dtype(config.precision), self.device, seed)
+        taps = Taps(
+            self.model.hf.get_input_embeddings(),
+            decoder_layers(self.model.hf),
+            model.head.shape.tapped_layers,
+            lambda output: self.model.whole_rows(first_tensor(output), partial_gradient=False),
+        )
+        return DraftTrainer(
+            model,
+            taps,
+            build_optimizer(model.parameters(), config.optimizer),
+            max_grad_norm=config.max_grad_norm,
+            loss_weight=config.draft.loss_weight,
+            groups=[meshes.fsdp.get_group(axis) for axis in range(meshes.fsdp.ndim)],
+        )
 
     def run(self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep, *, backward: bool) -> None:
         """See `PolicyBackend.run`."""
@@ -169,13 +196,23 @@ class DTensorBackend(TorchBackend):
         self.model.train(backward)
         with torch.set_grad_enabled(backward):
             for index, inputs in enumerate(microbatches):
-                loss = forward_step(index, *self._scores(inputs, balance))
+                with (
+                    nullcontext() if self._draft is None or not backward else self._draft.watching(_draft_rows(inputs))
+                ):
+                    scores = self._scores(inputs, balance)
+                loss = forward_step(index, *scores)
                 if backward:
                     assert loss is not None
                     if balance is not None and balance.has_loss:
                         loss = loss + balance.loss()
                     loss.backward()
         reshard(self.model)
+
+    def _teaching(self, inputs: ModelInputs, backward: bool) -> AbstractContextManager[None]:
+        """Let the draft model, if there is one, learn from the forward pass of a training microbatch."""
+        if self._draft is None or not backward:
+            return nullcontext()
+        return self._draft.watching(_draft_rows(inputs))
 
     def _enter(self, inputs: ModelInputs) -> None:
         """Let the routers replay the experts of a microbatch, if they replay any."""
@@ -220,7 +257,8 @@ class DTensorBackend(TorchBackend):
     def update_metrics(self) -> dict[str, float]:
         """See `PolicyBackend.update_metrics`; with experts, their load and the share of replayed tokens."""
         balance = {} if self._balance is None else self._balance.end_update()
-        return balance if self._replay is None else balance | self._replay.counts.end_update()
+        draft = {} if self._draft is None else self._draft.end_passes()
+        return balance | draft | ({} if self._replay is None else self._replay.counts.end_update())
 
     def clip_and_step(self) -> tuple[float, bool]:
         """See `PolicyBackend.clip_and_step`; the update is dropped if the gradient is not finite."""
@@ -235,12 +273,14 @@ class DTensorBackend(TorchBackend):
         finite = math.isfinite(norm) and math.isfinite(self.learning_rate())
         if finite:
             self.optimizer.step()
+            if self._draft is not None:
+                self._draft.step(self.learning_rate())
             if self._adapters_unproven and norm > 0 and self.learning_rate() > 0:
                 check_adapters_moved(self.model.hf, self.device)
                 self._adapters_unproven = False
         else:
             self.dropped_for = not_finite(self._gradients())
-        self.model.zero_grad(set_to_none=True)
+        self._forget_gradients()
         return norm, finite
 
     @property
@@ -256,11 +296,16 @@ class DTensorBackend(TorchBackend):
 
     def drop_gradients(self) -> None:
         """See `PolicyBackend.drop_gradients`."""
-        self.model.zero_grad(set_to_none=True)
+        self._forget_gradients()
         if self._balance is not None:
             self._balance.start_update()
         if self._replay is not None:
             self._replay.counts.start_update()
+
+    def _forget_gradients(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        if self._draft is not None:
+            self._draft.drop_gradients()
 
     def weights_here(self) -> dict[str, Tensor]:
         """See `PolicyBackend.weights_here`."""
@@ -337,7 +382,9 @@ class DTensorBackend(TorchBackend):
             if proves:
                 require_on_some_rank(bool(differ), self.device, SECTION)
 
-        return ReadableWeights(held_weights(hf, value, dtype, self._results), self.device, finish)
+        own = held_weights(hf, value, dtype, self._results)
+        drafts = () if self._draft is None else self._draft.held_weights(dtype, self.device)
+        return ReadableWeights(chain(own, drafts), self.device, finish)
 
     def _outgoing(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Return a weight on this rank's device in the receiver's dtype."""
@@ -371,6 +418,8 @@ class DTensorBackend(TorchBackend):
             yield adapter_io.save_adapter(self.model.hf, self._lora, self._model_name, paths.weights, keep)
         else:
             yield checkpoint_io.prepare_weights(self.model.hf, paths.weights, keep=keep)
+        if self._draft is not None:
+            yield from draft_files.prepared(self._draft.head, self._draft.optimizer, paths)
         if paths.optimizer is None:
             return
         yield training_state.prepare_training_state(
@@ -385,10 +434,18 @@ class DTensorBackend(TorchBackend):
         else:
             adapter_io.refuse_adapter(paths.weights)
             checkpoint_io.load_weights(self.model.hf, paths.weights)
+        if self._draft is not None:
+            draft_files.load(self._draft.head, self._draft.optimizer, paths)
         if paths.optimizer is not None and self.optimizer is not None and self.scheduler is not None:
             training_state.load_training_state(
                 self.model.hf, self.optimizer, self.scheduler, self._settings, paths.optimizer
             )
+
+
+def _draft_rows(inputs: ModelInputs) -> DraftRows:
+    given = inputs.model_inputs
+    positions = with_positions(inputs).model_inputs["position_ids"]
+    return DraftRows(positions, inputs.positions_K, given.get("cu_seq_lens_q"), given.get("max_length_q"))
 
 
 def _stores_compute_precision(device: torch.device) -> bool:

@@ -26,7 +26,9 @@ from nemo_rl.distributed.parallel_logprobs import (
     topk_logits,
     topk_of,
 )
+from nemo_rl.distributed.parallel_logprobs.head import OutputHead
 from nemo_rl.distributed.ranks.collectives import reduce_gradient
+from nemo_rl.models.draft.trainer import DraftTrainer
 from nemo_rl.models.dtensor.parallelize import ShardableModel
 from nemo_rl.models.huggingface.head import find_transform
 from nemo_rl.models.huggingface.layers import hidden_states
@@ -42,7 +44,10 @@ class CausalLMWithLogprobs(ShardableModel):
         hf: the wrapped model; its `named_parameters` are the names to export.
         transform: operations after the linear head; None: the model's own forward gives the logits.
         chunk_size: tokens per chunk of logits; None takes a default for the device.
+        draft: the draft model's trainer, which learns from training passes; None: there is none.
     """
+
+    draft: DraftTrainer | None = None
 
     def __init__(self, hf: PreTrainedModel, *, transform: LogitTransform | None, chunk_size: int | None = None) -> None:
         super().__init__()
@@ -94,6 +99,8 @@ class CausalLMWithLogprobs(ShardableModel):
         head = self.hf.get_output_embeddings()
         weight_VD = _rows_here(head.weight, self.tp_group)
         bias_V = None if head.bias is None else _rows_here(head.bias, self.tp_group)
+        if self.draft is not None:
+            self.draft.learn(hidden_KD, OutputHead(weight_VD, bias_V, self.transform, self.tp_group))
         how: dict[str, Any] = {"transform": self.transform, "group": self.tp_group, "chunk_size": self.chunk_size}
         if top_k is not None:
             return topk_logits(hidden_KD, weight_VD, top_k, bias_V=bias_V, **how)

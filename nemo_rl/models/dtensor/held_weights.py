@@ -7,11 +7,9 @@ moves single elements is gathered on the ranks of its mesh.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.distributed.ranks.placements import held_here, whole
@@ -20,31 +18,12 @@ from nemo_rl.models.dtensor.pipeline.stages import stage_of
 from nemo_rl.models.dtensor.pipeline.weights import without_copies
 from nemo_rl.models.huggingface.checkpoint_names import Group, Result, groups_in_checkpoint
 from nemo_rl.models.training.low_rank import ADAPTER_PARAMETERS
-from nemo_rl.weight_sync.holdings import Held, Readable, dtype_name
+from nemo_rl.weight_sync.holdings import Held, Readable, block_of, dtype_name
 from nemo_rl.weight_sync.parts import Part
 from nemo_rl.weight_sync.parts import whole as whole_part
 
 Value = Callable[[str], Tensor]
 """Returns the weight of a name as it is exported; collective over the ranks that divide it."""
-
-
-def block_of(tensor: Tensor) -> Part:
-    """Return the place of this rank's block in a tensor.
-
-    The last axis of a mesh divides first, as `placements.whole` describes: FSDP divides what tensor and expert
-    parallelism leave, in chunks as `torch.chunk` makes them.
-    """
-    starts, sizes = [0] * tensor.dim(), list(tensor.shape)
-    if isinstance(tensor, DTensor):
-        mesh = tensor.device_mesh
-        for axis in reversed(range(mesh.ndim)):
-            placement: Any = tensor.placements[axis]  # FSDP's strided shards are no subclass of `Shard`
-            if not placement.is_replicate():
-                dim, size = placement.dim, sizes[placement.dim]
-                chunk = -(-size // mesh.size(axis))
-                first = min(size, chunk * mesh.get_local_rank(axis))
-                starts[dim], sizes[dim] = starts[dim] + first, min(chunk, size - first)
-    return Part(tuple(starts), tuple(sizes))
 
 
 Results = dict[str, dict[str, Result] | None]

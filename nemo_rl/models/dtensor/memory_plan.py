@@ -64,7 +64,7 @@ class DTensorRank(RankMemory):
         host = self._host(stored)
         stays = weights | (host if self.work.on_cpu else {})
         if self.work.trains:
-            stays |= {"optimizer state": trained * WIDE * self._moments_per_weight()}
+            stays |= {"optimizer state": trained * WIDE * self._moments_per_weight()} | self.draft_model(self._shards)
         moments = self._training(trained * WIDE) if self.work.trains else {"forward pass": self._pass()}
         if self.policy.dtensor_cfg.cpu_offload and not self.work.on_cpu:
             host |= stays | {"gradients": trained * WIDE * self.work.trains}

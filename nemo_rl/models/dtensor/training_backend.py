@@ -49,11 +49,13 @@ class DTensorTraining(FolderBackend):
     def check_sizes(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
         """Check the mesh without a proof; see `TrainingBackend.check_sizes`."""
         layout = self.layout_of(policy, num_ranks, section)
+        from nemo_rl.models.draft.check import check_draft
         from nemo_rl.models.dtensor.mesh_check import check_mesh
         from nemo_rl.models.huggingface.load import load_model_config
 
         model = load_model_config(policy.model_name, policy.hf_config_overrides, section)
         report_findings(check_mesh(policy, layout, model, section, partial(_require_plan, policy)))
+        report_findings(check_draft(policy))
         if policy.router_replay.enabled:
             from nemo_rl.models.dtensor.experts.replay import check_configuration
 

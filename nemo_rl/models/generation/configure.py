@@ -22,17 +22,17 @@ def configure_generation_config[Config: GenerationConfig | MutableMapping[str, A
         config: `policy.generation`; changed in place.
         tokenizer: tokenizer of the policy.
         is_eval: has no effect: engines of a run receive its weights, those of an evaluation load them.
-        has_refit_draft_weights: must be False.
+        has_refit_draft_weights: has no effect: engines get the weights of `policy.draft` in every sync.
         trains_mtp: must be False.
 
     Returns:
         `config`.
 
     Raises:
-        NotBuiltError: draft models or multi-token prediction are requested.
+        NotBuiltError: training of layers for multi-token prediction is requested.
     """
-    if has_refit_draft_weights or trains_mtp:
-        raise NotBuiltError("draft models and multi-token prediction belong to speculative decoding, not built yet.")
+    if trains_mtp:
+        raise NotBuiltError("training of layers that predict further tokens (trains_mtp=True) is not built yet.")
     if config.get("stop_token_ids") is None and tokenizer.eos_token_id is not None:
         config["stop_token_ids"] = [tokenizer.eos_token_id]
     if not isinstance(config, GenerationConfig):

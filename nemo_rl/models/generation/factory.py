@@ -13,6 +13,7 @@ from nemo_rl.config.rules.engines import misplaced
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.capacity.engine_memory import engine_memory
+from nemo_rl.models.draft.choice import shape_of
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import EngineSettings, SamplingParams
 from nemo_rl.models.generation.registry import ENGINES, engine_class, engine_kind, reports_experts
@@ -77,6 +78,7 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         recomputes_cache=generation.weight_sync.recompute_kv_cache,
         optimizations=cluster.optimizations,
         reports_experts=policy.router_replay.enabled,
+        draft=shape_of(policy) if policy.draft.enabled else None,
     )
 
 
@@ -147,6 +149,11 @@ def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
         own = engine_class(policy.generation.backend)
         check_own_keys(own, "policy.generation.engine_kwargs", policy.generation.engine_kwargs)
     _check_router_replay(policy)
+    if policy.draft.enabled and policy.generation.backend != "vllm":
+        raise ConfigError(
+            "policy.draft.enabled=true trains a draft model for vLLM's speculative decoding, but "
+            f"policy.generation.backend={policy.generation.backend}. Set it to vllm, or policy.draft.enabled=false."
+        )
     check = engine_kind(policy.generation.backend).check
     if check is not None:
         refuse = import_dotted(check, ConfigError, f"{check} of policy.generation.backend", "It is part of nemo_rl.")

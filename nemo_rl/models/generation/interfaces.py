@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from nemo_rl.compat.public_names import public_names
 from nemo_rl.data.model_rows import RowInputs
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.models.draft.shape import DraftShape
 from nemo_rl.models.generation.remote.chats import ChatAnswer, ChatInput
 from nemo_rl.models.generation.reports.load import EngineLoad
 from nemo_rl.models.quantization.weights import WeightQuantization
@@ -258,6 +259,7 @@ class EngineSettings:
         samples: samples of a training step that this engine gets, if all engines get as many; 0: not known.
         optimizations: value of `cluster.optimizations`.
         reports_experts: return the experts that each layer chose for each token (`GenerationResult.routed_experts`).
+        draft: sizes of the draft model that is trained with the policy; None: there is none.
     """
 
     backend: str
@@ -285,6 +287,7 @@ class EngineSettings:
     samples: int = 0
     optimizations: Choice = "auto"
     reports_experts: bool = False
+    draft: DraftShape | None = None
 
     @property
     def num_replicas(self) -> int:

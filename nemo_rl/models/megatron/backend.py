@@ -10,7 +10,9 @@ reference is the frozen base, and exported weights are merged (`lora`).
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,9 +24,11 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.ranks.collectives import all_gather
 from nemo_rl.distributed.workers.start_phases import start_phase
 from nemo_rl.host.device import free_cache
+from nemo_rl.models.draft import files as draft_files
+from nemo_rl.models.draft.trainer import DraftTrainer
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
 from nemo_rl.models.huggingface.tensor_files import model_folder
-from nemo_rl.models.megatron.inputs import rank_inputs, row_order
+from nemo_rl.models.megatron.inputs import RankInputs, rank_inputs, row_order
 from nemo_rl.models.megatron.parallel import division_of, start_model_parallel
 from nemo_rl.models.megatron.release import require_megatron_core
 from nemo_rl.models.training.checkpoint_writes import Keep, Write
@@ -67,9 +71,9 @@ class MegatronBackend(TorchBackend):
             groups = start_model_parallel(layout, section, device, seed)
         # Imported only now: on a machine without CUDA these modules need `start_model_parallel` first.
         from nemo_rl.models.megatron import optimizer as optim
-        from nemo_rl.models.megatron.expert_load import ExpertLoad
+        from nemo_rl.models.megatron.experts.load import ExpertLoad
+        from nemo_rl.models.megatron.experts.replay import ReplayedRouters
         from nemo_rl.models.megatron.lora import modules as lora
-        from nemo_rl.models.megatron.replay import ReplayedRouters
         from nemo_rl.models.megatron.schedule import Schedule
         from nemo_rl.models.megatron.scoring import Scoring, logit_transform
 
@@ -99,7 +103,12 @@ class MegatronBackend(TorchBackend):
         watched = ExpertLoad(self.chunks, self._division, device, each_layer=each_layer) if has_experts else None
         self._load = watched
         scoring = Scoring(groups, sampling_density(config), logit_transform(self.hf_config), config.logprob_chunk_size)
-        watch = None if self._load is None else self._load.watching
+        self._draft: DraftTrainer | None = None
+        if config.draft.enabled and init_optimizer:
+            from nemo_rl.models.megatron.draft import draft_trainer
+
+            self._draft = scoring.draft = draft_trainer(config, self.chunks, groups, device, seed)
+        watch = None if self._load is None and self._draft is None else self._watching
         replays = config.router_replay.enabled
         self._replay = ReplayedRouters(self.chunks, self._division, device) if replays else None
         self._schedule = Schedule(self.chunks, scoring, self._division, watch, self._replay)
@@ -114,10 +123,23 @@ class MegatronBackend(TorchBackend):
         mine = [rank_inputs(inputs, self._division) for inputs in microbatches]
         self._schedule.run(mine, forward_step, backward=backward)
 
+    @contextmanager
+    def _watching(self, inputs: RankInputs) -> Iterator[None]:
+        """Record the routing and teach the draft model, if there are any, in a training pass."""
+        with ExitStack() as stack:
+            if self._load is not None:
+                stack.enter_context(self._load.watching(inputs))
+            if self._draft is not None:
+                from nemo_rl.models.megatron.draft import draft_rows
+
+                stack.enter_context(self._draft.watching(draft_rows(inputs)))
+            yield
+
     def update_metrics(self) -> dict[str, float]:
-        """See `PolicyBackend.update_metrics`; with experts, their load and the share of replayed tokens."""
+        """See `PolicyBackend.update_metrics`; those of experts (load, replayed tokens) and of the draft model."""
         load = {} if self._load is None else self._load.end_update()
-        return load if self._replay is None else load | self._replay.counts.end_update()
+        draft = {} if self._draft is None else self._draft.end_passes()
+        return load | draft | ({} if self._replay is None else self._replay.counts.end_update())
 
     def clip_and_step(self) -> tuple[float, bool]:
         """See `PolicyBackend.clip_and_step`; the update is dropped if the gradient is not finite."""
@@ -126,6 +148,8 @@ class MegatronBackend(TorchBackend):
         if self._memory_level > 1:
             free_cache(self.device)
         norm, stepped, self.dropped_for = self._optim.clip_and_step(self.optimizer, self.chunks)
+        if self._draft is not None:
+            self._draft.step(self.learning_rate()) if stepped else self._draft.drop_gradients()
         if stepped and self._adapters_unproven and norm > 0 and self.learning_rate() > 0:
             self._optim.complete_weights(self.chunks)
             self._lora.check_adapters_moved(self.chunks)
@@ -189,7 +213,8 @@ class MegatronBackend(TorchBackend):
             has_scalar_head=self._scores,
             value=merged,
         )
-        return ReadableWeights(weights, self.device, finish)
+        draft = () if self._draft is None else self._draft.held_weights(dtype, self.device)
+        return ReadableWeights(chain(weights, draft), self.device, finish)
 
     def staged(self, name: str, tensor: Tensor) -> Tensor:
         """See `TorchBackend.staged`."""
@@ -205,6 +230,8 @@ class MegatronBackend(TorchBackend):
         if self._adapted:
             model, adapted = self._model_name, self._adapted
             yield save_adapter(self.chunks, self.hf_config, self._peft, model, adapted, paths.weights, keep)
+        if self._draft is not None:
+            yield from draft_files.prepared(self._draft.head, self._draft.optimizer, paths)
 
     def load(self, paths: CheckpointPaths) -> None:
         """See `PolicyBackend.load`."""
@@ -214,6 +241,8 @@ class MegatronBackend(TorchBackend):
         check_adapter(paths.weights, self._peft)
         self._optim.complete_weights(self.chunks)
         load(paths, self.chunks, self.optimizer, self.scheduler)
+        if self._draft is not None:
+            draft_files.load(self._draft.head, self._draft.optimizer, paths)
 
     def decoder_layers(self) -> dict[str, nn.Module]:
         """See `PolicyBackend.decoder_layers`.

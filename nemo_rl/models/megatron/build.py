@@ -23,7 +23,7 @@ from transformers import PretrainedConfig
 
 from nemo_rl.config import report_findings
 from nemo_rl.config.schema.model.megatron import MegatronConfig
-from nemo_rl.models.megatron.expert_load import routers
+from nemo_rl.models.megatron.experts.load import routers
 from nemo_rl.models.megatron.families import Family, Rotary, family_of
 from nemo_rl.models.megatron.layers import HAVE_TE, choose_spec
 from nemo_rl.models.megatron.model_check import check_overrides

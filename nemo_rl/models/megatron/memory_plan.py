@@ -48,6 +48,7 @@ class MegatronRank(RankMemory):
             on_host = section.optimizer.optimizer_cpu_offload and not self.work.on_cpu
             kept_there = state * section.optimizer.optimizer_offload_fraction if on_host else 0.0
             stays |= {"gradients": self._gradients, "optimizer state": state - kept_there}
+            stays |= self.draft_model(self.layout.data_parallel_size)
             host |= {"optimizer state": kept_there} if kept_there else {}
         if not self.trace.activations:
             missing.append("Activations are not known for this architecture.")

@@ -20,7 +20,9 @@ from nemo_rl.distributed.parallel_logprobs import (
     token_logprobs,
     topk_logits,
 )
+from nemo_rl.distributed.parallel_logprobs.head import OutputHead
 from nemo_rl.distributed.ranks.collectives import all_gather, all_reduce, reduce_gradient
+from nemo_rl.models.draft.trainer import DraftTrainer
 from nemo_rl.models.megatron.inputs import RankInputs
 from nemo_rl.models.megatron.parallel import Groups
 
@@ -73,6 +75,9 @@ class Scoring:
         density: density from which `policy.generation` samples.
         transform: operations after the linear head.
         chunk_size: tokens per chunk of logits; None takes a default for the device.
+
+    Attributes:
+        draft: the draft model's trainer, which learns from training passes; None: there is none.
     """
 
     def __init__(
@@ -84,6 +89,7 @@ class Scoring:
     ) -> None:
         self._groups, self._density = groups, density
         self._transform, self._chunk_size = transform or LogitTransform(), chunk_size
+        self.draft: DraftTrainer | None = None
 
     def __call__(
         self,
@@ -113,6 +119,8 @@ class Scoring:
             scores_k = output_layer(hidden_kD)
             return self._of_all(scores_k, context), scores_k.new_zeros(context.num_scores)
         weight: Any = output_layer.weight if output_weight is None else output_weight
+        if self.draft is not None:
+            self.draft.learn(hidden_kD, OutputHead(weight, None, self._transform, self._groups.tp))
         how: dict[str, Any] = {
             "transform": self._transform,
             "group": self._groups.tp,

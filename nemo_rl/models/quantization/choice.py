@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from nemo_rl.config import ClusterConfig, PolicyConfig
+from nemo_rl.models.draft.names import PREFIX
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.models.quantization.blocks import FP8_ACTIVATIONS, FP8_WEIGHTS, MXFP8, BlockFormat
 from nemo_rl.models.quantization.weights import WeightQuantization
@@ -33,7 +34,7 @@ def weight_quantization(policy: PolicyConfig, cluster: ClusterConfig) -> WeightQ
         num_layers=model.num_hidden_layers,
         first_layers=wanted.num_first_layers_in_bf16,
         last_layers=wanted.num_last_layers_in_bf16,
-        ignored=tuple(wanted.quantization_ignored_layer_kws),
+        ignored=(*wanted.quantization_ignored_layer_kws, *((PREFIX,) if policy.draft.enabled else ())),
         activation_format=activations,
         simulated=not cluster.uses_gpu,
     )

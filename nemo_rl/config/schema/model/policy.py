@@ -7,7 +7,7 @@ by relative paths, so the section works at any place of a file.
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base.availability import Only
@@ -109,6 +109,23 @@ class RouterReplayConfig(Section):
     Needs an engine that reports experts (vllm), and a model whose routers can be replayed."""
 
 
+class DraftConfig(Section):
+    """Training of a draft model for speculative decoding, an EAGLE-3 head."""
+
+    enabled: bool = False
+    """Train a draft model with the policy and send it to the engines, whose
+    vllm_kwargs.speculative_config.method must be eagle3."""
+    model_name: str | None = None
+    """Hub id or folder of an EAGLE-3 head to start from; null: new weights."""
+    loss_weight: PositiveFloat = 0.1
+    """Factor of its loss. Its gradient is separate from the policy's."""
+    num_layers: PositiveInt | None = None
+    """Decoder layers of a new draft model; null: 1."""
+    aux_layer_indices: list[NonNegativeInt] | None = None
+    """Hidden states of the policy that a new draft model reads, by the number of decoder layers before them; null:
+    after two layers, in the middle, and before the last three."""
+
+
 class PolicyConfig(Section):
     """The model that is trained.
 
@@ -122,7 +139,6 @@ class PolicyConfig(Section):
         "activation_checkpointing_enabled": "the old FSDP1 worker (use policy.dtensor_cfg.activation_checkpointing)",
         "disable_modelopt_layer_spec": "quantised training",
         "dequantize_base_checkpoint": "fp8 checkpoints",
-        "draft": "training of a draft model",
         "fsdp_offload_enabled": "the old FSDP1 worker (use policy.dtensor_cfg.cpu_offload)",
         "is_vlm": "vision-language models",
         "pretrained_checkpoint": "starting from a Megatron checkpoint (policy.model_name names a Hugging Face model)",
@@ -195,6 +211,10 @@ class PolicyConfig(Section):
     """A scalar head, for reward models."""
     router_replay: RouterReplayConfig = Field(default_factory=RouterReplayConfig)
     """Replay of the engine's choice of experts."""
+    draft: Annotated[DraftConfig, BeforeValidator(lambda section: {} if section is None else section)] = Field(
+        default_factory=DraftConfig
+    )
+    """Training of a draft model."""
     generation: GenerationConfig | None = Field(default_factory=GenerationConfig)
     """Sampling; null: the policy never generates."""
 

@@ -4,6 +4,7 @@ Invariant: `vllm_kwargs` of the configuration win over every value here.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -29,8 +30,13 @@ _MAX_GRAPH_REQUESTS = 1024
 _DEEPSEEK_V3_ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 
-def engine_arguments(settings: EngineSettings) -> EngineArgs:
-    """Translate the library's settings into vLLM's."""
+def engine_arguments(settings: EngineSettings, draft_folder: Path | None = None) -> EngineArgs:
+    """Translate the library's settings into vLLM's.
+
+    Args:
+        settings: the library's settings.
+        draft_folder: description of the draft model that is trained with the policy; see `speculation.trained`.
+    """
     speculation = speculation_of(settings.engine_kwargs)
     values: dict[str, Any] = {
         "model": settings.model_name,
@@ -39,8 +45,8 @@ def engine_arguments(settings: EngineSettings) -> EngineArgs:
         "max_model_len": settings.max_model_len,
         "enforce_eager": settings.enforce_eager,
         "enable_sleep_mode": settings.can_sleep,
-        # Weights of a draft model are in files only, and vLLM loads both models in the same way.
-        "load_format": "auto" if settings.load_weights or (speculation and speculation.loads_weights) else "dummy",
+        # vLLM loads model and draft model in the same way.
+        "load_format": "auto" if settings.load_weights or _draft_has_files(settings) else "dummy",
         "logprobs_mode": "processed_logprobs",
         "scheduling_policy": "priority",
         "seed": settings.seed,
@@ -74,7 +80,15 @@ def engine_arguments(settings: EngineSettings) -> EngineArgs:
     else:
         values["gpu_memory_utilization"] = settings.gpu_memory_utilization
     own = {key: value for key, value in settings.engine_kwargs.items() if key != "hf_overrides"}
+    if draft_folder is not None and speculation is not None:
+        own["speculative_config"] = {**speculation.values, "model": str(draft_folder)}
     return EngineArgs(**(values | own))
+
+
+def _draft_has_files(settings: EngineSettings) -> bool:
+    """Return whether a draft model has its weights from files; one that is trained gets them with the policy's."""
+    speculation = speculation_of(settings.engine_kwargs)
+    return speculation is not None and speculation.loads_weights and settings.draft is None
 
 
 def _reports(settings: EngineSettings) -> dict[str, bool]:

@@ -43,6 +43,7 @@ from nemo_rl.models.generation.vllm.layers import start_recording, stop_recordin
 from nemo_rl.models.generation.vllm.logprobs import of_tokens
 from nemo_rl.models.generation.vllm.speculation.cpu_build import repair_speculation
 from nemo_rl.models.generation.vllm.speculation.settings import speculation_of
+from nemo_rl.models.generation.vllm.speculation.trained import described, keep_own_heads
 from nemo_rl.models.generation.vllm.speculation.watch import SpeculationWatch, models_of, propose_to_the_end
 from nemo_rl.models.generation.vllm.weights import (
     begin_reload,
@@ -78,7 +79,20 @@ class VllmEngine(SteppedEngine):
         self._place = engine_of(int(os.environ["RANK"]), settings.num_workers)[1] if settings.num_workers > 1 else 0
         self._vllm_ids: dict[str, str] = {}
         self._scoring = Scoring()
-        arguments = engine_arguments(settings)
+        with described(settings.draft) as draft_folder:
+            self._build(settings, engine_arguments(settings, draft_folder))
+        if settings.quantization is not None and settings.quantization.simulated:
+            self._engine.collective_rpc(partial(round_activations, quantization=settings.quantization))
+        on_cpu = settings.device == "cpu"
+        self._experts = ExpertReports(self._engine, on_cpu=on_cpu) if settings.reports_experts else None
+        self._cache = CacheWatch(self._scheduler)
+        self._speculation = self._watch_speculation(settings)
+        self._threads = self._start_threads(settings)
+        self._take_bursts(settings)
+
+    def _build(self, settings: EngineSettings, arguments: EngineArgs) -> None:
+        """Build vLLM's engine."""
+        keep_own_heads()
         if settings.device == "cpu":
             if is_on("model_inspection", settings.optimizations):
                 inspect_here(load_model_config(settings.model_name, settings.hf_overrides).architectures or ())
@@ -90,14 +104,6 @@ class VllmEngine(SteppedEngine):
         # This usage context sets the batch limits that the arguments leave open: those of offline generation.
         with packing_threads(), refusing_non_finite(settings.model_name):
             self._engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
-        if settings.quantization is not None and settings.quantization.simulated:
-            self._engine.collective_rpc(partial(round_activations, quantization=settings.quantization))
-        on_cpu = settings.device == "cpu"
-        self._experts = ExpertReports(self._engine, on_cpu=on_cpu) if settings.reports_experts else None
-        self._cache = CacheWatch(self._scheduler)
-        self._speculation = self._watch_speculation(settings)
-        self._threads = self._start_threads(settings)
-        self._take_bursts(settings)
 
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
         """See `SteppedEngine.add_request`."""

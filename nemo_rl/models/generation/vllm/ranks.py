@@ -33,6 +33,7 @@ from nemo_rl.models.generation.ranks.meeting import Meeting, enter_engine, meet
 from nemo_rl.models.generation.ranks.served import ServedRank, ending_if_alone
 from nemo_rl.models.generation.vllm.own_experts import compute_own_experts, exchange_tokens
 from nemo_rl.models.generation.vllm.speculation.cpu_build import repair_speculation
+from nemo_rl.models.generation.vllm.speculation.trained import keep_own_heads
 from nemo_rl.models.generation.vllm.weights import load_tensors, record_reads, take_reads
 from nemo_rl.weight_sync.parts import Parts
 
@@ -66,6 +67,7 @@ def _build_worker(start: _Start, meeting: Meeting) -> WorkerWrapperBase:
         "is_driver_worker": rank % parallel.tensor_parallel_size == 0,
         "shared_worker_lock": Lock(),
     }
+    keep_own_heads()
     if current_platform.is_cpu():
         repair_speculation()
     if current_platform.is_cpu() and parallel.enable_expert_parallel:

@@ -26,6 +26,8 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 from vllm.platforms import current_platform
 
+from nemo_rl.models.draft.names import PREFIX
+from nemo_rl.models.generation.vllm.speculation.trained import OwnModules, load_into_draft, trained_draft
 from nemo_rl.models.training.finite import ANOTHER_COPY, listed, not_finite
 from nemo_rl.utils.errors import NonFiniteError
 from nemo_rl.weight_sync.parts import Parts, ReadRecorder
@@ -45,12 +47,18 @@ def begin_reload(worker: Any) -> None:
     with set_current_vllm_config(worker.vllm_config):
         if any(get_layerwise_info(module).can_load() for module in model.modules()):
             finalize_layerwise_reload(model, worker.model_runner.model_config)
+            if worker.draft_modules is not None:
+                finalize_layerwise_reload(worker.draft_modules, worker.model_runner.model_config)
         initialize_layerwise_reload(model)
         for module in model.modules():
             if "sinks" in module._parameters:
                 info = get_layerwise_info(module)
                 _place_kernel_tensors(module, info)
                 info.reset()
+        draft = trained_draft(worker)
+        worker.draft_modules = None if draft is None else OwnModules(draft, model)
+        if worker.draft_modules is not None:
+            initialize_layerwise_reload(worker.draft_modules)
     if current_platform.is_cpu():
         for module in model.modules():
             if isinstance(module, RoutedExperts):
@@ -68,8 +76,12 @@ def load_tensors(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
         recorder.watch(given)
     if runner.model_config.hf_text_config.model_type == "gpt_oss":
         given = one_by_one(given)
+    given, draft = list(given), trained_draft(worker)
+    own = [each for each in given if not each[0].startswith(PREFIX)]
     with torch.no_grad(), set_current_vllm_config(worker.vllm_config), recorder or nullcontext():
-        worker.unbound -= set(runner.get_model().load_weights(iter(given)))
+        worker.unbound -= set(runner.get_model().load_weights(iter(own)))
+        if draft is not None and len(own) < len(given):
+            load_into_draft(draft, given)
 
 
 def record_reads(worker: Any) -> None:
@@ -114,9 +126,14 @@ def finish_reload(worker: Any) -> list[str]:
     if getattr(worker.model_runner.model_config.hf_text_config, "tie_word_embeddings", False):
         unbound = unbound - {f"{name}.weight" for name in heads}
     unbound = without_cache_scales(unbound) | incomplete_layers(model)
+    draft: OwnModules | None = worker.draft_modules
+    if draft is not None:
+        unbound |= without_cache_scales(lost_tensors(draft, set())) | incomplete_layers(draft)
     recorder = recorder_of(worker)
     with torch.no_grad(), set_current_vllm_config(worker.vllm_config), recorder or nullcontext():
         finalize_layerwise_reload(model, worker.model_runner.model_config)
+        if draft is not None:
+            finalize_layerwise_reload(draft, worker.model_runner.model_config)
         if current_platform.is_cpu():
             for head in heads.values():
                 head.quant_method.process_weights_after_loading(head)

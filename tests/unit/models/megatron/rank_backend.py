@@ -50,10 +50,14 @@ def policy_of(model_name: str = "m", precision: str = "float32", **megatron: Any
         model_name: folder of the model.
         precision: of its weights.
         **megatron: keys of `megatron_cfg`, sizes as `tp`, `pp`, `vpp`, `cp`, `ep`, `etp` and `sp`; `optimizer`,
-            `scheduler` and `distributed_data_parallel_config` in part. Of `policy`: `generation`, `reward_model_cfg`,
-            `router_replay`.
+            `scheduler` and `distributed_data_parallel_config` in part. Of `policy`: `draft`, `generation`,
+            `reward_model_cfg`, `router_replay`.
     """
-    own = {key: megatron.pop(key) for key in ("generation", "reward_model_cfg", "router_replay") if key in megatron}
+    own = {
+        key: megatron.pop(key)
+        for key in ("draft", "generation", "reward_model_cfg", "router_replay")
+        if key in megatron
+    }
     parts = {name: part | megatron.pop(name, {}) for name, part in _PARTS.items()}
     section = _FLAT | {_SIZES.get(key, key): value for key, value in megatron.items()} | parts
     return PolicyConfig.build(

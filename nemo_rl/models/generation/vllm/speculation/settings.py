@@ -92,11 +92,13 @@ def check_speculation(policy: PolicyConfig, cluster: ClusterConfig, model: Any) 
     """
     assert policy.generation is not None
     speculation = speculation_of(policy.generation.vllm_kwargs)
+    if policy.draft.enabled:
+        _check_trained(speculation, policy)
     if speculation is None:
         return
     problems = [
         *_wrong_values(speculation),
-        *_wrong_methods(speculation, model),
+        *([] if policy.draft.enabled else _wrong_methods(speculation, model)),
         *_unproven(speculation),
         *_wrong_sizes(speculation, policy),
         *([] if cluster.uses_gpu else _unproven_on_cpu(speculation)),
@@ -126,6 +128,26 @@ def _wrong_values(speculation: Speculation) -> Iterator[str]:
     least, most = values.get("prompt_lookup_min"), values.get("prompt_lookup_max")
     if isinstance(least, int) and isinstance(most, int) and least > most:
         yield f"prompt_lookup_min={least} is more than prompt_lookup_max={most}."
+
+
+def _check_trained(speculation: Speculation | None, policy: PolicyConfig) -> None:
+    """Refuse to train a draft model (`policy.draft`) that the engines do not propose with.
+
+    Raises:
+        ConfigError: the section does not ask for it, or names another model.
+    """
+    method = None if speculation is None else speculation.method
+    if speculation is None or method != "eagle3":
+        raise ConfigError(
+            f"policy.draft.enabled=true trains an EAGLE-3 head, but {KEY}.method={method}. Write method: eagle3 and "
+            "num_speculative_tokens there, or set policy.draft.enabled=false."
+        )
+    named = speculation.values.get("model")
+    if named not in (None, policy.draft.model_name):
+        raise ConfigError(
+            f"{KEY}.model={named!r} is not policy.draft.model_name={policy.draft.model_name!r}, which the engines get "
+            "from the trainer. Remove it."
+        )
 
 
 def _wrong_methods(speculation: Speculation, model: Any) -> Iterator[str]:
@@ -187,7 +209,7 @@ def _wrong_sizes(speculation: Speculation, policy: PolicyConfig) -> Iterator[str
             f"draft_tensor_parallel_size={own!r} must be {' or '.join(map(str, sorted(allowed)))} (engine."
             f"tensor_parallel_size={engine.tensor_parallel_size})."
         )
-    if speculation.loads_weights and vllm.sleep_level == 2:
+    if speculation.loads_weights and not policy.draft.enabled and vllm.sleep_level == 2:
         yield (
             "model would lose its weights when engines sleep (policy.generation.vllm_cfg.sleep_level=2), and no weight "
             "sync brings them back. Set sleep_level=1, or method=ngram."

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl.models.megatron.expert_load import routers
+from nemo_rl.models.megatron.experts.load import routers
 from nemo_rl.models.megatron.inputs import Division, RankInputs
 from nemo_rl.models.router_replay.layout import ReplayCounts, require_layers
 from nemo_rl.utils.errors import ConfigError

@@ -1,0 +1,154 @@
+"""The draft model as a module: an EAGLE-3 head.
+
+    hidden states of tapped layers of the policy  ─► fc ─┐
+    embedding of the next token                   ───────┴► decoder layers ─► norm ─► lm_head
+
+At position t it reads the policy's hidden states at t and the token t + 1, and predicts token t + 2. Parameters have
+the names of published heads, which vLLM loads. Source: EAGLE-3 (Li et al. 2025, arXiv:2503.01840).
+"""
+
+import torch
+from torch import Tensor, nn
+
+from nemo_rl.models.attention import AttentionPlan, Scoring, attend
+from nemo_rl.models.draft.shape import DraftShape
+
+EMBEDDING = "embed_tokens.weight"
+"""Embedding in the files of some heads. The policy's is used in its place."""
+TO_TARGET = "d2t"
+"""Difference between the policy's id and the draft model's id of each token that can be proposed."""
+
+
+class _Attention(nn.Module):
+    def __init__(self, shape: DraftShape, input_size: int) -> None:
+        super().__init__()
+        queries, keys = shape.num_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+        self.head_dim = shape.head_dim
+        self.q_proj = nn.Linear(input_size, queries, bias=False)
+        self.k_proj = nn.Linear(input_size, keys, bias=False)
+        self.v_proj = nn.Linear(input_size, keys, bias=False)
+        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
+
+    def forward(self, hidden_BTD: Tensor, cos_BTE: Tensor, sin_BTE: Tensor, plan: AttentionPlan) -> Tensor:
+        query, key, value = (
+            projection(hidden_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = _rotated(query, cos_BTE, sin_BTE), _rotated(key, cos_BTE, sin_BTE)
+        out: Tensor = self.o_proj(attend(query, key, value, plan, Scoring()).transpose(1, 2).flatten(2))
+        return out
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, shape: DraftShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(hidden_BTD)) * self.up_proj(hidden_BTD))
+        return out
+
+
+class _Layer(nn.Module):
+    """A decoder layer; the first one also reads the embedding of the next token."""
+
+    def __init__(self, shape: DraftShape, *, first: bool) -> None:
+        super().__init__()
+        width, eps = shape.hidden_size, shape.rms_norm_eps
+        self.first, self.norm_before_residual = first, shape.norm_before_residual
+        if first:
+            self.hidden_norm = nn.RMSNorm(width, eps)
+        self.input_layernorm = nn.RMSNorm(width, eps)
+        self.self_attn = _Attention(shape, 2 * width if first else width)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps)
+        self.mlp = _FeedForward(shape)
+
+    def forward(
+        self, hidden_BTD: Tensor, embeds_BTD: Tensor, cos_BTE: Tensor, sin_BTE: Tensor, plan: AttentionPlan
+    ) -> Tensor:
+        residual = hidden_BTD
+        if self.first:
+            hidden_BTD = self.hidden_norm(hidden_BTD)
+            residual = hidden_BTD if self.norm_before_residual else residual
+            hidden_BTD = torch.cat([self.input_layernorm(embeds_BTD), hidden_BTD], -1)
+        else:
+            hidden_BTD = self.input_layernorm(hidden_BTD)
+        residual = residual + self.self_attn(hidden_BTD, cos_BTE, sin_BTE, plan)
+        out: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
+        return out
+
+
+class DraftHead(nn.Module):
+    """See the module docstring.
+
+    Args:
+        shape: its sizes.
+
+    Attributes:
+        d2t: `[draft_vocab_size]` int64, the policy's id of each token minus its own; None: it can propose all tokens.
+    """
+
+    d2t: Tensor | None
+
+    def __init__(self, shape: DraftShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = nn.Linear(shape.target_hidden_size * len(shape.tapped_layers), shape.hidden_size, bias=False)
+        self.layers = nn.ModuleList(_Layer(shape, first=number == 0) for number in range(shape.num_layers))
+        self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
+        own = None if shape.proposes_all else torch.zeros(shape.draft_vocab_size, dtype=torch.int64)
+        self.register_buffer(TO_TARGET, own)
+
+    def forward(
+        self,
+        tapped_BTD: Tensor,
+        embeds_BTD: Tensor,
+        position_ids_BT: Tensor,
+        plan: AttentionPlan,
+        places_K: Tensor,
+    ) -> Tensor:
+        """Return the normalized hidden states `[K, D]` that `lm_head` turns into logits.
+
+        Args:
+            tapped_BTD: hidden states of the tapped layers at each position, one after another in the last dimension.
+            embeds_BTD: embedding of the token after each position.
+            position_ids_BT: position of each token in its sequence.
+            plan: which tokens of a row belong together.
+            places_K: indices into the flattened `[B * T]` positions whose predictions are wanted.
+        """
+        cos, sin = self._rotation(position_ids_BT, tapped_BTD.dtype)
+        hidden = self.fc(tapped_BTD)
+        for layer in self.layers:
+            hidden = layer(hidden, embeds_BTD, cos, sin, plan)
+        out: Tensor = self.norm(hidden.flatten(0, 1).index_select(0, places_K))
+        return out
+
+    def _rotation(self, position_ids_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines `[B, T, head_dim]` of the rotary position embedding."""
+        dim = self.shape.head_dim
+        steps = torch.arange(0, dim, 2, device=position_ids_BT.device, dtype=torch.float32) / dim
+        angles = position_ids_BT[..., None].float() * self.shape.rope_theta**-steps
+        angles = torch.cat([angles, angles], -1)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def target_ids(self) -> Tensor | None:
+        """Return the policy's id of each token that can be proposed, `[draft_vocab_size]`; None: all, in order."""
+        return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    @torch.no_grad()
+    def draw(self, generator: torch.Generator, std: float = 0.02) -> None:
+        """Draw new weights as for a Llama model: projections from a normal distribution, norms 1."""
+        for parameter in self.parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+
+def _rotated(states_BHTE: Tensor, cos_BTE: Tensor, sin_BTE: Tensor) -> Tensor:
+    first, second = states_BHTE.chunk(2, -1)
+    turned = torch.cat([-second, first], -1)
+    return states_BHTE * cos_BTE[:, None] + turned * sin_BTE[:, None]

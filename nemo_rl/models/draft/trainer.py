@@ -1,0 +1,227 @@
+"""Train a draft model on the passes of the policy's training.
+
+    policy's training pass ─► taps: hidden states of some layers ─┐
+                             output head: hidden states, weight   ─┴─► loss ─► gradients of the draft model only
+
+Nothing flows back: what the draft model reads is detached, it has its own optimizer, and its gradient is clipped
+separately. So the policy's weights are the same bits with a draft model and without one.
+
+Invariant: the gradient is the mean over the positions of the whole update that count, so it does not depend on
+microbatches or ranks.
+"""
+
+import logging
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from nemo_rl.distributed.parallel_logprobs.head import OutputHead
+from nemo_rl.distributed.ranks.placements import held_here
+from nemo_rl.models.attention import AttentionPlan, PackedRow, plan_of_row
+from nemo_rl.models.draft.head import DraftHead
+from nemo_rl.models.draft.loss import DraftSums, draft_loss
+from nemo_rl.models.draft.names import PREFIX, published
+from nemo_rl.models.draft.taps import Taps
+from nemo_rl.weight_sync.holdings import Held, Readable, block_of, dtype_name
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """The tokens of a microbatch, in which K are scored.
+
+    Attributes:
+        position_ids_BT: position of each token in its sequence.
+        positions_K: indices into the flattened `[B * T]` tokens; the policy's distribution after each is learned.
+        bounds: `[S + 1]` int32, starts of the sequences of a packed row and the end of the last; None: each row is one
+            sequence.
+        longest: length of the longest sequence of a packed row.
+    """
+
+    position_ids_BT: Tensor
+    positions_K: Tensor
+    bounds: Tensor | None = None
+    longest: int | None = None
+
+    @property
+    def plan(self) -> AttentionPlan:
+        """The sequences of a row, for attention."""
+        if self.bounds is None:
+            return plan_of_row(self.position_ids_BT.shape[1])
+        return PackedRow(self.bounds, self.longest)
+
+
+class DraftModel(nn.Module):
+    """A draft model whose forward computes the loss, so that FSDP2 gathers its weights around all of it.
+
+    Args:
+        head: the draft model.
+        chunk_size: positions whose logits are held at a time; None takes a default for the device.
+    """
+
+    def __init__(self, head: DraftHead, chunk_size: int | None = None) -> None:
+        super().__init__()
+        self.head = head
+        self.chunk_size = chunk_size
+
+    def forward(
+        self,
+        tapped_BTD: Tensor,
+        embeds_BTD: Tensor,
+        rows: tuple[Tensor, AttentionPlan, Tensor],
+        hidden_KD: Tensor,
+        target: OutputHead,
+    ) -> DraftSums:
+        """Compute the loss.
+
+        Args:
+            tapped_BTD: see `DraftHead.forward`, like the next one.
+            embeds_BTD: embeddings.
+            rows: `position_ids_BT`, `plan` and `places_K` of `DraftHead.forward`.
+            hidden_KD: see `draft_loss`, like the next one.
+            target: the policy's output head.
+        """
+        draft_KD = self.head(tapped_BTD, embeds_BTD, *rows)
+        head, vocab_size = self.head.lm_head, self.head.shape.vocab_size
+        ids = self.head.target_ids()
+        return draft_loss(draft_KD, head.weight, hidden_KD, target, vocab_size, ids, self.chunk_size)
+
+
+class DraftTrainer:
+    """See the module docstring.
+
+    Args:
+        model: the draft model, sharded or not.
+        taps: hooks on the policy.
+        optimizer: of the draft model's parameters; its learning rate follows the policy's.
+        max_grad_norm: norm to which its gradient is clipped; None: no clipping.
+        loss_weight: factor of the loss.
+        groups: the groups of ranks with different tokens, whose sums are added up one after another.
+    """
+
+    def __init__(
+        self,
+        model: DraftModel,
+        taps: Taps,
+        optimizer: Optimizer,
+        *,
+        max_grad_norm: float | None,
+        loss_weight: float,
+        groups: Sequence[dist.ProcessGroup] = (),
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._taps, self._groups = taps, groups
+        self._max_grad_norm, self._loss_weight = max_grad_norm, loss_weight
+        self._rows: DraftRows | None = None
+        device = next(model.parameters()).device
+        self._sums = torch.zeros(3, dtype=torch.float64, device=device)
+        self._finite = True
+
+    @property
+    def head(self) -> DraftHead:
+        """The draft model without its loss."""
+        return self.model.head
+
+    @contextmanager
+    def watching(self, rows: DraftRows) -> Iterator[None]:
+        """Learn from the forward pass of a microbatch in the block."""
+        self._rows = rows
+        try:
+            with self._taps.watching():
+                yield
+        finally:
+            self._rows = None
+
+    def learn(self, hidden_KD: Tensor, target: OutputHead) -> None:
+        """Add the gradients of the microbatch that is watched; nothing happens if none is.
+
+        Args:
+            hidden_KD: the policy's hidden states at the scored positions.
+            target: the policy's output head.
+        """
+        if self._rows is None:
+            return
+        positions = self._rows.position_ids_BT
+        # The draft model predicts the token after the next one, so the first position of a sequence has no place.
+        follows_K = positions.flatten().index_select(0, self._rows.positions_K) > 0
+        places_K = self._rows.positions_K[follows_K] - 1
+        tapped = torch.cat(self._taps.tapped(), -1)
+        embeds = self._taps.embedding().roll(-1, 1)  # the last token of a sequence gets a wrong one that nothing uses
+        bias = None if target.bias_V is None else target.bias_V.detach()
+        frozen = OutputHead(target.weight_VD.detach(), bias, target.transform, target.group)
+        with torch.enable_grad():
+            rows = (positions, self._rows.plan, places_K)
+            sums = self.model(tapped, embeds, rows, hidden_KD.detach()[follows_K], frozen)
+            sums.loss.backward()
+        self._sums += torch.stack([sums.loss.detach().double(), sums.agreeing, sums.counted])
+
+    def end_passes(self) -> dict[str, float]:
+        """Finish the gradient of an update and return its metrics, equal on all ranks; collective."""
+        sums, self._sums = self._sums, torch.zeros_like(self._sums)
+        for group in self._groups:
+            dist.all_reduce(sums, group=group)
+        loss, agreeing, counted = sums.tolist()
+        counted = max(counted, 1.0)
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.grad.mul_(self._loss_weight / counted)
+        norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        self._finite = math.isfinite(norm)
+        if self._max_grad_norm and self._finite:
+            clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
+        return {
+            "draft_loss": loss / counted,
+            "draft_agreement": agreeing / counted,
+            "draft_grad_norm": norm.item(),
+        }
+
+    def step(self, learning_rate: float) -> None:
+        """Update the draft model, unless its gradient is not finite.
+
+        Args:
+            learning_rate: the policy's.
+        """
+        if self._finite:
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+        else:
+            logger.warning("The gradient of the draft model is not finite; it is not updated in this step.")
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients and sums of an update."""
+        self.model.zero_grad(set_to_none=True)
+        self._sums.zero_()
+
+    def held_weights(self, dtype: torch.dtype | None, device: torch.device) -> Iterator[Readable]:
+        """Yield the draft model's tensors for the stream of weights, after those of the policy.
+
+        Args:
+            dtype: cast floating-point tensors to it; None keeps float32.
+            device: device of the values.
+        """
+        for number, (name, tensor) in enumerate(self.head.state_dict(keep_vars=True).items()):
+            place, order = block_of(tensor), (sys.maxsize, number)
+            cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            blocks = (place,) if place.numel else ()
+            full_name = PREFIX + published(name, self.head.shape.num_layers)
+            held = Held(full_name, dtype_name(cast), tuple(tensor.shape), order, blocks)
+            yield Readable(held, partial(_read, tensor.detach(), cast, device))
+
+
+def _read(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    held = held_here(tensor)
+    return [held.to(device, dtype)] if held.numel() else []

@@ -1,0 +1,156 @@
+"""A vLLM engine on the CPU whose draft model gets its weights in syncs: what it proposes is what the trainer holds."""
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from draft_cases import hidden_states
+from engine_process import EngineProcess
+from generation_helpers import ask, greedy_reference, make_settings, save_model, streamed
+from speculating import VOCABULARY, llama
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from nemo_rl.models.attention import plan_of_row
+from nemo_rl.models.draft.head import DraftHead
+from nemo_rl.models.draft.names import PREFIX, published
+from nemo_rl.models.draft.shape import DraftShape
+from nemo_rl.models.generation.reports.load import load_metrics
+from nemo_rl.weight_sync.endpoints import WeightSender
+from nemo_rl.weight_sync.holdings import WholeWeights
+from nemo_rl.weight_sync.lanes import Lane
+from nemo_rl.weight_sync.transport import TransportSpec
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra cpu or vllm"),
+]
+
+SPEC = TransportSpec("shared_memory", run_id="test", bucket_size_bytes=100_000)
+ONE, TWO, FEW = "one layer", "two layers", "few tokens"
+SHAPES = {
+    ONE: DraftShape.for_model(llama().config, 1, (1, 2, 4)),
+    TWO: replace(DraftShape.for_model(llama().config, 2, (0, 3)), rope_theta=50.0, norm_before_residual=True),
+    FEW: replace(DraftShape.for_model(llama().config, 1, (1, 2, 4)), draft_vocab_size=5),
+}
+FEW_IDS = torch.tensor([0, 2, 3, 4, 6])
+"""Tokens that the draft model of this kind can propose."""
+LENGTH = 40
+PROMPTS = [[1, 2, 3, 1, 2, 5], [3], [(3 * i) % VOCABULARY for i in range(70)]]
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    folder = tmp_path_factory.mktemp("models") / "target"
+    folder.mkdir()
+    save_model(folder, llama())
+    section = {"method": "eagle3", "num_speculative_tokens": 1}
+    settings = {
+        kind: make_settings(folder, "vllm", engine_kwargs={"speculative_config": section}, draft=shape)
+        for kind, shape in SHAPES.items()
+    }
+    with EngineProcess(settings) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def sender() -> Iterator[WeightSender]:
+    sender = WeightSender([Lane(SPEC)], rank=0, is_node_leader=True)
+    yield sender
+    sender.close()
+
+
+def fitted_head(kind: str, model: PreTrainedModel, seed: int, steps: int) -> DraftHead:
+    """Draw a draft model and fit it to answers of the model, so that some of its proposals are accepted."""
+    head = DraftHead(SHAPES[kind])
+    head.draw(torch.Generator().manual_seed(seed), std=0.15)
+    if head.d2t is not None:
+        head.d2t.copy_(FEW_IDS - torch.arange(len(FEW_IDS)))
+    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
+    texts = [[*prompt, *greedy_reference(model, prompt, LENGTH)] for prompt in PROMPTS]
+    for step in range(steps):
+        ids = torch.tensor([texts[step % len(texts)]])
+        _, logits = hidden_states(model, ids)
+        loss = torch.nn.functional.cross_entropy(draft_logits(model, head, ids), logits[1:].softmax(-1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return head
+
+
+def draft_logits(model: PreTrainedModel, head: DraftHead, ids: Tensor) -> Tensor:
+    """Return the draft model's logits after each token of a row `[1, T]` but the first, over all tokens."""
+    hidden, _ = hidden_states(model, ids)
+    tapped = torch.cat([hidden[number] for number in head.shape.tapped_layers], -1)[None, :-1]
+    count = ids.shape[1] - 1
+    out = head(tapped, hidden[0][None, 1:], torch.arange(count)[None], plan_of_row(count), torch.arange(count))
+    logits: Tensor = head.lm_head(out)
+    ids_U = head.target_ids()
+    return logits if ids_U is None else torch.full((count, VOCABULARY), -1e4).index_copy(1, ids_U, logits)
+
+
+def deploy(
+    engines: EngineProcess, sender: WeightSender, kind: str, seed: int, without: str = "nothing"
+) -> tuple[PreTrainedModel, DraftHead, list[str]]:
+    """Sync a model and a draft model of this seed; return them, and the parameters that got no tensor."""
+    model = llama(seed)
+    head = fitted_head(kind, model, seed, steps=30 * (seed - 1))
+    tensors = dict(streamed(model))
+    layers = head.shape.num_layers
+    tensors |= {PREFIX + published(name, layers): tensor.detach() for name, tensor in head.state_dict().items()}
+    engines.call(kind, "begin_weight_update", SPEC, seed)
+    sender.begin(WholeWeights({name: tensor for name, tensor in tensors.items() if without not in name}.items))
+    is_last = False
+    while not is_last:
+        bucket = sender.next_buckets()[0]
+        engines.call(kind, "receive_bucket", bucket)
+        is_last = bucket.is_last
+    return model, head, engines.call(kind, "finish_weight_update", seed).unbound
+
+
+@torch.no_grad()
+def proposals(model: PreTrainedModel, head: DraftHead, token_ids: Sequence[int]) -> Tensor:
+    """Return the most likely token of the draft model after each token but the first."""
+    return draft_logits(model, head, torch.tensor([token_ids])).argmax(-1)
+
+
+def counts(model: PreTrainedModel, head: DraftHead, prompt: Sequence[int], response: Sequence[int]) -> tuple[int, int]:
+    """Return the tokens that the draft model proposes for a greedy response, and those that are accepted."""
+    proposed = accepted = 0
+    known = len(prompt) + 1  # the first pass has no proposal
+    of_all = proposals(model, head, [*prompt, *response])
+    everything = [*prompt, *response]
+    while known < len(everything):
+        hit = int(of_all[known - 2]) == everything[known]
+        proposed, accepted, known = proposed + 1, accepted + hit, known + 1 + hit
+    return proposed, accepted
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_the_engine_proposes_what_the_trainer_would(engines, sender, kind) -> None:
+    rates = []
+    for seed in (1, 3):  # the first one is not fitted
+        model, head, unbound = deploy(engines, sender, kind, seed)
+        assert unbound == []
+        engines.loads.clear()
+        want = [0, 0]
+        for prompt in PROMPTS:
+            (result,) = engines.generate(kind, [ask(prompt, temperature=0.0, max_new_tokens=LENGTH)])
+            response = result.token_ids.tolist()
+            assert response == greedy_reference(model, prompt, LENGTH)
+            proposed, accepted = counts(model, head, prompt, response)
+            want = [want[0] + proposed, want[1] + accepted]
+        metrics = load_metrics([load for load in engines.loads[kind] if load is not None])
+        assert metrics["spec_proposed_tokens"] == want[0]
+        rates.append(want[1] / want[0])
+        assert metrics["spec_acceptance_rate"] == pytest.approx(rates[-1])
+    assert rates[0] < rates[1] - 0.1 and rates[1] > 0.3, rates
+
+
+def test_a_tensor_of_the_draft_model_that_does_not_arrive_is_named(engines, sender) -> None:
+    _, _, unbound = deploy(engines, sender, ONE, seed=3, without="midlayer.self_attn.k_proj")
+    assert unbound == ["part of draft.model.layers.0.self_attn.qkv_proj"]
+    assert deploy(engines, sender, ONE, seed=3)[2] == []
