@@ -79,7 +79,7 @@ class OwnModules(nn.Module):
         named = ((name, module) for name, module in draft.named_modules() if not _UNUSED.fullmatch(name))
         self._own = [(name, module) for name, module in named if id(module) not in shared]
 
-    def modules(self) -> Iterator[nn.Module]:
+    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
         """See `torch.nn.Module.modules`."""
         return (module for _, module in self._own)
 
