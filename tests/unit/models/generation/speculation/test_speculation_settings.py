@@ -125,7 +125,7 @@ def test_the_known_keys_are_those_of_vllm() -> None:
     assert fields - made_by_vllm == set(KNOWN_KEYS)
 
 
-def test_files_with_these_keys_load_and_training_of_drafts_is_refused_by_name(tmp_path: Path) -> None:
+def test_files_with_these_keys_load_and_training_of_mtp_layers_is_refused_by_name(tmp_path: Path) -> None:
     """As `tools/check_nemo_rl_config.py` reads them."""
     base = Path(__file__).resolve().parents[5] / "examples" / "configs" / "grpo_math_cpu.yaml"
     file = tmp_path / "run.yaml"
@@ -135,8 +135,34 @@ def test_files_with_these_keys_load_and_training_of_drafts_is_refused_by_name(tm
     generation = f"generation: {{vllm_kwargs: {{speculative_config: {section}}}}}"
     file.write_text(f"defaults: {base}\npolicy:\n  {off}\n  {mtp}\n  {generation}\n")
     assert collect_errors(file, "grpo") == []
-    found = collect_errors(file, "grpo", ["policy.draft.enabled=true", "policy.megatron_cfg.mtp_num_layers=1"])
-    assert len(found) == 2 and all("not built yet" in text for text in found)
+    assert collect_errors(file, "grpo", ["policy.draft.enabled=true"]) == []
+    (found,) = collect_errors(file, "grpo", ["policy.megatron_cfg.mtp_num_layers=1"])
+    assert "not built yet" in found
+
+
+EAGLE = {"method": "eagle3", "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (EAGLE, None),
+        (EAGLE | {"model": "a/b"}, None),
+        (EAGLE | {"model": "c/d"}, "model='c/d' is not policy.draft.model_name='a/b'"),
+        (NGRAM, "speculative_config.method=ngram. Write method: eagle3"),
+        (None, "speculative_config.method=None. Write method: eagle3"),
+    ],
+)
+def test_a_trained_draft_model_is_the_one_that_proposes(section: Any, message: str | None) -> None:
+    draft = {"enabled": True, "model_name": "a/b"}
+    generation = {"vllm_kwargs": {"speculative_config": section}, "vllm_cfg": {"sleep_level": 2}}
+    policy = PolicyConfig.build(model_name="nowhere", draft=draft, generation=generation)
+    if message is None:
+        check_speculation(policy, ClusterConfig(device="cpu"), MODEL)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_speculation(policy, ClusterConfig(device="cpu"), MODEL)
+    assert message in str(caught.value)
 
 
 def test_only_proposals_from_weights_make_the_engine_read_files() -> None:
