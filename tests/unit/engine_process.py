@@ -22,6 +22,9 @@ from ray._private.async_compat import get_new_event_loop
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, GenerationResult
 from nemo_rl.models.generation.reports.load import EngineLoad
 from nemo_rl.models.generation.vllm.settings import engine_environment
+from nemo_rl.weight_sync.endpoints import WeightSender
+from nemo_rl.weight_sync.holdings import HeldWeights
+from nemo_rl.weight_sync.transport import TransportSpec
 
 ANSWER_TIMEOUT_S = 240.0
 STOP = "stop"
@@ -76,6 +79,20 @@ class EngineProcess:
             results.update(found)
             self.loads[name].append(load)
         return [results[id_] for id_ in ids]
+
+    def sync(
+        self, name: str, sender: WeightSender, spec: TransportSpec, weights: HeldWeights, version: int
+    ) -> list[str]:
+        """Send weights to a worker in one weight sync; return the parameters of its engine that got no tensor."""
+        self.call(name, "begin_weight_update", spec, version)
+        sender.begin(weights)
+        is_last = False
+        while not is_last:
+            bucket = sender.next_buckets()[0]
+            self.call(name, "receive_bucket", bucket)
+            is_last = bucket.is_last
+        unbound: list[str] = self.call(name, "finish_weight_update", version).unbound
+        return unbound
 
     def look(self, name: str, at: Callable[..., Any], *args: Any) -> Any:
         """Return what a function or coroutine function of an importable module reports about a worker's engine."""

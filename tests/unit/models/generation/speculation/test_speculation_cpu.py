@@ -91,14 +91,7 @@ def sender() -> Iterator[WeightSender]:
 def deploy(engines: EngineProcess, sender: WeightSender, kind: str, seed: int) -> PreTrainedModel:
     """Sync the weights of a model of this seed; every parameter of the engine but those of the draft must get one."""
     model = llama(seed)
-    engines.call(kind, "begin_weight_update", SPEC, seed)
-    sender.begin(WholeWeights(streamed(model).items))
-    is_last = False
-    while not is_last:
-        bucket = sender.next_buckets()[0]
-        engines.call(kind, "receive_bucket", bucket)
-        is_last = bucket.is_last
-    assert engines.call(kind, "finish_weight_update", seed).unbound == []
+    assert engines.sync(kind, sender, SPEC, WholeWeights(streamed(model).items), seed) == []
     return model
 
 

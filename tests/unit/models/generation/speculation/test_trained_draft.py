@@ -101,14 +101,8 @@ def deploy(
     tensors = dict(streamed(model))
     layers = head.shape.num_layers
     tensors |= {PREFIX + published(name, layers): tensor.detach() for name, tensor in head.state_dict().items()}
-    engines.call(kind, "begin_weight_update", SPEC, seed)
-    sender.begin(WholeWeights({name: tensor for name, tensor in tensors.items() if without not in name}.items))
-    is_last = False
-    while not is_last:
-        bucket = sender.next_buckets()[0]
-        engines.call(kind, "receive_bucket", bucket)
-        is_last = bucket.is_last
-    return model, head, engines.call(kind, "finish_weight_update", seed).unbound
+    sent = {name: tensor for name, tensor in tensors.items() if without not in name}
+    return model, head, engines.sync(kind, sender, SPEC, WholeWeights(sent.items), seed)
 
 
 @torch.no_grad()
