@@ -271,8 +271,7 @@ def test_configure_generation_config_sets_the_stop_tokens(config: Any, tokenizer
     made = configure_generation_config(config, tokenizer, is_eval=True)
     assert made is config
     assert made["stop_token_ids"] == [tokenizer.eos_token_id]
-    with pytest.raises(NemoRLError, match="not built yet"):
-        configure_generation_config(config, tokenizer, trains_mtp=True)
+    assert configure_generation_config(config, tokenizer, trains_mtp=True) is config
 
 
 def test_setup_response_data_returns_data_and_environments(tokenizer: Any) -> None:

@@ -1,11 +1,12 @@
 """Measure what overlap saves where environments wait: steps per minute of `none`, `stream` and `ahead`, in turns.
 
     uv run --extra cpu python tools/benchmarks/waiting_environments.py --mean-s 1 5 --max-age 1 2 --repeats 2
-    uv run --extra cpu python tools/benchmarks/waiting_environments.py --mean-s 1 --size 25m --prompts 16 --answers 16
+    uv run --extra cpu python tools/benchmarks/waiting_environments.py --mean-s 3 --size 25m --prompts 16 --answers 16
 
 GRPO with a model of a million parameters and 8 prompts x 8 answers a step by default, three turns each. Before each
 answer the environment waits for a log-normal time (sigma 1) with the given mean, each sample its own. `stream` saves at
-most the time of training, so the second command makes training about as long as the waits. Linux only.
+most the time of training, so the second command makes training about as long as the time in which sampling only waits.
+Linux only.
 """
 
 import argparse

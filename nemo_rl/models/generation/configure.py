@@ -6,7 +6,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.config import GenerationConfig
-from nemo_rl.utils.errors import NotBuiltError
 
 
 def configure_generation_config[Config: GenerationConfig | MutableMapping[str, Any]](
@@ -23,16 +22,11 @@ def configure_generation_config[Config: GenerationConfig | MutableMapping[str, A
         tokenizer: tokenizer of the policy.
         is_eval: has no effect: engines of a run receive its weights, those of an evaluation load them.
         has_refit_draft_weights: has no effect: engines get the weights of `policy.draft` in every sync.
-        trains_mtp: must be False.
+        trains_mtp: has no effect: engines that propose with the policy's own layers get them in every sync.
 
     Returns:
         `config`.
-
-    Raises:
-        NotBuiltError: training of layers for multi-token prediction is requested.
     """
-    if trains_mtp:
-        raise NotBuiltError("training of layers that predict further tokens (trains_mtp=True) is not built yet.")
     if config.get("stop_token_ids") is None and tokenizer.eos_token_id is not None:
         config["stop_token_ids"] = [tokenizer.eos_token_id]
     if not isinstance(config, GenerationConfig):

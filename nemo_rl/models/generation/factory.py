@@ -18,6 +18,7 @@ from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import EngineSettings, SamplingParams
 from nemo_rl.models.generation.registry import ENGINES, engine_class, engine_kind, reports_experts
 from nemo_rl.models.generation.vllm.settings import kernel_variables
+from nemo_rl.models.generation.vllm.speculation.settings import proposes_by_trained_layers
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
 from nemo_rl.models.huggingface.sizes import expert_parameters_of
 from nemo_rl.models.huggingface.stop_tokens import stop_token_ids
@@ -79,6 +80,7 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         optimizations=cluster.optimizations,
         reports_experts=policy.router_replay.enabled,
         draft=shape_of(policy) if policy.draft.enabled else None,
+        trains_mtp=proposes_by_trained_layers(policy),
     )
 
 
@@ -153,6 +155,12 @@ def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
         raise ConfigError(
             "policy.draft.enabled=true trains a draft model for vLLM's speculative decoding, but "
             f"policy.generation.backend={policy.generation.backend}. Set it to vllm, or policy.draft.enabled=false."
+        )
+    num_mtp_layers = policy.megatron_cfg.mtp_num_layers if policy.megatron_cfg.enabled else 0
+    if num_mtp_layers and policy.generation.backend != "vllm":
+        raise ConfigError(
+            f"policy.megatron_cfg.mtp_num_layers={num_mtp_layers} needs engines that know these layers, but "
+            f"policy.generation.backend={policy.generation.backend}. Set it to vllm, or mtp_num_layers=0."
         )
     check = engine_kind(policy.generation.backend).check
     if check is not None:

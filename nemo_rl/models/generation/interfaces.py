@@ -260,6 +260,7 @@ class EngineSettings:
         optimizations: value of `cluster.optimizations`.
         reports_experts: return the experts that each layer chose for each token (`GenerationResult.routed_experts`).
         draft: sizes of the draft model that is trained with the policy; None: there is none.
+        trains_mtp: proposals come from the policy's layers for multi-token prediction, which every sync sends.
     """
 
     backend: str
@@ -288,6 +289,7 @@ class EngineSettings:
     optimizations: Choice = "auto"
     reports_experts: bool = False
     draft: DraftShape | None = None
+    trains_mtp: bool = False
 
     @property
     def num_replicas(self) -> int:

@@ -74,6 +74,7 @@ class MegatronBackend(TorchBackend):
         from nemo_rl.models.megatron.experts.load import ExpertLoad
         from nemo_rl.models.megatron.experts.replay import ReplayedRouters
         from nemo_rl.models.megatron.lora import modules as lora
+        from nemo_rl.models.megatron.mtp import MTPLoss
         from nemo_rl.models.megatron.schedule import Schedule
         from nemo_rl.models.megatron.scoring import Scoring, logit_transform
 
@@ -103,6 +104,12 @@ class MegatronBackend(TorchBackend):
         watched = ExpertLoad(self.chunks, self._division, device, each_layer=each_layer) if has_experts else None
         self._load = watched
         scoring = Scoring(groups, sampling_density(config), logit_transform(self.hf_config), config.logprob_chunk_size)
+        trains_mtp = init_optimizer and section.mtp_num_layers > 0 and bool(section.mtp_loss_scaling_factor)
+        self._num_further = section.mtp_num_layers if trains_mtp else 0
+        if trains_mtp:
+            factor, detached = section.mtp_loss_scaling_factor, section.mtp_detach_heads
+            scoring.mtp = MTPLoss(self._num_further, factor, detached, scoring.head_options, device)
+        self._mtp = scoring.mtp
         self._draft: DraftTrainer | None = None
         if config.draft.enabled and init_optimizer:
             from nemo_rl.models.megatron.draft import draft_trainer
@@ -120,7 +127,8 @@ class MegatronBackend(TorchBackend):
         """
         assert not (backward and self._has_gradients), "an update (clip_and_step) comes between two training passes"
         self._has_gradients |= backward
-        mine = [rank_inputs(inputs, self._division) for inputs in microbatches]
+        num_further = self._num_further if backward else 0
+        mine = [rank_inputs(inputs, self._division, num_further) for inputs in microbatches]
         self._schedule.run(mine, forward_step, backward=backward)
 
     @contextmanager
@@ -136,10 +144,11 @@ class MegatronBackend(TorchBackend):
             yield
 
     def update_metrics(self) -> dict[str, float]:
-        """See `PolicyBackend.update_metrics`; those of experts (load, replayed tokens) and of the draft model."""
+        """See `PolicyBackend.update_metrics`; of experts (load, replayed tokens), draft model and MTP layers."""
         load = {} if self._load is None else self._load.end_update()
         draft = {} if self._draft is None else self._draft.end_passes()
-        return load | draft | ({} if self._replay is None else self._replay.counts.end_update())
+        mtp = {} if self._mtp is None else self._mtp.end_update()
+        return load | draft | mtp | ({} if self._replay is None else self._replay.counts.end_update())
 
     def clip_and_step(self) -> tuple[float, bool]:
         """See `PolicyBackend.clip_and_step`; the update is dropped if the gradient is not finite."""

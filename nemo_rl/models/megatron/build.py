@@ -25,8 +25,9 @@ from nemo_rl.config import report_findings
 from nemo_rl.config.schema.model.megatron import MegatronConfig
 from nemo_rl.models.megatron.experts.load import routers
 from nemo_rl.models.megatron.families import Family, Rotary, family_of
-from nemo_rl.models.megatron.layers import HAVE_TE, choose_spec
+from nemo_rl.models.megatron.layers import HAVE_TE, choose_spec, mtp_spec
 from nemo_rl.models.megatron.model_check import check_overrides
+from nemo_rl.models.megatron.mtp import MTPModel
 from nemo_rl.models.megatron.release import FUSED_GRADIENTS, MISSING_FUSED_GRADIENTS
 from nemo_rl.utils.errors import ConfigError
 
@@ -67,9 +68,11 @@ def build_chunks(
         chunks = [
             _build(family, hf_config, config, stage, separate_norms=options.peft.enabled).to(device) for stage in stages
         ]
-    if options.freeze_moe_router:
-        for router in routers(chunks):
-            router.requires_grad_(False)
+    frozen = routers(chunks, with_mtp=True) if options.freeze_moe_router else []
+    if not options.mtp_loss_scaling_factor:
+        frozen += [chunk.mtp for chunk in chunks if chunk.mtp_process]
+    for module in frozen:
+        module.requires_grad_(False)
     return chunks
 
 
@@ -90,7 +93,7 @@ def transformer_config(
     if "num_moe_experts" in fields:
         fields |= _routing(hf_config, options)
     fields |= _kernels(options, device, fields, family.rotary(hf_config))
-    fields |= _float8(options, fields["transformer_impl"])
+    fields |= _float8(options, fields["transformer_impl"]) | _further_layers(options)
     kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
     fields |= _checked_overrides(options.model_overrides, kind)
     try:
@@ -190,6 +193,18 @@ def _float8(options: MegatronConfig, layers: str) -> dict[str, Any]:
     return {"fp8": asked.fp8, "fp8_recipe": asked.fp8_recipe, "fp8_param": asked.fp8_param}
 
 
+def _further_layers(options: MegatronConfig) -> dict[str, Any]:
+    """Return the fields of multi-token prediction."""
+    if not options.mtp_num_layers:
+        return {}
+    return {
+        "mtp_num_layers": options.mtp_num_layers,
+        "mtp_use_repeated_layer": options.mtp_use_repeated_layer,
+        "mtp_detach_heads": options.mtp_detach_heads,
+        "mtp_loss_scaling_factor": options.mtp_loss_scaling_factor,
+    }
+
+
 def _has_fused_gradients() -> bool:
     """Return True if APEX's extension is installed, which Megatron Core's own layers need for fused gradients.
 
@@ -243,9 +258,12 @@ def _build(
     separate_norms: bool,
 ) -> GPTModel:
     """Build the model of one stage."""
-    model = GPTModel(
+    kind = MTPModel if config.mtp_num_layers else GPTModel
+    layers = choose_spec(config, family.traits, stage, separate_norms=separate_norms)
+    model = kind(
         config,
-        choose_spec(config, family.traits, stage, separate_norms=separate_norms),
+        layers,
+        mtp_block_spec=mtp_spec(config, layers, stage),
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         parallel_output=True,

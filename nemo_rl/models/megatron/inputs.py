@@ -50,6 +50,19 @@ class Division:
 
 
 @dataclass(frozen=True)
+class FurtherTokens:
+    """The tokens that one multi-token-prediction layer predicts.
+
+    Attributes:
+        positions_n: indices in the flattened hidden states `[t, b]` from which it predicts.
+        targets_n: the tokens, int64.
+    """
+
+    positions_n: Tensor
+    targets_n: Tensor
+
+
+@dataclass(frozen=True)
 class RankInputs:
     """A microbatch on this rank.
 
@@ -63,6 +76,7 @@ class RankInputs:
         unfiltered: as in `ModelInputs`.
         top_k: as in `ModelInputs`.
         routed_experts: `[b, t, L, k]`, as in `ModelInputs`, of this rank's tokens.
+        further: the tokens of each multi-token-prediction layer.
     """
 
     arguments: dict[str, Any]
@@ -74,6 +88,7 @@ class RankInputs:
     unfiltered: bool = False
     top_k: TopK | None = None
     routed_experts: Tensor | None = None
+    further: tuple[FurtherTokens, ...] = ()
 
     def between_layers(self, division: Division) -> Tensor:
         """Return `real_tokens` `[b, t / sp]` of the tokens that this rank has between layers."""
@@ -85,12 +100,13 @@ class RankInputs:
         return None if experts is None else experts.chunk(division.sp, dim=1)[division.sp_rank]
 
 
-def rank_inputs(inputs: ModelInputs, division: Division) -> RankInputs:
+def rank_inputs(inputs: ModelInputs, division: Division, num_further: int = 0) -> RankInputs:
     """Return this rank's part of a microbatch.
 
     Args:
         inputs: the microbatch, equal on all ranks that share it.
         division: division of the tokens among ranks.
+        num_further: number of multi-token-prediction layers, which predict the scored tokens from earlier positions.
     """
     bounds = inputs.model_inputs.get("cu_seq_lens_q")
     tokens = inputs.model_inputs["input_ids"]
@@ -112,6 +128,11 @@ def rank_inputs(inputs: ModelInputs, division: Division) -> RankInputs:
     if bounds is not None:
         arguments["packed_seq_params"] = _packed_parameters(new, tokens.device)
     experts = inputs.routed_experts
+    further = []
+    for depth in range(1, num_further + 1):
+        places_n, targets_n = _further(inputs.positions_K, tokens, old, depth)
+        positions_n, held_n = _scored(places_n, width, rows, source_T, own_t)
+        further.append(FurtherTokens(positions_n, targets_n[held_n]))
     return RankInputs(
         arguments=arguments,
         positions_k=positions_k,
@@ -122,13 +143,15 @@ def rank_inputs(inputs: ModelInputs, division: Division) -> RankInputs:
         unfiltered=inputs.unfiltered,
         top_k=inputs.top_k,
         routed_experts=None if experts is None else _moved(experts, source_T, NOT_REPORTED)[:, own_t],
+        further=tuple(further),
     )
 
 
 def without_scores(inputs: RankInputs) -> RankInputs:
     """Return the same tokens without scored ones."""
     none = {name: getattr(inputs, name)[:0] for name in ("positions_k", "targets_k", "places_k")}
-    return replace(inputs, **none, num_scores=0, unfiltered=False, top_k=None)
+    further = tuple(FurtherTokens(each.positions_n[:0], each.targets_n[:0]) for each in inputs.further)
+    return replace(inputs, **none, num_scores=0, unfiltered=False, top_k=None, further=further)
 
 
 def row_order(num_tokens: int, division: Division) -> Tensor:
@@ -193,6 +216,14 @@ def _scored(positions_K: Tensor, width: int, rows: int, source_T: Tensor, own_t:
     row_K, place_K = positions_K // width, place_of[positions_K % width]
     places_k = (place_K >= 0).nonzero()[:, 0]
     return (place_K * rows + row_K)[places_k], places_k
+
+
+def _further(positions_K: Tensor, tokens: Tensor, bounds: Sequence[int], depth: int) -> tuple[Tensor, Tensor]:
+    """Return the positions `depth` tokens before those that are scored, in the same sequence, and the scored tokens."""
+    width = tokens.shape[1]
+    before_K = positions_K % width - _starts(bounds, tokens.device)[positions_K % width]
+    held_n = positions_K[before_K >= depth]
+    return held_n - depth, tokens.flatten()[held_n + 1]
 
 
 def _packed_parameters(bounds: Sequence[int], device: torch.device) -> Any:

@@ -30,9 +30,15 @@ class MegatronRank(RankMemory):
     """A rank of Megatron Core."""
 
     @property
-    def layers(self) -> range:
-        """Decoder layers of the stage."""
-        return stage_layers(len(self.trace.layers), self.layout.pp, self.policy.megatron_cfg)[self.stage]
+    def layers(self) -> list[int]:
+        """Decoder layers of the stage; the last one again for each multi-token-prediction layer, of equal size."""
+        own = list(stage_layers(len(self.trace.layers), self.layout.pp, self.policy.megatron_cfg)[self.stage])
+        return own + own[-1:] * self._mtp_layers
+
+    @property
+    def _mtp_layers(self) -> int:
+        """Number of multi-token-prediction layers, which the last stage has."""
+        return self.policy.megatron_cfg.mtp_num_layers if self.has_head else 0
 
     def plan(self) -> MemoryPlan:
         """Predict the memory of all moments of a step."""
@@ -61,6 +67,9 @@ class MegatronRank(RankMemory):
     def _dense(self) -> float:
         """Number of elements outside of routed experts."""
         inside = sum(self._part(self.trace.layers[index]) for index in self.layers)
+        inside += self._mtp_layers * 2 * self.trace.hidden**2 / self.layout.tp
+        if self._mtp_layers and self.layout.pp > 1:  # they embed tokens themselves
+            inside += self.model.vocab_size * self.trace.hidden / self.layout.tp
         return inside + sum(each.matrices / self.layout.tp + each.vectors for each in self.outside)
 
     def _part(self, layer: Parameters) -> float:
@@ -123,7 +132,8 @@ class MegatronRank(RankMemory):
         kept, again = self._activations()
         # The backward pass of the head also needs the hidden states of all tokens that it works on (`hidden`) and the
         # head's float32 copy and gradient (`2 * self.head`).
-        hidden = self.has_head * 2 * self.tokens * self.trace.hidden * self.itemsize
+        states = self.has_head * (2 + self._mtp_layers)
+        hidden = states * self.tokens * self.trace.hidden * self.itemsize
         wide = self._updated * WIDE if self._gradient_size < WIDE else 0.0
         moved = min(self.largest / self._copies[0], self._updated)
         update = {"optimizer's temporaries": 2 * moved * WIDE} if self.work.on_cpu else {}
@@ -142,7 +152,7 @@ class MegatronRank(RankMemory):
     def _activations(self) -> tuple[float, float]:
         """Return the bytes of activations kept for all microbatches in flight, and the bytes that are recomputed."""
         section = self.policy.megatron_cfg
-        layers = self.layers if self.trace.activations else range(0)
+        layers = self.layers if self.trace.activations else []
         sharing = self.layout.tp if section.sequence_parallel else 1
         whole, again = sum(map(self._kept, layers)), 0.0
         if section.activation_checkpointing and section.recompute_granularity == "full":

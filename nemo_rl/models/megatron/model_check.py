@@ -16,12 +16,16 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from nemo_rl.config import MegatronConfig
+from nemo_rl.config import MegatronConfig, PolicyConfig
 from nemo_rl.config.rules.broken_rules import Findings
+from nemo_rl.models.megatron.conversion.layer_rules import FAMILIES as LAYERS
 from nemo_rl.models.megatron.families import family_of
 
-_FIXED = ("calculate_per_token_loss", "variable_seq_lengths", "batch_p2p_comm")
-"""Fields whose values `schedule` depends on."""
+_FIXED = (
+    *("calculate_per_token_loss", "variable_seq_lengths", "batch_p2p_comm"),
+    *("mtp_detach_heads", "mtp_loss_scaling_factor", "mtp_num_layers", "mtp_use_repeated_layer"),
+)
+"""Fields whose values `schedule` and `mtp` depend on."""
 _OF_THE_WEIGHTS = (
     "num_layers",
     "hidden_size",
@@ -80,6 +84,36 @@ def check_options(keys: str, asked: MegatronConfig, fields: Mapping[str, Any]) -
     if fields.get("num_moe_experts"):
         yield from _check_routing(keys, asked, fields)
     yield from _check_kernel_variables(keys, asked)
+
+
+def check_mtp(section: str, policy: PolicyConfig, model: PretrainedConfig) -> Findings:
+    """Find reasons why the model cannot be trained with its layers for multi-token prediction; none if it is not.
+
+    Args:
+        section: name of the section, such as `policy`.
+        policy: the section.
+        model: Hugging Face configuration of the model.
+    """
+    asked = policy.megatron_cfg
+    if not asked.mtp_num_layers:
+        return
+    key = f"{section}.megatron_cfg.mtp_num_layers={asked.mtp_num_layers}"
+    if LAYERS[model.model_type].mtp_norms is None:
+        known = ", ".join(sorted(name for name, layers in LAYERS.items() if layers.mtp_norms is not None))
+        yield f"{key}: {model.model_type} models have no such layers ({known} models have). Set it to 0."
+        return
+    held, needed = getattr(model, "num_nextn_predict_layers", 0) or 0, asked.mtp_num_layers
+    if (1 if asked.mtp_use_repeated_layer else needed) > held:
+        yield (
+            f"{key}: {policy.model_name!r} has {held} such layers (num_nextn_predict_layers). Set it to at most {held}"
+            + (f", or {section}.megatron_cfg.mtp_use_repeated_layer=true." if held else ".")
+        )
+    if model.first_k_dense_replace >= model.num_hidden_layers:
+        yield f"{key}: these layers have experts, and by first_k_dense_replace no other layer has. Set it to 0."
+    if policy.reward_model_cfg.enabled:
+        yield f"{key}: a reward model or critic predicts no tokens. Set it to 0."
+    if asked.peft.enabled:
+        yield f"{key} with {section}.megatron_cfg.peft.enabled=true is not built. Set it to 0."
 
 
 def check_overrides(keys: str, overrides: Collection[str], known: Collection[str], kind: str) -> Findings:

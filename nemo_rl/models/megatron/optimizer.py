@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, MTP_GRAD_NORM_GROUP, MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
 from nemo_rl.config.schema.model.megatron import MegatronConfig, MegatronSchedulerConfig
@@ -173,10 +173,10 @@ def clip_and_step(
     """
     with cpu_shim.cuda_names():
         overflow = optimizer.prepare_grads()
-        norm = float(optimizer.get_grad_norm())
-        finite = math.isfinite(norm) and math.isfinite(learning_rate(optimizer)) and not overflow
+        norm, mtp_norm = float(optimizer.get_grad_norm()), _norm_of_mtp(optimizer)
+        finite = math.isfinite(norm + mtp_norm) and math.isfinite(learning_rate(optimizer)) and not overflow
         if finite:
-            _clip(optimizer, norm)
+            _clip(optimizer, norm, mtp_norm)
             optimizer.step_with_ready_grads()
         dropped_for = [] if finite else not_finite(_gradients(chunks))
         zero_gradients(optimizer, chunks)
@@ -189,12 +189,27 @@ def _gradients(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.Ten
     return {f"{name}.grad": gradient for name, gradient in gradients.items() if gradient is not None}
 
 
-def _clip(optimizer: MegatronOptimizer, norm: float) -> None:
+def _norm_of_mtp(optimizer: MegatronOptimizer) -> float:
+    """Return the norm of the gradients of detached multi-token-prediction layers; 0 if there are none. Collective."""
+    squares = 0.0
     for part in parts_of(optimizer):
-        parameters = part.get_parameters()
-        if parameters and part.config.clip_grad > 0:
-            decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm, use_decoupled_grad=decoupled)
+        if part.has_grad_norm_group(MTP_GRAD_NORM_GROUP):
+            group = part.get_grad_stats_parallel_group()
+            squares += float(get_grad_norm_fp32(part.get_grads_for_grad_norm(MTP_GRAD_NORM_GROUP), 2, group)) ** 2
+    return math.sqrt(squares)
+
+
+def _clip(optimizer: MegatronOptimizer, norm: float, mtp_norm: float) -> None:
+    """Clip the gradients, those of detached multi-token-prediction layers by their own norm."""
+    for part in parts_of(optimizer):
+        if part.config.clip_grad <= 0:
+            continue
+        decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        detached = [weight for weight in part.get_parameters() if hasattr(weight, GRAD_NORM_GROUP_ATTR)]
+        others = [weight for weight in part.get_parameters() if not hasattr(weight, GRAD_NORM_GROUP_ATTR)]
+        for parameters, total in ((others, norm), (detached, mtp_norm)):
+            if parameters:
+                clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, total, use_decoupled_grad=decoupled)
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[Any]:

@@ -110,6 +110,8 @@ class Schedule:
         filled, self._num_given = self._filled(microbatches), len(microbatches)
         if backward and self._balances:
             self._weigh_auxiliary_losses(filled)
+        if backward and self._scoring.mtp is not None:
+            self._scoring.mtp.begin(filled)
         step = partial(self._forward, _loss_of(forward_step, len(microbatches), backward=backward), backward)
         with torch.set_grad_enabled(backward):
             get_forward_backward_func()(

@@ -6,7 +6,7 @@ all K tokens; the gradient of each score flows once, into the rank that holds it
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from nemo_rl.distributed.ranks.collectives import all_gather, all_reduce, reduce
 from nemo_rl.models.draft.trainer import DraftTrainer
 from nemo_rl.models.megatron.inputs import RankInputs
 from nemo_rl.models.megatron.parallel import Groups
+
+if TYPE_CHECKING:
+    from nemo_rl.models.megatron.mtp import MTPLoss
 
 
 class ScalarHead(nn.Module):
@@ -77,7 +80,9 @@ class Scoring:
         chunk_size: tokens per chunk of logits; None takes a default for the device.
 
     Attributes:
+        head_options: keyword arguments of `token_logprobs` and `topk_logits` that do not depend on the tokens.
         draft: the draft model's trainer, which learns from training passes; None: there is none.
+        mtp: the loss of the multi-token-prediction layers; None: they are not trained.
     """
 
     def __init__(
@@ -88,8 +93,10 @@ class Scoring:
         chunk_size: int | None = None,
     ) -> None:
         self._groups, self._density = groups, density
-        self._transform, self._chunk_size = transform or LogitTransform(), chunk_size
+        self._transform = transform or LogitTransform()
+        self.head_options: dict[str, Any] = {"transform": self._transform, "group": groups.tp, "chunk_size": chunk_size}
         self.draft: DraftTrainer | None = None
+        self.mtp: MTPLoss | None = None
 
     def __call__(
         self,
@@ -98,6 +105,7 @@ class Scoring:
         output_layer: nn.Module,
         output_weight: Tensor | None,
         context: RankInputs,
+        further_states: Sequence[Tensor] = (),
         **ignored: Any,
     ) -> tuple[Tensor, Tensor]:
         """Score one microbatch.
@@ -107,6 +115,7 @@ class Scoring:
             output_layer: the head.
             output_weight: the embedding's weight if the head shares it; else None.
             context: the microbatch, with the tokens to score.
+            further_states: as `hidden_states`, of each multi-token-prediction layer.
             **ignored: further arguments of GPTModel.
 
         Returns:
@@ -114,18 +123,20 @@ class Scoring:
             (float64 for float64 models), ids int64.
         """
         scalar = isinstance(output_layer, ScalarHead)
-        hidden_kD = self._hidden(hidden_states, context, partial_gradient=not scalar)
+        hidden_kD = self._hidden(hidden_states, context.positions_k, partial_gradient=not scalar)
         if scalar:
             scores_k = output_layer(hidden_kD)
             return self._of_all(scores_k, context), scores_k.new_zeros(context.num_scores)
         weight: Any = output_layer.weight if output_weight is None else output_weight
+        if self.mtp is not None and further_states:
+            of_depths = [
+                self._hidden(states, tokens.positions_n, partial_gradient=True)
+                for states, tokens in zip(further_states, context.further, strict=True)
+            ]
+            hidden_kD = self.mtp.attached(hidden_kD, of_depths, weight, context.further)
         if self.draft is not None:
             self.draft.learn(hidden_kD, OutputHead(weight, None, self._transform, self._groups.tp))
-        how: dict[str, Any] = {
-            "transform": self._transform,
-            "group": self._groups.tp,
-            "chunk_size": self._chunk_size,
-        }
+        how = self.head_options
         if context.top_k is not None:
             first, second = topk_logits(hidden_kD, weight, context.top_k, **how)
         else:
@@ -133,11 +144,11 @@ class Scoring:
             first, second = token_logprobs(hidden_kD, weight, context.targets_k, density=density, **how)
         return self._of_all(first, context), self._of_all(second, context)
 
-    def _hidden(self, hidden_states: Tensor, context: RankInputs, *, partial_gradient: bool) -> Tensor:
-        """Return `[k, D]` of the scored tokens; the backward pass sums a divided head's gradients over its ranks."""
+    def _hidden(self, hidden_states: Tensor, positions_k: Tensor, *, partial_gradient: bool) -> Tensor:
+        """Return `[k, D]` at some positions; the backward pass sums a divided head's gradients over its ranks."""
         if self._groups.sequence_parallel:
             hidden_states = all_gather(hidden_states, 0, self._groups.tp, partial_gradient=partial_gradient)
-        hidden_kD = hidden_states.flatten(0, 1).index_select(0, context.positions_k)
+        hidden_kD = hidden_states.flatten(0, 1).index_select(0, positions_k)
         if partial_gradient and not self._groups.sequence_parallel:
             hidden_kD = reduce_gradient(hidden_kD, self._groups.tp)
         return hidden_kD

@@ -85,7 +85,6 @@ def test_flat_data_keys_are_refused_with_their_new_path(write_yaml, key: str, pl
     [
         "policy.megatron_cfg.peft.lora_B_init_method=xavier",
         "policy.megatron_cfg.fp8_cfg.fp8_param=true",
-        "policy.megatron_cfg.mtp_num_layers=1",
         "policy.megatron_cfg.moe_token_dispatcher_type=flex",
         "policy.megatron_cfg.scheduler.lr_decay_style=WSD",
         "policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp=true",

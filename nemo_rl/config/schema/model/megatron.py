@@ -17,7 +17,6 @@ from nemo_rl.config.schema.model.parallel import NO_SUCH_PART, AdapterConfig, Ba
 _DEEPEP = "the DeepEP and HybridEP dispatchers"
 _GENERATION = "belongs to Megatron Core's dynamic inference engine, which is not used"
 _GRAPHS = "CUDA graphs"
-_MTP = "training of multi-token-prediction heads"
 _OFFLOADING = "offloading of activations"
 _BY_PRECISION = "follows policy.precision; the weights that the optimizer moves are float32"
 _FSDP = "Megatron's own FSDP"
@@ -191,10 +190,6 @@ class MegatronConfig(BackendSection):
         "moe_enable_deepep": _DEEPEP,
         "moe_flex_dispatcher_backend": _DEEPEP,
         "moe_hybridep_num_sms": _DEEPEP,
-        "mtp_detach_heads": _MTP,
-        "mtp_loss_scaling_factor": _MTP,
-        "mtp_num_layers": _MTP,
-        "mtp_use_repeated_layer": _MTP,
         "offload_modules": _OFFLOADING,
     }
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"cuda_graph_impl": ("none",)}
@@ -225,6 +220,9 @@ class MegatronConfig(BackendSection):
         off = not values.get("activation_checkpointing")
         options = ("recompute_granularity", "recompute_modules")
         told = {key: "activation_checkpointing is false" for key in options if off}
+        if not values.get("mtp_num_layers"):
+            others = ("mtp_loss_scaling_factor", "mtp_use_repeated_layer", "mtp_detach_heads")
+            told |= {key: "mtp_num_layers is 0" for key in others if values.get(key)}
         if values.get("moe_router_enable_expert_bias") is False and values.get("moe_router_bias_update_rate"):
             told["moe_router_bias_update_rate"] = "moe_router_enable_expert_bias is false"
         return {**super().without_effect(values), **told}
@@ -279,6 +277,15 @@ class MegatronConfig(BackendSection):
         Literal["alltoall", "allgather", "flex"], Only(("alltoall", "allgather"), _DEEPEP)
     ] = "alltoall"
     """Way in which tokens reach the ranks of their experts."""
+    mtp_num_layers: NonNegativeInt = 0
+    """Layers for multi-token prediction that are part of the model: loaded, written to checkpoints and sent to engines
+    (DeepSeek-V3)."""
+    mtp_loss_scaling_factor: NonNegativeFloat = 0.0
+    """Factor of their loss, the cross-entropy with the trained tokens; 0: they keep their weights."""
+    mtp_use_repeated_layer: bool = False
+    """Apply the first of these layers mtp_num_layers times, instead of as many layers."""
+    mtp_detach_heads: bool = False
+    """Their loss changes only these layers, and they are clipped on their own."""
     moe_per_layer_logging: bool = False
     """Also report the load of experts of each layer, as moe/layer_<n>/load_max and so on."""
     moe_grouped_gemm: bool | None = None

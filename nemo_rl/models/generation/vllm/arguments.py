@@ -4,6 +4,7 @@ Invariant: `vllm_kwargs` of the configuration win over every value here.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from nemo_rl.models.generation.vllm.grammars import structured_outputs
 from nemo_rl.models.generation.vllm.ranks import RanksExecutor
 from nemo_rl.models.generation.vllm.settings import CPU_SEQUENCES
 from nemo_rl.models.generation.vllm.speculation.settings import speculation_of
+from nemo_rl.models.generation.vllm.speculation.trained import TRAINED_LAYERS
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.optimizations.switch import is_on
 from nemo_rl.optimizations.vllm.bursts import BurstExecutor
@@ -82,13 +84,16 @@ def engine_arguments(settings: EngineSettings, draft_folder: Path | None = None)
     own = {key: value for key, value in settings.engine_kwargs.items() if key != "hf_overrides"}
     if draft_folder is not None and speculation is not None:
         own["speculative_config"] = {**speculation.values, "model": str(draft_folder)}
+    if settings.trains_mtp:
+        own["additional_config"] = {**(own.get("additional_config") or {}), **TRAINED_LAYERS}
     return EngineArgs(**(values | own))
 
 
 def _draft_has_files(settings: EngineSettings) -> bool:
     """Return whether a draft model has its weights from files; one that is trained gets them with the policy's."""
     speculation = speculation_of(settings.engine_kwargs)
-    return speculation is not None and speculation.loads_weights and settings.draft is None
+    is_trained = settings.draft is not None or settings.trains_mtp
+    return speculation is not None and speculation.loads_weights and not is_trained
 
 
 def _reports(settings: EngineSettings) -> dict[str, bool]:
@@ -117,7 +122,18 @@ def _hf_overrides(settings: EngineSettings) -> Any:
     if not isinstance(own, Mapping):  # it may be a function of the configuration
         return own
     model = load_model_config(settings.model_name, settings.hf_overrides)
-    return _routing(model) | _head(settings, model, own) | settings.hf_overrides | _float8(settings, model) | dict(own)
+    ours = _routing(model) | _head(settings, model, own)
+    values = ours | settings.hf_overrides | _float8(settings, model) | dict(own)
+    speculation = speculation_of(settings.engine_kwargs)
+    if speculation is not None and speculation.method == "mtp":
+        # vLLM reads the configuration again for these layers, and applies only functions to it.
+        return partial(_updated, values)
+    return values
+
+
+def _updated(values: Mapping[str, Any], config: PretrainedConfig) -> PretrainedConfig:
+    config.update(dict(values))
+    return config
 
 
 def _float8(settings: EngineSettings, model: PretrainedConfig) -> dict[str, Any]:

@@ -26,8 +26,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 from vllm.platforms import current_platform
 
-from nemo_rl.models.draft.names import PREFIX
-from nemo_rl.models.generation.vllm.speculation.trained import OwnModules, load_into_draft, trained_draft
+from nemo_rl.models.generation.vllm.speculation.trained import OwnModules, is_for, load_into_draft, trained_draft
 from nemo_rl.models.training.finite import ANOTHER_COPY, listed, not_finite
 from nemo_rl.utils.errors import NonFiniteError
 from nemo_rl.weight_sync.parts import Parts, ReadRecorder
@@ -60,7 +59,7 @@ def begin_reload(worker: Any) -> None:
         if worker.draft_modules is not None:
             initialize_layerwise_reload(worker.draft_modules)
     if current_platform.is_cpu():
-        for module in model.modules():
+        for module in (*model.modules(), *(worker.draft_modules.modules() if worker.draft_modules else ())):
             if isinstance(module, RoutedExperts):
                 module.quant_method.moe_kernel = None
     worker.unbound = {name for name, _ in model.named_parameters()}
@@ -77,11 +76,12 @@ def load_tensors(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
     if runner.model_config.hf_text_config.model_type == "gpt_oss":
         given = one_by_one(given)
     given, draft = list(given), trained_draft(worker)
-    own = [each for each in given if not each[0].startswith(PREFIX)]
+    of_draft = [] if draft is None else [each for each in given if is_for(draft, each[0])]
+    own = [each for each in given if draft is None or not is_for(draft, each[0])]
     with torch.no_grad(), set_current_vllm_config(worker.vllm_config), recorder or nullcontext():
         worker.unbound -= set(runner.get_model().load_weights(iter(own)))
-        if draft is not None and len(own) < len(given):
-            load_into_draft(draft, given)
+        if draft is not None and of_draft:
+            load_into_draft(draft, of_draft)
 
 
 def record_reads(worker: Any) -> None:

@@ -98,9 +98,10 @@ def hub_tensors_of(
     from nemo_rl.models.huggingface.comparison import is_classifier
     from nemo_rl.models.megatron.conversion.rules import hub_tensors, rules_for
 
-    rules = rules_for(config, has_scalar_head=is_classifier(config))
     saved = SavedTensors(weights / ITERATION)
     kept = by_parameter(saved.names)
+    num_mtp_layers = len({name.split(".")[2] for name in kept if name.startswith("mtp.layers.")})
+    rules = rules_for(config, has_scalar_head=is_classifier(config), num_mtp_layers=num_mtp_layers)
     adapters = {name: kept.pop(name) for name in list(kept) if name.endswith(ADAPTER_PARAMETERS)}
     scaling = adapter_scaling(weights / ADAPTER_FOLDER) if adapters else 0.0
     wanted = {rule.parameter for bundle in rules.bundles() for rule in bundle}

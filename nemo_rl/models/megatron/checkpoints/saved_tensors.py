@@ -76,6 +76,8 @@ class SavedTensors:
         return whole
 
 
+_MTP_LAYER = re.compile(r"^(mtp\.layers\.\d+\.)transformer_layer\.")
+"""Name under which Megatron Core stores the transformer layer of a multi-token-prediction layer."""
 _HALF = re.compile(r"_[wv]$")
 """Suffixes of the names of gate and up, which are stacked in one parameter."""
 
@@ -91,5 +93,6 @@ def by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name in names:
         parameter = own_name(_HALF.sub("", name).replace(".experts.experts.", ".experts.local_experts."))
+        parameter = _MTP_LAYER.sub(r"\1mtp_model_layer.", parameter)
         found.setdefault(parameter, []).append(name)
     return {parameter: sorted(kept, key=lambda name: (name.endswith("_v"), name)) for parameter, kept in found.items()}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from nemo_rl.models.huggingface.tensor_files import Box
-from nemo_rl.models.megatron.conversion.holdings import Groups, held_here, holders
+from nemo_rl.models.megatron.conversion.holdings import Groups, held_here, holders, num_mtp_layers
 from nemo_rl.models.megatron.conversion.parts import Part, Rule
 from nemo_rl.models.megatron.conversion.rules import Rules, rules_for
 from nemo_rl.models.training.low_rank import ADAPTER_PARAMETERS
@@ -50,7 +50,8 @@ def held_hf_weights(
     Raises:
         CheckpointError: the model has parameters that the configuration does not describe, or lacks some.
     """
-    rules, groups = rules_for(hf_config, has_scalar_head=has_scalar_head), Groups.current()
+    rules = rules_for(hf_config, has_scalar_head=has_scalar_head, num_mtp_layers=num_mtp_layers(chunks))
+    groups = Groups.current()
     held = held_here(chunks, rules, groups)
     weights = {name: tensor for name, tensor in held.items() if not name.endswith(ADAPTER_PARAMETERS)}
     yield from held_tensors(weights, rules, groups, device=device, dtype=dtype, value=value)

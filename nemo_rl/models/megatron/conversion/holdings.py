@@ -71,6 +71,12 @@ class Holder:
     expert_rank: int
 
 
+def num_mtp_layers(chunks: Sequence[nn.Module]) -> int:
+    """Return the number of layers for multi-token prediction of the whole model; a repeated layer counts once."""
+    config = unwrap(chunks[0]).config
+    return min(config.mtp_num_layers or 0, 1) if config.mtp_use_repeated_layer else config.mtp_num_layers or 0
+
+
 def held_here(chunks: Sequence[nn.Module], rules: Rules, groups: Groups) -> dict[str, Tensor]:
     """Return this rank's shards by their names in the whole model, including parameters without a rule."""
     experts = {rule.expert for rule in rules.by_parameter.values() if rule.expert is not None}

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from nemo_rl.models.huggingface.tensor_files import Box, TensorFiles, indexed_files, weight_files
 from nemo_rl.models.megatron.conversion.dequantized import DequantizedFiles
-from nemo_rl.models.megatron.conversion.holdings import Groups, held_here, holders
+from nemo_rl.models.megatron.conversion.holdings import Groups, held_here, holders, num_mtp_layers
 from nemo_rl.models.megatron.conversion.parts import Part, Rule
 from nemo_rl.models.megatron.conversion.rules import rules_for
 from nemo_rl.models.megatron.conversion.sources import sources
@@ -47,7 +47,8 @@ def load_huggingface(
     Raises:
         CheckpointError: the folder has no such files, or names or shapes of their tensors do not fit the model.
     """
-    rules, groups = rules_for(hf_config, has_scalar_head=has_scalar_head), Groups.current()
+    rules = rules_for(hf_config, has_scalar_head=has_scalar_head, num_mtp_layers=num_mtp_layers(chunks))
+    groups = Groups.current()
     files = DequantizedFiles(weight_files(folder), hf_config, indexed_files(folder))
     held = held_here(chunks, rules, groups)
     holders(held, rules, groups)

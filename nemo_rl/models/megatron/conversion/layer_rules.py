@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from nemo_rl.models.huggingface.sizes import head_size
 from nemo_rl.models.megatron.conversion.layouts import Grouped, Stacked
 from nemo_rl.models.megatron.conversion.parts import Part, Rule
+from nemo_rl.utils.errors import ConfigError
 
 type LayerRules = Callable[[Any, int, str, str], Iterator[Rule]]
 """Yields the rules of a piece of a layer; called with `(config, layer number, parameter prefix, hub prefix)`."""
@@ -30,6 +31,9 @@ _SANDWICH_NORMS = {
 }
 
 
+_MTP_NORMS = {"enorm": "enorm", "hnorm": "hnorm", "final_layernorm": "shared_head.norm"}
+
+
 @dataclass(frozen=True)
 class Layers:
     """Structure of a family's layers, in both libraries.
@@ -38,15 +42,40 @@ class Layers:
         attention: rules of `self_attention`.
         mlp: rules of `mlp`.
         norms: norms of a layer, as parameter name to hub name.
+        mtp_norms: norms of a multi-token-prediction layer outside of its transformer layer; None: the family has no
+            such layers.
     """
 
     attention: LayerRules
     mlp: LayerRules
     norms: Mapping[str, str] = field(default_factory=lambda: _NORMS)
+    mtp_norms: Mapping[str, str] | None = None
 
     def of(self, config: PretrainedConfig, number: int) -> Iterator[Rule]:
         """Yield all rules of a layer."""
-        ours, theirs = f"decoder.layers.{number}.", f"model.layers.{number}."
+        return self._of(config, number, f"decoder.layers.{number}.")
+
+    def of_mtp(self, config: PretrainedConfig, depth: int) -> Iterator[Rule]:
+        """Yield all rules of a multi-token-prediction layer, which follows the model's layers in hub names.
+
+        Args:
+            config: configuration of the model.
+            depth: number of the layer among those of its kind, from 0.
+
+        Raises:
+            ConfigError: the family has no such layers.
+        """
+        if self.mtp_norms is None:
+            raise ConfigError(f"model_type={config.model_type} has no multi-token-prediction layers.")
+        number = config.num_hidden_layers + depth
+        ours, theirs = f"mtp.layers.{depth}.", f"model.layers.{number}."
+        for parameter, name in self.mtp_norms.items():
+            yield _same(f"{ours}{parameter}.weight", f"{theirs}{name}.weight")
+        yield _same(f"{ours}eh_proj.weight", f"{theirs}eh_proj.weight", dim=0)
+        yield from self._of(config, number, f"{ours}mtp_model_layer.")
+
+    def _of(self, config: PretrainedConfig, number: int, ours: str) -> Iterator[Rule]:
+        theirs = f"model.layers.{number}."
         for parameter, name in self.norms.items():
             yield _same(f"{ours}{parameter}.weight", f"{theirs}{name}.weight")
         yield from self.attention(config, number, f"{ours}self_attention.", f"{theirs}self_attn.")
@@ -167,7 +196,7 @@ FAMILIES: dict[str, Layers] = {
     "qwen2": Layers(partial(_attention, qkv_bias=True, has_output_bias=False), _gated_mlp),
     "qwen3": Layers(partial(_attention, normed_heads=True), _gated_mlp),
     "qwen3_moe": Layers(partial(_attention, normed_heads=True), _qwen_moe),
-    "deepseek_v3": Layers(_latent_attention, _deepseek_moe),
+    "deepseek_v3": Layers(_latent_attention, _deepseek_moe, mtp_norms=_MTP_NORMS),
     "gemma3_text": Layers(partial(_attention, normed_heads=True), _gated_mlp, _SANDWICH_NORMS),
     "gpt_oss": Layers(partial(_attention, has_sinks=True), _gpt_oss_moe),
 }

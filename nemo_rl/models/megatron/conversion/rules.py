@@ -29,13 +29,15 @@ class Rules:
 
     Attributes:
         by_parameter: rules by parameter name, in the order of the model.
-        num_layers: number of layers of the model.
+        num_layers: number of layers of the model, without those for multi-token prediction.
+        num_mtp_layers: number of layers for multi-token prediction that are part of the model.
         is_tied: whether the head is the embedding.
         has_scalar_head: whether the head is a reward model's scalar head.
     """
 
     by_parameter: dict[str, Rule]
     num_layers: int
+    num_mtp_layers: int
     is_tied: bool
     has_scalar_head: bool
 
@@ -51,25 +53,36 @@ class Rules:
         """Return the names of all hub tensors, in the order of the bundles."""
         return list(dict.fromkeys(part.name for bundle in self.bundles() for rule in bundle for part in rule.parts))
 
-    def further_heads(self, names: Iterable[str]) -> list[str]:
-        """Select the hub names of layers after the last one: heads for multi-token prediction."""
-        numbered = [(name, _LAYER.match(name)) for name in names]
-        return [name for name, found in numbered if found and int(found[1]) >= self.num_layers]
+    def untrained_mtp(self, names: Iterable[str]) -> list[str]:
+        """Select the hub names of layers for multi-token prediction that are not part of the model."""
+        return [name for name, layer in _numbered(names) if layer >= self.num_layers + self.num_mtp_layers]
+
+    def copies_in_mtp(self, names: Iterable[str]) -> dict[str, str]:
+        """Select the hub names of copies of embedding and head in the layers for multi-token prediction.
+
+        Returns:
+            Name of the copy to name of the tensor that it repeats.
+        """
+        own = range(self.num_layers, self.num_layers + self.num_mtp_layers)
+        repeated = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": EMBEDDING if self.is_tied else HEAD}
+        found = {name: name.split(".", 3)[-1] for name, layer in _numbered(names) if layer in own}
+        return {name: repeated[suffix] for name, suffix in found.items() if suffix in repeated}
 
     def derived(self, names: Iterable[str]) -> list[str]:
         """Select the hub names of tensors in old files that can be computed from the configuration."""
         return [name for name in names if _DERIVED.search(name)]
 
 
-def rules_for(hf_config: PretrainedConfig, *, has_scalar_head: bool = False) -> Rules:
+def rules_for(hf_config: PretrainedConfig, *, has_scalar_head: bool = False, num_mtp_layers: int = 0) -> Rules:
     """Build the rules of a model.
 
     Args:
         hf_config: Hugging Face configuration of the model.
         has_scalar_head: whether a head with one output, whole on every rank, replaces the head for tokens.
+        num_mtp_layers: number of layers for multi-token prediction that are part of the model.
 
     Raises:
-        ConfigError: there are no rules for its family.
+        ConfigError: there are no rules for its family, or it has no layers for multi-token prediction.
     """
     layers = FAMILIES.get(hf_config.model_type)
     if layers is None:
@@ -85,9 +98,19 @@ def rules_for(hf_config: PretrainedConfig, *, has_scalar_head: bool = False) -> 
         Rule("embedding.word_embeddings.weight", (Part(EMBEDDING),), dim=0),
         *(rule for number in range(hf_config.num_hidden_layers) for rule in layers.of(hf_config, number)),
         Rule("decoder.final_layernorm.weight", (Part("model.norm.weight"),)),
+        *(rule for depth in range(num_mtp_layers) for rule in layers.of_mtp(hf_config, depth)),
         head,
     ]
-    return Rules({rule.parameter: rule for rule in rules}, hf_config.num_hidden_layers, tied, has_scalar_head)
+    by_parameter = {rule.parameter: rule for rule in rules}
+    return Rules(by_parameter, hf_config.num_hidden_layers, num_mtp_layers, tied, has_scalar_head)
+
+
+def _numbered(names: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Yield the names of layers' tensors with the numbers of the layers."""
+    for name in names:
+        found = _LAYER.match(name)
+        if found:
+            yield name, int(found[1])
 
 
 def hub_tensors(rules: Rules, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor, bool]]:

@@ -24,9 +24,12 @@ def sources(rules: Rules, files: TensorFiles, folder: Path) -> dict[str, tuple[P
         CheckpointError: a tensor is missing or unknown, or a tied head is not the embedding.
     """
     names = set(files)
-    left_out = {*rules.derived(names), *(heads := rules.further_heads(names))}
+    left_out = {*rules.derived(names), *(untrained := rules.untrained_mtp(names))}
     if rules.is_tied and HEAD in names:
         _require_tied(files)
+    for copy, repeated in rules.copies_in_mtp(names).items():
+        _require_copy(files, copy, repeated)
+        left_out.add(copy)
     if rules.is_tied or rules.has_scalar_head:
         left_out.add(HEAD)
     found = {name: _stored_parts(rule, names) for name, rule in rules.by_parameter.items()}
@@ -40,12 +43,12 @@ def sources(rules: Rules, files: TensorFiles, folder: Path) -> dict[str, tuple[P
             + listed(" Tensors that they lack: ", missing)
             + listed(" Tensors that belong to no parameter: ", unknown)
         )
-    if heads:
+    if untrained:
         logger.warning(
-            "%d tensors of layers that predict further tokens (multi-token prediction) are left out: they are neither "
-            "trained nor exported. The first is %s.",
-            len(heads),
-            min(heads),
+            "%d tensors of layers for multi-token prediction are left out: they are neither trained nor exported. The "
+            "first is %s. policy.megatron_cfg.mtp_num_layers sets how many of these layers are part of the model.",
+            len(untrained),
+            min(untrained),
         )
     return found
 
@@ -61,6 +64,14 @@ def _require_tied(files: TensorFiles) -> None:
         raise CheckpointError(
             f"The configuration ties {HEAD} to {EMBEDDING}, but the files hold different values for them. Set "
             "tie_word_embeddings=false in config.json or policy.hf_config_overrides for two weights."
+        )
+
+
+def _require_copy(files: TensorFiles, copy: str, repeated: str) -> None:
+    if repeated in files and not files.equal(copy, repeated):
+        raise CheckpointError(
+            f"{copy} is not equal to {repeated}, but Megatron Core's layers for multi-token prediction share it. Set "
+            "policy.megatron_cfg.mtp_num_layers=0 to train without these layers."
         )
 
 

@@ -18,9 +18,10 @@ from nemo_rl.models.megatron.inputs import Division, RankInputs
 from nemo_rl.models.training.expert_load import load_metrics
 
 
-def routers(chunks: Sequence[Any]) -> list[TopKRouter]:
-    """Return the routers of this rank's layers."""
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
+def routers(chunks: Sequence[Any], *, with_mtp: bool = False) -> list[TopKRouter]:
+    """Return the routers of this rank's layers, if asked with those for multi-token prediction."""
+    found = (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter))
+    return [router for router in found if with_mtp or not router.is_mtp_layer]
 
 
 class ExpertLoad:

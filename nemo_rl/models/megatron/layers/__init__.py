@@ -12,9 +12,10 @@ from megatron.core.extensions.transformer_engine import (
     TELayerNormColumnParallelLinear,
     TENorm,
 )
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -25,7 +26,7 @@ from nemo_rl.models.megatron.layers.latent_attention import PortableLatentAttent
 from nemo_rl.models.megatron.layers.linear import ExpertRowParallelLinear, with_output_norm
 from nemo_rl.models.megatron.layers.norm import RMSNorm
 
-__all__ = ["HAVE_TE", "choose_spec"]
+__all__ = ["HAVE_TE", "choose_spec", "mtp_spec"]
 
 
 def choose_spec(
@@ -52,6 +53,27 @@ def choose_spec(
         _give(layer, traits, TENorm if engine else RMSNorm)
     if not engine:
         block.layer_norm = RMSNorm
+    return block
+
+
+def mtp_spec(
+    config: TransformerConfig, layers: TransformerBlockSubmodules, vp_stage: int | None
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """Build the specification of the stage's multi-token-prediction layers; None if it has none.
+
+    Args:
+        config: configuration of the model.
+        layers: specification of the stage's layers; the last one is repeated.
+        vp_stage: number of the virtual stage; None without virtual stages.
+    """
+    if not config.mtp_num_layers:
+        return None
+    engine = config.transformer_impl == "transformer_engine"
+    block = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=engine, vp_stage=vp_stage)
+    if block is not None and not engine:
+        for spec in block.layer_specs:
+            norms = spec.submodules
+            norms.enorm = norms.hnorm = norms.layer_norm = RMSNorm
     return block
 
 

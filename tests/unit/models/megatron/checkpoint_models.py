@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from mtp_cases import mtp_model
 from rank_backend import CPU, backend_of, policy_of
 from small_models import VOCAB, hf_model
 from torch import Tensor
@@ -21,7 +22,12 @@ _RATES = {"lr_decay_style": "cosine", "lr_decay_iters": 20, "lr_warmup_iters": 2
 
 @dataclass(frozen=True)
 class Mesh:
-    """How ranks divide a model; the remaining ranks are data parallel. `options` are further keys of the optimizer."""
+    """How ranks divide a model; the remaining ranks are data parallel.
+
+    Attributes:
+        mtp: number of layers for multi-token prediction.
+        options: further keys of the optimizer.
+    """
 
     kind: str = "llama"
     tp: int = 1
@@ -35,15 +41,19 @@ class Mesh:
     optimizer: str = "adam"
     num_layers: int = 2
     scores: bool = False
+    mtp: int = 0
     options: dict[str, Any] = field(default_factory=dict)
 
     def model(self, seed: int = 1) -> Any:
         """Make the Hugging Face model in float32."""
+        if self.mtp:
+            return mtp_model(self.mtp, seed, num_hidden_layers=self.num_layers)
         return hf_model(self.kind, seed, scores=self.scores, num_hidden_layers=self.num_layers)
 
     def policy(self) -> dict[str, Any]:
         """Return the section that `rank_backend.policy_of` makes."""
         sizes = {name: getattr(self, name) for name in ("tp", "pp", "vpp", "ep", "etp", "sp", "precision")}
+        sizes |= {"mtp_num_layers": self.mtp, "mtp_loss_scaling_factor": 0.5} if self.mtp else {}
         optimizer = {
             "optimizer": self.optimizer,
             "lr": 1e-2,

@@ -13,6 +13,7 @@ from typing import Any
 
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.models.huggingface.load import load_model_config
+from nemo_rl.models.quantization.choice import FP8
 from nemo_rl.utils.did_you_mean import did_you_mean
 from nemo_rl.utils.errors import ConfigError
 
@@ -30,7 +31,7 @@ KNOWN_KEYS = (
     *("use_heterogeneous_vocab", "use_local_argmax_reduction"),
 )
 """Keys of vLLM's `SpeculativeConfig` that a configuration can set."""
-ON_CPU = ("ngram", "draft_model", "eagle3")
+ON_CPU = ("ngram", "draft_model", "eagle3", "mtp")
 """Methods that are tested with vLLM's CPU build."""
 _WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
 _MOST_TOKENS = 128
@@ -79,6 +80,15 @@ def speculation_of(engine_kwargs: Mapping[str, Any]) -> Speculation | None:
     return Speculation({str(key).replace("-", "_"): value for key, value in values.items()})
 
 
+def proposes_by_trained_layers(policy: PolicyConfig) -> bool:
+    """Return whether engines propose with the policy's layers for multi-token prediction, which every sync sends."""
+    generation = policy.generation
+    if generation is None or generation.backend != "vllm" or not policy.megatron_cfg.enabled:
+        return False
+    speculation = speculation_of(generation.vllm_kwargs)
+    return policy.megatron_cfg.mtp_num_layers > 0 and speculation is not None and speculation.method == "mtp"
+
+
 def check_speculation(policy: PolicyConfig, cluster: ClusterConfig, model: Any) -> None:
     """Refuse a section that vLLM cannot serve, or that would change what is sampled.
 
@@ -99,6 +109,7 @@ def check_speculation(policy: PolicyConfig, cluster: ClusterConfig, model: Any) 
     problems = [
         *_wrong_values(speculation),
         *([] if policy.draft.enabled else _wrong_methods(speculation, model)),
+        *(_wrong_layers(policy, model) if proposes_by_trained_layers(policy) else []),
         *_unproven(speculation),
         *_wrong_sizes(speculation, policy),
         *([] if cluster.uses_gpu else _unproven_on_cpu(speculation)),
@@ -167,6 +178,24 @@ def _wrong_methods(speculation: Speculation, model: Any) -> Iterator[str]:
         )
 
 
+def _wrong_layers(policy: PolicyConfig, model: Any) -> Iterator[str]:
+    """Refuse layers for multi-token prediction of which only some are sent to the engines, or none in float8."""
+    megatron = policy.megatron_cfg
+    if policy.generation is not None and policy.generation.engine.precision == FP8:
+        yield (
+            f"method=mtp with layers that are trained and float8 weights (policy.generation.engine.precision={FP8}) is "
+            "not proven. Set the precision to auto, or policy.megatron_cfg.mtp_num_layers=0."
+        )
+    held = max(getattr(model, name, 0) or 0 for name in _NUM_MTP_LAYERS)
+    sent = 1 if megatron.mtp_use_repeated_layer else megatron.mtp_num_layers
+    if held != sent:
+        yield (
+            f"method=mtp with {held} layers in the engines' model, of which the policy sends {sent} "
+            "(policy.megatron_cfg.mtp_num_layers). Set policy.hf_config_overrides.num_nextn_predict_layers to "
+            f"{sent}, or train all of them."
+        )
+
+
 def _unproven(speculation: Speculation) -> Iterator[str]:
     values = speculation.values
     if values.get("rejection_sample_method", "standard") == "synthetic":
@@ -209,7 +238,8 @@ def _wrong_sizes(speculation: Speculation, policy: PolicyConfig) -> Iterator[str
             f"draft_tensor_parallel_size={own!r} must be {' or '.join(map(str, sorted(allowed)))} (engine."
             f"tensor_parallel_size={engine.tensor_parallel_size})."
         )
-    if speculation.loads_weights and not policy.draft.enabled and vllm.sleep_level == 2:
+    is_sent = policy.draft.enabled or proposes_by_trained_layers(policy)
+    if speculation.loads_weights and not is_sent and vllm.sleep_level == 2:
         yield (
             "model would lose its weights when engines sleep (policy.generation.vllm_cfg.sleep_level=2), and no weight "
             "sync brings them back. Set sleep_level=1, or method=ngram."

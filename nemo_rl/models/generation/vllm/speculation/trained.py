@@ -1,11 +1,14 @@
 """A draft model that is trained with the policy: its tensors arrive with the policy's in every weight sync.
 
-The engine gets its sizes from the policy's section, in a folder with a `config.json` and no weights. Invariant: after a
-sync the engine proposes with the tensors that were loaded, and shares only the embedding with the policy.
+Either an EAGLE-3 head (`policy.draft`), whose sizes the engine gets from the policy's section, in a folder with a
+`config.json` and no weights. Or the policy's layers for multi-token prediction (`policy.megatron_cfg.mtp_num_layers`).
+Invariant: after a sync the engine proposes with the tensors that were loaded; a head shares only the embedding with the
+policy, those layers also the output head.
 """
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 from nemo_rl.models.draft.names import PREFIX
@@ -22,7 +26,10 @@ from nemo_rl.models.draft.shape import DraftShape
 _UNUSED = re.compile(r"model\.layers\.[1-9]\d*\.hidden_norm")
 """Norms that vLLM makes in layers that do not have them."""
 _MARK = "trained_with_policy"
-"""Key of the `config.json` that says that weights arrive in syncs."""
+"""Key of the `config.json`, and of vLLM's `additional_config` for layers of the policy; weights arrive in syncs."""
+TRAINED_LAYERS = {_MARK: True}
+"""vLLM's `additional_config` if the policy's layers for multi-token prediction arrive in syncs."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @contextmanager
@@ -62,7 +69,10 @@ def keep_own_heads() -> None:
 def trained_draft(worker: Any) -> nn.Module | None:
     """Return the draft model of a worker if it is trained with the policy."""
     draft = getattr(getattr(worker.model_runner, "drafter", None), "model", None)
-    return draft if isinstance(draft, nn.Module) and getattr(draft.config, _MARK, False) else None
+    if not isinstance(draft, nn.Module):
+        return None
+    marks = worker.vllm_config.additional_config or {}
+    return draft if getattr(draft.config, _MARK, False) or marks.get(_MARK) else None
 
 
 class OwnModules(nn.Module):
@@ -88,7 +98,16 @@ class OwnModules(nn.Module):
         return ((PREFIX + name, module) for name, module in self._own)
 
 
+def is_for(draft: nn.Module, name: str) -> bool:
+    """Return whether a tensor belongs to the draft model, by its name in the stream of weights."""
+    if name.startswith(PREFIX):
+        return True
+    layer = _LAYER.match(name)
+    return layer is not None and int(layer[1]) >= getattr(draft.model, "mtp_start_layer_idx", sys.maxsize)
+
+
 def load_into_draft(draft: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load the tensors whose names begin with `PREFIX`."""
+    """Load tensors that belong to the draft model; not all of them have to be there."""
     load: Any = draft.load_weights
-    load((name.removeprefix(PREFIX), tensor) for name, tensor in tensors if name.startswith(PREFIX))
+    with disable_mtp_completeness_check():
+        load((name.removeprefix(PREFIX), tensor) for name, tensor in tensors)

@@ -37,6 +37,7 @@ pytestmark = needs_megatron
 
 BF16 = "bfloat16"
 TP2, DP2, EP2 = Mesh(tp=2), Mesh(distributed=True), Mesh("qwen3_moe", ep=2)
+MTP = Mesh("deepseek_v3", mtp=1)
 REWARD = Mesh(tp=2, sp=True, scores=True)
 
 
@@ -68,6 +69,7 @@ def _resume(rank: int, num_ranks: int, mesh: Mesh, folder: Path) -> dict[str, An
         pytest.param(2, EP2, id="ep2", marks=pytest.mark.long),
         pytest.param(2, replace(EP2, distributed=True), id="ep2-distributed"),
         pytest.param(1, Mesh(optimizer="sgd"), id="sgd"),
+        pytest.param(2, replace(MTP, pp=2, distributed=True), id="mtp-pp2"),
     ],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(host, tmp_path, num_ranks, mesh):
@@ -115,6 +117,7 @@ def _reshard(rank: int, num_ranks: int, mesh: Mesh, folder: Path, copy: Path) ->
         ),
         pytest.param((1, Mesh("qwen3_moe")), (2, EP2), id="ep1-ep2", marks=pytest.mark.long),
         pytest.param((2, Mesh("qwen2", pp=2)), (2, Mesh("qwen2", tp=2)), id="pp2-tp2-tied"),
+        pytest.param((2, replace(MTP, pp=2)), (1, MTP), id="pp2-1-mtp"),
     ],
 )
 def test_another_mesh_reads_every_bit_and_continues_with_the_same_loss(host, tmp_path, before, after):
