@@ -93,6 +93,6 @@ def test_the_layer_learns_and_the_engine_proposes_with_it(
     assert run.finish() == 0, run.log()[-3000:]
     metrics = read_metrics(run.log_dir)
     losses = [metrics["train", step, "mtp_loss"] for step in range(1, STEPS + 1)]
-    assert losses[-1] < losses[0] - 0.2, losses
+    assert losses[-1] < losses[0] - 0.1, losses
     assert all(metrics["train", step, "token_mult_prob_error"] < 1.01 for step in range(1, STEPS + 1))
     assert all(metrics["generation", step, "spec_proposed_tokens"] > 0 for step in range(1, STEPS + 1))
