@@ -403,7 +403,7 @@ def test_errors_of_every_stage_are_reported_together(tmp_path: Path) -> None:
         tmp_path,
         "grpo",
         "grpo.num_promts_per_step=3",
-        "policy.megatron_cfg.fp8_cfg.fp8_param=true",
+        "policy.megatron_cfg.moe_enable_deepep=true",
         "policy.quant_cfg=x",
         "policy.generation.vllm_cfg.kv_cache_dtype=fp4",
         "policy.train_micro_batch_size=none",
@@ -413,7 +413,7 @@ def test_errors_of_every_stage_are_reported_together(tmp_path: Path) -> None:
     assert [text.split("=")[0].split(": ")[-1].split("'")[0] for text in found] == [
         "unknown key ",
         "policy.quant_cfg",
-        "policy.megatron_cfg.fp8_cfg.fp8_param",
+        "policy.megatron_cfg.moe_enable_deepep",
         "policy.train_micro_batch_size",
         "policy.generation.engine.kv_cache_dtype",
     ]
