@@ -170,7 +170,7 @@ def test_multi_token_prediction_heads_are_skipped_with_a_warning(saved, tmp_path
     folder = _with(saved / "deepseek_v3", tmp_path / "model", **extra)
     with caplog.at_level(logging.WARNING):
         _sources(hf_config("deepseek_v3"), folder)
-    assert "2 tensors of layers that predict further tokens" in caplog.text
+    assert "2 tensors of layers for multi-token prediction" in caplog.text
     assert "model.layers.4.eh_proj.weight" in caplog.text
 
 
