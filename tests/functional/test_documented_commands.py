@@ -45,8 +45,10 @@ def documented_commands() -> list[str]:
 
 
 def as_installed(command: str) -> str:
-    """Return the command for the environment of this test: without installation and `uv run`."""
-    return re.sub(r"uv run (--extra \w+ |--group \w+ )*", "", command.removeprefix("pip install uv && "))
+    """Return the command for the environment of this test: without installation and `uv run`, which starts scripts."""
+    command = command.removeprefix("pip install uv && ")
+    options = r"uv run (--extra \w+ |--group \w+ )*"
+    return re.sub(options, "", re.sub(rf"{options}(?=\S+\.py\b)", "python ", command))
 
 
 def test_every_documented_command_runs_in_page_order(tmp_path: Path) -> None:
