@@ -104,11 +104,8 @@ class MegatronBackend(TorchBackend):
         watched = ExpertLoad(self.chunks, self._division, device, each_layer=each_layer) if has_experts else None
         self._load = watched
         scoring = Scoring(groups, sampling_density(config), logit_transform(self.hf_config), config.logprob_chunk_size)
-        trains_mtp = init_optimizer and section.mtp_num_layers > 0 and bool(section.mtp_loss_scaling_factor)
-        self._num_further = section.mtp_num_layers if trains_mtp else 0
-        if trains_mtp:
-            factor, detached = section.mtp_loss_scaling_factor, section.mtp_detach_heads
-            scoring.mtp = MTPLoss(self._num_further, factor, detached, scoring.head_options, device)
+        if init_optimizer and section.trains_mtp:
+            scoring.mtp = MTPLoss(section, scoring.head_options, device)
         self._mtp = scoring.mtp
         self._draft: DraftTrainer | None = None
         if config.draft.enabled and init_optimizer:
@@ -127,7 +124,7 @@ class MegatronBackend(TorchBackend):
         """
         assert not (backward and self._has_gradients), "an update (clip_and_step) comes between two training passes"
         self._has_gradients |= backward
-        num_further = self._num_further if backward else 0
+        num_further = self._mtp.num_depths if backward and self._mtp is not None else 0
         mine = [rank_inputs(inputs, self._division, num_further) for inputs in microbatches]
         self._schedule.run(mine, forward_step, backward=backward)
 

@@ -102,8 +102,8 @@ def check_mtp(section: str, policy: PolicyConfig, model: PretrainedConfig) -> Fi
         known = ", ".join(sorted(name for name, layers in LAYERS.items() if layers.mtp_norms is not None))
         yield f"{key}: {model.model_type} models have no such layers ({known} models have). Set it to 0."
         return
-    held, needed = getattr(model, "num_nextn_predict_layers", 0) or 0, asked.mtp_num_layers
-    if (1 if asked.mtp_use_repeated_layer else needed) > held:
+    held = getattr(model, "num_nextn_predict_layers", 0) or 0
+    if asked.num_mtp_modules > held:
         yield (
             f"{key}: {policy.model_name!r} has {held} such layers (num_nextn_predict_layers). Set it to at most {held}"
             + (f", or {section}.megatron_cfg.mtp_use_repeated_layer=true." if held else ".")

@@ -22,6 +22,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
+from nemo_rl.config.schema.model.megatron import MegatronConfig
 from nemo_rl.distributed.parallel_logprobs import TopK, token_logprobs, topk_logits
 from nemo_rl.models.megatron.inputs import FurtherTokens, RankInputs
 
@@ -78,22 +79,22 @@ class MTPLoss:
     """Loss and metrics of the MTP layers of one optimizer update.
 
     Args:
-        num_depths: D.
-        factor: factor of the loss.
-        detached: no gradient flows into the embedding, the layers before and the output head.
+        section: `policy.megatron_cfg`, with such layers.
         head_options: see `Scoring`.
         device: device on which the model computes.
+
+    Attributes:
+        num_depths: D.
     """
 
-    def __init__(
-        self, num_depths: int, factor: float, detached: bool, head_options: dict[str, Any], device: torch.device
-    ) -> None:
-        self.num_depths, self._factor, self._detached = num_depths, factor, detached
+    def __init__(self, section: MegatronConfig, head_options: dict[str, Any], device: torch.device) -> None:
+        self.num_depths = section.mtp_num_layers
+        self._factor, self._detached = section.mtp_loss_scaling_factor, section.mtp_detach_heads
         self._head_options = head_options
         self._tokens = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self._stages = parallel_state.get_pipeline_model_parallel_group()
-        self._counts_D = torch.zeros(num_depths, dtype=torch.float64, device=device)
-        self._sums_D2 = torch.zeros(num_depths, 2, dtype=torch.float64, device=device)
+        self._counts_D = torch.zeros(self.num_depths, dtype=torch.float64, device=device)
+        self._sums_D2 = torch.zeros(self.num_depths, 2, dtype=torch.float64, device=device)
 
     def begin(self, microbatches: Sequence[RankInputs]) -> None:
         """Count the tokens of all microbatches of an update; collective over the ranks with different tokens."""

@@ -227,6 +227,16 @@ class MegatronConfig(BackendSection):
             told["moe_router_bias_update_rate"] = "moe_router_enable_expert_bias is false"
         return {**super().without_effect(values), **told}
 
+    @property
+    def num_mtp_modules(self) -> int:
+        """The number of layers for multi-token prediction that have weights of their own."""
+        return min(self.mtp_num_layers, 1) if self.mtp_use_repeated_layer else self.mtp_num_layers
+
+    @property
+    def trains_mtp(self) -> bool:
+        """True if these layers have a loss."""
+        return self.mtp_num_layers > 0 and self.mtp_loss_scaling_factor > 0
+
     enabled: bool = False
     """Train with this backend, with dtensor_cfg.enabled: false."""
     tensor_model_parallel_size: PositiveInt = 1

@@ -180,3 +180,18 @@ def run_case(kind: str, packed: bool, values: dict[str, Any], expected: Referenc
 
 def worst(of_ranks: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: max(one[name] for one in of_ranks) for name in of_ranks[0]}
+
+
+def of_one_and_two_ranks(host: Any, on_rank: Any, references: Any) -> dict[str, dict[str, float]]:
+    """Return the largest differences of each case over the ranks of its world.
+
+    Args:
+        host: runs the ranks.
+        on_rank: returns the differences of the cases of a world; called with `(rank, world, references)`.
+        references: what the cases are compared with.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for world in (1, 2):
+        ranks = host.run(on_rank, world, references)
+        found |= {name: worst([rank[name] for rank in ranks]) for name in ranks[0]}
+    return found

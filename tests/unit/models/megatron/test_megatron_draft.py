@@ -55,11 +55,7 @@ def found(host: Host) -> dict[str, dict[str, float]]:
     kinds = {kind for _, kind, _, _ in CASES.values()}
     data = mesh_parity.batch(0)
     references = {kind: draft_cases.reference(mesh_parity.model(kind), data, TAPS, SEED) for kind in kinds}
-    of_all: dict[str, dict[str, float]] = {}
-    for world in (1, 2):
-        ranks = host.run(on_rank, world, references)
-        of_all |= {name: mesh_parity.worst([rank[name] for rank in ranks]) for name in ranks[0]}
-    return of_all
+    return mesh_parity.of_one_and_two_ranks(host, on_rank, references)
 
 
 @pytest.mark.parametrize("case", CASES)

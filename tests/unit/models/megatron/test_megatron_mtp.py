@@ -84,11 +84,7 @@ def found(host: Host) -> dict[str, dict[str, float]]:
         (depths, repeated, detached): reference(depths, FACTOR, repeated=repeated, detached=detached)
         for depths, repeated, detached in kinds
     }
-    of_all: dict[str, dict[str, float]] = {}
-    for world in (1, 2):
-        ranks = host.run(on_rank, world, references)
-        of_all |= {name: mesh_parity.worst([rank[name] for rank in ranks]) for name in ranks[0]}
-    return of_all
+    return mesh_parity.of_one_and_two_ranks(host, on_rank, references)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -180,14 +180,13 @@ def _wrong_methods(speculation: Speculation, model: Any) -> Iterator[str]:
 
 def _wrong_layers(policy: PolicyConfig, model: Any) -> Iterator[str]:
     """Refuse layers for multi-token prediction of which only some are sent to the engines, or none in float8."""
-    megatron = policy.megatron_cfg
     if policy.generation is not None and policy.generation.engine.precision == FP8:
         yield (
             f"method=mtp with layers that are trained and float8 weights (policy.generation.engine.precision={FP8}) is "
             "not proven. Set the precision to auto, or policy.megatron_cfg.mtp_num_layers=0."
         )
     held = max(getattr(model, name, 0) or 0 for name in _NUM_MTP_LAYERS)
-    sent = 1 if megatron.mtp_use_repeated_layer else megatron.mtp_num_layers
+    sent = policy.megatron_cfg.num_mtp_modules
     if held != sent:
         yield (
             f"method=mtp with {held} layers in the engines' model, of which the policy sends {sent} "

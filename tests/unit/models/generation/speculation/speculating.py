@@ -12,7 +12,10 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from nemo_rl.models.generation.interfaces import GenerationResult, SamplingParams
+from nemo_rl.weight_sync.transport import TransportSpec
 
+SPEC = TransportSpec("shared_memory", run_id="test", bucket_size_bytes=100_000)
+"""Describes the transport of weight syncs."""
 VOCABULARY = 8
 WIDTH = 64
 SIZES = {
@@ -111,3 +114,20 @@ def draft_head_is_shared(engine: Any) -> bool:
     """Runs in the engine's process."""
     runner = engine._engine.model_executor.driver_worker.model_runner
     return runner.drafter.model.lm_head is runner.get_model().lm_head
+
+
+def counts(proposals: torch.Tensor, prompt: Sequence[int], response: Sequence[int]) -> tuple[int, int]:
+    """Return how many tokens are proposed for a greedy response, one in each pass, and how many are accepted.
+
+    Args:
+        proposals: the token that is proposed after each token but the first, in place of the one after the next.
+        prompt: the prompt.
+        response: the response.
+    """
+    everything = [*prompt, *response]
+    proposed = accepted = 0
+    known = len(prompt) + 1  # the first pass has no proposal
+    while known < len(everything):
+        hit = int(proposals[known - 2]) == everything[known]
+        proposed, accepted, known = proposed + 1, accepted + hit, known + 1 + hit
+    return proposed, accepted

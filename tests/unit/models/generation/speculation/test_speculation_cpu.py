@@ -23,6 +23,7 @@ from generation_helpers import (
     streamed,
 )
 from speculating import (
+    SPEC,
     VOCABULARY,
     chi_square,
     draft_head_is_shared,
@@ -38,8 +39,6 @@ from nemo_rl.models.generation.reports.load import load_metrics
 from nemo_rl.utils.seed import derive_seed
 from nemo_rl.weight_sync.endpoints import WeightSender
 from nemo_rl.weight_sync.holdings import WholeWeights
-from nemo_rl.weight_sync.lanes import Lane
-from nemo_rl.weight_sync.transport import TransportSpec
 
 pytestmark = [
     pytest.mark.vllm,
@@ -55,7 +54,6 @@ PROMPTS = [PROMPT, [3], [4, 4, 4, 6, 4, 4], [(3 * i) % VOCABULARY for i in range
 HOTTER = {"temperature": 1.2, "top_p": 1.0, "top_k": None}
 BANNED, WORD = 4, chr(33 + 4)
 """A token and its text: the tokenizer's tokens begin with the printable ASCII characters."""
-SPEC = TransportSpec("shared_memory", run_id="test", bucket_size_bytes=100_000)
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +77,6 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]
     }
     with EngineProcess(settings) as process:  # it builds each engine with its first call
         yield process
-
-
-@pytest.fixture(scope="module")
-def sender() -> Iterator[WeightSender]:
-    sender = WeightSender([Lane(SPEC)], rank=0, is_node_leader=True)
-    yield sender
-    sender.close()
 
 
 def deploy(engines: EngineProcess, sender: WeightSender, kind: str, seed: int) -> PreTrainedModel:

@@ -9,7 +9,7 @@ import torch
 from draft_cases import hidden_states
 from engine_process import EngineProcess
 from generation_helpers import ask, greedy_reference, make_settings, save_model, streamed
-from speculating import VOCABULARY, llama
+from speculating import SPEC, VOCABULARY, counts, llama
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,8 +20,6 @@ from nemo_rl.models.draft.shape import DraftShape
 from nemo_rl.models.generation.reports.load import load_metrics
 from nemo_rl.weight_sync.endpoints import WeightSender
 from nemo_rl.weight_sync.holdings import WholeWeights
-from nemo_rl.weight_sync.lanes import Lane
-from nemo_rl.weight_sync.transport import TransportSpec
 
 pytestmark = [
     pytest.mark.vllm,
@@ -29,7 +27,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra cpu or vllm"),
 ]
 
-SPEC = TransportSpec("shared_memory", run_id="test", bucket_size_bytes=100_000)
 ONE, TWO, FEW = "one layer", "two layers", "few tokens"
 SHAPES = {
     ONE: DraftShape.for_model(llama().config, 1, (1, 2, 4)),
@@ -54,13 +51,6 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]
     }
     with EngineProcess(settings) as process:
         yield process
-
-
-@pytest.fixture(scope="module")
-def sender() -> Iterator[WeightSender]:
-    sender = WeightSender([Lane(SPEC)], rank=0, is_node_leader=True)
-    yield sender
-    sender.close()
 
 
 def fitted_head(kind: str, model: PreTrainedModel, seed: int, steps: int) -> DraftHead:
@@ -111,18 +101,6 @@ def proposals(model: PreTrainedModel, head: DraftHead, token_ids: Sequence[int])
     return draft_logits(model, head, torch.tensor([token_ids])).argmax(-1)
 
 
-def counts(model: PreTrainedModel, head: DraftHead, prompt: Sequence[int], response: Sequence[int]) -> tuple[int, int]:
-    """Return the tokens that the draft model proposes for a greedy response, and those that are accepted."""
-    proposed = accepted = 0
-    known = len(prompt) + 1  # the first pass has no proposal
-    of_all = proposals(model, head, [*prompt, *response])
-    everything = [*prompt, *response]
-    while known < len(everything):
-        hit = int(of_all[known - 2]) == everything[known]
-        proposed, accepted, known = proposed + 1, accepted + hit, known + 1 + hit
-    return proposed, accepted
-
-
 @pytest.mark.parametrize("kind", SHAPES)
 def test_the_engine_proposes_what_the_trainer_would(engines, sender, kind) -> None:
     rates = []
@@ -135,7 +113,7 @@ def test_the_engine_proposes_what_the_trainer_would(engines, sender, kind) -> No
             (result,) = engines.generate(kind, [ask(prompt, temperature=0.0, max_new_tokens=LENGTH)])
             response = result.token_ids.tolist()
             assert response == greedy_reference(model, prompt, LENGTH)
-            proposed, accepted = counts(model, head, prompt, response)
+            proposed, accepted = counts(proposals(model, head, [*prompt, *response]), prompt, response)
             want = [want[0] + proposed, want[1] + accepted]
         metrics = load_metrics([load for load in engines.loads[kind] if load is not None])
         assert metrics["spec_proposed_tokens"] == want[0]

@@ -1,14 +1,14 @@
 """A vLLM engine on the CPU that proposes with the policy's layers for multi-token prediction, sent in syncs."""
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
 from engine_process import EngineProcess
 from generation_helpers import ask, greedy_reference, make_settings, mixture_config, save_model, spread_out, streamed
 from mtp_models import WithMTP
-from speculating import VOCABULARY, chi_square, exact_probabilities
+from speculating import SPEC, VOCABULARY, chi_square, counts, exact_probabilities
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -17,8 +17,6 @@ from nemo_rl.models.generation.reports.load import load_metrics
 from nemo_rl.utils.seed import derive_seed
 from nemo_rl.weight_sync.endpoints import WeightSender
 from nemo_rl.weight_sync.holdings import WholeWeights
-from nemo_rl.weight_sync.lanes import Lane
-from nemo_rl.weight_sync.transport import TransportSpec
 
 pytestmark = [
     pytest.mark.vllm,
@@ -26,7 +24,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra cpu or vllm"),
 ]
 
-SPEC = TransportSpec("shared_memory", run_id="test", bucket_size_bytes=100_000)
 ONE, TWO, FILES = "one proposal", "two proposals", "one proposal, from files"
 COUNTS = {ONE: 1, TWO: 2, FILES: 1}
 LENGTH = 40
@@ -91,13 +88,6 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]
         yield process
 
 
-@pytest.fixture(scope="module")
-def sender() -> Iterator[WeightSender]:
-    sender = WeightSender([Lane(SPEC)], rank=0, is_node_leader=True)
-    yield sender
-    sender.close()
-
-
 def deploy(
     engines: EngineProcess, sender: WeightSender, name: str, seed: int, without: str = "nothing"
 ) -> tuple[WithMTP, list[str]]:
@@ -108,18 +98,6 @@ def deploy(
     return model, engines.sync(name, sender, SPEC, WholeWeights(sent.items), seed)
 
 
-def counts(model: WithMTP, prompt: Sequence[int], response: Sequence[int]) -> tuple[int, int]:
-    """Return the tokens that the layer proposes for a greedy response, and those that are accepted."""
-    everything = [*prompt, *response]
-    proposals = further_logits(model, torch.tensor(everything)).argmax(-1)
-    proposed = accepted = 0
-    known = len(prompt) + 1  # the first pass has no proposal
-    while known < len(everything):
-        hit = int(proposals[known - 2]) == everything[known]
-        proposed, accepted, known = proposed + 1, accepted + hit, known + 1 + hit
-    return proposed, accepted
-
-
 def acceptance(engines: EngineProcess, name: str, model: WithMTP) -> float:
     """Compare answers and counts of proposals with the model's; return the share of proposals that are accepted."""
     engines.loads.clear()
@@ -128,7 +106,9 @@ def acceptance(engines: EngineProcess, name: str, model: WithMTP) -> float:
         (result,) = engines.generate(name, [ask(prompt, temperature=0.0, max_new_tokens=LENGTH)])
         response = result.token_ids.tolist()
         assert response == greedy_reference(model.hf, prompt, LENGTH)
-        proposed, accepted = counts(model, prompt, response)
+        with torch.no_grad():
+            proposals = further_logits(model, torch.tensor([*prompt, *response])).argmax(-1)
+        proposed, accepted = counts(proposals, prompt, response)
         want = [want[0] + proposed, want[1] + accepted]
     metrics = load_metrics([load for load in engines.loads[name] if load is not None])
     assert metrics["spec_proposed_tokens"] == want[0]
