@@ -238,8 +238,8 @@ class GenerationConfig(Section):
         return {**super().without_effect(values), **told}
 
     backend: EngineName = "vllm"
-    """Engine: vllm; hf, a plain Hugging Face model without further dependencies; megatron, a Megatron Core model on one
-    rank; sglang, servers of SGLang; or the dotted path of a class."""
+    """Engine: vllm; hf, a plain Hugging Face model without further dependencies; megatron, a Megatron Core model on
+    any number of ranks; sglang, servers of SGLang; or the dotted path of a class."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature; 0 takes the most likely token (not for training)."""
     top_p: TopP = 1.0

@@ -6,8 +6,8 @@ from collections import Counter
 
 from nemo_rl.models.generation.conformance.case import Case, answers_of, ask, require, same, shown
 from nemo_rl.models.generation.conformance.references import distribution, logits_of, logprobs_of
+from nemo_rl.models.generation.decoding.sampling import bad_word_ids, banned_tokens
 from nemo_rl.models.generation.interfaces import Engine, SamplingParams
-from nemo_rl.models.generation.sampling import bad_word_ids, banned_tokens
 
 _SAMPLES = 400
 _EXPECTED = 5.0

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from nemo_rl.data.model_rows import forward_arguments, has_position_rule, position_ids
 from nemo_rl.models.accepted_rows import require_parameters
-from nemo_rl.models.generation.batched import BatchedEngine, FurtherInputs
+from nemo_rl.models.generation.decoding.batched import BatchedEngine, FurtherInputs
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest
 from nemo_rl.models.huggingface.checkpoint_names import converts, in_memory
 from nemo_rl.models.huggingface.layers import body, decoder_layers, recorded_outputs
@@ -45,7 +45,7 @@ class HfEngine(BatchedEngine):
                 raise GenerationError(str(error)) from error
         super().add_request(request_id, request)
 
-    def read(self, rows: list[list[int]], most_new: int) -> torch.Tensor:
+    def read(self, rows: list[list[int]]) -> torch.Tensor:
         """See `BatchedEngine.read`."""
         self._cache = DynamicCache(config=self._model.config)
         width = max(len(row) for row in rows)
@@ -116,7 +116,7 @@ class HfEngine(BatchedEngine):
             self._received.add(name)
 
     def put_in_force(self) -> list[str]:
-        """See `BatchedEngine.put_in_force`; tied parameters count once."""
+        """See `RowsEngine.put_in_force`; tied parameters count once."""
         self._copy(in_memory(self._model, list(self._held), self._held.pop))
         expected = {name for name, _ in self._model.named_parameters()}
         return sorted(expected - self._received)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nemo_rl.models.generation.batched import BatchedEngine
+from nemo_rl.models.generation.decoding.continuous import ContinuousEngine, NewTokens
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.megatron.part import ModelPart
 from nemo_rl.models.generation.ranks.links import Call, Link, call_all, open_link, open_links
@@ -50,7 +50,7 @@ class _HoldsPart:
         self._part.wake_up()
 
 
-class MegatronEngine(_HoldsPart, BatchedEngine):
+class MegatronEngine(_HoldsPart, ContinuousEngine):
     """The engine; `engine_kwargs["megatron_cfg"]` has the settings with which the policy computes the model."""
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -67,19 +67,19 @@ class MegatronEngine(_HoldsPart, BatchedEngine):
         self._leads_stage = [rank % settings.tensor_parallel_size == 0 for rank in range(1, settings.num_workers)]
         super().__init__(settings, self._part.vocab_size, self._part.cache_tokens)
 
-    def read(self, rows: list[list[int]], most_new: int) -> Tensor:
-        """See `BatchedEngine.read`."""
-        logits_bV: Tensor = self._on_all("read", rows, most_new)[0]
+    def read(self, rows: list[NewTokens]) -> Tensor:
+        """See `ContinuousEngine.read`."""
+        logits_bV: Tensor = self._on_all("read", rows)[0]
         return logits_bV
 
-    def advance(self, token_ids: list[int]) -> Tensor:
-        """See `BatchedEngine.advance`."""
-        logits_bV: Tensor = self._on_all("advance", token_ids)[0]
-        return logits_bV
+    def forget(self, rows: list[str]) -> None:
+        """See `ContinuousEngine.forget`."""
+        self._on_all("forget", rows)
 
-    def forget(self) -> None:
-        """See `BatchedEngine.forget`."""
-        self._on_all("forget")
+    @property
+    def room(self) -> int:
+        """See `ContinuousEngine.room`; equal on all ranks."""
+        return self._part.cache.room
 
     def _on_all(self, method: str, *args: Any, answering: Sequence[bool] = ()) -> list[Any]:
         """Call a method of every rank's part; return the answer of the own one and of the ranks in `answering`."""
@@ -94,7 +94,7 @@ class MegatronEngine(_HoldsPart, BatchedEngine):
         self._part.start_loading()
 
     def put_in_force(self) -> list[str]:
-        """See `BatchedEngine.put_in_force`; returns hub names of the tensors that this rank was not sent."""
+        """See `RowsEngine.put_in_force`; returns hub names of the tensors that this rank was not sent."""
         return self._part.not_loaded()
 
     async def layer_outputs(self, token_ids: list[int]) -> list[Tensor]:

@@ -1,13 +1,12 @@
-"""Compute one rank's part of a Megatron Core model for an engine, with its static key-value cache.
+"""Compute one rank's part of a Megatron Core model for an engine, with its key-value cache.
 
-    place 0          ┌─ stage 0: embedding, layers ─ hidden states ─► stage 1: layers, output head ─┐
-    read, advance ──►┤  tensor-parallel ranks divide each layer and the vocabulary                  ├─► [b, V] logits
-                     └─ an engine of one rank has everything                                        ┘   on place 0
+    place 0    ┌─ stage 0: embedding, layers ─ hidden states ─► stage 1: layers, output head ─┐
+    read() ───►┤  tensor-parallel ranks divide each layer and the vocabulary                  ├─► [b, V] logits
+               └─ an engine of one rank has everything                                        ┘   on place 0
 
 Without CUDA, `megatron.cpu_shim` replaces it. Layers are the portable ones, even if Transformer Engine is installed.
-Rows of different lengths are left-padded in the cache, which has one write position for all of them, and each row's
-attention begins at its own first token. Rotary embeddings depend on distances only, so a row's position in the batch
-has no effect. Invariant: all ranks of an engine make the same calls in the same order.
+A pass is one row of tokens of any requests, without padding. Invariant: all ranks of an engine make the same calls in
+the same order.
 """
 
 from contextlib import nullcontext
@@ -19,9 +18,12 @@ from torch import Tensor, nn
 
 from nemo_rl.config import MegatronConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.host.device import device_for
-from nemo_rl.models.attention import AttentionPlan, Piece
+from nemo_rl.host.device import device_for, to_device
+from nemo_rl.models.attention.cached import CachedPass
+from nemo_rl.models.generation.decoding.continuous import NewTokens
 from nemo_rl.models.generation.interfaces import EngineSettings
+from nemo_rl.models.generation.megatron.cache import TokenCache
+from nemo_rl.models.generation.megatron.positions import use_positions
 from nemo_rl.models.generation.ranks.meeting import Meeting
 from nemo_rl.models.huggingface.layers import recorded_outputs
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
@@ -41,7 +43,8 @@ class ModelPart:
     Attributes:
         model: the layers, as a GPTModel of Megatron Core.
         vocab_size: number of token ids.
-        cache_tokens: most tokens of all rows together in the cache of every rank.
+        cache_tokens: tokens that the cache of every rank has room for.
+        cache: places of the rows' tokens.
     """
 
     def __init__(self, settings: EngineSettings, meeting: Meeting | None = None) -> None:
@@ -72,59 +75,38 @@ class ModelPart:
         if settings.num_workers > 1:
             dist.all_reduce(room, dist.ReduceOp.MIN)
         self.cache_tokens = int(room)
-        self._cache: Any = None
-        self._starts: list[int] = []
+        self.cache = TokenCache(self.cache_tokens, self._device)
+        self._rotaries = use_positions(self.model, settings.max_model_len)
 
     @torch.inference_mode()
-    def read(self, rows: list[list[int]], most_new: int) -> Tensor | None:
-        """Start a batch, and free the previous one; the last new token is never read.
+    def read(self, reads: list[NewTokens]) -> Tensor | None:
+        """Read tokens of rows and keep them; return `[b, V]` logits after the last token of each on place 0."""
+        step = self.cache.add(reads)
+        output = self._call([token for read in reads for token in read.token_ids], step.positions, step)
+        return self._at_place_0(output, len(reads))
 
-        Args:
-            rows: tokens of each row.
-            most_new: most tokens that are added to a row, including the next one.
-
-        Returns:
-            On place 0 `[b, V]` logits of the next token.
-        """
-        from megatron.core.inference.contexts import StaticInferenceContext
-
-        width = max(len(row) for row in rows)
-        self._starts = [width - len(row) for row in rows]
-        self._cache = None  # frees its memory before the next one is allocated
-        self._cache = StaticInferenceContext(len(rows), width + most_new)
-        return self._logits(torch.tensor([[0] * start + row for start, row in zip(self._starts, rows, strict=True)]))
-
-    @torch.inference_mode()
-    def advance(self, token_ids: list[int]) -> Tensor | None:
-        """Read one more token of each row; return `[b, V]` logits of the next one on place 0."""
-        return self._logits(torch.tensor(token_ids)[:, None])
-
-    def _logits(self, ids_bt: Tensor) -> Tensor | None:
-        before, new = self._cache.sequence_len_offset, ids_bt.shape[1]
-        logits_bV = self._call(ids_bt, left_padded(self._starts, before, new), before, inference_context=self._cache)
-        self._cache.sequence_len_offset += new
-        return self._at_place_0(logits_bV, len(ids_bt))
-
-    def _call(self, ids_bt: Tensor, plan: AttentionPlan | None, first: int = 0, **arguments: Any) -> Tensor:
+    def _call(self, token_ids: list[int], positions_T: Tensor, step: CachedPass | None = None) -> Tensor:
         """Compute this stage, with the hidden states of the previous one; pass the result on to the next one.
 
         Args:
-            ids_bt: tokens that are read now.
-            plan: their attention; None: each attends to all tokens before it.
-            first: column of the first token.
-            arguments: further arguments of the model.
+            token_ids: T tokens that are read now.
+            positions_T: position of each token in its row.
+            step: the pass; None: the tokens are one row, of which nothing is kept.
 
         Returns:
-            `[t, b, D]` hidden states; of the last stage `[b, V]` logits after the last column.
+            `[T, 1, D]` hidden states; of the last stage `[b, V]` logits after the last token of each row.
         """
-        positions = torch.arange(first, first + ids_bt.shape[1]).expand(ids_bt.shape)
+        for rotary in self._rotaries:
+            rotary.positions = positions_T
+        ids_1T = to_device(torch.tensor([token_ids]), self._device)
         if self._stage:
-            size = (ids_bt.shape[1], len(ids_bt), self.model.config.hidden_size)
-            hidden_tbD = torch.empty(size, dtype=self.model.config.pipeline_dtype, device=self._device)
-            dist.recv(hidden_tbD, self._place - self._stage_size)
-            self.model.set_input_tensor(hidden_tbD)
+            size = (len(token_ids), 1, self.model.config.hidden_size)
+            hidden_T1D = torch.empty(size, dtype=self.model.config.pipeline_dtype, device=self._device)
+            dist.recv(hidden_T1D, self._place - self._stage_size)
+            self.model.set_input_tensor(hidden_T1D)
+        last = positions_T[-1:] if step is None else step.last
         output: Tensor = self.model(
-            ids_bt.to(self._device), positions.to(self._device), plan, output_processor=_last, **arguments
+            ids_1T, positions_T[None], step, output_processor=_after, output_processor_context=last
         )
         if self._stage < self._num_stages - 1:
             dist.send(output.contiguous(), self._place + self._stage_size)
@@ -143,15 +125,15 @@ class ModelPart:
         dist.recv(received, source)
         return received
 
-    def forget(self) -> None:
-        """Free the batch's cache."""
-        self._cache = None
+    def forget(self, rows: list[str]) -> None:
+        """Free the tokens of rows."""
+        self.cache.forget(rows)
 
     @torch.inference_mode()
     def layer_outputs(self, token_ids: list[int]) -> list[Tensor]:
         """Return a prompt's hidden states after each decoder layer of this stage."""
         with recorded_outputs(self.model.decoder.layers) as outputs:
-            self._call(torch.tensor([token_ids]), None)
+            self._call(token_ids, torch.arange(len(token_ids), device=self._device))
         return outputs
 
     def start_loading(self) -> None:
@@ -186,7 +168,8 @@ class ModelPart:
         return not_finite(dict(self.model.named_parameters()))
 
     def sleep(self) -> None:
-        """Move the weights to the host."""
+        """Move the weights to the host, and free the cache if it is empty."""
+        self.cache.release()
         self.model.to("cpu")
         device_for(uses_gpu=self._device.type != "cpu").empty_cache()
 
@@ -223,29 +206,12 @@ def _start_groups(settings: EngineSettings, section: MegatronConfig, device: tor
     start_model_parallel(layout, section, device, settings.seed)
 
 
-def left_padded(starts: list[int], cached: int, new: int) -> AttentionPlan:
-    """Plan the attention of rows that end in the same column, laid end to end.
-
-    Args:
-        starts: column where each row begins; padding before it attends to padding.
-        cached: number of columns that were read before.
-        new: number of columns that are read now.
-    """
-    width = cached + new
-    pieces = []
-    for row, start in enumerate(starts):
-        query, key = row * new, row * width
-        if start > cached:
-            pieces.append(Piece(query, query + start - cached, key, key + start - cached))
-        first = max(start - cached, 0)
-        pieces.append(Piece(query + first, query + new, key + start, key + width))
-    return AttentionPlan(pieces)
-
-
-def _last(*, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, **ignored: Any) -> Tensor:
-    """Compute `[b, V]` logits after the last column of `hidden_states` `[t, b, D]`; every rank has all of them."""
-    logits_1bV, _ = output_layer(hidden_states[-1:], weight=output_weight, runtime_gather_output=True)
-    logits_bV: Tensor = logits_1bV[0]
+def _after(
+    *, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, context: Tensor, **ignored: Any
+) -> Tensor:
+    """Compute `[b, V]` logits after the tokens `context` of `hidden_states` `[T, 1, D]`; every rank has all of them."""
+    logits_b1V, _ = output_layer(hidden_states[context], weight=output_weight, runtime_gather_output=True)
+    logits_bV: Tensor = logits_b1V[:, 0]
     return logits_bV
 
 

@@ -18,6 +18,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor, nn
 
 from nemo_rl.models.attention import AttentionPlan, PackedRow, Piece, Scoring, attend
+from nemo_rl.models.attention.cached import CachedPass
 from nemo_rl.models.megatron.layers.norm import parameter_device
 from nemo_rl.models.megatron.layers.zigzag import divided_row, divided_sequences
 
@@ -43,6 +44,7 @@ class PortableAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
+        self._layer_number = layer_number
         assert attention_type == "self" and attn_mask_type is AttnMaskType.causal, (attention_type, attn_mask_type)
         self._groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -67,7 +69,7 @@ class PortableAttention(MegatronModule):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: AttentionPlan | Tensor | None,
+        attention_mask: CachedPass | Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
@@ -76,19 +78,18 @@ class PortableAttention(MegatronModule):
 
         Args:
             query: `[t, b, H, D]`, or packed `[t, H, D]`.
-            key: `[t_k, b, H_kv, D]`, or packed; more keys than queries only if a cache holds earlier keys.
-            value: `[t_k, b, H_kv, D_v]`, or packed.
-            attention_mask: the plan of all rows laid end to end, if they do not begin in the same column (Megatron
-                Core passes on the argument of the model). A tensor is ignored: the mask is causal, and right-padded
-                rows need no other.
-            attn_mask_type: causal, or no mask if a single query sees all keys of its cache.
+            key: `[t, b, H_kv, D]`, or packed.
+            value: `[t, b, H_kv, D_v]`, or packed.
+            attention_mask: the pass of an engine, whose cache holds earlier tokens (Megatron Core passes on the
+                argument of the model). A tensor is ignored: the mask is causal, and right-padded rows need no other.
+            attn_mask_type: causal.
             attention_bias: must be None.
             packed_seq_params: starts of the packed sequences; None for padded rows.
 
         Returns:
             `[t, b, H * D_v]`, or packed `[t, H * D_v]`.
         """
-        assert attention_bias is None and attn_mask_type in (None, AttnMaskType.causal, AttnMaskType.no_mask)
+        assert attention_bias is None and attn_mask_type in (None, AttnMaskType.causal)
         scoring = Scoring(
             self._scale, self._window, sinks=self.softmax_offset, dropout=self._dropout if self.training else 0.0
         )
@@ -96,11 +97,8 @@ class PortableAttention(MegatronModule):
             query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
             plan, key, value = self._packed(key, value, packed_seq_params)
             return attend(query, key, value, plan, scoring)[0].transpose(0, 1).flatten(1)
-        if isinstance(attention_mask, AttentionPlan):
-            rows = query.shape[1]
-            query, key, value = (x.permute(2, 1, 0, 3).flatten(1, 2)[None] for x in (query, key, value))
-            out = attend(query, key, value, attention_mask, scoring)[0]
-            return out.unflatten(1, (rows, -1)).permute(2, 1, 0, 3).flatten(2)
+        if isinstance(attention_mask, CachedPass):
+            return attention_mask.attend(self._layer_number, query, key, value, scoring)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         plan, key, value = self._padded(query.shape[2], key, value)
         return attend(query, key, value, plan, scoring).permute(2, 0, 1, 3).flatten(2)

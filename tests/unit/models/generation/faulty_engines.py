@@ -7,9 +7,9 @@ from unittest import mock
 import torch
 
 from nemo_rl.models.generation import batched, sampling
+from nemo_rl.models.generation.decoding.sampling import filtered_logprobs
 from nemo_rl.models.generation.hf.engine import HfEngine
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, SamplingParams, VersionSpan
-from nemo_rl.models.generation.sampling import filtered_logprobs
 from nemo_rl.models.generation.stepped import Finished
 from nemo_rl.utils.errors import GenerationError
 

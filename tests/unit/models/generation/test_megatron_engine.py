@@ -48,7 +48,7 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "gpt_oss": HYBRID | {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", *WINDOWED)
-SMALL = "small cache"
+SMALL, NO_ROOM, ROOM = "small cache", "no room", 84
 CHECKED = "qwen3, which the conformance suite checks"
 
 
@@ -79,7 +79,9 @@ def engines(tmp_path_factory: pytest.TempPathFactory, case: Case) -> Iterator[En
         save_model(folder, model_of(family))
     settings = {name: make_settings(folder, "megatron", load_weights=True) for name, folder in folders.items()}
     # Room for two rows of the longest prompt and its answer: 2 layers x 2 x 32 numbers of 4 bytes a token.
-    settings[SMALL] = make_settings(folders["llama"], "megatron", load_weights=True, kv_cache_bytes=2 * 42 * 512)
+    few = {"kv_cache_bytes": ROOM * 512, "max_model_len": 64}
+    settings[SMALL] = make_settings(folders["llama"], "megatron", load_weights=True, **few)
+    settings[NO_ROOM] = make_settings(folders["llama"], "megatron", load_weights=True, kv_cache_bytes=ROOM * 512)
     settings[CHECKED] = make_settings(Path(case.folder), "megatron", load_weights=True)
     with EngineProcess(settings) as process:
         yield process
@@ -129,23 +131,72 @@ def test_the_engine_holds(engines, case, name):
     engines.look(CHECKED, check_property, case, name)
 
 
-def batches(engine: Any) -> list[int]:
-    return engine.batches
+def note_reads(engine: Any) -> None:
+    """Note the tokens that each row of each pass reads, and the rest of the room after it."""
+    engine.reads, read = [], engine.read
+
+    def noted(rows: Any) -> torch.Tensor:
+        logits = read(rows)
+        engine.reads.append(([len(row.token_ids) for row in rows], engine.room))
+        return logits
+
+    engine.read = noted
 
 
-def note_batches(engine: Any) -> None:
-    engine.batches, read = [], engine.read
-    engine.read = lambda rows, most_new: (engine.batches.append(len(rows)), read(rows, most_new))[1]
+def reads_so_far(engine: Any) -> list[tuple[list[int], int]]:
+    found, engine.reads = engine.reads, []
+    return found
 
 
-def test_batches_do_not_exceed_the_cache(engines):
-    """The longest prompt's row fits together with one more; then three short ones."""
-    engines.look(SMALL, note_batches)
-    order = [PROMPTS[3], *PROMPTS[:3], PROMPTS[4]]
+def test_the_newest_row_waits_while_the_cache_is_full(engines):
+    """Rows of 30, 30 and 12 tokens, each with 12 more to come, in a cache of 84: the third is read twice."""
+    engines.look(SMALL, note_reads)
+    order = [PROMPTS[3], PROMPTS[3][::-1], PROMPTS[1]]
     results = engines.generate(SMALL, [ask(prompt, temperature=0.0) for prompt in order])
-    assert engines.look(SMALL, batches) == [2, 3]
     for prompt, result in zip(order, results, strict=True):
         assert result.token_ids.tolist() == greedy_reference(model_of("llama"), prompt, 12)
+    reads = engines.look(SMALL, reads_so_far)
+    first = [(count if count == 1 else "whole") for counts, _ in reads for count in counts].count("whole")
+    assert (reads[0], first) == (([30, 30, 12], ROOM - 72), 4)
+    assert [counts for counts, _ in reads[1:5]] == [[1, 1, 1]] * 4
+    assert [counts for counts, _ in reads[5:12]] == [[1, 1]] * 7
+    assert reads[12] == ([17], ROOM - 17)
+    assert sum(load.num_preemptions for load in engines.loads[SMALL]) == 1
+    assert max(load.kv_cache_usage for load in engines.loads[SMALL]) == pytest.approx(1.0, abs=2 / ROOM)
+
+
+def test_rows_share_the_tokens_of_their_prompt(engines):
+    """Answers of 3 and 12 tokens; each token is that of the request alone."""
+    order = [PROMPTS[3], PROMPTS[3], PROMPTS[4], PROMPTS[3][::-1], PROMPTS[2]]
+    limits = [3, 12, 3, 12, 12]
+    requests = [
+        ask(prompt, seed=seed, max_new_tokens=most)
+        for seed, (prompt, most) in enumerate(zip(order, limits, strict=True))
+    ]
+    results = engines.generate(SMALL, requests)
+    reads = engines.look(SMALL, reads_so_far)
+    assert reads[0] == ([30, 1, 7, 30, 1], ROOM - 69)
+    assert reads[3][0] == [1, 1, 1]
+    for prompt, result in zip(order, results, strict=True):
+        expected = reference_logprobs(model_of("llama"), prompt, result.token_ids.tolist(), SamplingParams())
+        assert result.logprobs == pytest.approx(expected, abs=1e-4)
+    assert [len(result.token_ids) for result in results] == limits
+    alone = [engines.generate(SMALL, [request])[0] for request in requests]
+    assert [result.token_ids.tolist() for result in alone] == [result.token_ids.tolist() for result in results]
+
+
+def room_of(engine: Any) -> int:
+    return engine.room
+
+
+def test_nothing_is_left_in_the_cache(engines):
+    assert engines.look(SMALL, room_of) == ROOM
+
+
+def test_a_cache_without_room_for_one_row_is_refused(engines):
+    too_small = r"room for 84 tokens, but one row may have 256\. Raise policy.generation.engine.kv_cache_memory_mb"
+    with pytest.raises(AssertionError, match=too_small):
+        engines.look(NO_ROOM, room_of)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])

@@ -1,0 +1,150 @@
+"""Hold the rows of an engine that draws every token itself: their requests, stops and draws.
+
+Invariant: a row's response depends on its own tokens, inputs and generator only.
+"""
+
+from abc import abstractmethod
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from nemo_rl.models.generation.decoding.sampling import bad_word_ids, banned_tokens, draw
+from nemo_rl.models.generation.interfaces import EngineSettings, FinishReason, GenerationRequest
+from nemo_rl.models.generation.stepped import Finished, SteppedEngine
+from nemo_rl.models.generation.texts import sampled_text
+from nemo_rl.models.training.finite import not_finite
+from nemo_rl.utils.errors import GenerationError
+
+
+@dataclass
+class Row:
+    """A request and its response so far.
+
+    Attributes:
+        request_id: name of the row.
+        request: prompt and sampling.
+        generator: source of the row's draws.
+        bad_words: token ids of the texts that are never drawn.
+        most_tokens: most tokens of the response.
+        token_ids: the response so far.
+        logprobs: log-probabilities of its tokens.
+        finish_reason: why the response ended; None while it goes on.
+    """
+
+    request_id: str
+    request: GenerationRequest
+    generator: torch.Generator
+    bad_words: list[list[int]]
+    most_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt and the response so far."""
+        return self.request.prompt_token_ids + self.token_ids
+
+    @cached_property
+    def prompt_key(self) -> bytes:
+        """The tokens of the prompt, quick to compare with those of another row."""
+        return np.array(self.request.prompt_token_ids, np.int32).tobytes()
+
+
+class RowsEngine(SteppedEngine):
+    """A `SteppedEngine` made of a model, which a subclass puts into `_model`, and rows.
+
+    Args:
+        settings: context limit and tokenizer.
+        vocab_size: number of token ids that prompts may hold.
+    """
+
+    _model: Any
+
+    def __init__(self, settings: EngineSettings, vocab_size: int) -> None:
+        super().__init__()
+        self._max_model_len, self._vocab_size = settings.max_model_len, vocab_size
+        self._tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_name)
+        self._waiting: list[Row] = []
+        self._active: list[Row] = []
+
+    @abstractmethod
+    def put_in_force(self) -> list[str]:
+        """Complete the loaded weights; return the parameters that received nothing."""
+
+    @abstractmethod
+    def drop_finished(self) -> None:
+        """Free what the finished ones of the active rows hold, as far as possible."""
+
+    def add_request(self, request_id: str, request: GenerationRequest) -> None:
+        """See `SteppedEngine.add_request`."""
+        ids, limit = request.prompt_token_ids, self._max_model_len
+        if not 0 < len(ids) < limit:
+            raise GenerationError(f"A prompt of {len(ids)} tokens does not fit the context of {limit}.")
+        if not all(0 <= token < self._vocab_size for token in ids):
+            raise GenerationError(f"A prompt holds token ids outside 0..{self._vocab_size - 1}.")
+        generator = torch.Generator().manual_seed(request.seed)
+        bad_words = bad_word_ids(request.sampling.bad_words, self._tokenizer)
+        most_tokens = min(request.sampling.max_new_tokens, limit - len(ids))
+        self._waiting.append(Row(request_id, request, generator, bad_words, most_tokens))
+
+    def extend(self, row: Row, logits_V: Tensor) -> int:
+        """Draw the next token of a row, and note whether it ends the response; return the token."""
+        sampling = row.request.sampling
+        token, logprob = draw(logits_V, sampling, row.generator, banned_tokens(row.bad_words, row.token_ids))
+        row.token_ids.append(token)
+        row.logprobs.append(logprob)
+        if token in sampling.stop_token_ids or self._hits_stop_string(row):
+            row.finish_reason = "stop"
+        elif len(row.token_ids) >= row.most_tokens:
+            row.finish_reason = "length"
+        return token
+
+    def _hits_stop_string(self, row: Row) -> bool:
+        if not row.request.sampling.stop_strings:
+            return False
+        text = self._tokenizer.decode(row.token_ids)
+        return any(stop in text for stop in row.request.sampling.stop_strings)
+
+    def remove_requests(self, request_ids: Collection[str]) -> list[Finished]:
+        """See `SteppedEngine.remove_requests`."""
+        rows = [row for row in (*self._waiting, *self._active) if row.request_id in request_ids]
+        self._waiting = [row for row in self._waiting if row.request_id not in request_ids]
+        for row in rows:
+            row.finish_reason = "abort"
+        return self.take_finished(rows)
+
+    def take_finished(self, rows: Iterable[Row]) -> list[Finished]:
+        """Return the finished ones of the rows, and free what they hold."""
+        self.drop_finished()
+        return [
+            Finished(row.request_id, row.token_ids, row.logprobs, row.finish_reason)
+            for row in rows
+            if row.finish_reason is not None
+        ]
+
+    def weights_not_finite(self) -> list[str]:
+        """See `SteppedEngine.weights_not_finite`."""
+        return not_finite(dict(self._model.named_parameters()))
+
+    def decode(self, token_ids: list[int]) -> str:
+        """See `SteppedEngine.decode`."""
+        return sampled_text(self._tokenizer, token_ids)
+
+    def sampled_so_far(self, request_id: str) -> tuple[list[int], list[float]]:
+        """See `SteppedEngine.sampled_so_far`."""
+        row = self._row(request_id)
+        return row.token_ids, row.logprobs
+
+    def num_tokens(self, request_id: str) -> int:
+        """See `SteppedEngine.num_tokens`."""
+        return len(self._row(request_id).token_ids)
+
+    def _row(self, request_id: str) -> Row:
+        return next(row for row in (*self._active, *self._waiting) if row.request_id == request_id)
