@@ -20,8 +20,9 @@ class CachedPass:
     """The tokens of one pass, and the places in the cache that they and the tokens before them have.
 
     Attributes:
+        token_ids: `[T]` int64, the tokens that are read.
         positions: `[T]` int64, position of each token in its sequence.
-        new: `[T]` int64, places of the tokens of this pass.
+        new: `[T]` int64, places of the tokens that are read.
         seen: `[K]` int64, places of all tokens of the sequences, sequence after sequence.
         plan: which of `seen` each token sees.
         last: `[b]` int64, index of the last token of each sequence among the T tokens.
@@ -29,6 +30,7 @@ class CachedPass:
         layers: cache of each layer by its number; a layer adds its own in its first pass.
     """
 
+    token_ids: Tensor
     positions: Tensor
     new: Tensor
     seen: Tensor

@@ -6,10 +6,8 @@ Invariant: a row's response depends on its own tokens, inputs and generator only
 from abc import abstractmethod
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -50,11 +48,6 @@ class Row:
     def tokens(self) -> list[int]:
         """The prompt and the response so far."""
         return self.request.prompt_token_ids + self.token_ids
-
-    @cached_property
-    def prompt_key(self) -> bytes:
-        """The tokens of the prompt, quick to compare with those of another row."""
-        return np.array(self.request.prompt_token_ids, np.int32).tobytes()
 
 
 class RowsEngine(SteppedEngine):

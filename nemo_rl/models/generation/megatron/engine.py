@@ -7,13 +7,13 @@ Every rank receives and verifies its own weights. Ranks count tensor parallelism
 size + position within the stage.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
-from nemo_rl.models.generation.decoding.continuous import ContinuousEngine, NewTokens
+from nemo_rl.models.generation.decoding.continuous import ContinuousEngine
 from nemo_rl.models.generation.interfaces import EngineSettings
 from nemo_rl.models.generation.megatron.part import ModelPart
 from nemo_rl.models.generation.ranks.links import Call, Link, call_all, open_link, open_links
@@ -65,21 +65,24 @@ class MegatronEngine(_HoldsPart, ContinuousEngine):
                 link.receive()
         self._model = self._part.model
         self._leads_stage = [rank % settings.tensor_parallel_size == 0 for rank in range(1, settings.num_workers)]
-        super().__init__(settings, self._part.vocab_size, self._part.cache_tokens)
+        super().__init__(settings, self._part.vocab_size, self._part.cache)
 
-    def read(self, rows: list[NewTokens]) -> Tensor:
+    def read(self, rows: Mapping[str, Sequence[int]]) -> Tensor:
         """See `ContinuousEngine.read`."""
         logits_bV: Tensor = self._on_all("read", rows)[0]
         return logits_bV
 
-    def forget(self, rows: list[str]) -> None:
-        """See `ContinuousEngine.forget`."""
-        self._on_all("forget", rows)
+    def enter(self, row: str, token_ids: Sequence[int]) -> None:
+        """See `ContinuousEngine.enter`."""
+        self._on_all("enter", row, token_ids)
 
-    @property
-    def room(self) -> int:
-        """See `ContinuousEngine.room`; equal on all ranks."""
-        return self._part.cache.room
+    def leave(self, rows: Sequence[str]) -> None:
+        """See `ContinuousEngine.leave`."""
+        self._on_all("leave", rows)
+
+    def clear(self) -> None:
+        """See `ContinuousEngine.clear`."""
+        self._on_all("clear")
 
     def _on_all(self, method: str, *args: Any, answering: Sequence[bool] = ()) -> list[Any]:
         """Call a method of every rank's part; return the answer of the own one and of the ranks in `answering`."""

@@ -9,6 +9,7 @@ A pass is one row of tokens of any requests, without padding. Invariant: all ran
 the same order.
 """
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,11 +19,10 @@ from torch import Tensor, nn
 
 from nemo_rl.config import MegatronConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
-from nemo_rl.host.device import device_for, to_device
+from nemo_rl.host.device import device_for
 from nemo_rl.models.attention.cached import CachedPass
-from nemo_rl.models.generation.decoding.continuous import NewTokens
+from nemo_rl.models.generation.decoding.token_cache import TokenCache
 from nemo_rl.models.generation.interfaces import EngineSettings
-from nemo_rl.models.generation.megatron.cache import TokenCache
 from nemo_rl.models.generation.megatron.positions import use_positions
 from nemo_rl.models.generation.ranks.meeting import Meeting
 from nemo_rl.models.huggingface.layers import recorded_outputs
@@ -43,8 +43,7 @@ class ModelPart:
     Attributes:
         model: the layers, as a GPTModel of Megatron Core.
         vocab_size: number of token ids.
-        cache_tokens: tokens that the cache of every rank has room for.
-        cache: places of the rows' tokens.
+        cache: places of the rows' tokens, as many on every rank.
     """
 
     def __init__(self, settings: EngineSettings, meeting: Meeting | None = None) -> None:
@@ -74,22 +73,32 @@ class ModelPart:
         room = torch.tensor(_cache_bytes(settings, self._device) // _token_bytes(self.model), device=self._device)
         if settings.num_workers > 1:
             dist.all_reduce(room, dist.ReduceOp.MIN)
-        self.cache_tokens = int(room)
-        self.cache = TokenCache(self.cache_tokens, self._device)
+        self.cache = TokenCache(int(room), self._device)
         self._rotaries = use_positions(self.model, settings.max_model_len)
 
-    @torch.inference_mode()
-    def read(self, reads: list[NewTokens]) -> Tensor | None:
-        """Read tokens of rows and keep them; return `[b, V]` logits after the last token of each on place 0."""
-        step = self.cache.add(reads)
-        output = self._call([token for read in reads for token in read.token_ids], step.positions, step)
-        return self._at_place_0(output, len(reads))
+    def enter(self, row: str, token_ids: Sequence[int]) -> None:
+        """Give places to the tokens of a new row."""
+        self.cache.enter(row, token_ids)
 
-    def _call(self, token_ids: list[int], positions_T: Tensor, step: CachedPass | None = None) -> Tensor:
+    def leave(self, rows: Sequence[str]) -> None:
+        """Let rows end."""
+        self.cache.leave(rows)
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self.cache.clear()
+
+    @torch.inference_mode()
+    def read(self, rows: Mapping[str, Sequence[int]]) -> Tensor | None:
+        """Compute a pass, see `ContinuousEngine.read`; return `[b, V]` logits on place 0."""
+        step = self.cache.read(rows)
+        return self._at_place_0(self._call(step.token_ids, step.positions, step), len(rows))
+
+    def _call(self, token_ids_T: Tensor, positions_T: Tensor, step: CachedPass | None = None) -> Tensor:
         """Compute this stage, with the hidden states of the previous one; pass the result on to the next one.
 
         Args:
-            token_ids: T tokens that are read now.
+            token_ids_T: tokens that are read now.
             positions_T: position of each token in its row.
             step: the pass; None: the tokens are one row, of which nothing is kept.
 
@@ -98,15 +107,14 @@ class ModelPart:
         """
         for rotary in self._rotaries:
             rotary.positions = positions_T
-        ids_1T = to_device(torch.tensor([token_ids]), self._device)
         if self._stage:
-            size = (len(token_ids), 1, self.model.config.hidden_size)
+            size = (len(token_ids_T), 1, self.model.config.hidden_size)
             hidden_T1D = torch.empty(size, dtype=self.model.config.pipeline_dtype, device=self._device)
             dist.recv(hidden_T1D, self._place - self._stage_size)
             self.model.set_input_tensor(hidden_T1D)
         last = positions_T[-1:] if step is None else step.last
         output: Tensor = self.model(
-            ids_1T, positions_T[None], step, output_processor=_after, output_processor_context=last
+            token_ids_T[None], positions_T[None], step, output_processor=_after, output_processor_context=last
         )
         if self._stage < self._num_stages - 1:
             dist.send(output.contiguous(), self._place + self._stage_size)
@@ -125,15 +133,12 @@ class ModelPart:
         dist.recv(received, source)
         return received
 
-    def forget(self, rows: list[str]) -> None:
-        """Free the tokens of rows."""
-        self.cache.forget(rows)
-
     @torch.inference_mode()
     def layer_outputs(self, token_ids: list[int]) -> list[Tensor]:
         """Return a prompt's hidden states after each decoder layer of this stage."""
         with recorded_outputs(self.model.decoder.layers) as outputs:
-            self._call(token_ids, torch.arange(len(token_ids), device=self._device))
+            ids_T = torch.tensor(token_ids, device=self._device)
+            self._call(ids_T, torch.arange(len(ids_T), device=self._device))
         return outputs
 
     def start_loading(self) -> None:
@@ -168,7 +173,7 @@ class ModelPart:
         return not_finite(dict(self.model.named_parameters()))
 
     def sleep(self) -> None:
-        """Move the weights to the host, and free the cache if it is empty."""
+        """Move the weights to the host, and free the cache if no row runs."""
         self.cache.release()
         self.model.to("cpu")
         device_for(uses_gpu=self._device.type != "cpu").empty_cache()

@@ -132,15 +132,16 @@ def test_the_engine_holds(engines, case, name):
 
 
 def note_reads(engine: Any) -> None:
-    """Note the tokens that each row of each pass reads, and the rest of the room after it."""
-    engine.reads, read = [], engine.read
+    """Note the tokens that each row of each pass reads, and the room that is left."""
+    engine.reads, read = [], engine._part.cache.read
 
-    def noted(rows: Any) -> torch.Tensor:
-        logits = read(rows)
-        engine.reads.append(([len(row.token_ids) for row in rows], engine.room))
-        return logits
+    def noted(rows: Any) -> Any:
+        step = read(rows)
+        counts = step.last.diff(prepend=torch.tensor([-1])).tolist()
+        engine.reads.append((counts, engine._part.cache.room))
+        return step
 
-    engine.read = noted
+    engine._part.cache.read = noted
 
 
 def reads_so_far(engine: Any) -> list[tuple[list[int], int]]:
@@ -156,41 +157,49 @@ def test_the_newest_row_waits_while_the_cache_is_full(engines):
     for prompt, result in zip(order, results, strict=True):
         assert result.token_ids.tolist() == greedy_reference(model_of("llama"), prompt, 12)
     reads = engines.look(SMALL, reads_so_far)
-    first = [(count if count == 1 else "whole") for counts, _ in reads for count in counts].count("whole")
-    assert (reads[0], first) == (([30, 30, 12], ROOM - 72), 4)
+    assert reads[0] == ([30, 30, 12], ROOM - 72)
     assert [counts for counts, _ in reads[1:5]] == [[1, 1, 1]] * 4
     assert [counts for counts, _ in reads[5:12]] == [[1, 1]] * 7
-    assert reads[12] == ([17], ROOM - 17)
+    assert [counts for counts, _ in reads[12:]] == [[17], *[[1]] * 6], "the others took the places of the third"
     assert sum(load.num_preemptions for load in engines.loads[SMALL]) == 1
     assert max(load.kv_cache_usage for load in engines.loads[SMALL]) == pytest.approx(1.0, abs=2 / ROOM)
 
 
-def test_rows_share_the_tokens_of_their_prompt(engines):
-    """Answers of 3 and 12 tokens; each token is that of the request alone."""
-    order = [PROMPTS[3], PROMPTS[3], PROMPTS[4], PROMPTS[3][::-1], PROMPTS[2]]
-    limits = [3, 12, 3, 12, 12]
+def test_rows_share_the_tokens_with_which_they_begin(engines):
+    """With rows that run and rows that have ended; each answer is that of the request alone."""
+    order = [PROMPTS[3], PROMPTS[3], PROMPTS[4], PROMPTS[3][::-1], PROMPTS[2], PROMPTS[3][:20] + PROMPTS[1]]
+    limits = [3, 12, 3, 12, 12, 12]
     requests = [
         ask(prompt, seed=seed, max_new_tokens=most)
         for seed, (prompt, most) in enumerate(zip(order, limits, strict=True))
     ]
     results = engines.generate(SMALL, requests)
-    reads = engines.look(SMALL, reads_so_far)
-    assert reads[0] == ([30, 1, 7, 30, 1], ROOM - 69)
-    assert reads[3][0] == [1, 1, 1]
-    for prompt, result in zip(order, results, strict=True):
+    assert engines.look(SMALL, reads_so_far)[0] == ([30, 1, 7, 30, 1, 12], ROOM - 81)
+    for prompt, result, most in zip(order, results, limits, strict=True):
         expected = reference_logprobs(model_of("llama"), prompt, result.token_ids.tolist(), SamplingParams())
         assert result.logprobs == pytest.approx(expected, abs=1e-4)
-    assert [len(result.token_ids) for result in results] == limits
-    alone = [engines.generate(SMALL, [request])[0] for request in requests]
-    assert [result.token_ids.tolist() for result in alone] == [result.token_ids.tolist() for result in results]
+        assert len(result.token_ids) == most
+    for request, result in zip(requests, results, strict=True):
+        (alone,) = engines.generate(SMALL, [request])
+        assert alone.token_ids.tolist() == result.token_ids.tolist()
+    engines.look(SMALL, reads_so_far)
+    answered = requests[-1].prompt_token_ids + results[-1].token_ids.tolist()
+    engines.generate(SMALL, [ask([*answered, 33, 34])])
+    assert engines.look(SMALL, reads_so_far)[0][0] == [3], (
+        "the last token of an answer is not read before the next turn"
+    )
 
 
 def room_of(engine: Any) -> int:
-    return engine.room
+    return engine._part.cache.room
 
 
-def test_nothing_is_left_in_the_cache(engines):
+def test_new_weights_are_not_mixed_with_tokens_of_old_ones(engines):
     assert engines.look(SMALL, room_of) == ROOM
+    deploy(engines, SMALL, model_of("llama", seed=3), 5)
+    (result,) = engines.generate(SMALL, [ask(PROMPTS[3], temperature=0.0)])
+    assert engines.look(SMALL, reads_so_far)[0][0] == [30]
+    assert result.token_ids.tolist() == greedy_reference(model_of("llama", seed=3), PROMPTS[3], 12)
 
 
 def test_a_cache_without_room_for_one_row_is_refused(engines):

@@ -1,4 +1,4 @@
-"""Places of tokens in the cache of an engine: random rows that share, grow and leave, against a plain count."""
+"""Places of tokens in the cache of an engine: random rows that share, grow and end, against a plain count."""
 
 import random
 
@@ -6,55 +6,98 @@ import pytest
 import torch
 
 from nemo_rl.models.attention import Scoring
-from nemo_rl.models.generation.decoding.continuous import NewTokens
-from nemo_rl.models.generation.megatron.cache import TokenCache
+from nemo_rl.models.generation.decoding.token_cache import Cost, TokenCache
 
 CPU = torch.device("cpu")
 NUM_PLACES = 60
 
 
-def places(cache: TokenCache, row: str) -> list[int]:
-    return cache._rows[row].tolist()
+class Model:
+    """A stand-in for a layer: at each place it keeps the token that was read there, and all tokens before it."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, tuple[int, ...]] = {}
+
+    def read(self, cache: TokenCache, rows: dict[str, list[int]]) -> list[tuple[int, ...]]:
+        """Return for each row all tokens that its last token sees, as read at their places."""
+        step = cache.read(rows)
+        seen = step.seen.tolist()
+        for piece in step.plan.pieces:
+            row = seen[piece.key_start : piece.key_stop]
+            for query in range(piece.query_start, piece.query_stop):
+                position = int(step.positions[query])
+                assert row[position] == int(step.new[query])
+                before = self.kept[row[position - 1]] if position else ()
+                self.kept[row[position]] = (*before, int(step.token_ids[query]))
+        return [self.kept[seen[piece.key_stop - 1]] for piece in step.plan.pieces]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_rows_never_share_more_than_they_asked_for(seed: int) -> None:
-    draw = random.Random(seed)
-    cache, shared_from = TokenCache(NUM_PLACES, CPU), {}
-    lengths: dict[str, int] = {}
-    for number in range(200):
-        if lengths and draw.random() < 0.3:
-            row = draw.choice(sorted(lengths))
-            cache.forget([row])
-            del lengths[row]
-        elif cache.room >= 6 and draw.random() < 0.5:
-            row, size = f"row {number}", draw.randint(1, 6)
-            other = draw.choice(sorted(lengths)) if lengths and draw.random() < 0.5 else None
-            num_shared = 0 if other is None else draw.randint(1, lengths[other])
-            before = places(cache, other)[:num_shared] if other else []
-            cache.add([NewTokens(row, [7] * size, other, num_shared)])
-            assert places(cache, row)[:num_shared] == before
-            lengths[row], shared_from[row] = num_shared + size, set(before)
-        elif lengths and cache.room >= len(lengths):
-            cache.add([NewTokens(row, [7]) for row in lengths])
-            lengths = {row: length + 1 for row, length in lengths.items()}
-        held = [set(places(cache, row)) - shared_from[row] for row in lengths]
-        assert [len(places(cache, row)) for row in lengths] == list(lengths.values())
-        assert sum(map(len, held)) == len(set().union(*held))
-        assert cache.room == NUM_PLACES - len({place for row in lengths for place in places(cache, row)})
+def test_rows_always_see_their_own_tokens(seed: int) -> None:
+    """Rows over two letters often begin alike; the places of ended rows are reused while others run."""
+    draw, cache, model = random.Random(seed), TokenCache(NUM_PLACES, CPU), Model()
+    running: dict[str, list[int]] = {}
+    saved = 0
+    for number in range(300):
+        entered = []
+        if running and draw.random() < 0.3:
+            row = draw.choice(sorted(running))
+            cache.leave([row])
+            del running[row]
+        for part in range(draw.randint(0, 2)):
+            tokens = [draw.randint(1, 2) for _ in range(draw.randint(1, 8))]
+            cost, row = cache.cost(tokens), f"row {number}.{part}"
+            if cost.room + len(running) > cache.room:
+                continue
+            room = cache.room
+            shared = cache.enter(row, tokens)
+            assert (len(tokens) - shared, room - cache.room) == cost
+            running[row], saved = tokens, saved + shared
+            entered.append(row)
+        grown = {row: [draw.randint(1, 2)] for row in running if row not in entered}
+        if draw.random() < 0.7 and len(grown) <= cache.room:
+            running |= {row: running[row] + tokens for row, tokens in grown.items()}
+        else:
+            grown = {}
+        rows = grown | dict.fromkeys(entered, [])
+        if rows:
+            assert model.read(cache, rows) == [tuple(running[row]) for row in rows]
+        held = {place for row in running for place in cache._running[row].places.tolist()}
+        assert cache.room == NUM_PLACES - len(held)
+    assert saved > 100
+    cache.clear()
+    assert (cache.room, cache._num_free) == (NUM_PLACES, NUM_PLACES)
 
 
-def test_a_pass_describes_new_and_earlier_tokens() -> None:
+def test_a_pass_describes_unread_and_earlier_tokens() -> None:
     cache = TokenCache(NUM_PLACES, CPU)
-    cache.add([NewTokens("a", [1, 2, 3])])
-    step = cache.add([NewTokens("a", [4]), NewTokens("b", [5, 6]), NewTokens("c", [9], "a", 2)])
+    cache.enter("a", [1, 2, 3])
+    cache.read({"a": []})
+    cache.enter("b", [5, 6])
+    assert cache.cost([1, 2, 9]) == Cost(num_new=1, room=1)
+    assert cache.enter("c", [1, 2, 9]) == 2
+    step = cache.read({"a": [4], "b": [], "c": []})
+    assert step.token_ids.tolist() == [4, 5, 6, 9]
     assert step.positions.tolist() == [3, 0, 1, 2]
-    assert step.new.tolist() == [3, 4, 5, 6]
-    assert step.seen.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 6]
+    assert step.new.tolist() == [6, 3, 4, 5]
+    assert step.seen.tolist() == [0, 1, 2, 6, 3, 4, 0, 1, 5]
     assert [tuple(piece) for piece in step.plan.pieces] == [(0, 1, 0, 4), (1, 3, 4, 6), (3, 4, 6, 9)]
     assert step.last.tolist() == [0, 2, 3]
-    cache.forget(["a"])
-    assert cache.room == NUM_PLACES - 5, "two of the tokens are those of c as well"
+    cache.leave(["a"])
+    assert cache.room == NUM_PLACES - 5, "c still holds two of the tokens"
+    assert cache.cost([1, 2, 3, 4, 7]) == Cost(num_new=1, room=3)
+
+
+def test_memory_is_freed_only_between_rows() -> None:
+    cache = TokenCache(NUM_PLACES, CPU)
+    cache.enter("a", [1, 2, 3])
+    step = cache.read({"a": []})
+    step.attend(1, *torch.zeros(3, 3, 1, 2, 8), Scoring())
+    cache.release()
+    assert step.layers and cache.cost([1, 2, 3]).num_new == 1
+    cache.leave(["a"])
+    cache.release()
+    assert not step.layers and cache.cost([1, 2, 3]).num_new == 3
 
 
 def test_attention_over_passes_is_that_of_the_whole_rows() -> None:
@@ -66,8 +109,10 @@ def test_attention_over_passes_is_that_of_the_whole_rows() -> None:
     }
     cache, at = TokenCache(NUM_PLACES, CPU), {"a": 0, "b": 0}
     found: dict[str, list[torch.Tensor]] = {"a": [], "b": []}
+    cache.enter("a", [1, 2, 3])
+    cache.enter("b", [4])
     for counts in ({"a": 3, "b": 1}, {"b": 1, "a": 1}, {"a": 1, "b": 1}):
-        step = cache.add([NewTokens(row, [0] * count) for row, count in counts.items()])
+        step = cache.read({row: [0] if at[row] else [] for row in counts})
         parts = [
             torch.cat([rows[row][which][at[row] : at[row] + count] for row, count in counts.items()])[:, None]
             for which in range(3)
