@@ -195,6 +195,9 @@ def room_of(engine: Any) -> int:
 
 
 def test_new_weights_are_not_mixed_with_tokens_of_old_ones(engines):
+    for _ in range(2):
+        engines.generate(SMALL, [ask(PROMPTS[3])])
+    assert engines.look(SMALL, reads_so_far)[-12][0] == [1], "the second request finds the tokens of the first one"
     assert engines.look(SMALL, room_of) == ROOM
     deploy(engines, SMALL, model_of("llama", seed=3), 5)
     (result,) = engines.generate(SMALL, [ask(PROMPTS[3], temperature=0.0)])
