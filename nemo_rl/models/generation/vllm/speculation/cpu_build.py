@@ -4,8 +4,12 @@ Without Triton the build takes C++ functions in place of vLLM's kernels. The fun
 top-k and top-p of each request for its proposed tokens writes its result into a copy that is then dropped, so logits
 would be divided by uninitialized memory. A step in which no request has proposals fails if one has a top-k. And a draft
 model's own output head counts as equal to the model's: both have been packed, and what is left of their weights, which
-is nothing, is compared. Invariant: after these repairs each token is drawn from the same distribution as without
-speculation.
+is nothing, is compared.
+
+A fourth repair belongs to `watch.propose_to_the_end`. vLLM moves a proposal behind the end of the context to position 0
+without a place in the cache, and the proposal after it to position 1 with one, over the second token of the prompt.
+Other requests that share the prompt would then get other proposals. Invariant: after these repairs each token is drawn
+from the same distribution as without speculation, and proposals depend on the tokens of a request only.
 """
 
 from typing import Any
@@ -17,14 +21,17 @@ def repair_speculation() -> None:
     """Make the repairs in this process, once; call it on CPUs before vLLM builds its worker."""
     from vllm.utils import cpu_triton_utils
     from vllm.v1.sample import rejection_sampler
+    from vllm.v1.spec_decode import llm_base_proposer
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
     functions: Any = cpu_triton_utils
     sampler: Any = rejection_sampler
+    proposers: Any = llm_base_proposer
     proposer_class: Any = SpecDecodeBaseProposer
     if functions._expand_kernel_impl is repeat_for_tokens:
         return
     constrain, share_head = sampler.apply_sampling_constraints, proposer_class._maybe_share_lm_head
+    advance = proposers.eagle_step_update_slot_mapping_and_metadata
 
     def constrain_if_any(logits: torch.Tensor, ends: torch.Tensor, sampling: Any) -> Any:
         return constrain(logits, ends, sampling) if len(logits) else logits
@@ -33,7 +40,14 @@ def repair_speculation() -> None:
         if not getattr(proposer.model, "has_own_lm_head", False):
             share_head(proposer, target)
 
+    def advance_to_the_end(*, positions_1d: Any, out_clamped_positions: Any, max_model_len: int, **others: Any) -> None:
+        is_behind = positions_1d + 1 >= max_model_len
+        arguments = {"out_clamped_positions": out_clamped_positions, "max_model_len": max_model_len}
+        advance(positions_1d=positions_1d, **arguments, **others)
+        out_clamped_positions.masked_fill_(is_behind, max_model_len - 1)
+
     functions._expand_kernel_impl = repeat_for_tokens
+    proposers.eagle_step_update_slot_mapping_and_metadata = advance_to_the_end
     sampler.apply_sampling_constraints = constrain_if_any
     proposer_class._maybe_share_lm_head = share_head_if_none
 

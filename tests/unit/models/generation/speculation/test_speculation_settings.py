@@ -47,6 +47,12 @@ def test_sections_that_pass_on_every_device(section: Any) -> None:
     check(section, "cuda")
 
 
+@pytest.mark.parametrize(("method", "device", "warns"), [("eagle3", "cpu", False), ("eagle3", "cuda", True)])
+def test_the_log_says_where_seeds_do_not_repeat_answers(method, device, warns, caplog) -> None:
+    check({"method": method, "model": "a/b", "num_speculative_tokens": 2}, device)
+    assert ("the same seed may give other answers" in caplog.text) == warns
+
+
 def test_methods_of_gpus_pass_there_only() -> None:
     for own in ({"method": "medusa", "model": "a/b"}, {"draft_sample_method": "probabilistic"}):
         section = {"method": "eagle3", "model": "a/b", "num_speculative_tokens": 2} | own
