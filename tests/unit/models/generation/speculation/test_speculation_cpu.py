@@ -51,7 +51,7 @@ KINDS = [*(pytest.param(kind, marks=pytest.mark.long) for kind in (DRAFT, EAGLE,
 LENGTH = 4
 PROMPT = [1, 2, 3, 1, 2, 5, 1, 2]
 PROMPTS = [PROMPT, [3], [4, 4, 4, 6, 4, 4], [(3 * i) % VOCABULARY for i in range(140)]]
-HOTTER = {"temperature": 1.2, "top_p": 1.0, "top_k": None}
+HOTTER = {"temperature": 1.3, "top_p": 1.0, "top_k": None}
 BANNED, WORD = 4, chr(33 + 4)
 """A token and its text: the tokenizer's tokens begin with the printable ASCII characters."""
 
