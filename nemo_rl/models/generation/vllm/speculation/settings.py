@@ -1,8 +1,8 @@
 """Read and check `vllm_kwargs.speculative_config`, before any worker starts.
 
 The section has vLLM's own keys. Invariant: what passes draws each token from the same distribution as without
-speculation; on CPUs, where this is tested for all methods but mtp, also the same tokens for the same seed whatever else
-runs. This file does not import vllm.
+speculation; on CPUs, where this is tested, also the same tokens for the same seed whatever else runs. This file does not
+import vllm.
 """
 
 import logging
@@ -118,10 +118,10 @@ def check_speculation(policy: PolicyConfig, cluster: ClusterConfig, model: Any) 
         problems = list(_unfit_draft_model(speculation, policy, model))
     if problems:
         raise ConfigError("\n".join(f"{KEY}.{problem}" for problem in problems))
-    if speculation.loads_weights and (cluster.uses_gpu or speculation.method == "mtp"):
+    if speculation.loads_weights and cluster.uses_gpu:
         logger.warning(
-            "With %s.method=%s the same seed may give other answers in a repeated or resumed run, from the same "
-            "distribution. method=ngram repeats them; on CPUs draft models and EAGLE-3 do so too.",
+            "With %s.method=%s on GPUs the same seed may give other answers in a repeated or resumed run, from the "
+            "same distribution. method=ngram repeats them.",
             KEY,
             speculation.method,
         )

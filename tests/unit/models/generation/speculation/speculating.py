@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from generation_helpers import spread_out
+from engine_process import EngineProcess
+from generation_helpers import ask, plain, spread_out
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from nemo_rl.models.generation.interfaces import GenerationResult, SamplingParams
+from nemo_rl.models.generation.interfaces import GenerationRequest, GenerationResult, SamplingParams
 from nemo_rl.weight_sync.transport import TransportSpec
 
 SPEC = TransportSpec("shared_memory", run_id="test", bucket_size_bytes=100_000)
@@ -131,3 +133,40 @@ def counts(proposals: torch.Tensor, prompt: Sequence[int], response: Sequence[in
         hit = int(proposals[known - 2]) == everything[known]
         proposed, accepted, known = proposed + 1, accepted + hit, known + 1 + hit
     return proposed, accepted
+
+
+def mixed_requests(prompts: Sequence[list[int]]) -> list[GenerationRequest]:
+    """Return requests of many lengths, with and without filters and stops; the last one fills the context."""
+    requests = [ask(prompt, seed=100 + i, max_new_tokens=20 + i) for i, prompt in enumerate([*prompts] * 3)]
+    requests += [ask(prompt, seed=i, max_new_tokens=60, stop_token_ids=(7,)) for i, prompt in enumerate(prompts)]
+    requests += [ask(prompt, seed=i, max_new_tokens=9, temperature=0.7, top_k=3) for i, prompt in enumerate(prompts)]
+    return [*requests, ask(prompts[-1], seed=7, max_new_tokens=1000)]
+
+
+def check_seeds(
+    engines: EngineProcess, name: str, prompts: Sequence[list[int]], *, same_bits: bool
+) -> tuple[list[GenerationRequest], list[GenerationResult]]:
+    """Check that responses are the same alone, with others and in another order; return requests and responses.
+
+    Args:
+        engines: process of the engine.
+        name: name of the engine.
+        prompts: prompts of the requests; the last one leaves room for a long response.
+        same_bits: log-probabilities have the same bits; otherwise the keys of a prompt may come from the cache or not,
+            and be rounded in another way.
+    """
+    requests = mixed_requests(prompts)
+    together = engines.generate(name, requests)
+
+    def check(results: Sequence[GenerationResult], expected: Sequence[GenerationResult]) -> None:
+        assert not same_bits or plain(results) == plain(expected)
+        for result, right in zip(results, expected, strict=True):
+            assert result.token_ids.tolist() == right.token_ids.tolist()
+            assert result.logprobs == pytest.approx(right.logprobs, abs=2e-6)
+
+    for _ in range(2):
+        check(engines.generate(name, requests[::-1])[::-1], together)
+    some = [*range(0, len(requests) - 1, 6), len(requests) - 1]
+    check([engines.generate(name, [requests[i]])[0] for i in some], [together[i] for i in some])
+    assert len(together[-1].token_ids) == 256 - len(prompts[-1])
+    return requests, together

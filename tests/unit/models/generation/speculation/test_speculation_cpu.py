@@ -5,7 +5,7 @@ functions for CPUs again.
 """
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from generation_helpers import (
     greedy_reference,
     logits_of,
     make_settings,
-    plain,
     reference_logprobs,
     save_model,
     streamed,
@@ -25,6 +24,7 @@ from generation_helpers import (
 from speculating import (
     SPEC,
     VOCABULARY,
+    check_seeds,
     chi_square,
     draft_head_is_shared,
     exact_probabilities,
@@ -127,22 +127,6 @@ def test_greedy_answers_follow_new_weights(engines, sender, kind):
             check_logprobs(model, request, result)
 
 
-def mixed_requests() -> list[GenerationRequest]:
-    """Responses of many lengths, one of which fills the context, with and without filters and stops."""
-    requests = [ask(prompt, seed=100 + i, max_new_tokens=20 + i) for i, prompt in enumerate(PROMPTS * 3)]
-    requests += [ask(prompt, seed=i, max_new_tokens=60, stop_token_ids=(7,)) for i, prompt in enumerate(PROMPTS)]
-    requests += [ask(prompt, seed=i, max_new_tokens=9, temperature=0.7, top_k=3) for i, prompt in enumerate(PROMPTS)]
-    return [*requests, ask(PROMPTS[-1], seed=7, max_new_tokens=1000)]
-
-
-def assert_alike(kind: str, results: Sequence[GenerationResult], expected: Sequence[GenerationResult]) -> None:
-    if kind == NGRAM:
-        assert plain(results) == plain(expected)
-    for result, right in zip(results, expected, strict=True):
-        assert result.token_ids.tolist() == right.token_ids.tolist()
-        assert result.logprobs == pytest.approx(right.logprobs, abs=2e-6)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_seed_fixes_the_response_whatever_else_runs(engines, sender, kind):
     """Proposals depend on the request only, also after a response that fills the context.
@@ -150,14 +134,7 @@ def test_a_seed_fixes_the_response_whatever_else_runs(engines, sender, kind):
     Log-probabilities may differ in the last bit when the keys of the prompt come from the cache.
     """
     model = deploy(engines, sender, kind, seed=21)
-    requests = mixed_requests()
-    together = engines.generate(kind, requests)
-    for _ in range(2):
-        assert_alike(kind, engines.generate(kind, requests[::-1])[::-1], together)
-    some = [0, 3, 12, 15, len(requests) - 1]
-    alone = [engines.generate(kind, [requests[i]])[0] for i in some]
-    assert_alike(kind, alone, [together[i] for i in some])
-    assert len(together[-1].token_ids) == 256 - len(PROMPTS[-1])
+    requests, together = check_seeds(engines, kind, PROMPTS, same_bits=kind == NGRAM)
     for request, result in zip(requests, together, strict=True):
         check_logprobs(model, request, result)
 

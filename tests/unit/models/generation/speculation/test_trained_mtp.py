@@ -8,7 +8,7 @@ import torch
 from engine_process import EngineProcess
 from generation_helpers import ask, greedy_reference, make_settings, mixture_config, save_model, spread_out, streamed
 from mtp_models import WithMTP
-from speculating import SPEC, VOCABULARY, chi_square, counts, exact_probabilities
+from speculating import SPEC, VOCABULARY, check_seeds, chi_square, counts, exact_probabilities
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -142,6 +142,12 @@ def test_two_proposals_of_one_layer_give_the_same_answers(engines, sender) -> No
     for prompt in PROMPTS:
         (result,) = engines.generate(TWO, [ask(prompt, temperature=0.0, max_new_tokens=LENGTH)])
         assert result.token_ids.tolist() == greedy_reference(model.hf, prompt, LENGTH)
+
+
+@pytest.mark.long
+def test_a_seed_fixes_the_response_whatever_else_runs(engines, sender) -> None:
+    deploy(engines, sender, TWO, seed=3)
+    check_seeds(engines, TWO, PROMPTS, same_bits=False)
 
 
 @pytest.mark.long
