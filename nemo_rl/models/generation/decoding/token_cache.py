@@ -24,7 +24,7 @@ MOST_ENDED = 256
 
 
 class Cost(NamedTuple):
-    """What a row takes when it enters.
+    """Tokens and places that a row takes when it enters.
 
     Attributes:
         num_new: tokens that it has to read.

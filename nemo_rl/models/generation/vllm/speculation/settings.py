@@ -1,8 +1,8 @@
 """Read and check `vllm_kwargs.speculative_config`, before any worker starts.
 
 The section has vLLM's own keys. Invariant: what passes draws each token from the same distribution as without
-speculation; on CPUs, where this is tested, also the same tokens for the same seed whatever else runs. This file does not
-import vllm.
+speculation; on CPUs, where this is tested, also the same tokens for the same seed whatever else runs. This file does
+not import vllm.
 """
 
 import logging
