@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from nemo_rl.models.generation.interfaces import GenerationResult, Grammar, SamplingParams
+from nemo_rl.models.generation.reports.load import load_metrics
 
 pytestmark = [
     pytest.mark.vllm,
@@ -33,7 +34,8 @@ pytestmark = [
 
 type Weights = dict[str, torch.Tensor]
 
-NAME, THINKING = "llama", "llama that thinks"
+NAME, THINKING, PROPOSING = "llama", "llama that thinks", "llama with proposals of n-grams"
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 PROMPT = list(range(20, 60))
 SCHEMA = {
     "type": "object",
@@ -61,9 +63,12 @@ def engines(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) ->
     save_tiny_checkpoint(
         thinking, restrict_vocabulary(make_model("llama", False, seed=3), "ab<|reserved_1|>"), thinker()
     )
-    settings = {NAME: folder, THINKING: thinking}
-    parser = {NAME: {}, THINKING: {"engine_kwargs": {"reasoning_parser": "deepseek_r1"}}}
-    made = {name: make_settings(each, "vllm", load_weights=True, **parser[name]) for name, each in settings.items()}
+    # The engine with n-grams is the last one: it imports numba, after which vLLM cannot make another engine.
+    arguments = {NAME: {}, THINKING: {"reasoning_parser": "deepseek_r1"}, PROPOSING: {"speculative_config": NGRAM}}
+    made = {
+        name: make_settings(thinking if name == THINKING else folder, "vllm", load_weights=True, engine_kwargs=own)
+        for name, own in arguments.items()
+    }
     with EngineProcess(made) as process:
         yield process
 
@@ -94,13 +99,11 @@ def is_complete(result: GenerationResult) -> bool:
     return result.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind)
-def test_a_response_keeps_its_form_and_is_scored_without_it(engines, model, grammar):
-    """Next to plain requests in the same batch, whose responses do not change."""
+def check_forms(engines: EngineProcess, name: str, model: PreTrainedModel, grammar: Grammar) -> None:
     plain = [ask(PROMPT, seed=seed) for seed in range(4)]
-    alone = engines.generate(NAME, plain)
+    alone = engines.generate(name, plain)
     formed = [ask(PROMPT[: 10 + 3 * seed], seed=seed, max_new_tokens=200, grammar=grammar) for seed in range(6)]
-    mixed = engines.generate(NAME, [*formed, *plain])
+    mixed = engines.generate(name, [*formed, *plain])
     results = mixed[: len(formed)]
     assert [each.token_ids.tolist() for each in mixed[len(formed) :]] == [each.token_ids.tolist() for each in alone]
     assert sum(map(is_complete, results)) >= 3
@@ -111,6 +114,12 @@ def test_a_response_keeps_its_form_and_is_scored_without_it(engines, model, gram
             assert tokens[-1] == 258 and keeps(text_of(result), grammar)
         forced = reference_logprobs(model, request.prompt_token_ids, tokens, SamplingParams())
         assert result.logprobs == pytest.approx(forced, abs=1e-4)
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind)
+def test_a_response_keeps_its_form_and_is_scored_without_it(engines, model, grammar):
+    """Next to plain requests in the same batch, whose responses do not change."""
+    check_forms(engines, NAME, model, grammar)
 
 
 def test_without_scoring_the_log_probabilities_are_those_of_the_mask(engines, model):
@@ -221,3 +230,12 @@ def finished_before_scores(engine, grammar: Grammar) -> int:
 
 def test_a_drawn_response_is_scored_before_requests_that_wait(engines):
     assert engines.look(NAME, finished_before_scores, CHOICE) == 0
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind)
+def test_proposed_tokens_keep_the_form_too(engines, model, grammar):
+    engines.loads[PROPOSING].clear()
+    check_forms(engines, PROPOSING, model, grammar)
+    metrics = load_metrics([load for load in engines.loads[PROPOSING] if load is not None])
+    assert metrics["spec_proposed_tokens"] > 20
+    assert grammar is CHOICE or metrics["spec_acceptance_rate"] > 0, "the few tokens of a choice are hard to propose"
