@@ -1,17 +1,21 @@
 """Run every CPU command of the pages in page order and in one folder, as a reader types them."""
 
+import logging
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from example_runs import REPOSITORY, run_environment
 
-pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(3600)]
+log = logging.getLogger(__name__)
+
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(7200)]
 
 NOT_RUN = ("--extra vllm", "pytest", "sphinx-build", "tools/benchmarks/", "uv sync", "pre-commit")
 """GPU commands, the test suite itself, the site, side-by-side timings (which install another library) and set-up."""
@@ -51,6 +55,22 @@ def as_installed(command: str) -> str:
     return re.sub(options, "", re.sub(rf"{options}(?=\S+\.py\b)", "python ", command))
 
 
+def failure_of(command: str, folder: Path, environment: dict[str, str]) -> str | None:
+    """Run one command in `folder`; return what it printed if it failed, `None` if it did what its page says."""
+    try:
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"{command}\nstill ran after {LIMIT_S} s"
+    printed = done.stdout + done.stderr
+    trains = TRAINING.search(command) and "--dry-run" not in command
+    resumed = "Resuming from" in printed and RESUMES not in command
+    if done.returncode == 0 and not (trains and (resumed or "First training step done" not in printed)):
+        return None
+    return f"{command}\nexit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+
+
 def test_every_documented_command_runs_in_page_order(tmp_path: Path) -> None:
     commands = list(dict.fromkeys(map(as_installed, documented_commands())))
     assert len(commands) > 20
@@ -58,12 +78,10 @@ def test_every_documented_command_runs_in_page_order(tmp_path: Path) -> None:
         shutil.copytree(REPOSITORY / part, tmp_path / part)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = run_environment() | {"PATH": path}
-    for command in commands:
-        done = subprocess.run(
-            ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT_S
-        )
-        said = f"{command}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
-        assert done.returncode == 0, said
-        if TRAINING.search(command) and "--dry-run" not in command:
-            assert RESUMES in command or "Resuming from" not in done.stdout + done.stderr, said
-            assert "First training step done" in done.stdout + done.stderr, said
+    failures = []
+    for number, command in enumerate(commands, 1):
+        start = time.monotonic()
+        failure = failure_of(command, tmp_path, environment)
+        log.info("%d of %d, %.0f s: %s", number, len(commands), time.monotonic() - start, command)
+        failures += [failure] if failure else []
+    assert not failures, "\n\n".join(failures)
