@@ -34,10 +34,10 @@ _LARGE = 1_000_003
 class Model(HfEngine):
     """Draws as SGLang does with deterministic inference."""
 
-    def _extend(self, row: Any, logits_V: torch.Tensor) -> int:
+    def extend(self, row: Any, logits_V: torch.Tensor) -> int:
         sampling, position = row.request.sampling, len(row.tokens)
         row.generator.manual_seed((row.request.seed + _LARGE * position) % 2**63)
-        token = super()._extend(row, logits_V)
+        token = super().extend(row, logits_V)
         row.logprobs[-1] = float((logits_V.float() / (sampling.temperature or 1.0)).log_softmax(-1)[token])
         return token
 
