@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from nemo_rl.models.generation import batched, sampling
+from nemo_rl.models.generation.decoding import rows, sampling
 from nemo_rl.models.generation.decoding.sampling import filtered_logprobs
 from nemo_rl.models.generation.hf.engine import HfEngine
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest, SamplingParams, VersionSpan
@@ -26,7 +26,7 @@ class TakesTheSecond(HfEngine):
             token = int(logits.topk(2).indices[1])
             return token, float(logits.float().log_softmax(-1)[token])
 
-        with mock.patch.object(batched, "draw", second):
+        with mock.patch.object(rows, "draw", second):
             return super().step()
 
 
@@ -49,7 +49,7 @@ class ReportsRaw(HfEngine):
             plain = SamplingParams(**{name: value for name, value in kept.items() if name not in self.changed})
             return token, float(filtered_logprobs(logits, plain)[token])
 
-        with mock.patch.object(batched, "draw", raw):
+        with mock.patch.object(rows, "draw", raw):
             return super().step()
 
 
@@ -67,7 +67,7 @@ class DrawsTooSharply(HfEngine):
             token, _ = sampling.draw(logits * 1.5, params, *rest)
             return token, float(filtered_logprobs(logits, params)[token])
 
-        with mock.patch.object(batched, "draw", sharp):
+        with mock.patch.object(rows, "draw", sharp):
             return super().step()
 
 
