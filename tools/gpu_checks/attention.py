@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from gpu_checks.bench import Bench
 from gpu_checks.report import Finding
+from nemo_rl.models.attention import Scoring
 from nemo_rl.models.attention.flash_attn import flash_attention, why_not_3
 from nemo_rl.models.dtensor.attention import varlen_attention
+from nemo_rl.models.generation.decoding.token_cache import TokenCache
 
 LENGTHS = [37, 1, 64, 90]
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
@@ -38,6 +40,44 @@ def kernels(bench: Bench) -> Iterator[Finding]:
             used = "flash" if calls else "sdpa per segment"
             name = f"{str(dtype).removeprefix('torch.')}, window {window}{', sinks' if has_sinks else ''}"
             yield Finding(name, {**errors, "allowed": allowed, "kernel": used}, problem)
+
+
+def cached(bench: Bench) -> Iterator[Finding]:
+    """Check passes of an engine: first all but the last tokens of each segment, then one token of each at a time."""
+    for dtype, allowed in TOLERANCE.items():
+        for window, has_sinks in ((None, False), (16, False), (16, True)):
+            tensors = _random_heads(bench.device, dtype, has_sinks)
+            with torch.no_grad(), watched_kernel(bench.on_gpu) as calls:
+                got = _in_passes(tensors, window).double().cpu()
+            want = with_gradients(_dense, [t.double().cpu() for t in tensors], window)[0]
+            error = relative(got, want)
+            problem = "" if error <= allowed else "differs from dense attention"
+            if dtype == torch.bfloat16 and has_flash(bench) and not calls:
+                problem = "torch's varlen flash attention did not run"
+            name = f"{str(dtype).removeprefix('torch.')}, window {window}{', sinks' if has_sinks else ''}"
+            yield Finding(name, {"output": error, "allowed": allowed}, problem)
+
+
+def _in_passes(tensors: list[Tensor], window: int | None) -> Tensor:
+    """Compute `[1, T, H, D]` of the segments with a cache; the last five tokens of each come one by one."""
+    query, key, value, *sinks = (t if t.dim() == 1 else t[0].transpose(0, 1)[:, None] for t in tensors)
+    scoring = Scoring(window=window, sinks=sinks[0] if sinks else None)
+    cache, out = TokenCache(sum(LENGTHS), query.device), torch.empty_like(query)
+    starts = [sum(LENGTHS[:number]) for number in range(len(LENGTHS))]
+    read = [max(1, length - 5) for length in LENGTHS]
+    for number, length in enumerate(read):
+        cache.enter(str(number), range(1000 * number, 1000 * number + length))
+    columns = [torch.arange(start, start + length) for start, length in zip(starts, read, strict=True)]
+    rows: dict[str, list[int]] = {str(number): [] for number in range(len(LENGTHS))}
+    while rows:
+        column = torch.cat([columns[int(row)] for row in rows]).to(query.device)
+        found = cache.read(rows).attend(1, query[column], key[column], value[column], scoring)
+        out[column] = found.unflatten(2, (HEADS, HEAD_DIM))
+        ends = {row: int(columns[int(row)][-1]) + 1 for row in rows}
+        rows = {row: [0] for row, end in ends.items() if end < starts[int(row)] + LENGTHS[int(row)]}
+        for row in rows:
+            columns[int(row)] = torch.tensor([ends[row]])
+    return out[:, 0][None]
 
 
 def version_3(bench: Bench) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ EXPANDABLE_SEGMENTS = (("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),)
 """Makes torch's allocator grow its memory in place; memory of that kind has no CUDA IPC handle."""
 CHECKS = (
     Check("attention", "correctness", "gpu_checks.attention:kernels", 60),
+    Check("cached tokens", "correctness", "gpu_checks.attention:cached", 60),
     Check("vocabulary", "correctness", "gpu_checks.vocabulary:statistics", 90),
     Check("policy", "correctness", "gpu_checks.numerics:against_hugging_face", 120),
     Check("shared prefixes", "correctness", "gpu_checks.shared_prefixes:kernels", 60),
