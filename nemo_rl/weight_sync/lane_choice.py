@@ -65,6 +65,10 @@ class LaneChoice:
         """True if the workers shall record what they read in the next sync."""
         return self._may_divide and not self._is_proven
 
+    def must_meet(self, num_workers: int, membership: int) -> bool:
+        """Return whether a trainer rank and the workers will form new process groups; arguments as in `of`."""
+        return self._spec.name == "collective" and (num_workers, membership, self._reads is None) != self._made_for
+
     def of(self, num_workers: int, membership: int) -> list[LaneOfWorkers]:
         """Return the lanes.
 

@@ -229,7 +229,10 @@ class Refitter:
 
     def _transfer(self, is_trial: bool = False) -> list[SyncReceipt]:
         """Move all tensors once; on trial, the workers fill what they do not receive with NaN."""
-        lanes = self._lanes.of(self._generation.num_workers, self._generation.membership)
+        engines = (self._generation.num_workers, self._generation.membership)
+        if self._lanes.must_meet(*engines):  # a trainer rank would wait a minute for a dead engine
+            self._wait(self._on_engines("ready"), "looking for engines")
+        lanes = self._lanes.of(*engines)
         version = self._policy.weight_version
         opening = [call for lane in lanes for call in self._on(lane, "begin_weight_update", lane.lane.spec, version)]
         self._wait(opening + self._policy.begin_weight_stream([lane.lane for lane in lanes]), "opening")

@@ -36,7 +36,9 @@ def test_equal_places_of_all_engines_share_a_lane_and_senders_are_spread() -> No
 def test_parts_are_sent_after_a_trial_and_to_new_engines_too() -> None:
     trainers = FakeTrainers(2)
     lanes = LaneChoice(COLLECTIVE, trainers, workers_per_engine=2, send_parts=True)
+    assert lanes.must_meet(4, 0)
     (first,) = lanes.of(4, membership=0)
+    assert not lanes.must_meet(4, 0) and lanes.must_meet(4, 1)
     assert (first.workers, first.lane.parts, first.lane.spec.world_size) == ((0, 1, 2, 3), None, 5)
     assert lanes.of(4, 0)[0] is first, "the processes of a group meet once"
     assert lanes.wants_reads

@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from nemo_rl.data.stored_rows import with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.ranks.process_group import destroy_process_group
+from nemo_rl.distributed.ranks.shared_failure import raise_on_all_ranks
 from nemo_rl.host.background import in_background
 from nemo_rl.host.cores import usable_cores
 from nemo_rl.losses.loss_function import AnyLossFunction, LossMetrics, LossType
@@ -39,7 +40,7 @@ from nemo_rl.models.training.finite import listed, not_finite, on_all_ranks, req
 from nemo_rl.models.training.inputs import InputLayout, ModelInputs, split_rows
 from nemo_rl.models.training.interfaces import CheckpointPaths, PolicyBackend
 from nemo_rl.optimizations.switch import Choice
-from nemo_rl.utils.errors import CheckpointError, ConfigError, NonFiniteError
+from nemo_rl.utils.errors import CheckpointError, ConfigError, NonFiniteError, WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.encoding import Encoding
 from nemo_rl.weight_sync.endpoints import WeightSender
@@ -303,6 +304,7 @@ class PolicyWorker(ScoringWorker):
 
         Raises:
             NonFiniteError: a weight is not finite, on any rank.
+            WeightSyncError: a rank that sends did not meet the engines.
         """
         spoilt = self.non_finite_weights()
         if spoilt:
@@ -310,12 +312,25 @@ class PolicyWorker(ScoringWorker):
                 f"The policy's weights are not finite: {listed(spoilt)}. They are not sent to engines."
             )
         if self._sender is None or (self._sender.lanes, self._sender.encoding) != (lanes, encoding):
-            if self._sender is not None:
-                self._sender.close()
-            rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
-            group = dist.group.WORLD if dist.is_initialized() else None
-            self._sender = WeightSender(lanes, rank, is_node_leader=local_rank == 0, group=group, encoding=encoding)
+            self._close_sender()
+            self._sender = self._new_sender(lanes, encoding)
         self._sender.begin(self.backend.held_weights(getattr(torch, dtype)))
+
+    def _new_sender(self, lanes: list[Lane], encoding: Encoding | None) -> WeightSender:
+        """Make the sender of this rank; collective, because the others must not wait for blocks of one that failed."""
+        rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+        group = dist.group.WORLD if dist.is_initialized() else None
+        with ExitStack() as made:
+            with nullcontext() if group is None else raise_on_all_ranks(group, WeightSyncError):
+                sender = WeightSender(lanes, rank, is_node_leader=local_rank == 0, group=group, encoding=encoding)
+                made.callback(sender.close)
+            made.pop_all()
+        return sender
+
+    def _close_sender(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
 
     def next_weight_buckets(self) -> list[Bucket]:
         """Give and take blocks of the next tensors, and pack a bucket of each lane; collective over all ranks."""
@@ -369,8 +384,7 @@ class PolicyWorker(ScoringWorker):
 
     def shutdown(self) -> bool:
         """Free the weight transport and leave the process group."""
-        if self._sender is not None:
-            self._sender.close()
+        self._close_sender()
         destroy_process_group()
         return True
 
