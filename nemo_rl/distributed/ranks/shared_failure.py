@@ -1,6 +1,6 @@
 """Turn an error of one rank into an error of all ranks, so that no rank waits for one that has stopped.
 
-Invariant: after `raise_on_all_ranks` either every rank continues, or every rank has raised the same error.
+Invariant: after `raise_on_all_ranks` either every rank continues, or every rank has raised the same CheckpointError.
 """
 
 from collections.abc import Iterator
@@ -10,26 +10,23 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 
-from nemo_rl.utils.errors import CheckpointError, NemoRLError
+from nemo_rl.utils.errors import CheckpointError
 
 
 @contextmanager
-def raise_on_all_ranks(
-    group: dist.ProcessGroup | None = None, raised: type[NemoRLError] = CheckpointError
-) -> Iterator[None]:
-    """Wait for all ranks; if any of them failed to write, read or connect, raise on all of them.
+def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Wait for all ranks; if any of them failed to write or read, raise on all of them.
 
     Args:
         group: process group over which the ranks exchange their errors; None takes the default one.
-        raised: type of the error that all ranks raise.
 
     Raises:
-        NemoRLError: of the type `raised`; lists the error of each rank that failed.
+        CheckpointError: lists the error of each rank that failed.
     """
     mine: str | None = None
     try:
         yield
-    except raised as error:
+    except CheckpointError as error:
         mine = str(error)
     except (OSError, RuntimeError, SafetensorError) as error:
         mine = f"{type(error).__name__}: {error}"
@@ -39,7 +36,7 @@ def raise_on_all_ranks(
     dist.all_gather_object(found, mine, group=group)
     reasons = list(dict.fromkeys(reason for reason in found if reason is not None))
     if reasons:
-        raise raised("; ".join(reasons))
+        raise CheckpointError("; ".join(reasons))
 
 
 def require_readable(error: dcp.CheckpointException) -> None:

@@ -112,7 +112,7 @@ class TokenCache:
             self._layers.clear()
 
     def read(self, rows: Mapping[str, Sequence[int]]) -> CachedPass:
-        """Append tokens to running rows, and describe the pass that reads all their unread tokens.
+        """Append tokens to running rows, and describe the pass that reads all their new tokens.
 
         Args:
             rows: tokens to append to each row; none if it has just entered.

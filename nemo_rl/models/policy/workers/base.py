@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from nemo_rl.data.stored_rows import with_tokens
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.ranks.process_group import destroy_process_group
-from nemo_rl.distributed.ranks.shared_failure import raise_on_all_ranks
 from nemo_rl.host.background import in_background
 from nemo_rl.host.cores import usable_cores
 from nemo_rl.losses.loss_function import AnyLossFunction, LossMetrics, LossType
@@ -320,12 +319,17 @@ class PolicyWorker(ScoringWorker):
         """Make the sender of this rank; collective, because the others must not wait for blocks of one that failed."""
         rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
         group = dist.group.WORLD if dist.is_initialized() else None
-        with ExitStack() as made:
-            with nullcontext() if group is None else raise_on_all_ranks(group, WeightSyncError):
-                sender = WeightSender(lanes, rank, is_node_leader=local_rank == 0, group=group, encoding=encoding)
-                made.callback(sender.close)
-            made.pop_all()
-        return sender
+        sender, failures = None, []
+        try:
+            sender = WeightSender(lanes, rank, is_node_leader=local_rank == 0, group=group, encoding=encoding)
+        except RuntimeError as error:
+            failures = [f"rank {rank}: {type(error).__name__}: {error}"]
+        failures = on_all_ranks(failures)
+        if sender is not None and not failures:
+            return sender
+        if sender is not None:
+            sender.close()
+        raise WeightSyncError(f"Trainer ranks did not meet the engines: {'; '.join(failures)}")
 
     def _close_sender(self) -> None:
         if self._sender is not None:
