@@ -322,7 +322,7 @@ class PolicyWorker(ScoringWorker):
         sender, failures = None, []
         try:
             sender = WeightSender(lanes, rank, is_node_leader=local_rank == 0, group=group, encoding=encoding)
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             failures = [f"rank {rank}: {type(error).__name__}: {error}"]
         failures = on_all_ranks(failures)
         if sender is not None and not failures:
