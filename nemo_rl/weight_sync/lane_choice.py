@@ -67,7 +67,7 @@ class LaneChoice:
 
     def must_meet(self, num_workers: int, membership: int) -> bool:
         """Return whether a trainer rank and the workers will form new process groups; arguments as in `of`."""
-        return self._spec.name == "collective" and (num_workers, membership, self._reads is None) != self._made_for
+        return self._spec.name == "collective" and self._key(num_workers, membership) != self._made_for
 
     def of(self, num_workers: int, membership: int) -> list[LaneOfWorkers]:
         """Return the lanes.
@@ -76,11 +76,15 @@ class LaneChoice:
             num_workers: workers of the running engines.
             membership: a number that changes with the engines; a collective's processes then meet again.
         """
-        key = (num_workers, membership, self._reads is None)
+        key = self._key(num_workers, membership)
         if key != self._made_for:
             self._lanes = self._make(num_workers, membership)
             self._made_for = key
         return self._lanes
+
+    def _key(self, num_workers: int, membership: int) -> tuple[int, int, bool]:
+        """Return what decides whether the lanes are made again."""
+        return num_workers, membership, self._reads is None
 
     def _make(self, num_workers: int, membership: int) -> list[LaneOfWorkers]:
         everyone = tuple(range(num_workers))

@@ -269,17 +269,8 @@ MODEL_ARROWS: dict[str, set[str]] = {
     "policy.workers": {"huggingface", "policy.metrics", "training"},
     "policy": {"policy.interfaces", "policy.metrics", "policy.workers", "training", "training.backends"},
     "generation": {
-        *(
-            "accepted_rows",
-            "attention",
-            "capacity",
-            "draft",
-            "draft.names",
-            "draft.shape",
-            "huggingface",
-            "quantization",
-        ),
-        "training",
+        *("accepted_rows", "attention", "capacity", "draft", "draft.names", "draft.shape", "huggingface"),
+        *("quantization", "training"),
     },
     "generation.megatron": {"attention", "generation", "huggingface", "megatron", "training"},
 }

@@ -64,17 +64,17 @@ class ContinuousEngine(RowsEngine):
             `[b, V]` logits after the last token of each row.
         """
 
+    @abstractmethod
     def enter(self, row: str, token_ids: Sequence[int]) -> None:
-        """Give places to the tokens of a new row, on all ranks."""
-        self._cache.enter(row, token_ids)
+        """Call `TokenCache.enter` on all ranks."""
 
+    @abstractmethod
     def leave(self, rows: Sequence[str]) -> None:
-        """Let rows end, on all ranks."""
-        self._cache.leave(rows)
+        """Call `TokenCache.leave` on all ranks."""
 
+    @abstractmethod
     def clear(self) -> None:
-        """Forget all rows, on all ranks."""
-        self._cache.clear()
+        """Call `TokenCache.clear` on all ranks."""
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
@@ -103,10 +103,11 @@ class ContinuousEngine(RowsEngine):
         admitted: dict[str, list[int]] = {}
         left, most_new = len(self._active) + int(_SPARE * self._cache.num_places), MOST_NEW_TOKENS
         for row in self._waiting[: MOST_ROWS - len(self._active)]:
-            cost = self._cache.cost(row.tokens)
+            tokens = row.tokens
+            cost = self._cache.cost(tokens)
             if self._active and (cost.num_new > most_new or cost.room + left > self._cache.room):
                 break
-            self.enter(row.request_id, row.tokens)
+            self.enter(row.request_id, tokens)
             most_new -= cost.num_new
             self._active.append(row)
             admitted[row.request_id] = []

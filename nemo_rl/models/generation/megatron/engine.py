@@ -9,6 +9,7 @@ size + position within the stage.
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -74,22 +75,22 @@ class MegatronEngine(_HoldsPart, ContinuousEngine):
 
     def enter(self, row: str, token_ids: Sequence[int]) -> None:
         """See `ContinuousEngine.enter`."""
-        self._on_all("enter", row, token_ids)
+        self._on_all("cache.enter", row, token_ids)
 
     def leave(self, rows: Sequence[str]) -> None:
         """See `ContinuousEngine.leave`."""
-        self._on_all("leave", rows)
+        self._on_all("cache.leave", rows)
 
     def clear(self) -> None:
         """See `ContinuousEngine.clear`."""
-        self._on_all("clear")
+        self._on_all("cache.clear")
 
     def _on_all(self, method: str, *args: Any, answering: Sequence[bool] = ()) -> list[Any]:
-        """Call a method of every rank's part; return the answer of the own one and of the ranks in `answering`."""
+        """Call a method of each part, or "cache.x"; return the own answer and those of the ranks in `answering`."""
         wanted = answering or [False] * len(self._links)
         answers = call_all(self._links, Call(method, args, {}, wants_answer=False), wanted)
         with ending_if_alone(self._links):
-            own = getattr(self._part, method)(*args)
+            own = attrgetter(method)(self._part)(*args)
         return [own, *(answer.result() for answer in answers if answer is not None)]
 
     def start_loading(self) -> None:
@@ -115,7 +116,7 @@ class MegatronRank(_HoldsPart, ServedRank):
         self.serve(link, self._execute)
 
     def _execute(self, call: Call) -> Any:
-        value = getattr(self._part, str(call.method))(*call.args)
+        value = attrgetter(str(call.method))(self._part)(*call.args)
         return value if call.wants_answer else None
 
     async def begin_weight_update(self) -> None:

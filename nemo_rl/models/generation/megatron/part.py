@@ -76,18 +76,6 @@ class ModelPart:
         self.cache = TokenCache(int(room), self._device)
         self._rotaries = use_positions(self.model, settings.max_model_len)
 
-    def enter(self, row: str, token_ids: Sequence[int]) -> None:
-        """Give places to the tokens of a new row."""
-        self.cache.enter(row, token_ids)
-
-    def leave(self, rows: Sequence[str]) -> None:
-        """Let rows end."""
-        self.cache.leave(rows)
-
-    def clear(self) -> None:
-        """Forget all rows."""
-        self.cache.clear()
-
     @torch.inference_mode()
     def read(self, rows: Mapping[str, Sequence[int]]) -> Tensor | None:
         """Compute a pass, see `ContinuousEngine.read`; return `[b, V]` logits on place 0."""
