@@ -125,7 +125,8 @@ def preference_collate_fn(
     Returns:
         `input_ids` [2B, T] int64, `input_lengths` [2B] int64, `sample_mask` and `loss_multiplier`
         [2B] float32, `idx` (list of 2B), with `add_loss_mask` also `token_mask` [2B, T] float32, 1 on the
-        tokens of the last message, and where a datum has a margin `margin` [2B] float32, 0 for the others.
+        tokens of the completion's assistant turns, and where a datum has a margin `margin` [2B] float32, 0 for the
+        others.
     """
     logs = []
     multipliers = []
@@ -173,12 +174,15 @@ def add_loss_mask_to_message_log(
     Args:
         batch_message_log: The logs to mark.
         roles_to_train_on: Roles whose tokens count in the loss.
-        only_unmask_final: Only the last message of a log counts, for any role.
+        only_unmask_final: Only the last message of a log counts, for any role; if a log says which messages
+            `counts`, all of these.
     """
     for message_log in batch_message_log:
+        chosen = any(message.get("counts") for message in message_log)
         for position, message in enumerate(message_log):
             final = position == len(message_log) - 1
-            counts = final if only_unmask_final else message["role"] in roles_to_train_on
+            usual = (final and not chosen) if only_unmask_final else message["role"] in roles_to_train_on
+            counts = message.get("counts", usual)
             message["token_loss_mask"] = torch.full_like(message["token_ids"], int(counts))
 
 

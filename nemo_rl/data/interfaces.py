@@ -5,7 +5,7 @@ Invariant: a carrier declares every field with its meaning; code adds no other k
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NotRequired, Protocol, TypedDict
@@ -42,7 +42,8 @@ __all__ = [
 type Message = dict[str, Any]
 """One turn: `role` (system, user, assistant, environment, tool), `content` (a `Content`, for people),
 `token_ids` (1-D int64, the truth); assistant turns of an engine add `generation_logprobs`
-(1-D float32); training adds `token_loss_mask` (1-D int64). Engines that report the experts of tokens add
+(1-D float32); training adds `token_loss_mask` (1-D int64). `counts` (bool) says whether a turn counts in the loss,
+where its role does not decide it. Engines that report the experts of tokens add
 `routed_experts` `[t, L, k]` to every message (`data.routed_experts`)."""
 
 LLMMessageLogType = list[Message]
@@ -126,6 +127,7 @@ class TaskDataSpec:
         stop_strings: Texts that end an answer, besides those of `policy.generation`.
         text_rules: Roles whose texts are encoded as ordinary text; None means `TextRules()`.
         tools: Function schemas that every prompt offers, besides those of its row.
+        may_leave_out: Parts of a row that the chat template may leave out; None means `MAY_LEAVE_OUT`.
 
     Raises:
         DataError: A file is missing, is not UTF-8, or is not a template `str.format` accepts.
@@ -137,6 +139,7 @@ class TaskDataSpec:
     stop_strings: list[str] | None = None
     text_rules: TextRules | None = None
     tools: Sequence[Mapping[str, Any]] = ()
+    may_leave_out: Collection[str] | None = None
     prompt: str | None = field(default=None, init=False)
     system_prompt: str | None = field(default=None, init=False)
 

@@ -25,7 +25,9 @@ from nemo_rl.data.messages.conversations import (
     sft_processor,
     with_task_prompts,
 )
-from nemo_rl.data.messages.rendering import encode_text, render_chat
+from nemo_rl.data.messages.coverage import RenderedChat
+from nemo_rl.data.messages.encoding import encode_text, with_bos
+from nemo_rl.data.messages.rendering import render_chat
 from nemo_rl.data.messages.tools import tools_of
 from nemo_rl.utils.errors import DataError
 
@@ -207,6 +209,9 @@ def _prompt_datum(prompt: list[Message], info: dict[str, Any], row: dict[str, An
     if chat["tools"] is not None:
         info["tools"] = chat["tools"]
     entry = opening_entry(chat, how.tokenizer, how.max_seq_length, how.spec.rules)
+    RenderedChat(chat["messages"], chat["tools"], entry["content"], how.tokenizer).check(
+        how.spec.may_leave_out, task=how.spec.task_name
+    )
     datum = finished_datum([entry], info, row.get("task_name"), how.max_seq_length, how.idx)
     if datum["loss_multiplier"]:
         datum["chat"] = chat
@@ -240,6 +245,7 @@ def prompt_entry(
     messages, tools = control.quoted_chat(chat["messages"], rules), control.quoted_tools(chat["tools"], rules)
     variables = chat.get("template_kwargs")
     text = render_chat(messages, tokenizer, add_generation_prompt=True, tools=tools, template_kwargs=variables)
+    text = with_bos(text, tokenizer)
     return {"role": "user", "content": control.shown(text), "token_ids": encode_text(text, tokenizer, longest)}
 
 

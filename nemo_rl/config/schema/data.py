@@ -152,6 +152,15 @@ FROM_TOOLS = (
 )
 
 
+type LeftOut = Literal["messages", "reasoning", "tool_calls", "call_ids", "tools"]
+MAY_LEAVE_OUT: tuple[LeftOut, ...] = ("reasoning", "call_ids")
+LEAVE_OUT = (
+    "Parts of rows that the chat template may leave out: reasoning (also of earlier turns only), call_ids (ids of tool "
+    "calls), tool_calls, tools (their descriptions), messages (texts of roles it does not know). A row is unusable if "
+    "another part of it is absent in the rendered chat."
+)
+
+
 class DataConfig(Section):
     """Training and validation data."""
 
@@ -208,6 +217,7 @@ class DataConfig(Section):
     """Share of unusable rows above which a data set is refused."""
     control_tokens_in_rows: InRows = Field(default="report", description=IN_ROWS)
     control_tokens_from_tools: FromTools = Field(default="as_text", description=FROM_TOOLS)
+    template_may_leave_out: list[LeftOut] = Field(default=list(MAY_LEAVE_OUT), description=LEAVE_OUT)
 
     _has_user_data: bool = PrivateAttr(default=False)
 

@@ -1,7 +1,7 @@
 """Reads data sets of whole conversations, for supervised training.
 
-`response_datasets` registers them. Invariant: a usable conversation ends with an assistant message; the chat template
-gets tool calls and tool descriptions as the mappings that it expects.
+`response_datasets` registers them. Invariant: a usable conversation ends with an assistant message; tool calls have
+OpenAI's form, with arguments as the row gives them (a mapping, or JSON text that is valid).
 """
 
 import math
@@ -16,11 +16,14 @@ from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
 from nemo_rl.data.datasets.rows.readers import RowTable
 from nemo_rl.data.datasets.rows.values import kind_of, plain_text, text_of, value_of
 from nemo_rl.data.messages.content import content_text
+from nemo_rl.data.messages.loss_flags import is_excluded
+from nemo_rl.data.messages.template_form import ROLES
 from nemo_rl.data.messages.tools import parsed_json, tools_of
 from nemo_rl.utils.errors import DataError
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "environment")
 ASSISTANT = "assistant"
+_CALLS = ("tool_calls", "function_call")
+"""Keys of a message for the tools that it calls; the second is OpenAI's older one, for a single call."""
 
 
 class MessagesDataset(RawDataset):
@@ -146,6 +149,8 @@ def checked_messages(messages: Any, key: str) -> list[dict[str, Any]]:
     checked = message_list(messages, key)
     if not checked or checked[-1]["role"] != ASSISTANT:
         raise RowError("the last message is not an assistant's")
+    if all(is_excluded(message) for message in checked if message["role"] == ASSISTANT):
+        raise RowError("no assistant message counts in the loss (weight 0)")
     return checked
 
 
@@ -166,8 +171,9 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         raise RowError(f"message {number} has the unknown role {role!r}")
-    kept = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
-    listed = message.get("tool_calls") or []
+    kept = {key: value for key, value in message.items() if value is not None and key not in _CALLS}
+    old = message.get("function_call")
+    listed = message.get("tool_calls") or ([] if not old else [old])
     if not isinstance(listed, list):
         raise RowError(f"the tool calls of message {number} are {kind_of(listed)}, not a list")
     calls = [_tool_call(call, number) for call in listed]
@@ -177,7 +183,15 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     kept["content"] = message_text(kept.get("content"), number)
     if not calls and role == ASSISTANT:
         text_of(kept, "content")
+    _check_flags(kept)
     return kept
+
+
+def _check_flags(message: Mapping[str, Any]) -> None:
+    try:
+        is_excluded(message)
+    except DataError as error:
+        raise RowError(str(error)) from None
 
 
 def message_text(content: Any, number: int) -> str:
@@ -202,7 +216,13 @@ def _tool_call(call: Any, number: int) -> dict[str, Any]:
     name = function.get("name") if isinstance(function, Mapping) else None
     if function is None or not isinstance(name, str) or not name:
         raise RowError(f"message {number} has a tool call without a name")
-    arguments = function.get("arguments", {})
+    arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        arguments = parsed_json(arguments, f"the tool arguments of message {number}")
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+        parsed_json(arguments, f"the tool arguments of message {number}")
+    made = {**_without_nulls(function), "name": name, "arguments": arguments}
+    around = _without_nulls(call) if "function" in call else {key: made.pop(key) for key in ("id",) if key in made}
+    return {**around, "type": "function", "function": {key: made[key] for key in made if key != "type"}}
+
+
+def _without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: below for key, below in value.items() if below is not None}

@@ -1,7 +1,8 @@
 """Reads data sets of single answers that are labelled good or bad.
 
 Pairs of `preference_datasets` work too: the preferred answer of a pair is desirable, the other one undesirable.
-Invariant: a formatted row has `feedback`: `context` and `completion` (messages) and `desirable`.
+Invariant: a formatted row has `feedback`: `context` and `completion` (messages) and `desirable`; `tools`, if the row
+has any.
 """
 
 from typing import Any
@@ -11,8 +12,10 @@ import numpy as np
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import RowError
 from nemo_rl.data.datasets.arithmetic.problems import TRAIN
+from nemo_rl.data.datasets.conversation_datasets import ASSISTANT
 from nemo_rl.data.datasets.hub import HubSource, load_table
 from nemo_rl.data.datasets.preference_datasets import (
+    after_prompt,
     answer_messages,
     load_preference_dataset,
     prompt_messages,
@@ -21,6 +24,7 @@ from nemo_rl.data.datasets.preference_datasets import (
 from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row, RowView
 from nemo_rl.data.datasets.registry import DatasetKind
 from nemo_rl.data.datasets.rows.values import kind_of, value_of
+from nemo_rl.data.messages.tools import tools_of
 
 KEY = "feedback"
 BINARY_FEEDBACK = "BinaryFeedbackDataset"
@@ -44,7 +48,9 @@ class BinaryFeedbackDataset(RawDataset):
         table = load_table(config, role, HubSource(None))
         self._keys = (config.prompt_key or "prompt", config.output_key or "completion", config.label_key or "label")
         self._needs_prompt = config.prompt_key is not None
-        self.take_rows(table, FormattedRows(table, self._keys, self._feedback, config.env_name, key=KEY))
+        self._tool_key = config.tool_key or "tools"
+        columns = [*self._keys, self._tool_key]
+        self.take_rows(table, FormattedRows(table, columns, self._feedback, config.env_name, key=KEY))
 
     def _feedback(self, row: Row) -> dict[str, Any]:
         prompt_key, answer_key, label_key = self._keys
@@ -54,12 +60,17 @@ class BinaryFeedbackDataset(RawDataset):
         if self._needs_prompt or prompt_key in row:
             context = prompt_messages(value_of(row, prompt_key), prompt_key)
             completion = answer_messages(row, answer_key)
+            if completion[0]["role"] != ASSISTANT:
+                prompt_end = after_prompt(context, completion)
+                context, completion = completion[:prompt_end], completion[prompt_end:]
         else:
             messages = whole_conversation(value_of(row, answer_key), answer_key)
             context, completion = messages[:-1], messages[-1:]
             if not context:
                 raise RowError(f"{answer_key!r} has no prompt")
-        return {"context": context, "completion": completion, "desirable": bool(label)}
+        feedback = {"context": context, "completion": completion, "desirable": bool(label)}
+        tools = tools_of(row, self._tool_key)
+        return feedback if tools is None else {**feedback, "tools": tools}
 
 
 class AnswersOfPairs(RowView):
@@ -74,7 +85,8 @@ class AnswersOfPairs(RowView):
         ranked = sorted(pair["completions"], key=lambda completion: completion["rank"])
         desirable = position % 2 == 0
         completion = ranked[0 if desirable else -1]["completion"]
-        feedback = {"context": pair["context"], "completion": completion, "desirable": desirable}
+        tools = {"tools": pair["tools"]} if "tools" in pair else {}
+        feedback = {"context": pair["context"], "completion": completion, "desirable": desirable, **tools}
         return {KEY: feedback, "task_name": row["task_name"]}
 
 

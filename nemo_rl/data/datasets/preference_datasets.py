@@ -1,7 +1,7 @@
 """Reads data sets of preferred and rejected answers, by name.
 
 Invariant: a formatted row has `pair`: `context` (messages) and two `completions`, each with `rank` and `completion`
-(messages); the lower rank is preferred. A pair of equal answers is refused.
+(messages); the lower rank is preferred; `tools`, if the row has any. A pair of equal answers is refused.
 """
 
 import math
@@ -19,12 +19,14 @@ from nemo_rl.data.datasets.hub import HubSource, load_table
 from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
 from nemo_rl.data.datasets.registry import DatasetFactory, DatasetKind
 from nemo_rl.data.datasets.rows.values import kind_of, text_of, value_of
+from nemo_rl.data.messages.tools import tools_of
 
 Pair = dict[str, Any]
 Messages = list[dict[str, Any]]
 
 _TURNS = re.compile(r"\n\n(Human|Assistant):")
 _PREFERENCE = "overall_preference"
+SAME = "chosen and rejected are the same"
 _SPEAKERS = {"Human": "user", "Assistant": ASSISTANT}
 
 
@@ -42,9 +44,10 @@ class PairDataset(RawDataset):
 
     def __init__(self, config: DatasetConfig, role: str = TRAIN, source: HubSource | None = None) -> None:
         self.config = config
+        self.tool_key = config.tool_key or "tools"
         table = load_table(config, role, source or HubSource(None))
-        margin_columns = [config.margin_key] if config.margin_key else []
-        rows = FormattedRows(table, [*self.columns(), *margin_columns], self._pair_with_margin, config.env_name, "pair")
+        more = [key for key in (config.margin_key, self.tool_key) if key]
+        rows = FormattedRows(table, [*self.columns(), *more], self._whole_pair, config.env_name, "pair")
         self.take_rows(table, rows)
 
     def columns(self) -> list[str]:
@@ -72,8 +75,10 @@ class PairDataset(RawDataset):
             raise RowError(f"{key!r} is {value}, not a finite number from 0 up")
         return float(value)
 
-    def _pair_with_margin(self, row: Row) -> Pair:
+    def _whole_pair(self, row: Row) -> Pair:
         pair = self.to_pair(row)
+        if (tools := tools_of(row, self.tool_key)) is not None:
+            pair["tools"] = tools
         if self.config.margin_key:
             pair["margin"] = self.margin_of(row, self.config.margin_key)
         return pair
@@ -110,19 +115,12 @@ class BinaryPreferenceDataset(PairDataset):
         """Make a pair from prompt and answers, or from two conversations with the same beginning."""
         prompt_key = self.config.prompt_key or "prompt"
         chosen, rejected = (value_of(row, key) for key in self._answer_keys())
-        if self._reads_prompt(row, prompt_key, chosen):
+        keys = self._answer_keys()
+        if prompt_key in row or self.config.prompt_key is not None:
             context = prompt_messages(value_of(row, prompt_key), prompt_key)
-            return make_pair(context, *(answer_messages(row, key) for key in self._answer_keys()))
-        best, worst = (
-            whole_conversation(value, key) for value, key in zip((chosen, rejected), self._answer_keys(), strict=True)
-        )
+            return pair_after(context, *(answer_messages(row, key) for key in keys))
+        best, worst = (whole_conversation(value, key) for value, key in zip((chosen, rejected), keys, strict=True))
         return _split_shared(best, worst)
-
-    def _reads_prompt(self, row: Row, prompt_key: str, chosen: Any) -> bool:
-        if self.config.prompt_key is not None:
-            return True
-        whole = isinstance(chosen, list) and len(chosen) > 1
-        return prompt_key in row and not whole
 
     def _answer_keys(self) -> tuple[str, str]:
         return self.config.chosen_key or "chosen", self.config.rejected_key or "rejected"
@@ -144,7 +142,7 @@ class HelpSteer3Dataset(PairDataset):
         if not _is_number(preference) or preference == 0:
             raise RowError("'overall_preference' prefers neither response")
         keys = ("response1", "response2") if preference < 0 else ("response2", "response1")
-        return make_pair(
+        return pair_after(
             prompt_messages(value_of(row, "context"), "context"), *(answer_messages(row, key) for key in keys)
         )
 
@@ -168,8 +166,7 @@ def ranked_pair(row: Row) -> Pair:
     if len(ranked) < 2 or ranked[0]["rank"] == ranked[-1]["rank"]:
         raise RowError("'completions' has no two ranks to compare")
     context = prompt_messages(value_of(row, "context"), "context")
-    best, worst = (checked_messages(c.get("completion"), "completion") for c in (ranked[0], ranked[-1]))
-    return make_pair(context, best, worst)
+    return pair_after(context, *(checked_messages(c.get("completion"), "completion") for c in (ranked[0], ranked[-1])))
 
 
 def _is_number(value: Any) -> bool:
@@ -183,7 +180,7 @@ def make_pair(context: Messages, chosen: Messages, rejected: Messages) -> Pair:
         RowError: The two answers are the same.
     """
     if chosen == rejected:
-        raise RowError("chosen and rejected are the same")
+        raise RowError(SAME)
     return {
         "context": context,
         "completions": [{"rank": 0, "completion": chosen}, {"rank": 1, "completion": rejected}],
@@ -215,12 +212,18 @@ def whole_conversation(value: Any, key: str) -> Messages:
 
 
 def _split_shared(chosen: Messages, rejected: Messages) -> Pair:
-    """Split two whole conversations into their shared beginning and the last message of each."""
-    if chosen[:-1] != rejected[:-1]:
-        raise RowError("chosen and rejected differ before their last message")
-    if len(chosen) < 2:
+    """Split two whole conversations into their shared beginning and the messages from the first other answer on."""
+    pairs = zip(chosen, rejected, strict=False)
+    shared = next((number for number, (one, other) in enumerate(pairs) if one != other), None)
+    if shared is None:
+        if len(chosen) == len(rejected):
+            raise RowError(SAME)
+        raise RowError("one of chosen and rejected is the beginning of the other")
+    if any(messages[shared]["role"] != ASSISTANT for messages in (chosen, rejected)):
+        raise RowError("chosen and rejected differ before their first assistant message that differs")
+    if not shared:
         raise RowError("chosen and rejected have no prompt")
-    return make_pair(chosen[:-1], chosen[-1:], rejected[-1:])
+    return make_pair(chosen[:shared], chosen[shared:], rejected[shared:])
 
 
 def prompt_messages(value: Any, key: str) -> Messages:
@@ -234,6 +237,32 @@ def prompt_messages(value: Any, key: str) -> Messages:
     if not isinstance(value, list):
         raise RowError(f"{key!r} is {kind_of(value)}, neither text nor a list of messages")
     return message_list(value, key)
+
+
+def pair_after(context: Messages, chosen: Messages, rejected: Messages) -> Pair:
+    """Make a pair of two answers to a prompt, or of two conversations that repeat it.
+
+    Raises:
+        RowError: The answers are the same, or an answer begins with another prompt.
+    """
+    if all(messages[0]["role"] == ASSISTANT for messages in (chosen, rejected)):
+        return make_pair(context, chosen, rejected)
+    for messages in (chosen, rejected):
+        after_prompt(context, messages)
+    return _split_shared(chosen, rejected)
+
+
+def after_prompt(context: Messages, messages: Messages) -> int:
+    """Return the number of messages of a conversation that repeat a prompt, with others before it.
+
+    Raises:
+        RowError: The prompt is not followed by an assistant message in the conversation.
+    """
+    said, asked = ([(message["role"], message["content"]) for message in each] for each in (messages, context))
+    for end in range(len(asked), len(said)):
+        if said[end - len(asked) : end] == asked and said[end][0] == ASSISTANT:
+            return end
+    raise RowError(f"an answer begins with a message of the role {said[0][0]!r} and does not repeat the prompt")
 
 
 def answer_messages(row: Row, key: str) -> Messages:

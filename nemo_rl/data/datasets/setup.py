@@ -174,7 +174,15 @@ def _setup(tokenizer: TokenizerType, data_config: DataConfig, parts: list[_Part]
     entries, rules = _entries(data_config), text_rules(data_config)
     control = control_tokens_of(tokenizer)
     specs = [
-        TaskDataSpec(entry.env_name, entry.prompt_file, entry.system_prompt_file, part.stop_strings, rules, part.tools)
+        TaskDataSpec(
+            entry.env_name,
+            entry.prompt_file,
+            entry.system_prompt_file,
+            part.stop_strings,
+            rules,
+            part.tools,
+            data_config.template_may_leave_out,
+        )
         for (entry, _), part in zip(entries, parts, strict=True)
     ]
     for (entry, role), part, spec in zip(entries, parts, specs, strict=True):

@@ -74,6 +74,10 @@ class ControlTokens:
         found = self._find[self.written if of_tools else self.special].search(text)
         return None if found is None else found[0]
 
+    def special_in(self, text: str) -> list[tuple[int, str]]:
+        """Return the place and the text of each special token in a text, in order."""
+        return [(found.start(), found[0]) for found in self._find[self.special].finditer(text)]
+
     def quoted(self, message: Message, *, of_tools: bool) -> Message:
         """Return the message with each control token of its texts replaced by a mark.
 

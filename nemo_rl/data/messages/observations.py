@@ -16,7 +16,8 @@ import torch
 from nemo_rl.data.interfaces import Chat, LLMMessageLogType, Message, TokenizerType
 from nemo_rl.data.messages.content import TextRules, content_text
 from nemo_rl.data.messages.control_tokens import control_tokens_of
-from nemo_rl.data.messages.rendering import encode_text, render_chat
+from nemo_rl.data.messages.encoding import encode_continuation, encode_text
+from nemo_rl.data.messages.rendering import render_chat
 from nemo_rl.data.processors import prompt_entry
 from nemo_rl.utils.errors import DataError
 
@@ -25,17 +26,14 @@ _ANSWER = "ANSWER"
 _SAID = "OBSERVATION"
 _LONGEST_OPENING = 256
 """Most tokens of an assistant turn's header plus the words with which a prompt may begin the turn."""
-_TEMPLATE_ROLES = {"environment": "user"}
-"""Roles that chat templates do not know, and the role under which their messages are rendered."""
 
 
 def template_message(observation: Mapping[str, Any]) -> Message:
-    """Convert an observation to a message for the chat template: a known role, and text.
+    """Convert an observation to a message with text as content.
 
     Raises:
         DataError: a part is not text, or not valid Unicode.
     """
-    role = str(observation.get("role"))
     text = content_text(observation.get("content"), "the content of an observation")
     try:
         text.encode("utf-8")
@@ -44,7 +42,7 @@ def template_message(observation: Mapping[str, Any]) -> Message:
             "the content of an observation is not valid Unicode (lone surrogate). Decode the output of programs with "
             'errors="replace"'
         ) from error
-    return {**observation, "role": _TEMPLATE_ROLES.get(role, role), "content": text}
+    return {**observation, "role": str(observation.get("role")), "content": text}
 
 
 def messages_of(observation: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -85,8 +83,8 @@ class ObservationRenderer:
         they are the bare text.
 
         Args:
-            observation: `role` and `content`; "environment" is rendered as "user". An observation of several messages
-                has them in `messages`.
+            observation: `role` (see `template_form`) and `content`. An observation of several messages has them in
+                `messages`.
             message_log: the conversation, whose last message was sampled.
             prompt_length: tokens before the first response.
             longest: see `encode_text`.
@@ -97,7 +95,7 @@ class ObservationRenderer:
         messages = [self.message(each) for each in messages_of(observation)]
         prompt_ids = torch.cat([turn["token_ids"] for turn in message_log])[:prompt_length]
         if not self._is_chat(prompt_ids[-_LONGEST_OPENING:]):
-            return encode_text("\n".join(message["content"] for message in messages), self._tokenizer, longest)
+            return encode_continuation("\n".join(message["content"] for message in messages), self._tokenizer, longest)
         return self._continuation(
             self._added(*messages), self._head(messages[0]["role"]), message_log[-1]["token_ids"].tolist(), longest
         )
@@ -171,7 +169,7 @@ class ObservationRenderer:
             shared = _overlap(written, head_ids.tolist())
             if shared and ids[:shared].equal(head_ids[:shared]):
                 return ids[shared:]
-        return encode_text(added, self._tokenizer, longest)
+        return encode_continuation(added, self._tokenizer, longest)
 
 
 def _overlap(written: Sequence[int], head: Sequence[int]) -> int:

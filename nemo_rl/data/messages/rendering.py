@@ -1,23 +1,17 @@
-"""Renders chats to text and encodes text to token ids; all prompts become tokens here.
+"""Renders chats to text with the tokenizer's chat template; all chats become text here.
 
 Invariant: special tokens come from the chat template, so none is doubled; they come from texts only where they are not
-quoted (`control_tokens`).
+quoted (`control_tokens`). A template gets each message in the form that it can write (`template_form`).
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
-import torch
 
 from nemo_rl.data.interfaces import Message, TokenizerType
-from nemo_rl.data.messages.content import with_texts
-from nemo_rl.data.messages.control_tokens import control_tokens_of, is_marked
+from nemo_rl.data.messages.template_form import for_template
 from nemo_rl.utils.errors import DataError
-
-_CHARACTERS_PER_TOKEN = 8
-_CUT_MARGIN = 512
-"""A number of bytes above the length of the longest token of any vocabulary."""
 
 
 def render_chat(
@@ -50,7 +44,7 @@ def render_chat(
     optional: dict[str, Any] = ({} if tools is None else {"tools": tools}) | dict(template_kwargs or {})
     try:
         rendered = tokenizer.apply_chat_template(
-            with_texts(messages),
+            for_template(messages, tokenizer),
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             **optional,
@@ -62,31 +56,3 @@ def render_chat(
             f"with the roles [{roles}]: {error}"
         ) from error
     return str(rendered)
-
-
-def encode_text(text: str, tokenizer: TokenizerType, longest: int | None = None) -> torch.Tensor:
-    """Encode rendered text to token ids [T] int64; add no special tokens.
-
-    Args:
-        text: Rendered text, with or without marks of `control_tokens`.
-        tokenizer: The tokenizer.
-        longest: Most tokens that the caller can use. Of a longer text only a prefix with more tokens than this may be
-            encoded, because megabytes of text would take seconds and gigabytes of memory; None encodes all of it.
-    """
-    if longest is not None:
-        # Cutting a token in the middle adds fewer tokens than the margin. If the prefix exceeds `longest` by more than
-        # the margin, the whole text is too long as well.
-        end = _CHARACTERS_PER_TOKEN * (longest + _CUT_MARGIN)
-        while end < len(text):
-            beginning = _encode(text[:end], tokenizer)
-            if len(beginning) > longest + _CUT_MARGIN:
-                return beginning
-            end *= _CHARACTERS_PER_TOKEN
-    return _encode(text, tokenizer)
-
-
-def _encode(text: str, tokenizer: TokenizerType) -> torch.Tensor:
-    if is_marked(text):
-        return torch.tensor(control_tokens_of(tokenizer).encode(text), dtype=torch.int64)
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return torch.tensor(ids, dtype=torch.int64)

@@ -18,6 +18,7 @@ from typing import Any
 
 from nemo_rl.data.interfaces import Message
 from nemo_rl.data.messages.content import content_text
+from nemo_rl.data.messages.template_form import arguments_value
 from nemo_rl.experience.agents.calls import CallRequest
 from nemo_rl.experience.trajectory import Ending
 from nemo_rl.models.generation.interfaces import ServedBy, VersionSpan
@@ -184,32 +185,10 @@ def _identity(message: Message) -> list[Any]:
     if message["role"] == "assistant":
         text = text.strip()
     calls = [
-        [call.get("id"), call["function"]["name"], _value(call["function"].get("arguments"))]
+        [call.get("id"), call["function"]["name"], arguments_value(call["function"].get("arguments"))]
         for call in message.get("tool_calls") or ()
     ]
     return [message["role"], text, calls, message.get("tool_call_id"), message.get("name")]
-
-
-def _value(arguments: Any) -> Any:
-    """Return the arguments of a call as a value; text that is no JSON stays text."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-
-
-def parsed_calls(message: Message) -> Message:
-    """Return a message whose tool calls have arguments as values, which chat templates expect."""
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    parsed = [
-        {**call, "function": {**call["function"], "arguments": _value(call["function"].get("arguments"))}}
-        for call in calls
-    ]
-    return {**message, "tool_calls": parsed}
 
 
 def _json(value: Any) -> str:

@@ -11,10 +11,11 @@ import torch
 
 from nemo_rl.data.interfaces import Chat, Message, TokenizerType
 from nemo_rl.data.messages.content import TextRules
+from nemo_rl.data.messages.encoding import encode_continuation, encode_text
 from nemo_rl.data.messages.observations import ObservationRenderer
-from nemo_rl.data.messages.rendering import encode_text, render_chat
+from nemo_rl.data.messages.rendering import render_chat
 from nemo_rl.data.processors import prompt_entry
-from nemo_rl.experience.agents.call_tree import Call, CallTree, parsed_calls
+from nemo_rl.experience.agents.call_tree import Call, CallTree
 from nemo_rl.experience.agents.calls import CallRequest
 from nemo_rl.utils.errors import DataError
 
@@ -76,7 +77,7 @@ class PromptRenderer:
             return Prompt(cut, {"role": "assistant", "content": "", "token_ids": torch.empty(0, dtype=torch.int64)})
         *messages, beginning = request.messages
         prompt = self._chat(replace(request, messages=messages), tree)
-        ids = encode_text(str(beginning.get("content") or ""), self.tokenizer, self.longest)
+        ids = encode_continuation(str(beginning.get("content") or ""), self.tokenizer, self.longest)
         added = {**prompt.added, "token_ids": torch.cat([prompt.added["token_ids"], ids])}
         return Prompt(prompt.parent, added, ids.numel())
 
@@ -90,7 +91,8 @@ class PromptRenderer:
         parent, text = (None, "") if known is None else known
         if isinstance(prompt, str):
             rest = prompt.removeprefix(text)
-            ids = encode_text(rest, self.tokenizer, self.longest)
+            encode = encode_text if parent is None else encode_continuation
+            ids = encode(rest, self.tokenizer, self.longest)
             return Prompt(parent, {"role": "user", "content": rest, "token_ids": ids})
         unknown = [token for token in prompt if not 0 <= token < len(self.tokenizer)]
         if unknown:
@@ -149,8 +151,8 @@ class PromptRenderer:
 
 
 def _for_template(messages: Sequence[Message]) -> list[Message]:
-    """Return messages as chat templates expect them: with a text, and with the arguments of calls as values."""
-    return [{**message, "content": message.get("content") or ""} for message in map(parsed_calls, messages)]
+    """Return messages that all have a content, which chat templates expect."""
+    return [{**message, "content": message.get("content") or ""} for message in messages]
 
 
 def _tools(request: CallRequest) -> list[dict[str, object]] | None:

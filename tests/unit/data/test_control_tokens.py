@@ -15,7 +15,7 @@ from nemo_rl.data.interfaces import Chat, TaskDataSpec
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.data.messages.control_tokens import control_tokens_of, is_marked
 from nemo_rl.data.messages.observations import ObservationRenderer
-from nemo_rl.data.messages.rendering import encode_text
+from nemo_rl.data.messages.encoding import encode_text
 from nemo_rl.data.processors import prompt_entry, sft_processor
 from nemo_rl.data.tokenizer import PASSTHROUGH_TEMPLATE
 from nemo_rl.utils.errors import DataError

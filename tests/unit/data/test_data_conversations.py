@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from nemo_rl.data.collate_fn import sft_collate_fn
 from nemo_rl.data.interfaces import TaskDataSpec
-from nemo_rl.data.messages.conversations import closing_token
+from nemo_rl.data.messages.spans import closing_token
 from nemo_rl.data.processors import sft_processor
 from nemo_rl.utils.errors import DataError
 

@@ -214,7 +214,7 @@ def test_rows_with_tools_in_openai_format_are_read(tmp_path, qwen3):
     made = raw.dataset[0]
     assert made["tools"] == tools
     assert made["messages"][0] == say("system", "Be brief.")
-    assert made["messages"][2]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+    assert made["messages"][2]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
     data = setup_sft_data(qwen3, config(train={"dataset_name": "openai_format", "data_path": path, **keys}))
     log = data.train[0]["message_log"]
     assert log[-1]["content"].endswith('{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>')

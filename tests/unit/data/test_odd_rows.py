@@ -24,7 +24,7 @@ from nemo_rl.data.datasets.response_datasets import load_response_dataset
 from nemo_rl.data.datasets.rows.readers import read_file
 from nemo_rl.data.datasets.setup import setup_feedback_data, setup_preference_data, setup_sft_data
 from nemo_rl.data.loader import build_loader
-from nemo_rl.data.messages.rendering import encode_text
+from nemo_rl.data.messages.encoding import encode_text
 from nemo_rl.data.tokenizer import PASSTHROUGH_TEMPLATE
 from nemo_rl.evals.prompts import EvalPrompts
 from nemo_rl.utils.errors import DataError

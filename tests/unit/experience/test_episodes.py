@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from nemo_rl.algorithms.rollout.batches import build_training_batch
 from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.data.interfaces import TaskDataSpec
-from nemo_rl.data.messages.rendering import encode_text
+from nemo_rl.data.messages.encoding import encode_text
 from nemo_rl.data.processors import math_hf_data_processor
 from nemo_rl.environments.interfaces import EpisodeStart
 from nemo_rl.experience import closings

@@ -10,6 +10,7 @@ from typing import Any
 from nemo_rl.config.schema.model.endpoint import ModelEndpointConfig
 from nemo_rl.data.interfaces import Message
 from nemo_rl.data.messages.observations import template_message
+from nemo_rl.data.messages.template_form import known_role
 from nemo_rl.models.generation.interfaces import GenerationRequest, Grammar, SamplingParams
 from nemo_rl.models.generation.remote.chats import ChatInput
 
@@ -97,6 +98,7 @@ def wire_messages(messages: Sequence[Message]) -> Iterator[Message]:
     for number, message in enumerate(messages):
         known = template_message({**message, "content": message.get("content") or ""})
         known = {name: known[name] for name in _KEPT if known.get(name) is not None}
+        known["role"] = known_role(known["role"])
         if known.get("tool_calls"):
             known["tool_calls"] = [_call(call, f"call_{number}_{n}") for n, call in enumerate(known["tool_calls"])]
             open_ids = [call["id"] for call in known["tool_calls"]]

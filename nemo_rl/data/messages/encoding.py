@@ -1,0 +1,222 @@
+"""Encodes rendered text to token ids: whole prompts, conversations in spans, and texts that continue others.
+
+Invariant: no token crosses the place where a model begins or stops to sample. The tokens before it are those of the
+prompt that an engine gets; the tokens after it continue them, so a tokenizer that puts a word mark before each text
+(SentencePiece) adds none there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from nemo_rl.data.interfaces import TokenizerType
+from nemo_rl.data.messages.control_tokens import control_tokens_of, is_marked
+
+_CHARACTERS_PER_TOKEN = 8
+_CUT_MARGIN = 512
+"""A number of bytes above the length of the longest token of any vocabulary."""
+
+_WORD_MARKS = ("\u2581", "\u0120")
+"""How vocabularies of SentencePiece and of bytes write the space before a word."""
+_ANCHORS = ("\n", "0", ":", "a", " ")
+"""Texts before a continuation; one of them ends a token in any tokenizer, whatever follows."""
+
+type Ids = list[int]
+
+
+def encode_text(text: str, tokenizer: TokenizerType, longest: int | None = None) -> torch.Tensor:
+    """Encode rendered text to token ids [T] int64; add no special tokens.
+
+    Args:
+        text: Rendered text, with or without marks of `control_tokens`.
+        tokenizer: The tokenizer.
+        longest: Most tokens that the caller can use. Of a longer text only a prefix with more tokens than this may be
+            encoded, because megabytes of text would take seconds and gigabytes of memory; None encodes all of it.
+    """
+    return torch.tensor(_encode_beginning(text, tokenizer, longest), dtype=torch.int64)
+
+
+def encode_continuation(text: str, tokenizer: TokenizerType, longest: int | None = None) -> torch.Tensor:
+    """Encode text that follows other tokens to token ids [T] int64; arguments as `encode_text`."""
+    return torch.tensor(_continuation(text, tokenizer, longest), dtype=torch.int64)
+
+
+def encode_spans(
+    text: str, ends: Sequence[int], sampled: Sequence[bool], tokenizer: TokenizerType, longest: int | None = None
+) -> list[torch.Tensor]:
+    """Encode a conversation to the token ids of each of its spans.
+
+    The text is encoded as a whole and cut. If a token crosses an end of a sampled span, or the prompt before it has
+    other tokens when encoded alone, the text is encoded up to there and continued from there.
+
+    Args:
+        text: The rendered conversation.
+        ends: End of each span in characters, in order; the last is the end of the text.
+        sampled: For each span, whether a model samples it.
+        tokenizer: The tokenizer.
+        longest: As `encode_text`; of a longer text the last spans may get no tokens.
+
+    Returns:
+        One tensor [T] int64 for each span.
+    """
+    beginning = _encode_beginning(text, tokenizer, longest)
+    if longest is not None and len(text) > _limit(longest) and len(beginning) > longest + _CUT_MARGIN:
+        return _unequal_parts(beginning, len(ends))
+    next_sampled = [*sampled[1:], False]
+    hard = {end for end, *either in zip(ends, sampled, next_sampled, strict=True) if any(either)} | {len(text)}
+    cutter = _Cutter(text, beginning, tokenizer)
+    blocks = [(start, end, cutter.block(start, end)) for start, end in pairwise(sorted(hard | {0}))]
+    return [torch.tensor(ids, dtype=torch.int64) for ids in _divide(text, ends, blocks, tokenizer)]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A place in the text and in the tokens of the whole text.
+
+    Attributes:
+        index: number of tokens before the place.
+        ids: None if the place is between two tokens of the whole text, and these are those of a prompt that ends here;
+            else the tokens of the text from token `index` to the place.
+    """
+
+    index: int
+    ids: Ids | None = None
+
+
+class _Cutter:
+    """Cuts the tokens of a text at places between spans.
+
+    Args:
+        text: the whole text.
+        ids: its tokens.
+        tokenizer: the tokenizer.
+    """
+
+    def __init__(self, text: str, ids: Ids, tokenizer: TokenizerType) -> None:
+        self._text, self._ids, self._tokenizer = text, ids, tokenizer
+        self._fixed = _places_of_special(text, ids, tokenizer)
+
+    def block(self, start: int, end: int) -> Ids:
+        """Return the tokens between two places at which no token may cross."""
+        first, last = self._cut(start), self._cut(end)
+        if first.ids is not None:
+            return _continuation(self._text[start:end], self._tokenizer)
+        if last.ids is None:
+            return self._ids[first.index : last.index]
+        if last.index >= first.index:
+            return self._ids[first.index : last.index] + last.ids
+        return last.ids[first.index - last.index :]
+
+    def _cut(self, place: int) -> _Cut:
+        if place == 0:
+            return _Cut(0)
+        if place == len(self._text):
+            return _Cut(len(self._ids))
+        begin, index = next(((at, index) for at, index in reversed(self._fixed) if at < place), (0, 0))
+        ids = _encode(self._text[begin:place], self._tokenizer)
+        if self._ids[index : index + len(ids)] == ids:
+            return _Cut(index + len(ids))
+        return _Cut(index, ids)
+
+
+def _places_of_special(text: str, ids: Ids, tokenizer: TokenizerType) -> list[tuple[int, int]]:
+    """Return the place in the text and among the tokens of each special token, which no other token joins.
+
+    Nothing is returned if text and tokens do not agree, as with a tokenizer that normalizes special tokens.
+    """
+    control = control_tokens_of(tokenizer)
+    numbers = {token: tokenizer.convert_tokens_to_ids(token) for token in control.special}
+    unknown = tokenizer.unk_token_id
+    in_text = [(place, token) for place, token in control.special_in(text) if numbers[token] != unknown]
+    known = set(numbers.values()) - {unknown}
+    in_ids = [index for index, token in enumerate(ids) if token in known]
+    if [numbers[token] for _, token in in_text] != [ids[index] for index in in_ids]:
+        return []
+    return [(place, index) for (place, _), index in zip(in_text, in_ids, strict=True)]
+
+
+def _divide(
+    text: str, ends: Sequence[int], blocks: Sequence[tuple[int, int, Ids]], tokenizer: TokenizerType
+) -> list[Ids]:
+    """Divide the tokens of blocks among the spans in them; a token that crosses the end of a span is of the next."""
+    parts: list[Ids] = []
+    for start, end, ids in blocks:
+        inside = [place for place in ends[len(parts) :] if place <= end]
+        used = 0
+        for place in inside[:-1]:
+            alone = _encode(text[start:place], tokenizer) if not start else _continuation(text[start:place], tokenizer)
+            shared = max(used, _num_shared(alone, ids))
+            parts.append(ids[used:shared])
+            used = shared
+        parts.append(ids[used:])
+    return parts + [[] for _ in ends[len(parts) :]]
+
+
+def _num_shared(left: Ids, right: Ids) -> int:
+    """Return the number of tokens with which both begin."""
+    pairs = zip(left, right, strict=False)
+    return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(left), len(right)))
+
+
+def _unequal_parts(ids: Ids, count: int) -> list[torch.Tensor]:
+    """Return the tokens of a conversation that is too long, all in the first span."""
+    return [torch.tensor(ids if part == 0 else [], dtype=torch.int64) for part in range(count)]
+
+
+def _continuation(text: str, tokenizer: TokenizerType, longest: int | None = None) -> Ids:
+    """Return the tokens of a text that follows other text, without the word mark of a text that begins."""
+    alone = _encode_beginning(text, tokenizer, longest)
+    if not alone or not _has_word_mark(alone[0], text, tokenizer):
+        return alone
+    for anchor in _ANCHORS:
+        before = _encode(anchor, tokenizer)
+        ids = _encode_beginning(anchor + text, tokenizer, longest)
+        rest = ids[len(before) :]
+        if ids[: len(before)] == before and rest and not _has_word_mark(rest[0], text, tokenizer):
+            return rest
+    return alone
+
+
+def _has_word_mark(token: int, text: str, tokenizer: TokenizerType) -> bool:
+    """Return whether the first token of a text begins with a word mark for which the text has no space."""
+    name = str(tokenizer.convert_ids_to_tokens(token))
+    return name.startswith(_WORD_MARKS) and not text.startswith((" ", _WORD_MARKS[0]))
+
+
+def _limit(longest: int) -> int:
+    """Return the number of characters above which only the beginning of a text is encoded."""
+    return _CHARACTERS_PER_TOKEN * (longest + _CUT_MARGIN)
+
+
+def _encode_beginning(text: str, tokenizer: TokenizerType, longest: int | None) -> Ids:
+    if longest is not None:
+        # Cutting a token in the middle adds fewer tokens than the margin. If the prefix exceeds `longest` by more than
+        # the margin, the whole text is too long as well.
+        end = _limit(longest)
+        while end < len(text):
+            beginning = _encode(text[:end], tokenizer)
+            if len(beginning) > longest + _CUT_MARGIN:
+                return beginning
+            end *= _CHARACTERS_PER_TOKEN
+    return _encode(text, tokenizer)
+
+
+def _encode(text: str, tokenizer: TokenizerType) -> Ids:
+    if is_marked(text):
+        return control_tokens_of(tokenizer).encode(text)
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def begins_with_bos(tokenizer: TokenizerType) -> bool:
+    """Return whether the tokenizer itself begins each text with its beginning-of-sequence token."""
+    if tokenizer.bos_token is None:
+        return False
+    return list(tokenizer("a", verbose=False)["input_ids"])[:1] == [tokenizer.bos_token_id]
+
+
+def with_bos(text: str, tokenizer: TokenizerType) -> str:
+    """Return a rendered chat with the beginning-of-sequence token, if the tokenizer adds it and the text lacks it."""
+    bos = tokenizer.bos_token
+    return text if bos is None or text.startswith(bos) or not begins_with_bos(tokenizer) else bos + text

@@ -1,0 +1,222 @@
+"""Finds the span of each message in a rendered chat.
+
+Invariant: the spans cover the rendered chat without gap or overlap, and the span of an assistant turn is exactly the
+text that a model would have to sample: from the end of the generation prompt to the token that ends the turn. Where the
+next turn's header is what ends it, that control token is the last of the span.
+
+Spans are found by two methods, tried in order:
+
+1. Prefixes. The chat up to a message, rendered alone, is the beginning of the whole chat. This is exact.
+2. Markers, for templates that render a turn differently once later ones follow (Qwen3 leaves `<think>` out
+   of earlier turns). The text that opens an assistant turn and the token that closes it are searched in the
+   rendered chat; if their number or their content does not fit the messages, the chat is refused.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from transformers import GenerationConfig
+
+from nemo_rl.data.interfaces import Message, TokenizerType
+from nemo_rl.data.messages.control_tokens import control_tokens_of
+from nemo_rl.data.messages.rendering import render_chat
+from nemo_rl.utils.errors import DataError
+
+ASSISTANT = "assistant"
+_PROBES = ("A", "7")
+"""Answers that share no beginning."""
+_FOLLOWING = {"role": "user", "content": "QUESTION"}
+
+
+@dataclass(frozen=True)
+class ChatRenderer:
+    """Renders the beginnings of one conversation.
+
+    Attributes:
+        messages: the whole conversation.
+        tokenizer: tokenizer whose chat template is used.
+        tools: tool descriptions, or None.
+    """
+
+    messages: Sequence[Message]
+    tokenizer: TokenizerType
+    tools: list[dict[str, Any]] | None = None
+
+    def text(self, count: int, *, opened: bool = False) -> str:
+        """Render the first `count` messages; `opened` adds the header of an assistant turn."""
+        if count == 0 and not opened:
+            return ""
+        return self._render(self.messages[:count], opened)
+
+    def shared_beginning(self, position: int, following: Sequence[Message]) -> str:
+        """Render up to the place where the answer of turn `position` begins, whatever it is.
+
+        Args:
+            position: number of an assistant turn.
+            following: messages after it, which may change how templates write its header.
+
+        Raises:
+            DataError: the template refuses a plain answer here.
+        """
+        chats = [[*self.messages[:position], {"role": ASSISTANT, "content": probe}, *following] for probe in _PROBES]
+        return os.path.commonprefix([self._render(chat) for chat in chats])
+
+    def _render(self, messages: Sequence[Message], opened: bool = False) -> str:
+        return render_chat(messages, self.tokenizer, add_generation_prompt=opened, tools=self.tools)
+
+
+def message_ends(chat: ChatRenderer, full_text: str, *, header_is_prompt: bool) -> list[int]:
+    """Return the end of each message's text in `full_text`; a message begins where the one before it ends.
+
+    The header of an assistant turn belongs to the message before it if `header_is_prompt`. White space
+    after the token that closes an assistant turn belongs to the next message: no model samples it.
+
+    Args:
+        chat: the conversation.
+        full_text: `chat` rendered as a whole.
+        header_is_prompt: whether headers are left out of assistant turns.
+
+    Raises:
+        DataError: the template rewrites earlier turns so that their spans cannot be found.
+    """
+    ends: list[int] = []
+    for position, message in enumerate(chat.messages):
+        start = ends[-1] if ends else 0
+        if position == len(chat.messages) - 1:
+            end = len(full_text)
+        elif message["role"] == ASSISTANT:
+            end = _turn_end(chat, full_text, position, start)
+        elif chat.messages[position + 1]["role"] == ASSISTANT:
+            end = _turn_start(chat, full_text, position + 1, start, header_is_prompt)
+        else:
+            end = _prefix_end(chat, full_text, position, start)
+        ends.append(max(start, end))
+    _check_answers(chat, full_text, ends)
+    return ends
+
+
+def _prefix_end(chat: ChatRenderer, full_text: str, position: int, start: int) -> int:
+    """Return the end of a message that another prompt message follows; if both share a turn, the latter gets it all."""
+    try:
+        text = chat.text(position + 1)
+    except DataError:  # the template wants a user message before the chat may end
+        return start
+    return len(text) if full_text.startswith(text) and len(text) >= start else start
+
+
+def _turn_start(chat: ChatRenderer, full_text: str, position: int, start: int, header_is_prompt: bool) -> int:
+    """Return the start of the assistant turn `position`."""
+    before, opened = chat.text(position), chat.text(position, opened=True)
+    if full_text.startswith(before):
+        if not header_is_prompt or len(opened) <= len(before):
+            return len(before)
+        if full_text.startswith(opened):
+            return len(opened)
+        any_answer = chat.shared_beginning(position, chat.messages[position + 1 :])
+        return max(len(before), len(os.path.commonprefix([full_text, opened, any_answer])))
+    header = opened[len(before) :] if opened.startswith(before) else ""
+    short = _end_that_begins(header, chat.shared_beginning(position, [_FOLLOWING]))
+    found = full_text.find(short, start) if short else -1
+    if found < 0 or any(short in str(message.get("content")) for message in chat.messages):
+        raise _unknown_place(chat, position)
+    if not header_is_prompt:
+        return found
+    return found + len(header if full_text.startswith(header, found) else short)
+
+
+def _end_that_begins(header: str, text: str) -> str:
+    """Return the longest beginning of `header` with which `text` ends."""
+    return next((header[:size] for size in range(len(header), 0, -1) if text.endswith(header[:size])), "")
+
+
+def _turn_end(chat: ChatRenderer, full_text: str, position: int, start: int) -> int:
+    """Return the end of the assistant turn `position`, with the control token of the next header if none closes it."""
+    text = chat.text(position + 1)
+    closer = closing_token(text, chat.tokenizer)
+    if full_text.startswith(text):
+        return len(text.rstrip()) if closer else _with_next_header(chat, full_text, position, len(text))
+    if closer is None or closer in str(chat.messages[position].get("content")):
+        raise _unknown_place(chat, position)
+    found = full_text.find(closer, start)
+    if found < 0:
+        raise _unknown_place(chat, position)
+    return found + len(closer)
+
+
+def _with_next_header(chat: ChatRenderer, full_text: str, position: int, end: int) -> int:
+    """Return the end of the control token that follows a turn; `end` if none does, or if the turn goes on."""
+    if chat.messages[position + 1]["role"] == ASSISTANT:
+        return end
+    rest = full_text[end:]
+    token = _control_token_at_start(rest.lstrip(), chat.tokenizer)
+    return end if token is None else end + len(rest) - len(rest.lstrip()) + len(token)
+
+
+def closing_token(text: str, tokenizer: TokenizerType) -> str | None:
+    """Return the special token that ends a rendered chat, ignoring trailing white space; None if there is none."""
+    stripped = text.rstrip()
+    return next((token for token in _special_tokens(tokenizer) if stripped.endswith(token)), None)
+
+
+def final_token(chat: ChatRenderer, full_text: str) -> str | None:
+    """Return the token that a model samples after the last turn, if the rendered chat lacks it; None if it has one.
+
+    It is the control token of the header that would follow (of a tool's result after a call, else of a user's turn),
+    if the template ends turns so and the model's generation config stops at it; otherwise the end-of-sequence token.
+    """
+    tokenizer = chat.tokenizer
+    if closing_token(full_text, tokenizer) is not None or full_text.rstrip("\n").endswith(tokenizer.eos_token or "\0"):
+        return None
+    last = chat.messages[-1]
+    following = {"role": "tool", "content": "RESULT"} if last.get("tool_calls") else _FOLLOWING
+    try:
+        longer = ChatRenderer([*chat.messages, following], tokenizer, chat.tools).text(len(chat.messages) + 1)
+    except DataError:
+        return tokenizer.eos_token
+    header = longer.removeprefix(full_text) if longer.startswith(full_text) else ""
+    token = _control_token_at_start(header.lstrip(), tokenizer)
+    stops = token is not None and tokenizer.convert_tokens_to_ids(token) in _stop_ids(str(tokenizer.name_or_path))
+    return token if stops else tokenizer.eos_token
+
+
+@lru_cache(maxsize=8)
+def _stop_ids(name: str) -> frozenset[int]:
+    """Return the tokens at which the model of a tokenizer stops, as its files say; empty if they do not."""
+    try:
+        ids = GenerationConfig.from_pretrained(name, local_files_only=True).eos_token_id
+    except (OSError, ValueError):
+        return frozenset()
+    return frozenset([ids] if isinstance(ids, int) else ids or ())
+
+
+def _control_token_at_start(text: str, tokenizer: TokenizerType) -> str | None:
+    return next((token for token in control_tokens_of(tokenizer).written if text.startswith(token)), None)
+
+
+@lru_cache(maxsize=8)
+def _special_tokens(tokenizer: TokenizerType) -> tuple[str, ...]:
+    added = (str(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return tuple(dict.fromkeys([*tokenizer.all_special_tokens, *added]))
+
+
+def _check_answers(chat: ChatRenderer, full_text: str, ends: Sequence[int]) -> None:
+    """Check that each assistant turn holds its message's text, except reasoning, which templates move or drop."""
+    start = 0
+    for position, (message, end) in enumerate(zip(chat.messages, ends, strict=True)):
+        content = message.get("content")
+        if message["role"] == ASSISTANT and isinstance(content, str):
+            answer = content.split("</think>")[-1].strip()
+            if answer not in full_text[start:end] and answer in full_text:
+                raise _unknown_place(chat, position)
+        start = end
+
+
+def _unknown_place(chat: ChatRenderer, position: int) -> DataError:
+    return DataError(
+        f"the chat template renders message {position} (role {chat.messages[position]['role']!r}) differently "
+        "once later messages follow, so its tokens cannot be distinguished from theirs. Use a chat template that only "
+        "appends (policy.tokenizer.chat_template), or split the conversation."
+    )

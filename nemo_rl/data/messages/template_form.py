@@ -1,0 +1,117 @@
+"""Puts messages into the form that a chat template can write: known roles, texts, and arguments of calls.
+
+Invariant: every road from a message to tokens (supervised rows, prompts, observations, requests of agents) goes through
+`for_template`, so a role and a tool call mean the same on all of them.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Literal
+
+import jinja2
+
+from nemo_rl.data.interfaces import Message, TokenizerType
+from nemo_rl.data.messages.content import with_texts
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "environment")
+"""Roles of messages in rows, observations and requests."""
+
+_RENAMED = {"environment": "user", "function": "tool"}
+"""Roles that chat templates do not know, and the role under which their messages are rendered."""
+
+
+def known_role(role: str) -> str:
+    """Return the role under which messages of a role are rendered, and sent to servers."""
+    return _RENAMED.get(role, role)
+
+
+type ArgumentsForm = Literal["mapping", "text"]
+
+
+def for_template(messages: Sequence[Message], tokenizer: TokenizerType) -> list[dict[str, Any]]:
+    """Return the messages in the form of the tokenizer's chat template.
+
+    Roles: "environment" is rendered as "user", "function" as "tool", and "developer" as "system" by templates that do
+    not know it. Lists of text parts are joined. The arguments of tool calls are mappings, or JSON text for templates
+    that join them to other text.
+
+    Args:
+        messages: Messages with `role` and `content`.
+        tokenizer: Has the chat template.
+
+    Raises:
+        DataError: A part is not text.
+    """
+    return [_for_template(message, tokenizer) for message in with_texts(messages)]
+
+
+def _for_template(message: dict[str, Any], tokenizer: TokenizerType) -> dict[str, Any]:
+    role = str(message.get("role"))
+    if role == "developer" and "developer" not in str(tokenizer.chat_template):
+        role = "system"
+    message["role"] = known_role(role)
+    if message.get("tool_calls"):
+        form = arguments_form(tokenizer)
+        message["tool_calls"] = [_call(call, form) for call in message["tool_calls"]]
+        message["content"] = message.get("content") or ""
+    return message
+
+
+def _call(call: Any, form: ArgumentsForm) -> Any:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or "arguments" not in function:
+        return call
+    arguments = function["arguments"]
+    given = arguments_text(arguments) if form == "text" else arguments_value(arguments)
+    made = {**function, "arguments": given}
+    return {**call, "function": made} if "function" in call else made
+
+
+def arguments_value(arguments: Any) -> Any:
+    """Return the arguments of a call as a value; text that is no JSON stays text."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def arguments_text(arguments: Any) -> str:
+    """Return the arguments of a call as JSON text; a text stays as it is."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+_KEY, _VALUE = "PROBE_KEY", "PROBE_VALUE"
+_AS_TEXT = json.dumps({_KEY: _VALUE})
+
+
+def arguments_form(tokenizer: TokenizerType) -> ArgumentsForm:
+    """Return the form of arguments that the tokenizer's chat template writes as JSON.
+
+    The template gets a call with each form. "text" is chosen if it writes the text as it is, and fails on the mapping
+    or writes it as Python prints it.
+    """
+    return _probed(tokenizer, str(tokenizer.chat_template))
+
+
+@lru_cache(maxsize=8)
+def _probed(tokenizer: TokenizerType, template: str) -> ArgumentsForm:
+    mapping, text = _written(tokenizer, {_KEY: _VALUE}), _written(tokenizer, _AS_TEXT)
+    fits = mapping is not None and (f"'{_KEY}'" not in mapping and _VALUE in mapping)
+    return "text" if not fits and text is not None and _AS_TEXT in text else "mapping"
+
+
+def _written(tokenizer: TokenizerType, arguments: Any) -> str | None:
+    """Return a chat with a call; None if the template fails on it."""
+    function = {"name": "probe", "arguments": arguments}
+    calls = [{"id": "call00000", "type": "function", "function": function}]
+    chat: list[dict[str, Any]] = [
+        {"role": "user", "content": "QUESTION"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+    ]
+    try:
+        return str(tokenizer.apply_chat_template(chat, tokenize=False))
+    except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return None
