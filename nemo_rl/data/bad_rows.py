@@ -6,7 +6,7 @@ turn out to be too long. Invariant: a row is either used or reported with its pl
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nemo_rl.utils.errors import DataError
@@ -59,6 +59,7 @@ def report_bad_rows(
     max_share: float,
     columns: Sequence[str] = (),
     keys: tuple[str, str] = ("input_key", "output_key"),
+    advice: Callable[[], str] = str,
 ) -> None:
     """Log the bad rows of a data set, and refuse it if there are too many.
 
@@ -69,6 +70,7 @@ def report_bad_rows(
         max_share: `data.max_bad_row_share`, 0 to 1.
         columns: Columns that the first row has, to help when no row is usable.
         keys: Keys of the configuration that choose the columns of question and answer.
+        advice: Returns a sentence for the refusal of too many bad rows, or "".
 
     Raises:
         DataError: No usable row is left, or the share of bad rows is above `max_share`.
@@ -87,7 +89,7 @@ def report_bad_rows(
         raise DataError(
             f"data set {name}: {share:.1%} of its rows cannot be used, more than "
             f"data.max_bad_row_share={max_share:g} allows. Fix the file, or raise that key to "
-            f"train on the rest. {summary}"
+            f"train on the rest. {advice()}{summary}"
         )
     if bad_rows:
         logger.warning("Data set %s: %s", name, summary)

@@ -5,7 +5,8 @@ token ids are those of the rendered chat, made once; a prompt that is too long b
 `loss_multiplier` 0 and is never trained on.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from nemo_rl.data.interfaces import (
@@ -192,6 +193,23 @@ def get_processor(processor_name: str | None) -> TaskDataProcessFnCallable:
             "or add yours with nemo_rl.data.processors.register_processor."
         )
     return PROCESSOR_REGISTRY[name]
+
+
+_COLUMNS: dict[TaskDataProcessFnCallable, tuple[str, ...]] = {
+    math_hf_data_processor: (),
+    math_data_processor: ("problem", "expected_answer"),
+    multichoice_qa_processor: ("question", "options", "answer", "subject"),
+    sft_processor: (),
+    preference_preprocessor: (),  # type: ignore[dict-item]
+    feedback_processor: (),
+}
+
+
+def columns_of(processor: Callable[..., Any]) -> frozenset[str] | None:
+    """Return the columns that a processor reads besides those of its data set; None for a user's processor."""
+    made = processor.func if isinstance(processor, partial) else processor
+    own = _COLUMNS.get(made)
+    return None if own is None else frozenset((*own, "messages", "tools", "task_name"))
 
 
 class _Rendering(NamedTuple):

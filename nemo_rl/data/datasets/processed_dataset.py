@@ -6,7 +6,9 @@ Invariant: `dataset[i]` depends on the rows only, so any worker process and any 
 import bisect
 import copy
 import logging
+import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -28,6 +30,10 @@ from nemo_rl.host.time_limit import time_limit
 from nemo_rl.utils.errors import DataError, DeadlineExceededError
 
 logger = logging.getLogger(__name__)
+
+TOO_LONG = "longer than data.max_input_seq_length"
+
+_LENGTHS = ("length", "length_chosen", "length_rejected")
 
 ROW_LIMIT_S = 60.0
 """Seconds for one row; a chat template or a processor may loop forever on unexpected input."""
@@ -139,7 +145,16 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
 
     @property
     def _too_long(self) -> str:
-        return f"longer than data.max_input_seq_length={self.max_seq_length}"
+        return f"{TOO_LONG}={self.max_seq_length}"
+
+    def length_that_keeps(self, share: float, num_tried: int) -> int | None:
+        """Return the length in tokens that this share of the first usable rows does not exceed; None without any."""
+        lengths = []
+        for idx in range(min(num_tried, len(self))):
+            with suppress(DataError):
+                datum: Mapping[str, Any] = self._process(idx)
+                lengths.append(max(datum[key] for key in _LENGTHS if key in datum))
+        return sorted(lengths)[max(0, math.ceil(share * len(lengths)) - 1)] if lengths else None
 
     def _process(self, idx: int) -> DatumSpec:
         with time_limit(ROW_LIMIT_S, "making a prompt of the row (chat template, processor)"):

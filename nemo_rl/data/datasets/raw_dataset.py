@@ -11,6 +11,7 @@ import numpy as np
 
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import BadRow, RowError
+from nemo_rl.data.datasets.rows.arrow_nulls import ArrowNulls
 from nemo_rl.data.datasets.rows.readers import NOT_UTF8, RowTable, is_table
 from nemo_rl.data.interfaces import TaskDataProcessFnCallable, TaskDataSpec
 from nemo_rl.data.processors import get_processor
@@ -23,6 +24,8 @@ Row = Mapping[str, Any]
 FormattedRow = dict[str, Any]
 
 _SCAN_ROWS = 1000
+IGNORED_COLUMNS = frozenset(("id", "idx", "index", "uuid", "source", "dataset"))
+"""Columns about the origin of a row, which are ignored without a report."""
 _ODD_VALUE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Errors that Python raises for values that no check covers."""
 
@@ -39,6 +42,7 @@ class RawDataset:
         bad_rows: Rows left out, with their places.
         num_rows: All rows read, bad ones included.
         first_columns: Columns of the first raw row, for messages.
+        unread_columns: Columns of any row that the data set does not read, without `IGNORED_COLUMNS`.
         data_config: The entry of the configuration that it was loaded for.
     """
 
@@ -47,6 +51,7 @@ class RawDataset:
     bad_rows: list[BadRow]
     num_rows: int
     first_columns: tuple[str, ...] = ()
+    unread_columns: tuple[str, ...] = ()
     data_config: DatasetConfig
 
     @property
@@ -69,6 +74,7 @@ class RawDataset:
         """Use the usable rows of a table as this data set."""
         self.dataset, self.bad_rows, self.num_rows = rows, rows.bad_rows, table.num_rows
         self.first_columns = tuple(table.rows[0]) if len(table.rows) else ()
+        self.unread_columns = tuple(sorted(set(rows.columns) - rows.columns_read - IGNORED_COLUMNS))
 
     def draw_rows(self, max_samples: int | None, seed: int) -> None:
         """Keep at most this many of the usable rows, in the file's order; all of them if there are fewer.
@@ -121,6 +127,8 @@ class FormattedRows(Sequence[FormattedRow]):
     Attributes:
         table: the raw rows.
         indices: [rows] int64, indices of the usable rows.
+        columns: columns of the rows, as keys.
+        columns_read: columns that `format_row` reads.
     """
 
     def __init__(
@@ -136,6 +144,9 @@ class FormattedRows(Sequence[FormattedRow]):
         self._format_row = format_row
         self._task_name = task_name
         self.bad_rows = list(table.bad_rows)
+        self._nulls = ArrowNulls(table.rows) if is_table(table.rows) else None
+        self.columns = dict.fromkeys(table.rows.column_names if is_table(table.rows) else ())
+        self.columns_read = frozenset(columns)
         usable = []
         for index, row in _scan(table, columns):
             try:
@@ -143,6 +154,10 @@ class FormattedRows(Sequence[FormattedRow]):
                     raise RowError(NOT_UTF8)
                 if not isinstance(row, Mapping):
                     raise RowError(f"a {type(row).__name__}, not a row with columns")
+                if self._nulls is None:
+                    self.columns |= dict.fromkeys(row)
+                else:
+                    row = self._nulls.removed(dict(row))
                 format_row(row)
                 usable.append(index)
             except RowError as error:
@@ -157,6 +172,7 @@ class FormattedRows(Sequence[FormattedRow]):
 
     def __getitem__(self, position: Any) -> Any:
         row = self.table.rows[int(self.indices[position])]
+        row = row if self._nulls is None else self._nulls.removed(dict(row))
         return {**row, self._key: self._format_row(row), "task_name": self._task_name}
 
     def place(self, position: int) -> tuple[str, int]:

@@ -18,7 +18,7 @@ from nemo_rl.data.bad_rows import BadRow, report_bad_rows
 from nemo_rl.data.datasets.arithmetic.problems import TRAIN, VALIDATION
 from nemo_rl.data.datasets.feedback_datasets import load_feedback_dataset
 from nemo_rl.data.datasets.preference_datasets import load_preference_dataset
-from nemo_rl.data.datasets.processed_dataset import AllTaskProcessedDataset, MixedDataset
+from nemo_rl.data.datasets.processed_dataset import TOO_LONG, AllTaskProcessedDataset, MixedDataset
 from nemo_rl.data.datasets.raw_dataset import RawDataset
 from nemo_rl.data.datasets.registry import held_out_rows
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
@@ -27,7 +27,7 @@ from nemo_rl.data.interfaces import TaskDataSpec, TokenizerType
 from nemo_rl.data.messages.content import text_rules
 from nemo_rl.data.messages.control_tokens import control_tokens_of
 from nemo_rl.data.messages.conversations import feedback_processor, preference_preprocessor, sft_processor
-from nemo_rl.data.processors import get_processor
+from nemo_rl.data.processors import columns_of, get_processor
 from nemo_rl.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,8 @@ TRIED_ROWS = 100
 
 CHECKED_ROWS = 2000
 """Number of conversations of each data set that are rendered at the start; too long ones are not trained on."""
+
+_KEPT_SHARE = 0.9
 
 type Loader = Callable[[DatasetConfig, str], RawDataset]
 type Processor = Callable[..., Any]
@@ -201,7 +203,9 @@ def _setup(tokenizer: TokenizerType, data_config: DataConfig, parts: list[_Part]
             parts_of_use = train if use == TRAIN else validation.setdefault(entry.name, [])
             parts_of_use.append(MixedDataset([made] * times))
         bad = list(dict.fromkeys(bad))
-        report_bad_rows(name, bad, raw.num_rows, data_config.max_bad_row_share, raw.first_columns)
+        advice = partial(_length_advice, bad, raw.dataset, tokenizer, spec, part)
+        report_bad_rows(name, bad, raw.num_rows, data_config.max_bad_row_share, raw.first_columns, advice=advice)
+        _report_unread_columns(name, raw, part)
         bad_rows += bad
     sets = {name: MixedDataset(rows) for name, rows in validation.items()}
     env_names = sorted({entry.env_name for entry, _ in entries if entry.env_name})
@@ -215,3 +219,23 @@ def _setup(tokenizer: TokenizerType, data_config: DataConfig, parts: list[_Part]
     num_validation = sum(len(rows) for group in validation.values() for rows in group)
     logger.info("Data: %d training and %d validation rows.", len(data.train), num_validation)
     return data
+
+
+def _length_advice(bad: Sequence[BadRow], rows: Any, tokenizer: TokenizerType, spec: TaskDataSpec, part: _Part) -> str:
+    """Name the key that limits the length and the length that keeps 90 % of the rows, if rows are too long."""
+    if not any(row.reason.startswith(TOO_LONG) for row in bad):
+        return ""
+    unlimited = AllTaskProcessedDataset(rows, tokenizer, spec, part.process)
+    length = unlimited.length_that_keeps(_KEPT_SHARE, part.num_tried)
+    return (
+        "The length is data.max_input_seq_length, which is policy.max_total_sequence_length unless it is set; "
+        f"{length} tokens keep {_KEPT_SHARE:.0%} of the rows. "
+    )
+
+
+def _report_unread_columns(name: str, raw: RawDataset, part: _Part) -> None:
+    """Log the columns that neither the data set nor a built-in processor reads."""
+    read = columns_of(part.process)
+    unread = [] if read is None else [column for column in raw.unread_columns if column not in read]
+    if unread:
+        logger.info("Data set %s: nothing reads its columns %s.", name, ", ".join(unread))

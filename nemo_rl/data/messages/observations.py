@@ -128,19 +128,22 @@ class ObservationRenderer:
 
     def _is_chat(self, prompt_end: torch.Tensor) -> bool:
         """Return whether a prompt ends with the template's header of an assistant turn, with or without more words."""
-        if self._tokenizer.chat_template is None:
-            return False
-        text = self._tokenizer.decode(prompt_end, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return self._opening in text
+        return self._tokenizer.chat_template is not None and self._opening in self._shown(prompt_end)
+
+    def _shown(self, token_ids: torch.Tensor) -> str:
+        """Return the text of tokens without white space, which some tokenizers add, move or lose."""
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return "".join(str(text).split())
 
     @cached_property
     def _opening(self) -> str:
-        """Return the header of an assistant turn; empty if the template writes none."""
+        """Return the header of an assistant turn as `_shown`; empty if the template writes none."""
         closed, opened = (
             render_chat([_QUESTION], self._tokenizer, add_generation_prompt=header, template_kwargs=self._variables)
             for header in (False, True)
         )
-        return opened.removeprefix(closed).strip() if opened.startswith(closed) else ""
+        header = opened.removeprefix(closed).strip() if opened.startswith(closed) else ""
+        return self._shown(encode_continuation(header, self._tokenizer))
 
     def _added(self, *messages: Message) -> str:
         """Return the text after an assistant's words when `messages` follow them."""

@@ -14,8 +14,8 @@ from nemo_rl.data.datasets.setup import setup_preference_data, setup_response_da
 from nemo_rl.data.interfaces import Chat, TaskDataSpec
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.data.messages.control_tokens import control_tokens_of, is_marked
-from nemo_rl.data.messages.observations import ObservationRenderer
 from nemo_rl.data.messages.encoding import encode_text
+from nemo_rl.data.messages.observations import ObservationRenderer
 from nemo_rl.data.processors import prompt_entry, sft_processor
 from nemo_rl.data.tokenizer import PASSTHROUGH_TEMPLATE
 from nemo_rl.utils.errors import DataError

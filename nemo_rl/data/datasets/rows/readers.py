@@ -34,9 +34,25 @@ ALLOWED_FILES = "*.jsonl, *.ndjson, *.json, *.csv (each also with .gz), *.parque
 
 _BOM = b"\xef\xbb\xbf"
 _MAX_CSV_FIELD = 2**31 - 1
+_DELIMITERS = (",", ";", "\t", "|")
 
 type Record = tuple[int, Mapping[str, Any] | str]
 """Line where a row begins, and the row, or the reason why it cannot be used."""
+
+
+class WrittenFloat(float):
+    """A number of a JSON file that keeps its digits in `text`."""
+
+    def __new__(cls, text: str) -> "WrittenFloat":
+        """Read the number."""
+        made = super().__new__(cls, text)
+        made.text = text
+        return made
+
+    text: str
+
+    def __getnewargs__(self) -> tuple[str]:  # type: ignore[override]
+        return (self.text,)
 
 
 @dataclass
@@ -168,7 +184,7 @@ def _json_lines_rows(content: bytes) -> Iterator[Record]:
 
 def _parse_line(line: bytes) -> dict[str, Any] | str:
     try:
-        value = json.loads(line.decode("utf-8"), object_pairs_hook=_with_each_key_once)
+        value = json.loads(line.decode("utf-8"), object_pairs_hook=_with_each_key_once, parse_float=WrittenFloat)
     except RowError as error:
         return str(error)
     except UnicodeDecodeError:
@@ -212,7 +228,7 @@ def _array_items(name: str, text: str) -> Iterator[tuple[int, Any]]:
             faults.append(error)
             return {}
 
-    decoder = json.JSONDecoder(parse_int=read_int, object_pairs_hook=read_object)
+    decoder = json.JSONDecoder(parse_int=read_int, object_pairs_hook=read_object, parse_float=WrittenFloat)
     space = re.compile(r"[ \t\r\n]*")
     position = space.match(text).end() + 1  # type: ignore[union-attr]
     line = 1 + text.count("\n", 0, position)
@@ -255,10 +271,15 @@ def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _csv_rows(name: str, content: bytes) -> Iterator[Record]:
-    """Yield rows of comma-separated values with a header line; a row needs as many fields as the header."""
+    """Yield rows of a table of text with a header line; a row needs as many fields as the header.
+
+    The header decides what separates fields: a comma, or the semicolon, tab or bar of which it has more.
+    """
     csv.field_size_limit(_MAX_CSV_FIELD)
     text = content.decode("utf-8", errors="surrogateescape")
-    records = _csv_records(io.StringIO(text, newline="").readlines())
+    lines = io.StringIO(text, newline="").readlines()
+    names = re.sub(r'"[^"]*"', "", next((line for line in lines if line.strip()), ""))
+    records = _csv_records(lines, max(_DELIMITERS, key=names.count))
     _, header = next(records, (1, []))
     if isinstance(header, str):
         raise DataError(f"the first line of {name!r}, which names the columns, is {header}.")
@@ -276,7 +297,7 @@ def _csv_rows(name: str, content: bytes) -> Iterator[Record]:
             yield line, dict(zip(header, values, strict=True))
 
 
-def _csv_records(lines: list[str]) -> Iterator[tuple[int, list[str] | str]]:
+def _csv_records(lines: list[str], delimiter: str) -> Iterator[tuple[int, list[str] | str]]:
     """Yield the line where each record begins, and its fields, or the error in its quotes.
 
     A quote that is never closed would extend to the end of the file, so after such a record reading
@@ -284,7 +305,7 @@ def _csv_records(lines: list[str]) -> Iterator[tuple[int, list[str] | str]]:
     """
     start = 0
     while start < len(lines):
-        reader = csv.reader(itertools.islice(lines, start, None), strict=True)
+        reader = csv.reader(itertools.islice(lines, start, None), strict=True, delimiter=delimiter)
         begin = start + 1
         try:
             for values in reader:

@@ -4,14 +4,19 @@ Invariant: a value is either usable or raises a `RowError` with a readable reaso
 """
 
 import math
+from decimal import Decimal
 from typing import Any
 
 from nemo_rl.data.bad_rows import RowError
 from nemo_rl.data.datasets.raw_dataset import Row
+from nemo_rl.data.datasets.rows.readers import WrittenFloat
+
+_MOST_DIGITS = 400
+"""Most digits of a number before or after the point."""
 
 
 def text_of(row: Row, key: str) -> str:
-    """Return the text of a column; numbers are written out (43.0 as "43").
+    """Return the text of a column; numbers are written out (43.0 as "43", 1e-7 as "0.0000001").
 
     Raises:
         RowError: The key is missing, or its value is empty, not text, or not valid Unicode.
@@ -34,12 +39,8 @@ def plain_text(value: Any, what: str) -> str:
     """
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise RowError(f"{what} is {kind_of(value)}, not text or a number")
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise RowError(f"{what} is not a finite number")
-        value = int(value) if value.is_integer() and abs(value) < 2**53 else value
     try:
-        text = str(value)
+        text = _float_text(value, what) if isinstance(value, float) else str(value)
     except ValueError:  # an integer with more digits than Python writes
         raise RowError(f"{what} is a number of too many digits") from None
     if not text.isascii():
@@ -48,6 +49,16 @@ def plain_text(value: Any, what: str) -> str:
         except UnicodeEncodeError:
             raise RowError(f"{what} is not valid Unicode (lone surrogate)") from None
     return text
+
+
+def _float_text(value: float, what: str) -> str:
+    """Return a number with the digits that the file has, without an exponent; a whole number without a point."""
+    if not math.isfinite(value):
+        raise RowError(f"{what} is not a finite number")
+    number = Decimal(value.text if isinstance(value, WrittenFloat) else repr(float(value)))
+    if abs(number.adjusted()) > _MOST_DIGITS:
+        raise RowError(f"{what} is a number of too many digits")
+    return format(number.quantize(Decimal(1)) if value.is_integer() and abs(value) < 2**53 else number, "f")
 
 
 def value_of(row: Row, key: str) -> Any:
