@@ -42,7 +42,7 @@ class RawDataset:
         bad_rows: Rows left out, with their places.
         num_rows: All rows read, bad ones included.
         first_columns: Columns of the first raw row, for messages.
-        unread_columns: Columns of any row that the data set does not read, without `IGNORED_COLUMNS`.
+        unused_columns: Columns of any row that the data set does not read, without `IGNORED_COLUMNS`.
         data_config: The entry of the configuration that it was loaded for.
     """
 
@@ -51,7 +51,7 @@ class RawDataset:
     bad_rows: list[BadRow]
     num_rows: int
     first_columns: tuple[str, ...] = ()
-    unread_columns: tuple[str, ...] = ()
+    unused_columns: tuple[str, ...] = ()
     data_config: DatasetConfig
 
     @property
@@ -74,7 +74,7 @@ class RawDataset:
         """Use the usable rows of a table as this data set."""
         self.dataset, self.bad_rows, self.num_rows = rows, rows.bad_rows, table.num_rows
         self.first_columns = tuple(table.rows[0]) if len(table.rows) else ()
-        self.unread_columns = tuple(sorted(set(rows.columns) - rows.columns_read - IGNORED_COLUMNS))
+        self.unused_columns = tuple(sorted(set(rows.columns) - rows.columns_read - IGNORED_COLUMNS))
 
     def draw_rows(self, max_samples: int | None, seed: int) -> None:
         """Keep at most this many of the usable rows, in the file's order; all of them if there are fewer.

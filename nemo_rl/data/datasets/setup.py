@@ -205,7 +205,7 @@ def _setup(tokenizer: TokenizerType, data_config: DataConfig, parts: list[_Part]
         bad = list(dict.fromkeys(bad))
         advice = partial(_length_advice, bad, raw.dataset, tokenizer, spec, part)
         report_bad_rows(name, bad, raw.num_rows, data_config.max_bad_row_share, raw.first_columns, advice=advice)
-        _report_unread_columns(name, raw, part)
+        _report_unused_columns(name, raw, part)
         bad_rows += bad
     sets = {name: MixedDataset(rows) for name, rows in validation.items()}
     env_names = sorted({entry.env_name for entry, _ in entries if entry.env_name})
@@ -233,9 +233,9 @@ def _length_advice(bad: Sequence[BadRow], rows: Any, tokenizer: TokenizerType, s
     )
 
 
-def _report_unread_columns(name: str, raw: RawDataset, part: _Part) -> None:
+def _report_unused_columns(name: str, raw: RawDataset, part: _Part) -> None:
     """Log the columns that neither the data set nor a built-in processor reads."""
     read = columns_of(part.process)
-    unread = [] if read is None else [column for column in raw.unread_columns if column not in read]
-    if unread:
-        logger.info("Data set %s: nothing reads its columns %s.", name, ", ".join(unread))
+    unused = [] if read is None else [column for column in raw.unused_columns if column not in read]
+    if unused:
+        logger.info("Data set %s: nothing reads its columns %s.", name, ", ".join(unused))

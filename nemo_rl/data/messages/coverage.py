@@ -81,8 +81,8 @@ class RenderedChat:
                 )
             if kind != "call_ids":
                 _report_left_out(str(self.tokenizer.name_or_path), task, what, kind)
-        for key in self._unread_keys():
-            _report_unread(str(self.tokenizer.name_or_path), task, key)
+        for key in self._unused_keys():
+            _report_unused(str(self.tokenizer.name_or_path), task, key)
 
     def _left_out(self, spans: Sequence[str] | None) -> Iterator[tuple[LeftOut, str]]:
         for tool in self.tools or ():
@@ -119,7 +119,7 @@ class RenderedChat:
             return True
         return _PROBE in text
 
-    def _unread_keys(self) -> list[str]:
+    def _unused_keys(self) -> list[str]:
         """Return the keys of messages that neither the library nor the chat template reads."""
         template = str(self.tokenizer.chat_template)
         found = {
@@ -224,7 +224,7 @@ def _report_left_out(tokenizer: str, task: str | None, what: str, kind: str) -> 
 
 
 @lru_cache(maxsize=256)
-def _report_unread(tokenizer: str, task: str | None, key: str) -> None:
+def _report_unused(tokenizer: str, task: str | None, key: str) -> None:
     logger.warning(
         "Rows of %s: messages have the key %r, which neither the chat template of %s nor the loss reads.",
         task or "the data",

@@ -44,7 +44,7 @@ WRITES_TOOLS = ("chatml", "llama3", "mistral", "qwen3", "qwen3_no_thinking", "gl
 @pytest.fixture(autouse=True)
 def forget_reports():
     coverage._report_left_out.cache_clear()
-    coverage._report_unread.cache_clear()
+    coverage._report_unused.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_a_key_of_messages_that_nothing_reads_is_reported_once(tokenizers, caplo
         text_of(tokenizers("chatml"), row)
     assert sorted(record.args[1] for record in caplog.records) == ["name", "score"]
     caplog.clear()
-    coverage._report_unread.cache_clear()
+    coverage._report_unused.cache_clear()
     text_of(tokenizers("kimi"), [{**ASK, "name": "alice"}, {"role": "assistant", "content": "Tiber"}])
     assert not caplog.records  # this template writes names
 
