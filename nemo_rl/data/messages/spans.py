@@ -115,8 +115,7 @@ def _turn_start(chat: ChatRenderer, full_text: str, position: int, start: int, h
             return len(before)
         if full_text.startswith(opened):
             return len(opened)
-        any_answer = chat.shared_beginning(position, chat.messages[position + 1 :])
-        return max(len(before), len(os.path.commonprefix([full_text, opened, any_answer])))
+        return max(len(before), _own_header_end(chat, full_text, position))
     header = opened[len(before) :] if opened.startswith(before) else ""
     short = _end_that_begins(header, chat.shared_beginning(position, [_FOLLOWING]))
     found = full_text.find(short, start) if short else -1
@@ -125,6 +124,15 @@ def _turn_start(chat: ChatRenderer, full_text: str, position: int, start: int, h
     if not header_is_prompt:
         return found
     return found + len(header if full_text.startswith(header, found) else short)
+
+
+def _own_header_end(chat: ChatRenderer, full_text: str, position: int) -> int:
+    """Return the end of a header that is not that of the generation prompt: what all answers of this turn share."""
+    for following in (chat.messages[position + 1 :], [_FOLLOWING]):
+        header = chat.shared_beginning(position, following)
+        if full_text.startswith(header):
+            return len(header)
+    return 0
 
 
 def _end_that_begins(header: str, text: str) -> str:

@@ -262,6 +262,48 @@ class TestWhatEndsATurn:
         assert self.turns(loaded, CALLING[:2])[-1].endswith("</tool_call><|observation|>")
 
 
+def test_a_header_that_later_turns_change_is_not_cut():
+    """The generation prompt and the earlier turn share "<|" only (from a report about Phi-4 and another library)."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% else %}"
+        "{{ '<|assistant|>' if loop.last else '<|observation|>' }}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    turns = [ASK, {"role": "assistant", "content": "Tiber"}, ASK, {"role": "assistant", "content": "Rhine"}]
+    row = {"messages": turns}
+    log = sft_processor(row, TaskDataSpec(), with_template(template), None, 0, add_generation_prompt=True)[
+        "message_log"
+    ]
+    assert [message["content"] for message in log[1::2]] == ["Tiber<|im_end|>", "Rhine<|im_end|>"]
+
+
+def test_templates_that_refuse_a_chat_without_a_question_are_supported():
+    """From a report about Qwen3.5 and another library."""
+    refuse = "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
+    template = refuse + "{{ raise_exception('No user query found in messages.') }}{% endif %}" + TEMPLATES["chatml"]
+    system = {"role": "system", "content": "Be brief."}
+    row = {"messages": [system, *CALLING], "tools": [TOOL]}
+    log = sft_processor(row, TaskDataSpec(), with_template(template), None, 0, add_generation_prompt=True)[
+        "message_log"
+    ]
+    assert [message["content"][-10:] for message in log if message["role"] == "assistant"] == ["<|im_end|>"] * 2
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece_first", "sentencepiece_always", "legacy_llama", "byte_bpe"])
+def test_a_prompt_that_ends_with_a_space_is_the_engine_s(kind):
+    """From a report about a template of Mistral's form and another library."""
+    tokenizer = make_tokenizer(kind, "chatml")
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ ' [INST] ' + m.content + ' [/INST] ' }}"
+        "{% else %}{{ m.content | trim + eos_token }}{% endif %}{% endfor %}"
+    )
+    row = {"messages": [ASK, {"role": "assistant", "content": "Rome."}]}
+    log = sft_processor(row, TaskDataSpec(), tokenizer, None, 0, add_generation_prompt=True)["message_log"]
+    prompt = math_hf_data_processor(row, TaskDataSpec(), tokenizer, None, 0)["message_log"][0]
+    assert log[0]["token_ids"].equal(prompt["token_ids"])
+    assert not tokenizer.convert_ids_to_tokens(log[1]["token_ids"].tolist())[0].startswith(("▁", "Ġ"))
+
+
 @pytest.mark.parametrize("adds_bos", [False, True])
 @pytest.mark.parametrize("template", [None, "default"])
 def test_prompts_and_conversations_begin_with_bos_by_the_same_rule(tmp_path, adds_bos, template):
