@@ -152,12 +152,13 @@ FROM_TOOLS = (
 )
 
 
-type LeftOut = Literal["messages", "reasoning", "tool_calls", "call_ids", "tools"]
-MAY_LEAVE_OUT: tuple[LeftOut, ...] = ("reasoning", "call_ids")
+type LeftOut = Literal["messages", "reasoning", "tool_calls", "call_ids", "tools", "tool_descriptions"]
+MAY_LEAVE_OUT: tuple[LeftOut, ...] = ("reasoning", "call_ids", "tool_descriptions")
 LEAVE_OUT = (
     "Parts of rows that the chat template may leave out: reasoning (also of earlier turns only), call_ids (ids of tool "
-    "calls), tool_calls, tools (their descriptions), messages (texts of roles it does not know). A row is unusable if "
-    "another part of it is absent in the rendered chat."
+    "calls), tool_descriptions (texts about tools and arguments), tools (their names and those of arguments), "
+    "tool_calls, messages (texts of roles it does not know). A row is unusable if another part of it is absent in the "
+    "rendered chat."
 )
 
 

@@ -5,7 +5,7 @@ OpenAI's form, with arguments as the row gives them (a mapping, or JSON text tha
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from nemo_rl.config import DatasetConfig
@@ -154,22 +154,27 @@ def checked_messages(messages: Any, key: str) -> list[dict[str, Any]]:
     return checked
 
 
-def message_list(messages: Any, key: str) -> list[dict[str, Any]]:
-    """Return messages with a known role and text as content; the last one may have any role.
+def message_list(messages: Any, key: str, known_roles: Collection[str] | None = ROLES) -> list[dict[str, Any]]:
+    """Return messages with a role and text as content; the last one may have any role.
+
+    Args:
+        messages: A value of a row.
+        key: Its column, for messages.
+        known_roles: Roles that are allowed; None allows any text.
 
     Raises:
         RowError: A message has an unknown role or no text, or the messages are not a list.
     """
     if not isinstance(messages, list):
         raise RowError(f"{key!r} is {kind_of(messages)}, not a list of messages")
-    return [_message(message, number) for number, message in enumerate(messages)]
+    return [_message(message, number, known_roles) for number, message in enumerate(messages)]
 
 
-def _message(message: Any, number: int) -> dict[str, Any]:
+def _message(message: Any, number: int, known_roles: Collection[str] | None) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RowError(f"message {number} is {kind_of(message)}, not an object")
-    role = message.get("role")
-    if role not in ROLES:
+    role = text_of(message, "role") if known_roles is None else message.get("role")
+    if known_roles is not None and role not in known_roles:
         raise RowError(f"message {number} has the unknown role {role!r}")
     kept = {key: value for key, value in message.items() if value is not None and key not in _CALLS}
     old = message.get("function_call")

@@ -20,11 +20,11 @@ from nemo_rl.data.datasets.preference_datasets import (
     load_preference_dataset,
     prompt_messages,
     whole_conversation,
+    with_tools,
 )
 from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row, RowView
 from nemo_rl.data.datasets.registry import DatasetKind
 from nemo_rl.data.datasets.rows.values import kind_of, value_of
-from nemo_rl.data.messages.tools import tools_of
 
 KEY = "feedback"
 BINARY_FEEDBACK = "BinaryFeedbackDataset"
@@ -69,8 +69,7 @@ class BinaryFeedbackDataset(RawDataset):
             if not context:
                 raise RowError(f"{answer_key!r} has no prompt")
         feedback = {"context": context, "completion": completion, "desirable": bool(label)}
-        tools = tools_of(row, self._tool_key)
-        return feedback if tools is None else {**feedback, "tools": tools}
+        return with_tools(feedback, row, self._tool_key)
 
 
 class AnswersOfPairs(RowView):

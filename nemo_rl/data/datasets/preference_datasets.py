@@ -47,7 +47,8 @@ class PairDataset(RawDataset):
         self.tool_key = config.tool_key or "tools"
         table = load_table(config, role, source or HubSource(None))
         more = [key for key in (config.margin_key, self.tool_key) if key]
-        rows = FormattedRows(table, [*self.columns(), *more], self._whole_pair, config.env_name, "pair")
+        columns = [*self.columns(), *more]
+        rows = FormattedRows(table, columns, self._whole_pair, config.env_name, "pair", _keys_of_completions)
         self.take_rows(table, rows)
 
     def columns(self) -> list[str]:
@@ -76,9 +77,7 @@ class PairDataset(RawDataset):
         return float(value)
 
     def _whole_pair(self, row: Row) -> Pair:
-        pair = self.to_pair(row)
-        if (tools := tools_of(row, self.tool_key)) is not None:
-            pair["tools"] = tools
+        pair = with_tools(self.to_pair(row), row, self.tool_key)
         if self.config.margin_key:
             pair["margin"] = self.margin_of(row, self.config.margin_key)
         return pair
@@ -151,6 +150,13 @@ class HelpSteer3Dataset(PairDataset):
         return abs(row[_PREFERENCE]) if key == _PREFERENCE else super().margin_of(row, key)
 
 
+def _keys_of_completions(row: Row) -> list[str]:
+    """Return the keys of completions that nothing reads, as `completions.<key>`."""
+    completions = row.get("completions")
+    listed = [each for each in completions if isinstance(each, Mapping)] if isinstance(completions, list) else []
+    return [f"completions.{key}" for each in listed for key in each if key not in ("rank", "completion")]
+
+
 def ranked_pair(row: Row) -> Pair:
     """Make a pair of the best and the worst of a row's `completions`.
 
@@ -166,7 +172,18 @@ def ranked_pair(row: Row) -> Pair:
     if len(ranked) < 2 or ranked[0]["rank"] == ranked[-1]["rank"]:
         raise RowError("'completions' has no two ranks to compare")
     context = prompt_messages(value_of(row, "context"), "context")
-    return pair_after(context, *(checked_messages(c.get("completion"), "completion") for c in (ranked[0], ranked[-1])))
+    answers = (checked_messages(c.get("completion"), "completion") for c in (ranked[0], ranked[-1]))
+    return with_tools(pair_after(context, *answers), row)
+
+
+def with_tools(pair: Pair, row: Row, key: str = "tools") -> Pair:
+    """Add the tool descriptions of a row to its pair, if it has any.
+
+    Raises:
+        RowError: They are not a list of objects.
+    """
+    tools = tools_of(row, key)
+    return pair if tools is None else {**pair, "tools": tools}
 
 
 def _is_number(value: Any) -> bool:

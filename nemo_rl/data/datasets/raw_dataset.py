@@ -4,7 +4,7 @@ Invariant: a formatted row has `messages` (the last one is the answer) and `task
 is made and formatted when they are read.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -123,6 +123,7 @@ class FormattedRows(Sequence[FormattedRow]):
         format_row: Returns the messages of a raw row, or raises `RowError`.
         task_name: Put into every row.
         key: Key for the value that `format_row` returns.
+        keys_below: Returns names for keys inside the columns of a row that nothing reads.
 
     Attributes:
         table: the raw rows.
@@ -138,6 +139,7 @@ class FormattedRows(Sequence[FormattedRow]):
         format_row: Callable[[Row], Any],
         task_name: str | None,
         key: str = "messages",
+        keys_below: Callable[[Row], Iterable[str]] = lambda row: (),
     ) -> None:
         self.table = table
         self._key = key
@@ -155,7 +157,7 @@ class FormattedRows(Sequence[FormattedRow]):
                 if not isinstance(row, Mapping):
                     raise RowError(f"a {type(row).__name__}, not a row with columns")
                 if self._nulls is None:
-                    self.columns |= dict.fromkeys(row)
+                    self.columns |= dict.fromkeys((*row, *keys_below(row)))
                 else:
                     row = self._nulls.removed(dict(row))
                 format_row(row)

@@ -12,10 +12,10 @@ from typing import Any
 from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import RowError
 from nemo_rl.data.datasets.arithmetic.problems import TRAIN, VALIDATION
-from nemo_rl.data.datasets.conversation_datasets import message_text
+from nemo_rl.data.datasets.conversation_datasets import message_list
 from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
 from nemo_rl.data.datasets.rows.readers import RowTable
-from nemo_rl.data.datasets.rows.values import text_of, value_of
+from nemo_rl.data.datasets.rows.values import value_of
 from nemo_rl.utils.did_you_mean import did_you_mean
 from nemo_rl.utils.errors import DataError
 from nemo_rl.utils.imports import import_dotted
@@ -24,7 +24,7 @@ DatasetFactory = Callable[[DatasetConfig, str], RawDataset]
 """Entry of the config, "train" or "validation" -> the data set."""
 
 
-def own_messages(row: Row) -> list[dict[str, str]]:
+def own_messages(row: Row) -> list[dict[str, Any]]:
     """Return the conversation of a row of a user's class.
 
     Raises:
@@ -33,10 +33,7 @@ def own_messages(row: Row) -> list[dict[str, str]]:
     messages = value_of(row, "messages")
     if not isinstance(messages, list) or len(messages) < 2 or not all(isinstance(m, Mapping) for m in messages):
         raise RowError("'messages' is not a list of at least two messages")
-    return [
-        {"role": text_of(m, "role"), "content": text_of({**m, "content": message_text(m.get("content"), n)}, "content")}
-        for n, m in enumerate(messages)
-    ]
+    return message_list(messages, "messages", known_roles=None)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from nemo_rl.data.datasets.conversation_datasets import (
     MessagesDataset,
     OpenAIFormatDataset,
     OpenAssistantDataset,
+    message_list,
 )
 from nemo_rl.data.datasets.episodes import EpisodesDataset
 from nemo_rl.data.datasets.hub import HubSource, load_table
@@ -80,23 +81,19 @@ class GSM8KDataset(ResponseDataset):
 
 
 class DAPOMathDataset(ResponseDataset):
-    """DAPO-Math: the question is the first message of `prompt`, the answer is nested."""
+    """DAPO-Math: the question is the messages of `prompt`, the answer is nested."""
 
     def columns(self) -> list[str]:
         """Return the two nested columns."""
         return ["prompt", "reward_model"]
 
     def to_messages(self, row: Row) -> list[dict[str, str]]:
-        """Return the first prompt message and `reward_model.ground_truth`."""
+        """Return the prompt and `reward_model.ground_truth`."""
         prompt, reward_model = value_of(row, "prompt"), value_of(row, "reward_model")
-        if not isinstance(prompt, list) or not isinstance(prompt[0], Mapping):
-            raise RowError(f"'prompt' is {kind_of(prompt)}, not a list of messages")
         if not isinstance(reward_model, Mapping):
             raise RowError(f"'reward_model' is {kind_of(reward_model)}, not an object")
-        return [
-            {"role": "user", "content": text_of(prompt[0], "content")},
-            {"role": "assistant", "content": text_of(reward_model, "ground_truth")},
-        ]
+        answer = {"role": "assistant", "content": text_of(reward_model, "ground_truth")}
+        return [*message_list(prompt, "prompt"), answer]
 
 
 class SquadDataset(ResponseDataset):

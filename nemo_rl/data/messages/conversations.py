@@ -27,6 +27,7 @@ from nemo_rl.data.messages.encoding import encode_spans, with_bos
 from nemo_rl.data.messages.loss_flags import LOSS_FLAGS, is_excluded
 from nemo_rl.data.messages.rendering import render_chat
 from nemo_rl.data.messages.spans import ASSISTANT, ChatRenderer, final_token, message_ends
+from nemo_rl.data.messages.tools import tools_of
 from nemo_rl.data.model_rows import ROW_INPUTS
 
 TENSOR_KEYS = ("token_ids", "generation_logprobs", "token_loss_mask")
@@ -153,7 +154,7 @@ def sft_processor(
         add_bos_token=add_bos,
         add_eos_token=add_eos,
         add_generation_prompt=add_generation_prompt,
-        tools=datum_dict.get("tools"),
+        tools=tools_of(datum_dict),
         longest=max_seq_length,
     )
     return finished_datum(message_log, None, datum_dict.get("task_name"), max_seq_length, idx)

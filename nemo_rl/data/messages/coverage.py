@@ -33,7 +33,8 @@ _WHAT: dict[LeftOut, str] = {
     "reasoning": "the reasoning of an assistant message",
     "tool_calls": "the tool calls of an assistant message",
     "call_ids": "the ids of tool calls",
-    "tools": "the descriptions of tools",
+    "tools": "the tools",
+    "tool_descriptions": "the descriptions of tools",
 }
 
 
@@ -86,8 +87,10 @@ class RenderedChat:
 
     def _left_out(self, spans: Sequence[str] | None) -> Iterator[tuple[LeftOut, str]]:
         for tool in self.tools or ():
-            if not all(_holds(self.text, text) for text in tool_texts(tool)):
+            if not all(_holds(self.text, name) for name in _tool_names(tool)):
                 yield "tools", ""
+            if not all(_holds(self.text, text) for text in _tool_descriptions(tool)):
+                yield "tool_descriptions", ""
         for position, message in enumerate(self.messages):
             text = self.text if spans is None else spans[position]
             role = str(message.get("role"))
@@ -134,27 +137,36 @@ class RenderedChat:
         return sorted({key for key, _ in found} - mentioned | unwritten)
 
 
-def tool_texts(tool: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a chat must show of a tool: its name, descriptions, and the names and choices of its arguments."""
-    function = tool.get("function", tool)
-    if not isinstance(function, Mapping):
-        return
+def _tool_names(tool: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a model needs to call a tool: its name and the names of its arguments."""
+    function = _function(tool)
     yield str(function.get("name", ""))
+    yield from (name for name, _ in _arguments(function.get("parameters")))
+
+
+def _tool_descriptions(tool: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the other texts of a tool: what it and its arguments are for, and the values to choose from."""
+    function = _function(tool)
     yield str(function.get("description") or "")
-    yield from _schema_texts(function.get("parameters"))
+    for _, schema in _arguments(function.get("parameters")):
+        yield str(schema.get("description") or "")
+        yield from (choice for choice in schema.get("enum") or () if isinstance(choice, str))
 
 
-def _schema_texts(schema: Any) -> Iterator[str]:
+def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function", tool)
+    return function if isinstance(function, Mapping) else {}
+
+
+def _arguments(schema: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the name and schema of each argument, also of those inside others."""
     if not isinstance(schema, Mapping):
         return
     properties = schema.get("properties")
     for name, below in properties.items() if isinstance(properties, Mapping) else ():
-        yield str(name)
-        if isinstance(below, Mapping):
-            yield str(below.get("description") or "")
-            yield from (str(choice) for choice in below.get("enum") or () if isinstance(choice, str))
-            yield from _schema_texts(below)
-    yield from _schema_texts(schema.get("items"))
+        yield str(name), below if isinstance(below, Mapping) else {}
+        yield from _arguments(below)
+    yield from _arguments(schema.get("items"))
 
 
 def _call_texts(call: Any) -> Iterator[str | tuple[str, ...]]:

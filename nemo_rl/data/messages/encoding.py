@@ -7,6 +7,7 @@ prompt that an engine gets; the tokens after it continue them, so a tokenizer th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -168,7 +169,7 @@ def _unequal_parts(ids: Ids, count: int) -> list[torch.Tensor]:
 def _continuation(text: str, tokenizer: TokenizerType, longest: int | None = None) -> Ids:
     """Return the tokens of a text that follows other text, without the word mark of a text that begins."""
     alone = _encode_beginning(text, tokenizer, longest)
-    if not alone or not _has_word_mark(alone[0], text, tokenizer):
+    if not alone or not _marks_words(tokenizer) or not _has_word_mark(alone[0], text, tokenizer):
         return alone
     for anchor in _ANCHORS:
         before = _encode(anchor, tokenizer)
@@ -177,6 +178,15 @@ def _continuation(text: str, tokenizer: TokenizerType, longest: int | None = Non
         if ids[: len(before)] == before and rest and not _has_word_mark(rest[0], text, tokenizer):
             return rest
     return alone
+
+
+@lru_cache(maxsize=8)
+def _marks_words(tokenizer: TokenizerType) -> bool:
+    """Return whether the tokenizer puts a word mark before each text."""
+    # Tokenizers of other libraries may have no such method.
+    names = getattr(tokenizer, "convert_ids_to_tokens", None)
+    first = _encode("a", tokenizer)[:1]
+    return names is not None and bool(first) and str(names(first[0])).startswith(_WORD_MARKS)
 
 
 def _has_word_mark(token: int, text: str, tokenizer: TokenizerType) -> bool:

@@ -21,9 +21,9 @@ _RENAMED = {"environment": "user", "function": "tool"}
 """Roles that chat templates do not know, and the role under which their messages are rendered."""
 
 
-def known_role(role: str) -> str:
-    """Return the role under which messages of a role are rendered, and sent to servers."""
-    return _RENAMED.get(role, role)
+def known_role(role: str, *, knows_developer: bool) -> str:
+    """Return the role under which messages of a role are rendered, or sent to servers."""
+    return "system" if role == "developer" and not knows_developer else _RENAMED.get(role, role)
 
 
 type ArgumentsForm = Literal["mapping", "text"]
@@ -47,10 +47,8 @@ def for_template(messages: Sequence[Message], tokenizer: TokenizerType) -> list[
 
 
 def _for_template(message: dict[str, Any], tokenizer: TokenizerType) -> dict[str, Any]:
-    role = str(message.get("role"))
-    if role == "developer" and "developer" not in str(tokenizer.chat_template):
-        role = "system"
-    message["role"] = known_role(role)
+    knows_developer = "developer" in str(tokenizer.chat_template)
+    message["role"] = known_role(str(message.get("role")), knows_developer=knows_developer)
     if message.get("tool_calls"):
         form = arguments_form(tokenizer)
         message["tool_calls"] = [_call(call, form) for call in message["tool_calls"]]

@@ -126,6 +126,12 @@ class TestPairs:
         raw = load(tmp_path, "BinaryPreferenceDataset", row)
         assert not len(raw.dataset) and reason in raw.bad_rows[0].reason
 
+    def test_columns_and_keys_that_nothing_reads_are_listed(self, tmp_path):
+        completions = [{"rank": 0, "completion": [call(1)], "score": 3}, {"rank": 1, "completion": [TEXT]}]
+        row = {"context": [ASK], "completions": completions, "id": 3, "note": "x"}
+        raw = load(tmp_path, "PreferenceDataset", {**row, "id": 4}, row)
+        assert raw.unused_columns == ("completions.score", "note")
+
 
 class TestNullsOfArrow:
     def rows(self):

@@ -74,7 +74,7 @@ def test_calls_and_tools_that_a_template_writes_are_found(tokenizers, template):
     ("template", "messages", "tools", "reason"),
     [
         ("gemma", CALLING[:2], None, "tool calls of an assistant"),
-        ("gemma", [ASK, {"role": "assistant", "content": "Tiber"}], [TOOL], "descriptions of tools"),
+        ("gemma", [ASK, {"role": "assistant", "content": "Tiber"}], [TOOL], "leaves out the tools"),
         ("plain_headers", CALLING[:2], None, "tool calls of an assistant"),
         (
             "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
@@ -94,7 +94,9 @@ def test_a_row_that_loses_text_is_refused_with_the_reason(template, messages, to
     tokenizer = with_template(TEMPLATES.get(template, template))
     with pytest.raises(DataError, match=reason):
         text_of(tokenizer, messages, tools)
-    text_of(tokenizer, messages, tools, may_leave_out=["tool_calls", "tools", "messages", "call_ids"])
+    text_of(
+        tokenizer, messages, tools, may_leave_out=["tool_calls", "tools", "tool_descriptions", "messages", "call_ids"]
+    )
 
 
 def test_a_dropped_argument_is_noticed():
@@ -103,10 +105,19 @@ def test_a_dropped_argument_is_noticed():
         text_of(with_template(template), CALLING, [TOOL])
 
 
+def test_a_template_may_write_only_the_names_of_tools(caplog):
+    names = "{{ t.function.name }}({{ t.function.parameters.properties | join }})"
+    template = TEMPLATES["chatml"].replace("{{ t | tojson }}", names)
+    assert "find(query)" in text_of(with_template(template), CALLING, [TOOL])
+    assert "descriptions of tools" in caplog.records[0].getMessage()
+    with pytest.raises(DataError, match="descriptions of tools"):
+        text_of(with_template(template), CALLING, [TOOL], may_leave_out=["call_ids"])
+
+
 def test_prompts_are_compared_too(tokenizers):
     row = {"messages": [ASK, {"role": "assistant", "content": "4"}], "tools": [TOOL]}
     assert math_hf_data_processor(row, TaskDataSpec(), tokenizers("chatml"), None, 0)["chat"]["tools"] == [TOOL]
-    with pytest.raises(DataError, match="descriptions of tools"):
+    with pytest.raises(DataError, match="leaves out the tools"):
         math_hf_data_processor(row, TaskDataSpec(), tokenizers("gemma"), None, 0)
 
 

@@ -31,7 +31,7 @@ def _read_message(fields: Fields) -> Message:
     if role == "assistant":
         message = _read_answer(fields)
     else:
-        message = {"role": "system" if role == "developer" else role, "content": required_text_of(fields, _TEXTS)}
+        message = {"role": role, "content": required_text_of(fields, _TEXTS)}
     if role == "tool":
         message["tool_call_id"] = fields.required_text("tool_call_id")
     name = fields.text("name")

@@ -100,7 +100,7 @@ class _ItemReader:
             return
         self._close()
         self._called = None
-        self._messages.append({"role": "system" if role == "developer" else role, "content": content})
+        self._messages.append({"role": role, "content": content})
 
     def _add_call(self, item: Fields) -> None:
         arguments = item.required_text("arguments", may_be_empty=True)

@@ -98,7 +98,7 @@ def wire_messages(messages: Sequence[Message]) -> Iterator[Message]:
     for number, message in enumerate(messages):
         known = template_message({**message, "content": message.get("content") or ""})
         known = {name: known[name] for name in _KEPT if known.get(name) is not None}
-        known["role"] = known_role(known["role"])
+        known["role"] = known_role(known["role"], knows_developer=False)
         if known.get("tool_calls"):
             known["tool_calls"] = [_call(call, f"call_{number}_{n}") for n, call in enumerate(known["tool_calls"])]
             open_ids = [call["id"] for call in known["tool_calls"]]

@@ -166,7 +166,7 @@ def test_the_forms_of_a_content():
         {"role": "assistant", "content": None, "refusal": "no", "reasoning": "because"},
     ]
     assert CHAT.read({"messages": messages}, {}).messages == [
-        {"role": "system", "content": "a\nb"},
+        {"role": "developer", "content": "a\nb"},
         {"role": "user", "content": "c", "name": "Ann"},
         {"role": "assistant", "content": "no", "reasoning_content": "because"},
     ]
@@ -174,7 +174,7 @@ def test_the_forms_of_a_content():
     body = {"input": [{"type": "message", "role": "developer", "content": items}, USER], "instructions": "Be brief."}
     assert RESPONSES.read(body, {}).messages == [
         {"role": "system", "content": "Be brief."},
-        {"role": "system", "content": "a\nb"},
+        {"role": "developer", "content": "a\nb"},
         USER,
     ]
     body = {"messages": [{"role": "user", "content": parts}], "system": parts, "max_tokens": 5}
