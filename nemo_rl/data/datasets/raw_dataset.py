@@ -156,10 +156,8 @@ class FormattedRows(Sequence[FormattedRow]):
                     raise RowError(NOT_UTF8)
                 if not isinstance(row, Mapping):
                     raise RowError(f"a {type(row).__name__}, not a row with columns")
-                if self._nulls is None:
-                    self.columns |= dict.fromkeys((*row, *keys_below(row)))
-                else:
-                    row = self._nulls.removed(dict(row))
+                row = row if self._nulls is None else self._nulls.removed(dict(row))
+                self.columns |= dict.fromkeys((*row, *keys_below(row)))
                 format_row(row)
                 usable.append(index)
             except RowError as error:
