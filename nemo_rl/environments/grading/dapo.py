@@ -7,7 +7,7 @@ normalisation makes them so.
 
 import re
 
-from nemo_rl.environments.grading.boxed import last_boxed
+from nemo_rl.environments.grading.final_answer import last_boxed
 from nemo_rl.environments.grading.grade import VerifierResult
 
 _ANSWER_LINE = re.compile(r"answer\**\s*:\**[ \t]*([^\n]+)", re.IGNORECASE)

@@ -1,28 +1,18 @@
-r"""Compare answers mathematically with the math-verify library, `\boxed` first.
+r"""Compare the final answer of a response with the ground truth as a mathematician does, `\boxed` first.
 
 This runs in a grading process only, because it imports sympy and a comparison may never end. The pool's deadlines
 replace math-verify's own `signal.alarm` ones. Invariant: an answer that cannot be compared raises; its reward is never
 0.
 """
 
-import logging
 import re
-from itertools import product
 
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-
-from nemo_rl.environments.grading.boxed import last_boxed
+from nemo_rl.environments.grading.comparison.compare import MAX_CHARS, same_answer
+from nemo_rl.environments.grading.comparison.text import clean
+from nemo_rl.environments.grading.final_answer import final_answer, last_boxed
 from nemo_rl.environments.grading.grade import VerifierResult
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)
-
-_TRUTH_TARGETS = (LatexExtractionConfig(),)
-_ANSWER_TARGETS = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 _INTEGER = re.compile(r"[+-]?[0-9]+(?:,[0-9]{3})*")
-_ANSWER_BLOCK = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
-_THINK_THEN_ANSWER = re.compile(
-    r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL
-)
 
 
 def verify_math(response: str, ground_truth: str) -> VerifierResult:
@@ -36,29 +26,15 @@ def verify_math(response: str, ground_truth: str) -> VerifierResult:
         Reward 1.0 or 0.0. A response without a recognisable answer gets 0.0.
 
     Raises:
-        ValueError: The ground truth itself cannot be read.
-        Exception: The error of sympy, if no reading of the answer was equal.
+        ValueError: The ground truth has no text, or the answer cannot be compared.
     """
-    truths = parse(f"\\boxed{{{ground_truth}}}", _TRUTH_TARGETS, parsing_timeout=None, raise_on_error=True)
-    if not truths:
-        raise ValueError(f"math-verify finds no expression in the ground truth {ground_truth!r}")
-    answers = parse(response, _ANSWER_TARGETS, parsing_timeout=None, raise_on_error=True)
-    text = next((answer for answer in answers if isinstance(answer, str)), None)
-    return VerifierResult(float(_any_equal(truths, answers)), text)
-
-
-def _any_equal(truths: list, answers: list) -> bool:
-    """Compare each reading of the truth with each reading of the answer; raise only if none is equal."""
-    failure: Exception | None = None
-    for truth, answer in product(truths, answers):
-        try:
-            if verify(truth, answer, timeout_seconds=None, raise_on_error=True):
-                return True
-        except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
-            failure = error
-    if failure is not None:
-        raise failure
-    return False
+    truth = last_boxed(ground_truth) or ground_truth
+    if not clean(truth[:MAX_CHARS]):
+        raise ValueError(f"there is no expression in the ground truth {ground_truth!r}")
+    answer = final_answer(response)
+    if answer is None:
+        return VerifierResult(0.0, None)
+    return VerifierResult(float(same_answer(truth, answer)), clean(answer[:MAX_CHARS]))
 
 
 def verify_math_components(response: str, ground_truth: str) -> VerifierResult:

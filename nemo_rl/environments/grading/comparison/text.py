@@ -1,0 +1,239 @@
+r"""Write LaTeX and plain answers in one spelling, and split them where no bracket is open.
+
+Invariant: `clean` changes the spelling of an answer, never its value, and every pattern here takes linear time.
+"""
+
+import re
+from collections.abc import Iterator
+
+_UNICODE = {
+    "−": "-",
+    "–": "-",
+    "×": r"\times ",
+    "·": r"\cdot ",
+    "⋅": r"\cdot ",
+    "÷": "/",
+    "π": r"\pi ",
+    "θ": r"\theta ",
+    "∞": r"\infty ",
+    "∅": r"\emptyset ",
+    "≤": r"\le ",
+    "≥": r"\ge ",
+    "≠": r"\neq ",
+    "±": r"\pm ",
+    "∪": r"\cup ",
+    "∩": r"\cap ",
+    "∈": r"\in ",
+    "°": r"^\circ ",
+    "º": r"^\circ ",
+    "½": r"\frac{1}{2}",
+    "¼": r"\frac{1}{4}",
+    "¾": r"\frac{3}{4}",
+    "²": "^2",
+    "³": "^3",
+    "…": r"\ldots ",
+    "’": "'",
+    "\u00a0": " ",
+    "\u2009": " ",
+    "\u202f": " ",
+}
+_CHARACTERS = str.maketrans(_UNICODE)
+
+DOLLAR = "\uff04"
+"""Stands for the currency sign, because a plain `$` begins mathematics."""
+
+_ROOT_SIGN = re.compile(r"√\s*(\w+|(?=[({]))")
+_LOOSE_DOLLAR = re.compile(r"(?<!\\)\$(?=\s*[\d.])")
+_MATH_SIGNS = re.compile(r"(?<!\\)(?:\$|\\[()\[\]])")
+_THOUSANDS_GAP = re.compile(r"(?<=\d)(?:\{,\}|(?:\\!)?,\\!)(?=\d{3}(?!\d))")
+_NO_MEANING = re.compile(
+    r"\\(?:left|right|[bB]igg?[lr]?|m?middle|displaystyle|textstyle|limits|mathstrut)(?![A-Za-z])|(?<!\\)\\!"
+)
+_SPACES = re.compile(r"(?<!\\)\\(?:[,;:> ]|quad(?![A-Za-z])|qquad(?![A-Za-z])|hspace\{[^{}]{0,20}\})|~")
+_TEXT = re.compile(r"\\(?:text(?:normal|bf|it|rm|sf|tt)?|math(?:rm|bf|it|sf|tt|normal)|mbox|hbox|bf|rm)\s*(?=\{)")
+_FRAC = re.compile(r"\\[dtc]frac(?![A-Za-z])")
+_FRAC_PARTS = re.compile(r"\\frac\s*(\d|(?=\{))")
+_SQRT_DIGIT = re.compile(r"\\sqrt\s*(\d|[A-Za-z](?![A-Za-z]))")
+_OVERLINE = re.compile(r"(?<=[.\d])\\(?:overline|bar|overbar|dot)\s*(?:\{(\d{1,60})\}|(\d))")
+_DEGREE = re.compile(r"\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![A-Za-z])|\\(?:degree|textdegree)(?![A-Za-z])|\\deg\b")
+_PLAIN_FUNCTION = re.compile(
+    r"(?<![\\A-Za-z])(arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln|exp)(?=\s*[(^{\d]|\s+[a-z]\b)"
+)
+_PHRASE = re.compile(r"^\s{0,9}\\text\{[^{}]{0,100}(?<![A-Za-z])(?:is|are|equals)\s?:?\s?\}(?=\s{0,9}\S)")
+_PLAIN_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s*(?=[({])")
+_PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
+_INFINITY = re.compile(r"(?<![\\A-Za-z])(?:infinity|inf|oo)(?![A-Za-z])|\\infin(?![A-Za-z])", re.IGNORECASE)
+_AND = re.compile(
+    r"\s*,?\s*(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\(?:lor|vee|land|wedge)(?![A-Za-z]))\s*"
+)
+_NAMES = {
+    name: re.compile(rf"\\(?:{forms})(?![A-Za-z])")
+    for name, forms in {
+        r"\le ": "leq|leqslant|le",
+        r"\ge ": "geq|geqslant|ge",
+        r"\neq ": "ne|neq",
+        "<": "lt",
+        ">": "gt",
+        r"\cdot ": "times|cdot|ast",
+        "/": "div",
+        ":": "colon",
+        r"\{": "lbrace",
+        r"\}": "rbrace",
+        "(": "lparen|langle",
+        ")": "rparen|rangle",
+        "[": "lbrack",
+        "]": "rbrack",
+        r"\emptyset ": "varnothing|empty",
+        r"\ldots ": "dots|ldots|cdots",
+        "|": "lvert|rvert|vert",
+    }.items()
+}
+_OPENING, _CLOSING = "([{", ")]}"
+
+
+def clean(answer: str) -> str:
+    r"""Return an answer in the spelling that the other rules expect.
+
+    Example:
+        >>> clean(r"$\dfrac12\,$.")
+        '\\frac{1}{2}'
+    """
+    text = _ROOT_SIGN.sub(lambda root: rf"\sqrt{{{root[1]}}}" if root[1] else r"\sqrt", answer).translate(_CHARACTERS)
+    text = text.replace(r"\$", DOLLAR)
+    if len(re.findall(r"\$", text)) % 2:
+        text = _LOOSE_DOLLAR.sub(DOLLAR, text, count=1)
+    text = _MATH_SIGNS.sub(" ", text)
+    text = _THOUSANDS_GAP.sub("", text)
+    text = _SPACES.sub(" ", _NO_MEANING.sub("", text))
+    text = _TEXT.sub(r"\\text", _FRAC.sub(r"\\frac", text))
+    text = _DEGREE.sub(r"^\\circ ", text).replace(r"\%", "%")
+    text = re.sub(r"\.{3,}", r"\\ldots ", text)
+    for name, forms in _NAMES.items():
+        text = forms.sub(lambda _, name=name: name, text)
+    text = text.replace("**", "^").replace("*", r"\cdot ").replace("<=", r"\le ").replace(">=", r"\ge ")
+    text = text.replace("!=", r"\neq ") if re.search(r"!=\s*-?[\d\\a-z]", text) and "!=" in text[:12] else text
+    text = _OVERLINE.sub(lambda line: rf"\overline{{{line[1] or line[2]}}}", text)
+    text = _SQRT_DIGIT.sub(r"\\sqrt{\1}", _braced_fractions(text))
+    text = _PI.sub(r"\\pi ", _INFINITY.sub(r"\\infty ", text))
+    text = _PLAIN_ROOT.sub(r"\\sqrt", _PLAIN_FUNCTION.sub(r"\\\1 ", text))
+    return _trimmed(_PHRASE.sub("", _braced_roots(text), count=1))
+
+
+def _trimmed(text: str) -> str:
+    """Remove outer white space, final punctuation, and braces or a text command around everything."""
+    while True:
+        before = text
+        text = " ".join(text.split()).strip()
+        while text and text[-1] in ".,;:" and not text.endswith(r"\;"):
+            text = text[:-1].rstrip()
+        text = text.removesuffix("\\\\").strip()
+        if text.startswith("{") and closing(text, 0) == len(text) - 1:
+            text = text[1:-1]
+        if text.startswith(r"\text{") and closing(text, 5) == len(text) - 1:
+            text = text[6:-1]
+        if text == before:
+            return text
+
+
+def _braced_fractions(text: str) -> str:
+    r"""Write `\frac12`, `\frac{1}2` and `\frac1{2}` with braces."""
+    pieces = []
+    position = 0
+    for match in _FRAC_PARTS.finditer(text):
+        if match.start() < position:
+            continue
+        parts, end = [], match.end() - len(match[1])
+        for _ in range(2):
+            while end < len(text) and text[end] == " ":
+                end += 1
+            if end < len(text) and text[end] == "{":
+                break
+            if end >= len(text) or not text[end].isalnum():
+                break
+            parts.append(text[end])
+            end += 1
+        pieces.append(text[position : match.start()] + r"\frac" + "".join(f"{{{part}}}" for part in parts))
+        position = end
+        if not parts and end < len(text) and text[end] == "{":
+            stop = closing(text, end)
+            after = stop + 1 if stop is not None else len(text)
+            if after < len(text) and text[after].isalnum():
+                pieces.append(text[position:after] + f"{{{text[after]}}}")
+                position = after + 1
+    pieces.append(text[position:])
+    return "".join(pieces)
+
+
+def _braced_roots(text: str) -> str:
+    r"""Write `\sqrt(2)` as `\sqrt{2}`."""
+    start = text.find(r"\sqrt(")
+    while start >= 0:
+        opened = start + 5
+        stop = closing(text, opened)
+        if stop is None:
+            return text
+        text = f"{text[:opened]}{{{text[opened + 1 : stop]}}}{text[stop + 1 :]}"
+        start = text.find(r"\sqrt(", stop)
+    return text
+
+
+def closing(text: str, opened: int) -> int | None:
+    """Return the position of the bracket that closes the one at `opened`; brackets of any kind close each other."""
+    depth = 0
+    for position in range(opened, len(text)):
+        char = text[position]
+        if char in _OPENING:
+            depth += 1
+        elif char in _CLOSING:
+            depth -= 1
+            if depth == 0:
+                return position
+    return None
+
+
+def split_top(text: str, separators: str) -> list[str]:
+    """Split where no bracket and no LaTeX environment is open, and strip the parts."""
+    parts, depth, start = [], 0, 0
+    for position, char in enumerate(text):
+        if char in _OPENING:
+            depth += 1
+        elif char in _CLOSING:
+            depth -= 1
+        elif depth == 0 and char in separators:
+            parts.append(text[start:position].strip())
+            start = position + 1
+    return [*parts, text[start:].strip()]
+
+
+def with_commas(text: str) -> str:
+    """Write "and" and "or" between parts as commas."""
+    return _AND.sub(", ", text)
+
+
+def without_text(text: str) -> str:
+    r"""Write `\text{...}` without its command, as plain words between spaces."""
+    pieces, position = [], 0
+    for start in _starts(text, r"\text{"):
+        if start < position:
+            continue
+        stop = closing(text, start + 5)
+        if stop is None:
+            break
+        pieces += [text[position:start], " ", text[start + 6 : stop], " "]
+        position = stop + 1
+    return " ".join("".join([*pieces, text[position:]]).split())
+
+
+def _starts(text: str, part: str) -> Iterator[int]:
+    start = text.find(part)
+    while start >= 0:
+        yield start
+        start = text.find(part, start + len(part))
+
+
+_LOOSE_SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
+
+
+def squeezed(text: str) -> str:
+    """Remove spaces, except between two digits, where they tell `1 1/2` from `11/2`."""
+    return _LOOSE_SPACE.sub("", text)
