@@ -40,8 +40,14 @@ class Grade:
     error: str | None = None
 
 
-Verifier = Callable[[str, str], VerifierResult]
-"""`verify(response, ground_truth) -> VerifierResult`; raises when it cannot judge."""
+Verifier = Callable[..., VerifierResult]
+"""`verify(response, ground_truth) -> VerifierResult`; raises when it cannot judge.
+
+A verifier with an argument `prompt` is also given the end of the text before the response, or None if it is not known.
+"""
+
+PROMPT_CHARS = 200
+"""Characters of the end of a prompt that a verifier gets."""
 
 _HERE = "nemo_rl.environments.grading"
 

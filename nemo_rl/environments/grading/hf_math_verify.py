@@ -37,26 +37,61 @@ def verify_math(response: str, ground_truth: str) -> VerifierResult:
     return VerifierResult(float(same_answer(truth, answer)), clean(answer[:MAX_CHARS]))
 
 
-def verify_math_components(response: str, ground_truth: str) -> VerifierResult:
+def verify_math_components(response: str, ground_truth: str, prompt: str | None = None) -> VerifierResult:
     """Judge correctness, an integer answer and the format as separate reward components.
 
     The final answer is searched in the last `<answer>...</answer>` block, or in the whole
     response if there is none.
 
+    Args:
+        response: The model's whole answer.
+        ground_truth: As in `verify_math`.
+        prompt: The text before the response, or its end, which may open the thinking. If it is
+            None, it is not known whether the prompt has opened it, and both formats are right.
+
     Returns:
         Rewards of 1.0 or 0.0: `reward/correctness` as `verify_math`; `reward/integer` if the
-        final answer is written as an integer; `reward/format` if the response is one
+        final answer is written as an integer; `reward/format` if prompt and response have one
         `<think>...</think>` block followed by one `<answer>...</answer>` block.
     """
-    blocks = _ANSWER_BLOCK.findall(response)
-    stated = blocks[-1] if blocks else response
+    stated = _answer_block(response)
+    stated = response if stated is None else stated
     verified = verify_math(stated, ground_truth)
     answer = last_boxed(stated) or verified.extracted_answer or ""
+    begins = ("", "<think>") if prompt is None else (_thinking_of_prompt(prompt),)
     return VerifierResult(
         {
             "reward/correctness": float(verified.reward),  # type: ignore[arg-type]
             "reward/integer": float(_INTEGER.fullmatch(answer.strip(" $")) is not None),
-            "reward/format": float(_THINK_THEN_ANSWER.fullmatch(response) is not None),
+            "reward/format": float(any(_is_think_then_answer(begin + response) for begin in begins)),
         },
         verified.extracted_answer,
     )
+
+
+def _thinking_of_prompt(prompt: str) -> str:
+    """Return the tags with which a prompt ends: an open `<think>`, an empty block of thinking, or nothing."""
+    text = prompt.rstrip()
+    if text.endswith("<think>"):
+        return "<think>"
+    closed = text.removesuffix("</think>")
+    return "<think></think>" if closed != text and closed.rstrip().endswith("<think>") else ""
+
+
+def _answer_block(response: str) -> str | None:
+    """Return the text of the last `<answer>...</answer>`; None if there is none."""
+    start = response.rfind("<answer>", 0, max(response.rfind("</answer>"), 0))
+    if start < 0:
+        return None
+    start += len("<answer>")
+    return response[start : response.find("</answer>", start)]
+
+
+def _is_think_then_answer(text: str) -> bool:
+    """Return whether a text is a block of thinking and a block with the answer, and nothing else."""
+    text = text.strip()
+    thought, closing, rest = text.removeprefix("<think>").partition("</think>")
+    rest = rest.strip()
+    answer = rest.removeprefix("<answer>").removesuffix("</answer>")
+    is_wrapped = text.startswith("<think>") and bool(closing) and len(rest) - len(answer) == len("<answer></answer>")
+    return is_wrapped and "<think>" not in thought and "<answer>" not in answer and "</answer>" not in answer

@@ -19,6 +19,8 @@ MIN_DECIMALS = 6
 _FLOAT_DIGITS = 15
 """Significant digits of a number that a program has computed with floats."""
 
+_SHORT_DIGITS = 12
+
 _PLAIN = re.compile(r"(\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)?(?:\.(\d*))?(?:\\overline\{(\d+)\}|(\\ldots))?")
 _EXPONENT = re.compile(r"[eE]([+-]?\d{1,9})|\s*\\cdot\s*10\s*\^\s*(?:\{\s*([+-]?\s*\d{1,9})\s*\}|([+-]?\d{1,9}))")
 _POWER = re.compile(r"(\d{1,6})\s*\^\s*(?:\{\s*(-?\d{1,6})\s*\}|(\d{1,6}))")
@@ -143,21 +145,21 @@ def equal_numbers(first: Number, second: Number) -> bool:
     """Compare two numbers exactly, or by the rule for decimals.
 
     A decimal with at least `MIN_DECIMALS` decimals and significant digits also equals a more exact number of which it
-    is the rounded or the cut value. A decimal of 15 and more digits, as programs print floats, equals what it has in
-    its first 14 digits.
+    is the rounded or the cut value. A decimal of 15 and more digits, as programs print floats, equals a number of at
+    most 12 digits from which it differs by the rounding of floats.
     """
     if first.value == second.value:
         return True
     if _stands_for(first, second) or _stands_for(second, first):
         return True
-    difference = abs(first.value - second.value)
-    return any(
-        number.decimals is not None
-        and number.digits >= _FLOAT_DIGITS
-        and difference * 10**_FLOAT_DIGITS <= 5 * abs(number.value)
-        and difference != 0
-        for number in (first, second)
-    )
+    return _is_float_of(first, second) or _is_float_of(second, first)
+
+
+def _is_float_of(printed: Number, exact: Number) -> bool:
+    """Return whether a decimal differs from a short number only by the rounding of floats."""
+    if printed.decimals is None or printed.digits < _FLOAT_DIGITS or exact.digits > _SHORT_DIGITS:
+        return False
+    return abs(printed.value - exact.value) * 10**_FLOAT_DIGITS <= 5 * abs(exact.value)
 
 
 def _stands_for(decimal: Number, exact: Number) -> bool:
