@@ -12,6 +12,9 @@ from nemo_rl.environments.grading.comparison.text import DOLLAR, clean, split_to
 from nemo_rl.environments.grading.final_answer import last_boxed
 from nemo_rl.environments.grading.grade import VerifierResult
 
+MAX_CHARS = 4000
+"""Longest answer that is normalised."""
+
 _ANSWER_LINE = re.compile(r"answer\**\s*:\**[ \t]*([^\n]+)", re.IGNORECASE)
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?![\d,]| \d)")
 _TRAILING_ZEROS = re.compile(r"(?<![\d.])(\d+)\.0+(?!\d)")
@@ -54,7 +57,10 @@ def normalize_answer(answer: str) -> str:
         '1234'
     """
     boxed = last_boxed(answer)
-    text = without_text(clean(answer if boxed is None else boxed))
+    text = answer if boxed is None else boxed
+    if len(text) > MAX_CHARS:
+        return text.strip()
+    text = without_text(clean(text))
     text = _PLAIN_UNITS.sub("", text).strip()
     if not any(bracket in text for bracket in "([{"):
         text = _THOUSANDS.sub(lambda number: re.sub("[, ]", "", number[0]), text)

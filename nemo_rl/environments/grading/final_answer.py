@@ -26,6 +26,8 @@ _DELIMITERS = ((r"\[", r"\]"), (r"\(", r"\)"), ("$$", "$$"), ("$", "$"))
 _STATEMENT_CHARS = 1000
 _MATH_CHARS = 2000
 _TRIES = 20
+_TAIL_CHARS = 5000
+"""Characters of the end of a response in which an answer without a box is searched."""
 
 
 class Box(NamedTuple):
@@ -77,7 +79,8 @@ def final_answer(response: str) -> str | None:
         after = response[boxes[-1].end :]
         stated = _HOPE.search(after[-_STATEMENT_CHARS:])
         return (stated[1].strip() if stated else _listed(response, boxes)) or None
-    return _stated(response) or _last_mathematics(response) or _last_number(response)
+    tail = response[-_TAIL_CHARS:]
+    return _stated(tail) or _last_mathematics(tail) or _last_number(tail)
 
 
 def _outer(boxes: list[Box]) -> list[Box]:
@@ -97,8 +100,8 @@ def _listed(response: str, boxes: list[Box]) -> str:
     for box, following in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
         if following.start - box.end > 60 or _LISTED.fullmatch(response, box.end, following.start) is None:
             break
-        contents.insert(0, box.content)
-    return ", ".join(dict.fromkeys(contents))
+        contents.append(box.content)
+    return ", ".join(dict.fromkeys(contents[::-1]))
 
 
 def _stated(response: str) -> str | None:

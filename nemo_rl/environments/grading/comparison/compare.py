@@ -13,7 +13,7 @@ from fractions import Fraction
 from nemo_rl.environments.grading.comparison import symbolic
 from nemo_rl.environments.grading.comparison.collections import compare_collections, compare_matrices
 from nemo_rl.environments.grading.comparison.numbers import Number, equal_numbers, read_number
-from nemo_rl.environments.grading.comparison.text import clean, closing, split_top, squeezed, without_text
+from nemo_rl.environments.grading.comparison.text import MAX_DEPTH, clean, closing, split_top, squeezed, without_text
 from nemo_rl.environments.grading.comparison.units import DEGREE, PERCENT, RADIAN, Unit, read_unit, split_unit
 from nemo_rl.environments.grading.comparison.words import (
     Same,
@@ -27,6 +27,7 @@ MAX_CHARS = 4000
 """Longest answer that is compared by more than its text."""
 
 _MAX_DEPTH = 8
+_MAX_QUANTITY = 400
 _NAME = re.compile(r"\\?[A-Za-z]+(?:_\{?\w{1,5}\}?|'|\(\\?[A-Za-z]{1,5}\)|[A-Z])*")
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z][A-Za-z.]*)\s*(?:,|and)?\s*")
 _LEADING_WORDS = re.compile(r"\\text\{[^{}]{1,200}\}\s*(?==|:|\S)")
@@ -106,6 +107,8 @@ def _name(sides: list[str]) -> str:
 
 def _compare_quantities(truth: str, answer: str, same: Same) -> bool | None:
     """Compare numbers with units; a unit may be left out on one side."""
+    if max(len(truth), len(answer)) > _MAX_QUANTITY:
+        return None
     sums = [_sum_of_units(text) for text in (truth, answer)]
     if sums[0] is not None or sums[1] is not None:
         return _equal_sums(sums, (truth, answer))
@@ -133,7 +136,7 @@ def _equal_units(first: str, first_unit: Unit, second: str, second_unit: Unit, s
             for number, unit in ((first, first_unit), (second, second_unit))
         )
         return same(first, second)
-    if first_unit.kind != second_unit.kind:
+    if not first_unit.is_like(second_unit):
         return False
     if first_unit.factor == second_unit.factor:
         return same(first, second)
@@ -149,7 +152,7 @@ def _sum_of_units(text: str) -> Unit | None:
     words, total, kind, position, count = without_text(text), Fraction(0), None, 0, 0
     while (part := _QUANTITY.match(words, position)) is not None:
         unit, number = read_unit(part[2]), read_number(part[1])
-        if unit is None or number is None or (kind is not None and unit.kind != kind):
+        if unit is None or number is None or (kind is not None and unit.kind != kind) or unit.words:
             return None
         total, kind, position, count = total + number.value * unit.factor, unit.kind, part.end(), count + 1
     return Unit(kind, total) if kind is not None and position == len(words) and count > 1 else None
@@ -188,7 +191,9 @@ def _value(number: Number | None, expression: object) -> object:
 
 
 def _without_brackets(text: str) -> str:
-    while text.startswith(("(", "[")) and closing(text, 0) == len(text) - 1:
+    for _ in range(MAX_DEPTH):
+        if not text.startswith(("(", "[")) or closing(text, 0) != len(text) - 1:
+            break
         text = text[1:-1].strip()
     return text
 

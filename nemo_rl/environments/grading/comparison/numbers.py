@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from nemo_rl.environments.grading.comparison.text import closing
+from nemo_rl.environments.grading.comparison.text import MAX_DEPTH, closing
 
 MAX_DIGITS = 4000
 """Digits of the longest number that is read; Python refuses to convert longer ones."""
@@ -43,45 +43,50 @@ class Number:
     digits: int = 0
 
 
-def read_number(text: str) -> Number | None:
-    """Read a number in the spelling of `text.clean`; None if the text is something else, or a number of huge size."""
+def read_number(text: str, depth: int = 0) -> Number | None:
+    """Read a number in the spelling of `text.clean`; None if the text is something else, or a number of huge size.
+
+    Args:
+        text: The number.
+        depth: Brackets and fractions around it.
+    """
     text = text.strip()
     negative = False
     while text[:1] in ("-", "+"):
         negative ^= text[0] == "-"
         text = text[1:].lstrip()
-    number = _read_unsigned(text) if len(text) <= MAX_DIGITS else None
+    number = _read_unsigned(text, depth + 1) if len(text) <= MAX_DIGITS and depth < MAX_DEPTH else None
     if number is None or not negative:
         return number
     return Number(-number.value, number.decimals, number.digits)
 
 
-def _read_unsigned(text: str) -> Number | None:
+def _read_unsigned(text: str, depth: int) -> Number | None:
     if text.startswith(("(", "{")) and closing(text, 0) == len(text) - 1:
-        return read_number(text[1:-1])
+        return read_number(text[1:-1], depth)
     mixed = _MIXED.match(text)
     if mixed is not None and (mixed[4] is not None or mixed.end() == len(text)):
-        return _mixed_number(text, mixed)
+        return _mixed_number(text, mixed, depth)
     if text.startswith(r"\frac"):
-        return _fraction(text)
+        return _fraction(text, depth)
     if "/" in text:
         above, _, below = text.partition("/")
-        return _quotient(read_number(above), read_number(below))
+        return _quotient(read_number(above, depth), read_number(below, depth))
     return _power(text) or _decimal(text)
 
 
-def _mixed_number(text: str, mixed: re.Match[str]) -> Number | None:
+def _mixed_number(text: str, mixed: re.Match[str], depth: int) -> Number | None:
     if mixed[4] is None:
         part = _quotient(Number(Fraction(int(mixed[2]))), Number(Fraction(int(mixed[3]))))
         whole = int(mixed[1])
     else:
-        part, whole = _fraction(text[mixed.end() :]), int(mixed[4])
+        part, whole = _fraction(text[mixed.end() :], depth), int(mixed[4])
     if part is None or not 0 <= part.value < 1:
         return None
     return Number(whole + part.value)
 
 
-def _fraction(text: str) -> Number | None:
+def _fraction(text: str, depth: int) -> Number | None:
     r"""Read `\frac{a}{b}` with numbers a and b."""
     opened = _FRACTION.match(text)
     if opened is None:
@@ -89,7 +94,7 @@ def _fraction(text: str) -> Number | None:
     middle = closing(text, opened.end() - 1)
     if middle is None or text[middle + 1 : middle + 2] != "{" or closing(text, middle + 1) != len(text) - 1:
         return None
-    return _quotient(read_number(text[opened.end() : middle]), read_number(text[middle + 2 : -1]))
+    return _quotient(read_number(text[opened.end() : middle], depth), read_number(text[middle + 2 : -1], depth))
 
 
 def _quotient(above: Number | None, below: Number | None) -> Number | None:

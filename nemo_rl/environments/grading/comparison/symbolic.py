@@ -22,6 +22,9 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 MAX_CHARS = 1000
 """Longest text that is parsed."""
 
+_MAX_DEPTH = 12
+_MOST = {"=": 6, "|": 12, "^": 60}
+_SIGNS = re.compile(r"(?:[-+]\s{0,9}){4}")
 _DIGITS = 40
 _CLOSE = sympy.Rational(1, 10**25)
 _VANISHED = sympy.Rational(1, 10**60)
@@ -46,21 +49,26 @@ class NotComparableError(ValueError):
 @lru_cache(maxsize=64)
 def read_expression(text: str) -> Any:
     """Parse an answer; None if it is no mathematics that math-verify reads."""
-    if len(text) > MAX_CHARS or DOLLAR in text or not _is_balanced(text):
+    if DOLLAR in text or not _is_simple(text):
         return None
     latex = _DEGREES.sub(r"(\\frac{\1 \\pi}{180})", text).replace(r"\text", "")
     found = parse(f"\\boxed{{{latex}}}", _READING, "no_fallback", parsing_timeout=None, raise_on_error=True)
     return _exact(found[0]) if found else None
 
 
-def _is_balanced(text: str) -> bool:
-    depth = 0
+def _is_simple(text: str) -> bool:
+    """Return whether a text is short and flat enough for the parser, whose time grows fast with nested brackets."""
+    if len(text) > MAX_CHARS or _SIGNS.search(text) or any(text.count(sign) > most for sign, most in _MOST.items()):
+        return False
+    depth, braces = 0, 0
     for position, char in enumerate(text):
+        if char in "([{" or char in ")]}":
+            depth += 1 if char in "([{" else -1
         if char in "{}" and text[position - 1 : position] != "\\":
-            depth += 1 if char == "{" else -1
-            if depth < 0:
-                return False
-    return depth == 0
+            braces += 1 if char == "{" else -1
+        if braces < 0 or abs(depth) > _MAX_DEPTH:
+            return False
+    return braces == 0 and abs(depth) <= 1
 
 
 def _exact(expression: Any) -> Any:

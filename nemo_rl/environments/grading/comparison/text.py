@@ -52,7 +52,9 @@ _NO_MEANING = re.compile(
 _SPACES = re.compile(r"(?<!\\)\\(?:[,;:> ]|quad(?![A-Za-z])|qquad(?![A-Za-z])|hspace\{[^{}]{0,20}\})|~")
 _TEXT = re.compile(r"\\(?:text(?:normal|bf|it|rm|sf|tt)?|math(?:rm|bf|it|sf|tt|normal)|mbox|hbox|bf|rm)\s*(?=\{)")
 _FRAC = re.compile(r"\\[dtc]frac(?![A-Za-z])")
-_FRAC_PARTS = re.compile(r"\\frac\s*(\d|(?=\{))")
+_FRAC_PARTS = re.compile(r"\\frac(?![A-Za-z])\s*|\\frac(?=[a-z]\s?[\da-z\\])")
+_ARGUMENT = re.compile(r"\s*([^\W_]|\\[A-Za-z]+|\{)")
+_INVISIBLE = re.compile(r"\\[hv]?phantom\s*(?:\{[^{}]{0,50}\}|\S)|^\s*(?:\\approx|\\sim|≈)")
 _SQRT_DIGIT = re.compile(r"\\sqrt\s*(\d|[A-Za-z](?![A-Za-z]))")
 _OVERLINE = re.compile(r"(?<=[.\d])\\(?:overline|bar|overbar|dot)\s*(?:\{(\d{1,60})\}|(\d))")
 _DEGREE = re.compile(r"\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![A-Za-z])|\\(?:degree|textdegree)(?![A-Za-z])|\\deg\b")
@@ -88,6 +90,9 @@ _NAMES = {
         "|": "lvert|rvert|vert",
     }.items()
 }
+MAX_DEPTH = 10
+"""Brackets around each other that are removed."""
+
 _OPENING, _CLOSING = "([{", ")]}"
 
 
@@ -104,7 +109,7 @@ def clean(answer: str) -> str:
         text = _LOOSE_DOLLAR.sub(DOLLAR, text, count=1)
     text = _MATH_SIGNS.sub(" ", text)
     text = _THOUSANDS_GAP.sub("", text)
-    text = _SPACES.sub(" ", _NO_MEANING.sub("", text))
+    text = _SPACES.sub(" ", _INVISIBLE.sub("", _NO_MEANING.sub("", text)))
     text = _TEXT.sub(r"\\text", _FRAC.sub(r"\\frac", text))
     text = _DEGREE.sub(r"^\\circ ", text).replace(r"\%", "%")
     text = re.sub(r"\.{3,}", r"\\ldots ", text)
@@ -121,60 +126,59 @@ def clean(answer: str) -> str:
 
 def _trimmed(text: str) -> str:
     """Remove outer white space, final punctuation, and braces or a text command around everything."""
-    while True:
+    for _ in range(MAX_DEPTH):
         before = text
-        text = " ".join(text.split()).strip()
-        while text and text[-1] in ".,;:" and not text.endswith(r"\;"):
-            text = text[:-1].rstrip()
-        text = text.removesuffix("\\\\").strip()
+        text = " ".join(text.split())
+        text = text.rstrip(".,;: ").removesuffix("\\\\").strip()
         if text.startswith("{") and closing(text, 0) == len(text) - 1:
             text = text[1:-1]
         if text.startswith(r"\text{") and closing(text, 5) == len(text) - 1:
             text = text[6:-1]
         if text == before:
-            return text
+            break
+    return text
 
 
 def _braced_fractions(text: str) -> str:
-    r"""Write `\frac12`, `\frac{1}2` and `\frac1{2}` with braces."""
-    pieces = []
-    position = 0
+    r"""Write `\frac12`, `\frac{1}2` and `\frac\pi 2` with braces."""
+    pieces, position, ends = [], 0, _matching(text)
     for match in _FRAC_PARTS.finditer(text):
         if match.start() < position:
             continue
-        parts, end = [], match.end() - len(match[1])
+        pieces.append(text[position : match.start()] + r"\frac")
+        position = match.end()
         for _ in range(2):
-            while end < len(text) and text[end] == " ":
-                end += 1
-            if end < len(text) and text[end] == "{":
+            found = _ARGUMENT.match(text, position)
+            if found is None:
                 break
-            if end >= len(text) or not text[end].isalnum():
+            stop = ends.get(found.end() - 1, -1) if found[1] == "{" else found.end() - 1
+            if stop < 0:
                 break
-            parts.append(text[end])
-            end += 1
-        pieces.append(text[position : match.start()] + r"\frac" + "".join(f"{{{part}}}" for part in parts))
-        position = end
-        if not parts and end < len(text) and text[end] == "{":
-            stop = closing(text, end)
-            after = stop + 1 if stop is not None else len(text)
-            if after < len(text) and text[after].isalnum():
-                pieces.append(text[position:after] + f"{{{text[after]}}}")
-                position = after + 1
+            argument, position = text[found.start(1) : stop + 1], stop + 1
+            pieces.append(argument if found[1] == "{" else f"{{{argument}}}")
     pieces.append(text[position:])
     return "".join(pieces)
 
 
 def _braced_roots(text: str) -> str:
     r"""Write `\sqrt(2)` as `\sqrt{2}`."""
-    start = text.find(r"\sqrt(")
-    while start >= 0:
-        opened = start + 5
-        stop = closing(text, opened)
-        if stop is None:
-            return text
-        text = f"{text[:opened]}{{{text[opened + 1 : stop]}}}{text[stop + 1 :]}"
-        start = text.find(r"\sqrt(", stop)
-    return text
+    ends, characters = _matching(text), list(text)
+    for start in _starts(text, r"\sqrt("):
+        if (stop := ends.get(start + 5)) is not None:
+            characters[start + 5], characters[stop] = "{", "}"
+    return "".join(characters)
+
+
+def _matching(text: str) -> dict[int, int]:
+    """Return the position of the closing bracket for that of each opening one."""
+    opened: list[int] = []
+    ends: dict[int, int] = {}
+    for position, char in enumerate(text):
+        if char in _OPENING:
+            opened.append(position)
+        elif char in _CLOSING and opened:
+            ends[opened.pop()] = position
+    return ends
 
 
 def closing(text: str, opened: int) -> int | None:

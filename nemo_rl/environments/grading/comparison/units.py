@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 
+from nemo_rl.environments.grading.comparison.numbers import read_number
 from nemo_rl.environments.grading.comparison.text import DOLLAR, without_text
 
 PERCENT, DEGREE, RADIAN = "percent", "degree", "radian"
@@ -21,15 +22,22 @@ class Unit:
     Attributes:
         kind: its parts with their powers, for example (("length", 2),); units of one kind can be converted.
         factor: size in the first unit of its kind.
+        words: what is counted, such as "apple", in the singular.
     """
 
     kind: tuple[tuple[str, int], ...]
     factor: Fraction = Fraction(1)
+    words: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
         """Return the kind's name if it is a single one, such as "percent"."""
         return self.kind[0][0] if len(self.kind) == 1 and self.kind[0][1] == 1 else ""
+
+    def is_like(self, other: "Unit") -> bool:
+        """Return whether both have one kind; what is counted may be described more closely on one side."""
+        is_described = self.words <= other.words or other.words <= self.words
+        return self.kind == other.kind and is_described and bool(self.words) is bool(other.words)
 
 
 _TABLE: dict[str, dict[str, str]] = {
@@ -93,6 +101,8 @@ _COMPOUNDS = {"mph": "mi/h", "kmph": "km/h", "kph": "km/h", "cc": "cm^3", "sqm":
 _NOT_UNITS = {"pi", "and", "or", "to", "if", "mod", "where", "for", "is", "the", "are", "not", "no", "when", "with"}
 _SYMBOLS = rf"{DOLLAR}€£₹¥"
 _LEADING = re.compile(rf"([+-]?)\s*([{_SYMBOLS}])\s*([^{_SYMBOLS}]+)")
+_BRACKETED = re.compile(r"([^()]{1,200}?)\s{0,3}\(([A-Za-z\\][^()]{0,200})\)")
+_ARTICLES = {"of", "the", "a", "an", "in", "for", "each"}
 _POWER = re.compile(r"\^\s*(?:\{\s*(-?\d)\s*\}|(-?\d))\s*$")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z.]*(?:(?:\s*/\s*|\s+|-)[A-Za-z][A-Za-z.]*){0,5}")
 _FUNCTION = re.compile(r"\\(?!frac|sqrt|pi)[A-Za-z]")
@@ -112,11 +122,20 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
         sign = read_unit(leading[2])
         assert sign is not None, "signs of currencies are in the table"
         return leading[1] + number, sign if unit is None or unit.kind == sign.kind else None
-    for split in (_degrees, _text_command, _plain_words):
+    for split in (_in_brackets, _degrees, _text_command, _plain_words):
         found = split(text)
         if found is not None:
             return found
     return text, None
+
+
+def _in_brackets(text: str) -> tuple[str, Unit | None] | None:
+    """Split a number before words in brackets, as in `51 (trucks)`."""
+    found = _BRACKETED.fullmatch(text)
+    if found is None or read_number(found[1]) is None:
+        return None
+    words = without_text(found[2])
+    return (found[1], read_unit(words)) if len(words) > 3 or _known(words) else None
 
 
 def _degrees(text: str) -> tuple[str, Unit | None] | None:
@@ -169,55 +188,58 @@ def read_unit(text: str) -> Unit | None:
     """Read a unit, such as "km/h", "square cm" or "apples"; None if the text is no unit."""
     text = re.sub(r"\bper\b", "/", text.replace(r"\cdot", " ").strip(" ().")).replace("{", "").replace("}", "")
     kinds: Counter[str] = Counter()
+    words: set[str] = set()
     factor = Fraction(1)
     for place, part in enumerate(text.split("/")):
-        read = _product(part, kinds, 1 if place == 0 else -1)
+        read = _product(part, kinds, words, 1 if place == 0 else -1)
         if read is None:
             return None
         factor *= read
     kind = tuple(sorted((name, power) for name, power in kinds.items() if power))
-    return Unit(kind, factor) if kind else None
+    return Unit(kind, factor, frozenset(words)) if kind or words else None
 
 
-def _product(text: str, kinds: Counter[str], sign: int) -> Fraction | None:
+def _product(text: str, kinds: Counter[str], words: set[str], sign: int) -> Fraction | None:
     """Add the powers of a product of units to `kinds`, and return its factor; None if it is no product of units."""
-    factor, position, next_power = Fraction(1), 0, 1
+    factor, next_power = Fraction(1), 1
     last: tuple[str, Fraction] | None = None
-    text = text.replace("-", " ").strip()
-    while position < len(text):
-        token = _UNIT_TOKEN.match(text, position)
+    tokens = text.replace("-", " ").split()
+    matches = [_UNIT_TOKEN.fullmatch(token) for token in _joined_powers(tokens)]
+    for token in matches:
         if token is None:
             return None
-        position = token.end() + len(text[token.end() :]) - len(text[token.end() :].lstrip())
         word = token[1].rstrip(".")
-        if word.lower() in _PREFIX_POWER:
-            next_power = _PREFIX_POWER[word.lower()]
-            continue
-        if word.lower() in _SUFFIX_POWER and last is not None:
-            power = _SUFFIX_POWER[word.lower()] - 1
-            kinds[last[0]] += sign * power
-            factor *= last[1] ** (sign * power)
-            continue
-        power = sign * int(token[2] or next_power)
-        next_power = 1
-        compound = _COMPOUNDS.get(word)
-        if compound is not None:
-            unit = read_unit(compound)
+        name = word.lower()
+        if name in _PREFIX_POWER:
+            next_power = _PREFIX_POWER[name]
+        elif name in _SUFFIX_POWER and last is not None:
+            power = sign * (_SUFFIX_POWER[name] - 1)
+            kinds[last[0]] += power
+            factor *= last[1] ** power
+        elif name in _COMPOUNDS:
+            unit = read_unit(_COMPOUNDS[name])
             assert unit is not None, "compound units are made of known ones"
-            factor *= unit.factor**power
-            for name, inner in unit.kind:
-                kinds[name] += inner * power
-            continue
-        name, size = _base(word)
-        kinds[name] += power
-        factor *= size**power
-        last = (name, size)
+            factor *= unit.factor**sign
+            kinds.update({part: power * sign for part, power in unit.kind})
+        elif (last := _known(word)) is not None:
+            power = sign * int(token[2] or next_power)
+            kinds[last[0]] += power
+            factor *= last[1] ** power
+            next_power = 1
+        elif name not in _ARTICLES:
+            words.add(_singular(name))
     return factor
 
 
-def _base(word: str) -> tuple[str, Fraction]:
-    """Return the kind and the size of one unit; an unknown word is a kind of its own, in the singular."""
-    return _known(word) or (_singular(word.lower()), Fraction(1))
+def _joined_powers(tokens: list[str]) -> list[str]:
+    """Join powers with the unit before them, as in "cm ^2"."""
+    joined: list[str] = []
+    for token in tokens:
+        if token.startswith("^") and joined:
+            joined[-1] += token
+        else:
+            joined.append(token)
+    return joined
 
 
 def _known(word: str) -> tuple[str, Fraction] | None:

@@ -56,7 +56,7 @@ def compare_words(truth: str, answer: str, same: Same) -> bool | None:
 def plain_words(text: str) -> str | None:
     """Return an answer that has only letters, as a text without commands and brackets; None if it has other signs."""
     words = without_text(text)
-    while words.startswith("(") and closing(words, 0) == len(words) - 1:
+    if words.startswith("(") and closing(words, 0) == len(words) - 1:
         words = words[1:-1].strip()
     words = words.strip(" .")
     return words if _WORD_CHARACTERS.fullmatch(words) else None
