@@ -60,9 +60,14 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
 
     def verifier_name(self) -> str:
         """Return the name of the configured verifier."""
-        if self.cfg.verifier_type in (None, "math"):
-            return self.cfg.math_verify_impl or "hf_math_verify"
-        return self.cfg.verifier_type
+        return self.verifier_of(self.cfg)
+
+    @classmethod
+    def verifier_of(cls, cfg: MathEnvironmentConfig) -> str:
+        """Return the name of the verifier of a section."""
+        if cfg.verifier_type in (None, "math"):
+            return cfg.math_verify_impl or "hf_math_verify"
+        return cfg.verifier_type
 
     def step(
         self,
@@ -157,7 +162,8 @@ class MathMultiRewardEnvironment(MathEnvironment):
         "reward/format",
     )
 
-    def verifier_name(self) -> str:
+    @classmethod
+    def verifier_of(cls, cfg: MathEnvironmentConfig) -> str:
         """Return the name of the verifier with three components."""
         return "math_multi_reward"
 

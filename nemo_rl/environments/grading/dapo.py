@@ -10,7 +10,7 @@ import re
 
 from nemo_rl.environments.grading.comparison.text import DOLLAR, clean, split_top, squeezed, without_text
 from nemo_rl.environments.grading.final_answer import last_boxed
-from nemo_rl.environments.grading.grade import VerifierResult
+from nemo_rl.environments.grading.grade import VerifierResult, require_final_answer
 
 MAX_CHARS = 4000
 """Longest answer that is normalised."""
@@ -31,7 +31,11 @@ def verify_final_answer(response: str, ground_truth: str) -> VerifierResult:
 
     Returns:
         Reward 1.0 if equal, else 0.0; 0.0 also if the response states no final answer.
+
+    Raises:
+        ValueError: The ground truth is no final answer.
     """
+    require_final_answer(last_boxed(ground_truth) or ground_truth)
     answer = final_answer(response)
     if answer is None:
         return VerifierResult(0.0, None)

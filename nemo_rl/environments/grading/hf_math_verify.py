@@ -10,7 +10,7 @@ import re
 from nemo_rl.environments.grading.comparison.compare import MAX_CHARS, same_answer
 from nemo_rl.environments.grading.comparison.text import clean
 from nemo_rl.environments.grading.final_answer import final_answer, last_boxed
-from nemo_rl.environments.grading.grade import VerifierResult
+from nemo_rl.environments.grading.grade import VerifierResult, require_final_answer
 
 _INTEGER = re.compile(r"[+-]?[0-9]+(?:,[0-9]{3})*")
 
@@ -26,11 +26,10 @@ def verify_math(response: str, ground_truth: str) -> VerifierResult:
         Reward 1.0 or 0.0. A response without a recognisable answer gets 0.0.
 
     Raises:
-        ValueError: The ground truth has no text, or the answer cannot be compared.
+        ValueError: The ground truth is no final answer, or the answer cannot be compared.
     """
     truth = last_boxed(ground_truth) or ground_truth
-    if not clean(truth[:MAX_CHARS]):
-        raise ValueError(f"there is no expression in the ground truth {ground_truth!r}")
+    require_final_answer(truth)
     answer = final_answer(response)
     if answer is None:
         return VerifierResult(0.0, None)

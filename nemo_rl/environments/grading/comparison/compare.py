@@ -11,8 +11,8 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from nemo_rl.environments.grading.comparison import symbolic
-from nemo_rl.environments.grading.comparison.collections import compare_collections, compare_matrices
 from nemo_rl.environments.grading.comparison.numbers import Number, equal_numbers, read_number
+from nemo_rl.environments.grading.comparison.parts import compare_collections, compare_matrices
 from nemo_rl.environments.grading.comparison.text import MAX_DEPTH, clean, closing, split_top, squeezed, without_text
 from nemo_rl.environments.grading.comparison.units import DEGREE, PERCENT, RADIAN, Unit, read_unit, split_unit
 from nemo_rl.environments.grading.comparison.words import (
@@ -65,7 +65,7 @@ def _same(truth: str, answer: str, depth: int) -> bool:
 
 def _compare_equations(truth: str, answer: str, same: Same) -> bool | None:
     """Compare what is given to a name: both names count, one alone does not."""
-    sides = [[side for side in _equation_sides(text)] for text in (truth, answer)]
+    sides = [list(_equation_sides(text)) for text in (truth, answer)]
     if len(sides[0]) == 1 and len(sides[1]) == 1:
         return None
     names = [_name(side) for side in sides]

@@ -93,7 +93,9 @@ def equal_expressions(truth: Any, answer: Any) -> bool:
             return _equal_relations(truth, answer)
         return bool(_is_same_kind(truth, answer) and _verified(truth, answer))
     except _COMPARING as error:
-        raise NotComparableError(f"sympy cannot compare {str(truth)[:100]} with {str(answer)[:100]}: {error}") from error
+        raise NotComparableError(
+            f"sympy cannot compare {str(truth)[:100]} with {str(answer)[:100]}: {error}"
+        ) from error
 
 
 def _is_same_kind(truth: Any, answer: Any) -> bool:
@@ -203,4 +205,3 @@ def _one_sided(relation: Relational) -> tuple[sympy.Expr, type]:
     if kind in _FLIPPED:
         return (right - left).doit(), _FLIPPED[kind]
     return (left - right).doit(), kind
-

@@ -23,12 +23,30 @@ _TIME = re.compile(r"(\d{1,2})(?::([0-5]\d))?(?::([0-5]\d))?\s*(?:([ap])\.?\s?m\
 _RATIO_WORD = re.compile(r"\s+to\s+")
 _BASE_WORDS = dict(
     zip(
-        "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split(),
+        [
+            "two",
+            "three",
+            "four",
+            "five",
+            "six",
+            "seven",
+            "eight",
+            "nine",
+            "ten",
+            "eleven",
+            "twelve",
+            "thirteen",
+            "fourteen",
+            "fifteen",
+            "sixteen",
+        ],
         range(2, 17),
         strict=True,
     )
 )
-_BASED = re.compile(r"(?:\\text)?[({]?\s*([0-9A-Za-z][0-9A-Za-z., ]*)\s*[)}]?\s*_\s*(?:\\text)?\s*\{?(?:\\text)?\s*[({]?\s*(\d{1,2}|[a-z]+)\s*[)}]?\}?")
+_BASED = re.compile(
+    r"(?:\\text)?[({]?\s*([0-9A-Za-z][0-9A-Za-z., ]*)\s*[)}]?\s*_\s*(?:\\text)?\s*\{?(?:\\text)?\s*[({]?\s*(\d{1,2}|[a-z]+)\s*[)}]?\}?"
+)
 
 
 def compare_words(truth: str, answer: str, same: Same) -> bool | None:
@@ -107,7 +125,9 @@ def compare_times(truth: str, answer: str, same: Same) -> bool | None:
     if first.has_half is second.has_half:
         return first.seconds == second.seconds
     bare, full = (second, first) if first.has_half else (first, second)
-    return bare.seconds == full.seconds or (bare.seconds < 13 * 3600 and (bare.seconds - full.seconds) % (12 * 3600) == 0)
+    return bare.seconds == full.seconds or (
+        bare.seconds < 13 * 3600 and (bare.seconds - full.seconds) % (12 * 3600) == 0
+    )
 
 
 def _time(text: str) -> _Time | None:
