@@ -1,6 +1,6 @@
 r"""Grade the known answers of a run as their own answers, before anything starts.
 
-    rows ─► a sample of each data set ─► known answers, by environment ─► the environment's verifier ─► share that is right
+    rows ─► a sample of each data set ─► known answers, by environment ─► its verifier ─► share of right ones
 
 It applies to the math environments of this library; own classes are not graded. Invariant: plain numbers are graded in
 this process, so that a usual data set costs no time, and everything else with the deadline of the environment.
@@ -165,10 +165,11 @@ def _judge(grader: TruthGrader, truths: Sequence[Truth]) -> None:
     examples = "".join(
         f"\n  {truth.file}:{truth.line}: {_shown(truth.text)}: {reasons[truth.text]}" for truth in wrong[:_EXAMPLES]
     )
+    often = "never" if share == 0 else "rarely"
     found = (
         f"{truths[0].file}: {len(truths) - len(wrong)} of {len(truths)} known answers are right when the environment "
         f"{grader.env_name!r} (verifier {grader.verifier}) grades them as their own answers, so a model "
-        f"{'never gets' if share == 0 else 'rarely gets'} a reward for a right answer.{examples}\n{_advice(grader, wrong)}"
+        f"{often} gets a reward for a right answer.{examples}\n{_advice(grader, wrong)}"
     )
     if share == 0:
         raise DataError(found)
@@ -193,8 +194,8 @@ def _shown(text: str) -> str:
 def _advice(grader: TruthGrader, wrong: Sequence[Truth]) -> str:
     if any(SOLUTION_MARK in truth.text for truth in wrong):
         return (
-            f"Solutions with {SOLUTION_MARK!r} before the final answer are in the form of GSM8K: set dataset_name: gsm8k "
-            "(with the same data_path), or name a column with the final answer by output_key."
+            f"Solutions with {SOLUTION_MARK!r} before the final answer are in the form of GSM8K: set "
+            "dataset_name: gsm8k (with the same data_path), or name a column with the final answer by output_key."
         )
     if grader.verifier.endswith("multichoice"):
         return (

@@ -9,7 +9,7 @@ form never merge them.
 import re
 
 from nemo_rl.environments.grading.comparison.text import DOLLAR, clean, split_top, squeezed, without_text
-from nemo_rl.environments.grading.final_answer import last_boxed
+from nemo_rl.environments.grading.final_answer import last_boxed, last_match
 from nemo_rl.environments.grading.grade import VerifierResult, require_final_answer
 
 MAX_CHARS = 4000
@@ -44,9 +44,7 @@ def verify_final_answer(response: str, ground_truth: str) -> VerifierResult:
 
 def final_answer(response: str) -> str | None:
     r"""Return the text of the last `\boxed{...}` or `Answer:` line; None if there is neither."""
-    line = None
-    for line in _ANSWER_LINE.finditer(response):
-        pass
+    line = last_match(_ANSWER_LINE, response)
     tail = response[line.start() :] if line else response
     if (boxed := last_boxed(tail)) is not None:
         return boxed

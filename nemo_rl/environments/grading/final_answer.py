@@ -7,6 +7,7 @@ Invariant: no pattern is tried from more than one place of the same run of chara
 """
 
 import re
+from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -83,6 +84,12 @@ def final_answer(response: str) -> str | None:
     return _stated(tail) or _last_mathematics(tail) or _last_number(tail)
 
 
+def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """Return the last match of a pattern."""
+    matches = deque(pattern.finditer(text), maxlen=1)
+    return matches[0] if matches else None
+
+
 def _outer(boxes: list[Box]) -> list[Box]:
     """Leave out boxes inside other boxes; the content of nested ones is that of the innermost last box."""
     outer: list[Box] = []
@@ -106,9 +113,7 @@ def _listed(response: str, boxes: list[Box]) -> str:
 
 def _stated(response: str) -> str | None:
     """Return what follows the last "answer is" or "Answer:"."""
-    found = None
-    for found in _STATED.finditer(response):
-        pass
+    found = last_match(_STATED, response)
     if found is None:
         return None
     statement = response[found.end() : found.end() + _STATEMENT_CHARS].strip()
@@ -158,7 +163,5 @@ def _is_mathematics(content: str, closing: str, after: str) -> bool:
 
 
 def _last_number(response: str) -> str | None:
-    found = None
-    for found in _NUMBER.finditer(response):
-        pass
+    found = last_match(_NUMBER, response)
     return found[0].strip() if found else None

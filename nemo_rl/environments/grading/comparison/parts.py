@@ -5,6 +5,7 @@ does not count in sets, unions and lists without brackets.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from nemo_rl.environments.grading.comparison.numbers import read_number
@@ -173,9 +174,13 @@ def _with_both_signs(text: str) -> str:
         if _SIGNS.search(part) is None:
             written.append(part)
             continue
-        for signs in ({"pm": "+", "mp": "-"}, {"pm": "-", "mp": "+"}):
-            written.append(_SIGNS.sub(lambda sign, signs=signs: signs[sign[1]], part).strip().removeprefix("+").strip())
+        written += [_SIGNS.sub(_sign_of(upper), part).strip().removeprefix("+").strip() for upper in ("pm", "mp")]
     return ", ".join(written)
+
+
+def _sign_of(plus: str) -> Callable[[re.Match[str]], str]:
+    """Return a replacement by "+" for one of the two commands, and by "-" for the other."""
+    return lambda sign: "+" if sign[1] == plus else "-"
 
 
 def _interval(text: str, other: str) -> Collection | None:

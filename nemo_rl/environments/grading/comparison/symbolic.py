@@ -93,9 +93,8 @@ def equal_expressions(truth: Any, answer: Any) -> bool:
             return _equal_relations(truth, answer)
         return bool(_is_same_kind(truth, answer) and _verified(truth, answer))
     except _COMPARING as error:
-        raise NotComparableError(
-            f"sympy cannot compare {str(truth)[:100]} with {str(answer)[:100]}: {error}"
-        ) from error
+        what = f"{str(truth)[:100]} with {str(answer)[:100]}"
+        raise NotComparableError(f"sympy cannot compare {what}: {error}") from error
 
 
 def _is_same_kind(truth: Any, answer: Any) -> bool:

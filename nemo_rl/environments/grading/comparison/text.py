@@ -114,9 +114,8 @@ def clean(answer: str) -> str:
     text = _DEGREE.sub(r"^\\circ ", text).replace(r"\%", "%")
     text = re.sub(r"\.{3,}", r"\\ldots ", text)
     for name, forms in _NAMES.items():
-        text = forms.sub(lambda _, name=name: name, text)
+        text = forms.sub(name.replace("\\", "\\\\"), text)
     text = text.replace("**", "^").replace("*", r"\cdot ").replace("<=", r"\le ").replace(">=", r"\ge ")
-    text = text.replace("!=", r"\neq ") if re.search(r"!=\s*-?[\d\\a-z]", text) and "!=" in text[:12] else text
     text = _OVERLINE.sub(lambda line: rf"\overline{{{line[1] or line[2]}}}", text)
     text = _SQRT_DIGIT.sub(r"\\sqrt{\1}", _braced_fractions(text))
     text = _PI.sub(r"\\pi ", _INFINITY.sub(r"\\infty ", text))

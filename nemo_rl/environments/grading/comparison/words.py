@@ -21,31 +21,26 @@ _CHOICES = "ABCDE"
 _NO_SOLUTION = re.compile(r"(?:there (?:is|are) )?no (?:real |integer |such )?(?:solutions?|numbers?|values?)", re.I)
 _TIME = re.compile(r"(\d{1,2})(?::([0-5]\d))?(?::([0-5]\d))?\s*(?:([ap])\.?\s?m\.?)?", re.IGNORECASE)
 _RATIO_WORD = re.compile(r"\s+to\s+")
-_BASE_WORDS = dict(
-    zip(
-        [
-            "two",
-            "three",
-            "four",
-            "five",
-            "six",
-            "seven",
-            "eight",
-            "nine",
-            "ten",
-            "eleven",
-            "twelve",
-            "thirteen",
-            "fourteen",
-            "fifteen",
-            "sixteen",
-        ],
-        range(2, 17),
-        strict=True,
-    )
-)
+_BASE_WORDS = {
+    "two": 2,
+    "three": 3,
+    "four": 4,
+    "five": 5,
+    "six": 6,
+    "seven": 7,
+    "eight": 8,
+    "nine": 9,
+    "ten": 10,
+    "eleven": 11,
+    "twelve": 12,
+    "thirteen": 13,
+    "fourteen": 14,
+    "fifteen": 15,
+    "sixteen": 16,
+}
 _BASED = re.compile(
-    r"(?:\\text)?[({]?\s*([0-9A-Za-z][0-9A-Za-z., ]*)\s*[)}]?\s*_\s*(?:\\text)?\s*\{?(?:\\text)?\s*[({]?\s*(\d{1,2}|[a-z]+)\s*[)}]?\}?"
+    r"(?:\\text)?[({]?\s?([0-9A-Za-z][0-9A-Za-z., ]*)[)}]?\s?_\s?"
+    r"(?:\\text)?\s?\{?(?:\\text)?\s?[({]?\s?(\d{1,2}|[a-z]+)\s?[)}]?\}?"
 )
 
 
@@ -125,9 +120,8 @@ def compare_times(truth: str, answer: str, same: Same) -> bool | None:
     if first.has_half is second.has_half:
         return first.seconds == second.seconds
     bare, full = (second, first) if first.has_half else (first, second)
-    return bare.seconds == full.seconds or (
-        bare.seconds < 13 * 3600 and (bare.seconds - full.seconds) % (12 * 3600) == 0
-    )
+    on_a_clock = bare.seconds < 13 * 3600 and (bare.seconds - full.seconds) % (12 * 3600) == 0
+    return bare.seconds == full.seconds or on_a_clock
 
 
 def _time(text: str) -> _Time | None:
