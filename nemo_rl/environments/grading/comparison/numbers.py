@@ -146,18 +146,18 @@ def _period(after: str) -> str | None:
     return None
 
 
-def equal_numbers(first: Number, second: Number) -> bool:
+def equal_numbers(truth: Number, answer: Number) -> bool:
     """Compare two numbers exactly, or by the rule for decimals.
 
-    A decimal with at least `MIN_DECIMALS` decimals and significant digits also equals a more exact number of which it
-    is the rounded or the cut value. A decimal of 15 and more digits, as programs print floats, equals a number of at
+    A decimal with at least `MIN_DECIMALS` decimals and significant digits also equals an exact number of which it is
+    the rounded or the cut value, and a true decimal equals an answer with more digits in the same way. A decimal of 15 and more digits, as programs print floats, equals a number of at
     most 12 digits from which it differs by the rounding of floats.
     """
-    if first.value == second.value:
+    if truth.value == answer.value or _stands_for(truth, answer):
         return True
-    if _stands_for(first, second) or _stands_for(second, first):
+    if truth.decimals is None and _stands_for(answer, truth):
         return True
-    return _is_float_of(first, second) or _is_float_of(second, first)
+    return _is_float_of(truth, answer) or _is_float_of(answer, truth)
 
 
 def _is_float_of(printed: Number, exact: Number) -> bool:

@@ -19,7 +19,7 @@ from nemo_rl.environments.grading.comparison.text import DOLLAR
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-MAX_CHARS = 1000
+MAX_CHARS = 800
 """Longest text that is parsed."""
 
 _MAX_DEPTH = 12
