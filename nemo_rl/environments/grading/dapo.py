@@ -7,6 +7,7 @@ form never merge them.
 """
 
 import re
+from collections.abc import Callable
 
 from nemo_rl.environments.grading.comparison.text import DOLLAR, clean, split_top, squeezed, without_text
 from nemo_rl.environments.grading.final_answer import last_boxed, last_match
@@ -20,8 +21,8 @@ _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?![\d,]|
 _TRAILING_ZEROS = re.compile(r"(?<![\d.])(\d+)\.0+(?!\d)")
 _PLAIN_UNITS = re.compile(rf"(?<=\d) ?(?:dollars?|degrees?)$|\^\\circ$|{DOLLAR}")
 _UNITS = re.compile(
-    r"(?<=[\d})])(?:%|percent|cents?|inch(?:es)?|feet|foot|units?|square|cubic|cm|km|meters?|hours?|minutes?|seconds?"
-    r"|days?|points?|students?|mph|\^[23])+$"
+    r"(?<=[\d})])(?: ?(?:%|\^\\circ|degrees?|dollars?|percent|cents?|inch(?:es)?|feet|foot|units?|square|cubic|cm|km"
+    r"|meters?|hours?|minutes?|seconds?|days?|points?|students?|mph|\^[23]))+$"
 )
 _NAME = re.compile(r"\\?[A-Za-z]+(?:_\{?\w{1,5}\}?)?(?:\(\\?[A-Za-z]{1,5}\))?")
 
@@ -39,7 +40,7 @@ def verify_final_answer(response: str, ground_truth: str) -> VerifierResult:
     answer = final_answer(response)
     if answer is None:
         return VerifierResult(0.0, None)
-    return VerifierResult(float(_is_equal(normalize_answer(ground_truth), normalize_answer(answer))), answer)
+    return VerifierResult(float(_is_equal(ground_truth, answer)), answer)
 
 
 def final_answer(response: str) -> str | None:
@@ -58,12 +59,15 @@ def normalize_answer(answer: str) -> str:
         >>> normalize_answer("\\$1,234.00\\text{ dollars}.")
         '1234'
     """
+    return _normal_form(answer, lambda text: _PLAIN_UNITS.sub("", text))
+
+
+def _normal_form(answer: str, without_units: Callable[[str], str]) -> str:
     boxed = last_boxed(answer)
     text = answer if boxed is None else boxed
     if len(text) > MAX_CHARS:
         return text.strip()
-    text = without_text(clean(text))
-    text = _PLAIN_UNITS.sub("", text).strip()
+    text = without_units(without_text(clean(text))).strip()
     if not any(bracket in text for bracket in "([{"):
         text = _THOUSANDS.sub(lambda number: re.sub("[, ]", "", number[0]), text)
     return _TRAILING_ZEROS.sub(r"\1", squeezed(text))
@@ -71,11 +75,18 @@ def normalize_answer(answer: str) -> str:
 
 def _is_equal(truth: str, answer: str) -> bool:
     """Compare normal forms; the name of one equation or a unit may be missing on one side."""
-    for without in (_without_name, _without_unit):
-        short_truth, short_answer = without(truth), without(answer)
-        if (short_truth != truth) is not (short_answer != answer):
-            truth, answer = short_truth, short_answer
-    return truth == answer
+    forms = [normalize_answer(text) for text in (truth, answer)]
+    numbers = [_normal_form(text, _without_unit) for text in (truth, answer)]
+    with_units = [_normal_form(text, str) for text in (truth, answer)]
+    has_unit = [number != full for number, full in zip(numbers, with_units, strict=True)]
+    return _equal_but_for_a_name(*forms) or (has_unit[0] is not has_unit[1] and _equal_but_for_a_name(*numbers))
+
+
+def _equal_but_for_a_name(truth: str, answer: str) -> bool:
+    short_truth, short_answer = _without_name(truth), _without_name(answer)
+    if (short_truth != truth) is (short_answer != answer):
+        return truth == answer
+    return short_truth == short_answer
 
 
 def _without_name(text: str) -> str:
@@ -86,4 +97,4 @@ def _without_name(text: str) -> str:
 
 
 def _without_unit(text: str) -> str:
-    return _UNITS.sub("", text)
+    return _UNITS.sub("", text).replace(DOLLAR, "")

@@ -22,6 +22,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 MAX_CHARS = 800
 """Longest text that is parsed."""
 
+_HUGE_DIGITS = 10_000
 _MAX_DEPTH = 12
 _MOST = {"=": 6, "|": 12, "^": 60}
 _SIGNS = re.compile(r"(?:[-+]\s{0,9}){4}")
@@ -139,7 +140,8 @@ def _equal_values(truth: sympy.Expr, answer: sympy.Expr) -> bool:
 
 def _equal_complex(truth: sympy.Expr, answer: sympy.Expr) -> bool:
     """Compare two values without variables, with an error that is relative to their size."""
-    truth, answer = truth.doit(), answer.doit()
+    if not (_is_huge(truth) or _is_huge(answer)):
+        truth, answer = truth.doit(), answer.doit()
     if truth.is_Rational and answer.is_Rational:
         return bool(truth == answer)
     if truth in _UNBOUNDED or answer in _UNBOUNDED:
@@ -151,6 +153,17 @@ def _equal_complex(truth: sympy.Expr, answer: sympy.Expr) -> bool:
     if size < _VANISHED and not (truth.is_Rational and answer.is_Rational):
         return bool(sympy.simplify(truth - answer) == 0)
     return bool(abs(values[0] - values[1]) <= _CLOSE * size)
+
+
+def _is_huge(expression: sympy.Expr) -> bool:
+    """Return whether a power or a factorial has too many digits to be written out."""
+    for power in expression.atoms(sympy.Pow):
+        base, exponent = power.args
+        if base.is_Rational and exponent.is_number:
+            size = max(len(str(part)) for part in (base.p, base.q))
+            if not exponent.is_Rational or abs(exponent.p) * size > _HUGE_DIGITS:
+                return True
+    return any(not call.args[0].is_Integer or call.args[0] > _HUGE_DIGITS for call in expression.atoms(sympy.factorial))
 
 
 _UNBOUNDED = (sympy.oo, -sympy.oo, sympy.zoo, sympy.nan)
