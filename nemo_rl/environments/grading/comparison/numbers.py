@@ -150,8 +150,9 @@ def equal_numbers(truth: Number, answer: Number) -> bool:
     """Compare two numbers exactly, or by the rule for decimals.
 
     A decimal with at least `MIN_DECIMALS` decimals and significant digits also equals an exact number of which it is
-    the rounded or the cut value, and a true decimal equals an answer with more digits in the same way. A decimal of 15 and more digits, as programs print floats, equals a number of at
-    most 12 digits from which it differs by the rounding of floats.
+    the rounded or the cut value, and a true decimal equals an answer with more digits in the same way. A decimal of
+    15 and more digits, as programs print floats, equals a number of at most 12 digits from which it differs by the
+    rounding of floats.
     """
     if truth.value == answer.value or _stands_for(truth, answer):
         return True

@@ -175,9 +175,8 @@ def _based(text: str) -> tuple[str, int] | None:
     name = number[2]
     base = int(name) if name.isdigit() else _BASE_WORDS.get(name, 0)
     digits = re.sub("[ ,]", "", number[1])
-    is_number = any(digit.isdigit() for digit in digits) or (
-        base > 10 and (digits.isupper() or (base == 16 and len(digits) > 1))
-    )
+    is_lettered = base > 10 and (digits.isupper() or (base == 16 and len(digits) > 1))
+    is_number = is_lettered or any(digit.isdigit() for digit in digits)
     digits = digits.upper()
     if not is_number or not 2 <= base <= 36:
         return None
