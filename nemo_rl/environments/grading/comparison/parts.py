@@ -20,6 +20,9 @@ LIST, SET, UNION = ",", r"\{\}", r"\cup"
 
 _MATRIX = re.compile(r"\\begin\{([bpvBV]?matrix|array)\}(?:\{[lcr| ]{0,20}\})?")
 _MEMBER = re.compile(r"\s*([A-Za-z](?:_\{?\w\}?)?)\s*\\in\s+(.+)", re.DOTALL)
+_BUILDER = re.compile(
+    r"\\\{\s?[a-z]\s?(?:\\in\s?\\mathbb\s?\{?R\}?)?\s?(?:\\mid(?![A-Za-z])|[|:])\s?([^{}]{1,200})\\\}", re.DOTALL
+)
 _RELATION = re.compile(r"\\le |\\ge |<|>")
 _SIGNS = re.compile(r"\\(pm|mp)(?![A-Za-z])")
 _NAME = re.compile(r"\\?[A-Za-z]+(?:_\{?\w{1,5}\}?|'|\(\\?[A-Za-z]{1,5}\))*")
@@ -152,6 +155,9 @@ def _are_named(parts: list[str]) -> bool:
 
 def _without_name(text: str) -> str:
     r"""Return S of "x \in S", and what follows "x =" if it has several parts."""
+    builder = _BUILDER.fullmatch(text)
+    if builder is not None:
+        return builder[1].strip()
     member = _MEMBER.fullmatch(text)
     if member is not None:
         return member[2].strip()

@@ -29,8 +29,10 @@ _UNICODE = {
     "½": r"\frac{1}{2}",
     "¼": r"\frac{1}{4}",
     "¾": r"\frac{3}{4}",
-    "²": "^2",
-    "³": "^3",
+    "⅓": r"\frac{1}{3}",
+    "⅔": r"\frac{2}{3}",
+    "⅕": r"\frac{1}{5}",
+    "⅛": r"\frac{1}{8}",
     "…": r"\ldots ",
     "’": "'",
     "\u00a0": " ",
@@ -42,6 +44,21 @@ _CHARACTERS = str.maketrans(_UNICODE)
 DOLLAR = "\uff04"
 """Stands for the currency sign, because a plain `$` begins mathematics."""
 
+_RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]{1,20}")
+_RAISED_DIGITS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_NUMBER_WORDS = {
+    word: str(number)
+    for number, word in enumerate(
+        ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+    )
+}
+_POWERS_OF_TEN = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_POWER_WORD = re.compile(rf"(?<=[\d}}])\s?(\\text\{{\s?)?({'|'.join(_POWERS_OF_TEN)})(?![A-Za-z])")
+_NO_TEXT = re.compile(r"\\text\{\s?\}")
+_ORDINAL = re.compile(r"(?<=\d)\s?(?:\^\s?)?\{?(?:\\text\{)?(?:st|nd|rd|th)\}{0,2}$")
+_TIMES_SIGN = re.compile(r"(?<=\d)\s?[xX]\s?(?=10\s?\^)")
+_OVER = re.compile(r"\{\s?([^{}]{1,60})\\over(?![A-Za-z])\s?([^{}]{1,60})\}")
+_ROOT_ARGUMENT = re.compile(r"(\\sqrt\s?\[[^\[\]]{1,9}\])\s?(\w)")
 _ROOT_SIGN = re.compile(r"√\s*(\w+|(?=[({]))")
 _LOOSE_DOLLAR = re.compile(r"(?<!\\)\$(?=\s*[\d.])")
 _MATH_SIGNS = re.compile(r"(?<!\\)(?:\$|\\[()\[\]])")
@@ -103,7 +120,8 @@ def clean(answer: str) -> str:
         >>> clean(r"$\dfrac12\,$.")
         '\\frac{1}{2}'
     """
-    text = _ROOT_SIGN.sub(lambda root: rf"\sqrt{{{root[1]}}}" if root[1] else r"\sqrt", answer).translate(_CHARACTERS)
+    text = _RAISED.sub(lambda raised: f"^{{{raised[0].translate(_RAISED_DIGITS)}}}", answer)
+    text = _ROOT_SIGN.sub(lambda root: rf"\sqrt{{{root[1]}}}" if root[1] else r"\sqrt", text).translate(_CHARACTERS)
     text = text.replace(r"\$", DOLLAR)
     if len(re.findall(r"\$", text)) % 2:
         text = _LOOSE_DOLLAR.sub(DOLLAR, text, count=1)
@@ -116,11 +134,15 @@ def clean(answer: str) -> str:
     for name, forms in _NAMES.items():
         text = forms.sub(name.replace("\\", "\\\\"), text)
     text = text.replace("**", "^").replace("*", r"\cdot ").replace("<=", r"\le ").replace(">=", r"\ge ")
+    text = _TIMES_SIGN.sub(r"\\cdot ", _OVER.sub(r"\\frac{\1}{\2}", _ROOT_ARGUMENT.sub(r"\1{\2}", text)))
+    text = _POWER_WORD.sub(lambda word: rf"\cdot 10^{{{_POWERS_OF_TEN[word[2]]}}}{word[1] or ''}", text)
+    text = _NO_TEXT.sub(" ", text)
     text = _OVERLINE.sub(lambda line: rf"\overline{{{line[1] or line[2]}}}", text)
     text = _SQRT_DIGIT.sub(r"\\sqrt{\1}", _braced_fractions(text))
     text = _PI.sub(r"\\pi ", _INFINITY.sub(r"\\infty ", text))
     text = _PLAIN_ROOT.sub(r"\\sqrt", _PLAIN_FUNCTION.sub(r"\\\1 ", text))
-    return _trimmed(_PHRASE.sub("", _braced_roots(text), count=1))
+    text = _ORDINAL.sub("", _trimmed(_PHRASE.sub("", _braced_roots(text), count=1)))
+    return _NUMBER_WORDS.get(text.lower(), text)
 
 
 def _trimmed(text: str) -> str:

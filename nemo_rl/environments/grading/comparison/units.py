@@ -106,6 +106,7 @@ _ARTICLES = {"of", "the", "a", "an", "in", "for", "each"}
 _POWER = re.compile(r"\^\s*(?:\{\s*(-?\d)\s*\}|(-?\d))\s*$")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z.]*(?:(?:\s*/\s*|\s+|-)[A-Za-z][A-Za-z.]*){0,5}")
 _FUNCTION = re.compile(r"\\(?!frac|sqrt|pi)[A-Za-z]")
+_HYPHEN = re.compile(r"(?<=[A-Za-z])-(?=[A-Za-z])")
 _UNIT_TOKEN = re.compile(r"([^\W\d_]+\.?|[%¢€£₹¥＄]|°[CF])\s*(?:\^\s*\{?\s*(-?\d)\s*\}?)?")
 _PREFIX_POWER = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _SUFFIX_POWER = {"squared": 2, "cubed": 3}
@@ -203,7 +204,7 @@ def _product(text: str, kinds: Counter[str], words: set[str], sign: int) -> Frac
     """Add the powers of a product of units to `kinds`, and return its factor; None if it is no product of units."""
     factor, next_power = Fraction(1), 1
     last: tuple[str, Fraction] | None = None
-    tokens = text.replace("-", " ").split()
+    tokens = _HYPHEN.sub(" ", text).split()
     matches = [_UNIT_TOKEN.fullmatch(token) for token in _joined_powers(tokens)]
     for token in matches:
         if token is None:

@@ -16,6 +16,7 @@ Same = Callable[[str, str], bool]
 """Compares two parts of answers."""
 
 _WORD_CHARACTERS = re.compile(r"[^\W\d_](?:[^\W_]|[ '\-.,&])*")
+_CHOICE_AND_TEXT = re.compile(r"(?:\(\s?([A-J])\s?\)|([A-J])\s?[).:])\s{0,3}\S.{0,300}", re.DOTALL)
 _VOWELS = frozenset("aeiou")
 _CHOICES = "ABCDE"
 _NO_SOLUTION = re.compile(r"(?:there (?:is|are) )?no (?:real |integer |such )?(?:solutions?|numbers?|values?)", re.I)
@@ -46,6 +47,14 @@ _BASED = re.compile(
 
 def compare_words(truth: str, answer: str, same: Same) -> bool | None:
     """Compare as texts if the truth is a word; None if it may be mathematics too."""
+    lettered = [_CHOICE_AND_TEXT.fullmatch(without_text(text)) for text in (truth, answer)]
+    if any(lettered):
+        letters = [
+            (found[1] or found[2]) if found else plain_words(text)
+            for found, text in zip(lettered, (truth, answer), strict=True)
+        ]
+        if all(letter is not None and len(letter) == 1 for letter in letters):
+            return letters[0] == letters[1]
     first, second = plain_words(truth), plain_words(answer)
     if is_empty_set(truth) or is_empty_set(answer):
         return is_empty_set(truth) and is_empty_set(answer)
