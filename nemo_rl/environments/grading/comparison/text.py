@@ -55,7 +55,7 @@ _NUMBER_WORDS = {
 _POWERS_OF_TEN = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _POWER_WORD = re.compile(rf"(?<=[\d}}])\s?(\\text\{{\s?)?({'|'.join(_POWERS_OF_TEN)})(?![A-Za-z])")
 _NO_TEXT = re.compile(r"\\text\{\s?\}")
-_ORDINAL = re.compile(r"(?<=\d)\s?(?:\^\s?)?\{?(?:\\text\{)?(?:st|nd|rd|th)\}{0,2}$")
+_ORDINAL = re.compile(r"(?<=\d)\s?(?:\^\s?)?\{?(?:\\text\{)?(?:st|[nr]d|th)\}{0,2}$")
 _TIMES_SIGN = re.compile(r"(?<=\d)\s?[xX]\s?(?=10\s?\^)")
 _OVER = re.compile(r"\{\s?([^{}]{1,60})\\over(?![A-Za-z])\s?([^{}]{1,60})\}")
 _ROOT_ARGUMENT = re.compile(r"(\\sqrt\s?\[[^\[\]]{1,9}\])\s?(\w)")
