@@ -22,6 +22,8 @@ _HOPE = re.compile(r"final answer is:?(.{1,200}?)\.?\s?I hope", re.IGNORECASE | 
 _NUMBER = re.compile(
     r"(?<![\w.])[-+−]?[$€£]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,9})?(?:\s?/\s?\d+)?\s?(?:\\?%)?"
 )
+_VALUE = re.compile(r"[\d\\$]")
+_REASON = re.compile(r",? (?:not|because|since|so|as|which|where)(?![a-z])")
 _SENTENCE_END = re.compile(r"\.(?=\s|$)|\n")
 _DELIMITERS = ((r"\[", r"\]"), (r"\(", r"\)"), ("$$", "$$"), ("$", "$"))
 _STATEMENT_CHARS = 1000
@@ -112,7 +114,7 @@ def _listed(response: str, boxes: list[Box]) -> str:
 
 
 def _stated(response: str) -> str | None:
-    """Return what follows the last "answer is" or "Answer:"."""
+    """Return what follows the last "answer is" or "Answer:"; None if it is only words and values follow later."""
     found = last_match(_STATED, response)
     if found is None:
         return None
@@ -128,8 +130,12 @@ def _stated(response: str) -> str | None:
         stop = sentence.find(closing, start + len(opening)) if start >= 0 else -1
         if stop > 0:
             return sentence[start + len(opening) : stop].strip()
-    number = _NUMBER.match(sentence.strip())
-    return _whole_expression(sentence.strip(), number) if number else sentence.strip(" *_") or None
+    sentence = sentence.strip(" *_")
+    number = _NUMBER.match(sentence)
+    if number is not None:
+        return _whole_expression(sentence, number)
+    goes_on = _VALUE.search(statement, len(sentence)) is not None and _VALUE.search(sentence) is None
+    return None if goes_on else _REASON.split(sentence, maxsplit=1)[0] or None
 
 
 def _whole_expression(sentence: str, number: re.Match[str]) -> str:
