@@ -6,6 +6,7 @@ verifier could judge is an error of its sample.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ClassVar, NotRequired, TypedDict
 
 import torch
@@ -59,9 +60,14 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
 
     def verifier_name(self) -> str:
         """Return the name of the configured verifier."""
-        if self.cfg.verifier_type in (None, "math"):
-            return self.cfg.math_verify_impl or "hf_math_verify"
-        return self.cfg.verifier_type
+        return self.verifier_of(self.cfg)
+
+    @classmethod
+    def verifier_of(cls, cfg: MathEnvironmentConfig) -> str:
+        """Return the name of the verifier of a section."""
+        if cfg.verifier_type in (None, "math"):
+            return cfg.math_verify_impl or "hf_math_verify"
+        return cfg.verifier_type
 
     def step(
         self,
@@ -77,7 +83,8 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
             return_extracted_answer: Fill `answers`, and `extracted_answer` in the metadata.
         """
         responses = [_assistant_text(log) for log in message_log_batch]
-        grades = self._grade(responses, [str(item["ground_truth"]) for item in metadata])
+        truths = [str(item["ground_truth"]) for item in metadata]
+        grades = self._grade(responses, truths, [_prompt_text(log) for log in message_log_batch])
         results = [grade.verified for grade in grades]
         answers = None
         if return_extracted_answer:
@@ -123,12 +130,13 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
         """Kill the grading processes."""
         self._pool.close()
 
-    def _grade(self, responses: list[str], truths: list[str]) -> list[Grade]:
+    def _grade(self, responses: list[str], truths: list[str], prompts: list[str]) -> list[Grade]:
         """Grade plain numbers in this process and send the rest to the pool."""
         answers = list(zip(responses, truths, strict=True))
         grades = [self._grade_here(response, truth) for response, truth in answers]
         remaining = [row for row, grade in enumerate(grades) if grade is None]
-        for row, grade in zip(remaining, self._pool.grade([answers[row] for row in remaining]), strict=True):
+        graded = self._pool.grade([answers[row] for row in remaining], [prompts[row] for row in remaining])
+        for row, grade in zip(remaining, graded, strict=True):
             grades[row] = grade
         return [grade for grade in grades if grade is not None]
 
@@ -154,13 +162,21 @@ class MathMultiRewardEnvironment(MathEnvironment):
         "reward/format",
     )
 
-    def verifier_name(self) -> str:
+    @classmethod
+    def verifier_of(cls, cfg: MathEnvironmentConfig) -> str:
         """Return the name of the verifier with three components."""
         return "math_multi_reward"
 
 
 def _assistant_text(message_log: "LLMMessageLogType") -> str:
     return "".join(content_text(message["content"]) for message in message_log if message["role"] == "assistant")
+
+
+def _prompt_text(message_log: "LLMMessageLogType") -> str:
+    """Return the text of the message before the first one of the assistant; in rollouts, the rendered chat."""
+    before = list(takewhile(lambda message: message["role"] != "assistant", message_log))
+    content = before[-1]["content"] if before else ""
+    return content if isinstance(content, str) else content_text([part for part in content if part["type"] == "text"])
 
 
 def _component(verified: VerifierResult | None, name: str | None) -> float:

@@ -31,7 +31,7 @@ from nemo_rl.data.datasets.rows.values import kind_of, text_of, value_of
 from nemo_rl.data.interfaces import TaskDataProcessFnCallable, TaskDataSpec
 from nemo_rl.data.messages.content import text_rules
 from nemo_rl.data.processors import get_processor
-from nemo_rl.environments.grading.boxed import last_boxed
+from nemo_rl.environments.grading.final_answer import last_boxed
 from nemo_rl.utils.errors import DataError
 from nemo_rl.utils.seed import derive_seed
 

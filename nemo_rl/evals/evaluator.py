@@ -23,6 +23,7 @@ from nemo_rl.data.messages.content import text_rules
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.environments.registry import env_class_path
+from nemo_rl.environments.truth_check import check_truths, truth_grader
 from nemo_rl.environments.user_environments import Start, environment_of, start_environment
 from nemo_rl.environments.workers.loading import load_env_class
 from nemo_rl.environments.workers.start import Environment
@@ -125,6 +126,18 @@ def setup(
     return Evaluation(EvalGeneration(config, tokenizer), prompts, config)
 
 
+def check_known_answers(config: EvalMasterConfig, prompts: Prompts) -> None:
+    """Grade the known answers as their own answers, see `environments.truth_check`.
+
+    Raises:
+        DataError: they never get a reward.
+    """
+    name = config.data.env_name
+    grader = None if name in config.cluster.venvs else truth_grader(name, config.env.get(name, {}))
+    if grader is not None:
+        check_truths(prompts.data_sets, {name: grader}, {str(None): name})
+
+
 def evaluate(config: EvalMasterConfig) -> EvalReport:
     """Run a configuration's evaluation; see `setup` and `run_env_eval`."""
     return run_env_eval(*setup(config)[:2])
@@ -154,6 +167,8 @@ def run_env_eval(
     """
     config, prompts = master_config or vllm_generation.config, dataloader
     environment = environment_of(config.data.env_name, env or env_class_path(config.data.env_name))
+    if env is None:
+        check_known_answers(config, prompts)
     store = RecordStore(config, len(prompts))
     try:
         if store.num_prompts_done < len(prompts):

@@ -14,7 +14,7 @@ import numpy as np
 from nemo_rl.config.schema.algorithms.evaluation import EvalDataConfig
 from nemo_rl.data.bad_rows import report_bad_rows
 from nemo_rl.data.collate_fn import rl_collate_fn
-from nemo_rl.data.datasets.processed_dataset import AllTaskProcessedDataset, MixedDataset
+from nemo_rl.data.datasets.processed_dataset import AllTaskProcessedDataset, MixedDataset, RowsWithPlace
 from nemo_rl.data.datasets.raw_dataset import FormattedRow, RowView
 from nemo_rl.data.datasets.rows.control_tokens import check_control_tokens
 from nemo_rl.data.datasets.user_data import checked_rows
@@ -35,6 +35,10 @@ class Prompts(Protocol):
 
     def batch(self, start: int, stop: int) -> BatchedDataDict[Any]:
         """Return prompts `start` to `stop - 1`, collated for a rollout."""
+
+    @property
+    def data_sets(self) -> list[RowsWithPlace]:
+        """The data sets of the prompts, each once."""
 
     def topic(self, index: int) -> str | None:
         """Return the topic of a prompt; None if the data set has none."""
@@ -63,6 +67,11 @@ class GivenPrompts:
         unnamed = {"task_name": self._env_name}
         data: list[Any] = [unnamed | dict(self._rows[index]) for index in range(start, stop)]
         return rl_collate_fn(data)
+
+    @property
+    def data_sets(self) -> list[RowsWithPlace]:
+        """See `Prompts`."""
+        return self._rows.parts
 
     def topic(self, index: int) -> str | None:
         """Return None: the topic is unknown."""
@@ -120,6 +129,11 @@ class EvalPrompts:
         """Return prompts `start` to `stop - 1`, collated for a rollout."""
         data: list[DatumSpec] = [self._prompts[index] for index in range(start, stop)]
         return rl_collate_fn(data)
+
+    @property
+    def data_sets(self) -> list[RowsWithPlace]:
+        """See `Prompts`."""
+        return [self._data]
 
     def topic(self, index: int) -> str | None:
         """Return the topic of a prompt; None if the data set has none."""

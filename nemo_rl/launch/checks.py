@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nemo_rl.algorithms.setup.packages import check_packages
 from nemo_rl.algorithms.setup.preflight import check_backends, check_environments, check_reachable_models
-from nemo_rl.config import MasterConfig, RunConfig, check_device, count_gpus
+from nemo_rl.config import EvalMasterConfig, MasterConfig, RunConfig, check_device, count_gpus
 from nemo_rl.config.base.part_names import is_own_class
 from nemo_rl.config.rules.trackers import check_trackers
 from nemo_rl.distributed.cluster.address import require_cluster
@@ -224,17 +224,17 @@ def check_checkpoints(request: Request) -> Passed:
 
 
 def check_data(request: Request) -> Passed:
-    """Load tokenizer and data as the run does, and render the first rows."""
+    """Load tokenizer and data as the run does, render the first rows, and grade known answers as their own answers."""
     config = request.config
     if isinstance(config, MasterConfig):
         data = recipe_of(config).data
         return Passed(f"{len(data.train)} rows to train, {len(data.validation or ())} to validate")
-    from nemo_rl.data.tokenizer import get_tokenizer
-    from nemo_rl.evals.datasets import load_eval_dataset
+    from nemo_rl.evals.evaluator import check_known_answers, setup
 
-    if any(config.model_keys()):
-        get_tokenizer(config.policy.tokenizer)
-    return Passed(f"{len(load_eval_dataset(config['data']).raw.dataset)} problems")
+    assert isinstance(config, EvalMasterConfig), "a run trains or evaluates"
+    _, prompts, _ = setup(config)
+    check_known_answers(config, prompts)
+    return Passed(f"{len(prompts)} problems")
 
 
 def _writable(path: str, key: str) -> Path:

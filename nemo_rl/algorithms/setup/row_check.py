@@ -1,13 +1,14 @@
-"""Refuse rows that a model or the engine of a run does not accept, before Ray starts."""
+"""Refuse rows that a model, the engine or the grader of a run does not accept, before Ray starts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from nemo_rl.config import PolicyConfig
+from nemo_rl.config import PolicyConfig, RolloutMasterConfig
 from nemo_rl.data.datasets.processed_dataset import MixedDataset
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.model_rows import ROW_INPUTS, RowInputs
+from nemo_rl.environments.truth_check import check_truths, truth_grader
 from nemo_rl.models.generation.registry import engine_rows
 from nemo_rl.models.training.backends import training_backend
 
@@ -33,6 +34,27 @@ def check_rows(models: Sequence[PolicyConfig], data: RunData, *, sampled: bool) 
     generation = models[0].generation
     if sampled and generation is not None:
         engine_rows(generation.backend).require(rows)
+
+
+def check_known_answers(config: RolloutMasterConfig, data: RunData, own: Collection[str] = ()) -> None:
+    """Grade the known answers of each data set as their own answers, see `environments.truth_check`.
+
+    Args:
+        config: the configuration.
+        data: the rows of the run.
+        own: environments that the program has made, which are not graded.
+
+    Raises:
+        DataError: the answers of a data set never get a reward.
+    """
+    names = {name for _, name in config.env_entries() if name} | set(data.task_env.values())
+    names -= {*own, *config.cluster.venvs}
+    graders = {
+        name: grader
+        for name in sorted(names & config.env.keys())
+        if (grader := truth_grader(name, config.env[name])) is not None
+    }
+    check_truths([part for rows in _data_sets(data) for part in rows.parts], graders, data.task_env)
 
 
 def _data_sets(data: RunData) -> Iterator[MixedDataset]:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.setup.row_check import check_rows
+from nemo_rl.algorithms.setup.row_check import check_known_answers, check_rows
 from nemo_rl.config import MasterConfig, NamedPartConfig, PolicyConfig, config_of
 from nemo_rl.config.runs.dependent_keys import fill_dependent_keys
 from nemo_rl.config.runs.rollouts import RolloutMasterConfig
@@ -89,11 +89,13 @@ class UserParts:
             sampled: whether the rows are prompts.
 
         Raises:
-            DataError: they cannot be used.
+            DataError: they cannot be used, or their known answers never get a reward.
             ConfigError: a model or the engine does not accept them.
         """
         data = self._rows(config, load, sampled=sampled)
         check_rows([role.section for role in config.models.values()], data, sampled=sampled)
+        if isinstance(config, RolloutMasterConfig):
+            check_known_answers(config, data, self.running_environments)
         return data
 
     def _rows(self, config: MasterConfig, load: Callable[[], RunData], *, sampled: bool) -> RunData:

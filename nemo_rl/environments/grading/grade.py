@@ -4,6 +4,7 @@ Both sides of the pipe between `pool` (environment actor) and `worker_main` (gra
 answer that could not be graded has no reward, only the reason.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -40,8 +41,20 @@ class Grade:
     error: str | None = None
 
 
-Verifier = Callable[[str, str], VerifierResult]
-"""`verify(response, ground_truth) -> VerifierResult`; raises when it cannot judge."""
+Verifier = Callable[..., VerifierResult]
+"""`verify(response, ground_truth) -> VerifierResult`; raises when it cannot judge.
+
+A verifier with an argument `prompt` is also given the end of the text before the response, or None if it is not known.
+"""
+
+PROMPT_CHARS = 200
+"""Characters of the end of a prompt that a verifier gets."""
+
+SOLUTION_MARK = "####"
+"""Stands before the final answer in the solutions of GSM8K."""
+
+_MOST_WORDS = 30
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 
 _HERE = "nemo_rl.environments.grading"
 
@@ -53,6 +66,21 @@ VERIFIERS: dict[str, str] = {
     "multilingual_multichoice": f"{_HERE}.multichoice.verify_multilingual",
 }
 """Verifier name -> dotted path of its function, imported in the grading process only."""
+
+
+def require_final_answer(ground_truth: str) -> None:
+    """Refuse a ground truth that no final answer can equal, such as a whole solution.
+
+    Raises:
+        ValueError: It has no text, a solution's mark "####", or more than 30 words.
+    """
+    if not ground_truth.strip():
+        raise ValueError(f"there is no expression in the ground truth {ground_truth!r}")
+    if SOLUTION_MARK in ground_truth:
+        raise ValueError(f"the ground truth is a whole solution with {SOLUTION_MARK!r}, not a final answer")
+    num_words = len(_WORD.findall(ground_truth))
+    if num_words > _MOST_WORDS:
+        raise ValueError(f"the ground truth is a text of {num_words} words, not a final answer")
 
 
 def load_verifier(name: str) -> Verifier:

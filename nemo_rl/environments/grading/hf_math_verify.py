@@ -1,28 +1,18 @@
-r"""Compare answers mathematically with the math-verify library, `\boxed` first.
+r"""Compare the final answer of a response with the ground truth as a mathematician does, `\boxed` first.
 
 This runs in a grading process only, because it imports sympy and a comparison may never end. The pool's deadlines
 replace math-verify's own `signal.alarm` ones. Invariant: an answer that cannot be compared raises; its reward is never
 0.
 """
 
-import logging
 import re
-from itertools import product
 
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from nemo_rl.environments.grading.comparison.compare import MAX_CHARS, same_answer
+from nemo_rl.environments.grading.comparison.text import clean
+from nemo_rl.environments.grading.final_answer import final_answer, last_boxed
+from nemo_rl.environments.grading.grade import VerifierResult, require_final_answer
 
-from nemo_rl.environments.grading.boxed import last_boxed
-from nemo_rl.environments.grading.grade import VerifierResult
-
-logging.getLogger("math_verify").setLevel(logging.ERROR)
-
-_TRUTH_TARGETS = (LatexExtractionConfig(),)
-_ANSWER_TARGETS = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 _INTEGER = re.compile(r"[+-]?[0-9]+(?:,[0-9]{3})*")
-_ANSWER_BLOCK = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
-_THINK_THEN_ANSWER = re.compile(
-    r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL
-)
 
 
 def verify_math(response: str, ground_truth: str) -> VerifierResult:
@@ -36,51 +26,71 @@ def verify_math(response: str, ground_truth: str) -> VerifierResult:
         Reward 1.0 or 0.0. A response without a recognisable answer gets 0.0.
 
     Raises:
-        ValueError: The ground truth itself cannot be read.
-        Exception: The error of sympy, if no reading of the answer was equal.
+        ValueError: The ground truth is no final answer, or the answer cannot be compared.
     """
-    truths = parse(f"\\boxed{{{ground_truth}}}", _TRUTH_TARGETS, parsing_timeout=None, raise_on_error=True)
-    if not truths:
-        raise ValueError(f"math-verify finds no expression in the ground truth {ground_truth!r}")
-    answers = parse(response, _ANSWER_TARGETS, parsing_timeout=None, raise_on_error=True)
-    text = next((answer for answer in answers if isinstance(answer, str)), None)
-    return VerifierResult(float(_any_equal(truths, answers)), text)
+    truth = last_boxed(ground_truth) or ground_truth
+    require_final_answer(truth)
+    answer = final_answer(response)
+    if answer is None:
+        return VerifierResult(0.0, None)
+    return VerifierResult(float(same_answer(truth, answer)), clean(answer[:MAX_CHARS]))
 
 
-def _any_equal(truths: list, answers: list) -> bool:
-    """Compare each reading of the truth with each reading of the answer; raise only if none is equal."""
-    failure: Exception | None = None
-    for truth, answer in product(truths, answers):
-        try:
-            if verify(truth, answer, timeout_seconds=None, raise_on_error=True):
-                return True
-        except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
-            failure = error
-    if failure is not None:
-        raise failure
-    return False
-
-
-def verify_math_components(response: str, ground_truth: str) -> VerifierResult:
+def verify_math_components(response: str, ground_truth: str, prompt: str | None = None) -> VerifierResult:
     """Judge correctness, an integer answer and the format as separate reward components.
 
     The final answer is searched in the last `<answer>...</answer>` block, or in the whole
     response if there is none.
 
+    Args:
+        response: The model's whole answer.
+        ground_truth: As in `verify_math`.
+        prompt: The text before the response, or its end, which may open the thinking. If it is
+            None, it is not known whether the prompt has opened it, and both formats are right.
+
     Returns:
         Rewards of 1.0 or 0.0: `reward/correctness` as `verify_math`; `reward/integer` if the
-        final answer is written as an integer; `reward/format` if the response is one
+        final answer is written as an integer; `reward/format` if prompt and response have one
         `<think>...</think>` block followed by one `<answer>...</answer>` block.
     """
-    blocks = _ANSWER_BLOCK.findall(response)
-    stated = blocks[-1] if blocks else response
+    stated = _answer_block(response)
+    stated = response if stated is None else stated
     verified = verify_math(stated, ground_truth)
     answer = last_boxed(stated) or verified.extracted_answer or ""
+    begins = ("", "<think>") if prompt is None else (_thinking_of_prompt(prompt),)
     return VerifierResult(
         {
             "reward/correctness": float(verified.reward),  # type: ignore[arg-type]
             "reward/integer": float(_INTEGER.fullmatch(answer.strip(" $")) is not None),
-            "reward/format": float(_THINK_THEN_ANSWER.fullmatch(response) is not None),
+            "reward/format": float(any(_is_think_then_answer(begin + response) for begin in begins)),
         },
         verified.extracted_answer,
     )
+
+
+def _thinking_of_prompt(prompt: str) -> str:
+    """Return the tags with which a prompt ends: an open `<think>`, an empty block of thinking, or nothing."""
+    text = prompt.rstrip()
+    if text.endswith("<think>"):
+        return "<think>"
+    closed = text.removesuffix("</think>")
+    return "<think></think>" if closed != text and closed.rstrip().endswith("<think>") else ""
+
+
+def _answer_block(response: str) -> str | None:
+    """Return the text of the last `<answer>...</answer>`; None if there is none."""
+    start = response.rfind("<answer>", 0, max(response.rfind("</answer>"), 0))
+    if start < 0:
+        return None
+    start += len("<answer>")
+    return response[start : response.find("</answer>", start)]
+
+
+def _is_think_then_answer(text: str) -> bool:
+    """Return whether a text is a block of thinking and a block with the answer, and nothing else."""
+    text = text.strip()
+    thought, closing, rest = text.removeprefix("<think>").partition("</think>")
+    rest = rest.strip()
+    answer = rest.removeprefix("<answer>").removesuffix("</answer>")
+    is_wrapped = text.startswith("<think>") and bool(closing) and len(rest) - len(answer) == len("<answer></answer>")
+    return is_wrapped and "<think>" not in thought and "<answer>" not in answer and "</answer>" not in answer

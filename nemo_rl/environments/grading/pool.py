@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_rl.environments.grading.grade import Grade, VerifierResult
+from nemo_rl.environments.grading.grade import PROMPT_CHARS, Grade, VerifierResult
 from nemo_rl.environments.grading.process import GradingProcess
 from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError
 
@@ -37,6 +37,7 @@ _BACKLOG_INTERVAL_S = 0.05
 class _Job:
     response: str
     ground_truth: str
+    prompt: str | None
     num_deaths: int = 0
     future: Future[Grade] = field(default_factory=Future)
 
@@ -84,15 +85,20 @@ class GradingPool:
             if not self._threads and not self._closed:
                 self._add_thread()
 
-    def grade(self, answers: Sequence[tuple[str, str]]) -> list[Grade]:
+    def grade(self, answers: Sequence[tuple[str, str]], prompts: Sequence[str] | None = None) -> list[Grade]:
         """Grade (response, ground truth) pairs; blocks until each has an outcome.
+
+        Args:
+            answers: The pairs.
+            prompts: The text before each response, for verifiers that read it; None if it is not known.
 
         Raises:
             WorkerDiedError: The pool is closed.
         """
         if self._closed:
             raise WorkerDiedError("the grading pool is closed")
-        jobs = [_Job(response, truth) for response, truth in answers]
+        ends = [None] * len(answers) if prompts is None else [prompt[-PROMPT_CHARS:] for prompt in prompts]
+        jobs = [_Job(response, truth, end) for (response, truth), end in zip(answers, ends, strict=True)]
         for job in jobs:
             self._jobs.put(job)
         return [self._wait(job) for job in jobs]
@@ -157,7 +163,7 @@ class GradingPool:
     def _grade_one(self, process: GradingProcess, job: _Job) -> tuple[Grade | None, bool]:
         """Return the outcome (None: try again), and whether the process can be used again."""
         try:
-            reply = process.ask(job.response, job.ground_truth, self.timeout_s)
+            reply = process.ask(job.response, job.ground_truth, self.timeout_s, job.prompt)
         except (DeadlineExceededError, WorkerDiedError) as error:
             if self._closed:
                 return Grade(error="the grading pool was closed"), False

@@ -60,14 +60,14 @@ class GradingProcess:
         if "fatal" in greeting:
             raise WorkerDiedError(f"verifier {self.verifier!r} could not be loaded: {greeting['fatal']}")
 
-    def ask(self, response: str, ground_truth: str, timeout_s: float) -> dict[str, Any]:
+    def ask(self, response: str, ground_truth: str, timeout_s: float, prompt: str | None = None) -> dict[str, Any]:
         """Send one answer and return the reply of `worker_main`.
 
         Raises:
             DeadlineExceededError: No reply within `timeout_s`; kill this process.
             WorkerDiedError: The process died, was stopped or wrote an unreadable reply; kill this process.
         """
-        request = json.dumps({"response": response, "ground_truth": ground_truth}) + "\n"
+        request = json.dumps({"response": response, "ground_truth": ground_truth, "prompt": prompt}) + "\n"
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(request.encode())

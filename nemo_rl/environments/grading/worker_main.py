@@ -4,7 +4,7 @@
 process that waits for it kills it. Invariant: it ends when its parent ends, for whatever reason, and every request gets
 one line back, a result or an error.
 
-    request   {"response": str, "ground_truth": str}
+    request   {"response": str, "ground_truth": str, "prompt": str | null}
     reply     {"reward": float | {name: float}, "extracted_answer": str | null} | {"error": str}
     greeting  {"ready": true} | {"fatal": str}
 """
@@ -12,7 +12,8 @@ one line back, a result or an error.
 import json
 import os
 import sys
-from typing import TextIO
+from inspect import signature
+from typing import Any, TextIO
 
 from nemo_rl.environments.grading.grade import Verifier, load_verifier
 from nemo_rl.host.child_process import die_with_parent, limit_memory
@@ -36,10 +37,11 @@ def main(verifier_name: str, parent_pid: int, memory_limit_mb: int) -> int:
     return 0
 
 
-def _judge(verifier: Verifier, request: dict[str, str]) -> str:
+def _judge(verifier: Verifier, request: dict[str, Any]) -> str:
     """Run the verifier and return its result as JSON, or the error that it raised."""
     try:
-        verified = verifier(request["response"], request["ground_truth"])
+        more = {"prompt": request["prompt"]} if "prompt" in signature(verifier).parameters else {}
+        verified = verifier(request["response"], request["ground_truth"], **more)
         return json.dumps({"reward": verified.reward, "extracted_answer": verified.extracted_answer})
     except Exception as error:  # boundary: see above
         return json.dumps({"error": _describe(error)})

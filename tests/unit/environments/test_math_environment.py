@@ -112,3 +112,23 @@ def test_metrics_of_six_rollouts_equal_hand_computed_values(math):
             "correct_solution_generation_lengths": 80 / 3,
         }
     )
+
+
+def test_the_format_reward_reads_the_end_of_the_prompt():
+    environment = MathMultiRewardEnvironment({"num_workers": 1, "timeout_s": 3.0})
+    prompts = ["What is it?<|assistant|><think>\n", "What is it?<|assistant|>"]
+    parts = [{"type": "text", "text": prompts[0]}, {"type": "image", "image": None}]
+    closed = {"role": "assistant", "content": ".</think><answer>\\boxed{7}</answer>"}
+    try:
+        logs = [[{"role": "user", "content": prompt}, closed] for prompt in (*prompts, parts)]
+        rewards = environment.step([*logs, [closed]], truths("7", "7", "7", "7")).rewards
+        assert rewards["reward/format"].tolist() == [1.0, 0.0, 1.0, 0.0]
+        assert rewards["reward/correctness"].tolist() == [1.0] * 4
+    finally:
+        environment.shutdown()
+
+
+def test_times_and_words_are_graded_as_texts(math):
+    logs = [answer("\\boxed{1:00}"), answer("\\boxed{12:00}"), answer("\\boxed{ABC}"), answer("\\boxed{42 m}")]
+    outcome = math.step(logs, truths("12:00", "12:00", "BCA", "42\\text{ cm}"))
+    assert outcome.rewards.tolist() == [0.0, 1.0, 0.0, 0.0] and outcome.errors == [None] * 4

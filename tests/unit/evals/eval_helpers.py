@@ -62,7 +62,7 @@ class BoxedNumbers:
         return batch, {}
 
     async def step(self, message_log: list[dict[str, Any]], metadata: Any) -> StepResult:
-        from nemo_rl.environments.grading.boxed import last_boxed
+        from nemo_rl.environments.grading.final_answer import last_boxed
 
         answer = last_boxed(message_log[-1]["content"])
         reward = float(answer == metadata["ground_truth"])

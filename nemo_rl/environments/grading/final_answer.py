@@ -1,0 +1,173 @@
+r"""Find the final answer of a response in time that is linear in its length.
+
+    boxes ─► the last one, or all that are listed next to each other
+    no box ─► what follows "answer is" or "Answer:" ─► the last mathematics between delimiters ─► the last number
+
+Invariant: no pattern is tried from more than one place of the same run of characters, so no response is slow to read.
+"""
+
+import re
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s{0,9}\{")
+_BRACE_OR_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s{0,9}\{|\\[\\{}]|[{}]")
+_LISTED = re.compile(
+    r"\s{0,9}(?:\$\$?|\\[)\]])?\s{0,9}(?:,\s{0,9}(?:and|or)?|and|or|\\text\{\s?(?:and|or)\s?\})(?![a-z])\s{0,9}(?:\$\$?|\\[(\[])?\s{0,9}"
+    r"(?:[A-Za-z]\s{0,9}=\s{0,9})?",
+)
+_STATED = re.compile(r"answers?(?:\s{1,9}(?:is|are)(?![a-z])|\s{0,9}\**\s{0,9}[:=])\**\s{0,9}:?", re.IGNORECASE)
+_HOPE = re.compile(r"final answer is:?(.{1,200}?)\.?\s?I hope", re.IGNORECASE | re.DOTALL)
+_NUMBER = re.compile(
+    r"(?<![\w.])[-+−]?[$€£]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,9})?(?:\s?/\s?\d+)?\s?(?:\\?%)?"
+)
+_VALUE = re.compile(r"[\d\\$]")
+_REASON = re.compile(r",? (?:not|because|since|so|as|which|where)(?![a-z])")
+_SENTENCE_END = re.compile(r"\.(?=\s|$)|\n")
+_DELIMITERS = ((r"\[", r"\]"), (r"\(", r"\)"), ("$$", "$$"), ("$", "$"))
+_STATEMENT_CHARS = 1000
+_MATH_CHARS = 2000
+_TRIES = 20
+_TAIL_CHARS = 5000
+"""Characters of the end of a response in which an answer without a box is searched."""
+
+
+class Box(NamedTuple):
+    """A box with balanced braces.
+
+    Attributes:
+        start: position of its backslash.
+        end: position after its last brace.
+        content: what it holds, stripped.
+    """
+
+    start: int
+    end: int
+    content: str
+
+
+def find_boxes(text: str) -> list[Box]:
+    r"""Return all `\boxed{...}` and `\fbox{...}` with balanced braces, ordered by their starts."""
+    boxes: list[Box] = []
+    opened: list[tuple[int, int]] = []
+    if _BOX.search(text) is None:
+        return boxes
+    for match in _BRACE_OR_BOX.finditer(text):
+        token = match[0]
+        if token == "{":
+            opened.append((-1, match.end()))
+        elif token == "}":
+            start, inner = opened.pop() if opened else (-1, 0)
+            if start >= 0:
+                boxes.append(Box(start, match.end(), text[inner : match.start()].strip()))
+        elif len(token) > 2:
+            opened.append((match.start(), match.end()))
+    return sorted(boxes)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return the content of the last `\boxed{...}` or `\fbox{...}` with balanced braces, stripped; None if none."""
+    boxes = find_boxes(text)
+    return boxes[-1].content if boxes else None
+
+
+def final_answer(response: str) -> str | None:
+    """Return the text of the final answer; None if the response states none.
+
+    Boxes that follow each other with nothing but a comma, "and" or "or" between them are one answer, a list.
+    """
+    boxes = _outer(find_boxes(response))
+    if boxes:
+        after = response[boxes[-1].end :]
+        stated = _HOPE.search(after[-_STATEMENT_CHARS:])
+        return (stated[1].strip() if stated else _listed(response, boxes)) or None
+    tail = response[-_TAIL_CHARS:]
+    return _stated(tail) or _last_mathematics(tail) or _last_number(tail)
+
+
+def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """Return the last match of a pattern."""
+    matches = deque(pattern.finditer(text), maxlen=1)
+    return matches[0] if matches else None
+
+
+def _outer(boxes: list[Box]) -> list[Box]:
+    """Leave out boxes inside other boxes; the content of nested ones is that of the innermost last box."""
+    outer: list[Box] = []
+    for box in boxes:
+        if outer and box.end <= outer[-1].end:
+            if outer[-1].content.endswith("}") and outer[-1].end - 1 >= box.end:
+                outer[-1] = outer[-1]._replace(content=box.content)
+            continue
+        outer.append(box)
+    return outer
+
+
+def _listed(response: str, boxes: list[Box]) -> str:
+    contents = [boxes[-1].content]
+    for box, following in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
+        if following.start - box.end > 60 or _LISTED.fullmatch(response, box.end, following.start) is None:
+            break
+        contents.append(box.content)
+    return ", ".join(dict.fromkeys(contents[::-1]))
+
+
+def _stated(response: str) -> str | None:
+    """Return what follows the last "answer is" or "Answer:"; None if it is only words and values follow later."""
+    found = last_match(_STATED, response)
+    if found is None:
+        return None
+    statement = response[found.end() : found.end() + _STATEMENT_CHARS].strip()
+    line = statement.partition("\n")[0].strip(" *")
+    for opening, closing in _DELIMITERS:
+        if statement.startswith(opening) and (stop := statement.find(closing, len(opening))) > 0:
+            return statement[len(opening) : stop].strip()
+    end = _SENTENCE_END.search(line)
+    sentence = line[: end.start()] if end else line
+    for opening, closing in _DELIMITERS:
+        start = sentence.find(opening)
+        stop = sentence.find(closing, start + len(opening)) if start >= 0 else -1
+        if stop > 0:
+            return sentence[start + len(opening) : stop].strip()
+    sentence = sentence.strip(" *_")
+    number = _NUMBER.match(sentence)
+    if number is not None:
+        return _whole_expression(sentence, number)
+    goes_on = _VALUE.search(statement, len(sentence)) is not None and _VALUE.search(sentence) is None
+    return None if goes_on else _REASON.split(sentence, maxsplit=1)[0] or None
+
+
+def _whole_expression(sentence: str, number: re.Match[str]) -> str:
+    """Return a sentence that is short, or only its number."""
+    return sentence if len(sentence) - number.end() < 30 and "," not in sentence[number.end() :] else number[0].strip()
+
+
+def _last_mathematics(response: str) -> str | None:
+    """Return the last text between delimiters of mathematics."""
+    found = [pair for opening, closing in _DELIMITERS for pair in _last_pair(response, opening, closing)]
+    return max(found)[1] if found else None
+
+
+def _last_pair(response: str, opening: str, closing: str) -> Iterator[tuple[int, str]]:
+    end = len(response)
+    for _ in range(_TRIES):
+        stop = response.rfind(closing, 0, end)
+        if stop <= 0:
+            return
+        start = response.rfind(opening, max(stop - _MATH_CHARS, 0), stop)
+        content = response[start + len(opening) : stop] if start >= 0 else ""
+        if content.strip() and _is_mathematics(content, closing, response[stop + len(closing) :][:1]):
+            yield stop, content.strip()
+            return
+        end = stop
+
+
+def _is_mathematics(content: str, closing: str, after: str) -> bool:
+    """Return whether a pair of dollar signs is not two prices."""
+    return closing != "$" or not (content[-1].isspace() or after.isdigit() or "\n" in content)
+
+
+def _last_number(response: str) -> str | None:
+    found = last_match(_NUMBER, response)
+    return found[0].strip() if found else None

@@ -1,0 +1,205 @@
+r"""Grade the known answers of a run as their own answers, before anything starts.
+
+    rows ─► a sample of each data set ─► known answers, by environment ─► its verifier ─► share of right ones
+
+It applies to the math environments of this library; own classes are not graded. Invariant: plain numbers are graded in
+this process, so that a usual data set costs no time, and everything else with the deadline of the environment.
+"""
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from nemo_rl.config.schema.env import MathEnvironmentConfig
+from nemo_rl.data.datasets.processed_dataset import RowsWithPlace
+from nemo_rl.environments.grading.boxed import grade_plain_number
+from nemo_rl.environments.grading.grade import SOLUTION_MARK, Grade
+from nemo_rl.environments.grading.pool import GradingPool
+from nemo_rl.environments.math_environment import MathEnvironment, MathMultiRewardEnvironment
+from nemo_rl.environments.registry import env_class_path
+from nemo_rl.environments.workers.keys import own_keys, section_of
+from nemo_rl.environments.workers.loading import load_env_class
+from nemo_rl.utils.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+FIRST_ROWS = 64
+"""First rows of a data set whose known answers are graded."""
+
+SPREAD_ROWS = 64
+"""Further rows, spread evenly over the rest."""
+
+GOOD_SHARE = 0.9
+"""Smallest share of right answers without a warning."""
+
+_READING_S = 2.0
+"""Seconds after which no more rows of a data set are read."""
+
+_EXAMPLES = 3
+_SHOWN_CHARS = 80
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The known answer of a row.
+
+    Attributes:
+        text: the answer.
+        file: file or data set of the row.
+        line: its line there.
+    """
+
+    text: str
+    file: str
+    line: int
+
+
+@dataclass(frozen=True)
+class TruthGrader:
+    """Grades known answers as an environment does.
+
+    Attributes:
+        env_name: name of the environment.
+        verifier: name of its verifier.
+        timeout_s: deadline of one answer.
+    """
+
+    env_name: str
+    verifier: str
+    timeout_s: float
+
+    def grade(self, truths: Sequence[str]) -> dict[str, str]:
+        """Return the reason for each known answer that is not right as its own answer."""
+        grades: dict[str, Grade] = {}
+        rest = []
+        for truth in dict.fromkeys(truths):
+            plain = grade_plain_number(self.response(truth), truth) if self.verifier == "hf_math_verify" else None
+            if plain is None:
+                rest.append(truth)
+            else:
+                grades[truth] = Grade(verified=plain)
+        grades |= self._grade_in_a_process(rest)
+        return {truth: reason for truth, grade in grades.items() if (reason := _reason(grade))}
+
+    def response(self, truth: str) -> str:
+        """Return a response with a known answer, in the form that the verifier reads."""
+        if self.verifier.endswith("multichoice"):
+            return f"Answer: {truth}"
+        return truth if "\\boxed" in truth else f"\\boxed{{{truth}}}"
+
+    def _grade_in_a_process(self, truths: Sequence[str]) -> dict[str, Grade]:
+        if not truths:
+            return {}
+        pool = GradingPool(self.verifier, 1, self.timeout_s)
+        try:
+            return dict(zip(truths, pool.grade([(self.response(truth), truth) for truth in truths]), strict=True))
+        finally:
+            pool.close()
+
+
+def truth_grader(env_name: str, section: Mapping[str, Any] | BaseModel) -> TruthGrader | None:
+    """Return the grader of an environment; None if its rows have no known answer, or its class is a user's."""
+    env_class, _ = load_env_class(env_class_path(env_name))
+    if env_class not in (MathEnvironment, MathMultiRewardEnvironment):
+        return None
+    cfg = MathEnvironmentConfig.build(**own_keys(section_of(section), MathEnvironmentConfig))
+    return TruthGrader(env_name, env_class.verifier_of(cfg), cfg.timeout_s)
+
+
+def check_truths(
+    data_sets: Sequence[RowsWithPlace], graders: Mapping[str, TruthGrader], task_env: Mapping[str, str] | None = None
+) -> None:
+    """Grade known answers of each data set as their own answers; below 0.9 there is a warning.
+
+    Args:
+        data_sets: the data sets of a run.
+        graders: graders by the name of the environment; rows of others are not graded.
+        task_env: environment by task name; a task without one is named after its environment.
+
+    Raises:
+        DataError: no known answer of a data set is right as its own answer.
+    """
+    if not graders:
+        return
+    for rows in {id(rows): rows for rows in data_sets}.values():
+        by_env: dict[str, list[Truth]] = defaultdict(list)
+        for task, truth in _sampled_truths(rows):
+            by_env[(task_env or {}).get(task, task)].append(truth)
+        for name, truths in by_env.items():
+            if name in graders:
+                _judge(graders[name], truths)
+
+
+def _sampled_truths(rows: RowsWithPlace) -> Iterator[tuple[str, Truth]]:
+    """Yield the task and the known answer of sampled rows, as long as reading them is quick."""
+    deadline = time.monotonic() + _READING_S
+    for idx in sampled_indices(len(rows)):
+        datum: dict[str, Any] = dict(rows[idx])
+        info = datum.get("extra_env_info") or {}
+        if isinstance(info, Mapping) and info.get("ground_truth") is not None and not datum.get("fault"):
+            yield str(datum.get("task_name")), Truth(str(info["ground_truth"]), *rows.place(idx))
+        if time.monotonic() > deadline:
+            return
+
+
+def sampled_indices(num_rows: int) -> list[int]:
+    """Return the first rows, and further ones that are spread evenly over the rest."""
+    first = min(num_rows, FIRST_ROWS)
+    rest = num_rows - first
+    spread = min(rest, SPREAD_ROWS)
+    return [*range(first), *(first + (2 * number + 1) * rest // (2 * spread) for number in range(spread))]
+
+
+def _judge(grader: TruthGrader, truths: Sequence[Truth]) -> None:
+    """Raise if no known answer is right, and warn if too few are."""
+    reasons = grader.grade([truth.text for truth in truths])
+    wrong = [truth for truth in truths if truth.text in reasons]
+    share = 1 - len(wrong) / len(truths)
+    if share >= GOOD_SHARE:
+        return
+    examples = "".join(
+        f"\n  {truth.file}:{truth.line}: {_shown(truth.text)}: {reasons[truth.text]}" for truth in wrong[:_EXAMPLES]
+    )
+    often = "never" if share == 0 else "rarely"
+    found = (
+        f"{truths[0].file}: {len(truths) - len(wrong)} of {len(truths)} known answers are right when the environment "
+        f"{grader.env_name!r} (verifier {grader.verifier}) grades them as their own answers, so a model "
+        f"{often} gets a reward for a right answer.{examples}\n{_advice(grader, wrong)}"
+    )
+    if share == 0:
+        raise DataError(found)
+    logger.warning("%s", found)
+
+
+def _reason(grade: Grade) -> str:
+    """Return why a known answer is not right; empty if it is."""
+    if grade.verified is None:
+        return str(grade.error)
+    reward = grade.verified.reward
+    if (reward["reward/correctness"] if isinstance(reward, dict) else reward) == 1.0:
+        return ""
+    answer = grade.verified.extracted_answer
+    return "no answer is found in it" if answer is None else f"the answer read from it is {_shown(answer)}"
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS // 2]}...{text[-_SHOWN_CHARS // 2 :]}")
+
+
+def _advice(grader: TruthGrader, wrong: Sequence[Truth]) -> str:
+    if any(SOLUTION_MARK in truth.text for truth in wrong):
+        return (
+            f"Solutions with {SOLUTION_MARK!r} before the final answer are in the form of GSM8K: set "
+            "dataset_name: gsm8k (with the same data_path), or name a column with the final answer by output_key."
+        )
+    if grader.verifier.endswith("multichoice"):
+        return (
+            f"The verifier {grader.verifier} compares letters of choices: give the letter as the known answer, or set "
+            f"env.{grader.env_name}.verifier_type=math."
+        )
+    return "Name the column with the final answer by output_key; it is a number, a formula, or a few words."
