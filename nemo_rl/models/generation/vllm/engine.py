@@ -362,9 +362,9 @@ def _take_latent_attention(arguments: EngineArgs) -> None:
     vLLM takes one for bfloat16 only wherever the processor has AMX, and it chooses for the layers that propose tokens
     separately.
     """
-    is_latent = arguments.create_model_config().use_mla
+    kernel, is_latent = AttentionBackendEnum.CPU_MLA, arguments.create_model_config().use_mla
     if is_latent:
-        arguments.attention_backend = AttentionBackendEnum.CPU_MLA
+        arguments.attention_backend = kernel
     speculation = speculation_of({"speculative_config": arguments.speculative_config})
     if speculation is not None and proposes_with_latent_attention(speculation, is_latent):
-        arguments.speculative_config = {**speculation.values, "attention_backend": AttentionBackendEnum.CPU_MLA.name}
+        arguments.speculative_config = {**speculation.values, "attention_backend": kernel.name}
