@@ -260,3 +260,18 @@ def loaded_extensions(engine: Any) -> list[str]:
     """Return the libraries of vLLM's own kernels that this process has loaded."""
     mapped = Path("/proc/self/maps").read_text().splitlines()
     return sorted({line.split()[-1] for line in mapped if "/vllm/_C" in line})
+
+
+def router_biases(engine: Any) -> list[list[float]]:
+    """Return the biases by which routers choose experts; they are in float32."""
+
+    def found(worker: Any) -> list[list[float]]:
+        import torch
+
+        named = worker.model_runner.get_model().named_parameters()
+        biases = [bias for name, bias in named if name.endswith("e_score_correction_bias")]
+        assert {bias.dtype for bias in biases} == {torch.float32}
+        return [bias.tolist() for bias in biases]
+
+    (of_worker,) = engine._engine.collective_rpc(found)
+    return of_worker
