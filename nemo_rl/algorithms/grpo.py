@@ -204,8 +204,9 @@ class CreditAssignment:
         mask_RT = written_RT * batch["sample_mask"][:, None]
         mask_BT = joined.join(mask_RT)
         effort_penalty_B = effort_penalty(trajectories, self._effort_levels)
-        rewards_B = training_rewards(trajectories, self._config) + effort_penalty_B.float()
-        extras = self._extras(trajectories)
+        total_B = training_rewards(trajectories, self._config) + effort_penalty_B
+        rewards_B = total_B.float()
+        extras = self._extras(trajectories) | {"total_rewards": total_B}
         if self.needs_logprobs:
             extras["logprobs_policy"] = joined.join(batch["prev_logprobs"])
             extras["logprobs_reference"] = joined.join(batch["reference_policy_logprobs"])
@@ -230,7 +231,7 @@ class CreditAssignment:
             "group_ids": torch.tensor([t.group_index for t in trajectories]),
             "valid_mask": torch.tensor([float(t.reward is not None) for t in trajectories]),
             "reward_components": self._components(trajectories),
-            "turn_rewards": padded([t.penalized_turn_rewards for t in trajectories], 0.0, torch.float32),
+            "turn_rewards": padded([t.penalized_turn_rewards for t in trajectories], 0.0, torch.float64),
             "turn_spans": padded([t.turn_spans for t in trajectories], (0, 0), torch.int64),
         }
 
