@@ -29,7 +29,7 @@ from nemo_rl.algorithms.rollout.environments import response_data
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
 from nemo_rl.algorithms.runtime.run import Run, Stage, StepBatch
 from nemo_rl.algorithms.runtime.run import train_with_restarts as grpo_train
-from nemo_rl.algorithms.scoring import PolicyScoring, corrects_staleness, forward_passes
+from nemo_rl.algorithms.scoring import forward_passes, policy_scoring
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.compat.public_names import public_names
 from nemo_rl.config import (
@@ -135,8 +135,7 @@ def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> Rollout
     prompt_factor = grpo.batch_multiplier if grpo.use_dynamic_sampling else 1.0
 
     def stages(roles: Mapping[str, Policy]) -> list[Stage]:
-        threshold, corrects = grpo.seq_logprob_error_threshold, corrects_staleness(config)
-        return [PolicyScoring(roles["policy"], needs_prev, needs_reference, threshold, corrects), credit]
+        return [policy_scoring(config, roles["policy"], needs_prev, needs_reference), credit]
 
     return RolloutRecipe(
         tokenizer=tokenizer,

@@ -8,12 +8,14 @@ Invariant: training, weight syncs and engines of the library ask here, so all of
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
+import transformers
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
+_ROUNDED = (torch.bfloat16, torch.float16)
 _BY_NAME = r"(?:^|\.)(?:e_score_correction_bias|expert_bias|A_log|dt_bias|D)$"
 
 
@@ -24,11 +26,30 @@ def stays_float32(hf: PreTrainedModel, dtype: torch.dtype | None) -> Callable[[s
         hf: the model.
         dtype: number format of the other weights; with None or float32 nothing has to be kept.
     """
-    if dtype not in (torch.bfloat16, torch.float16):
+    if dtype not in _ROUNDED:
         return lambda _: False
-    # transformers searches names for these patterns (`build_glob_alternation` of its loader).
-    patterns = [name.replace("*", ".*") for name, kept in hf._get_dtype_plan(dtype).items() if kept is torch.float32]
-    kept = re.compile("|".join([_BY_NAME, *patterns]))
+    return _search_for(hf._get_dtype_plan(dtype))
+
+
+def stays_float32_in_files(architecture: str | None, dtype: torch.dtype | None) -> Callable[[str], bool]:
+    """Return whether a tensor of a model folder stays float32 when the others are written in `dtype`, by its name.
+
+    Args:
+        architecture: name of the model's class in transformers; None: only the names that all models share.
+        dtype: number format of the other tensors.
+    """
+    if dtype not in _ROUNDED:
+        return lambda _: False
+    model_class = getattr(transformers, architecture or "", None)
+    names = list(getattr(model_class, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype is torch.float16:
+        names += getattr(model_class, "_keep_in_fp32_modules", None) or ()
+    return _search_for(names)
+
+
+def _search_for(patterns: Iterable[str]) -> Callable[[str], bool]:
+    """Return whether a name is kept; transformers searches names for patterns (`build_glob_alternation`)."""
+    kept = re.compile("|".join([_BY_NAME, *(name.replace("*", ".*") for name in patterns)]))
     return lambda name: kept.search(name) is not None
 
 

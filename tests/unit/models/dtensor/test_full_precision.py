@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from nemo_rl.distributed.ranks.placements import whole
 from nemo_rl.models.dtensor.backend import DTensorBackend
+from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.huggingface.full_precision import hold_in_float32, stays_float32
 from nemo_rl.models.policy.batching import count_valid, logprob_strategy, shard_batch, training_strategy
 from nemo_rl.models.policy.workers.base import PolicyWorker
@@ -210,8 +211,21 @@ def test_a_run_in_bfloat16_keeps_them_in_float32(model_type: str, tmp_path: Path
         found = restore([part["scores"] for part in parts]).double()
         assert float((found - scores).detach().abs().max()) < 2e-2
     check_sent(alone, kept)
-    saved = load_file(next((tmp_path / "one").rglob("*.safetensors")))
+    check_exports(tmp_path, kept, MODELS[model_type][1])
+
+
+def check_exports(folder: Path, kept: set[str], pattern: str) -> None:
+    """A checkpoint is in float32; a copy of it in bfloat16 keeps the bits of what stays."""
+    (file,) = (folder / "one").rglob("*.safetensors")
+    saved = load_file(file)
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+    DTensorTraining().write_model(folder / "one", folder / "exported", torch.bfloat16)
+    (file,) = (folder / "exported").glob("*.safetensors")
+    exported = load_file(file)
+    full = {name for name, tensor in exported.items() if tensor.dtype is torch.float32}
+    assert len(full) == len(kept) and full == {name for name in saved if re.search(pattern, name)}
+    assert all(torch.equal(exported[name], saved[name]) for name in full)
+    assert {exported[name].dtype for name in exported.keys() - full} == {torch.bfloat16}
 
 
 def check_sent(found: dict[str, Any], kept: set[str]) -> None:
