@@ -29,7 +29,7 @@ from nemo_rl.algorithms.rollout.environments import response_data
 from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
 from nemo_rl.algorithms.runtime.run import Run, Stage, StepBatch
 from nemo_rl.algorithms.runtime.run import train_with_restarts as grpo_train
-from nemo_rl.algorithms.scoring import PolicyScoring, corrects_staleness, forward_passes
+from nemo_rl.algorithms.scoring import forward_passes, policy_scoring
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.compat.public_names import public_names
 from nemo_rl.config import (
@@ -135,8 +135,7 @@ def recipe(config: GRPOMasterConfig, user_parts: UserParts = NOTHING) -> Rollout
     prompt_factor = grpo.batch_multiplier if grpo.use_dynamic_sampling else 1.0
 
     def stages(roles: Mapping[str, Policy]) -> list[Stage]:
-        threshold, corrects = grpo.seq_logprob_error_threshold, corrects_staleness(config)
-        return [PolicyScoring(roles["policy"], needs_prev, needs_reference, threshold, corrects), credit]
+        return [policy_scoring(config, roles["policy"], needs_prev, needs_reference), credit]
 
     return RolloutRecipe(
         tokenizer=tokenizer,
@@ -204,8 +203,9 @@ class CreditAssignment:
         mask_RT = written_RT * batch["sample_mask"][:, None]
         mask_BT = joined.join(mask_RT)
         effort_penalty_B = effort_penalty(trajectories, self._effort_levels)
-        rewards_B = training_rewards(trajectories, self._config) + effort_penalty_B.float()
-        extras = self._extras(trajectories)
+        total_B = training_rewards(trajectories, self._config) + effort_penalty_B
+        rewards_B = total_B.float()
+        extras = self._extras(trajectories) | {"total_rewards": total_B}
         if self.needs_logprobs:
             extras["logprobs_policy"] = joined.join(batch["prev_logprobs"])
             extras["logprobs_reference"] = joined.join(batch["reference_policy_logprobs"])
@@ -230,7 +230,7 @@ class CreditAssignment:
             "group_ids": torch.tensor([t.group_index for t in trajectories]),
             "valid_mask": torch.tensor([float(t.reward is not None) for t in trajectories]),
             "reward_components": self._components(trajectories),
-            "turn_rewards": padded([t.penalized_turn_rewards for t in trajectories], 0.0, torch.float32),
+            "turn_rewards": padded([t.penalized_turn_rewards for t in trajectories], 0.0, torch.float64),
             "turn_spans": padded([t.turn_spans for t in trajectories], (0, 0), torch.int64),
         }
 

@@ -22,7 +22,7 @@ from nemo_rl.algorithms.rollout.start import RolloutRecipe, start_run
 from nemo_rl.algorithms.runtime.run import Run, Stage
 from nemo_rl.algorithms.runtime.run import train_with_restarts as ppo_train
 from nemo_rl.algorithms.runtime.session import SaveState
-from nemo_rl.algorithms.scoring import PolicyScoring, corrects_staleness, forward_passes
+from nemo_rl.algorithms.scoring import forward_passes, policy_scoring
 from nemo_rl.algorithms.setup.user_parts import NOTHING, UserParts
 from nemo_rl.compat.public_names import public_names
 from nemo_rl.config import AsyncPPOConfig, LoggerConfig, PPOConfig, PPOMasterConfig, Role
@@ -88,9 +88,8 @@ def recipe(config: PPOMasterConfig, user_parts: UserParts = NOTHING) -> RolloutR
 
     def stages(roles: Mapping[str, Policy]) -> list[Stage]:
         policy, critic = roles["policy"], roles["value"]
-        threshold, corrects = ppo.seq_logprob_error_threshold, corrects_staleness(config)
         return [
-            PolicyScoring(policy, needs_prev, needs_reference, threshold, corrects),
+            policy_scoring(config, policy, needs_prev, needs_reference),
             ValueInference(critic, ppo.adv_estimator.bootstrap_truncated),
             credit,
             CriticUpdate(critic, value_loss_fn, ppo.ppo_epochs, config.value.train_global_batch_size),

@@ -3,6 +3,7 @@
 Invariant: a forward pass is skipped only when its result cannot change the update.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,11 @@ from nemo_rl.config import PolicyGradientMasterConfig
 from nemo_rl.data.stored_rows import NUM_STALE, NUM_WRITTEN, STORED_ROWS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.losses.loss_function import LossFunction
+from nemo_rl.losses.mismatch import MISMATCH_METRICS
 from nemo_rl.losses.policy_gradient import ClippedPGLossFn
 from nemo_rl.models.policy.interfaces import ScoringModel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,13 +65,18 @@ class PolicyScoring:
         the engine's log-probability (`generation_logprobs`) is used. With `corrects_staleness` all tokens have the
         policy before the update, because the importance weights of the loss are relative to it.
 
+        Metrics that compare policy and engine would then compare the engine's numbers with themselves, so they are left
+        out of a step with such tokens (`StepBatch.unmeasured`).
+
         Returns:
             Metrics of the mismatch of sequences, and of the mask that follows from it.
         """
         tensors = batch.tensors
         rewards = [row.reward for row in batch.rows]
+        if not self.corrects_staleness and (batch.stale_BT is not None or NUM_STALE in tensors):
+            batch.unmeasured = batch.unmeasured | MISMATCH_METRICS
         if STORED_ROWS in tensors:
-            return self._score_stored(tensors, rewards)
+            return batch.measured(self._score_stored(tensors, rewards))
         stale_BT = None if self.corrects_staleness else batch.stale_BT
         if self.needs_prev or stale_BT is not None:
             tensors["prev_logprobs"] = self._prev_logprobs(tensors, stale_BT)
@@ -76,7 +85,7 @@ class PolicyScoring:
             tensors["reference_policy_logprobs"] = scored["reference_logprobs"]
         if "prev_logprobs" not in tensors:
             return _count_samples(tensors)
-        return mask_mismatched_sequences(tensors, rewards, self.max_sequence_error)
+        return batch.measured(mask_mismatched_sequences(tensors, rewards, self.max_sequence_error))
 
     def _score_stored(self, tensors: BatchedDataDict[Any], rewards: Sequence[float | None]) -> dict[str, float]:
         """Do as `apply` for stored rows: log-probabilities stay in the object store."""
@@ -110,11 +119,22 @@ def _count_samples(tensors: BatchedDataDict[Any]) -> dict[str, float]:
 
 
 def corrects_staleness(config: PolicyGradientMasterConfig) -> bool:
-    """Return whether the loss handles stale tokens with `prev_logprobs` of the current policy.
+    """Return whether the loss handles stale tokens with `prev_logprobs` of the current policy."""
+    return config.loss_fn.corrects_staleness
 
-    Importance weights account for the difference to the policy that sampled; a forced ratio of 1 ignores it on purpose.
-    """
-    return config.loss_fn.use_importance_sampling_correction or config.loss_fn.force_on_policy_ratio
+
+def policy_scoring(
+    config: PolicyGradientMasterConfig, policy: ScoringModel, needs_prev: bool, needs_reference: bool
+) -> PolicyScoring:
+    """Build the stage of a run, and log what it cannot measure; see `PolicyScoring`."""
+    corrects = corrects_staleness(config)
+    if config.algorithm.overlap.mode == "ahead" and not corrects:
+        logger.info(
+            "overlap.mode=ahead without loss_fn.use_importance_sampling_correction: in steps with tokens of older "
+            "weights the mismatch of policy and engines is not measured, and these metrics are not logged: %s.",
+            ", ".join(sorted(MISMATCH_METRICS)),
+        )
+    return PolicyScoring(policy, needs_prev, needs_reference, config.algorithm.seq_logprob_error_threshold, corrects)
 
 
 def forward_passes(config: PolicyGradientMasterConfig, loss_fn: LossFunction, *, for_credit: bool) -> tuple[bool, bool]:

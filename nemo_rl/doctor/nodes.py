@@ -13,6 +13,7 @@ from nemo_rl.doctor.host import (
     check_shared_memory,
     check_temporary_files,
 )
+from nemo_rl.doctor.processor import check_processor
 from nemo_rl.doctor.requests import NodeRequest
 from nemo_rl.doctor.versions import check_versions
 
@@ -24,6 +25,7 @@ def _exchange(request: NodeRequest) -> Finding:
 NODE_CHECKS: list[Check[NodeRequest]] = [
     Check("versions", check_versions),
     Check("gpus", check_gpus),
+    Check("processor", check_processor),
     Check("host memory", check_host_memory),
     Check("shared memory", check_shared_memory),
     Check("open files", check_open_files),

@@ -18,6 +18,17 @@ from nemo_rl.losses.objectives import token_weight, without_overflow
 from nemo_rl.losses.policy_batch import PolicyBatch
 from nemo_rl.losses.reductions import masked_max, masked_mean, masked_min, masked_sum, safe_divide
 
+_OF_SEQUENCES = tuple(f"{kind}_seq_mult_prob_error" for kind in ("max", "min", "mean"))
+MISMATCH_METRICS = frozenset(
+    (
+        *("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error"),
+        *("sampling_importance_ratio", "is_oob_ratio"),
+        *_OF_SEQUENCES,
+        *(f"{name}_after_mask" for name in _OF_SEQUENCES),
+    )
+)
+"""Metrics that compare the policy before an update with the engine, and no other pair of policies."""
+
 
 @torch.no_grad()
 def mismatch_metrics(batch: PolicyBatch, global_valid_toks: Tensor | float, kl_type: str) -> dict[str, Tensor]:

@@ -13,8 +13,11 @@ from nemo_rl.sandbox.program import Limits, Program
 MAX_FILES = 4096
 """Files and folders that a program may make."""
 _OPEN_FILES = 128
-OWN_PROCESSES = 2
-"""Processes of the sandbox itself, which the kernel counts with those of the program."""
+_SEEN_PROCESSES = 1
+"""Processes of the sandbox itself below which a program with namespaces of its own is found: the first one inside."""
+_SLACK = 2
+"""Where the kernel counts, the run is ended only at so many times its limit: a count of our own is not taken at one
+moment, and sees more processes than exist when they end and start quickly."""
 
 
 def make_plan(
@@ -77,6 +80,28 @@ def _may_fork(mechanism: Mechanism) -> bool:
     return mechanism.has_own_files and (is_privileged() or os.geteuid() != 0)
 
 
+def max_threads(mechanism: Mechanism, limits: Limits) -> int:
+    """Return the number of processes and threads, as `usage_of` counts them, above which a run is ended.
+
+    Where the kernel limits them, `fork` fails at the limit and no program gets there.
+    """
+    if not _may_fork(mechanism):
+        return limits.processes + (_SEEN_PROCESSES if mechanism.has_own_files else 0)
+    return _SLACK * limits.processes + _SEEN_PROCESSES
+
+
+def _own_processes(mechanism: Mechanism) -> int:
+    """Return how many processes of the sandbox itself the kernel counts with those of the program.
+
+    It counts the processes of one user, in one namespace of users. Root gives a program a user of its own: bubblewrap's
+    first process inside keeps root's, ours takes the program's. Others make a namespace of users, where bubblewrap has
+    only its first process inside, and ours also the one outside that waits for it.
+    """
+    if mechanism.namespaces == "outer":
+        return 0 if is_privileged() else 1
+    return 1 if is_privileged() else 2
+
+
 def _kernel_limits(mechanism: Mechanism, limits: Limits) -> dict[str, int]:
     kernel_limits = {
         "AS": limits.memory_mb << 20,
@@ -86,5 +111,5 @@ def _kernel_limits(mechanism: Mechanism, limits: Limits) -> dict[str, int]:
         **dict.fromkeys(("CORE", "MEMLOCK", "MSGQUEUE"), 0),
     }
     if _may_fork(mechanism):
-        kernel_limits["NPROC"] = limits.processes + OWN_PROCESSES
+        kernel_limits["NPROC"] = limits.processes + _own_processes(mechanism)
     return kernel_limits

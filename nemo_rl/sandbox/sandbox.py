@@ -18,7 +18,7 @@ from pathlib import Path
 from nemo_rl.sandbox.handover import Handover
 from nemo_rl.sandbox.languages import language_of, python
 from nemo_rl.sandbox.mechanisms import IN_ORDER, SCRATCH, Choice, Mechanism
-from nemo_rl.sandbox.plan import MAX_FILES, make_plan
+from nemo_rl.sandbox.plan import MAX_FILES, make_plan, max_threads
 from nemo_rl.sandbox.program import End, Limits, Outcome, Program
 from nemo_rl.sandbox.scratch import is_beyond, remove
 from nemo_rl.sandbox.supervision import Launch, Supervision
@@ -156,6 +156,7 @@ def _supervised(
                 stdin,
                 (plan_file, *channel, *program.inherited),
                 mechanism.namespaces == "outer",
+                max_threads(mechanism, limits),
             )
 
             def is_full() -> bool:

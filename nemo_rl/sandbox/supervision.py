@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from nemo_rl.sandbox.plan import OWN_PROCESSES
 from nemo_rl.sandbox.program import End, Limits, Outcome
 from nemo_rl.sandbox.usage import usage_of
 from nemo_rl.utils.errors import SandboxError
@@ -63,12 +62,15 @@ class Launch:
         inherited: Further file descriptors that it gets.
         has_report: Whether it gets the second control descriptor, on which bubblewrap reports. Other commands would
             leave it to the program, which could name any process there.
+        max_threads: Processes and threads below the first process that is watched, itself included, above which the run
+            is ended.
     """
 
     command: Callable[[int, int], Sequence[str]]
     stdin: int
     inherited: Sequence[int]
     has_report: bool
+    max_threads: int
 
 
 class Supervision:
@@ -87,7 +89,7 @@ class Supervision:
     def __init__(
         self, launch: Launch, limits: Limits, is_scratch_full: Callable[[], bool], cancelled: threading.Event
     ) -> None:
-        self._limits = limits
+        self._limits, self._max_threads = limits, launch.max_threads
         self._is_scratch_full = is_scratch_full
         self._cancelled = cancelled
         self._out, self._err = _Stream(limits.output_bytes), _Stream(limits.output_bytes)
@@ -199,12 +201,11 @@ class Supervision:
             return End.WALL_TIME
         if end := self._overflow():
             return end
-        max_threads = limits.processes + OWN_PROCESSES
-        used = usage_of(self._init[0] if self._init else self._process.pid, max_threads)
+        used = usage_of(self._init[0] if self._init else self._process.pid, self._max_threads)
         self._cpu_time_s = max(self._cpu_time_s, used.cpu_time_s)
         if used.cpu_time_s > limits.cpu_time_s:
             return End.CPU_TIME
-        if used.threads > max_threads:
+        if used.threads > self._max_threads:
             return End.PROCESSES
         if used.memory_bytes > limits.memory_mb << 20:
             return End.MEMORY

@@ -15,6 +15,7 @@ class Usage:
     Attributes:
         cpu_time_s: Processor seconds of the processes that live, and of their children that have ended.
         memory_bytes: Resident memory that is theirs: anonymous and shared, without pages of files. Pages that
+            several of them share count for each.
         threads: Threads of all of them; a process has at least one.
     """
 

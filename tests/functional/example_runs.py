@@ -236,7 +236,8 @@ def check_agent_steps(run: ExampleRun, steps: int) -> Metrics:
     metrics = read_metrics(run.log_dir)
     for step in range(1, steps + 1):
         assert metrics["train", step, "num_reward_errors"] == 0, run.log()[-3000:]
-        assert metrics["train", step, "token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
+        if not metrics.get(("train", step, "max_trajectory_age")):  # else it is not measured
+            assert metrics["train", step, "token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
         assert metrics["train", step, "calls_per_sample"] >= 1
     return metrics
 

@@ -11,8 +11,9 @@ import multiprocessing
 import os
 import traceback
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Self
 from unittest import mock
@@ -35,13 +36,21 @@ class EngineProcess:
     """Hosts one worker for each settings; `name` chooses among them in calls.
 
     `rank`, `port` and `machine` are for a worker of an engine with several: its rank, their rendezvous port on this
-    machine, and the machine of the run on which it believes to be.
+    machine, and the machine of the run on which it believes to be. `processor` replaces torch's answers about this
+    processor in that process, by the names of the functions of `torch.cpu` that give them.
     """
 
-    def __init__(self, settings: dict[str, EngineSettings], rank: int = 0, port: int = 0, machine: int = 0):
+    def __init__(
+        self,
+        settings: dict[str, EngineSettings],
+        rank: int = 0,
+        port: int = 0,
+        machine: int = 0,
+        processor: Mapping[str, bool] | None = None,
+    ):
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, settings), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, settings, dict(processor or {})), daemon=True)
         own = {"RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
         own["NODE_RANK"] = str(machine)
         with mock.patch.dict(os.environ, engine_environment("cpu") | own):
@@ -120,7 +129,12 @@ class EngineProcess:
             self._process.join()
 
 
-def _serve(pipe: Connection, settings: dict[str, EngineSettings]) -> None:
+def _serve(pipe: Connection, settings: dict[str, EngineSettings], processor: dict[str, bool]) -> None:
+    import torch
+
+    for name, has_it in processor.items():
+        assert callable(getattr(torch.cpu, name)), name
+        setattr(torch.cpu, name, partial(bool, has_it))
     from nemo_rl.models.generation.worker import GenerationWorker
 
     async def serve() -> None:

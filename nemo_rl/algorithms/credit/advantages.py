@@ -41,7 +41,8 @@ class AdvantageExtras(TypedDict, total=False):
     group_ids: Tensor  # [B] int64; rows with equal ids are answers to one prompt
     valid_mask: Tensor  # [B]; 0 keeps a sample out of all statistics, since it has no reward
     reward_components: Mapping[str, Tensor]  # name -> [B]
-    turn_rewards: Tensor  # [B, N] float32, reward of each response turn as the environment gave it; 0 after the last
+    turn_rewards: Tensor  # [B, N] float64, reward of each response turn as the environment gave it; 0 after the last
+    total_rewards: Tensor  # [B] float64, `rewards` before they were rounded to float32
     turn_spans: Tensor  # [B, N, 2] int64, first token and end of each response turn in the row; 0, 0 after the last
     logprobs_policy: Tensor  # [B, T]
     logprobs_reference: Tensor  # [B, T]
@@ -168,7 +169,7 @@ class PerTurnAdvantageEstimator:
         has_turn_BN = (spans[..., 1] > 0) & (valid_B != 0)[:, None]
         turn_rewards_BN = torch.nn.functional.pad(turn_rewards_BN, (0, spans.shape[1] - turn_rewards_BN.shape[1]))
         advantage_BN = turn_advantage(
-            with_total(turn_rewards_BN, has_turn_BN, rewards),
+            with_total(turn_rewards_BN, has_turn_BN, extras.get("total_rewards", rewards)),
             has_turn_BN,
             group_ids_B,
             credit=self.credit,

@@ -1,7 +1,7 @@
 """Compute baselines, standard deviations and whitening over groups of samples.
 
-Invariant: all statistics are computed in float64, and the standard deviation of equal rewards is exactly 0, not
-rounding noise that a division would enlarge.
+Invariant: all statistics are computed in float64, and the standard deviation of rewards that are equal but for the
+rounding of float32 is exactly 0, because a division would enlarge that noise.
 
 Legend: `B` samples, `T` tokens.
 """
@@ -19,10 +19,16 @@ STD_EPSILON = 1e-6
 """Added to a standard deviation before dividing by it."""
 
 VARIANCE_FLOOR = 1e-8
-"""Smallest variance in REINFORCE++, which divides by its square root."""
+"""Smallest variance in REINFORCE++, which divides by its square root; PPO adds it to the variance of its tokens."""
 
 RELATIVE_SPREAD_FLOOR = 1e-14
-"""Variances below this share of the group's own scale are taken as rounding noise and become 0."""
+"""Share of a group's sum of squares that is rounding noise of float64, such as what leaving a sample out leaves."""
+
+EQUAL_SPREAD = 1e-6
+"""Rewards whose deviation is at most this share of their group's largest magnitude are taken as equal.
+
+Rewards come from environments in float32, where a sum such as 0.1 + 0.6 differs from 0.7 by 4e-8.
+"""
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,11 @@ def group_ids_from_prompts(prompts: Tensor) -> Tensor:
 
 
 def group_statistics(
-    rewards_B: Tensor, group_ids_B: Tensor, valid_mask_B: Tensor, leave_one_out: bool
+    rewards_B: Tensor,
+    group_ids_B: Tensor,
+    valid_mask_B: Tensor,
+    leave_one_out: bool,
+    magnitudes_B: Tensor | None = None,
 ) -> GroupStatistics:
     """Return mean and sample standard deviation of the rewards that each sample is compared with.
 
@@ -47,13 +57,15 @@ def group_statistics(
     divides by m - 1. With deviations d from the mean of n samples and S = sum(d^2), leaving i out gives
     mean_i = mean - d_i / (n - 1) and var_i = (S - d_i^2 n / (n - 1)) / (n - 2).
 
-    A sample whose group has at most one valid member has its own reward as baseline. A set of one has std 0.
+    A sample whose group has at most one valid member has its own reward as baseline. A set of one has std 0, and so has
+    one whose deviation is at most `EQUAL_SPREAD` of the largest magnitude of the group.
 
     Args:
         rewards_B: `[B]` float.
         group_ids_B: `[B]` int64, any values.
         valid_mask_B: `[B]`, non-zero for samples that count.
         leave_one_out: Leave the sample itself out of its set.
+        magnitudes_B: `[B]`, the size of what each reward is a sum of, where it is one; None: that of the reward.
     """
     rewards_B = rewards_B.double()
     valid_B = (valid_mask_B != 0).double()
@@ -68,7 +80,9 @@ def group_statistics(
     mean_B = group_sum(clean_B) / count_B.clamp(min=1)
     deviation_B = torch.where(valid_B != 0, clean_B - mean_B, 0.0)
     squares_B = group_sum(deviation_B**2)
-    noise_B = RELATIVE_SPREAD_FLOOR * squares_B + (RELATIVE_SPREAD_FLOOR * mean_B) ** 2
+    noise_B = RELATIVE_SPREAD_FLOOR * squares_B
+    sizes_B = torch.where(valid_B != 0, (rewards_B if magnitudes_B is None else magnitudes_B).double().abs(), 0.0)
+    largest_B = sizes_B.new_zeros(len(sizes_B)).index_reduce_(0, index_B, sizes_B, "amax")[index_B]
 
     size_B = count_B - valid_B if leave_one_out else count_B
     if leave_one_out:
@@ -76,6 +90,7 @@ def group_statistics(
         mean_B = mean_B - deviation_B / divisor_B
         squares_B = squares_B - deviation_B**2 * (size_B + 1) / divisor_B
     variance_B = torch.where(squares_B > noise_B, squares_B, 0.0) / (size_B - 1).clamp(min=1)
+    variance_B = torch.where(variance_B > (EQUAL_SPREAD * largest_B) ** 2, variance_B, 0.0)
     return GroupStatistics(
         baseline_B=torch.where(count_B > 1, mean_B, rewards_B),
         std_B=torch.where(size_B > 1, variance_B, 0.0).sqrt(),
@@ -117,17 +132,20 @@ def group_advantage(
     leave_one_out: bool,
     normalize: bool,
     std_over_batch: bool = False,
+    magnitudes_B: Tensor | None = None,
 ) -> Tensor:
     """Return `r - baseline`, divided by `std + 1e-6` where std > 0 if `normalize`; `[B]` float64.
 
     With `std_over_batch` the deviation is over all valid rewards, otherwise over the rewards of the baseline.
+    `magnitudes_B` is that of `group_statistics`.
     """
-    statistics = group_statistics(rewards_B, group_ids_B, valid_mask_B, leave_one_out)
+    statistics = group_statistics(rewards_B, group_ids_B, valid_mask_B, leave_one_out, magnitudes_B)
     advantage_B = rewards_B.double() - statistics.baseline_B
     if normalize:
         std_B = statistics.std_B
         if std_over_batch:
-            std_B = group_statistics(rewards_B, torch.zeros_like(group_ids_B), valid_mask_B, leave_one_out=False).std_B
+            one_group_B = torch.zeros_like(group_ids_B)
+            std_B = group_statistics(rewards_B, one_group_B, valid_mask_B, False, magnitudes_B).std_B
         advantage_B = torch.where(std_B > 0, advantage_B / (std_B + STD_EPSILON), advantage_B)
     return torch.where(valid_mask_B != 0, advantage_B, 0.0)
 
@@ -146,6 +164,11 @@ def std_with_floor(values: Tensor, mask: Tensor, mean: Tensor) -> Tensor:
     return masked_var(values, mask, mean=mean, unbiased=False).clamp(min=VARIANCE_FLOOR).sqrt()
 
 
+def sample_std_with_floor(values: Tensor, mask: Tensor, mean: Tensor) -> Tensor:
+    """Return the square root of the sample variance (n - 1) plus `VARIANCE_FLOOR`."""
+    return (masked_var(values, mask, mean=mean, unbiased=True) + VARIANCE_FLOOR).sqrt()
+
+
 def whiten(values: Tensor, mask: Tensor, divisor: Divisor) -> Tensor:
     """Shift the kept entries to mean 0 and divide them by their deviation; others become 0.
 
@@ -154,7 +177,7 @@ def whiten(values: Tensor, mask: Tensor, divisor: Divisor) -> Tensor:
     Args:
         values: Any shape.
         mask: Same shape, non-zero for entries that are kept.
-        divisor: `sample_std_plus_epsilon` or `std_with_floor`.
+        divisor: `sample_std_plus_epsilon`, `std_with_floor` or `sample_std_with_floor`.
     """
     kept = (mask != 0).to(values.dtype)
     mean = masked_mean(values, kept)

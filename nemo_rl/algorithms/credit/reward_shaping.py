@@ -121,8 +121,12 @@ def shape_rewards(
 
 
 def training_rewards(trajectories: Sequence[Trajectory], config: RewardedTrainingConfig) -> Tensor:
-    """Return the reward of each sample as it is trained on, `[B]`: penalised, scaled, then shaped; 0 without one."""
-    rewards_B = torch.tensor([t.penalized_reward or 0.0 for t in trajectories])
+    """Return the reward of each sample as it is trained on: penalised, scaled, then shaped; 0 without one.
+
+    Returns:
+        `[B]` float64, because rewards of turns are compared with them.
+    """
+    rewards_B = torch.tensor([t.penalized_reward or 0.0 for t in trajectories], dtype=torch.float64)
     lengths_B = torch.tensor([t.response_length for t in trajectories])
     truncated_B = torch.tensor([t.outcome == Outcome.TRUNCATED for t in trajectories])
     rewards_B = scale_rewards(rewards_B, config.reward_scaling)

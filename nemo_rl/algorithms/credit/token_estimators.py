@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl.algorithms.credit.gae import CountedTokens, gae, length_adaptive_lambda
-from nemo_rl.algorithms.credit.group_statistics import std_with_floor, whiten
+from nemo_rl.algorithms.credit.group_statistics import sample_std_with_floor, whiten
 from nemo_rl.config import ClippedPGLossConfig, PPOAdvantageConfig
 from nemo_rl.losses.kl import kl_penalty
 
@@ -101,7 +101,7 @@ class GeneralizedAdvantageEstimator:
         states_BN = values_BN if self.needs_values else torch.zeros_like(values_BN)
         advantages_BN = self._gae(tokens, rewards_BN, states_BN, after_B, self._policy_lambda(tokens))
         if config.normalize_advantages:
-            advantages_BN = whiten(advantages_BN, tokens.exists_BN, std_with_floor)
+            advantages_BN = whiten(advantages_BN, tokens.exists_BN, sample_std_with_floor)
         return advantages_BN, returns_BN
 
     def _policy_lambda(self, tokens: CountedTokens) -> Tensor:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_rl.algorithms.credit.group_statistics import group_advantage
+from nemo_rl.algorithms.credit.group_statistics import EQUAL_SPREAD, group_advantage
 
 type TurnCredit = Literal["turn_returns", "turn_rewards"]
 
@@ -50,7 +50,9 @@ def turn_advantage(
         std_over_batch: As in `group_advantage`; the deviation is over all turns of the batch.
     """
     rewards_BN = torch.where(has_turn_BN, turn_rewards_BN.double(), 0.0)
-    compared_BN = _discounted_sums(rewards_BN, discount) if credit == "turn_returns" else rewards_BN
+    compared_BN, magnitudes_BN = rewards_BN, rewards_BN.abs()
+    if credit == "turn_returns":
+        compared_BN, magnitudes_BN = _discounted_sums(rewards_BN, discount), _discounted_sums(magnitudes_BN, discount)
     num_turns = rewards_BN.shape[1]
     same_turn_BN = torch.unique(group_ids_B, return_inverse=True)[1][:, None] * num_turns + torch.arange(num_turns)
     advantage_BN = group_advantage(
@@ -60,6 +62,7 @@ def turn_advantage(
         leave_one_out=leave_one_out,
         normalize=normalize,
         std_over_batch=std_over_batch,
+        magnitudes_B=magnitudes_BN.flatten(),
     ).view_as(rewards_BN)
     if credit == "turn_rewards":
         advantage_BN = _discounted_sums(advantage_BN, discount)
@@ -67,8 +70,14 @@ def turn_advantage(
 
 
 def with_total(turn_rewards_BN: Tensor, has_turn_BN: Tensor, rewards_B: Tensor) -> Tensor:
-    """Return turn rewards that sum to `rewards_B [B]`: what is missing, a length penalty, goes to the last turn."""
-    missing_B = rewards_B - torch.where(has_turn_BN, turn_rewards_BN, 0.0).sum(1)
+    """Return turn rewards that sum to `rewards_B [B]`: what is missing, a length penalty, goes to the last turn.
+
+    A difference that is only the rounding of float32 is none.
+    """
+    turn_rewards_BN = torch.where(has_turn_BN, turn_rewards_BN.double(), 0.0)
+    missing_B = rewards_B.double() - turn_rewards_BN.sum(1)
+    is_noise_B = missing_B.abs() <= EQUAL_SPREAD * turn_rewards_BN.abs().amax(1)
+    missing_B = torch.where(is_noise_B, 0.0, missing_B)
     is_last_BN = has_turn_BN & ~torch.cat([has_turn_BN[:, 1:], torch.zeros_like(has_turn_BN[:, :1])], dim=1)
     return turn_rewards_BN + is_last_BN * missing_B[:, None]
 

@@ -46,6 +46,7 @@ class StepBatch:
         prompts: positions in the data that are done with once the batch was trained on.
         rewards: of the samples of each of these prompts, also of those that the batch leaves out.
         stale_BT: `[B, T]` bool, tokens that were sampled by weights older than the policy's; None if there are none.
+        unmeasured: metrics of the update that say nothing about this batch and are not logged.
     """
 
     tensors: BatchedDataDict[Any]
@@ -57,6 +58,11 @@ class StepBatch:
     prompts: Sequence[PromptPosition] = ()
     rewards: GroupRewards = field(default_factory=dict)
     stale_BT: Tensor | None = None
+    unmeasured: frozenset[str] = frozenset()
+
+    def measured(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return metrics without those of `unmeasured`."""
+        return {name: value for name, value in metrics.items() if name not in self.unmeasured}
 
     @property
     def rows(self) -> list[Trajectory]:
@@ -201,7 +207,7 @@ def train(run: Run) -> None:
             run.memory.hand_to(("policy",))
             with session.phase("policy_training"):
                 result = trainer.train(batch.tensors, run.loss_fn, gbs=batch.rows_per_update)
-            session.record(result["metrics"], batch.metrics)
+            session.record(batch.measured(result["metrics"]), batch.metrics)
             for prefix, metrics in batch.metrics_under.items():
                 session.record_under(prefix, metrics)
             run.source.trained(step, batch)

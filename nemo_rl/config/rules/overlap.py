@@ -2,6 +2,7 @@
 
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
+from nemo_rl.config.schema.algorithms.loss_fn import ClippedPGLossConfig
 from nemo_rl.config.schema.algorithms.overlap import AsyncRLConfig
 from nemo_rl.config.schema.algorithms.rewarded_training import RewardedTrainingConfig
 from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
@@ -54,6 +55,24 @@ def check_overlap(
         yield (
             f"{section}.overlap.max_buffered_groups={overlap.max_buffered_groups} (async_rl.max_buffered_rollouts) is "
             f"less than the {needed} groups that are sampled for a step, so no step could begin. Use {needed} or more."
+        )
+
+
+def check_stale_mismatch(section: str, algorithm: RewardedTrainingConfig, loss: ClippedPGLossConfig) -> Findings:
+    """Refuse a threshold of the mismatch with the engine where the mismatch of older tokens is not measured.
+
+    Args:
+        section: name of the algorithm's section.
+        algorithm: the section.
+        loss: the loss of the policy.
+    """
+    threshold = algorithm.seq_logprob_error_threshold
+    if algorithm.overlap.mode == "ahead" and threshold is not None and not loss.corrects_staleness:
+        yield (
+            f"{section}.seq_logprob_error_threshold={threshold:g} masks no answer of older weights: without "
+            f"loss_fn.use_importance_sampling_correction, {section}.overlap.mode=ahead takes the engine's "
+            "log-probabilities of these tokens for the policy's. Set "
+            f"loss_fn.use_importance_sampling_correction=true, or {section}.seq_logprob_error_threshold=null."
         )
 
 

@@ -15,7 +15,7 @@ from nemo_rl.config.rules.data import check_data, named_entries
 from nemo_rl.config.rules.files import PathKey, tokenizer_paths
 from nemo_rl.config.rules.loss import check_loss
 from nemo_rl.config.rules.named_parts import check_named_parts, check_venvs
-from nemo_rl.config.rules.overlap import check_one_overlap, check_overlap, check_rollout_runners
+from nemo_rl.config.rules.overlap import check_one_overlap, check_overlap, check_rollout_runners, check_stale_mismatch
 from nemo_rl.config.rules.placement.judges import Judges, check_judges, left_by_judges
 from nemo_rl.config.rules.placement.roles import Role
 from nemo_rl.config.rules.placement.second_models import check_placements, check_second_models
@@ -244,6 +244,7 @@ class PolicyGradientMasterConfig(RolloutMasterConfig):
             check_batches(section, algorithm, self.policy, self.policy_cluster),
             check_lengths(self.policy, self.data),
             check_overlap(section, algorithm, self.policy, self.cluster),
+            check_stale_mismatch(section, algorithm, self.loss_fn),
             check_rollout_runners(algorithm, self.policy, self.cluster),
             check_early_stop(section, algorithm),
             check_loss(section, algorithm, self.policy, self.loss_fn, self.num_epochs),

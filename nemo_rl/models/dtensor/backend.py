@@ -66,6 +66,7 @@ from nemo_rl.models.dtensor.pipeline.weights import (
     copied_parameters,
     sum_shared_gradients,
 )
+from nemo_rl.models.huggingface.full_precision import stays_float32
 from nemo_rl.models.huggingface.layers import body, decoder_layers, first_tensor
 from nemo_rl.models.huggingface.load import torch_dtype
 from nemo_rl.models.training.checkpoint_writes import Keep, Write
@@ -360,17 +361,18 @@ class DTensorBackend(TorchBackend):
         """See `PolicyBackend.held_weights`.
 
         Args:
-            dtype: cast floating-point tensors to it; None keeps float32.
+            dtype: cast floating-point tensors to it, but for those that stay float32; None keeps all in float32.
         """
         reshard(self.model)
         hf, named = self.model.hf, checkpoint_io.weights_by_name(self.model.hf)
         adapted = {f"{name}.weight": module for name, module in adapted_modules(hf).items()}
         proves = self._lora.enabled and not self._adapters_unproven
+        stays = stays_float32(hf, dtype)
         differ: set[str] = set()
 
         def value(name: str) -> Tensor:
             if name not in adapted:
-                return self._outgoing(named[name], dtype)
+                return self._outgoing(named[name], None if stays(name) else dtype)
             merged = self._outgoing(adapted[name].merged_weight(self.device), dtype)
             if proves and not differ:
                 base = self._outgoing(adapted[name].weight.detach(), dtype)

@@ -17,6 +17,7 @@ from nemo_rl.models.dtensor.checkpoints.model_files import weights_by_name
 from nemo_rl.models.dtensor.pipeline.stages import stage_of
 from nemo_rl.models.dtensor.pipeline.weights import without_copies
 from nemo_rl.models.huggingface.checkpoint_names import Group, Result, groups_in_checkpoint
+from nemo_rl.models.huggingface.full_precision import stays_float32
 from nemo_rl.models.training.low_rank import ADAPTER_PARAMETERS
 from nemo_rl.weight_sync.holdings import Held, Readable, block_of, dtype_name
 from nemo_rl.weight_sync.parts import Part
@@ -36,7 +37,8 @@ def held_weights(hf: PreTrainedModel, value: Value, dtype: torch.dtype | None, r
     Args:
         hf: the model, or the stage of it.
         value: see `Value`.
-        dtype: dtype in which floating-point tensors are exported; None: their own.
+        dtype: dtype in which floating-point tensors are exported, but for those that stay float32
+            (`huggingface.full_precision`); None: their own.
         results: the same object for every stream of a model, empty at first; filled here.
     """
     named = {
@@ -46,6 +48,7 @@ def held_weights(hf: PreTrainedModel, value: Value, dtype: torch.dtype | None, r
     }
     stage = stage_of(hf)
     number = 0 if stage is None else stage.place.number
+    stays = stays_float32(hf, dtype)
     group_of = {name: group for group in groups_in_checkpoint(hf) for name in group.sources}
     seen: dict[str, list[str]] = {}
     position = 0
@@ -56,7 +59,8 @@ def held_weights(hf: PreTrainedModel, value: Value, dtype: torch.dtype | None, r
         if len(arrived) < len(group.sources):
             continue
         sources = {source: named[source] for source in group.sources}
-        exported = dtype_name(dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
+        keeps = dtype is None or not tensor.is_floating_point() or any(map(stays, sources))
+        exported = dtype_name(tensor.dtype if keeps or dtype is None else dtype)
         if group.target not in results:
             results[group.target] = group.results(hf, {source: each.shape for source, each in sources.items()})
         found, order = results[group.target], (number, position)

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from nemo_rl.config import PolicyConfig
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.models.dtensor.experts.balance import configured_coefficient, in_a_pipeline
 from nemo_rl.models.training.mesh_rules import (
     Divided,
     Mesh,
@@ -20,6 +21,9 @@ from nemo_rl.models.training.mesh_rules import (
     vocabulary,
 )
 from nemo_rl.utils.errors import ConfigError
+
+_TRAINED = ("policy", "value")
+"""Sections of models that learn, and so have an auxiliary loss of experts."""
 
 type PlanFor = Callable[[PretrainedConfig], object]
 """Returns the tensor-parallel plan of a model; raises `ConfigError` if it has none."""
@@ -48,6 +52,9 @@ def check_mesh(
     if mesh.policy.dtensor_cfg.context_parallel_method == "ulysses":
         yield from _check_ulysses(mesh)
     yield from _check_pipeline(mesh)
+    coefficient = configured_coefficient(mesh.model, policy.dtensor_cfg.moe_aux_loss_coeff)
+    if coefficient and layout.pp > 1 and section in _TRAINED:
+        yield in_a_pipeline(coefficient, layout.pp, section)
     if layout.tp > 1 and plan_for is not None:
         try:
             plan_for(model)

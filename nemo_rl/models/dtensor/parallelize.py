@@ -37,9 +37,11 @@ from nemo_rl.models.dtensor.experts.parallel import (
     require_experts,
     shard_experts,
 )
+from nemo_rl.models.dtensor.full_precision import shard_in_float32
 from nemo_rl.models.dtensor.mesh import Meshes
 from nemo_rl.models.dtensor.tensor_parallel.apply import TensorParallel, divide_layers
 from nemo_rl.models.dtensor.tensor_parallel.plans import plan_for
+from nemo_rl.models.huggingface.full_precision import float32_parameters
 from nemo_rl.models.huggingface.layers import decoder_layers, hidden_states
 from nemo_rl.models.huggingface.load import torch_dtype
 from nemo_rl.utils.errors import ConfigError
@@ -93,7 +95,8 @@ class ShardingSpec:
     """Options of `shard`.
 
     Attributes:
-        compute_dtype: dtype of the forward and backward pass; parameters stay float32.
+        compute_dtype: dtype of the forward and backward pass; master weights stay float32, and those of
+            `huggingface.full_precision` also compute in it.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
         device: device on which the rank computes.
         sequence_parallel: divide norms and the residual stream along the sequence among tensor-parallel ranks.
@@ -161,10 +164,12 @@ def _keep_if_expensive(
 
 
 @torch.no_grad()
-def hold_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Round all parameters once to the dtype that FSDP2 would round them to in every pass; keep buffers."""
+def hold_in(model: ShardableModel, dtype: torch.dtype) -> None:
+    """Round parameters once to the dtype that FSDP2 would round them to in every pass; keep buffers."""
+    kept = {id(parameter) for parameter in float32_parameters(model.hf, dtype).values()}
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if id(parameter) not in kept:
+            parameter.data = parameter.data.to(dtype)
 
 
 def shard[ModelT: ShardableModel](model: ModelT, meshes: Meshes, spec: ShardingSpec) -> ModelT:
@@ -195,9 +200,13 @@ def shard[ModelT: ShardableModel](model: ModelT, meshes: Meshes, spec: ShardingS
     options: dict[str, Any] = {"mesh": meshes.fsdp, "offload_policy": _offload_policy(spec)}
     if spec.keep_gathered:
         options["reshard_after_forward"] = False
-    for layer in decoder_layers(model.hf):
-        fully_shard(layer, mp_policy=_precision(spec, root=False), **options)
-    fully_shard(model, mp_policy=_precision(spec, root=True), **options)
+    kept = set(float32_parameters(model.hf, spec.compute_dtype).values())
+    modules: list[nn.Module] = [*decoder_layers(model.hf), model]
+    for module in modules:
+        own = [parameter for parameter in module.parameters() if parameter in kept]
+        fully_shard(module, mp_policy=_precision(spec, root=module is model), ignored_params=kept, **options)
+        shard_in_float32(module, own, _offload_policy(spec))
+        kept -= set(own)
     register_fsdp_forward_method(model, "body")
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,18 +1,19 @@
 """Copy model folders (safetensors, configuration and tokenizer), optionally in another dtype.
 
-No model code is needed. Invariant: the copy loads wherever the source does; config.json and the index describe the
+No model is built. Invariant: the copy loads wherever the source does; config.json and the index describe the
 files correctly.
 """
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from nemo_rl.host.waiting_log import StillWaiting
+from nemo_rl.models.huggingface.full_precision import stays_float32_in_files
 from nemo_rl.models.huggingface.tensor_files import TensorFiles, write_file
 from nemo_rl.utils.errors import CheckpointError
 
@@ -31,11 +32,13 @@ def copy_model_folder(source: Path, target: Path, dtype: torch.dtype | None = No
     Args:
         source: a folder that `from_pretrained` loads.
         target: created if it does not exist; may be inside `source`.
-        dtype: dtype of floating-point weights; None copies bit for bit.
+        dtype: dtype of floating-point weights but for those that stay float32 (`full_precision`); None copies bit for
+            bit.
     """
     files = sorted(file for file in source.iterdir() if file.is_file())
     target.mkdir(parents=True, exist_ok=True)
     tensors = {file: TensorFiles([file]) for file in files if file.match(TENSOR_FILES)}
+    stays = stays_float32_in_files(_architecture(source), dtype)
     written, total = 0, sum(len(list(held)) for held in tensors.values())
     with StillWaiting(f"the writing of {target}", "tensors are written", lambda: written, total) as progress:
         for file in files:
@@ -45,7 +48,7 @@ def copy_model_folder(source: Path, target: Path, dtype: torch.dtype | None = No
                 written += len(list(held or ()))
                 progress.look()
                 continue
-            for _ in _convert(held, target / file.name, dtype):
+            for _ in _convert(held, target / file.name, dtype, stays):
                 written += 1
                 progress.look()
     if dtype is not None:
@@ -62,14 +65,21 @@ def require_empty(target: Path) -> None:
         raise CheckpointError(f"{str(target)!r} is not empty. Give a new folder for the exported model.")
 
 
-def _convert(source: TensorFiles, target: Path, dtype: torch.dtype) -> Iterator[None]:
-    """Write the tensors of a file in another dtype; yield after each."""
+def _convert(source: TensorFiles, target: Path, dtype: torch.dtype, stays: Callable[[str], bool]) -> Iterator[None]:
+    """Write the tensors of a file in another dtype, but for those that stay as they are; yield after each."""
 
-    def converted(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    def converted(name: str, tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and not stays(name) else tensor
 
-    likes = {name: converted(source.like(name)) for name in source}
-    return write_file(target, likes, ((name, converted(source.read(name))) for name in source))
+    likes = {name: converted(name, source.like(name)) for name in source}
+    return write_file(target, likes, ((name, converted(name, source.read(name))) for name in source))
+
+
+def _architecture(folder: Path) -> str | None:
+    """Return the name of the class of a model folder, from its config.json."""
+    path = folder / "config.json"
+    names = json.loads(path.read_text(encoding="utf-8")).get("architectures") if path.exists() else None
+    return names[0] if names else None
 
 
 def _note_dtype(target: Path, dtype: torch.dtype) -> None:

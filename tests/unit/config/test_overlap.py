@@ -91,6 +91,10 @@ def test_sections_of_nemo_rl_fill_in_the_overlap(overrides: tuple[str, ...], exp
         (("grpo.overlap.validation=hold_updates",), r"overlap.mode=none lets .* take turns"),
         (("+async_rl={rollout_failure: {on_dropped_prompt: replace}}",), "shrink"),
         (("grpo.overlap={mode: ahead, group_failures: {max_skipped_prompts: 1}}",), "max_attempts_per_prompt attempts"),
+        (
+            ("grpo.overlap.mode=ahead", "grpo.seq_logprob_error_threshold=2"),
+            "seq_logprob_error_threshold=2 masks no answer of older weights",
+        ),
     ],
 )
 def test_an_overlap_that_cannot_work_is_refused(overrides: tuple[str, ...], message: str) -> None:
@@ -189,3 +193,16 @@ def test_the_key_for_cached_keys_and_values_has_its_meaning(overrides: tuple[str
 def test_engines_that_always_compute_again_are_named() -> None:
     with pytest.raises(ConfigError, match=r"recompute_kv_cache=false works with the backends vllm and sglang only.*hf"):
         load_config(CPU, ["policy.generation.weight_sync.recompute_kv_cache=false", "policy.generation.backend=hf"])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("grpo.overlap.mode=ahead", "loss_fn.use_importance_sampling_correction=true"),
+        ("grpo.overlap.mode=ahead", "loss_fn.force_on_policy_ratio=true"),
+        ("grpo.overlap.mode=stream",),
+        (),
+    ],
+)
+def test_a_threshold_of_the_mismatch_is_accepted_where_it_is_measured(overrides: tuple[str, ...]) -> None:
+    load_config(CPU, ["grpo.seq_logprob_error_threshold=2", *overrides])

@@ -16,6 +16,7 @@ from nemo_rl.doctor import host
 from nemo_rl.doctor.checks import Check, Finding, Status, ok
 from nemo_rl.doctor.exchange import _start, check_exchange
 from nemo_rl.doctor.gpus import check_gpus, list_gpus
+from nemo_rl.doctor.processor import check_processor
 from nemo_rl.doctor.requests import NodeRequest
 from nemo_rl.doctor.runner import perform, smallest
 from nemo_rl.doctor.versions import check_versions, installed_versions
@@ -264,3 +265,43 @@ def test_ranks_exchange_tensors_over_nccl() -> None:
     finding = check_exchange(NodeRequest(uses_gpu=True), gpus)
     assert finding.status is Status.OK, finding
     assert finding.found.startswith(f"NCCL between {gpus} processes")
+
+
+X86 = ("avx2", "avx512_f", "avx512_bf16", "amx_tile", "amx_bf16")
+
+
+@pytest.mark.parametrize(
+    ("machine", "present", "found"),
+    [
+        ("x86_64", X86, "A with AVX2, AVX-512, AVX-512 for bfloat16, AMX and AMX for bfloat16"),
+        ("x86_64", X86[:3], "A with AVX2, AVX-512 and AVX-512 for bfloat16, without AMX or AMX for bfloat16"),
+        ("amd64", X86[:1], "A with AVX2, without AVX-512, AVX-512 for bfloat16, AMX or AMX for bfloat16"),
+        ("aarch64", ("neon", "bf16"), "A with NEON and bfloat16, without SVE"),
+        ("riscv64", (), "A (riscv64)"),
+    ],
+)
+def test_the_features_of_the_processor_are_named(
+    machine: str, present: tuple[str, ...], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"cpu_name": "A", **dict.fromkeys(present, True)})
+    assert check_processor(NodeRequest()) == Finding(Status.OK, found, numbers=check_processor(NodeRequest()).numbers)
+    assert {key for key, value in check_processor(NodeRequest()).numbers.items() if value} == set(present)
+
+
+def test_a_processor_without_avx2_cannot_run_vllm_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("torch.cpu.get_capabilities", dict)
+    requests = [NodeRequest(uses_gpu=False, engine=engine) for engine in ("vllm", "hf", None)]
+    assert [check_processor(request).status for request in requests] == ["failed", "ok", "ok"]
+    assert check_processor(NodeRequest(uses_gpu=True, engine="vllm")).status is Status.OK
+    assert "needs AVX2" in check_processor(requests[0]).found
+
+
+def test_the_features_are_those_that_the_kernel_lists() -> None:
+    flags = Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
+    if "sse2" not in flags:
+        pytest.skip("this is no x86-64")
+    values = check_processor(NodeRequest()).numbers
+    names = {"avx2": "avx2", "avx512_f": "avx512f", "avx512_bf16": "avx512_bf16", "amx_tile": "amx_tile"}
+    assert {key: bool(values[key]) for key in names} == {key: flag in flags for key, flag in names.items()}

@@ -270,7 +270,7 @@ EXHAUSTION = {
     ),
     "make many files": (
         "for number in range(100_000): open(str(number), 'w').close()\nescaped()",
-        {End.EXITED, End.SCRATCH, End.WALL_TIME},
+        {End.EXITED, End.SCRATCH, End.WALL_TIME, End.CPU_TIME},
     ),
     "make many folders": (
         "while True:\n    os.mkdir('x'); os.chdir('x')",

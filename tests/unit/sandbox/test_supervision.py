@@ -14,8 +14,8 @@ import psutil
 import pytest
 from conftest import processes_with
 
-from nemo_rl.sandbox import Limits, Program, Sandbox
-from nemo_rl.sandbox.mechanisms import Mechanism
+from nemo_rl.sandbox import End, Limits, Program, Sandbox, why_unavailable
+from nemo_rl.sandbox.mechanisms import LANDLOCK_ALONE, Mechanism
 from nemo_rl.sandbox.supervision import Supervision
 from nemo_rl.utils.errors import SandboxError
 
@@ -101,3 +101,61 @@ print("done")
         pytest.skip("programs start no processes there")
     outcome = Sandbox(Limits(processes=8, wall_time_s=20), mechanism).run(Program(code))
     assert outcome.succeeded and outcome.stdout == "done\n", outcome
+
+
+@pytest.mark.parametrize("processes", [3, 16])
+def test_the_kernel_allows_as_many_processes_as_the_limit_says(mechanism: Mechanism, processes: int) -> None:
+    code = """
+import os, sys, threading, time
+count = 1
+while True:
+    try:
+        child = os.fork()
+    except OSError:
+        break
+    if child == 0:
+        time.sleep(60)
+    count += 1
+    time.sleep(0.002)
+try:
+    threading.Thread(target=print).start()
+except RuntimeError:
+    print("no thread either")
+time.sleep(0.5)  # several looks from outside
+print(count)
+"""
+    if not mechanism.has_own_files:
+        pytest.skip("programs start no processes there")
+    outcome = Sandbox(Limits(processes=processes, wall_time_s=20), mechanism).run(Program(code))
+    assert outcome.succeeded and outcome.stdout == f"no thread either\n{processes}\n", outcome
+
+
+def test_a_program_that_asks_for_processes_again_and_again_ends_by_time(mechanism: Mechanism) -> None:
+    code = """
+import os, time
+while True:
+    try:
+        if os.fork() == 0 and os.getpid() % 2:
+            os._exit(0)
+    except OSError:
+        time.sleep(0.001)
+"""
+    if not mechanism.has_own_files:
+        pytest.skip("programs start no processes there")
+    outcome = Sandbox(Limits(processes=8, wall_time_s=3, cpu_time_s=60), mechanism).run(Program(code))
+    assert outcome.end is End.WALL_TIME, outcome
+
+
+def test_threads_are_counted_where_programs_start_no_processes() -> None:
+    if reason := why_unavailable(LANDLOCK_ALONE):
+        pytest.skip(reason)
+    code = """
+import sys, threading, time
+for _ in range(int(sys.argv[1])):
+    threading.Thread(target=time.sleep, args=(0.5,)).start()
+"""
+    ends = [
+        Sandbox(Limits(processes=8, wall_time_s=20), LANDLOCK_ALONE).run(Program(code, arguments=(str(count),))).end
+        for count in (7, 8)
+    ]
+    assert ends == [End.EXITED, End.PROCESSES]

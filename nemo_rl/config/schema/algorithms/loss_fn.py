@@ -78,3 +78,12 @@ class ClippedPGLossConfig(NamedPartConfig):
     positive_example_nll_weight: NonNegativeFloat = 0.0
     """VAPO: weight of the negative log-likelihood of answers with a positive reward, summed over their tokens and
     divided by the same number as the rest of the loss; 0 switches it off."""
+
+    @property
+    def corrects_staleness(self) -> bool:
+        """True if the loss handles tokens of older weights with log-probabilities of the policy before the update.
+
+        Importance weights account for the difference to the policy that sampled; a forced ratio of 1 ignores it on
+        purpose.
+        """
+        return self.use_importance_sampling_correction or self.force_on_policy_ratio

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import PolicyConfig
@@ -55,6 +56,19 @@ def freeze_routers(hf: PreTrainedModel) -> None:
         router.requires_grad_(False)
 
 
+def configured_coefficient(config: PretrainedConfig, asked: float | None) -> float:
+    """Return the factor of the auxiliary loss that a configuration asks for; see `auxiliary_coefficient`.
+
+    Args:
+        config: configuration of the text model.
+        asked: `policy.dtensor_cfg.moe_aux_loss_coeff`.
+    """
+    if asked is not None:
+        return float(asked)
+    own = getattr(config, "router_aux_loss_coef", None) or 0.0
+    return float(own) if getattr(config, "output_router_logits", False) else 0.0
+
+
 def auxiliary_coefficient(hf: PreTrainedModel, asked: float | None) -> float:
     """Return the factor of the auxiliary loss; 0 if there is no such loss.
 
@@ -67,8 +81,7 @@ def auxiliary_coefficient(hf: PreTrainedModel, asked: float | None) -> float:
         ConfigError: the factor is above 0, but the architecture has no such loss.
     """
     config = hf.config.get_text_config()
-    own = getattr(config, "router_aux_loss_coef", None)
-    coefficient = asked if asked is not None else (own or 0.0) * bool(getattr(config, "output_router_logits", False))
+    own, coefficient = getattr(config, "router_aux_loss_coef", None), configured_coefficient(config, asked)
     recorded = getattr(hf.base_model, "_can_record_outputs", None) or {}
     if coefficient and (own is None or "router_logits" not in recorded or not find_routers(hf)):
         raise ConfigError(
@@ -196,15 +209,22 @@ def watch_experts(
         None for a model without experts, and in a pipeline, whose stages have different layers.
 
     Raises:
-        ConfigError: an auxiliary loss is configured in a pipeline.
+        ConfigError: an auxiliary loss is configured in a pipeline; `mesh_check` refuses it before, where a
+            configuration says so.
     """
     if config.dtensor_cfg.freeze_moe_router:
         freeze_routers(hf)
     coefficient = auxiliary_coefficient(hf, config.dtensor_cfg.moe_aux_loss_coeff)
     if coefficient and meshes.layout.pp > 1:
-        raise ConfigError(
-            f"the auxiliary loss of experts (coefficient {coefficient}) is over the layers of all stages together, "
-            f"which pipeline_parallel_size={meshes.layout.pp} takes apart. Set policy.dtensor_cfg.moe_aux_loss_coeff=0."
-        )
+        raise ConfigError(in_a_pipeline(coefficient, meshes.layout.pp, "policy"))
     watched = find_experts(hf) and meshes.layout.pp == 1
     return ExpertBalance(hf, coefficient, device, meshes.tp) if watched else None
+
+
+def in_a_pipeline(coefficient: float, stages: int, section: str) -> str:
+    """Return why a pipeline has no auxiliary loss, and what to set."""
+    return (
+        f"the auxiliary loss of experts (coefficient {coefficient:g}) is over the layers of all stages together, "
+        f"which {section}.dtensor_cfg.pipeline_parallel_size={stages} takes apart. Set "
+        f"{section}.dtensor_cfg.moe_aux_loss_coeff=0."
+    )

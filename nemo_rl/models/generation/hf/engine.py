@@ -11,6 +11,7 @@ from nemo_rl.models.accepted_rows import require_parameters
 from nemo_rl.models.generation.decoding.batched import BatchedEngine, FurtherInputs
 from nemo_rl.models.generation.interfaces import EngineSettings, GenerationRequest
 from nemo_rl.models.huggingface.checkpoint_names import converts, in_memory
+from nemo_rl.models.huggingface.full_precision import hold_in_float32
 from nemo_rl.models.huggingface.layers import body, decoder_layers, recorded_outputs
 from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
 from nemo_rl.models.training.finite import ANOTHER_COPY, require_finite
@@ -27,6 +28,7 @@ class HfEngine(BatchedEngine):
         model: Any = AutoModelForCausalLM.from_pretrained(
             settings.model_name, dtype=getattr(torch, settings.precision), **settings.hf_overrides
         )
+        hold_in_float32(model, model.dtype)
         fix_rotary_frequencies(model, settings.max_model_len)
         self._model = model.to(self._device).eval()
         require_finite(dict(model.named_parameters()), f"the model {settings.model_name}", ANOTHER_COPY)

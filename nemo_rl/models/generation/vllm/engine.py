@@ -42,7 +42,7 @@ from nemo_rl.models.generation.vllm.grammars import REFUSED, Scoring, is_scored,
 from nemo_rl.models.generation.vllm.layers import start_recording, stop_recording
 from nemo_rl.models.generation.vllm.logprobs import of_tokens
 from nemo_rl.models.generation.vllm.speculation.cpu_build import repair_speculation
-from nemo_rl.models.generation.vllm.speculation.settings import speculation_of
+from nemo_rl.models.generation.vllm.speculation.settings import proposes_with_latent_attention, speculation_of
 from nemo_rl.models.generation.vllm.speculation.trained import described, keep_own_heads
 from nemo_rl.models.generation.vllm.speculation.watch import SpeculationWatch, models_of, propose_to_the_end
 from nemo_rl.models.generation.vllm.weights import (
@@ -357,6 +357,14 @@ def _nameless_file() -> str:
 
 
 def _take_latent_attention(arguments: EngineArgs) -> None:
-    """Use the kernel for latent attention that supports float32 and weight updates, even if another is faster."""
-    if arguments.create_model_config().use_mla:
-        arguments.attention_backend = AttentionBackendEnum.CPU_MLA
+    """Use the kernel for latent attention that supports float32 and weight updates, even if another is faster.
+
+    vLLM takes one for bfloat16 only wherever the processor has AMX, and it chooses for the layers that propose tokens
+    separately.
+    """
+    kernel, is_latent = AttentionBackendEnum.CPU_MLA, arguments.create_model_config().use_mla
+    if is_latent:
+        arguments.attention_backend = kernel
+    speculation = speculation_of({"speculative_config": arguments.speculative_config})
+    if speculation is not None and proposes_with_latent_attention(speculation, is_latent):
+        arguments.speculative_config = {**speculation.values, "attention_backend": kernel.name}

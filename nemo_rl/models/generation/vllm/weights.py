@@ -3,10 +3,10 @@
 vLLM rearranges weights after loading: packed matrix products and experts, absorbed attention projections. An update
 uses vLLM's own layerwise reload on every platform: layers take the layout of a checkpoint, and each layer is rearranged
 again when its last tensor has arrived, into its existing storage (so CUDA graphs stay valid). The reload does not
-handle two packings on CPUs, so they are done here: experts are packed only with a new kernel, and a tied output head
-has a separate packed copy. GPT-OSS copies some tensors without vLLM's loaders, so a reload would lose them: attention
-sinks are not moved, and experts are passed one by one. Invariant: after `finish_reload` the model answers with the
-tensors that were loaded.
+handle three packings on CPUs, so they are done here: experts are packed only with a new kernel, a tied output head has
+a separate packed copy, and Mamba-2 keeps a copy of a convolution that is packed. GPT-OSS copies some tensors without
+vLLM's loaders, so a reload would lose them: attention sinks are not moved, and experts are passed one by one.
+Invariant: after `finish_reload` the model answers with the tensors that were loaded.
 """
 
 import re
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import (
@@ -137,7 +138,18 @@ def finish_reload(worker: Any) -> list[str]:
         if current_platform.is_cpu():
             for head in heads.values():
                 head.quant_method.process_weights_after_loading(head)
+        for module in model.modules():
+            if isinstance(module, MambaMixer2):
+                _renew_convolution(module)
     return sorted(unbound)
+
+
+def _renew_convolution(mixer: MambaMixer2) -> None:
+    """Give a mixer's convolution the new weights: a view of them, or a copy where vLLM has packed them for a CPU."""
+    convolution: Any = mixer.conv1d
+    held: Any = mixer.conv_weights
+    plain = getattr(convolution, "_cpu_unpacked_conv_weight", None)
+    held.copy_(convolution.weight.view_as(held) if plain is None else plain)
 
 
 @contextmanager

@@ -166,7 +166,7 @@ def test_equal_rewards_have_exactly_zero_spread(reward, leave_one_out):
     """Rounding noise divided by (noise + 1e-6) would be an enormous advantage."""
     rewards = torch.full((16,), reward)
     outlier = rewards.clone()
-    outlier[5] += 1.0
+    outlier[5] += max(1.0, 1e-4 * reward)
     groups = torch.zeros(16, 1, dtype=torch.int64)
     _, std = calculate_baseline_and_std_per_prompt(groups, rewards, torch.ones(16), leave_one_out)
     assert std.tolist() == [0.0] * 16

@@ -167,7 +167,8 @@ def test_an_estimator_gets_the_reward_and_the_tokens_of_each_turn():
         for first, end in turns:
             written[row, first:end] = 1
     assert torch.equal(written, batch["token_mask"]), "the spans are the tokens that the policy wrote"
-    assert rewards.dtype == torch.float32 and spans.dtype == torch.int64
+    assert rewards.dtype == torch.float64 and spans.dtype == torch.int64
+    assert estimator.extras["total_rewards"].dtype == torch.float64
 
 
 def test_turn_rewards_of_samples_without_turns_are_empty():

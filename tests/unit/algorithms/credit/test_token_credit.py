@@ -224,7 +224,7 @@ def test_whitened_advantages_of_all_tokens_that_count() -> None:
     batch, metrics = credited(samples, values, mask_truncated=True)
     plain, _ = credited(samples, values, mask_truncated=True, adv_estimator=RAW)
     wanted = flat(of_tokens(plain, "advantages")[:2])
-    mean, deviation = statistics.fmean(wanted), statistics.pstdev(wanted)
+    mean, deviation = statistics.fmean(wanted), math.sqrt(statistics.variance(wanted) + 1e-8)
     found = of_tokens(batch, "advantages")
     assert flat(found[:2]) == pytest.approx([(value - mean) / deviation for value in wanted], rel=1e-5)
     assert found[2] == of_tokens(batch, "returns")[2] == [0.0, 0.0]

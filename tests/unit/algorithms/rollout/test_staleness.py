@@ -22,7 +22,7 @@ from nemo_rl.algorithms.rollout.staleness import (
 from nemo_rl.algorithms.rollout.sync_probe import SyncProbe
 from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.algorithms.runtime.run import StepBatch
-from nemo_rl.algorithms.scoring import PolicyScoring, corrects_staleness
+from nemo_rl.algorithms.scoring import PolicyScoring, corrects_staleness, policy_scoring
 from nemo_rl.config import load_config
 from nemo_rl.data.streams.prompt_stream import PromptPosition
 from nemo_rl.experience.trajectory import Outcome, Trajectory
@@ -113,6 +113,49 @@ def test_importance_weights_keep_the_ratio_to_the_policy_before_the_update(needs
     assert ("prev_logprobs" in batch.tensors, scorer.num_calls) == (needs_prev, num_calls)
     if needs_prev:
         assert batch.tensors["prev_logprobs"].unique().tolist() == [-2.0]
+
+
+def test_a_comparison_of_the_engine_with_itself_is_not_logged() -> None:
+    """Where the engine's numbers stand for the policy's, every measure of the mismatch would be perfect."""
+    update = {"loss": 1.0, "token_mult_prob_error": 1.0, "gen_kl_error": 0.0, "js_divergence_error": 0.0}
+    for version, corrects, needs_prev in ((4, False, False), (5, False, False), (5, False, True)):
+        _, batch = scored(version, corrects, needs_prev)
+        assert batch.measured(update) == {"loss": 1.0}
+    for version, corrects, needs_prev in ((3, False, False), (3, False, True), (5, True, False), (5, True, True)):
+        _, batch = scored(version, corrects, needs_prev)
+        assert batch.measured(update) == update
+
+
+@pytest.mark.parametrize(
+    ("version", "corrects", "is_measured"), [(3, False, True), (4, False, False), (4, True, True), (5, True, True)]
+)
+def test_errors_of_sequences_are_logged_where_they_are_measured(
+    version: int, corrects: bool, is_measured: bool
+) -> None:
+    rollouts = [sampled((2, 3), (6, 3)), sampled((2, 3), (6, 4))]
+    tensors = build_training_batch(rollouts, 0, mask_truncated=False)
+    batch = StepBatch(tensors, rollouts, stale_BT=stale_tokens(rollouts, version))
+    metrics = PolicyScoring(Scorer(), True, False, None, corrects).apply(batch)  # type: ignore[arg-type]
+    names = {f"{kind}_seq_mult_prob_error" for kind in ("min", "mean", "max")}
+    assert (names <= metrics.keys()) is is_measured and "num_masked_seqs" in metrics
+    assert is_measured or not {name for name in metrics if "mult_prob_error" in name}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_told"),
+    [
+        (("grpo.overlap.mode=ahead",), True),
+        (("grpo.overlap.mode=ahead", "loss_fn.use_importance_sampling_correction=true"), False),
+        (("grpo.overlap.mode=stream",), False),
+    ],
+)
+def test_the_start_says_what_is_not_measured(
+    overrides: tuple[str, ...], is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    config = load_config("examples/configs/grpo_math_cpu.yaml", list(overrides))
+    policy_scoring(config, Scorer(), False, False)  # type: ignore[arg-type]
+    assert ("the mismatch of policy and engines is not measured" in caplog.text) is is_told
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ SHORT = {
     "method": "context_parallel_method",
     "sp": "sequence_parallel",
     "replicate": "dp_replicate_size",
+    "coefficient": "moe_aux_loss_coeff",
 }
 
 
@@ -58,7 +59,22 @@ def findings(
 QWEN = {"model_type": "qwen2"}  # 4 heads, 2 of keys and values, 96 columns, 96 tokens, 2 layers
 MOE = {"model_type": "qwen3_moe"}  # the same with 4 experts and no dense layer
 
+NO_AUXILIARY_LOSS = (
+    "the auxiliary loss of experts (coefficient {}) is over the layers of all stages together, which "
+    "{}.dtensor_cfg.pipeline_parallel_size=2 takes apart. Set {}.dtensor_cfg.moe_aux_loss_coeff=0."
+)
 WRONG: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+    (
+        MOE | {"output_router_logits": True, "router_aux_loss_coef": 0.02},
+        {"ranks": 2, "pp": 2},
+        [NO_AUXILIARY_LOSS.format("0.02", "policy", "policy")],
+    ),
+    (
+        MOE | {"output_router_logits": True, "router_aux_loss_coef": 0.02},
+        {"ranks": 2, "pp": 2, "section": "value"},
+        [NO_AUXILIARY_LOSS.format("0.02", "value", "value")],
+    ),
+    (MOE, {"ranks": 2, "pp": 2, "coefficient": 0.001}, [NO_AUXILIARY_LOSS.format("0.001", "policy", "policy")]),
     (
         QWEN,
         {"ranks": 3, "tp": 3},
@@ -337,3 +353,17 @@ def test_findings_about_a_teacher_name_its_section() -> None:
     policy = PolicyConfig.build(model_name=TINY, dtensor_cfg={"tensor_parallel_size": 3}, generation=None)
     with pytest.raises(ConfigError, match=r"^teacher\.dtensor_cfg: 4 ranks are no multiple of 3"):
         DTensorTraining().check(policy, 4, "teacher")
+
+
+@pytest.mark.parametrize(
+    ("fields", "sizes"),
+    [
+        ({}, {"pp": 2}),
+        ({"router_aux_loss_coef": 0.02}, {"pp": 2}),
+        ({"output_router_logits": True}, {"pp": 2, "coefficient": 0.0}),
+        ({"output_router_logits": True}, {"pp": 1}),
+        ({"output_router_logits": True}, {"pp": 2, "section": "teacher"}),
+    ],
+)
+def test_pipelines_without_an_auxiliary_loss_are_accepted(fields: dict[str, Any], sizes: dict[str, Any]) -> None:
+    assert findings(model_config("qwen3_moe", **fields), 2, **sizes) == []

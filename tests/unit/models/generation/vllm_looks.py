@@ -156,6 +156,28 @@ def bits_change(engine: Any, shape: tuple[int, int]) -> bool:
     return thread_count_changes_bits([shape], torch.float32)
 
 
+def products_differ(engine: Any, shape: tuple[int, int]) -> bool:
+    """Compare products of this shape for several numbers of rows, computed by one thread and by two."""
+    import torch
+    from vllm import _custom_ops
+
+    from nemo_rl.optimizations.vllm.threads import packing_threads, set_threads
+
+    before = torch.get_num_threads()
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(shape, generator=generator)
+    with packing_threads():
+        handler = _custom_ops.create_onednn_mm(weight.t())
+    products: dict[int, list[torch.Tensor]] = {1: [], 2: []}
+    for count in (1, 2, 16, 128):
+        rows = torch.randn(count, shape[1], generator=generator)
+        for threads, found in products.items():
+            set_threads(threads)
+            found.append(_custom_ops.onednn_mm(handler, rows, None))
+    set_threads(before)
+    return any(not torch.equal(one, two) for one, two in zip(products[1], products[2], strict=True))
+
+
 def bits_change_of_sums_by_threads(engine: Any) -> bool:
     """Return whether products are noticed whose last digits depend on the number of threads."""
     import torch
@@ -222,3 +244,34 @@ def follow_cache(engine: Any, follows: bool) -> None:
         limit.note_step = lambda **_: None
     engine._cache.limit = limit
     engine._cache.take_load()
+
+
+def attention_backends(engine: Any) -> list[str]:
+    """Return the names of the attention backends of the model and of the layers that propose tokens."""
+    from nemo_rl.models.generation.vllm.speculation.watch import models_of
+
+    (models,) = engine._engine.collective_rpc(models_of)
+    layers = [module for module in models.modules() if hasattr(module, "get_attn_backend")]
+    assert len(layers) >= 2
+    return sorted({layer.get_attn_backend().get_name() for layer in layers})
+
+
+def loaded_extensions(engine: Any) -> list[str]:
+    """Return the libraries of vLLM's own kernels that this process has loaded."""
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({line.split()[-1] for line in mapped if "/vllm/_C" in line})
+
+
+def router_biases(engine: Any) -> list[list[float]]:
+    """Return the biases by which routers choose experts; they are in float32."""
+
+    def found(worker: Any) -> list[list[float]]:
+        import torch
+
+        named = worker.model_runner.get_model().named_parameters()
+        biases = [bias for name, bias in named if name.endswith("e_score_correction_bias")]
+        assert {bias.dtype for bias in biases} == {torch.float32}
+        return [bias.tolist() for bias in biases]
+
+    (of_worker,) = engine._engine.collective_rpc(found)
+    return of_worker

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from transformers import PretrainedConfig
+
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.models.huggingface.load import load_model_config
+from nemo_rl.models.huggingface.tensor_files import cached_folder
 from nemo_rl.models.quantization.choice import FP8
 from nemo_rl.utils.did_you_mean import did_you_mean
 from nemo_rl.utils.errors import ConfigError
@@ -87,6 +90,23 @@ def proposes_by_trained_layers(policy: PolicyConfig) -> bool:
         return False
     speculation = speculation_of(generation.vllm_kwargs)
     return policy.megatron_cfg.mtp_num_layers > 0 and speculation is not None and speculation.method == "mtp"
+
+
+def proposes_with_latent_attention(speculation: Speculation, model_has_it: bool) -> bool:
+    """Return whether the layers that propose tokens have latent attention (DeepSeek's MLA).
+
+    Args:
+        speculation: the section.
+        model_has_it: whether the policy's model has it, whose own layers `mtp` proposes with.
+    """
+    named = speculation.values.get("model")
+    if not speculation.loads_weights:
+        return False
+    if named is None or speculation.method == "mtp":
+        return model_has_it
+    # The file itself, because transformers does not know the architectures of all heads.
+    draft, _ = PretrainedConfig.get_config_dict(cached_folder(str(named)) or str(named))
+    return any(part.get("kv_lora_rank") is not None for part in (draft, draft.get("text_config") or {}))
 
 
 def check_speculation(policy: PolicyConfig, cluster: ClusterConfig, model: Any) -> None:
