@@ -15,7 +15,8 @@ SOLUTION = "solution"
 """Module from which tests may import what a solution defines."""
 _CHECKING = re.compile(r"_*(assert|fail(_|$|[A-Z]))")
 _INPUT = {"builtins.input", "sys.stdin", "input", "stdin"}
-_PYTEST_METHODS = {"setup_method", "teardown_method"}
+_OWN_NAMES = frozenset(dir(builtins))
+_MODULES = frozenset(sys.stdlib_module_names)
 
 type Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -39,26 +40,28 @@ def reason_against(tests: Sequence[str], setup: str = "", names: Sequence[str] =
         setup: Source code that runs before them.
         names: Names of the solution that Python or `setup` defines too.
     """
-    trees = []
-    for name, code in [("the setup of the tests", setup), *((f"test {n}", code) for n, code in enumerate(tests, 1))]:
+    codes, trees = (setup, *tests), []
+    for number, code in enumerate(codes):
         try:
             trees.append(parse(code))
-            compile(trees[-1], "tests", "exec")
+            compile(trees[-1], "tests", "exec")  # refuses what no tree shows, such as a return outside of a function
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            name = f"test {number}" if number else "the setup of the tests"
             return f"{name} is no Python ({getattr(error, 'msg', None) or type(error).__name__})"
-    if missing := sorted(missing_modules(trees)):
+    text = "\n".join(codes)
+    if "import" in text and (missing := sorted(missing_modules(trees))):
         return f"the tests need the module {missing[0]}, which programs in the sandbox do not have"
-    if replaced := next((name for tree in trees for name in replaced_inputs(tree)), None):
-        return f"the tests replace {replaced}, which a solution in another process does not see"
-    for tree in trees:
-        for function in tests_to_call(tree, trees):
-            if required_parameters(function):
-                return f"the test function {function.name} has parameters, which nothing gives"
-            if isinstance(function, ast.AsyncFunctionDef):
-                return f"the test function {function.name} is a coroutine function, which nothing runs"
+    replaced = (name for tree in trees for name in replaced_inputs(tree))
+    if ("stdin" in text or "input" in text) and (name := next(replaced, None)):
+        return f"the tests replace {name}, which a solution in another process does not see"
+    for function in (one for tree in trees for one in tests_to_call(tree, trees)):
+        if required_parameters(function):
+            return f"the test function {function.name} has parameters, which nothing gives"
+        if isinstance(function, ast.AsyncFunctionDef):
+            return f"the test function {function.name} is a coroutine function, which nothing runs"
     if not any(has_check(tree, trees) for tree in trees):
         return "the tests have no check: no assert that runs and depends on the solution"
-    if not names and not used_names(trees):
+    if not names and not used_names(codes, trees):
         return "the tests use no name that only a solution defines (names that Python has too belong into 'names')"
     return None
 
@@ -86,13 +89,15 @@ def replaced_inputs(tree: ast.AST) -> Iterator[str]:
             yield from (str(one) for one in constants if isinstance(one, str) and one in _INPUT)
 
 
-def used_names(trees: Sequence[ast.Module]) -> set[str]:
+def used_names(codes: Sequence[str], trees: Sequence[ast.Module]) -> set[str]:
     """Return the names that tests read and neither define nor find among Python's own or its modules."""
     read: set[str] = set()
     defined: set[str] = set()
-    for tree in trees:
-        table = symtable.symtable(ast.unparse(tree), "tests", "exec")
-        _collect(table, read, defined)
+    for code in codes:
+        _collect(symtable.symtable(code.removeprefix("\ufeff"), "tests", "exec"), read, defined)
+    own = defined | _OWN_NAMES
+    if read - own - _MODULES:
+        return read - own - _MODULES
     imports = {
         alias.asname or alias.name
         for tree in trees
@@ -101,8 +106,7 @@ def used_names(trees: Sequence[ast.Module]) -> set[str]:
         or (isinstance(node, ast.Import) and node.names[0].name == SOLUTION)
         for alias in node.names
     }
-    own = defined | set(dir(builtins)) | (set(sys.stdlib_module_names) - called_names(trees))
-    return (read - own) | imports
+    return (read - own - (_MODULES - called_names(trees))) | imports
 
 
 def called_names(trees: Sequence[ast.AST]) -> set[str]:
@@ -123,6 +127,8 @@ def attributes_of_names(trees: Sequence[ast.AST]) -> dict[str, set[str]]:
 
 def tests_to_call(tree: ast.Module, trees: Sequence[ast.Module]) -> list[Function]:
     """Return the functions `test...` of a tree, those of classes too, that nothing else calls."""
+    if not any(getattr(node, "name", "")[:4].lower() == "test" for node in tree.body):
+        return []
     referenced = {node.id for one in trees for node in ast.walk(one) if isinstance(node, ast.Name)}
     functions: list[Function] = [
         node
@@ -185,6 +191,8 @@ def judges(node: ast.AST) -> bool:
 
 def has_check(tree: ast.AST, trees: Sequence[ast.Module]) -> bool:
     """Return whether code has a check that runs, in a function only if something calls it."""
+    if any(judges(node) for node in getattr(tree, "body", ())):
+        return True
     return _has_check(tree, _functions(trees), set(), set())
 
 

@@ -16,7 +16,7 @@ import types
 from typing import Any, NoReturn
 
 from counting import Counted, Counts
-from peer import ARITHMETIC, NUMERIC, REQUESTS, SPECIAL, Name, Peer, Remote, StopError, ask_of
+from peer import ARITHMETIC, NUMERIC, REQUESTS, SPECIAL, Name, Peer, Remote, StopError, ask_of, tainted
 from program_tests import attributes_of_names, called_names, has_check, is_plain_test_class, methods, tests_to_call
 from values import COMPARED, Channel
 
@@ -66,9 +66,7 @@ class Solution(Peer):
         found = self.ask(name, remote, *arguments)
         if not isinstance(found, Remote):
             return NotImplemented
-        if found is not remote:
-            object.__setattr__(found, "_remote_tainted", True)
-        return found
+        return tainted(found)
 
     def _says_it_of_anything(self, name: str, remote: Remote) -> bool:
         try:
@@ -214,7 +212,7 @@ class Run:
             if not counts.fail_rest(node.asserts) and counts.num_failed == failed:
                 counts.add(False)
             return
-        if can_fail and outcome is not SKIPPED and counts.seen == seen:
+        if can_fail and outcome is not SKIPPED and counts.seen == seen and not counts.has_reached(node.asserts):
             counts.add(True)
 
 
@@ -258,6 +256,10 @@ def prepared(code: str) -> None:
         unittest.main = lambda *arguments, **keywords: None
 
 
+def _name(node: ast.stmt) -> str | None:
+    return getattr(node, "name", None)
+
+
 def main(incoming: int, outgoing: int, verdict: int) -> None:
     """Run all tests."""
     with open("tests.json", encoding="utf-8") as file:
@@ -280,6 +282,7 @@ def main(incoming: int, outgoing: int, verdict: int) -> None:
         counts.add(False)
     for original, tree in zip(originals[1:], trees, strict=True):
         to_call = {node.name for node in tests_to_call(original, originals) if node in original.body}
-        called = [node for node in tree.body if getattr(node, "name", None) in to_call]
-        run.all(tree, called, has_check(original, originals))
+        called = [node for node in tree.body if _name(node) in to_call]
+        rest = [node for node in original.body if not (isinstance(node, ast.ClassDef) or _name(node) in to_call)]
+        run.all(tree, called, has_check(ast.Module(rest, []), originals))
     counts.finish()

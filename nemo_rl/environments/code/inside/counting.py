@@ -69,6 +69,10 @@ class Counts:
         """Note that the loop of some asserts begins."""
         self._reached.update(numbers)
 
+    def has_reached(self, numbers: set[int]) -> bool:
+        """Return whether the loop of one of these asserts has begun."""
+        return not self._reached.isdisjoint(numbers)
+
     def add(self, passed: bool) -> None:
         """Count a test that has no asserts, or an exception outside of one."""
         self._tests_passed += passed

@@ -173,6 +173,14 @@ def _new(kind: type[Remote], peer: "Peer", reference: dict[str, Any], base: str 
     return remote
 
 
+def tainted(remote: Remote) -> Remote:
+    """Return the same object of the other program, marked as one that was computed with plain data."""
+    fields = (object.__getattribute__(remote, f"_remote_{name}") for name in ("peer", "reference", "base"))
+    made = _new(type(remote), *fields)
+    object.__setattr__(made, "_remote_tainted", True)
+    return made
+
+
 class Peer:
     """This program's end of the pipes.
 
