@@ -142,7 +142,8 @@ def weights_folder(checkpoint_path: str) -> Path:
     )
 
 
-_SCALE = r"(?:\([^()\n]{0,40}\)|\[[^\[\]\n]{0,40}\]|(?:out of|from|on a scale of|on a scale from)\s+\d+(?:\s*(?:-|–|to)\s*\d+)?)"
+_WORDED_SCALE = r"(?:out of|from|on a scale of|on a scale from)\s+\d+(?:\s*(?:-|–|to)\s*\d+)?"
+_SCALE = rf"(?:\([^()\n]{{0,40}}\)|\[[^\[\]\n]{{0,40}}\]|{_WORDED_SCALE})"
 _NUMBER = r"(-?\d+(?:\.\d+)?)(?!_*[^\W_]|%|[.,]\d|\s*(?:-|–|to\b)\s*\d)"
 SCORE_PATTERN = rf"(?i)\bscore\b[*_`\"']{{0,4}}\s{{0,3}}{_SCALE}?(?:[^\w.+(-]|_){{0,6}}{_NUMBER}"
 """A score: the word, perhaps its scale, a few signs, and a number that is not the beginning of something else."""

@@ -140,7 +140,8 @@ class _Scanner:
 
     def _until(self, closing: str) -> str:
         """Return the text up to a closing tag or the end, and go behind it."""
-        parts, start = [], self._column
+        parts: list[str] = []
+        start = self._column
         while self._line < len(self._lines):
             line = self._lines[self._line]
             end = line.find(closing, start)
@@ -186,6 +187,7 @@ class _Scanner:
             content.append(line)
         else:
             self._line, self._column = len(self._lines), 0
+            content = content[:-1] if content and not content[-1] else content  # behind the last line break is no line
         return _Piece("fence", _outdented(content, 0 if quoted else indent), info)
 
     def _note_list(self, line: str) -> None:

@@ -64,7 +64,7 @@ def _judge_text(completion: Any) -> JudgeText:
     """Read a chat completion.
 
     Raises:
-        AttributeError, LookupError, TypeError, ValueError: it is none, or its text is empty although the judge ended it.
+        AttributeError, LookupError, TypeError, ValueError: it is none, or its text is empty and was not cut off.
     """
     choice = completion["choices"][0]
     text = choice["message"]["content"]

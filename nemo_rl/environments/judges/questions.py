@@ -116,8 +116,8 @@ class Questions:
         try:
             if not answer.is_complete:
                 raise JudgeError(
-                    f"the judge was cut off after max_tokens={self._config.max_tokens} tokens, before its verdict; raise "
-                    f"env.llm_judge.max_tokens. It ends with {answer.text[-_SHOWN_CHARS:]!r}"
+                    f"the judge was cut off after max_tokens={self._config.max_tokens} tokens, before its verdict. "
+                    f"Raise env.llm_judge.max_tokens. It ends with {answer.text[-_SHOWN_CHARS:]!r}"
                 )
             return read(answer.text)
         except JudgeError as error:

@@ -44,7 +44,9 @@ def reason_against(tests: Sequence[str], setup: str = "", names: Sequence[str] =
     for number, code in enumerate(codes):
         try:
             trees.append(parse(code))
-            compile(trees[-1], "tests", "exec")  # refuses what no tree shows, such as a return outside of a function
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                compile(trees[-1], "tests", "exec")  # refuses more, such as a return outside of a function
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             name = f"test {number}" if number else "the setup of the tests"
             return f"{name} is no Python ({getattr(error, 'msg', None) or type(error).__name__})"
@@ -52,8 +54,8 @@ def reason_against(tests: Sequence[str], setup: str = "", names: Sequence[str] =
     if "import" in text and (missing := sorted(missing_modules(trees))):
         return f"the tests need the module {missing[0]}, which programs in the sandbox do not have"
     replaced = (name for tree in trees for name in replaced_inputs(tree))
-    if ("stdin" in text or "input" in text) and (name := next(replaced, None)):
-        return f"the tests replace {name}, which a solution in another process does not see"
+    if ("stdin" in text or "input" in text) and (source := next(replaced, None)):
+        return f"the tests replace {source}, which a solution in another process does not see"
     for function in (one for tree in trees for one in tests_to_call(tree, trees)):
         if required_parameters(function):
             return f"the test function {function.name} has parameters, which nothing gives"
@@ -68,8 +70,10 @@ def reason_against(tests: Sequence[str], setup: str = "", names: Sequence[str] =
 
 def missing_modules(trees: Sequence[ast.AST]) -> set[str]:
     """Return modules that tests import and Python's standard library does not have; an import in `try` is optional."""
-    optional = {id(node) for tree in trees for one in ast.walk(tree) if isinstance(one, ast.Try) for node in ast.walk(one)}
-    found = set()
+    optional = {
+        id(node) for tree in trees for one in ast.walk(tree) if isinstance(one, ast.Try) for node in ast.walk(one)
+    }
+    found: set[str] = set()
     for tree in trees:
         for node in ast.walk(tree):
             if isinstance(node, ast.Import) and id(node) not in optional:

@@ -1,11 +1,11 @@
 """Count checks: rewrite tests so that each assert reports what came of it, and write the counts down.
 
-    assert                  passed if it ran and held each time; its failure does not end the test,
-                            unless the test itself may catch it (`try`, `with`)
-    assert False            a failed check when it runs; without effect otherwise
-    assert in a loop        failed if the loop has no rounds
-    test without an assert  passed if it comes to its end, provided that something in it can fail
-    exception               a failed check, and with it all asserts of its test that did not run
+assert                  passed if it ran and held each time; its failure does not end the test,
+unless the test itself may catch it (`try`, `with`)
+assert False            a failed check when it runs; without effect otherwise
+assert in a loop        failed if the loop has no rounds
+test without an assert  passed if it comes to its end, provided that something in it can fail
+exception               a failed check, and with it all asserts of its test that did not run
 """
 
 import ast

@@ -30,6 +30,7 @@ class Heap:
         self._objects: dict[int, Any] = {}
         self._numbers: dict[int, int] = {}
         self._contents: dict[int, Any] = {}
+        self._added: list[int] = []
 
     def share(self, value: Any) -> dict[str, Any] | None:
         """Return the data that stands for a container; None if it has to be copied."""
@@ -43,15 +44,14 @@ class Heap:
 
     def changes(self, refer: Refer) -> list[Any]:
         """Return the content of all containers that are new or have changed since the last message."""
-        changed, done = [], 0
-        while done < len(self._objects):  # content may hold further containers
-            for number in list(self._objects)[done:]:
-                done += 1
-                content = _content(self._objects[number])
-                if not _is_same(content, self._contents.get(number)):
-                    data = encode(tuple(content), refer, self.share)["value"]
-                    changed.append([number, _kind(self._objects[number]), data])
-                    self._contents[number] = content
+        changed, self._added = [], list(self._objects)
+        while self._added:  # content may hold further containers
+            number = self._added.pop()
+            content = _content(self._objects[number])
+            if not _is_same(content, self._contents.get(number)):
+                data = encode(tuple(content), refer, self.share)["value"]
+                changed.append([number, _kind(self._objects[number]), data])
+                self._contents[number] = content
         return changed
 
     def apply(self, changed: list[Any], read: Callable[[Any], Any]) -> None:
@@ -89,6 +89,7 @@ class Heap:
 
     def _add(self, number: int, value: Any) -> None:
         self._objects[number] = value
+        self._added.append(number)
         self._numbers[id(value)] = number
 
 

@@ -12,7 +12,7 @@ import builtins
 import copy
 import operator
 from collections.abc import Callable, Iterator
-from types import CoroutineType, GeneratorType, MethodType, ModuleType
+from types import CoroutineType, GeneratorType, MethodType
 from typing import Any, NoReturn
 
 from heap import Heap
@@ -21,7 +21,21 @@ from values import COMPARED, ITERATORS, Channel, decode, encode, iterator_data
 _MOST_ITEMS = 1000  # of an iterator in one message
 _TEXT = 1000
 _BASES: tuple[type[Any], ...] = (str, int, float, tuple, list, dict, set, frozenset, bytearray)
-_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
+_ARITHMETIC = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+)
 ARITHMETIC = {f"__{prefix}{name}__" for name in (*_ARITHMETIC, "divmod") for prefix in ("", "r", "i")}
 NUMERIC = {"__abs__", "__int__", "__float__", "__round__", "__bool__", "__len__"}
 
@@ -196,7 +210,7 @@ class Peer:
         self._objects: dict[int, Any] = {}  # this program's own, by number
         self._numbers: dict[int, int] = {}
         self._described: set[int] = set()
-        self._remotes: dict[int, Remote] = {}
+        self._remotes: dict[int, Any] = {}
         self._classes: dict[tuple[str, tuple[str, ...]], type[Remote]] = {}
         self._errors: dict[int, type[BaseException]] = {}
 
@@ -292,13 +306,13 @@ class Peer:
     def _refer(self, value: Any) -> dict[str, Any]:
         """Return the data that stands for what is no plain data."""
         if isinstance(value, Remote):
-            return object.__getattribute__(value, "_remote_reference")  # type: ignore[no-any-return]
+            return object.__getattribute__(value, "_remote_reference")
         if isinstance(value, BaseException):
             remote = getattr(value, "_remote", None)
             return self._refer(remote) if remote is not None else {"type": "error", "value": self._error(value)}
         if isinstance(value, type) and issubclass(value, BaseException):
             if "_remote_number" in vars(value):
-                return {"type": "mine", "value": value._remote_number}
+                return {"type": "mine", "value": vars(value)["_remote_number"]}
             return {"type": "error class", "value": self._lineage(value)}
         if self._first == 0 and getattr(value, "__module__", None) == "builtins" and _is_builtin(value):
             return {"type": "builtin function", "value": value.__name__}
@@ -376,7 +390,9 @@ class Peer:
         remote = _new(self._classes[key], self, {"type": "mine", "value": number}, base)
         if digest is not None and not unhashable:
             object.__setattr__(remote, "_remote_hash", int(digest))
-        found = {"generator": _generator, "items": _items, "coroutine": _coroutine}.get(kind, _itself)(remote)
+        stand_ins: dict[str, Callable[[Remote], Any]]
+        stand_ins = {"generator": _generator, "items": _items, "coroutine": _coroutine}
+        found: Any = stand_ins.get(kind, _itself)(remote)
         self._remotes[number] = found
         return found
 
@@ -459,7 +475,7 @@ class _ErrorOfOther:
         pass
 
     def __str__(self) -> str:
-        return self._remote_text if self._remote_text is not None else ", ".join(map(str, self.args))  # type: ignore[attr-defined]
+        return self._remote_text if self._remote_text is not None else ", ".join(map(str, self.args))
 
     def __getattr__(self, name: str) -> Any:
         if self._remote is None or name.startswith("__"):

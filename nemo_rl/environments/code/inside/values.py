@@ -61,7 +61,7 @@ _TEXTS: dict[str, tuple[type[Any], Callable[[Any], str], Callable[[str], Any]]] 
     "complex": (complex, str, complex),
     "range": (range, lambda one: f"{one.start},{one.stop},{one.step}", lambda text: range(*map(int, text.split(",")))),
 }
-_KINDS: tuple[type[Any], ...] = (bool, bytes, complex, dict, float, frozenset, int, list, object, set, str, tuple)
+_KINDS: tuple[Any, ...] = (bool, bytes, complex, dict, float, frozenset, int, list, object, set, str, tuple)
 _TYPES = {kind.__name__: kind for kind in _KINDS}
 _KNOWN = {"builtins", "collections", "datetime", "decimal", "fractions", "_decimal", "_pydecimal", "_pydatetime"}
 COMPARED = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
@@ -116,7 +116,7 @@ def encode(value: Any, refer: Refer | None = None, share: Refer | None = None) -
     for name, (kind, write, _) in _TEXTS.items():
         if isinstance(value, kind):
             return {"type": name, "value": write(value)}
-    if isinstance(value, type) and _TYPES.get(value.__name__) is value:
+    if isinstance(value, type) and value in _KINDS:
         return {"type": "builtin", "value": value.__name__}
     if share is None and isinstance(value, ITERATORS):
         return iterator_data(value, refer)
@@ -152,7 +152,7 @@ def decode(data: Any, resolve: Callable[[Any], Any] | None = None) -> Any:
         return _SEQUENCES[name](decode(item, resolve) for item in inner)
     if name == "namedtuple":
         kind, fields, items = inner
-        return namedtuple(kind, fields)(*(decode(item, resolve) for item in items))  # type: ignore[misc]
+        return namedtuple(kind, fields)(*(decode(item, resolve) for item in items))
     if name == "builtin":
         return _TYPES[inner]
     if name == "iterator":

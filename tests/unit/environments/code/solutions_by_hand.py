@@ -10,7 +10,8 @@ RIGHT: dict[str, tuple[str, str]] = {
     "keywords": ("def NAME(a, *, b=2): return a - b", "assert NAME(5, b=1) == 4 and NAME(5) == 3"),
     "exception of Python": (
         "def NAME(x):\n    if x < 0:\n        raise ValueError('negative')\n    return x",
-        "try:\n    NAME(-1)\n    assert False, 'no error'\nexcept ValueError as error:\n    assert 'negative' in str(error)",
+        "try:\n    NAME(-1)\n    assert False, 'no error'\nexcept ValueError as error:\n"
+        "    assert 'negative' in str(error)",
     ),
     "only an exception is demanded": (
         "def NAME(x): raise KeyError(x)",
@@ -27,7 +28,8 @@ RIGHT: dict[str, tuple[str, str]] = {
     "own exception": (
         "class NAMEError(Exception):\n    def __init__(self, need):\n        super().__init__(f'need {need}')\n"
         "        self.need = need\nclass NAMELow(NAMEError): pass\ndef NAME(n): raise NAMELow(n)",
-        "try:\n    NAME(3)\n    assert False\nexcept NAMEError as error:\n    assert error.need == 3 and str(error) == 'need 3'",
+        "try:\n    NAME(3)\n    assert False\nexcept NAMEError as error:\n"
+        "    assert error.need == 3 and str(error) == 'need 3'",
     ),
     "not the exception of another handler": (
         "class NAMEError(LookupError): pass\ndef NAME(): raise NAMEError('x')",
@@ -46,7 +48,8 @@ RIGHT: dict[str, tuple[str, str]] = {
     ),
     "class of pytest": (
         "def NAME(x): return x + 1",
-        "class TestNAME:\n    def setup_method(self):\n        self.x = 1\n    def test_it(self):\n        assert NAME(self.x) == 2",
+        "class TestNAME:\n    def setup_method(self):\n        self.x = 1\n    def test_it(self):\n"
+        "        assert NAME(self.x) == 2",
     ),
     "class of unittest": (
         "def NAME(x):\n    if not x: raise OverflowError\n    return x + 1",
@@ -63,14 +66,20 @@ RIGHT: dict[str, tuple[str, str]] = {
         "def NAME(x): return x",
         "def check_NAME(NAME):\n    assert NAME(2) == 2\ncheck_NAME(NAME)",
     ),
-    "import from the solution": ("def NAME(x): return x", "from solution import NAME as NAME_own\nassert NAME_own(2) == 2"),
+    "import from the solution": (
+        "def NAME(x): return x",
+        "from solution import NAME as NAME_own\nassert NAME_own(2) == 2",
+    ),
     "module without an import": ("def NAME(x): return x ** 0.5", "assert math.isclose(NAME(2), 1.4142135623730951)"),
     "in place: sort": ("def NAME(a): a.sort()", "NAME_a = [3, 1]\nNAME(NAME_a)\nassert NAME_a == [1, 3]"),
     "in place: and the same object": (
         "def NAME(a):\n    a.append(1)\n    return a",
         "NAME_a = []\nassert NAME(NAME_a) is NAME_a and NAME_a == [1]",
     ),
-    "in place: dict": ("def NAME(d): d['n'] = d.pop('o')", "NAME_d = {'o': 1}\nNAME(NAME_d)\nassert NAME_d == {'n': 1}"),
+    "in place: dict": (
+        "def NAME(d): d['n'] = d.pop('o')",
+        "NAME_d = {'o': 1}\nNAME(NAME_d)\nassert NAME_d == {'n': 1}",
+    ),
     "in place: set": ("def NAME(s): s.add(4)", "NAME_s = {1}\nNAME(NAME_s)\nassert NAME_s == {1, 4}"),
     "in place: nested": (
         "def NAME(m):\n    m[0][0] = 9\n    m.append(m[0])",
@@ -123,7 +132,8 @@ RIGHT: dict[str, tuple[str, str]] = {
     ),
     "iterator": (
         "class NAME:\n    def __init__(self): self.n = 0\n    def __iter__(self): return self\n"
-        "    def __next__(self):\n        if self.n == 2: raise StopIteration\n        self.n += 1\n        return self.n",
+        "    def __next__(self):\n        if self.n == 2: raise StopIteration\n        self.n += 1\n"
+        "        return self.n",
         "assert list(NAME()) == [1, 2] and next(NAME()) == 1",
     ),
     "contains": ("class NAME:\n    def __contains__(self, x): return x == 2", "assert 2 in NAME() and 3 not in NAME()"),
@@ -141,7 +151,8 @@ RIGHT: dict[str, tuple[str, str]] = {
     "arithmetic": (
         "class NAME:\n    def __init__(self, x): self.x = x\n    def __eq__(self, o): return self.x == o.x\n"
         "    def __add__(self, o): return NAME(self.x + o.x)\n    def __mul__(self, k): return NAME(self.x * k)\n"
-        "    __rmul__ = __mul__\n    def __neg__(self): return NAME(-self.x)\n    def __abs__(self): return abs(self.x)",
+        "    __rmul__ = __mul__\n    def __neg__(self): return NAME(-self.x)\n"
+        "    def __abs__(self): return abs(self.x)",
         "assert NAME(1) + NAME(2) == NAME(3) and 2 * NAME(2) == NAME(4) == NAME(2) * 2\n"
         "assert -NAME(1) == NAME(-1) and abs(NAME(-4)) == 4",
     ),
@@ -151,8 +162,10 @@ RIGHT: dict[str, tuple[str, str]] = {
     ),
     "with": (
         "class NAME:\n    log = []\n    def __enter__(self):\n        self.log.append('in')\n        return self\n"
-        "    def __exit__(self, kind, error, place):\n        self.log.append('out')\n        return kind is ValueError",
-        "with NAME() as NAME_c:\n    assert NAME_c.log == ['in']\n    raise ValueError\nassert NAME.log == ['in', 'out']",
+        "    def __exit__(self, kind, error, place):\n        self.log.append('out')\n"
+        "        return kind is ValueError",
+        "with NAME() as NAME_c:\n    assert NAME_c.log == ['in']\n    raise ValueError\n"
+        "assert NAME.log == ['in', 'out']",
     ),
     "context manager of a generator": (
         "import contextlib\n@contextlib.contextmanager\ndef NAME(a):\n    a.append(1)\n    yield 5\n    a.append(2)",
@@ -169,11 +182,13 @@ RIGHT: dict[str, tuple[str, str]] = {
         "assert NAME().p == 3 and NAME.c().p == 3 and NAME.s() == 4",
     ),
     "dataclass": (
-        "from dataclasses import dataclass, field\n@dataclass\nclass NAME:\n    a: int\n    b: list = field(default_factory=list)",
+        "from dataclasses import dataclass, field\n@dataclass\nclass NAME:\n    a: int\n"
+        "    b: list = field(default_factory=list)",
         "NAME_d = NAME(1)\nNAME_d.b.append(2)\nassert NAME_d == NAME(1, [2]) and repr(NAME_d) == 'NAME(a=1, b=[2])'",
     ),
     "named tuple": (
-        "from typing import NamedTuple\nclass NAME(NamedTuple):\n    x: int\n    y: int\n    def s(self): return self.x + self.y",
+        "from typing import NamedTuple\nclass NAME(NamedTuple):\n    x: int\n    y: int\n"
+        "    def s(self): return self.x + self.y",
         "assert NAME(1, 2) == (1, 2) and NAME(1, 2).s() == 3 and NAME(1, 2).y == 2",
     ),
     "enumeration": (
@@ -199,11 +214,13 @@ RIGHT: dict[str, tuple[str, str]] = {
         "assert NAME(lambda x: x + 1, [1, 2]) == [2, 3] and NAME(str, [1]) == ['1'] and NAME(abs, [-1]) == [1]",
     ),
     "decorator": (
-        "import functools\ndef NAME(f):\n    @functools.wraps(f)\n    def inner(*a): return 2 * f(*a)\n    return inner",
+        "import functools\ndef NAME(f):\n    @functools.wraps(f)\n    def inner(*a): return 2 * f(*a)\n"
+        "    return inner",
         "@NAME\ndef NAME_f(x): return x + 1\nassert NAME_f(2) == 6 and NAME_f.__name__ == 'NAME_f'",
     ),
     "closure": (
-        "def NAME():\n    n = 0\n    def count():\n        nonlocal n\n        n += 1\n        return n\n    return count",
+        "def NAME():\n    n = 0\n    def count():\n        nonlocal n\n        n += 1\n        return n\n"
+        "    return count",
         "NAME_c = NAME()\nassert (NAME_c(), NAME_c()) == (1, 2)",
     ),
     "generator": ("def NAME():\n    yield from (1, 2)", "assert list(NAME()) == [1, 2]"),
@@ -235,7 +252,10 @@ RIGHT: dict[str, tuple[str, str]] = {
         "    for w in ws: d[w[0]].append(w)\n    return d",
         "assert NAME(['ab', 'ac']) == {'a': ['ab', 'ac']}",
     ),
-    "many checks in a loop": ("def NAME(x): return x * x", "for NAME_x in range(50):\n    assert NAME(NAME_x) == NAME_x ** 2"),
+    "many checks in a loop": (
+        "def NAME(x): return x * x",
+        "for NAME_x in range(50):\n    assert NAME(NAME_x) == NAME_x ** 2",
+    ),
     "mark of byte order": ("\ufeffdef NAME(x): return x", "assert NAME(1) == 1"),
     "deep copy": (
         "class NAME:\n    def __init__(self): self.x = [1]",
@@ -252,7 +272,10 @@ WRONG: dict[str, tuple[str, str]] = {
         "",
         "try:\n    NAME(1)\n    assert False\nexcept KeyError:\n    pass",
     ),
-    "no exception": ("def NAME(x): return x", "try:\n    NAME(-1)\n    assert False, 'no error'\nexcept ValueError:\n    pass"),
+    "no exception": (
+        "def NAME(x): return x",
+        "try:\n    NAME(-1)\n    assert False, 'no error'\nexcept ValueError:\n    pass",
+    ),
     "no exception, and any is caught": (
         "def NAME(x): return x",
         "try:\n    NAME(-1)\n    assert False\nexcept Exception:\n    pass",
@@ -266,11 +289,18 @@ WRONG: dict[str, tuple[str, str]] = {
     "assert not 1 in a branch": ("def NAME(x): return 3", "if NAME(4) != 2:\n    assert not 1"),
     "raise in a branch": ("def NAME(x): return 3", "if NAME(4) != 2:\n    raise AssertionError"),
     "function of pytest": ("def NAME(x): return x", "def test_NAME():\n    assert NAME(1) == 2"),
-    "function of pytest that raises": ("def NAME(x): return x", "def test_NAME():\n    if NAME(1) != 2:\n        raise ValueError"),
-    "class of pytest": ("def NAME(x): return x", "class TestNAME:\n    def test_it(self):\n        assert NAME(1) == 2"),
+    "function of pytest that raises": (
+        "def NAME(x): return x",
+        "def test_NAME():\n    if NAME(1) != 2:\n        raise ValueError",
+    ),
+    "class of pytest": (
+        "def NAME(x): return x",
+        "class TestNAME:\n    def test_it(self):\n        assert NAME(1) == 2",
+    ),
     "class of unittest": (
         "def NAME(x): return x",
-        "import unittest\nclass NAMECase(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(NAME(1), 2)",
+        "import unittest\nclass NAMECase(unittest.TestCase):\n    def test_a(self):\n"
+        "        self.assertEqual(NAME(1), 2)",
     ),
     "unittest: no exception": (
         "def NAME(x): return x",
@@ -282,7 +312,10 @@ WRONG: dict[str, tuple[str, str]] = {
         "import unittest\nclass NAMECase(unittest.TestCase):\n    def test_a(self):\n        for n in (1, 2):\n"
         "            with self.subTest(n=n):\n                self.assertEqual(NAME(n), n + 1)",
     ),
-    "a loop with one wrong round": ("def NAME(x): return x if x < 9 else 0", "for NAME_x in range(10):\n    assert NAME(NAME_x) == NAME_x"),
+    "a loop with one wrong round": (
+        "def NAME(x): return x if x < 9 else 0",
+        "for NAME_x in range(10):\n    assert NAME(NAME_x) == NAME_x",
+    ),
     "a loop that the solution leaves empty": ("def NAME(): return []", "for NAME_x in NAME():\n    assert NAME_x > 0"),
     "an inner loop that the solution leaves empty": (
         "def NAME(): return []",
@@ -332,7 +365,8 @@ WRONG: dict[str, tuple[str, str]] = {
         "assert NAME(3) == 9",
     ),
     "a list equal to everything": (
-        "class NAME_All(list):\n    def __eq__(self, o): return True\n    def extra(self): pass\ndef NAME(x): return NAME_All()",
+        "class NAME_All(list):\n    def __eq__(self, o): return True\n    def extra(self): pass\n"
+        "def NAME(x): return NAME_All()",
         "assert NAME(3) == [9]",
     ),
     "a text equal to everything": (
@@ -375,7 +409,10 @@ WRONG: dict[str, tuple[str, str]] = {
     ),
     "AssertionError as an answer": ("def NAME(): raise AssertionError('passed')", "assert NAME() == 3"),
     "an exit as an answer": ("def NAME(): raise SystemExit(0)", "assert NAME() == 3"),
-    "an exit that is caught": ("import sys\ndef NAME():\n    try: sys.exit(0)\n    except SystemExit: return 0", "assert NAME() == 3"),
+    "an exit that is caught": (
+        "import sys\ndef NAME():\n    try: sys.exit(0)\n    except SystemExit: return 0",
+        "assert NAME() == 3",
+    ),
     "other names of the tests": (
         "def NAME(): return 1\ndef NAME_check(f): return None\nsorted = lambda x: [1]\n",
         "def NAME_check(f):\n    assert f() == 2\nNAME_check(NAME)",
