@@ -23,8 +23,8 @@ from nemo_rl.sandbox import End, Outcome, Program, Sandbox
 
 _COUNTS = struct.Struct("<QQQ?")
 _START_ALLOWANCE_S = 30.0
-_SOLUTION = ("solution", "peer", "heap", "values")
-_CHECKS = ("checks", "counting", "program_tests", "peer", "heap", "values")
+_SOLUTION = ("solution", "peer", "offers", "heap", "values")
+_CHECKS = ("checks", "counting", "program_tests", "peer", "offers", "heap", "values")
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def constant_value(test: ast.expr) -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return bool(eval(compile(ast.Expression(test), "tests", "eval"), {"__builtins__": {}}))
-    except Exception:  # such as 1 / 0
+    except (ArithmeticError, LookupError, TypeError, ValueError):  # such as 1 / 0
         return False
 
 

@@ -16,7 +16,8 @@ import types
 from typing import Any, NoReturn
 
 from counting import Counted, Counts
-from peer import ARITHMETIC, NUMERIC, REQUESTS, SPECIAL, Name, Peer, Remote, StopError, ask_of, tainted
+from offers import ARITHMETIC, NUMERIC, REQUESTS, SPECIAL
+from peer import Name, Peer, Remote, StopError, ask_of, tainted
 from program_tests import attributes_of_names, called_names, has_check, is_plain_test_class, methods, tests_to_call
 from values import COMPARED, Channel
 
@@ -217,7 +218,7 @@ class Run:
 
 
 SKIPPED = object()
-"""What a test returns that did not run."""
+"""Result of a test that did not run."""
 
 
 def _run_case(unittest: Any, case: Any, result: Any) -> Any:

@@ -45,7 +45,7 @@ LAYOUTS = {
     "a mark of byte order": f"```python\n\ufeff{PROGRAM}```",
 }
 EXACT = {
-    "a fence in a docstring": 'def f(x):\n    """Adds one.\n\n    ```\n    f(1) == 2\n    ```\n    """\n    return x + 1\n',
+    "a fence in a docstring": 'def f(x):\n    """Adds.\n\n    ```\n    f(1) == 2\n    ```\n    """\n    return x + 1\n',
     "tags in a text": 'def f(x):\n    return "<code>a</code></think><think>"\n',
     "another fence in it": "def f(x):\n    return x\n\n~~~\n",
 }
