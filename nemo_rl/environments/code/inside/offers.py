@@ -1,4 +1,4 @@
-"""What one program may ask about the objects of the other one."""
+"""Requests that one program may make about the objects of the other one."""
 
 import builtins
 import copy
