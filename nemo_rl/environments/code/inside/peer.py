@@ -280,12 +280,12 @@ class Peer:
         if kind == "theirs":
             return self._remote(value, data["about"])
         if kind == "attribute":
-            return getattr(self._decode(value[0]), value[1])
+            return self._attribute(self._decode(value[0]), value[1])
         if kind == "method":
             return self._method_of(self._decode(value[0]), value[1])
         if kind == "name":
             return self.resolve_name(value)
-        if kind == "builtin function":
+        if kind == "builtin function" and self._first == 1:  # a test may give `eval` to a solution, never the reverse
             return getattr(builtins, value)
         if kind == "error class":
             return self._error_class(value)
@@ -314,10 +314,15 @@ class Peer:
         self._remotes[number] = found
         return found
 
+    def _attribute(self, owner: Any, name: str) -> Any:
+        """Return an attribute of an object of this program, if the other one may have it."""
+        self.permit("get", owner, (name,))
+        return getattr(owner, name)
+
     def _method_of(self, owner: Any, name: str) -> Any:
         """Return what stands for a method of an object of the other program."""
         if not isinstance(owner, Remote):
-            return getattr(owner, name)
+            return self._attribute(owner, name)
         place = [object.__getattribute__(owner, "_remote_reference"), name]
         return _new(_Method, self, {"type": "attribute", "value": place})
 

@@ -442,6 +442,25 @@ WRONG: dict[str, tuple[str, str]] = {
         "def NAME(f): return int('{0.__globals__[NAME_secret]}'.format(f))",
         "NAME_secret = 42\nassert NAME(lambda: 0) == 42",
     ),
+    "globals of a function of the tests by a message of its own": (
+        "import gc\ndef NAME_raw(f, do, *a):\n"
+        "    peer = next(o for o in gc.get_objects() if type(o).__name__ == 'Server')\n"
+        "    place = object.__getattribute__(f, '_remote_reference')\n"
+        "    target = {'type': 'attribute', 'value': [place, '__globals__']}\n"
+        "    peer._send({'do': do, 'target': target, 'arguments': peer._encode(a)})\n"
+        "    return peer._decode(peer._receive().get('result'))\n"
+        "def NAME(f):\n    NAME_raw(f, '__setitem__', 'NAME_secret', 1)\n"
+        "    return NAME_raw(f, '__getitem__', 'NAME_secret')",
+        "NAME_secret = 42\nassert NAME(lambda: 0) == NAME_secret",
+    ),
+    "a function of Python by a message of its own": (
+        "import gc\ndef NAME(f):\n    peer = next(o for o in gc.get_objects() if type(o).__name__ == 'Server')\n"
+        "    place = object.__getattribute__(f, '_remote_reference')\n"
+        "    peer._send({'do': '__call__', 'target': place, 'arguments': {'type': 'tuple', 'value': [\n"
+        "        {'type': 'builtin function', 'value': 'eval'}, \"globals().update(NAME_secret=3)\"]}})\n"
+        "    peer._receive()\n    return 3",
+        "NAME_secret = 42\nassert NAME(lambda g, x: g(x)) == NAME_secret",
+    ),
     "class of an object of the tests": (
         "def NAME(o):\n    o.__class__.__eq__ = lambda s, t: True\n    return 3",
         "class NAME_O: pass\nassert NAME(NAME_O()) == NAME_O()",
