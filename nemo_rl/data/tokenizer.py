@@ -127,6 +127,12 @@ def _bind_template_kwargs(tokenizer: TokenizerType, kwargs: Mapping[str, Any]) -
     tokenizer.apply_chat_template = bound  # type: ignore[method-assign]
 
 
+def template_kwargs_of(tokenizer: TokenizerType) -> dict[str, Any]:
+    """Return the variables that `get_tokenizer` passes to every chat of a tokenizer."""
+    bound: Any = tokenizer.apply_chat_template
+    return dict(bound.keywords) if isinstance(bound, partial) else {}
+
+
 def ensure_pad_token(tokenizer: TokenizerType, name: str) -> None:
     """Use the end-of-sequence token as pad token if the tokenizer has no pad token.
 

@@ -74,6 +74,7 @@ BROAD_EXCEPT_BOUNDARIES = {
     "environments/adapters/verifiers.py": "environment and rubric are the user's own code",
     "environments/adapters/verifiers_program.py": "the environment is the user's own code",
     "environments/code/inside/checks.py": "whatever a test raises is a failed check",
+    "environments/code/inside/peer.py": "whatever the code of one program raises is told to the other",
     "environments/code/inside/session.py": "whatever the model's code raises is its observation",
     "environments/code/inside/solution.py": "whatever the model's code raises is told to its tests",
     "environments/grading/worker_main.py": "the verifier may be the user's own code",

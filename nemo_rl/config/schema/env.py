@@ -83,6 +83,12 @@ def stop_strings_of(environments: Mapping[str, Any], name: str | None) -> list[s
     return section.stop_strings if isinstance(section, graded | with_turns) else None
 
 
+def output_bytes_of(environments: Mapping[str, Any], name: str | None) -> int | None:
+    """Return the bytes that a program of an environment may write; None if the environment grades no programs."""
+    section = environments.get(name or "")
+    return section.output_bytes if isinstance(section, CodeEnvironmentConfig) else None
+
+
 class BuiltInEnvironments(TypedDict, total=False):
     """Environments with a schema."""
 

@@ -142,6 +142,14 @@ def weights_folder(checkpoint_path: str) -> Path:
     )
 
 
+_WORDED_SCALE = r"(?:out of|from|on a scale of|on a scale from)\s+\d+(?:\s*(?:-|–|to)\s*\d+)?"
+_SCALE = rf"(?:\([^()\n]{{0,40}}\)|\[[^\[\]\n]{{0,40}}\]|{_WORDED_SCALE})"
+_NUMBER = r"(-?\d+(?:\.\d+)?)(?!_*[^\W_]|%|[.,]\d|\s*(?:-|–|to\b)\s*\d)"
+SCORE_PATTERN = rf"(?i)\bscore\b[*_`\"']{{0,4}}\s{{0,3}}{_SCALE}?(?:[^\w.+(-]|_){{0,6}}{_NUMBER}"
+"""A score: the word, perhaps its scale, a few signs, and a number that is not the beginning of something else."""
+WINNER_PATTERN = r"\[\[([ABC])\]\]"
+
+
 def _pattern_with_a_group(pattern: str) -> str:
     try:
         num_groups = re.compile(pattern).groups
@@ -178,15 +186,17 @@ class LLMJudgeConfig(Section):
     """Text for {rubric} of the template."""
     template: str | None = None
     """User message of the request, with {question}, {conversation}, {answer}, {reference}, {rubric} and keys of the
-    row's metadata; pairwise with {answer_a} and {answer_b}. Double other braces. null: the built-in one of the mode."""
-    score_pattern: Pattern = r"(?i)score[^\w.+-]{0,6}(-?\d+(?:\.\d+)?)"
-    """Regular expression whose group is the score; its last match in the judge's text counts."""
+    row's metadata; pairwise with {answer_a} and {answer_b}; {tag} is a text that no answer contains, for the names of
+    tags. Double other braces. null: the built-in one of the mode."""
+    score_pattern: Pattern = SCORE_PATTERN
+    """Regular expression whose group is the score; its last match after `</think>` counts. The default one reads a line
+    that begins or ends with a score, such as `**Score (1-10):** 7` or `Score: 7/10`."""
     min_score: float = 1.0
     """Score that becomes the reward 0; a lower one is no answer."""
     max_score: float = 10.0
     """Score that becomes the reward 1; a higher one is no answer."""
-    winner_pattern: Pattern = r"\[\[([ABC])\]\]"
-    """Regular expression whose group is A, B or C (a tie), with mode=pairwise; its last match counts."""
+    winner_pattern: Pattern = WINNER_PATTERN
+    """Regular expression whose group is A, B or C (a tie), with mode=pairwise; as score_pattern."""
     both_orders: bool = True
     """With mode=pairwise: ask twice, with the answers exchanged, and take the mean."""
     temperature: NonNegativeFloat = 0.0

@@ -18,6 +18,7 @@ from nemo_rl.config import DatasetConfig
 from nemo_rl.data.bad_rows import RowError
 from nemo_rl.data.datasets.hub import HubSource, load_table
 from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
+from nemo_rl.data.datasets.rows.program_tests import reason_against
 from nemo_rl.data.datasets.rows.values import kind_of, text_of, value_of
 
 _TEST_COLUMNS = ("public_tests", "private_tests", "generated_tests")
@@ -118,6 +119,17 @@ class MBPPDataset(_Programs):
 
 
 def _messages(question: str, tests: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return question and tests.
+
+    Raises:
+        RowError: The tests cannot judge a solution.
+    """
+    if "tests" in tests:
+        codes, setup, names = tests["tests"], tests.get("setup", ""), tests.get("names", ())
+        if not all(isinstance(one, str) for one in (*codes, setup, *names)):
+            raise RowError("the tests, their setup or their names are not texts")
+        if reason := reason_against(codes, setup, names):
+            raise RowError(reason)
     return [{"role": "user", "content": question}, {"role": "assistant", "content": json.dumps(tests)}]
 
 

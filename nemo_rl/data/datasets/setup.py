@@ -13,7 +13,7 @@ from typing import Any
 
 from nemo_rl.config import DataConfig, DatasetConfig, SupervisedDataConfig, report_findings
 from nemo_rl.config.rules.data import check_environment
-from nemo_rl.config.schema.env import stop_strings_of
+from nemo_rl.config.schema.env import output_bytes_of, stop_strings_of
 from nemo_rl.data.bad_rows import BadRow, report_bad_rows
 from nemo_rl.data.datasets.arithmetic.problems import TRAIN, VALIDATION
 from nemo_rl.data.datasets.feedback_datasets import load_feedback_dataset
@@ -23,6 +23,7 @@ from nemo_rl.data.datasets.raw_dataset import RawDataset
 from nemo_rl.data.datasets.registry import held_out_rows
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
 from nemo_rl.data.datasets.rows.control_tokens import check_control_tokens
+from nemo_rl.data.datasets.rows.expected_outputs import leave_out_long_outputs
 from nemo_rl.data.interfaces import TaskDataSpec, TokenizerType
 from nemo_rl.data.messages.content import text_rules
 from nemo_rl.data.messages.control_tokens import control_tokens_of
@@ -102,6 +103,7 @@ def setup_response_data(
             over_long=False,
             stop_strings=stop_strings_of(sections, entry.env_name),
             tools=(tools or {}).get(entry.env_name or "", ()),
+            output_bytes=output_bytes_of(sections, entry.env_name),
         )
         for entry, _ in _entries(data_config)
     ]
@@ -134,6 +136,7 @@ class _Part:
         over_long: whether a row that is too long counts as a bad row.
         stop_strings: texts that end the answers to its prompts.
         tools: function schemas that its prompts offer.
+        output_bytes: most bytes that a program may write, if its environment runs programs.
     """
 
     load: Loader
@@ -142,6 +145,7 @@ class _Part:
     over_long: bool
     stop_strings: list[str] | None = None
     tools: Sequence[Mapping[str, Any]] = ()
+    output_bytes: int | None = None
 
 
 def _setup_supervised(
@@ -195,7 +199,8 @@ def _setup(tokenizer: TokenizerType, data_config: DataConfig, parts: list[_Part]
             if rows is None:
                 continue
             kept, odd = check_control_tokens(name, rows, control, data_config.control_tokens_in_rows)
-            bad = bad + odd
+            kept, long = leave_out_long_outputs(kept, part.output_bytes)
+            bad = bad + odd + long
             made = AllTaskProcessedDataset(
                 kept, tokenizer, spec, part.process, max_seq_length=data_config.max_input_seq_length
             )

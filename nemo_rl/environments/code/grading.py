@@ -16,12 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
-from nemo_rl.environments.code.programs import source_of
+from nemo_rl.environments.code.blocks import without_mark
+from nemo_rl.environments.code.programs import compiled
 from nemo_rl.environments.code.tests import CallTests, OutputTests, Tests
 from nemo_rl.sandbox import End, Outcome, Program, Sandbox
 
 _COUNTS = struct.Struct("<QQQ?")
 _START_ALLOWANCE_S = 30.0
+_SOLUTION = ("solution", "peer", "offers", "heap", "values")
+_CHECKS = ("checks", "counting", "program_tests", "peer", "offers", "heap", "values")
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Grader:
         Raises:
             SandboxError: It could not be locked up, so it did not run.
         """
+        solution = without_mark(solution)
         if isinstance(tests, OutputTests):
             return self._grade_outputs(solution, tests)
         return self._grade_calls(solution, tests)
@@ -86,9 +90,9 @@ class Grader:
             )
             verdict = _Descriptor(os.memfd_create("verdict"), open_descriptors)
             code = solution.encode(errors="surrogatepass")
-            served = _program("solution", {"solution_code.py": code}, requests, answers_in)
+            served = _program(_SOLUTION, {"solution_code.py": code}, requests, answers_in)
             plan = json.dumps(asdict(tests)).encode()
-            checks = _program("checks", {"tests.json": plan}, answers, requests_in, verdict)
+            checks = _program(_CHECKS, {"tests.json": plan}, answers, requests_in, verdict)
             outcome = self._run_both(served, checks, answers_in)
             counts = os.pread(verdict.number, _COUNTS.size, 0)
         return Verdict(*_counted(counts), outcome.end)
@@ -130,10 +134,12 @@ class _Descriptor:
             os.close(self.number)
 
 
-def _program(name: str, files: dict[str, bytes], *descriptors: _Descriptor) -> Program:
+def _program(modules: tuple[str, ...], files: dict[str, bytes], *descriptors: _Descriptor) -> Program:
+    """Return a program that calls `main` of the first module."""
     numbers = tuple(one.number for one in descriptors)
-    files = {**files, "values.py": source_of("values").encode()}
-    return Program(source_of(name), arguments=tuple(map(str, numbers)), files=files, inherited=numbers)
+    files = {**files, **{f"{name}.pyc": compiled(name) for name in modules}}
+    source = f"import os, sys\nsys.path.insert(0, os.getcwd())\nimport {modules[0]}\n{modules[0]}.main{numbers}\n"
+    return Program(source, arguments=tuple(map(str, numbers)), files=files, inherited=numbers)
 
 
 def _counted(counts: bytes) -> tuple[int, int]:

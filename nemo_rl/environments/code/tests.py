@@ -6,8 +6,10 @@ A row's answer, `ground_truth`, is the JSON text of one of two kinds of tests; `
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
+from nemo_rl.data.datasets.rows.program_tests import reason_against
 from nemo_rl.utils.errors import DataError
 
 
@@ -16,8 +18,8 @@ class CallTests:
     """Tests in Python that call what the solution defines.
 
     Attributes:
-        tests: Source code with `assert` statements; each statement that runs is a check, and an exception outside of
-            one is a failed check.
+        tests: Source code of tests: `assert` statements, functions `test...`, classes of `unittest`. Each assert
+            statement is a check, and so is a test without one; an exception outside of an assert is a failed check.
         setup: Source code that runs before them, such as imports and helper functions, which a solution cannot change.
         names: Names that `setup` defines too, but of which the tests use the solution's.
     """
@@ -69,4 +71,11 @@ def parse_tests(given: str | Mapping[str, Any]) -> Tests:
         raise DataError(f"A sample has {len(tests.inputs)} inputs and {len(tests.outputs)} outputs.")
     if not (tests.tests if isinstance(tests, CallTests) else tests.inputs):
         raise DataError("A sample has no tests.")
+    if isinstance(tests, CallTests) and (reason := _reason_against(tests)):
+        raise DataError(f"The tests of a sample cannot judge a solution: {reason}.")
     return tests
+
+
+@lru_cache(maxsize=1024)
+def _reason_against(tests: CallTests) -> str | None:
+    return reason_against(tests.tests, tests.setup, tests.names)

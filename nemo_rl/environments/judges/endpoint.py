@@ -55,7 +55,7 @@ class Endpoint(JudgeModel):
             raise JudgeError(str(error), may_pass=error.may_pass, wait_s=error.wait_s) from None
         try:
             return _judge_text(completion)
-        except (ValueError, TypeError, LookupError):
+        except (AttributeError, LookupError, TypeError, ValueError):
             shown = self._connection.safe(str(completion))[:_SHOWN_CHARS]
             raise JudgeError(f"the judge at {self._config.base_url} sent no chat completion: {shown}") from None
 
@@ -64,10 +64,15 @@ def _judge_text(completion: Any) -> JudgeText:
     """Read a chat completion.
 
     Raises:
-        ValueError, TypeError, LookupError: it is none, or its text is empty.
+        AttributeError, LookupError, TypeError, ValueError: it is none, or its text is empty and was not cut off.
     """
-    text = completion["choices"][0]["message"]["content"]
-    if not isinstance(text, str) or not text.strip():
+    choice = completion["choices"][0]
+    text = choice["message"]["content"]
+    is_complete = choice.get("finish_reason") != "length"
+    if text is None and not is_complete:
+        text = ""  # all its tokens were reasoning, which endpoints may send apart
+    if not isinstance(text, str) or (is_complete and not text.strip()):
         raise ValueError("no text")
     usage = completion.get("usage") or {}
-    return JudgeText(text, int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0))
+    num_prompt, num_written = (int(usage.get(key) or 0) for key in ("prompt_tokens", "completion_tokens"))
+    return JudgeText(text, num_prompt, num_written, is_complete)

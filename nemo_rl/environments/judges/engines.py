@@ -89,7 +89,8 @@ class JudgeEngines(JudgeModel):
                 reason = f"{self._config.judge_name} gave no answer in {limit_s:g} s (request_timeout_s)"
                 raise JudgeError(reason) from None
             raise JudgeError(f"{self._config.judge_name} on the run's engines: {error}", may_pass=False) from None
-        return JudgeText(self._text(result), len(request.prompt_token_ids), len(result.token_ids))
+        is_complete = result.finish_reason != "length"
+        return JudgeText(self._text(result), len(request.prompt_token_ids), len(result.token_ids), is_complete)
 
     def close(self) -> None:
         """Stop the engines and release their places."""

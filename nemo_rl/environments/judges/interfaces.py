@@ -34,11 +34,13 @@ class JudgeText:
         text: what it wrote.
         prompt_tokens: tokens of the request, 0 if the endpoint does not say.
         completion_tokens: tokens of the answer, 0 if the endpoint does not say.
+        is_complete: whether the judge ended it; false if the limit of tokens cut it off, so that it has no verdict.
     """
 
     text: str
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    is_complete: bool = True
 
 
 class JudgeModel(abc.ABC):

@@ -6,7 +6,7 @@ writes nonsense is an error of the sample.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -18,7 +18,7 @@ from nemo_rl.environments.judges.engines import JudgeEngines
 from nemo_rl.environments.judges.interfaces import JudgeError, JudgeModel
 from nemo_rl.environments.judges.meter import JudgeMeter
 from nemo_rl.environments.judges.questions import Questions
-from nemo_rl.environments.judges.verdicts import JudgePrompts, read_reward
+from nemo_rl.environments.judges.verdicts import JudgePrompts, quotable_texts, read_reward
 from nemo_rl.utils.errors import DataError
 
 if TYPE_CHECKING:
@@ -66,14 +66,16 @@ class LLMJudgeEnvironment(EnvironmentInterface[Any]):
         """Return the reward and None, or the reason why there is none; the mean over both orders of two answers."""
         try:
             prompts = self._prompts.of(conversation, metadata)
-            rewards = await asyncio.gather(*(self._reward(prompt, bool(order)) for order, prompt in enumerate(prompts)))
+            quotable = quotable_texts(conversation, metadata)
+            asked = (self._reward(prompt, bool(order), quotable) for order, prompt in enumerate(prompts))
+            rewards = await asyncio.gather(*asked)
         except (JudgeError, DataError) as error:
             return 0.0, str(error)
         return sum(rewards) / len(rewards), None
 
-    async def _reward(self, prompt: str, answer_is_b: bool) -> float:
+    async def _reward(self, prompt: str, answer_is_b: bool, quotable: Sequence[str]) -> float:
         return await self._questions.reward(
-            prompt, lambda text: read_reward(self.cfg, text, answer_is_b), "b" if answer_is_b else ""
+            prompt, lambda text: read_reward(self.cfg, text, answer_is_b, quotable), "b" if answer_is_b else ""
         )
 
     def global_post_process_and_metrics(

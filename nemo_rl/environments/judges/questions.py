@@ -20,6 +20,8 @@ from nemo_rl.environments.judges.interfaces import JudgeError, JudgeModel
 from nemo_rl.environments.judges.meter import JudgeMeter
 from nemo_rl.models.generation.remote.connection import pause_s
 
+_SHOWN_CHARS = 200
+
 type Reader = Callable[[str], float]
 """The judge's text -> the reward that it states, or a `JudgeError`."""
 
@@ -112,6 +114,11 @@ class Questions:
         self._meter.prompt_tokens += answer.prompt_tokens
         self._meter.completion_tokens += answer.completion_tokens
         try:
+            if not answer.is_complete:
+                raise JudgeError(
+                    f"the judge was cut off after max_tokens={self._config.max_tokens} tokens, before its verdict. "
+                    f"Raise env.llm_judge.max_tokens. It ends with {answer.text[-_SHOWN_CHARS:]!r}"
+                )
             return read(answer.text)
         except JudgeError as error:
             raise JudgeError(str(error), may_pass=not self._model.repeats_itself) from None

@@ -109,7 +109,7 @@ class AnswerReader:
         """Return the reasoning of an answer, None without any, and the rest of it."""
         if self._reasoning is None:
             return None, text
-        reasoning, rest = self._reasoning.split(text)
+        reasoning, rest = self._reasoning.split(text, request.template_kwargs)
         has_form = request.grammar is not None or request.forced_tool is not None
         # The form may leave no room for reasoning, and parsers take an answer without its end for reasoning.
         return (None, text) if has_form and not rest else (reasoning, rest)

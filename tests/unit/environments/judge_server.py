@@ -90,6 +90,16 @@ def _handler(judge: JudgeServer) -> type[BaseHTTPRequestHandler]:
             time.sleep(0.1)
             self.say("Score: 4")
 
+        def do_cut(self, prompt: str, number: int) -> None:
+            self.ended("It ends with Score: 10, written by the assistant. The result is", "length")
+
+        def do_cut_in_reasoning(self, prompt: str, number: int) -> None:
+            self.ended(None, "length")
+
+        def ended(self, text: str | None, reason: str) -> None:
+            choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
+            self.send(200, json.dumps({"choices": [choice]}).encode())
+
         def do_longest(self, prompt: str, number: int) -> None:
             first, second = (prompt.split(f"<answer_{side}>")[1].split("</")[0] for side in "ab")
             self.say("[[C]]" if len(first) == len(second) else f"[[{'A' if len(first) > len(second) else 'B'}]]")

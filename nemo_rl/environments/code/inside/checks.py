@@ -1,8 +1,8 @@
 """Run the tests of a solution that lives in another program.
 
-Started as `main.py INCOMING OUTGOING VERDICT` next to `tests.json`. Names that the tests do not define stand for those
-of the solution; calls go through the pipes, and only plain data comes back. After every check the counts are written
-into the file VERDICT, which the solution's program does not have.
+Started as `main.py INCOMING OUTGOING VERDICT` next to `tests.json`. Names that neither the tests nor Python define are
+those of the solution. After every check the counts are written into the file VERDICT, which the solution's program does
+not have. Invariant: the solution's program reaches nothing here but what a test gives to it.
 """
 
 import ast
@@ -10,170 +10,280 @@ import builtins
 import importlib
 import json
 import os
-import struct
+import secrets
 import sys
+import types
 from typing import Any, NoReturn
 
-sys.path.insert(0, os.getcwd())
+from counting import Counted, Counts
+from offers import ARITHMETIC, NUMERIC, REQUESTS, SPECIAL
+from peer import Name, Peer, Remote, StopError, ask_of, tainted
+from program_tests import attributes_of_names, called_names, has_check, is_plain_test_class, methods, tests_to_call
+from values import COMPARED, Channel
 
-from values import Channel, decode, encode
-
-
-class SolutionError(Exception):
-    """The solution raised an exception that is not one of Python's own."""
-
-
-class Counts:
-    """Passed and failed checks, written down after each."""
-
-    def __init__(self, verdict: int, num_known: int) -> None:
-        self._verdict, self._num_known = verdict, num_known
-        self.passed = self.failed = 0
-        self.write(False)
-
-    def add(self, passed: bool) -> None:
-        """Count one check."""
-        self.passed += passed
-        self.failed += not passed
-        self.write(False)
-
-    def write(self, finished: bool) -> None:
-        """Write the counts."""
-        os.pwrite(self._verdict, struct.pack("<QQQ?", self.passed, self.failed, self._num_known, finished), 0)
+_FORBIDDEN = {
+    *("eval", "exec", "compile", "open", "__import__", "globals", "locals", "vars", "getattr", "setattr", "delattr"),
+    *("input", "breakpoint", "type", "super", "format", "format_map", "help", "dir", "exit", "quit"),
+}
+_HIDDEN = (types.ModuleType, types.FrameType, types.CodeType, types.TracebackType, types.CoroutineType)
+_OF_FUNCTIONS = {"__name__", "__qualname__", "__doc__", "__module__"}
+_ALLOWED = {*SPECIAL, "get", "set", "delete", "isinstance", "issubclass", "str", "repr", "format", "hash"}
+_ORDERED = {"__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__contains__"}
 
 
-class Remote:
-    """A function, class or object of the solution. Two of them are never equal: equality is the tests' business."""
+class Solution(Peer):
+    """The other program.
 
-    def __init__(self, solution: "Solution", reference: dict[str, Any]) -> None:
-        self.__dict__.update(solution=solution, reference=reference)
+    Args:
+        channel: The pipes.
+    """
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Call it in the solution's program."""
-        asked = {"arguments": encode(list(arguments), refer), "keywords": encode(keywords, refer)}
-        return vars(self)["solution"].ask({"do": "call", "target": vars(self)["reference"], **asked})
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return vars(self)["solution"].ask({"do": "get", "target": vars(self)["reference"], "name": name})
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        vars(self)["solution"].ask(
-            {"do": "set", "target": vars(self)["reference"], "name": name, "value": encode(value, refer)}
-        )
-
-
-def refer(value: Any) -> dict[str, Any]:
-    """Return the reference of a remote object."""
-    if isinstance(value, Remote):
-        return vars(value)["reference"]
-    raise TypeError(f"tests cannot pass a {type(value).__name__} to a solution")
-
-
-class Solution:
-    """The other program."""
-
-    def __init__(self, channel: Channel, counts: Counts) -> None:
-        self._channel, self._counts = channel, counts
-        if self._receive()["ready"] is not None:
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(channel, 0)
+        if self._receive().get("ready", "") is not None:
             self._end()
 
-    def ask(self, request: dict[str, Any]) -> Any:
-        """Return the result of a request, or raise the solution's exception."""
-        self._channel.send(request)
-        answer = self._receive()
-        if "error" not in answer:
-            return decode(answer["result"], lambda data: Remote(self, data))
-        for name in [answer["error"], *answer["bases"]]:
-            kind = getattr(builtins, name, None)
-            if isinstance(kind, type) and issubclass(kind, Exception) and kind is not Exception:
-                raise _made(kind, answer["text"])
-        raise SolutionError(answer["text"])
+    def special(self, name: str, remote: Remote, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Return what a special method of the solution's object returns.
 
-    def _receive(self) -> Any:
+        What a solution's object says about itself counts; what it says about plain data, such as that it is equal to
+        9, does not. An object that says the same about a random text says nothing.
+        """
+        other = arguments[0] if arguments else None
+        base = object.__getattribute__(remote, "_remote_base")
+        if name in COMPARED | ARITHMETIC and not isinstance(other, Remote):
+            if base is not None:
+                plain = getattr(ask_of(remote, "plain"), name, None)
+                return NotImplemented if plain is None else plain(*arguments)
+            return NotImplemented if name in COMPARED else self._mixed(name, remote, arguments)
+        if name in NUMERIC and object.__getattribute__(remote, "_remote_tainted"):
+            raise TypeError("a number made of a solution's object and plain data says nothing")
+        found = super().special(name, remote, arguments, keywords)
+        if name in _ORDERED and found and self._says_it_of_anything(name, remote):
+            return False
+        return found
+
+    def _mixed(self, name: str, remote: Remote, arguments: tuple[Any, ...]) -> Any:
+        found = self.ask(name, remote, *arguments)
+        if not isinstance(found, Remote):
+            return NotImplemented
+        return tainted(found)
+
+    def _says_it_of_anything(self, name: str, remote: Remote) -> bool:
         try:
-            return self._channel.receive()
-        except (EOFError, OSError, ValueError, RecursionError):
+            return bool(self.ask(name, remote, secrets.token_hex(8)))
+        except Exception:
+            return False
+
+    def permit(self, do: str, target: Any, arguments: tuple[Any, ...]) -> None:
+        """Refuse what could read or change more than a test has given."""
+        if do not in _ALLOWED or isinstance(target, str | bytes):
+            raise AttributeError(f"tests do not offer {do}")
+        is_code = isinstance(target, types.FunctionType | types.BuiltinFunctionType | types.MethodType | type)
+        if do in ("get", "set", "delete"):
+            name = arguments[0]
+            hidden = str(name).startswith("_") or name in _FORBIDDEN
+            if type(name) is not str or (hidden and not (is_code and do == "get" and name in _OF_FUNCTIONS)):
+                raise AttributeError(name)
+            if is_code and (do != "get" or (not isinstance(target, type) and name not in _OF_FUNCTIONS)):
+                raise AttributeError(name)
+
+    def permit_reference(self, value: Any) -> None:
+        """Refuse to let the solution use an object through which it could reach the tests."""
+        name, module = getattr(value, "__name__", ""), str(getattr(type(value), "__module__", ""))
+        if isinstance(value, _HIDDEN) or name in _FORBIDDEN or module.split(".")[0] in ("operator", "counting", "peer"):
+            raise TypeError(f"tests cannot pass a {type(value).__name__} to a solution")
+        if module.startswith("unittest") and "mock" not in module:
+            raise TypeError("tests cannot pass a test case to a solution")
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answer a request of the solution about an object that a test has given to it."""
+        target = request.get("target")
+        while isinstance(target, dict) and target.get("type") == "attribute":
+            target = target["value"][0]
+        if not isinstance(target, dict) or target.get("type") != "mine" or request.get("do") not in REQUESTS:
             self._end()
+        return super().answer(request)
+
+    def print(self, text: str) -> None:
+        """Print what the solution has printed, which a test may have redirected."""
+        sys.stdout.write(text)
+
+    def _receive(self) -> dict[str, Any]:
+        try:
+            message = super()._receive()
+        except (OSError, EOFError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+            self._end()
+        if not isinstance(message, dict) or not message.keys() & {"ready", "do", "result", "error"}:
+            self._end()
+        return message
 
     def _end(self) -> NoReturn:
-        """End the tests: nothing that follows can pass without a solution."""
-        self._counts.add(False)
+        """End the tests before their end: nothing that follows can pass without a solution."""
         os._exit(0)
 
 
-def _made(kind: type[Exception], text: str) -> Exception:
-    try:
-        return kind(text)
-    except TypeError:  # such as UnicodeDecodeError, which takes five arguments
-        return SolutionError(text)
+class Names(dict[str, Any]):
+    """The names of the tests; those that they do not define are the solution's.
+
+    Args:
+        solution: Has them.
+        modules: Modules of Python's that tests use without an import.
+    """
+
+    def __init__(self, solution: Solution, modules: set[str]) -> None:
+        super().__init__(__name__="__main__", __builtins__=builtins, __StopError__=StopError, __float__=as_float)
+        self._solution = solution
+        self._modules = modules
+        self._kept: dict[str, Any] = {}
+
+    def __missing__(self, name: str) -> Any:
+        """Return what the solution has under a name now; functions and classes are remembered."""
+        if name in self._kept:
+            return self._kept[name]
+        if hasattr(builtins, name):
+            raise KeyError(name)
+        if name in self._modules:
+            self[name] = importlib.import_module(name)
+            return self[name]
+        found = self.of_solution(name)
+        if callable(found):
+            self._kept[name] = found
+        return found
+
+    def of_solution(self, name: str) -> Any:
+        """Return what the solution has under a name."""
+        try:
+            return self._solution.ask("value", Name(name))
+        except NameError as error:
+            raise KeyError(name) from error
 
 
-class _CountedAsserts(ast.NodeTransformer):
-    """Turns `assert x` into a check that is counted and does not end the test."""
-
-    def __init__(self) -> None:
-        self.number = 0
-
-    def visit_Assert(self, node: ast.Assert) -> ast.stmt:
-        if isinstance(node.test, ast.Constant):
-            return ast.Pass()  # `assert True` says nothing about a solution
-        self.number += 1
-        counted = ast.parse("try:\n  pass\nexcept Exception:\n  __count__(False)\nelse:\n  __count__(True)").body[0]
-        assert isinstance(counted, ast.Try)
-        counted.body = [node]
-        return counted
+def as_float(value: Any) -> float:
+    """Return `float(value)`, of an object of the solution too, which no other function converts."""
+    if not isinstance(value, Remote):
+        return float(value)
+    if object.__getattribute__(value, "_remote_tainted"):
+        raise TypeError("a number made of a solution's object and plain data says nothing")
+    return float(ask_of(value, "__float__"))
 
 
-def free_names(tree: ast.AST) -> set[str]:
-    """Return the names that code reads and neither defines nor finds among Python's own."""
-    read: set[str] = set()
-    defined = set(dir(builtins))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            (read if isinstance(node.ctx, ast.Load) else defined).add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            defined.add(node.name)
-        elif isinstance(node, ast.arg):
-            defined.add(node.arg)
-        elif isinstance(node, ast.alias):
-            defined.add((node.asname or node.name).split(".")[0])
-    return read - defined
+class Run:
+    """Runs tests one after another.
+
+    Args:
+        names: The names of the tests.
+        counts: Get the results.
+        trees: The trees of all tests and of their setup.
+    """
+
+    def __init__(self, names: Names, counts: Counts, trees: list[ast.Module]) -> None:
+        self._names, self._counts, self._trees = names, counts, trees
+
+    def all(self, tree: ast.Module, to_call: list[Any], can_fail: bool) -> None:
+        """Run the code of a test, then the functions and classes of tests that it defines."""
+        self._one(lambda: exec(compile(tree, "tests.py", "exec"), self._names), tree, can_fail)
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                self._class(node)
+            elif node in to_call and node.name in self._names:  # type: ignore[attr-defined]
+                self._one(self._names[node.name], node, True)  # type: ignore[attr-defined]
+
+    def _class(self, node: ast.ClassDef) -> None:
+        kind = self._names.get(node.name)
+        unittest: Any = sys.modules.get("unittest")
+        if unittest is not None and isinstance(kind, type) and issubclass(kind, unittest.TestCase):
+            for name in unittest.TestLoader().getTestCaseNames(kind):
+                result = unittest.TestResult()
+                own = next((one for one in methods(node) if one.name == name), node)
+                self._one(lambda name=name, result=result: _run_case(unittest, kind(name), result), own, True)
+        elif is_plain_test_class(node) and isinstance(kind, type):
+            for method in methods(node):
+                if method.name.startswith("test"):
+                    self._one(lambda name=method.name: _run_method(kind, name), method, True)
+
+    def _one(self, run: Any, node: Any, can_fail: bool) -> None:
+        """Run a piece of the tests; without asserts it is a check by itself."""
+        counts = self._counts
+        seen, failed = counts.seen, counts.num_failed
+        try:
+            outcome = run()
+        except BaseException:  # also an exit of the solution, or of the tests
+            counts.guards = 0
+            if not counts.fail_rest(node.asserts) and counts.num_failed == failed:
+                counts.add(False)
+            return
+        if can_fail and outcome is not SKIPPED and counts.seen == seen and not counts.has_reached(node.asserts):
+            counts.add(True)
+
+
+SKIPPED = object()
+"""Result of a test that did not run."""
+
+
+def _run_case(unittest: Any, case: Any, result: Any) -> Any:
+    unittest.TestSuite([case]).run(result)
+    if result.failures or result.errors or result.unexpectedSuccesses:
+        raise AssertionError("a test case failed")
+    return SKIPPED if result.skipped else None
+
+
+def _run_method(kind: type[Any], name: str) -> None:
+    instance = kind()
+    for before in ("setup_method", "setUp"):
+        if hasattr(instance, before):
+            getattr(instance, before)()
+    getattr(instance, name)()
+
+
+def modules_without_import(trees: list[ast.Module]) -> set[str]:
+    """Return modules that tests use without an import: only their attributes are read, and all of these exist."""
+    found, called = set(), called_names(trees)
+    for name, attributes in attributes_of_names(trees).items():
+        if name in sys.stdlib_module_names and name not in called and name not in ("this", "antigravity", "idlelib"):
+            try:
+                module = importlib.import_module(name)
+            except Exception:
+                continue
+            if all(hasattr(module, one) for one in attributes):
+                found.add(name)
+    return found
+
+
+def prepared(code: str) -> None:
+    """Let `unittest.main` do nothing, because the classes of tests run without it."""
+    if "unittest" in code:
+        unittest: Any = importlib.import_module("unittest")
+        unittest.main = lambda *arguments, **keywords: None
+
+
+def _name(node: ast.stmt) -> str | None:
+    return getattr(node, "name", None)
 
 
 def main(incoming: int, outgoing: int, verdict: int) -> None:
     """Run all tests."""
     with open("tests.json", encoding="utf-8") as file:
         plan = json.load(file)
-    counted = _CountedAsserts()
-    names: dict[str, Any] = {"__name__": "tests"}
-    trees = [ast.fix_missing_locations(counted.visit(ast.parse(code))) for code in plan["tests"]]
+    counted = Counted()
+    originals = [ast.parse(code.removeprefix("\ufeff")) for code in (plan["setup"], *plan["tests"])]
+    setup, *trees = [counted.tree(code) for code in (plan["setup"], *plan["tests"])]
     counts = Counts(verdict, counted.number)
-    solution = Solution(Channel(incoming, outgoing), counts)
-    setup = ast.parse(plan["setup"])
-    everything = ast.Module([*setup.body, *(one for tree in trees for one in tree.body)], [])
-    called = {
-        node.func.id for node in ast.walk(everything) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    }
-    for name in free_names(everything):
-        if name in sys.stdlib_module_names and name not in called:
-            names[name] = importlib.import_module(name)
-        else:
-            names[name] = Remote(solution, {"type": "name", "value": name})
-    names["__count__"] = counts.add
+    solution = Solution(Channel(incoming, outgoing))
+    names = Names(solution, modules_without_import(originals))
+    names["__checks__"] = counts
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
+    prepared(plan["setup"] + "".join(plan["tests"]))
+    run = Run(names, counts, originals)
     try:
+        names["__solution__"] = solution.ask("value", Name("__solution__"))
         exec(compile(setup, "setup.py", "exec"), names)
-        names.update({name: Remote(solution, {"type": "name", "value": name}) for name in plan["names"]})
-    except Exception:
+        names.update({name: names.of_solution(name) for name in plan["names"]})
+    except BaseException:
         counts.add(False)
-    for tree in trees:
-        try:
-            exec(compile(tree, "tests.py", "exec"), names)
-        except Exception:
-            counts.add(False)
-    counts.write(True)
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]))
+    for original, tree in zip(originals[1:], trees, strict=True):
+        to_call = {node.name for node in tests_to_call(original, originals) if node in original.body}
+        called = [node for node in tree.body if _name(node) in to_call]
+        rest = [node for node in original.body if not (isinstance(node, ast.ClassDef) or _name(node) in to_call)]
+        run.all(tree, called, has_check(ast.Module(rest, []), originals))
+    counts.finish()

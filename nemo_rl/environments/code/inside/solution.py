@@ -1,52 +1,82 @@
 """Serve the names that a solution defines: the program that runs the code of a model.
 
-Started as `main.py INCOMING OUTGOING` next to `solution_code.py`. It knows no test: it gets the arguments of one call
-and answers with its result or exception, until the other side closes the pipe.
+Started as `main.py INCOMING OUTGOING` next to `solution_code.py`. It knows no test: it answers requests, such as the
+call of a function, until the other side closes the pipe.
 """
 
-import os
+import io
 import sys
 import types
 from typing import Any
 
-sys.path.insert(0, os.getcwd())
+from peer import Peer
+from values import Channel
 
-from values import Channel, decode, encode
+_MOST_PRINTED = 1 << 16  # characters in one message
 
 
-class Server:
-    """The names of the solution, and the objects that the tests hold."""
+class Echo(io.TextIOBase):
+    """Standard output that also remembers what is written."""
 
-    def __init__(self, names: dict[str, Any]) -> None:
-        self._names = names
-        self._objects: dict[int, Any] = {}
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._parts: list[str] = []
+        self._length = 0
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to a request."""
+    def write(self, text: str) -> int:
+        """Write a text."""
+        self._stream.write(text)
+        if self._length < _MOST_PRINTED:
+            self._parts.append(text)
+            self._length += len(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        self._stream.flush()
+
+    def taken(self) -> str:
+        """Return what was written since the last call."""
+        text = "".join(self._parts)[:_MOST_PRINTED]
+        self._parts, self._length = [], 0
+        return text
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class Server(Peer):
+    """The solution's end of the pipes.
+
+    Args:
+        channel: The pipes.
+        module: Has the names of the solution.
+        echo: The standard output of the solution.
+    """
+
+    def __init__(self, channel: Channel, module: types.ModuleType, echo: Echo) -> None:
+        super().__init__(channel, 1)
+        self._module = module
+        self._echo = echo
+
+    def resolve_name(self, name: str) -> Any:
+        """Return what a name of the solution stands for."""
+        if name == "__solution__":
+            return self._module
         try:
-            return {"result": encode(self._do(request), self._refer)}
-        except Exception as error:
-            return {
-                "error": type(error).__name__,
-                "bases": [one.__name__ for one in type(error).__mro__],
-                "text": str(error)[:1000],
-            }
+            return vars(self._module)[name]
+        except KeyError:
+            return super().resolve_name(name)
 
-    def _do(self, request: dict[str, Any]) -> Any:
-        target = self._resolve(request["target"])
-        if request["do"] == "call":
-            arguments = decode(request["arguments"], self._resolve)
-            return target(*arguments, **decode(request["keywords"], self._resolve))
-        if request["do"] == "get":
-            return getattr(target, request["name"])
-        return setattr(target, request["name"], decode(request["value"], self._resolve))
+    def do(self, name: str, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Do what a request asks; the request `value` asks for the target itself."""
+        if name == "value":
+            return target
+        return super().do(name, target, arguments, keywords)
 
-    def _refer(self, value: Any) -> dict[str, Any]:
-        self._objects[id(value)] = value
-        return {"type": "object", "value": id(value)}
-
-    def _resolve(self, data: dict[str, Any]) -> Any:
-        return self._names[data["value"]] if data["type"] == "name" else self._objects[data["value"]]
+    def printed(self) -> str:
+        """Return what the solution has printed since the last message."""
+        return self._echo.taken()
 
 
 def main(incoming: int, outgoing: int) -> None:
@@ -54,22 +84,15 @@ def main(incoming: int, outgoing: int) -> None:
     channel = Channel(incoming, outgoing)
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
-    with open("solution_code.py", encoding="utf-8") as file:
+    echo = Echo(sys.stdout)
+    sys.stdout = echo
+    with open("solution_code.py", encoding="utf-8-sig", errors="surrogatepass", newline="") as file:
         source = file.read()
     try:
         exec(compile(source, "solution.py", "exec"), module.__dict__)
     except Exception as error:
         channel.send({"ready": f"{type(error).__name__}: {error}"[:1000]})
         raise
+    echo.taken()
     channel.send({"ready": None})
-    server = Server(module.__dict__)
-    while True:
-        try:
-            request = channel.receive()
-        except EOFError:
-            return
-        channel.send(server.answer(request))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    Server(channel, module, echo).serve()

@@ -3,18 +3,23 @@
 Invariant: a parser reads each text with a new object, so that nothing of one response remains for the next.
 """
 
+import inspect
 import json
 import logging
+import re
 import runpy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
 from nemo_rl.data.interfaces import TokenizerType
+from nemo_rl.data.tokenizer import template_kwargs_of
 from nemo_rl.utils.did_you_mean import did_you_mean
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import importing
+
+_THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -95,8 +100,17 @@ class CallParser:
         """Return the text of a response without its calls, and name and arguments of each call, as text.
 
         Args:
-            text: as for `calls`; if no call can be read, all of it is the text without calls.
+            text: as for `calls`; if no call can be read, all of it is the text without calls. What is in thinking text
+                is no call, and the thinking stays in the text.
         """
+        for start in starts_of_answer(text):
+            content, calls = self._read(text[start:])
+            # A call may have the tag in its arguments; then its thinking ended at an earlier one.
+            if calls and (_END_OF_THOUGHT not in text[start:] or _has_tag(calls)):
+                return text[:start] + content, calls
+        return text, []
+
+    def _read(self, text: str) -> tuple[str, list[tuple[str, str]]]:
         try:
             found = self._new().extract_tool_calls(text, self._request)
         except Exception:  # boundary: whatever a parser raises, the model wrote a text that it cannot read
@@ -142,18 +156,60 @@ class ReasoningReader:
         self._class = manager.get_reasoning_parser(name)
         self._tokenizer = tokenizer
         self._request = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": ""}]})
+        self._reads_kwargs = _takes_keywords(self._class)
         try:
-            self._class(self._tokenizer)
+            self._new({})
         except Exception as error:  # boundary: parsers raise errors of any kind for a tokenizer that is not theirs
             raise ConfigError(f"reasoning_parser={name!r} cannot read what this tokenizer writes: {error}") from error
 
-    def split(self, text: str) -> tuple[str | None, str]:
-        """Return the reasoning of a response, None without any, and the rest of its text."""
+    def split(self, text: str, template_kwargs: Mapping[str, Any] | None = None) -> tuple[str | None, str]:
+        """Return the reasoning of a response, None without any, and the rest of its text.
+
+        Args:
+            text: the response.
+            template_kwargs: variables of the chat template for this request, such as `enable_thinking`; they replace
+                those of the tokenizer. A parser needs them, because an answer without thinking has no tags.
+        """
+        variables = template_kwargs_of(self._tokenizer) | dict(template_kwargs or {})
+        request = self._request.model_copy(update={"chat_template_kwargs": variables})
         try:
-            reasoning, content = self._class(self._tokenizer).extract_reasoning(text, self._request)
+            reasoning, content = self._new(variables).extract_reasoning(text, request)
         except Exception:  # boundary: whatever a parser raises, the model wrote a text that it cannot read
             return None, text
         return reasoning, content or ""
+
+    def _new(self, template_kwargs: Mapping[str, Any]) -> Any:
+        if not self._reads_kwargs:
+            return self._class(self._tokenizer)
+        return self._class(self._tokenizer, chat_template_kwargs=dict(template_kwargs))
+
+
+def starts_of_answer(text: str) -> list[int]:
+    """Return where the answer may begin, the likeliest place last: behind the last `</think>`, or behind the first one.
+
+    The prompt may have opened the thinking, so `<think>` need not be in the text. An answer whose thinking does not end
+    begins nowhere.
+    """
+    ends = [found.end() for found in re.finditer(_END_OF_THOUGHT, text)]
+    if not ends:
+        return [] if text.lstrip().startswith(_THOUGHT) else [0]
+    return [*([] if _THOUGHT in text[: ends[0]] else [0]), ends[0], ends[-1]]
+
+
+def text_of_answer(text: str) -> str:
+    """Return a response without its thinking."""
+    starts = starts_of_answer(text)
+    return text[starts[-1] :] if starts else ""
+
+
+def _has_tag(calls: Sequence[tuple[str, str]]) -> bool:
+    return any(_END_OF_THOUGHT in arguments for _, arguments in calls)
+
+
+def _takes_keywords(kind: Any) -> bool:
+    """Return whether a parser takes the variables of the chat template; a plugin may not."""
+    parameters = inspect.signature(kind).parameters.values()
+    return any(one.kind is one.VAR_KEYWORD or one.name == "chat_template_kwargs" for one in parameters)
 
 
 def _manager() -> Any:

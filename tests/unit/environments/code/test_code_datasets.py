@@ -4,12 +4,17 @@ import json
 
 import pytest
 
+from nemo_rl.config import DataConfig
 from nemo_rl.config.base.paths import REPOSITORY_ROOT
+from nemo_rl.config.schema.env import CodeEnvironmentConfig
 from nemo_rl.data.datasets.response_datasets import load_response_dataset
+from nemo_rl.data.datasets.setup import setup_response_data
+from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.environments.code.grading import Grader
 from nemo_rl.environments.code.tests import parse_tests
 from nemo_rl.sandbox import Limits, Sandbox, why_unavailable
 from nemo_rl.sandbox.mechanisms import IN_ORDER
+from nemo_rl.utils.errors import DataError
 
 DATA = REPOSITORY_ROOT.parent / "shared" / "data"
 LIMITS = Limits(wall_time_s=60, cpu_time_s=60)
@@ -105,3 +110,61 @@ def test_rows_without_usable_tests_are_left_out_with_a_reason(tmp_path):
     data = load("CodeDataset", path)
     assert len(data.dataset) == 1 and len(data.bad_rows) == 5
     assert data.bad_rows[0].reason == "no 'tests'"
+
+
+REFUSED = {
+    "assert f(1) ==": "is no Python",
+    "return f(1)\nassert f(1)": "is no Python",
+    "import numpy\nassert f(1) == 2": "need the module numpy",
+    "print(f(1))": "no check",
+    "assert True": "no check",
+    "assert (f(1) == 2, 'a tuple is always true')": "no check",
+    "def check(candidate):\n    assert candidate(1) == 2": "no check",
+    "assert sum([1]) == 1": "no name that only a solution defines",
+    "def test_f(tmp_path):\n    assert f(tmp_path)": "test_f has parameters",
+    "async def test_f():\n    assert f(1)": "coroutine function",
+    "import io, sys\nsys.stdin = io.StringIO('3')\nassert f() == 3": "replace sys.stdin",
+    "from unittest import mock\nwith mock.patch('builtins.input'):\n    assert f() == 3": "replace builtins.input",
+}
+KEPT = (
+    "assert f(1) == 2",
+    "def check(candidate):\n    assert candidate(1) == 2\ncheck(f)",
+    "def check(f):\n    assert f(1) == 2\ncheck(f)",
+    "try:\n    import numpy\nexcept ImportError:\n    numpy = None\nassert f(1) == 2",
+    "try:\n    f(-1)\n    assert False\nexcept ValueError:\n    pass",
+    "from solution import f\nassert f(1) == 2",
+    "def test_f():\n    assert f(1) == 2",
+)
+
+
+def test_rows_whose_tests_cannot_judge_are_left_out_with_a_reason(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    path.write_text("\n".join(json.dumps({"problem": "?", "tests": [tests]}) for tests in [*KEPT, *REFUSED]))
+    data = load("CodeDataset", path)
+    assert len(data.dataset) == len(KEPT)
+    for row, reason in zip(data.bad_rows, REFUSED.values(), strict=True):
+        assert reason in row.reason
+    with pytest.raises(DataError, match="cannot judge a solution: the tests have no check"):
+        parse_tests({"tests": ["assert True"]})
+
+
+def test_names_that_python_has_too_can_be_those_of_a_solution(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    row = {"problem": "?", "tests": {"tests": ["assert sum([1, 2]) == 4"], "names": ["sum"]}}
+    path.write_text(json.dumps(row))
+    rows = list(load("CodeDataset", path).dataset)
+    assert not failing(rows, lambda _: "def sum(xs): return len(xs) + 2")
+    assert failing(rows, lambda _: "")
+
+
+def test_rows_that_expect_more_output_than_allowed_are_left_out(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    rows = [{"problem": "?", "tests": [{"input": "1", "output": "x" * length}]} for length in (100, 101)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    entry = {"dataset_name": "CodeDataset", "data_path": str(path), "env_name": "code"}
+    config = DataConfig.build(train=entry, max_input_seq_length=256, max_bad_row_share=0.5)
+    tokenizer = get_tokenizer({"name": str(REPOSITORY_ROOT / "examples/assets/tiny-chat")})
+    data = setup_response_data(tokenizer, config, {"code": CodeEnvironmentConfig.build(output_bytes=100)})
+    assert len(data.train) == 1 and [row.line for row in data.bad_rows] == [2]
+    assert "an output of 101 bytes, more than env.code.output_bytes=100" in data.bad_rows[0].reason
+    assert len(setup_response_data(tokenizer, config, {"code": CodeEnvironmentConfig.build()}).train) == 2

@@ -119,7 +119,7 @@ def test_a_sandbox_that_does_not_work_is_refused(monkeypatch):
         ("a <code>x = 1</code> b", "x = 1", None),
         ("<code>x</code> then <code>y", "y", None),
         ("```python\nx\n```", None, "x\n"),
-        ("```py\nx\n```\nand\n```\ny\n```", None, "y\n"),
+        ("```py\nx\n```\nand\n```\ny\n```", None, "x\n"),
         ("<code>\n```python\nx\n```\n</code>", "x\n", None),
         ("no code", None, None),
     ],

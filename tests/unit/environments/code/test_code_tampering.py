@@ -195,7 +195,7 @@ def test_checks_after_a_solution_has_ended_are_failed_checks(grader):
 def test_a_solution_cannot_take_back_a_check_by_loops_of_tests(grader):
     tests = CallTests(("for x in range(10):\n    assert square(x) == x * x",))
     verdict = grader.grade("def square(x): return x * x if x < 3 else 0", tests)
-    assert (verdict.num_passed, verdict.num_checks) == (3, 10)
+    assert (verdict.num_passed, verdict.num_checks) == (0, 1)
 
 
 def test_constant_checks_are_worth_nothing(grader):
@@ -231,4 +231,4 @@ def numbers(): yield from (1, 2)
         )
     )
     verdict = grader.grade(code, tests)
-    assert (verdict.num_passed, verdict.num_checks) == (19, 19)
+    assert (verdict.num_passed, verdict.num_checks) == (8, 8)

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.environments.tools.parsing.template import (
     choose_parser,
     looks_like_a_call,
     rendered_calls,
     response_text,
 )
-from nemo_rl.environments.tools.parsing.vllm import CallParser, ToolCall
+from nemo_rl.environments.tools.parsing.vllm import CallParser, ReasoningReader, ToolCall
 from nemo_rl.environments.tools.schema import spec_of
 from nemo_rl.environments.tools.sources.found import find_tools
 from nemo_rl.utils.errors import ConfigError
@@ -110,3 +111,47 @@ def test_the_calculators_schema_is_what_its_docstring_says() -> None:
     assert function["name"] == "calculator"
     assert function["parameters"]["required"] == ["expression"]
     assert spec_of(find_tools("calculator", {}, "it").found, "it").schema == CALCULATOR
+
+
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1+1"}}\n</tool_call>'
+TAGGED = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "a</think>"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "expressions"),
+    [
+        (f"<think>I could write {CALL}.</think>It is 2.", []),
+        (f"I could write {CALL}.</think>It is 2.", []),  # the prompt has opened the thinking
+        (f"<think>I could write {CALL}.", []),
+        (f"<think>Two.</think>{CALL}", ["1+1"]),
+        (f"<think>{CALL}</think>{CALL}", ["1+1"]),
+        (f"<think>Two.</think>{TAGGED}", ["a</think>"]),
+        (f"{TAGGED}\n{CALL}", ["a</think>", "1+1"]),
+        (CALL, ["1+1"]),
+    ],
+)
+def test_calls_in_thinking_text_are_none(tokenizer: Any, text: str, expressions: list[str]) -> None:
+    parser = CallParser("hermes", tokenizer, [CALCULATOR])
+    assert parser.calls(text) == [ToolCall("calculator", {"expression": one}) for one in expressions]
+    content = parser.content_and_calls(text)[0]
+    thought = text[: text.index("</think>") + 8] if text.startswith("<think>") and expressions else ""
+    assert content.rstrip() == (thought if expressions else text)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm45", "kimi_k2", "nemotron_v3", "deepseek_v3"])
+def test_reasoning_parsers_know_whether_the_template_lets_the_model_think(tmp_path: Path, name: str) -> None:
+    off = {"thinking": False} if name == "deepseek_v3" else {"enable_thinking": False}
+    on = dict.fromkeys(off, True)
+    made = AutoTokenizer.from_pretrained(TOKENIZERS / "minimind")
+    made.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    made.save_pretrained(tmp_path)
+    reader = ReasoningReader(name, get_tokenizer({"name": str(tmp_path)}))
+    bound = ReasoningReader(name, get_tokenizer({"name": str(tmp_path), "chat_template_kwargs": off}))
+    for text, variables, parts in (
+        ("The answer is 4.", off, (None, "The answer is 4.")),
+        ("It is even.</think>The answer is 4.", on, ("It is even.", "The answer is 4.")),
+        ("<think>It is even.</think>The answer is 4.", on, ("It is even.", "The answer is 4.")),
+    ):
+        assert reader.split(text, variables) == parts
+        assert bound.split(text, variables) == parts  # those of the request replace the tokenizer's
+    assert bound.split("The answer is 4.") == (None, "The answer is 4.")

@@ -1,0 +1,30 @@
+"""An answer to a request without thinking is its content, whatever the reasoning parser expects by default."""
+
+import pytest
+from transformers import AutoTokenizer
+
+from nemo_rl.config import REPOSITORY_ROOT
+from nemo_rl.experience.agents.answers import AnswerReader
+from nemo_rl.experience.agents.calls import CallRequest
+
+TEXT = "The answer is 4."
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tokenizer = AutoTokenizer.from_pretrained(REPOSITORY_ROOT / "examples/assets/tiny-chat")
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm45", "kimi_k2", "nemotron_v3"])
+def test_the_request_says_whether_there_is_thinking(tokenizer, name):
+    reader = AnswerReader(tokenizer, reasoning_parser=name)
+    messages = [{"role": "user", "content": "2+2"}]
+    off = CallRequest(messages=messages, template_kwargs={"enable_thinking": False})
+    ids = tokenizer(f"{TEXT}<|im_end|>", add_special_tokens=False)["input_ids"]
+    read = reader.read(ids, off, 0)
+    assert (read.content, read.reasoning) == (TEXT, None)
+    ids = tokenizer(f"<think>Two and two.</think>{TEXT}<|im_end|>", add_special_tokens=False)["input_ids"]
+    read = reader.read(ids, CallRequest(messages=messages), 0)
+    assert (read.content, read.reasoning) == (TEXT, "Two and two.")
