@@ -16,7 +16,7 @@ from nemo_rl.data.interfaces import Message, TaskDataSpec, TokenizerType
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.data.messages.control_tokens import control_tokens_of
 from nemo_rl.data.messages.conversations import get_formatted_message_log
-from nemo_rl.data.messages.encoding import encode_text
+from nemo_rl.data.messages.encoding import encode_text, with_bos
 from nemo_rl.data.messages.observations import template_message
 from nemo_rl.data.messages.rendering import render_chat
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -69,7 +69,8 @@ class ConversationTokens:
 
     def _as_rendered(self, messages: list[Message]) -> Tensor:
         quoted = control_tokens_of(self.tokenizer).quoted_chat(messages, _SPEC.rules)
-        return encode_text(render_chat(quoted, self.tokenizer, add_generation_prompt=False), self.tokenizer)
+        text = render_chat(quoted, self.tokenizer, add_generation_prompt=False)
+        return encode_text(with_bos(text, self.tokenizer), self.tokenizer)
 
 
 def padded(rows: Sequence[Tensor], pad_token_id: int) -> BatchedDataDict[Any]:

@@ -23,7 +23,7 @@ from nemo_rl.config.schema.judges import LLMJudgeConfig
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.data.messages.control_tokens import control_tokens_of
-from nemo_rl.data.messages.encoding import encode_text
+from nemo_rl.data.messages.encoding import encode_text, with_bos
 from nemo_rl.data.messages.rendering import render_chat
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.environments.judges.interfaces import JudgeError, JudgeModel, JudgeText
@@ -103,7 +103,7 @@ class JudgeEngines(JudgeModel):
             DataError: it is too long, or the chat template refuses it.
         """
         quoted = control_tokens_of(self._tokenizer).quoted_chat(messages, _RULES)
-        text = render_chat(quoted, self._tokenizer, add_generation_prompt=True)
+        text = with_bos(render_chat(quoted, self._tokenizer, add_generation_prompt=True), self._tokenizer)
         ids = encode_text(text, self._tokenizer, self._longest).tolist()
         if len(ids) > self._longest:
             raise DataError(

@@ -17,11 +17,11 @@ from nemo_rl.models.draft.choice import shape_of
 from nemo_rl.models.generation.engine_group import EngineGroup
 from nemo_rl.models.generation.interfaces import EngineSettings, SamplingParams
 from nemo_rl.models.generation.registry import ENGINES, engine_class, engine_kind, reports_experts
+from nemo_rl.models.generation.stop_tokens import stop_token_ids
 from nemo_rl.models.generation.vllm.settings import kernel_variables
 from nemo_rl.models.generation.vllm.speculation.settings import proposes_by_trained_layers
 from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
 from nemo_rl.models.huggingface.sizes import expert_parameters_of
-from nemo_rl.models.huggingface.stop_tokens import stop_token_ids
 from nemo_rl.models.quantization.choice import FP8, weight_quantization
 from nemo_rl.models.quantization.weights import WeightQuantization
 from nemo_rl.utils.errors import ConfigError

@@ -226,7 +226,7 @@ class Peer:
         if isinstance(value, Remote):
             return object.__getattribute__(value, "_remote_reference")
         if isinstance(value, BaseException):
-            remote = getattr(value, "_remote", None)
+            remote = getattr(value, "remote_object", None)
             return self._refer(remote) if remote is not None else {"type": "error", "value": self._error(value)}
         if isinstance(value, type) and issubclass(value, BaseException):
             if "_remote_number" in vars(value):
@@ -381,7 +381,7 @@ class Peer:
         except TypeError:  # such as UnicodeDecodeError, which takes five arguments
             error = ValueError(text) if issubclass(kind, ValueError) else RuntimeError(text)
         if answer["object"] is not None and isinstance(error, _ErrorOfOther):
-            error._remote, error._remote_text = self._decode(answer["object"]), text
+            error.remote_object, error._remote_text = self._decode(answer["object"]), text
         return error
 
     def _raise(self, answer: dict[str, Any]) -> NoReturn:
@@ -391,7 +391,7 @@ class Peer:
 class _ErrorOfOther:
     """Members of the classes that stand for exceptions of the other program."""
 
-    _remote: Any = None
+    remote_object: Any = None
     _remote_text: str | None = None
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
@@ -401,9 +401,9 @@ class _ErrorOfOther:
         return self._remote_text if self._remote_text is not None else ", ".join(map(str, self.args))
 
     def __getattr__(self, name: str) -> Any:
-        if self._remote is None or name.startswith("__"):
+        if self.remote_object is None or name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self._remote, name)
+        return getattr(self.remote_object, name)
 
 
 def _is_builtin(value: Any) -> bool:
