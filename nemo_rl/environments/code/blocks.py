@@ -139,7 +139,7 @@ class _Scanner:
         return _Piece(kind, content, ends_text=self._is_at_end())
 
     def _until(self, closing: str) -> str:
-        """Return the text up to a closing tag or the end, and go behind it."""
+        """Return the text up to a closing tag or the end, and move after it."""
         parts: list[str] = []
         start = self._column
         while self._line < len(self._lines):
@@ -157,7 +157,7 @@ class _Scanner:
         return (self._line, self._column) >= self._end
 
     def _fence_at(self, line: str) -> re.Match[str] | None:
-        """Return the opening fence at this place, behind the marks of quotes and list items."""
+        """Return the opening fence at this place, after the marks of quotes and list items."""
         container = _CONTAINER.match(line, self._column)
         fence = _FENCE.match(line, container.end() if container else self._column)
         if fence is None or (not self._column and container and container.end() == 0 and self._is_indented(fence)):
@@ -187,7 +187,7 @@ class _Scanner:
             content.append(line)
         else:
             self._line, self._column = len(self._lines), 0
-            content = content[:-1] if content and not content[-1] else content  # behind the last line break is no line
+            content = content[:-1] if content and not content[-1] else content  # no line follows the last line break
         return _Piece("fence", _outdented(content, 0 if quoted else indent), info)
 
     def _note_list(self, line: str) -> None:

@@ -9,7 +9,7 @@ from nemo_rl.data.datasets.rows import program_tests
 
 _INSIDE = Path(__file__).parent / "inside"
 _ELSEWHERE = {"program_tests": Path(program_tests.__file__)}
-_HEADER_REST = bytes(12)  # flags, and time and size of the source, which nobody compares
+_HEADER_REST = bytes(12)  # flags, and time and size of the source, which are not compared
 
 
 @cache

@@ -70,7 +70,7 @@ class Counts:
         self._reached.update(numbers)
 
     def has_reached(self, numbers: set[int]) -> bool:
-        """Return whether the loop of one of these asserts has begun."""
+        """Return whether the loop of one of these asserts has started."""
         return not self._reached.isdisjoint(numbers)
 
     def add(self, passed: bool) -> None:

@@ -185,7 +185,7 @@ class ReasoningReader:
 
 
 def starts_of_answer(text: str) -> list[int]:
-    """Return where the answer may begin, the likeliest place last: behind the last `</think>`, or behind the first one.
+    """Return where the answer may begin, the likeliest place last: after the last `</think>`, or after the first one.
 
     The prompt may have opened the thinking, so `<think>` need not be in the text. An answer whose thinking does not end
     begins nowhere.
