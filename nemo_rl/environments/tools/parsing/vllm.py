@@ -14,12 +14,14 @@ from functools import cache, cached_property
 from typing import Any
 
 from nemo_rl.data.interfaces import TokenizerType
+from nemo_rl.data.messages.rendering import render_chat
 from nemo_rl.data.tokenizer import template_kwargs_of
 from nemo_rl.utils.did_you_mean import did_you_mean
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.errors import ConfigError, DataError
 from nemo_rl.utils.imports import importing
 
 _THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
+_QUESTION = {"role": "user", "content": "QUESTION"}
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,7 @@ class ReasoningReader:
         self._tokenizer = tokenizer
         self._request = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": ""}]})
         self._reads_kwargs = _takes_keywords(self._class)
+        self._ends_thinking: dict[str, bool] = {}
         try:
             self._new({})
         except Exception as error:  # boundary: parsers raise errors of any kind for a tokenizer that is not theirs
@@ -171,12 +174,27 @@ class ReasoningReader:
                 those of the tokenizer. A parser needs them, because an answer without thinking has no tags.
         """
         variables = template_kwargs_of(self._tokenizer) | dict(template_kwargs or {})
+        if _END_OF_THOUGHT not in text and self._prompt_ends_thinking(variables):
+            return None, text
         request = self._request.model_copy(update={"chat_template_kwargs": variables})
         try:
             reasoning, content = self._new(variables).extract_reasoning(text, request)
         except Exception:  # boundary: whatever a parser raises, the model wrote a text that it cannot read
             return None, text
         return reasoning, content or ""
+
+    def _prompt_ends_thinking(self, template_kwargs: Mapping[str, Any]) -> bool:
+        """Return whether the chat template ends the thinking in the prompt, whatever switches it off."""
+        key = json.dumps(template_kwargs, sort_keys=True, default=repr)
+        if key not in self._ends_thinking:
+            try:
+                prompt = render_chat(
+                    [_QUESTION], self._tokenizer, add_generation_prompt=True, template_kwargs=template_kwargs
+                )
+            except DataError:  # no chat template, or one that wants another conversation
+                prompt = ""
+            self._ends_thinking[key] = prompt.rstrip().endswith(_END_OF_THOUGHT)
+        return self._ends_thinking[key]
 
     def _new(self, template_kwargs: Mapping[str, Any]) -> Any:
         if not self._reads_kwargs:

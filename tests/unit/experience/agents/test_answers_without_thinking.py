@@ -28,3 +28,22 @@ def test_the_request_says_whether_there_is_thinking(tokenizer, name):
     ids = tokenizer(f"<think>Two and two.</think>{TEXT}<|im_end|>", add_special_tokens=False)["input_ids"]
     read = reader.read(ids, CallRequest(messages=messages), 0)
     assert (read.content, read.reasoning) == (TEXT, "Two and two.")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm45", "kimi_k2", "nemotron_v3"])
+def test_a_prompt_that_ends_the_thinking_needs_no_variable(tokenizer, name, monkeypatch):
+    """A template may switch thinking off by a variable of its own (from a report about vLLM's parsers)."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n"
+        "{{ '\n</think>\n\n' if effort == 'none' else '' }}{% endif %}"
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    reader = AnswerReader(tokenizer, reasoning_parser=name)
+    messages = [{"role": "user", "content": "2+2"}]
+    ids = tokenizer(f"{TEXT}<|im_end|>", add_special_tokens=False)["input_ids"]
+    read = reader.read(ids, CallRequest(messages=messages, template_kwargs={"effort": "none"}), 0)
+    assert (read.content, read.reasoning) == (TEXT, None)
+    ids = tokenizer(f"Two and two.</think>{TEXT}<|im_end|>", add_special_tokens=False)["input_ids"]
+    read = reader.read(ids, CallRequest(messages=messages), 0)
+    assert read.content == TEXT
