@@ -25,7 +25,8 @@ from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, EpisodeStart
 from nemo_rl.environments.tools.grader import Grader
 from nemo_rl.environments.tools.parsing.template import choose_parser, looks_like_a_call, response_text
-from nemo_rl.environments.tools.parsing.vllm import ToolCall, text_of_answer
+from nemo_rl.environments.tools.parsing.thinking import text_of_answer
+from nemo_rl.environments.tools.parsing.vllm import ToolCall
 from nemo_rl.environments.tools.toolbox import Episode, make_toolbox
 from nemo_rl.utils.errors import ConfigError
 
@@ -125,7 +126,7 @@ class ToolEnvironment(EnvironmentInterface[ToolState]):
         """
         (log,), (state,) = message_log_batch, metadata
         text = response_text(log[-1]["token_ids"].tolist(), self._tokenizer)
-        calls = self._parser.calls(text)
+        calls = self._parser.calls(text, {})
         if not calls and not looks_like_a_call(text_of_answer(text), self._opening, self._specs):
             return await self._final(log, state)
         episode = self._episodes.get(state["episode"])

@@ -95,7 +95,9 @@ class AnswerReader:
             calls = read_calls(content, request)
             content = content if calls is None else ""
         elif parses_tools:
-            content, calls = self._parser(request.tools).content_and_calls(text)
+            # The reader of reasoning has already taken the thinking out of the text.
+            variables = request.template_kwargs if self._reasoning is None else None
+            content, calls = self._parser(request.tools).content_and_calls(text, variables)
             content = self._shown(content)
         else:
             content, calls = self._shown(text), None

@@ -6,7 +6,6 @@ Invariant: a parser reads each text with a new object, so that nothing of one re
 import inspect
 import json
 import logging
-import re
 import runpy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,14 +13,11 @@ from functools import cache, cached_property
 from typing import Any
 
 from nemo_rl.data.interfaces import TokenizerType
-from nemo_rl.data.messages.rendering import render_chat
 from nemo_rl.data.tokenizer import template_kwargs_of
+from nemo_rl.environments.tools.parsing.thinking import END_OF_THOUGHT, starts_of_answer, thinking_of_prompt
 from nemo_rl.utils.did_you_mean import did_you_mean
-from nemo_rl.utils.errors import ConfigError, DataError
+from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import importing
-
-_THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
-_QUESTION = {"role": "user", "content": "QUESTION"}
 
 
 @dataclass(frozen=True)
@@ -90,25 +86,32 @@ class CallParser:
         except Exception as error:  # boundary: parsers raise errors of any kind for a tokenizer that is not theirs
             raise ConfigError(f"tool_parser={name!r} cannot read what this tokenizer writes: {error}") from error
 
-    def calls(self, text: str) -> list[ToolCall]:
+    def calls(self, text: str, template_kwargs: Mapping[str, Any] | None = None) -> list[ToolCall]:
         """Return the calls of a response; none if the text has no call, or one that cannot be read.
 
         Args:
             text: a response with its special tokens, without the token that ends the turn.
+            template_kwargs: variables of the chat template of its prompt, which may have opened the thinking; None if
+                the text follows no prompt.
         """
-        return [ToolCall(name, _arguments(arguments)) for name, arguments in self.content_and_calls(text)[1]]
+        found = self.content_and_calls(text, template_kwargs)[1]
+        return [ToolCall(name, _arguments(arguments)) for name, arguments in found]
 
-    def content_and_calls(self, text: str) -> tuple[str, list[tuple[str, str]]]:
+    def content_and_calls(
+        self, text: str, template_kwargs: Mapping[str, Any] | None = None
+    ) -> tuple[str, list[tuple[str, str]]]:
         """Return the text of a response without its calls, and name and arguments of each call, as text.
 
         Args:
             text: as for `calls`; if no call can be read, all of it is the text without calls. What is in thinking text
                 is no call, and the thinking stays in the text.
+            template_kwargs: as for `calls`.
         """
-        for start in starts_of_answer(text):
+        opened = template_kwargs is not None and thinking_of_prompt(self._tokenizer, template_kwargs) == "opened"
+        for start in starts_of_answer(text, opened=opened):
             content, calls = self._read(text[start:])
             # A call may have the tag in its arguments; then its thinking ended at an earlier one.
-            if calls and (_END_OF_THOUGHT not in text[start:] or _has_tag(calls)):
+            if calls and (END_OF_THOUGHT not in text[start:] or _has_tag(calls)):
                 return text[:start] + content, calls
         return text, []
 
@@ -159,7 +162,6 @@ class ReasoningReader:
         self._tokenizer = tokenizer
         self._request = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": ""}]})
         self._reads_kwargs = _takes_keywords(self._class)
-        self._ends_thinking: dict[str, bool] = {}
         try:
             self._new({})
         except Exception as error:  # boundary: parsers raise errors of any kind for a tokenizer that is not theirs
@@ -174,7 +176,7 @@ class ReasoningReader:
                 those of the tokenizer. A parser needs them, because an answer without thinking has no tags.
         """
         variables = template_kwargs_of(self._tokenizer) | dict(template_kwargs or {})
-        if _END_OF_THOUGHT not in text and self._prompt_ends_thinking(variables):
+        if END_OF_THOUGHT not in text and thinking_of_prompt(self._tokenizer, variables) == "ended":
             return None, text
         request = self._request.model_copy(update={"chat_template_kwargs": variables})
         try:
@@ -183,45 +185,14 @@ class ReasoningReader:
             return None, text
         return reasoning, content or ""
 
-    def _prompt_ends_thinking(self, template_kwargs: Mapping[str, Any]) -> bool:
-        """Return whether the chat template ends the thinking in the prompt, whatever switches it off."""
-        key = json.dumps(template_kwargs, sort_keys=True, default=repr)
-        if key not in self._ends_thinking:
-            try:
-                prompt = render_chat(
-                    [_QUESTION], self._tokenizer, add_generation_prompt=True, template_kwargs=template_kwargs
-                )
-            except DataError:  # no chat template, or one that wants another conversation
-                prompt = ""
-            self._ends_thinking[key] = prompt.rstrip().endswith(_END_OF_THOUGHT)
-        return self._ends_thinking[key]
-
     def _new(self, template_kwargs: Mapping[str, Any]) -> Any:
         if not self._reads_kwargs:
             return self._class(self._tokenizer)
         return self._class(self._tokenizer, chat_template_kwargs=dict(template_kwargs))
 
 
-def starts_of_answer(text: str) -> list[int]:
-    """Return where the answer may begin, the likeliest place last: after the last `</think>`, or after the first one.
-
-    The prompt may have opened the thinking, so `<think>` need not be in the text. An answer whose thinking does not end
-    begins nowhere.
-    """
-    ends = [found.end() for found in re.finditer(_END_OF_THOUGHT, text)]
-    if not ends:
-        return [] if text.lstrip().startswith(_THOUGHT) else [0]
-    return [*([] if _THOUGHT in text[: ends[0]] else [0]), ends[0], ends[-1]]
-
-
-def text_of_answer(text: str) -> str:
-    """Return a response without its thinking."""
-    starts = starts_of_answer(text)
-    return text[starts[-1] :] if starts else ""
-
-
 def _has_tag(calls: Sequence[tuple[str, str]]) -> bool:
-    return any(_END_OF_THOUGHT in arguments for _, arguments in calls)
+    return any(END_OF_THOUGHT in arguments for _, arguments in calls)
 
 
 def _takes_keywords(kind: Any) -> bool:

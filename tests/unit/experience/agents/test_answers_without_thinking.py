@@ -4,6 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from nemo_rl.config import REPOSITORY_ROOT
+from nemo_rl.environments.tools.parsing.vllm import CallParser
 from nemo_rl.experience.agents.answers import AnswerReader
 from nemo_rl.experience.agents.calls import CallRequest
 
@@ -47,3 +48,24 @@ def test_a_prompt_that_ends_the_thinking_needs_no_variable(tokenizer, name, monk
     ids = tokenizer(f"Two and two.</think>{TEXT}<|im_end|>", add_special_tokens=False)["input_ids"]
     read = reader.read(ids, CallRequest(messages=messages), 0)
     assert read.content == TEXT
+
+
+@pytest.mark.parametrize(("opening", "num_calls"), [("<think>\n", 0), ("<think>\n\n</think>\n\n", 1), ("", 1)])
+def test_calls_in_thinking_that_the_prompt_opened_are_none(opening, num_calls):
+    tools = AutoTokenizer.from_pretrained(REPOSITORY_ROOT / "examples/assets/tiny-tools")
+    header = "<|im_start|>assistant\n"
+    assert "<|im_start|>assistant" in tools.chat_template
+    tools.chat_template = tools.chat_template.replace(
+        "assistant\n' }}{% endif %}", f"assistant\n{opening}' }}}}{{% endif %}}"
+    )
+    prompt = tools.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True)
+    assert prompt.endswith(header + opening)
+    schema = {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}},
+    }
+    parser = CallParser("pythonic", tools, [schema])
+    call = "[add(a=1)]"
+    assert len(parser.calls(call, {})) == num_calls
+    assert len(parser.calls(call)) == 1  # a text that follows no prompt
+    assert len(parser.calls(f"I could {call} here</think>{call}", {})) == 1
