@@ -172,7 +172,7 @@ def _default(section: type[BaseModel], name: str, field: FieldInfo) -> str:
         return "see below" if is_section else f"`{_yaml(factory())}`"
     if field.default is PydanticUndefined:
         return "required"
-    return f"`{_yaml(field.default)}`"
+    return _code(_yaml(field.default))
 
 
 def _yaml(value: Any) -> str:
@@ -196,6 +196,11 @@ def _extra_rows(block: _Block, kind: str) -> list[str]:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
+
+
+def _code(text: str) -> str:
+    """Return a text as code in a cell; one with a backtick stands between two."""
+    return _cell(f"`` {text} ``" if "`" in text else f"`{text}`")
 
 
 def main() -> None:
