@@ -6,6 +6,7 @@ the rendered chat that belongs to it (`spans`), and its tokens (`encoding`); the
 too long becomes a short stub with `loss_multiplier` 0 and is never trained on.
 """
 
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -26,7 +27,7 @@ from nemo_rl.data.messages.coverage import RenderedChat
 from nemo_rl.data.messages.encoding import encode_spans, with_bos
 from nemo_rl.data.messages.loss_flags import LOSS_FLAGS, is_excluded
 from nemo_rl.data.messages.rendering import render_chat
-from nemo_rl.data.messages.spans import ASSISTANT, ChatRenderer, final_token, message_ends
+from nemo_rl.data.messages.spans import ASSISTANT, ChatRenderer, final_token, message_ends, own_headers
 from nemo_rl.data.messages.tools import tools_of
 from nemo_rl.data.model_rows import ROW_INPUTS
 
@@ -44,6 +45,7 @@ def get_formatted_message_log(
     add_generation_prompt: bool = False,
     tools: list[dict[str, Any]] | None = None,
     longest: int | None = None,
+    num_counted: int | None = None,
 ) -> LLMMessageLogType:
     """Render a whole conversation for supervised training, message by message.
 
@@ -63,6 +65,11 @@ def get_formatted_message_log(
             when generating.
         tools: Tool descriptions for the chat template.
         longest: Of a message with more tokens than this only the beginning may be encoded (see `encode_text`).
+        num_counted: Only assistant turns of this many last messages count in the loss; None leaves it to the roles.
+
+    Returns:
+        One entry a message, with `counts` where a row or `num_counted` decides. A header that no message before it can
+        take (of the first turn, or between two assistant turns) is an entry of its own, which does not count.
 
     Raises:
         DataError: The chat template rewrites earlier messages when later ones follow, so the
@@ -78,24 +85,48 @@ def get_formatted_message_log(
     ends = message_ends(chat, text, header_is_prompt=add_generation_prompt)
     spans = [text[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     RenderedChat(messages, tools, text, tokenizer).check(task_data_spec.may_leave_out, spans, task_data_spec.task_name)
-    if spans:
-        _add_ends(spans, chat, text, add_bos_token, add_eos_token)
-    return _message_log(messages, spans, excluded, tokenizer, longest)
+    headers = own_headers(chat, text, ends) if add_generation_prompt else {}
+    first_counted = 0 if num_counted is None else len(messages) - num_counted
+    pieces: list[_Piece] = []
+    for position, (message, span, out) in enumerate(zip(messages, spans, excluded, strict=True)):
+        sampled = message["role"] == ASSISTANT
+        usual = None if num_counted is None else sampled and position >= first_counted
+        cut = headers.get(position, ends[position] - len(span)) - (ends[position] - len(span))
+        if cut:
+            pieces.append(_Piece(message["role"], span[:cut], False, False))
+        pieces.append(_Piece(message["role"], span[cut:], sampled, False if out else usual))
+    if pieces:
+        _add_ends(pieces, chat, text, add_bos_token, add_eos_token)
+    return _message_log(pieces, tokenizer, longest)
 
 
-def _message_log(
-    messages: list[Message], spans: list[str], excluded: list[bool], tokenizer: TokenizerType, longest: int | None
-) -> LLMMessageLogType:
-    """Return one entry for each message: role, text, token ids, and `counts` where the row excludes the turn."""
+@dataclass
+class _Piece:
+    """A part of a rendered chat that becomes an entry of a message log.
+
+    Attributes:
+        role: role of its message.
+        text: the part.
+        sampled: whether a model samples it.
+        counts: whether it counts in the loss; None if its role decides.
+    """
+
+    role: str
+    text: str
+    sampled: bool
+    counts: bool | None
+
+
+def _message_log(pieces: list[_Piece], tokenizer: TokenizerType, longest: int | None) -> LLMMessageLogType:
+    """Return an entry for each piece: role, text, token ids, and `counts` where its role does not decide."""
     control = control_tokens_of(tokenizer)
-    sampled = [message["role"] == ASSISTANT for message in messages]
-    ends = list(accumulate(map(len, spans)))
-    formatted: LLMMessageLogType = []
-    ids = encode_spans("".join(spans), ends, sampled, tokenizer, longest)
-    for message, span, token_ids, out in zip(messages, spans, ids, excluded, strict=True):
-        entry: Message = {"role": control.shown(message["role"]), "content": control.shown(span)}
-        formatted.append({**entry, "token_ids": token_ids} | ({"counts": False} if out else {}))
-    return formatted
+    texts, sampled = [piece.text for piece in pieces], [piece.sampled for piece in pieces]
+    ids = encode_spans("".join(texts), list(accumulate(map(len, texts))), sampled, tokenizer, longest)
+    return [
+        {"role": control.shown(piece.role), "content": control.shown(piece.text), "token_ids": token_ids}
+        | ({} if piece.counts is None else {"counts": piece.counts})
+        for piece, token_ids in zip(pieces, ids, strict=True)
+    ]
 
 
 def _without_flags(message: Message) -> Message:
@@ -128,12 +159,12 @@ def with_task_prompts(messages: LLMMessageLogType, spec: TaskDataSpec) -> LLMMes
     return texts
 
 
-def _add_ends(spans: list[str], chat: ChatRenderer, text: str, add_bos: bool, add_eos: bool) -> None:
-    """Add the token that begins a sequence to the first span, and the one that ends the last turn, in place."""
+def _add_ends(pieces: list[_Piece], chat: ChatRenderer, text: str, add_bos: bool, add_eos: bool) -> None:
+    """Add the token that begins a sequence to the first piece, and the one that ends the last turn, in place."""
     if add_bos:
-        spans[0] = with_bos(spans[0], chat.tokenizer)
+        pieces[0].text = with_bos(pieces[0].text, chat.tokenizer)
     if add_eos:
-        spans[-1] = spans[-1].rstrip("\n") + (final_token(chat, text) or "")
+        pieces[-1].text = pieces[-1].text.rstrip("\n") + (final_token(chat, text) or "")
 
 
 def sft_processor(
@@ -147,17 +178,34 @@ def sft_processor(
     add_generation_prompt: bool = False,
 ) -> DatumSpec:
     """Return the whole conversation of a row's `messages`, one entry a message, for training on it."""
+    how = (task_data_spec, tokenizer, max_seq_length, idx, add_bos, add_eos, add_generation_prompt)
+    return _conversation(datum_dict, None, *how)
+
+
+def _conversation(
+    row: dict[str, Any],
+    num_counted: int | None,
+    spec: TaskDataSpec,
+    tokenizer: TokenizerType,
+    longest: int | None,
+    idx: int,
+    add_bos: bool,
+    add_eos: bool,
+    add_generation_prompt: bool,
+) -> DatumSpec:
+    """Return the datum of a row's `messages`; arguments as `sft_processor` and `get_formatted_message_log`."""
     message_log = get_formatted_message_log(
-        datum_dict["messages"],
+        row["messages"],
         tokenizer,
-        task_data_spec,
+        spec,
         add_bos_token=add_bos,
         add_eos_token=add_eos,
         add_generation_prompt=add_generation_prompt,
-        tools=tools_of(datum_dict),
-        longest=max_seq_length,
+        tools=tools_of(row),
+        longest=longest,
+        num_counted=num_counted,
     )
-    return finished_datum(message_log, None, datum_dict.get("task_name"), max_seq_length, idx)
+    return finished_datum(message_log, None, row.get("task_name"), longest, idx)
 
 
 def preference_preprocessor(
@@ -210,12 +258,7 @@ def _answered(
     context: list[Message], completion: list[Message], tools: list[dict[str, Any]] | None, *how: Any
 ) -> DatumSpec:
     """Return a conversation in which the assistant's turns of the completion count, and no other turn does."""
-    datum = sft_processor({"messages": [*context, *completion], "tools": tools}, *how)
-    log = datum["message_log"]
-    for position, message in enumerate(log):
-        in_completion = position >= len(log) - len(completion)
-        message["counts"] = in_completion and message["role"] == ASSISTANT and message.get("counts", True)
-    return datum
+    return _conversation({"messages": [*context, *completion], "tools": tools}, len(completion), *how)
 
 
 def finished_datum(

@@ -98,6 +98,27 @@ def message_ends(chat: ChatRenderer, full_text: str, *, header_is_prompt: bool) 
     return ends
 
 
+def own_headers(chat: ChatRenderer, full_text: str, ends: Sequence[int]) -> dict[int, int]:
+    """Return where the header ends of each assistant turn that no other message precedes, which no model samples.
+
+    Args:
+        chat: the conversation.
+        full_text: `chat` rendered as a whole.
+        ends: the ends of its messages, as `message_ends` finds them with `header_is_prompt`.
+
+    Returns:
+        Places in the text by the number of the message: turns at the beginning, or after another assistant turn.
+    """
+    roles = [message["role"] for message in chat.messages]
+    starts = [0, *ends[:-1]]
+    return {
+        position: end
+        for position, role in enumerate(roles)
+        if role == ASSISTANT and (position == 0 or roles[position - 1] == ASSISTANT)
+        if starts[position] < (end := _own_header_end(chat, full_text, position)) <= ends[position]
+    }
+
+
 def _prefix_end(chat: ChatRenderer, full_text: str, position: int, start: int) -> int:
     """Return the end of a message that another prompt message follows; if both share a turn, the latter gets it all."""
     try:

@@ -263,6 +263,18 @@ class TestWhatEndsATurn:
         again = [*CALLING, ASK, {"role": "assistant", "content": "Tiber"}]
         assert self.turns(tokenizer, again)[1:] == ["It is the Tiber.<|user|>", "Tiber</s>"]
 
+    @pytest.mark.parametrize("lead", [[], [ASK]])
+    def test_headers_between_assistant_turns_do_not_count(self, tokenizers, lead):
+        tokenizer = tokenizers("chatml")
+        turns = [{"role": "assistant", "content": "One."}, {"role": "assistant", "content": "Two."}]
+        row = {"messages": [*lead, *turns]}
+        datum = sft_processor(row, TaskDataSpec(), tokenizer, None, 0, add_generation_prompt=True)
+        batch = sft_collate_fn([datum], tokenizer, 1)
+        ids, mask = batch["input_ids"][0], batch["token_mask"][0] > 0
+        assert tokenizer.decode(ids[mask]) == "One.<|im_end|>Two.<|im_end|>"
+        whole = tokenizer.apply_chat_template(row["messages"], tokenize=False).rstrip("\n")
+        assert ids.tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"]
+
     def test_the_last_turn_ends_as_the_model_stops(self, tmp_path):
         tokenizer = make_tokenizer("byte_bpe", "glm")
         stops = [tokenizer.convert_tokens_to_ids(token) for token in ("</s>", "<|user|>", "<|observation|>")]
