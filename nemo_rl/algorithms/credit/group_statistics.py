@@ -82,7 +82,7 @@ def group_statistics(
     squares_B = group_sum(deviation_B**2)
     noise_B = RELATIVE_SPREAD_FLOOR * squares_B
     sizes_B = torch.where(valid_B != 0, (rewards_B if magnitudes_B is None else magnitudes_B).double().abs(), 0.0)
-    largest_B = sizes_B.new_zeros(len(sizes_B)).index_reduce_(0, index_B, sizes_B, "amax")[index_B]
+    largest_B = sizes_B.new_zeros(len(sizes_B)).scatter_reduce_(0, index_B, sizes_B, "amax")[index_B]
 
     size_B = count_B - valid_B if leave_one_out else count_B
     if leave_one_out:
