@@ -5,7 +5,6 @@ Invariant: a loaded tokenizer always has a pad token, and renders chats exactly 
 
 import logging
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers import AutoTokenizer
 
 from nemo_rl.config import TokenizerConfig
 from nemo_rl.data.interfaces import TokenizerType
+from nemo_rl.data.messages.rendering import bind_template_kwargs
 from nemo_rl.host.time_limit import time_limit
 from nemo_rl.utils.errors import ConfigError, DeadlineExceededError, NotBuiltError
 
@@ -55,7 +55,7 @@ def get_tokenizer(
     tokenizer = _load(tokenizer_config.name, trust_remote_code, section)
     _set_chat_template(tokenizer, tokenizer_config.chat_template, tokenizer_config.name, section)
     if tokenizer_config.chat_template_kwargs:
-        _bind_template_kwargs(tokenizer, tokenizer_config.chat_template_kwargs)
+        bind_template_kwargs(tokenizer, tokenizer_config.chat_template_kwargs)
     _require_messages(tokenizer, section)
     ensure_pad_token(tokenizer, tokenizer_config.name)
     return tokenizer
@@ -120,17 +120,6 @@ def _require_messages(tokenizer: TokenizerType, section: str) -> None:
             f"{place} leaves out what the user says: it renders any message as "
             f"{texts.pop()[:80]!r}. Let it write message['content'], or set it to null to send the bare text."
         )
-
-
-def _bind_template_kwargs(tokenizer: TokenizerType, kwargs: Mapping[str, Any]) -> None:
-    bound = partial(tokenizer.apply_chat_template, **kwargs)
-    tokenizer.apply_chat_template = bound  # type: ignore[method-assign]
-
-
-def template_kwargs_of(tokenizer: TokenizerType) -> dict[str, Any]:
-    """Return the variables that `get_tokenizer` passes to every chat of a tokenizer."""
-    bound: Any = tokenizer.apply_chat_template
-    return dict(bound.keywords) if isinstance(bound, partial) else {}
 
 
 def ensure_pad_token(tokenizer: TokenizerType, name: str) -> None:

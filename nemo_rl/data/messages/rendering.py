@@ -5,6 +5,7 @@ quoted (`control_tokens`). A template gets each message in the form that it can 
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -56,3 +57,15 @@ def render_chat(
             f"with the roles [{roles}]: {error}"
         ) from error
     return str(rendered)
+
+
+def bind_template_kwargs(tokenizer: TokenizerType, kwargs: Mapping[str, Any]) -> None:
+    """Pass variables to the chat template in every chat that the tokenizer renders from now on."""
+    bound = partial(tokenizer.apply_chat_template, **kwargs)
+    tokenizer.apply_chat_template = bound  # type: ignore[method-assign]
+
+
+def template_kwargs_of(tokenizer: TokenizerType) -> dict[str, Any]:
+    """Return the variables that `bind_template_kwargs` has given to a tokenizer."""
+    bound: Any = tokenizer.apply_chat_template
+    return dict(bound.keywords) if isinstance(bound, partial) else {}

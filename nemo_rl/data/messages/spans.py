@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from transformers import GenerationConfig
-
 from nemo_rl.data.interfaces import Message, TokenizerType
 from nemo_rl.data.messages.control_tokens import control_tokens_of
 from nemo_rl.data.messages.rendering import render_chat
@@ -214,6 +212,9 @@ def final_token(chat: ChatRenderer, full_text: str) -> str | None:
 @lru_cache(maxsize=8)
 def _stop_ids(name: str) -> frozenset[int]:
     """Return the tokens at which the model of a tokenizer stops, as its files say; empty if they do not."""
+    # Imported here because it imports image libraries, which most runs never need.
+    from transformers import GenerationConfig
+
     try:
         ids = GenerationConfig.from_pretrained(name, local_files_only=True).eos_token_id
     except (OSError, ValueError):

@@ -9,17 +9,21 @@ Invariant: training, weight syncs and engines of the library ask here, so all of
 
 import re
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
 from torch import nn
-from transformers.modeling_utils import PreTrainedModel
+
+if TYPE_CHECKING:
+    # The driver, which holds no model, does without the import.
+    from transformers.modeling_utils import PreTrainedModel
 
 _ROUNDED = (torch.bfloat16, torch.float16)
 _BY_NAME = r"(?:^|\.)(?:e_score_correction_bias|expert_bias|A_log|dt_bias|D)$"
 
 
-def stays_float32(hf: PreTrainedModel, dtype: torch.dtype | None) -> Callable[[str], bool]:
+def stays_float32(hf: "PreTrainedModel", dtype: torch.dtype | None) -> Callable[[str], bool]:
     """Return whether a weight stays float32 in a model that computes in `dtype`, by its name in the model.
 
     Args:
@@ -53,14 +57,14 @@ def _search_for(patterns: Iterable[str]) -> Callable[[str], bool]:
     return lambda name: kept.search(name) is not None
 
 
-def float32_parameters(hf: PreTrainedModel, dtype: torch.dtype) -> dict[str, nn.Parameter]:
+def float32_parameters(hf: "PreTrainedModel", dtype: torch.dtype) -> dict[str, nn.Parameter]:
     """Return the floating-point parameters that stay float32 in a model that computes in `dtype`, by name."""
     stays = stays_float32(hf, dtype)
     return {name: each for name, each in hf.named_parameters() if each.is_floating_point() and stays(name)}
 
 
 @torch.no_grad()
-def hold_in_float32(hf: PreTrainedModel, dtype: torch.dtype) -> None:
+def hold_in_float32(hf: "PreTrainedModel", dtype: torch.dtype) -> None:
     """Hold the parameters that stay float32 in float32, in a model whose other weights are in `dtype`."""
     for parameter in float32_parameters(hf, dtype).values():
         parameter.data = parameter.data.float()
