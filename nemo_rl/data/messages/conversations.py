@@ -86,15 +86,13 @@ def get_formatted_message_log(
     spans = [text[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     RenderedChat(messages, tools, text, tokenizer).check(task_data_spec.may_leave_out, spans, task_data_spec.task_name)
     headers = own_headers(chat, text, ends) if add_generation_prompt else {}
-    first_counted = 0 if num_counted is None else len(messages) - num_counted
     pieces: list[_Piece] = []
     for position, (message, span, out) in enumerate(zip(messages, spans, excluded, strict=True)):
-        sampled = message["role"] == ASSISTANT
-        usual = None if num_counted is None else sampled and position >= first_counted
-        cut = headers.get(position, ends[position] - len(span)) - (ends[position] - len(span))
-        if cut:
-            pieces.append(_Piece(message["role"], span[:cut], False, False))
-        pieces.append(_Piece(message["role"], span[cut:], sampled, False if out else usual))
+        sampled, header = message["role"] == ASSISTANT, headers.get(position, 0)
+        usual = None if num_counted is None else sampled and position >= len(messages) - num_counted
+        if header:
+            pieces.append(_Piece(message["role"], span[:header], False, False))
+        pieces.append(_Piece(message["role"], span[header:], sampled, False if out else usual))
     if pieces:
         _add_ends(pieces, chat, text, add_bos_token, add_eos_token)
     return _message_log(pieces, tokenizer, longest)

@@ -97,7 +97,7 @@ def message_ends(chat: ChatRenderer, full_text: str, *, header_is_prompt: bool) 
 
 
 def own_headers(chat: ChatRenderer, full_text: str, ends: Sequence[int]) -> dict[int, int]:
-    """Return where the header ends of each assistant turn that no other message precedes, which no model samples.
+    """Return the length of each header that no message before it can take, which no model samples.
 
     Args:
         chat: the conversation.
@@ -105,12 +105,13 @@ def own_headers(chat: ChatRenderer, full_text: str, ends: Sequence[int]) -> dict
         ends: the ends of its messages, as `message_ends` finds them with `header_is_prompt`.
 
     Returns:
-        Places in the text by the number of the message: turns at the beginning, or after another assistant turn.
+        Characters at the beginning of the span, by the number of the message: of an assistant turn that is the first
+        message or follows another assistant turn.
     """
     roles = [message["role"] for message in chat.messages]
     starts = [0, *ends[:-1]]
     return {
-        position: end
+        position: end - starts[position]
         for position, role in enumerate(roles)
         if role == ASSISTANT and (position == 0 or roles[position - 1] == ASSISTANT)
         if starts[position] < (end := _own_header_end(chat, full_text, position)) <= ends[position]
