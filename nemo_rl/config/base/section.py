@@ -45,6 +45,7 @@ class Section(BaseModel):
             tells the user who writes one.
         moved: keys that have moved to another place; writing one is an error that names the new place, unless
             `without_effect` has it.
+        renamed: other names of keys, each with the name that the library reads (`spellings`).
         written_in: section below this one, and its sibling section whose keys may be written there too
             (`spellings`).
 
@@ -62,6 +63,7 @@ class Section(BaseModel):
     ignored: ClassVar[Mapping[str, str]] = {}
     idle: ClassVar[Mapping[str, str]] = {}
     moved: ClassVar[Mapping[str, str]] = {}
+    renamed: ClassVar[Mapping[str, str]] = {}
     written_in: ClassVar[Mapping[str, str]] = {}
     place: ClassVar[str] = ""
     inherits: ClassVar[str] = ""
@@ -123,7 +125,9 @@ class Section(BaseModel):
             getattr(self, other)._other_section = getattr(self, own)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a key of the sibling section."""
+        """Return a key by its other name, or a key of the sibling section."""
+        if name in type(self).renamed:
+            return getattr(self, type(self).renamed[name])
         if (
             not name.startswith("_")
             and self._other_section is not None
@@ -134,6 +138,7 @@ class Section(BaseModel):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a key of this section or of the sibling section."""
+        name = type(self).renamed.get(name, name)
         if name[0] != "_" and name not in type(self).model_fields and self._other_section is not None:
             setattr(self._other_section, name, value)
         else:
@@ -145,6 +150,7 @@ class Section(BaseModel):
         Raises:
             KeyError: there is no such key, or it belongs to a feature that is not built yet.
         """
+        key = self.renamed.get(key, key)
         if key not in self:
             reason = (
                 f"belongs to {self.later[key]}, which is not built yet" if key in self.later else "is not a key here"
@@ -158,6 +164,7 @@ class Section(BaseModel):
         Raises:
             ConfigError: a key is unknown, or a value of a wrong type or out of range.
         """
+        key = self.renamed.get(key, key)
         if self._other_section is not None and key not in type(self).model_fields:
             self._other_section[key] = value
             return
@@ -170,7 +177,7 @@ class Section(BaseModel):
             self._introduce()
 
     def __contains__(self, key: object) -> bool:
-        return key in self.keys()
+        return key in self.keys() or key in self.renamed
 
     def __iter__(self) -> Iterator[str]:  # type: ignore[override]  # of a mapping, not pydantic's pairs
         return iter(self.keys())
@@ -189,7 +196,7 @@ class Section(BaseModel):
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a key, or a default if there is no such key."""
-        return self._values().get(key, default)
+        return self._values().get(self.renamed.get(key, key), default)
 
     def _values(self) -> dict[str, Any]:
         other = {} if self._other_section is None else vars(self._other_section)

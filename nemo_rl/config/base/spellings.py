@@ -1,8 +1,9 @@
-"""Moves keys that may be written in two sections to the section that the library reads.
+"""Moves keys that may be written under two names, or in two sections, to the place that the library reads.
 
-NeMo RL has the settings of every engine under `vllm_cfg`; here they are keys of `engine`, and files, overrides and
-interpolations may use either name (`Section.written_in`). Keys are moved in each file before files are merged, so that
-a later file wins whichever name it uses. Invariant: in a tree that `unified` returns, each key has one place.
+NeMo RL has the settings of every engine under `vllm_cfg`; here they are keys of `engine` (`Section.written_in`). The
+section of its PyTorch backend is `dtensor_cfg` in some versions and `automodel_cfg` in others (`Section.renamed`).
+Files, overrides and interpolations may use either name. Keys are moved in each file before files are merged, so that a
+later file wins whichever name it uses. Invariant: in a tree that `unified` returns, each key has one place.
 """
 
 import re
@@ -28,14 +29,28 @@ def unified(schema: type[BaseModel], tree: Any, *, newer_wins: bool = False) -> 
     Raises:
         ConfigError: a key has one value in its own section and another one in the other.
     """
-    return _unified(Slot.of_section(schema), tree, schema, newer_wins) if _shared(schema) else tree
+    has_two_names = bool(_shared(schema) or _renamed(schema))
+    return _unified(Slot.of_section(schema), tree, schema, newer_wins) if has_two_names else tree
 
 
 def in_own_section(schema: type[BaseModel], text: str) -> str:
     """Rewrite a dotted path, or a text with interpolations, to the sections that hold the keys."""
+    for other, own in _renamed(schema).items():
+        text = re.sub(rf"(?<![^.{{]){other}(?![^.}}])", own, text)
     for other, (own, keys) in _shared(schema).items():
         text = re.sub(rf"(?<![^.{{]){other}\.({'|'.join(keys)})(?![^.}}])", rf"{own}.\1", text)
     return text
+
+
+@cache
+def _renamed(schema: type[BaseModel]) -> dict[str, str]:
+    """Return, for the section and all below it: other name of a key -> its own name."""
+    found: dict[str, str] = dict(getattr(schema, "renamed", {}))
+    for field in schema.model_fields.values():
+        slot = Slot.of(field.annotation, field.metadata)
+        for below in (*slot.sections, *(slot.named.sections.values() if slot.named else ())):
+            found |= _renamed(below)
+    return found
 
 
 @cache
@@ -57,13 +72,31 @@ def _unified(slot: Slot, tree: Any, schema: type[BaseModel], newer_wins: bool) -
         return [_unified(slot.item or FREE, value, schema, newer_wins) for value in tree]
     if not isinstance(tree, Mapping):
         return tree
-    moved = dict(tree)
     section = slot.section_for(tree)
+    moved = _under_own_names(tree, getattr(section, "renamed", {}), newer_wins)
     for other, own in getattr(section, "written_in", {}).items():
         both = (moved.get(other), moved.get(own) or {})  # the schema itself refuses values that are no section
         if section is not None and all(isinstance(part, Mapping) for part in both):
             moved[other], moved[own] = _moved(moved, other, own, _shared(section)[other][1], newer_wins)
     return {key: _unified(slot.child(key, moved) or FREE, value, schema, newer_wins) for key, value in moved.items()}
+
+
+def _under_own_names(tree: Mapping[str, Any], names: Mapping[str, str], newer_wins: bool) -> dict[str, Any]:
+    """Return a mapping in which each key has its own name.
+
+    Args:
+        tree: the mapping.
+        names: other name of a key -> its own name.
+        newer_wins: as for `unified`.
+    """
+    renamed = {names.get(key, key): value for key, value in tree.items()}
+    for other, own in names.items():
+        if other in tree and own in tree:
+            both = {other: tree[other] or {}, own: tree[own] or {}}
+            if not all(isinstance(part, Mapping) for part in both.values()):
+                raise ConfigError(f"{other} and {own} are the same section. Keep one of them.")
+            _, renamed[own] = _moved(both, other, own, tuple(both[other]), newer_wins)
+    return renamed
 
 
 def _moved(

@@ -36,6 +36,7 @@ class RewardModelEnvironmentConfig(Section):
     """A reward model that scores finished conversations."""
 
     place: ClassVar[str] = "env.reward_model"
+    renamed: ClassVar[dict[str, str]] = PolicyConfig.renamed
     later: ClassVar[dict[str, str]] = {
         "dynamic_batching": "passes of a reward model by token budget",
         "sequence_packing": "packed passes of a reward model",

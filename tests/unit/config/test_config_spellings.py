@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.config import EngineConfig, GenerationConfig, GRPOMasterConfig, load_config
+from nemo_rl.config.loading.algorithms import ALGORITHMS
 from nemo_rl.utils.errors import ConfigError
 
 BASE = Path(__file__).resolve().parents[3] / "examples/configs/grpo_math_cpu.yaml"
@@ -95,3 +96,52 @@ def test_engines_by_name_or_path(tmp_path, backend, message):
     else:
         with pytest.raises(ConfigError, match=message):
             load(tmp_path, "", f"policy.generation.backend={backend}")
+
+
+@pytest.mark.parametrize("section", ["automodel_cfg", "dtensor_cfg"])
+def test_the_training_backend_has_two_names_everywhere(tmp_path, section):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"""\
+defaults: {BASE}
+policy:
+  {section}: {{activation_checkpointing: true, lora_cfg: {{dim: 3}}}}
+  make_sequence_length_divisible_by: ${{mul:2,${{policy.{section}.lora_cfg.dim}}}}
+env:
+  reward_model: {{model_name: m, {section}: {{cpu_offload: true}}}}
+""")
+    overrides = [f"policy.{section}.clear_cache_every_n_steps=3", f"policy={{{section}: {{keep_gathered: true}}}}"]
+    config = load_config(file, [*overrides, f"~policy.{section}.clear_cache_every_n_steps"], check=False)
+    backend = config.policy.dtensor_cfg
+    assert (backend.activation_checkpointing, backend.lora_cfg.dim, backend.keep_gathered) == (True, 3, True)
+    assert config.policy.make_sequence_length_divisible_by == 6
+    assert config.env["reward_model"].dtensor_cfg.cpu_offload is True
+    assert config.policy.automodel_cfg is backend and config["policy"]["automodel_cfg"] is backend
+    assert "automodel_cfg" in config.policy and "automodel_cfg" not in config.policy.model_dump()
+
+
+@pytest.mark.parametrize("section", ["teacher", "value"])
+def test_the_other_models_have_both_names_too(section):
+    schema, shape = {"teacher": ("distillation", "distillation"), "value": ("ppo", "ppo")}[section]
+    path = Path(__file__).parent / "nemo_rl" / f"{shape}.yaml"
+    config = load_config(path, [f"{section}.automodel_cfg.cpu_offload=true"], schema=ALGORITHMS[schema], check=False)
+    assert config[section].dtensor_cfg.cpu_offload is True
+
+
+@pytest.mark.parametrize(("older", "newer"), [("automodel_cfg", "dtensor_cfg"), ("dtensor_cfg", "automodel_cfg")])
+def test_a_child_may_use_the_other_name_of_the_backend(tmp_path, older, newer):
+    parent = tmp_path / "parent.yaml"
+    parent.write_text(f"defaults: {BASE}\npolicy: {{{older}: {{activation_checkpointing: true, cpu_offload: true}}}}")
+    file = tmp_path / "run.yaml"
+    file.write_text(f"defaults: {parent}\npolicy: {{{newer}: {{cpu_offload: false}}}}")
+    backend = load_config(file, check=False).policy.dtensor_cfg
+    assert (backend.activation_checkpointing, backend.cpu_offload) == (True, False)
+
+
+def test_both_names_of_the_backend_in_one_file_may_not_differ(tmp_path):
+    file = tmp_path / "run.yaml"
+    text = f"defaults: {BASE}\npolicy: {{automodel_cfg: {{cpu_offload: true}}, dtensor_cfg: {{cpu_offload: %s}}}}"
+    file.write_text(text % "true")
+    assert load_config(file, check=False).policy.dtensor_cfg.cpu_offload is True
+    file.write_text(text % "false")
+    with pytest.raises(ConfigError, match=r"automodel_cfg.cpu_offload=True and dtensor_cfg.cpu_offload=False are the"):
+        load_config(file, check=False)

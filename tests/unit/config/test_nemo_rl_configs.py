@@ -494,6 +494,52 @@ def test_the_checker_reports_each_file_and_exits_nonzero_on_errors(
     assert "there is no config file" in capsys.readouterr().out
 
 
+_RECIPE = """\
+# a recipe
+defaults: {base}
+policy:  # the model
+  dtensor_cfg:
+    _v2: true
+    tensor_parallel_size: 2   # dtensor_cfg of one machine
+    env_vars: {{A: "1"}}
+  make_sequence_length_divisible_by: ${{policy.dtensor_cfg.tensor_parallel_size}}
+cluster: {{gpus_per_node: 2}}
+"""
+
+
+def test_the_checker_renames_the_backend_in_both_directions(
+    checker: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    text = _RECIPE.format(base=SHAPES / "sft.yaml")
+    path.write_text(text)
+    before = load_config(path, schema=ALGORITHMS["sft"])
+    assert run(checker, monkeypatch, str(path), "--write", "automodel_cfg") == 0
+    lines = path.read_text().splitlines()
+    assert lines[3:6] == [
+        "  automodel_cfg:",
+        "    # _v2: true",
+        "    tensor_parallel_size: 2   # dtensor_cfg of one machine",
+    ]
+    assert lines[7] == "  make_sequence_length_divisible_by: ${policy.automodel_cfg.tensor_parallel_size}"
+    assert load_config(path, schema=ALGORITHMS["sft"]) == before
+    assert run(checker, monkeypatch, str(path), "--write", "dtensor_cfg") == 0
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_all_keys_of_nemo_rl_load_under_the_newer_name_of_its_backend(
+    checker: ModuleType, tmp_path: Path, algorithm: str
+) -> None:
+    for source in SHAPES.glob("*.yaml"):
+        newer = checker.renamed(source.read_text(), "automodel_cfg")
+        assert checker.renamed(newer, "dtensor_cfg") == source.read_text()
+        (tmp_path / source.name).write_text(newer)
+    path = f"{algorithm}.yaml"
+    read = [load_config(folder / path, schema=ALGORITHMS[algorithm]) for folder in (SHAPES, tmp_path)]
+    assert read[0] == read[1]
+
+
 def test_a_value_left_open_is_requested(tmp_path: Path) -> None:
     path = tmp_path / "open.yaml"
     path.write_text(

@@ -135,6 +135,7 @@ class PolicyConfig(Section):
 
     trains: ClassVar[bool] = True
 
+    renamed: ClassVar[dict[str, str]] = {"automodel_cfg": "dtensor_cfg"}
     later: ClassVar[dict[str, str]] = {
         "activation_checkpointing_enabled": "the old FSDP1 worker (use policy.dtensor_cfg.activation_checkpointing)",
         "disable_modelopt_layer_spec": "quantised training",
