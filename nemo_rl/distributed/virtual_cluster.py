@@ -145,6 +145,7 @@ class RayVirtualCluster:
         cpus_per_bundle: logical CPUs of a bundle; None takes 1, or less if necessary to leave three
             quarters of the node's CPUs to environments and other clusters. Ray only counts them; a
             process may use more.
+        segment_size: consecutive node entries that must be in one NVLink domain; see `choose_nodes`.
         apart_from: clusters whose nodes this cluster does not use.
 
     Raises:
@@ -163,6 +164,7 @@ class RayVirtualCluster:
         port_range_high: int | None = None,
         cpus_per_bundle: float | None = None,
         *,
+        segment_size: int | None = None,
         apart_from: "Sequence[RayVirtualCluster]" = (),
     ) -> None:
         strategies = ("SPREAD", "PACK", "STRICT_SPREAD")
@@ -185,6 +187,7 @@ class RayVirtualCluster:
         self._strategy = placement_group_strategy
         self.port_range = (port_range_low, port_range_high)
         self._cpus_per_bundle = cpus_per_bundle
+        self._segment_size = segment_size
         self._apart_from = tuple(apart_from)
         self._placement_groups: list[PlacementGroup] | None = None
         self.compare_new_nodes: Callable[[], None] | None = None
@@ -303,7 +306,9 @@ class RayVirtualCluster:
         for attempt in range(attempts):
             nodes = living_nodes()
             bundle = self._bundle(nodes)
-            chosen = choose_nodes(self._bundle_counts, bundle, nodes, self._strategy, self._avoided())
+            chosen = choose_nodes(
+                self._bundle_counts, bundle, nodes, self._strategy, self._avoided(), self._segment_size
+            )
             groups = self._try_reserve(chosen, bundle) if chosen else None
             if groups is not None:
                 self._cpus_per_bundle = self._cpus_of(nodes)
@@ -348,7 +353,8 @@ class RayVirtualCluster:
             f"Cluster {self.name!r} requests {self._bundle_counts} bundles per node ({self._strategy}), each with "
             f"{per_bundle}."
         )
-        return f"{wanted} {shortage(self._bundle_counts, bundle, nodes, self._strategy, self._avoided())}"
+        lacks = shortage(self._bundle_counts, bundle, nodes, self._strategy, self._avoided(), self._segment_size)
+        return f"{wanted} {lacks}"
 
 
 def _nodes_of(groups: Sequence[PlacementGroup]) -> list[str]:

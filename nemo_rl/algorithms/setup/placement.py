@@ -74,5 +74,6 @@ def _reserve(
         placement_group_strategy="STRICT_SPREAD",
         port_range_low=cluster.master_port_range_low,
         port_range_high=cluster.master_port_range_high,
+        segment_size=cluster.segment_size,
         apart_from=apart_from,
     )

@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 from nemo_rl.config.base.availability import Later
 from nemo_rl.config.base.defaults import MISSING, fill_defaults, plain_values, resolve_alone
 from nemo_rl.config.base.spellings import unified
-from nemo_rl.config.base.structure import Slot, known_keys
+from nemo_rl.config.base.structure import Slot, has_key, known_keys
 from nemo_rl.utils.errors import ConfigError
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -40,7 +40,7 @@ class Section(BaseModel):
     Class attributes a section may set (each a mapping from key to a text for the user, unless stated otherwise):
         later: NeMo RL keys of features that do not exist yet; accepted while off, refused when on.
         neutral: values of `later` keys that also mean off, besides null, false, 0, empty values and `enabled: false`.
-        ignored: NeMo RL keys that have no meaning here; accepted with any value and dropped.
+        ignored: NeMo RL keys that have no meaning here, some with wildcards; accepted with any value and dropped.
         idle: keys that other code may read or check but that have no effect here, with the reason; a log line
             tells the user who writes one.
         moved: keys that have moved to another place; writing one is an error that names the new place, unless
@@ -217,7 +217,7 @@ def drop_inactive(section: type[Section], values: dict[str, Any]) -> dict[str, A
     """Remove keys without effect or value; refuse keys of features that do not exist yet."""
     idle = section.without_effect(values)
     given = {key: value for key, value in values.items() if value != MISSING}
-    given = {key: value for key, value in given.items() if key in section.model_fields or key not in idle}
+    given = {key: value for key, value in given.items() if key in section.model_fields or not has_key(idle, key)}
     kept = Later(section.later, section.neutral).drop(given)
     for key, place in section.moved.items():
         if key in kept:

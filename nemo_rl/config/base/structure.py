@@ -11,6 +11,7 @@ import inspect
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -149,7 +150,12 @@ def _slot_in(section: type[BaseModel], key: str) -> Slot | None:
     if field is not None:
         return Slot.of(field.annotation, field.metadata)
     takes_others = bool(getattr(section, "rest", None))
-    return FREE if key in known_keys(section) or takes_others else None
+    return FREE if has_key(known_keys(section), key) or takes_others else None
+
+
+def has_key(keys: Iterable[str], key: str) -> bool:
+    """Return whether a key is one of `keys`, which may have wildcards."""
+    return any(key == each or ("*" in each and fnmatchcase(key, each)) for each in keys)
 
 
 def known_keys(section: type[BaseModel]) -> set[str]:

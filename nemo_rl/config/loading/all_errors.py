@@ -4,7 +4,7 @@
 before it accepted. Invariant: the errors are about keys and values; files that they name need not exist here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from nemo_rl.config.base.names import NOT_BUILT_ENVIRONMENTS
 from nemo_rl.config.base.structure import value_at
 from nemo_rl.config.loading.algorithms import ALGORITHMS
 from nemo_rl.config.loading.inheritance import Layer, read_layers
-from nemo_rl.config.loading.load import layers_of, merged, validated
+from nemo_rl.config.loading.load import layers_of, merged, validated, variables_in, without_removed
 from nemo_rl.config.loading.unknown_keys import unknown_keys
 from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.utils.errors import ConfigError
@@ -34,7 +34,9 @@ def collect_errors(path: str | Path, algorithm: str, overrides: Sequence[str] = 
     schema = ALGORITHMS[algorithm]
     found: list[str] = []
     try:
-        layers = [_known(schema, layer, found) for layer in layers_of(schema, read_layers(path))]
+        layers, overrides = without_removed(schema, layers_of(schema, read_layers(path)), overrides)
+        variables = variables_in(schema, layers)
+        layers = [_known(schema, layer, found, variables) for layer in layers]
         tree, sources = merged(schema, layers, overrides)
         config, _ = validated(schema, tree, sources)
     except ConfigError as error:
@@ -42,10 +44,12 @@ def collect_errors(path: str | Path, algorithm: str, overrides: Sequence[str] = 
     return found + [*_unbuilt_environments(config), *config.findings()]
 
 
-def _known(schema: type[RunConfig], layer: Layer, found: list[str]) -> Layer:
+def _known(schema: type[RunConfig], layer: Layer, found: list[str], variables: Collection[str]) -> Layer:
     """Return a file without its unknown keys; add a message for each of them to `found`."""
     content: Any = OmegaConf.to_container(layer.content)
     for path, sentence in list(unknown_keys(schema, content)):
+        if path[0] in variables:
+            continue
         found.append(f"{layer.path}: {sentence}")
         del value_at(content, path[:-1])[path[-1]]
     return Layer(layer.path, OmegaConf.create(content))

@@ -1,12 +1,14 @@
 """Turns YAML files and overrides into a typed, checked configuration.
 
-Programs call `load_config`. Order: read files (inheritance.py), refuse unknown keys (unknown_keys.py), merge, fill in
-the schema's defaults (base/defaults.py), apply overrides (overrides.py), resolve interpolations, validate types, fill
-keys that follow from typed values (runs/dependent_keys.py), check keys against each other. Invariant: every error in a
-configuration is a `ConfigError` raised here, before anything starts.
+Programs call `load_config`. Order: read files (inheritance.py), refuse unknown keys (unknown_keys.py) unless an
+override removes them or interpolations read them, merge, fill in the schema's defaults (base/defaults.py), apply
+overrides (overrides.py), resolve interpolations, validate types, fill keys that follow from typed values
+(runs/dependent_keys.py), check keys against each other. Invariant: every error in a configuration is a `ConfigError`
+raised here, before anything starts.
 """
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from pathlib import Path
@@ -22,13 +24,13 @@ from nemo_rl.config.base.defaults import fill_defaults, plain_values
 from nemo_rl.config.base.resolvers import register_omegaconf_resolvers
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.base.spellings import in_own_section, unified
-from nemo_rl.config.base.structure import Slot, mappings_in, value_at
+from nemo_rl.config.base.structure import Slot, has_key, known_keys, mappings_in, value_at
 from nemo_rl.config.loading.dotted_names import joined, names_in, with_dots, with_names
 from nemo_rl.config.loading.empty import keep_sections, without_value
 from nemo_rl.config.loading.inheritance import Layer, merge_layers, read_layers
-from nemo_rl.config.loading.overrides import apply_to_schema, parse_override
+from nemo_rl.config.loading.overrides import apply_override, apply_to_schema, parse_override
 from nemo_rl.config.loading.sources import Sources, dotted_path
-from nemo_rl.config.loading.unknown_keys import refuse_unknown_keys
+from nemo_rl.config.loading.unknown_keys import refuse_unknown_keys, unknown_keys
 from nemo_rl.config.loading.validation_errors import problem_lines, short, without_followers
 from nemo_rl.config.runs.dependent_keys import fill_dependent_keys
 from nemo_rl.config.runs.rollouts import GRPOMasterConfig
@@ -86,17 +88,51 @@ def _loaded[Config: Section](
     schema: type[Config], layers: Sequence[Layer], overrides: Sequence[str], check: bool
 ) -> Config:
     try:
+        layers, overrides = without_removed(schema, layers, overrides)
+        variables = variables_in(schema, layers)
         for layer in layers:
-            refuse_unknown_keys(schema, OmegaConf.to_container(layer.content), str(layer.path))
+            refuse_unknown_keys(schema, OmegaConf.to_container(layer.content), str(layer.path), variables)
         tree, sources = merged(schema, layers, overrides)
         config, values = validated(schema, tree, sources)
     except RecursionError:
         files = ", ".join(str(layer.path) for layer in layers)
         raise ConfigError(f"mappings or lists are nested too deeply, in one of {files} or an override.") from None
-    if isinstance(config, RunConfig) and check:
-        config.check()
+    if isinstance(config, RunConfig):
+        if check:
+            config.check()
+        for note in config.notes():
+            logger.warning("%s", note)
     _tell_idle(schema, values, sources)
     return config
+
+
+def without_removed(
+    schema: type[Section], layers: Sequence[Layer], overrides: Sequence[str]
+) -> tuple[list[Layer], list[str]]:
+    """Remove the unknown keys of files that an override `~key` names, so that they are not refused.
+
+    Returns:
+        The files without these keys, and the other overrides.
+    """
+    contents: list[Any] = [OmegaConf.to_container(layer.content) for layer in layers]
+    kept = []
+    for text in overrides:
+        override = parse_override(text) if text.startswith("~") else None
+        path = tuple(in_own_section(schema, override.key_or_group).split(".")) if override else ()
+        unknown = [content for content in contents if path in dict(unknown_keys(schema, content))]
+        for content in unknown:
+            del value_at(content, path[:-1])[path[-1]]
+        if not unknown:
+            kept.append(text)
+    return [Layer(layer.path, OmegaConf.create(content)) for layer, content in zip(layers, contents, strict=True)], kept
+
+
+def variables_in(schema: type[Section], layers: Sequence[Layer]) -> set[str]:
+    """Return the keys at the top level that are no section and not in the schema, but that interpolations read."""
+    text = "\n".join(OmegaConf.to_yaml(layer.content) for layer in layers)
+    values = {str(key): value for layer in layers for key, value in layer.content.items_ex(resolve=False)}
+    keys = {key for key, value in values.items() if not isinstance(value, DictConfig)} - known_keys(schema)
+    return {key for key in keys if re.search(rf"\$\{{{re.escape(key)}[.}}]", text)}
 
 
 def merged(schema: type[Section], layers: Sequence[Layer], overrides: Sequence[str]) -> tuple[DictConfig, Sources]:
@@ -105,11 +141,14 @@ def merged(schema: type[Section], layers: Sequence[Layer], overrides: Sequence[s
     Raises:
         ConfigError: an override is wrong.
     """
-    sources = Sources.of_layers(layers)
+    sources, variables = Sources.of_layers(layers), variables_in(schema, layers)
     filled, _ = fill_defaults(schema, OmegaConf.to_container(merge_layers(layers)))  # type: ignore[arg-type]
     tree = OmegaConf.create(filled)
     for text in overrides:
         override = parse_override(text)
+        if override.key_or_group in variables:
+            apply_override(tree, override)
+            continue
         names = names_in(override.key_or_group, OmegaConf.to_container(tree))
         if names:
             tree = OmegaConf.create(with_names(OmegaConf.to_container(tree), names))
@@ -118,7 +157,7 @@ def merged(schema: type[Section], layers: Sequence[Layer], overrides: Sequence[s
         apply_to_schema(schema, tree, override, sources)
         written: Any = with_dots(OmegaConf.to_container(tree))
         plain: Any = unified(schema, written, newer_wins=True)
-        refuse_unknown_keys(schema, plain, f"the override {text!r}")
+        refuse_unknown_keys(schema, plain, f"the override {text!r}", variables)
         filled, _ = fill_defaults(schema, plain)
         if names or filled != written:
             tree = OmegaConf.create(filled)
@@ -172,6 +211,7 @@ def validated[Config: Section](
         values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         values, failure = unresolved, _unresolvable(error, sources)
+    values = {key: value for key, value in values.items() if has_key(known_keys(schema), key)}  # without variables
     lines = [*_take_out_not_built(schema, values, sources), *without_value(schema, values, unresolved, sources)]
     try:
         config = schema.model_validate(values)
@@ -219,7 +259,9 @@ def _tell_idle(schema: type[Section], values: dict[str, Any], sources: Sources) 
             continue
         section = slot.section_for(tree)
         reasons = section.without_effect(tree) if section is not None and issubclass(section, Section) else {}
-        places = [((*path, key), reasons[key]) for key in tree if key in reasons]
+        places = [
+            ((*path, key), reason) for key in tree for name, reason in reasons.items() if has_key([name], str(key))
+        ]
         off |= {place for place, _ in places}  # one report covers all keys below the place
         written += [f"{dotted_path(place)} ({reason})" for place, reason in places if sources.has(place)]
     if written:

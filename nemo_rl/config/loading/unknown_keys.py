@@ -5,7 +5,7 @@ override, the full key and the nearest valid key.
 """
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -16,18 +16,19 @@ from nemo_rl.config.loading.sources import dotted_path
 from nemo_rl.utils.errors import ConfigError
 
 
-def refuse_unknown_keys(schema: type[BaseModel], tree: Any, where: str) -> None:
+def refuse_unknown_keys(schema: type[BaseModel], tree: Any, where: str, variables: Collection[str] = ()) -> None:
     """Check every key of `tree`.
 
     Args:
         schema: section that `tree` should be.
         tree: plain dicts and lists.
         where: file or override, for the message.
+        variables: keys at the top level that only interpolations read.
 
     Raises:
         ConfigError: at least one key is unknown; the message lists all.
     """
-    problems = [sentence for _, sentence in unknown_keys(schema, tree)]
+    problems = [sentence for path, sentence in unknown_keys(schema, tree) if path[0] not in variables]
     if problems:
         raise ConfigError(f"{where}: " + "\n  ".join(problems))
 

@@ -1,6 +1,8 @@
 """Checks `policy.megatron_cfg` for any model: options that need each other, and the schedule."""
 
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_rl.config.rules.broken_rules import Findings
@@ -15,6 +17,37 @@ _HOLDS = {
     "linear_fc2": ("down_proj",),
 }
 """Linear layers of a Hugging Face model that each layer of Megatron Core holds."""
+
+
+_OTHER_FAMILIES = {
+    r"Nemotron-3-|Nemotron-Nano-(9B|12B)-v2|Nemotron-H-": "nemotron_h",
+    r"Qwen3\.5-": "qwen3_5",
+    r"Qwen3-Next-": "qwen3_next",
+    r"GLM-(4\.[5-9]|5)": "glm4_moe and its successors",
+    r"Kimi-K2": "kimi_k2",
+    r"MiniMax-M": "minimax",
+    r"gemma-4-": "gemma4",
+}
+"""Families that the backend does not train, by the name of the published models."""
+
+
+def unknown_families(section: str, policy: PolicyConfig) -> Iterator[str]:
+    """Yield a sentence if a published model is of a family that the backend will refuse when it reads the model.
+
+    Args:
+        section: name of the model's section.
+        policy: the section.
+    """
+    name = policy.model_name
+    if not policy.megatron_cfg.enabled or os.path.exists(name):
+        return
+    for pattern, family in _OTHER_FAMILIES.items():
+        if re.search(pattern, name, re.IGNORECASE):
+            yield (
+                f"{section}.model_name={name} is of the family {family}, which {section}.megatron_cfg does not train "
+                f"yet: the run will be refused when the model is read. {section}.dtensor_cfg.enabled=true with "
+                f"{section}.megatron_cfg.enabled=false trains other families."
+            )
 
 
 def check_megatron(section: str, config: MegatronConfig) -> Findings:

@@ -103,14 +103,12 @@ def _numbers(value: Any, key: str) -> Iterator[tuple[str, float]]:
         yield from _numbers(below, f"{key}.{name}")
 
 
-def check_budgets(section: str, model: PolicyConfig, longest: int, keys: tuple[str, ...]) -> Findings:
-    """Check that packing and dynamic batching are not both on, and that microbatches hold the longest sequence.
+def check_one_layout(section: str, model: PolicyConfig) -> Findings:
+    """Check that packing and dynamic batching are not both on.
 
     Args:
         section: name of the section.
         model: the section.
-        longest: `policy.max_total_sequence_length`.
-        keys: budgets that the model's passes use.
     """
     packing, dynamic = model.sequence_packing, model.dynamic_batching
     if packing.enabled and dynamic.enabled:
@@ -118,11 +116,3 @@ def check_budgets(section: str, model: PolicyConfig, longest: int, keys: tuple[s
             f"{section}.sequence_packing.enabled=true and {section}.dynamic_batching.enabled=true exclude each "
             f"other. Switch one off, for example {section}.sequence_packing.enabled=false."
         )
-    for name, way in (("sequence_packing", packing), ("dynamic_batching", dynamic)):
-        for key in keys:
-            tokens = getattr(way, key)
-            if way.enabled and tokens < longest:
-                yield (
-                    f"{section}.{name}.{key}={tokens} cannot hold one sequence of "
-                    f"policy.max_total_sequence_length={longest} tokens. Set it to at least {longest}."
-                )

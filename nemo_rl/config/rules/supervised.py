@@ -68,19 +68,6 @@ def check_best_metric(checkpointing: CheckpointingConfig, data: DataConfig) -> F
         )
 
 
-def check_pair_budget(policy: PolicyConfig) -> Findings:
-    """Check that a microbatch has room for both answers of the longest pair."""
-    needed = 2 * policy.max_total_sequence_length
-    for name in ("sequence_packing", "dynamic_batching"):
-        section = getattr(policy, name)
-        if section.enabled and section.train_mb_tokens < needed:
-            yield (
-                f"policy.{name}.train_mb_tokens={section.train_mb_tokens} cannot hold a pair of sequences of "
-                f"policy.max_total_sequence_length={policy.max_total_sequence_length} tokens each. Set it to at "
-                f"least {needed}."
-            )
-
-
 def check_language_model(policy: PolicyConfig) -> Findings:
     """Check that the policy predicts tokens."""
     if policy.reward_model_cfg.enabled:

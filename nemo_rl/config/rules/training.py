@@ -9,7 +9,7 @@ from nemo_rl.config.base.names import PASS_K, VALIDATION_METRICS
 from nemo_rl.config.rules.broken_rules import Findings, nearest_divisors, nearest_multiples
 from nemo_rl.config.rules.engines import check_engines
 from nemo_rl.config.rules.megatron import check_offloading
-from nemo_rl.config.rules.model import check_backend, check_budgets, check_trainable
+from nemo_rl.config.rules.model import check_backend, check_one_layout, check_trainable
 from nemo_rl.config.rules.number_formats import check_engine_formats, check_fp8_training
 from nemo_rl.config.rules.placement.topology import data_parallel_ranks, plan_topology
 from nemo_rl.config.schema.algorithms.grpo import GRPOConfig
@@ -95,7 +95,7 @@ def check_lengths(policy: PolicyConfig, data: DataConfig) -> Findings:
     """Check that answers, prompts and token budgets fit the sequence length."""
     total = policy.max_total_sequence_length
     limit = f"policy.max_total_sequence_length={total}"
-    yield from check_budgets("policy", policy, total, ("train_mb_tokens", "logprob_mb_tokens"))
+    yield from check_one_layout("policy", policy)
     if data.max_input_seq_length is not None and data.max_input_seq_length > total:
         yield (
             f"data.max_input_seq_length={data.max_input_seq_length} is longer than {limit}. "

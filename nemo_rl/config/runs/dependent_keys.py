@@ -2,6 +2,8 @@
 
     paths    inputs that exist -> their absolute paths, because workers have other working directories
     parsers  generation.vllm_cfg.http_server_serving_chat_kwargs and its plugins -> environments with agents
+    budgets  tokens of a microbatch that are less than one row takes -> that many
+    runners  data_plane.enabled -> cluster.rollout_runners, where a run can have runners
     tags     env.nemo_gym.thinking_tags -> reward_penalties.thinking_tags
     gym      files of env.nemo_gym that exist, and its log_dir -> their absolute paths
     engine   generation.mcore_generation_config.max_model_len -> engine.max_model_len, with backend=megatron
@@ -13,15 +15,18 @@ It runs after types are checked and before the rules; later code reads plain val
 the schema have their values by then (`config.base.defaults`). Invariant: filling twice changes nothing.
 """
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.base.paths import find_path
+from nemo_rl.config.rules.engines import ranks_of_engine
 from nemo_rl.config.rules.placement.roles import trained
+from nemo_rl.config.rules.placement.topology import plan_topology
 from nemo_rl.config.runs.eval import EvalMasterConfig
 from nemo_rl.config.runs.ppo import PPOMasterConfig
-from nemo_rl.config.runs.rollouts import GRPOMasterConfig, RolloutMasterConfig
+from nemo_rl.config.runs.rollouts import GRPOMasterConfig, MasterConfig, RolloutMasterConfig
 from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.config.schema.agents import NEMO_GYM, AgentKeys, NemoGymConfig
 from nemo_rl.config.schema.algorithms.overlap import AsyncGRPOConfig, AsyncRLConfig
@@ -30,6 +35,8 @@ from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingCon
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.model.generation import GenerationConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
+
+logger = logging.getLogger(__name__)
 
 
 def fill_dependent_keys(config: RunConfig) -> None:
@@ -41,6 +48,8 @@ def fill_dependent_keys(config: RunConfig) -> None:
     _fill_paths(config)
     if isinstance(config, RolloutMasterConfig | EvalMasterConfig):
         _fill_gym(config.env.get(NEMO_GYM))
+    for name, role in config.models.items():
+        _fill_budgets(name, role.section, config.policy.max_total_sequence_length, config.rows_of(name))
     if isinstance(config, GRPOMasterConfig):
         _fill_overlap(config.grpo, config.policy, config.async_rl or config.grpo.async_grpo)
         gym = config.env.get(NEMO_GYM)
@@ -48,6 +57,8 @@ def fill_dependent_keys(config: RunConfig) -> None:
             config.reward_penalties.thinking_tags = gym.thinking_tags
     if isinstance(config, PPOMasterConfig):
         _fill_overlap(config.ppo, config.policy, config.ppo.async_ppo)
+    if isinstance(config, MasterConfig) and config.data_plane.enabled:
+        _fill_runners(config)
     for section in config.values():
         generation = section.generation if isinstance(section, PolicyConfig) else section
         if isinstance(generation, GenerationConfig):
@@ -73,6 +84,7 @@ def _fill_parsers(environments: Mapping[str, Any], generation: GenerationConfig 
     given = {
         "tool_parser": served and served.tool_parser,
         "reasoning_parser": served and served.reasoning_parser,
+        "chat_template_kwargs": served and served.default_chat_template_kwargs,
         "tool_parser_plugin": vllm.tool_parser_plugin,
         "reasoning_parser_plugin": vllm.reasoning_parser_plugin,
     }
@@ -80,6 +92,46 @@ def _fill_parsers(environments: Mapping[str, Any], generation: GenerationConfig 
         for key, value in given.items():
             if isinstance(section, AgentKeys) and getattr(section, key) is None:
                 setattr(section, key, value)
+
+
+def _fill_budgets(name: str, section: PolicyConfig, longest: int, rows: int) -> None:
+    """Raise budgets that are less than what one sample takes.
+
+    Args:
+        name: of the model.
+        section: of the model.
+        longest: tokens of the longest row.
+        rows: rows of a sample in training, 2 for pairs.
+    """
+    for way in ("sequence_packing", "dynamic_batching"):
+        for key, needed in (("train_mb_tokens", rows * longest), ("logprob_mb_tokens", longest)):
+            values = getattr(section, way)
+            if values.enabled and getattr(values, key) < needed:
+                what = "a pair of rows" if needed > longest else "one row"
+                logger.info(
+                    "%s.%s.%s=%d is less than %s takes (policy.max_total_sequence_length=%d), so it is %d.",
+                    *(name, way, key, getattr(values, key), what, longest, needed),
+                )
+                setattr(values, key, needed)
+
+
+def _fill_runners(config: MasterConfig) -> None:
+    """Let runners play the rollouts, one on each machine, if the run can have them and engines suffice."""
+    cluster = config.cluster
+    if cluster.rollout_runners:
+        return
+    engines = 1
+    if config.policy.generation is not None:
+        topology = plan_topology(config.policy_cluster, config.policy)
+        engines = topology.generation_ranks // ranks_of_engine(config.policy.generation.engine)
+    broken = set(config.findings())
+    cluster.rollout_runners = max(min(cluster.num_nodes, engines), 1)
+    reason = next((finding for finding in config.findings() if finding not in broken), None)
+    if reason is None:
+        logger.info("data_plane.enabled=true: cluster.rollout_runners=%d.", cluster.rollout_runners)
+        return
+    cluster.rollout_runners = 0
+    logger.info("data_plane.enabled=true, but rows pass the driver: %s", reason)
 
 
 def _fill_gym(section: Any) -> None:

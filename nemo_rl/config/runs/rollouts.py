@@ -14,6 +14,7 @@ from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.rules.data import check_data, named_entries
 from nemo_rl.config.rules.files import PathKey, tokenizer_paths
 from nemo_rl.config.rules.loss import check_loss
+from nemo_rl.config.rules.megatron import unknown_families
 from nemo_rl.config.rules.named_parts import check_named_parts, check_venvs
 from nemo_rl.config.rules.overlap import check_one_overlap, check_overlap, check_rollout_runners, check_stale_mismatch
 from nemo_rl.config.rules.placement.judges import Judges, check_judges, left_by_judges
@@ -22,7 +23,7 @@ from nemo_rl.config.rules.placement.second_models import check_placements, check
 from nemo_rl.config.rules.placement.topology import divide_cluster
 from nemo_rl.config.rules.rewards.agents import check_agents
 from nemo_rl.config.rules.rewards.efforts import check_effort_levels
-from nemo_rl.config.rules.rewards.nemo_gym import check_http_server, check_nemo_gym
+from nemo_rl.config.rules.rewards.nemo_gym import check_http_server, check_nemo_gym, left_by_gym
 from nemo_rl.config.rules.rewards.penalties import check_reward_penalties
 from nemo_rl.config.rules.trackers import check_records
 from nemo_rl.config.rules.training import (
@@ -44,7 +45,7 @@ from nemo_rl.config.schema.algorithms.reward_penalties import RewardPenaltyConfi
 from nemo_rl.config.schema.algorithms.rewarded_training import RewardedTrainingConfig
 from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
-from nemo_rl.config.schema.cluster import ClusterConfig
+from nemo_rl.config.schema.cluster import ClusterConfig, DataPlaneConfig
 from nemo_rl.config.schema.data import DataConfig
 from nemo_rl.config.schema.env import EnvironmentMap
 from nemo_rl.config.schema.judge_engine import JudgeEngineConfig
@@ -62,8 +63,8 @@ class MasterConfig(RunConfig):
 
     cpu_config: ClassVar[str] = "examples/configs/grpo_math_cpu.yaml"
 
+    ignored: ClassVar[dict[str, str]] = {"sif_dir": "NeMo RL does not read it either"}
     later: ClassVar[dict[str, str]] = {
-        "data_plane": "a separate data plane",
         "on_policy_distillation": "multi-teacher on-policy distillation",
         _PENALTIES: "reward penalties of an algorithm other than GRPO",
     }
@@ -78,6 +79,8 @@ class MasterConfig(RunConfig):
     """Metrics and files."""
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     """Machines."""
+    data_plane: DataPlaneConfig = Field(default_factory=DataPlaneConfig)
+    """NeMo RL's section for rows that do not pass the driver."""
 
     @property
     def models(self) -> dict[str, Role]:
@@ -106,6 +109,11 @@ class MasterConfig(RunConfig):
                 yield from tokenizer_paths(f"{name}.tokenizer", section.tokenizer)
         for place, entry in (*named_entries(self.data), (INHERITED, self.data.default)):
             yield from (PathKey(place, entry, key) for key in ("data_path", "prompt_file", "system_prompt_file"))
+
+    def notes(self) -> Iterator[str]:
+        """See `RunConfig.notes`."""
+        for name, role in self.models.items():
+            yield from unknown_families(name, role.section)
 
     def findings(self) -> Findings:
         """See `RunConfig.findings`."""
@@ -157,7 +165,7 @@ class RolloutMasterConfig(MasterConfig):
     @property
     def model_cluster(self) -> ClusterConfig:
         """See `RunConfig.model_cluster`: what judges leave."""
-        return left_by_judges(self.cluster, self.judges)
+        return left_by_judges(left_by_gym(self.cluster, self.env), self.judges)
 
     def model_keys(self) -> Iterator[tuple[str, str, PolicyConfig]]:
         """See `RunConfig.model_keys`."""

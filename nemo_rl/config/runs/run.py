@@ -41,6 +41,10 @@ class RunConfig(Section):
         """The models that have ranks, by name; none if only engines hold a model."""
         return {}
 
+    def rows_of(self, model: str) -> int:
+        """Return the rows of one sample in the training of a model: 2 where it learns from pairs."""
+        return 1
+
     @property
     def model_cluster(self) -> ClusterConfig:
         """The part of the cluster that models and engines have."""
@@ -76,6 +80,10 @@ class RunConfig(Section):
     def missing_files(self) -> Findings:
         """Yield what is wrong with the files and folders that keys name, if these can only be local."""
         return check_files(path for path in self.path_keys() if path.place != INHERITED)
+
+    def notes(self) -> Iterator[str]:
+        """Yield what the user should know before the run starts, although it is no error here."""
+        yield from ()
 
     def check(self) -> None:
         """Check keys against each other, and that the files that they name exist.

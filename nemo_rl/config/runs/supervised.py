@@ -14,7 +14,6 @@ from nemo_rl.config.rules.supervised import (
     check_datasets,
     check_dpo,
     check_language_model,
-    check_pair_budget,
     check_pair_data,
     check_reward_model,
     check_supervised,
@@ -68,7 +67,7 @@ class SupervisedMasterConfig(MasterConfig):
     """
 
     section: ClassVar[str]
-    ignored: ClassVar[dict[str, str]] = {"env": "nothing is rewarded here"}
+    ignored: ClassVar[dict[str, str]] = MasterConfig.ignored | {"env": "nothing is rewarded here"}
 
     policy: SupervisedPolicyConfig
     """The model that is trained."""
@@ -138,6 +137,10 @@ class DPOMasterConfig(SupervisedMasterConfig):
         """True if the loss compares with the initial policy; SimPO and ORPO do not."""
         return self.dpo.preference_loss not in ("simpo", "orpo")
 
+    def rows_of(self, model: str) -> int:
+        """See `RunConfig.rows_of`."""
+        return 1 if self.dpo.preference_loss == "kto" else 2
+
     def findings(self) -> Findings:
         """See `MasterConfig.findings`."""
         return chain(
@@ -145,7 +148,6 @@ class DPOMasterConfig(SupervisedMasterConfig):
             check_dpo(self.dpo),
             check_language_model(self.policy),
             check_pair_data(self.dpo, self.data),
-            () if self.dpo.preference_loss == "kto" else check_pair_budget(self.policy),
             check_datasets(self.data, PREFERENCE_DATASET_NAMES + FEEDBACK_DATASET_NAMES),
         )
 
@@ -165,11 +167,14 @@ class RMMasterConfig(SupervisedMasterConfig):
     checkpointing: RMCheckpointingConfig = Field(default_factory=RMCheckpointingConfig)
     """Saving and resuming."""
 
+    def rows_of(self, model: str) -> int:
+        """See `RunConfig.rows_of`."""
+        return 2
+
     def findings(self) -> Findings:
         """See `MasterConfig.findings`."""
         return chain(
             super().findings(),
             check_reward_model(self.policy),
-            check_pair_budget(self.policy),
             check_datasets(self.data, PREFERENCE_DATASET_NAMES),
         )

@@ -5,7 +5,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base.section import Section
@@ -35,6 +35,9 @@ class AgentKeys(Section):
     """Python file that registers a tool parser with vLLM; null: none."""
     reasoning_parser_plugin: str | None = None
     """Python file that registers a reasoning parser with vLLM; null: none."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template for the requests of the program, besides those of
+    policy.tokenizer.chat_template_kwargs, which they replace; a request's own replace both. null: none."""
     invalid_tool_call_patterns: list[str] = Field(default_factory=DEFAULT_INVALID_TOOL_CALL_PATTERNS.copy)
     """Texts that show a tool call that was not understood, where an answer has them besides its calls; see
     grpo.invalid_tool_call_advantage."""
@@ -161,7 +164,6 @@ class NemoGymConfig(AgentKeys):
     rest: ClassVar[str] = "servers"
     later: ClassVar[dict[str, str]] = {
         "effort_levels": "NeMo RL's form of levels of effort (write the section effort_levels)",
-        "num_gpu_nodes": "nodes of the run for models of NeMo Gym's servers",
         "pad_dynamic_image_shapes": "multimodal data",
     }
     ignored: ClassVar[dict[str, str]] = {
@@ -179,6 +181,8 @@ class NemoGymConfig(AgentKeys):
     servers: dict[str, Any] = Field(default_factory=dict)
     """Configuration of servers that is added to that of config_paths; keys of this section that are not in this table
     belong to it too."""
+    num_gpu_nodes: NonNegativeInt = 0
+    """Machines of the cluster, on GPUs, that the run leaves to models of the servers."""
     head_server: HeadServerConfig | None = None
     """Address of the head server: of servers that run already, or where it is started; null: a free port here."""
     command: list[str] = Field(default_factory=lambda: ["ng_run"], min_length=1)

@@ -80,17 +80,33 @@ class VenvConfig(Section):
         return self
 
 
+class DataPlaneConfig(Section):
+    """NeMo RL's section for moving rows without the driver; rollout runners and Ray's object store do so here."""
+
+    ignored: ClassVar[dict[str, str]] = dict.fromkeys(
+        (
+            *("ack_timeout_ms", "backend", "claim_meta_poll_interval_s", "controller_address", "global_segment_size"),
+            *("impl", "local_buffer_size", "num_storage_units", "observability", "storage_capacity"),
+        ),
+        "rows are in Ray's object store",
+    )
+
+    enabled: bool = False
+    """Play rollouts in runners, one on each machine, so that tokens stay out of the driver: fills in
+    cluster.rollout_runners if that is 0 and the run can have runners."""
+
+
 class ClusterConfig(Section):
     """Machines and processes."""
-
-    ignored: ClassVar[dict[str, str]] = {
-        "segment_size": "ranks are placed machine by machine, without regard to NVLink domains",
-    }
 
     device: Device = "cuda"
     """Where policy and engines compute: on GPUs or on the CPU."""
     num_nodes: PositiveInt = 1
     """Machines in the run."""
+    segment_size: PositiveInt | None = None
+    """Machines in a row of ranks that must be in one NVLink domain. Domains are those of the Ray resources
+    `nvlink_domain_<id>` of the machines, which ray.sub sets; null, or no such resources: machines in the order of their
+    addresses."""
     gpus_per_node: NonNegativeInt = 1
     """GPUs used on each machine."""
     gpu_memory_gb: PositiveFloat | None = None

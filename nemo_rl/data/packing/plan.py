@@ -39,13 +39,14 @@ class Packed:
 
     Each row counts with its length rounded up to `round_to`; a microbatch stays within `capacity`. Where rows share
     tokens (`plan_prefixes`), attention keys stay within `keys_per_token` x `capacity`; `keys_per_token` is at least 2,
-    None means no limit.
+    None means no limit. Microbatches come in the packer's order or, with `largest_first`, by falling length.
     """
 
     capacity: int
     algorithm: PackingAlgorithm | str = PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING
     round_to: int = 1
     keys_per_token: int | None = None
+    largest_first: bool = True
 
     @property
     def most_keys(self) -> int | None:
@@ -132,7 +133,8 @@ def plan_microbatches(
             bin_count_multiple=num_shards,
         )
         bins = packer.pack(costs)
-        return _deal(bins, [sum(costs[row] for row in rows) for rows in bins], num_shards)
+        tokens = [sum(costs[row] for row in rows) if strategy.largest_first else 0 for rows in bins]
+        return _deal(bins, tokens, num_shards)
     _check_fit(lengths, costs, strategy.max_tokens)
     bins = _group_by_length(costs, strategy.max_tokens)
     spread_bins(bins, costs, -(-len(bins) // num_shards) * num_shards)

@@ -6,11 +6,17 @@ on the same node.
 """
 
 import ipaddress
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
 from ray._private.state import available_resources_per_node
+
+NVLINK_DOMAIN_PREFIX = "nvlink_domain_"
+"""Begin of the name of a Ray resource that nodes of one NVLink domain have."""
+TOPO_RANK_KEY = "topo_rank"
+"""Name of a Ray resource: place of a node in the order of the network's topology."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,11 @@ class NodeRoom:
     address: str
     total: Mapping[str, float]
     free: Mapping[str, float]
+
+    @property
+    def domain(self) -> str | None:
+        """Name of the NVLink domain: that of a resource `nvlink_domain_<id>`; None if the node has no such resource."""
+        return next((kind for kind in self.total if kind.startswith(NVLINK_DOMAIN_PREFIX)), None)
 
     def holds(self, count: int, bundle: Mapping[str, float], *, now: bool = False) -> bool:
         """Return whether `count` bundles fit, into the node's total or (`now`) into its free resources."""
@@ -55,6 +66,7 @@ def choose_nodes(
     nodes: Sequence[NodeRoom],
     strategy: str,
     avoid: Collection[str] = (),
+    segment_size: int | None = None,
 ) -> list[str] | None:
     """Give each entry of bundles a node that is large enough, preferably one with room now.
 
@@ -64,10 +76,14 @@ def choose_nodes(
         nodes: the nodes, in order of preference.
         strategy: STRICT_SPREAD: no node twice; SPREAD: no node twice while there are others; PACK: few nodes.
         avoid: ids of nodes not to use.
+        segment_size: consecutive entries that must be on nodes of one NVLink domain, each on a node of its own; None,
+            or nodes without domains: no such condition.
 
     Returns:
         The node id of each entry; None if the nodes' total resources do not suffice.
     """
+    if segment_size is not None and any(node.domain for node in nodes):
+        return _choose_segments(counts, bundle, [node for node in nodes if node.node_id not in avoid], segment_size)
     entries: dict[str, list[int]] = {node.node_id: [] for node in nodes if node.node_id not in avoid}
     chosen: dict[int, str] = {}
     # The largest entries come first: the remaining ones fit wherever a larger one does.
@@ -88,12 +104,43 @@ def choose_nodes(
     return [chosen[entry] for entry in range(len(counts))]
 
 
+def _choose_segments(
+    counts: Sequence[int], bundle: Mapping[str, float], nodes: Sequence[NodeRoom], segment_size: int
+) -> list[str] | None:
+    """Give each segment of entries nodes of one domain, in the order of the topology; see `choose_nodes`."""
+    largest = max(counts)
+    domains: dict[str, list[NodeRoom]] = {}
+    for node in sorted(nodes, key=lambda node: node.total.get(TOPO_RANK_KEY, 0.0)):
+        if node.domain and node.holds(largest, bundle):
+            domains.setdefault(node.domain, []).append(node)
+    for members in domains.values():
+        members.sort(key=lambda node: not node.holds(largest, bundle, now=True))
+    chosen: list[str] = []
+    while len(chosen) < len(counts):
+        size = min(segment_size, len(counts) - len(chosen))
+        fitting = [members for members in domains.values() if len(members) >= size]
+        if not fitting:
+            return None
+        # Segments that can begin now come first; the last, shorter one takes the nodes that are left over.
+        best = min(
+            fitting,
+            key=lambda members: (
+                not members[size - 1].holds(largest, bundle, now=True),
+                len(members) % segment_size != size % segment_size,
+            ),
+        )
+        chosen += [node.node_id for node in best[:size]]
+        del best[:size]
+    return chosen
+
+
 def shortage(
     counts: Sequence[int],
     bundle: Mapping[str, float],
     nodes: Sequence[NodeRoom],
     strategy: str,
     avoid: Collection[str] = (),
+    segment_size: int | None = None,
 ) -> str:
     """Describe the nodes' resources and which nodes are too small, in one line; arguments as in `choose_nodes`."""
     described = []
@@ -107,6 +154,12 @@ def shortage(
             notes.append(f"free now: {node.free.get('CPU', 0):g} CPUs, {node.free.get('GPU', 0):g} GPUs")
         described.append(f"{node}{f' ({notes[0]})' if notes else ''}")
     large_enough = sum(node.holds(max(counts), bundle) for node in nodes if node.node_id not in avoid)
+    domains = Counter(node.domain for node in nodes if node.domain and node.node_id not in avoid)
+    if segment_size is not None and domains:
+        sizes = ", ".join(f"{name} has {number}" for name, number in domains.items())
+        described.append(
+            f"cluster.segment_size={segment_size} needs as many nodes of one NVLink domain for each segment; {sizes}"
+        )
     missing = len(counts) - large_enough if strategy == "STRICT_SPREAD" else 0
     lacks = f" {missing} node{'s' * (missing > 1)} of that size missing." if missing > 0 else ""
     return f"The nodes have: {'; '.join(described)}.{lacks}"

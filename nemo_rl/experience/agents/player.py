@@ -139,6 +139,7 @@ class AgentPlayer:
                 max_concurrent_calls=self.config.max_concurrent_calls,
                 sampling=keys.sampling,
                 history=keys.history if is_own else "keep",
+                template_kwargs=keys.chat_template_kwargs or {},
             )
             self._settings[name] = _AgentSettings(session, keys.credit, keys.invalid_tool_call_patterns)
         return self._settings[name]

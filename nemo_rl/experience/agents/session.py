@@ -12,7 +12,7 @@ import hashlib
 import json
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -73,6 +73,7 @@ class SessionSettings:
         sampling: whether temperature, top_p and top_k of requests apply, or always those of the run.
         history: "keep" continues the tokens of an earlier answer; "template" starts a new tree where the chat template
             renders the history in another way.
+        template_kwargs: variables of the chat template for requests that do not set them.
     """
 
     reader: AnswerReader
@@ -80,6 +81,12 @@ class SessionSettings:
     max_concurrent_calls: int = 64
     sampling: Literal["run", "request"] = "run"
     history: Literal["keep", "template"] = "keep"
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def completed(self, request: CallRequest) -> CallRequest:
+        """Return a request with the variables of the chat template that it leaves to the environment."""
+        given = {**self.template_kwargs, **request.template_kwargs}
+        return replace(request, template_kwargs=given) if self.template_kwargs else request
 
 
 @dataclass(frozen=True)
@@ -178,7 +185,7 @@ class AgentSession:
         Raises:
             CallError: the request is refused.
         """
-        return self.exchanges.of(identity, lambda: self._start(request), is_retry=is_retry)
+        return self.exchanges.of(identity, lambda: self._start(self.settings.completed(request)), is_retry=is_retry)
 
     def token_ids(self, request: CallRequest) -> list[int]:
         """Return the tokens that a request would continue.
@@ -190,7 +197,7 @@ class AgentSession:
             raise CallError(
                 400, "Only another server has the tokenizer of this model (generation.endpoint).", "unsupported"
             )
-        return self._prompt(request).token_ids
+        return self._prompt(self.settings.completed(request)).token_ids
 
     async def close(self) -> None:
         """Refuse further requests, and cancel calls that run."""

@@ -257,7 +257,8 @@ def _strategy(config: PolicyConfig, size: int, tokens: int, micro_batch_size: in
     round_to = row_length_multiple(config)
     if config.sequence_packing.enabled:
         packing = config.sequence_packing
-        return Packed(tokens, packing.algorithm, round_to, packing.max_keys_per_token)
+        largest_first = packing.microbatch_order != "packer"
+        return Packed(tokens, packing.algorithm, round_to, packing.max_keys_per_token, largest_first)
     if config.dynamic_batching.enabled:
         return TokenBudget(tokens, math.lcm(round_to, config.dynamic_batching.sequence_length_round))
     return FixedSize(size)

@@ -155,15 +155,6 @@ REFUSED: list[tuple[list[str], str]] = [
         ["policy.dynamic_batching.enabled=true"],
         r"sequence_packing\.enabled=true and policy\.dynamic_batching\.enabled=true exclude each other",
     ),
-    (
-        ["policy.sequence_packing.train_mb_tokens=500"],
-        r"train_mb_tokens=500 cannot hold .*max_total_sequence_length=512 .* at least 512",
-    ),
-    (["policy.sequence_packing.logprob_mb_tokens=500"], r"logprob_mb_tokens=500 cannot hold"),
-    (
-        [NO_PACKING, "policy.dynamic_batching.enabled=true", "policy.dynamic_batching.train_mb_tokens=5"],
-        r"dynamic_batching\.train_mb_tokens=5 cannot hold",
-    ),
     (["policy.precision=float16"], r"policy.precision=float16 loses gradients .*Use bfloat16"),
     (["data.max_input_seq_length=513"], r"max_input_seq_length=513 is longer .*=512"),
     (["policy.generation.max_new_tokens=513"], r"max_new_tokens=513 is more than .*=512"),

@@ -57,7 +57,6 @@ def test_the_critic_follows_the_policy_and_may_differ() -> None:
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (("value.reward_model_cfg.enabled=false",), "a critic has a scalar head"),
         (
             ("value.train_global_batch_size=48", "value.train_micro_batch_size=48"),
             r"16 x ppo.num_generations_per_prompt=4 = 64 samples do not divide .* Nearest values: 32, 64",
@@ -85,7 +84,6 @@ def test_the_critic_follows_the_policy_and_may_differ() -> None:
         (("cluster.rollout_runners=1",), "works with GRPO only"),
         (("logger.record_steps=true",), "record_steps"),
         (("value.max_total_sequence_length=64",), "the value could not read the longest answers"),
-        (("ppo.async_ppo.warmup_generation_lead_steps=3",), "not built yet: another lead of sampling"),
         (("value.dtensor_cfg.lora_cfg.enabled=true",), "value.dtensor_cfg.lora_cfg.enabled=true freezes.*new head"),
         (("ppo.adv_estimator.name=vtrace",), "name"),
     ],

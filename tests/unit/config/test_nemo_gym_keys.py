@@ -82,7 +82,6 @@ def test_thinking_tags_are_those_of_the_penalties() -> None:
         (["cluster.rollout_runners=2"], "calls one address"),
         (["env.nemo_gym.config_paths=[]"], "neither config_paths nor head_server"),
         (["env.nemo_gym.config_paths=[]", "env.nemo_gym.head_server={}"], "agent_endpoint.port"),
-        (["env.nemo_gym.num_gpu_nodes=1"], "not built yet"),
         (["env.nemo_gym.effort_levels={low: {weight: 1}}"], "not built yet"),
         (["env.nemo_gym.timeout_s=500"], "has to be more"),
         (["env.nemo_gym.port_range_low=6000", "env.nemo_gym.port_range_high=5000"], "is above"),

@@ -41,6 +41,14 @@ ACCEPTED = {
         "policy.generation.vllm_cfg.logprobs_mode=raw_logprobs",
         "policy.generation.vllm_cfg.env_vars={VLLM_USE_RAY_V2_EXECUTOR_BACKEND: 1}",
         "policy.sequence_packing.microbatch_order=largest_first",
+        "policy.sequence_packing.train_mb_tokens=100",
+        "policy.generation.vllm_cfg.http_server_serving_chat_kwargs={default_chat_template_kwargs: {a: false}}",
+        "policy.generation.mcore_generation_config.buffer_guaranteed_fraction=0.1",
+        "policy.generation.mcore_generation_config.unified_memory_level=1",
+        "cluster.segment_size=8",
+        "data_plane={enabled: true, impl: transfer_queue, backend: simple, storage_capacity: 1000000}",
+        "async_rl={sampler: {name: in_order, max_lookahead_versions: 0}}",
+        "grpo.max_num_epochs=-1",
         "policy.offload_optimizer_for_logprob=true",
         "policy.dtensor_cfg.automodel_kwargs={force_hf: true}",
         "grpo.val_period=-1",
@@ -62,7 +70,11 @@ ACCEPTED = {
         "value.generation_batch_size=64",
         "value.offload_optimizer_for_logprob=true",
         "value.train_global_batch_size=256",
-        "value.reward_model_cfg={enabled: true, reward_model_type: regression}",
+        "value.reward_model_cfg={enabled: false, reward_model_type: regression}",
+        "ppo.max_num_epochs=-1",
+        "ppo.async_ppo={enabled: true, warmup_generation_lead_steps: 4}",
+        "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}",
+        "cluster.gpus_per_node=2",
         "ppo.adv_estimator={name: gae, gae_lambda_policy: 0.95, gae_lambda_value: 1.0, length_adaptive_alpha: 0.05}",
         "ppo.policy_training_start_step=50",
         "ppo.val_period=-1",
@@ -149,7 +161,11 @@ WITHOUT_EFFECT = {
         "policy.dtensor_cfg.sequence_parallel=true",
         "policy.dtensor_cfg.custom_parallel_plan=a.b",
         "policy.sequence_packing.algorithm=modified_ffd",
-        "policy.sequence_packing.microbatch_order=largest_first",
+        "policy.generation.vllm_cfg.max_num_seqs=64",
+        "policy.dtensor_cfg.automodel_kwargs.attn_implementation=flash_attention_2",
+        "policy.dtensor_cfg.automodel_kwargs.use_sdpa_patching=false",
+        "grpo.val_best_at_k_values=[1,2]",
+        "sif_dir=/images",
         "policy.generation.vllm_cfg.enable_expert_parallel=true",
         "policy.generation.vllm_cfg.enforce_monotonicity=false",
         "policy.generation.vllm_cfg.enable_thinking=true",
@@ -168,7 +184,6 @@ WITHOUT_EFFECT = {
         "policy.dtensor_cfg.automodel_kwargs.use_liger_kernel=true",
         "policy.dtensor_cfg.automodel_kwargs.freeze_config.freeze_vision_tower=true",
         "policy.dtensor_cfg.defer_fsdp_grad_sync=true",
-        "cluster.segment_size=8",
         "checkpointing.is_peft=true",
     ),
     "sft": ("env={math: {num_workers: 8}}",),
@@ -191,7 +206,6 @@ NOT_BUILT = {
         "policy.is_vlm=true",
         "policy.dequantize_base_checkpoint=true",
         "grpo.adv_estimator.name=opd",
-        "data_plane={enabled: true}",
         "async_rl.generation_router={enabled: true}",
         "data.train.data_files=hf://x",
         "data.train.allowed_problem_types=[a]",
@@ -265,6 +279,100 @@ def test_a_rate_for_an_absent_bias_has_no_effect(tmp_path: Path, caplog: pytest.
     with caplog.at_level(logging.INFO, "nemo_rl.config"):
         load_config(path, schema=ALGORITHMS["sft"])
     assert "moe_router_bias_update_rate (moe_router_enable_expert_bias is false)" in caplog.text
+
+
+def test_keys_of_megatron_that_nothing_reads_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = ("track_moe_metrics=true", "train_iters=100", "scheduler.override_opt_param_scheduler=true")
+    path = written(tmp_path, "sft", *TO_MEGATRON, *(f"policy.megatron_cfg.{key}" for key in keys))
+    with caplog.at_level(logging.INFO, "nemo_rl.config"):
+        load_config(path, schema=ALGORITHMS["sft"])
+    assert all(f"policy.megatron_cfg.{key.split('=')[0]} (" in caplog.text for key in keys)
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3.5-4B", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "zai-org/GLM-5.1"])
+def test_a_family_that_megatron_does_not_train_is_told_at_load(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    asked = f"policy.model_name={name}"
+    load_config(written(tmp_path, "sft", asked), schema=ALGORITHMS["sft"])
+    assert "is of the family" not in caplog.text
+    load_config(written(tmp_path, "sft", *TO_MEGATRON, asked), schema=ALGORITHMS["sft"])
+    assert f"policy.model_name={name} is of the family" in caplog.text
+    caplog.clear()
+    load_config(written(tmp_path, "sft", *TO_MEGATRON, "policy.model_name=Qwen/Qwen3-4B"), schema=ALGORITHMS["sft"])
+    assert "is of the family" not in caplog.text
+
+
+def test_an_override_removes_an_unknown_key_of_a_file(tmp_path: Path) -> None:
+    path = written(tmp_path, "grpo", "grpo.no_such_key=3", "policy.no_such_section.a.b=1", "policy.max_grad_norm=0.5")
+    removed = ["~grpo.no_such_key", "~policy.no_such_section", "policy.max_grad_norm=0.25"]
+    assert load_config(path, removed).policy.max_grad_norm == 0.25
+    assert collect_errors(path, "grpo", removed) == []
+    with pytest.raises(ConfigError, match="unknown key 'policy.no_such_section'"):
+        load_config(path, ["~grpo.no_such_key"])
+    with pytest.raises(ConfigError, match="grpo.never_written"):
+        load_config(path, [*removed, "~grpo.never_written"])
+
+
+def test_a_key_that_only_interpolations_read_is_a_variable(tmp_path: Path) -> None:
+    path = written(tmp_path, "sft", "my_length=640", "policy.max_total_sequence_length=${my_length}", "others={a: 3}")
+    assert len(collect_errors(path, "sft")) == 1
+    with pytest.raises(ConfigError, match="unknown key 'others'"):
+        load_config(path, schema=ALGORITHMS["sft"])
+    config = load_config(path, ["~others"], schema=ALGORITHMS["sft"])
+    assert config.policy.max_total_sequence_length == 640 and "my_length" not in config
+    config = load_config(path, ["~others", "my_length=320"], schema=ALGORITHMS["sft"])
+    assert config.policy.max_total_sequence_length == 320
+
+
+def test_the_data_plane_is_played_by_runners_where_a_run_can_have_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    machines = "data_plane.enabled=true", "cluster={num_nodes: 4, gpus_per_node: 8}"
+    with caplog.at_level(logging.INFO, "nemo_rl.config"):
+        assert load_config(written(tmp_path, "grpo", *machines)).cluster.rollout_runners == 4
+        assert "data_plane.enabled=true: cluster.rollout_runners=4." in caplog.text
+        gdpo = written(tmp_path, "grpo", *machines, "grpo.adv_estimator.name=gdpo")
+        assert load_config(gdpo).cluster.rollout_runners == 0
+    assert "but rows pass the driver: cluster.rollout_runners=4 keeps tokens out of the driver, but" in caplog.text
+    assert load_config(written(tmp_path, "grpo", *machines), ["cluster.rollout_runners=2"]).cluster.rollout_runners == 2
+    config = load_config(written(tmp_path, "sft", "data_plane.enabled=true"), schema=ALGORITHMS["sft"])
+    assert config.cluster.rollout_runners == 0
+
+
+def test_a_look_ahead_of_zero_takes_turns(tmp_path: Path) -> None:
+    for sampler in ("{name: in_order, max_lookahead_versions: 0}", "{name: weight_fifo, max_staleness_versions: 0}"):
+        assert load_config(written(tmp_path, "grpo", f"async_rl={{sampler: {sampler}}}")).grpo.overlap.mode == "none"
+
+
+def test_a_critic_always_has_a_scalar_head(tmp_path: Path) -> None:
+    path = written(tmp_path, "ppo", "value.reward_model_cfg.enabled=false", "ppo.max_num_epochs=-1")
+    config = load_config(path, schema=ALGORITHMS["ppo"])
+    assert config["value"].reward_model_cfg.enabled is True and config["ppo"].max_num_epochs > 10**8
+
+
+@pytest.mark.parametrize(("algorithm", "train"), [("sft", 512), ("dpo", 1024), ("rm", 1024)])
+def test_a_budget_below_one_sample_is_raised_to_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, algorithm: str, train: int
+) -> None:
+    keys = ("max_total_sequence_length=512", "sequence_packing={enabled: true, train_mb_tokens: 100}")
+    path = written(tmp_path, algorithm, *(f"policy.{key}" for key in keys), "policy.dynamic_batching.enabled=false")
+    with caplog.at_level(logging.INFO, "nemo_rl.config"):
+        config = load_config(path, schema=ALGORITHMS[algorithm])
+    assert config.policy.sequence_packing.train_mb_tokens == train
+    assert "policy.sequence_packing.train_mb_tokens=100 is less than" in caplog.text
+
+
+def test_machines_for_models_of_nemo_gym_are_left_to_them(tmp_path: Path) -> None:
+    keys = ("data.default.env_name=nemo_gym", "data.default.processor=nemo_gym_data_processor")
+    rows = "data.train={_override_: true, dataset_name: NemoGymDataset, data_path: rows.jsonl}"
+    gym = "env.nemo_gym={config_paths: [a.yaml], num_gpu_nodes: 2}"
+    asked = (*keys, rows, "data.validation=null", "grpo.val_period=0", "grpo.val_at_start=false", gym)
+    path = written(tmp_path, "grpo", *asked, "cluster={num_nodes: 6, gpus_per_node: 8}")
+    config = load_config(path, check=False)
+    assert (config.cluster.num_nodes, config.model_cluster.num_nodes, config.policy_cluster.num_nodes) == (6, 4, 4)
+    (found,) = collect_errors(path, "grpo", ["cluster.num_nodes=2"])
+    assert "env.nemo_gym.num_gpu_nodes=2 leaves no machine" in found
 
 
 def test_megatron_defaults_follow_the_same_keys_as_in_nemo_rl(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ READ_BY_A_BACKEND = {"TrainingBackendConfig.kwargs", "TrainingBackendConfig.name
 TAKEN_BY_ANOTHER = {
     *("McoreGenerationConfig.max_model_len", "MegatronCheckpointConfig.async_save", "NemoGymConfig.thinking_tags"),
     *(f"ServingChatConfig.{key}" for key in ("tool_parser", "reasoning_parser")),
+    *("DataPlaneConfig.enabled", "ServingChatConfig.default_chat_template_kwargs", "NemoGymConfig.num_gpu_nodes"),
     *(
         f"VllmConfig.{key}"
         for key in ("http_server_serving_chat_kwargs", "tool_parser_plugin", "reasoning_parser_plugin")
@@ -215,7 +216,7 @@ def test_keys_without_effect_give_one_notice(tmp_path: Path, caplog: pytest.LogC
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(content))
     with caplog.at_level(logging.INFO, "nemo_rl.config"):
-        load_config(path, ["policy.sequence_packing.sequence_length_round=32"])
+        load_config(path, ["policy.dtensor_cfg.automodel_kwargs.force_hf=true"])
     assert len(caplog.messages) == 1
     assert caplog.messages[0].count("(") == 2
     assert "policy.sequence_packing.sequence_length_round (a packed row is" in caplog.messages[0]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from nemo_rl.config.rules.broken_rules import Findings
-from nemo_rl.config.rules.model import check_backend, check_budgets, check_trainable
+from nemo_rl.config.rules.model import check_backend, check_one_layout, check_trainable
 from nemo_rl.config.rules.placement.roles import Role
 from nemo_rl.config.rules.placement.topology import divide_cluster, model_ranks, parallel_sizes
 from nemo_rl.config.schema.cluster import ClusterConfig
@@ -42,8 +42,7 @@ def check_second_models(models: Mapping[str, Role], cluster: ClusterConfig) -> F
                 f"policy.max_total_sequence_length={longest}: the {name} could not read the longest answers. "
                 "Set both to the same value."
             )
-        budgets = ("train_mb_tokens", "logprob_mb_tokens") if role.trains else ("logprob_mb_tokens",)
-        yield from check_budgets(name, role.section, longest, budgets)
+        yield from check_one_layout(name, role.section)
     if not misplaced:
         yield from _check_updates(models, cluster)
 

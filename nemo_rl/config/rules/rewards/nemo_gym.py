@@ -9,6 +9,15 @@ from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.model.generation import GenerationConfig
 
 
+def left_by_gym(cluster: ClusterConfig, environments: Mapping[str, Any]) -> ClusterConfig:
+    """Return the machines that models of NeMo Gym's servers leave to the run; all of them if there are too few."""
+    section = environments.get(NEMO_GYM)
+    taken = section.num_gpu_nodes if isinstance(section, NemoGymConfig) and cluster.uses_gpu else 0
+    if not 0 < taken < cluster.num_nodes:
+        return cluster
+    return cluster.model_copy(update={"num_nodes": cluster.num_nodes - taken})
+
+
 def check_nemo_gym(environments: Mapping[str, Any], used: Collection[str | None], cluster: ClusterConfig) -> Findings:
     """Check that NeMo Gym's servers can be started or found, and that they know the endpoint.
 
@@ -27,6 +36,11 @@ def check_nemo_gym(environments: Mapping[str, Any], used: Collection[str | None]
                 "dataset_name=NemoGymDataset and processor=nemo_gym_data_processor."
             )
         return
+    if cluster.uses_gpu and section.num_gpu_nodes >= cluster.num_nodes:
+        yield (
+            f"env.nemo_gym.num_gpu_nodes={section.num_gpu_nodes} leaves no machine for the run: cluster.num_nodes="
+            f"{cluster.num_nodes}. Lower it, or use more machines."
+        )
     if cluster.rollout_runners:
         yield (
             f"cluster.rollout_runners={cluster.rollout_runners} makes an endpoint in each runner, but NeMo Gym's model "

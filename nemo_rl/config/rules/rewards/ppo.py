@@ -48,9 +48,7 @@ def _check_ratio(ppo: PPOConfig, loss: ClippedPGLossConfig) -> Findings:
 
 
 def check_value(ppo: PPOConfig, value: ValueConfig) -> Findings:
-    """Check that the critic has a scalar head, and that the samples of a step divide into its updates."""
-    if not value.reward_model_cfg.enabled:
-        yield "value.reward_model_cfg.enabled=false: a critic has a scalar head. Set it to true, or leave it out."
+    """Check that the critic has no adapters, and that the samples of a step divide into its updates."""
     for key in value.adapter_keys:
         yield (
             f"value.{key}.enabled=true freezes everything but adapters, also the critic's new head. "

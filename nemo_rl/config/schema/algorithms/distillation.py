@@ -10,7 +10,7 @@ from pydantic import Field, PositiveInt
 
 from nemo_rl.config.base.part_names import PartName
 from nemo_rl.config.base.section import derived
-from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
+from nemo_rl.config.schema.algorithms.rollout_training import Epochs, RolloutTrainingConfig
 from nemo_rl.config.schema.model.generation import GenerationConfig
 from nemo_rl.config.schema.model.parallel import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.schema.model.policy import SchedulerList
@@ -29,9 +29,9 @@ class DistillationConfig(RolloutTrainingConfig):
     """Answers that the student samples for each prompt."""
     max_num_steps: PositiveInt = 1000
     """Training stops after this many steps."""
-    max_num_epochs: PositiveInt = 10
-    """Training stops after this many passes over the training data; with data.train.<i>.weight a pass is as many
-    prompts as all data sets have rows."""
+    max_num_epochs: Epochs = 10
+    """Training stops after this many passes over the training data; -1: no limit. With data.train.<i>.weight a pass
+    is as many prompts as all data sets have rows."""
     topk_logits_k: PositiveInt = 64
     """Logits that the teacher sends for each token: those of its k most likely tokens."""
     val_period: int = Field(default=20, ge=-1)

@@ -51,6 +51,7 @@ class GRPOConfig(RewardedTrainingConfig):
 
     ignored: ClassVar[dict[str, str]] = {
         **RewardedTrainingConfig.ignored,
+        "*best_at_k*": "NeMo RL does not read it either",
         "debug_payload_metrics": "sizes of messages are not reported",
         "deduplicate_multimodal_data": "there are no images, sounds or videos",
         **dict.fromkeys(

@@ -101,10 +101,10 @@ class AsyncRLSamplerConfig(Section):
 
     name: Literal["in_order", "ready_first", "windowed", "weight_fifo"] = "in_order"
     """As overlap.order; windowed is ready_first, or freshest_first with sample_freshest_first."""
-    max_lookahead_versions: PositiveInt = 1
-    """in_order: as overlap.max_age_steps."""
-    max_staleness_versions: PositiveInt = 1
-    """The others: as overlap.max_age_steps."""
+    max_lookahead_versions: NonNegativeInt = 1
+    """in_order: as overlap.max_age_steps; 0: sampling and training take turns."""
+    max_staleness_versions: NonNegativeInt = 1
+    """The others: as overlap.max_age_steps; 0: sampling and training take turns."""
     sample_freshest_first: bool = False
     """windowed: prefer the newest finished groups."""
 
@@ -194,9 +194,12 @@ class AsyncRLConfig(Section):
             "freshest_first" if sampler.sample_freshest_first else "ready_first"
         )
         in_order = sampler.name == "in_order"
+        age = sampler.max_lookahead_versions if in_order else sampler.max_staleness_versions
+        if age == 0:
+            return OverlapConfig()
         return OverlapConfig(
             mode="ahead",
-            max_age_steps=sampler.max_lookahead_versions if in_order else sampler.max_staleness_versions,
+            max_age_steps=age,
             order=windowed if sampler.name == "windowed" else sampler.name,
             in_flight_weight_updates=True,
             max_inflight_prompts=self.max_inflight_prompts,

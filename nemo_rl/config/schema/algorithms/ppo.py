@@ -6,11 +6,12 @@ Invariant: the critic is a second policy section with a scalar head, which is tr
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.algorithms.overlap import AsyncGRPOConfig
 from nemo_rl.config.schema.algorithms.rewarded_training import RewardedTrainingConfig
+from nemo_rl.config.schema.algorithms.rollout_training import Epochs
 from nemo_rl.config.schema.model.policy import RewardModelConfig
 from nemo_rl.config.schema.second_model import SecondModelConfig
 
@@ -60,10 +61,9 @@ class PPOAdvantageConfig(Section):
 class AsyncPPOConfig(AsyncGRPOConfig):
     """NeMo RL's section for overlap; the same as `overlap` with `mode=ahead` and `order=in_order`."""
 
-    later: ClassVar[dict[str, str]] = {
-        "warmup_generation_lead_steps": "another lead of sampling while only the critic is trained",
-    }
     ignored: ClassVar[dict[str, str]] = {
+        "warmup_generation_lead_steps": "max_trajectory_age_steps is the lead of sampling in all steps; while only the "
+        "critic is trained, the policy that samples stays the same",
         "drop_incomplete_targets_on_restore": "overlap.partial_responses says what becomes of unfinished groups",
     }
 
@@ -73,9 +73,9 @@ class PPOConfig(RewardedTrainingConfig):
 
     max_num_steps: PositiveInt = 100_000
     """Training stops after this many steps."""
-    max_num_epochs: PositiveInt = 100_000
-    """Training stops after this many passes over the training data; with data.train.<i>.weight a pass is as many
-    prompts as all data sets have rows."""
+    max_num_epochs: Epochs = 100_000
+    """Training stops after this many passes over the training data; -1: no limit. With data.train.<i>.weight a pass
+    is as many prompts as all data sets have rows."""
     val_period: int = Field(default=20, ge=-1)
     """Validate every this many steps; 0 or -1: only at start or end."""
     ppo_epochs: PositiveInt = 4
@@ -93,8 +93,8 @@ class ValueHeadConfig(RewardModelConfig):
 
     idle: ClassVar[dict[str, str]] = {"reward_model_type": "a critic is trained on returns"}
 
-    enabled: bool = True
-    """Give the model a scalar head; a critic always has one."""
+    enabled: Annotated[bool, AfterValidator(lambda _: True)] = True
+    """No effect: a critic always has a scalar head."""
     reward_model_type: Literal["bradley_terry", "regression"] = "regression"  # type: ignore[assignment]
     """Not used: the critic's output is the value of a state."""
 

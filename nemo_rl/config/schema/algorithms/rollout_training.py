@@ -3,11 +3,19 @@
 They cover steps, prompts and validation; keys of the loss are in the algorithm's own section.
 """
 
-from pydantic import Field, PositiveInt
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, PositiveInt
 
 from nemo_rl.config.base.section import Section, Seed
 from nemo_rl.config.schema.algorithms.overlap import OverlapConfig
 from nemo_rl.config.schema.named_part import RolloutSourceConfig
+
+NO_LIMIT = 10**9
+"""The number of passes over the data that stands for no limit."""
+
+Epochs = Annotated[PositiveInt, BeforeValidator(lambda number: NO_LIMIT if number == -1 else number)]
+"""Passes over the training data; -1: no limit."""
 
 
 class RolloutTrainingConfig(Section):
@@ -19,9 +27,9 @@ class RolloutTrainingConfig(Section):
     """Answers sampled for each prompt, the group size."""
     max_num_steps: PositiveInt = 1_000_000
     """Training stops after this many steps."""
-    max_num_epochs: PositiveInt = 1
-    """Training stops after this many passes over the training data; with data.train.<i>.weight a pass is as many
-    prompts as all data sets have rows."""
+    max_num_epochs: Epochs = 1
+    """Training stops after this many passes over the training data; -1: no limit. With data.train.<i>.weight a pass
+    is as many prompts as all data sets have rows."""
     max_rollout_turns: PositiveInt = 1
     """Most turns of model and environment in one rollout."""
     max_episode_tokens: PositiveInt | None = None

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field, PositiveInt
 
 from nemo_rl.config.base.section import Section, Seed, derived
+from nemo_rl.config.schema.algorithms.rollout_training import Epochs
 from nemo_rl.config.schema.data import DataConfig, DatasetDefaults
 from nemo_rl.config.schema.model.generation import GenerationConfig
 from nemo_rl.config.schema.model.parallel import DynamicBatchingConfig, SequencePackingConfig
@@ -25,9 +26,9 @@ class SupervisedConfig(Section):
 
     max_num_steps: CountOrAll = 60
     """Training stops after this many steps; -1: never."""
-    max_num_epochs: PositiveInt = 1
-    """Training stops after this many passes over the training data; with data.train.<i>.weight a pass is as many rows
-    as all data sets have."""
+    max_num_epochs: Epochs = 1
+    """Training stops after this many passes over the training data; -1: no limit. With data.train.<i>.weight a pass
+    is as many rows as all data sets have."""
     max_idle_steps: PositiveInt = 5
     """The run ends with an error after this many steps in a row without an update: no sample counts in the loss, or the
     gradients are not finite."""

@@ -107,6 +107,9 @@ class ServingChatConfig(Section):
     """As env.agent.tool_parser."""
     reasoning_parser: str | None = None
     """As env.agent.reasoning_parser."""
+    default_chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template for requests of agents; a request's own replace them. null: none besides those of
+    policy.tokenizer.chat_template_kwargs."""
 
 
 class VllmConfig(Section):
@@ -128,6 +131,7 @@ class VllmConfig(Section):
         "enable_thinking": "NeMo RL does not read it either; see policy.tokenizer.chat_template_kwargs",
         "enforce_monotonicity": "NeMo RL does not read it either",
         "load_format": "the adapter chooses it",
+        "max_num_seqs": "NeMo RL does not read it either; see vllm_kwargs.max_num_seqs",
         "skip_tokenizer_init": "the adapter chooses it",
         "use_tqdm": "engines show no progress bar",
     }
@@ -186,6 +190,7 @@ class McoreGenerationConfig(Section):
     }
     ignored: ClassVar[dict[str, str]] = {
         "buffer_size_gb": "see policy.generation.engine.kv_cache_memory_mb",
+        **dict.fromkeys(("buffer_guaranteed_fraction", "unified_memory_level"), "NeMo RL does not read it either"),
         "refit_backend": "weights move as policy.generation.weight_sync says",
         **dict.fromkeys(
             (

@@ -61,6 +61,8 @@ class MegatronOptimizerConfig(Section):
 class MegatronSchedulerConfig(Section):
     """Learning rate and weight decay by training step, in place of `policy.scheduler`."""
 
+    ignored: ClassVar[dict[str, str]] = {"override_opt_param_scheduler": "NeMo RL does not read it either"}
+
     lr_decay_style: Annotated[
         Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"],
         Only(("constant", "linear", "cosine", "inverse-square-root"), "warmup-stable-decay schedules"),
@@ -209,6 +211,8 @@ class MegatronConfig(BackendSection):
         "moe_pad_experts_for_cuda_graph_inference": _GENERATION,
         "pipeline_dtype": "activations pass between stages in policy.precision",
         "radio_force_cpe_eval_mode": NO_SUCH_PART,
+        "track_moe_metrics": "NeMo RL does not read it either; see moe_per_layer_logging",
+        "train_iters": "the algorithm's section sets the number of steps, in NeMo RL too",
         "use_fused_linear_logprobs": "log-probs are always computed chunk by chunk, see policy.logprob_chunk_size",
         "use_fused_weighted_squared_relu": "computed without a fused kernel, with the same numbers",
         "use_gloo_process_groups": "process groups for checkpoints are made where they are needed",

@@ -98,6 +98,8 @@ class AutomodelConfig(Section):
     ignored: ClassVar[dict[str, str]] = {
         "backend": "it chooses kernels of the Automodel library; models are built from their Hugging Face class",
         "use_liger_kernel": "layers are those of the Hugging Face class, which compute the same",
+        "attn_implementation": "attention follows sequence packing and the device; all of them compute the same",
+        "use_sdpa_patching": "attention follows sequence packing and the device",
     }
     idle: ClassVar[dict[str, str]] = {"force_hf": "models are always built from their Hugging Face class"}
 
@@ -278,11 +280,6 @@ class SequencePackingConfig(Section):
     """Several sequences end to end in one row; attention never crosses a boundary."""
 
     ignored: ClassVar[dict[str, str]] = {"fuse_loss": "the loss of a packed row is always one call"}
-    idle: ClassVar[dict[str, str]] = {
-        "sequence_length_round": "a packed row is as long as its sequences, rounded up to "
-        "make_sequence_length_divisible_by",
-        "microbatch_order": "the rows of a rank always run largest first",
-    }
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
@@ -310,10 +307,12 @@ class SequencePackingConfig(Section):
     """With share_prompts: most keys and values of attention in a packed row, as a multiple of its token budget. Those
     of shared tokens are repeated before each of their sequences and kept for the backward pass; above this limit
     another row is started. Predictions of memory count them."""
-    sequence_length_round: PositiveInt = 64
-    """No effect: packed rows are rounded up to make_sequence_length_divisible_by only."""
-    microbatch_order: Literal["packer", "largest_first"] = "packer"
-    """No effect: a rank's packed rows always run largest first, so that peak memory is reached early."""
+    sequence_length_round: PositiveInt | None = None
+    """Packed rows are padded to a multiple of this many tokens, so that kernels see fewer lengths; null: to one of
+    make_sequence_length_divisible_by only."""
+    microbatch_order: Literal["packer", "largest_first"] | None = "largest_first"
+    """Order in which a rank computes its packed rows: largest first, so that peak memory is reached early, or as the
+    algorithm packed them; null: largest_first."""
 
 
 class SchedulerConfig(Section):

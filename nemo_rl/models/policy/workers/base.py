@@ -398,6 +398,8 @@ def input_layout(config: PolicyConfig) -> InputLayout:
     round_to = row_length_multiple(config)
     if config.dynamic_batching.enabled:
         round_to = math.lcm(round_to, config.dynamic_batching.sequence_length_round)
+    if config.sequence_packing.enabled:
+        round_to = math.lcm(round_to, config.sequence_packing.sequence_length_round or 1)
     return InputLayout(packed=config.sequence_packing.enabled, round_to=round_to)
 
 
