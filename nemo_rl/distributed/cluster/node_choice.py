@@ -121,17 +121,18 @@ def _choose_segments(
         fitting = [members for members in domains.values() if len(members) >= size]
         if not fitting:
             return None
-        # Segments that can begin now come first; the last, shorter one takes the nodes that are left over.
-        best = min(
-            fitting,
-            key=lambda members: (
-                not members[size - 1].holds(largest, bundle, now=True),
-                len(members) % segment_size != size % segment_size,
-            ),
-        )
+        best = min(fitting, key=lambda members: _preference(members, size, segment_size, largest, bundle))
         chosen += [node.node_id for node in best[:size]]
         del best[:size]
     return chosen
+
+
+def _preference(
+    members: Sequence[NodeRoom], size: int, segment_size: int, count: int, bundle: Mapping[str, float]
+) -> tuple[bool, int]:
+    """Return a sort key of domains for the next segment: free ones first; a short segment takes what is left over."""
+    is_taken = not all(node.holds(count, bundle, now=True) for node in members[:size])
+    return is_taken, len(members) if size < segment_size else 0
 
 
 def shortage(

@@ -137,6 +137,27 @@ def test_ports_and_resources_of_head_and_workers(jobs):
     assert len(steps) == 3 and all({"--gres=gpu:4", "--immediate=300"} <= set(call[:-1]) for call in steps)
 
 
+def test_the_nvlink_domain_of_a_node_is_read_from_its_gpus(tmp_path):
+    script = SCRIPT.read_text()
+    function = script[script.index("node_nvlink_domain()") : script.index("node_start_ray()")]
+    tool = tmp_path / "nvidia-smi"
+
+    def domain(uuid: str) -> str:
+        fabric = f"        State           : Completed\n        CliqueId : 3\n        ClusterUUID : {uuid}\n"
+        tool.write_text(f"#!/bin/sh\ncat <<'END'\n    Fabric\n{fabric}    Processes\nEND\n")
+        tool.chmod(0o755)
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        command = ["bash", "-euo", "pipefail", "-c", f"{function}\nnode_nvlink_domain"]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+
+    uuid = "7a2f8d10-0b1c-4c2e-9c55-3f0d2f6f9a11"
+    assert domain(uuid) == f"{uuid}_3"
+    assert domain("00000000-0000-0000-0000-000000000000") == domain("N/A") == ""
+    tool.unlink()
+    command = ["bash", "-euo", "pipefail", "-c", f"{function}\nnode_nvlink_domain"]
+    assert subprocess.run(command, env={"PATH": "/nowhere"}, capture_output=True, executable="/bin/bash").stdout == b""
+
+
 def test_a_signal_is_forwarded_and_the_job_resumes_after_requeue(jobs):
     job = jobs["preempted"]
     job.wait_for(lambda: "trains" in job.log("ray-driver.log"))

@@ -219,5 +219,5 @@ def test_keys_without_effect_give_one_notice(tmp_path: Path, caplog: pytest.LogC
         load_config(path, ["policy.dtensor_cfg.automodel_kwargs.force_hf=true"])
     assert len(caplog.messages) == 1
     assert caplog.messages[0].count("(") == 2
-    assert "policy.sequence_packing.sequence_length_round (a packed row is" in caplog.messages[0]
+    assert "policy.dtensor_cfg.automodel_kwargs.force_hf (models are" in caplog.messages[0]
     assert "data.train.1.min_operand (only arithmetic" in caplog.messages[0]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -124,6 +125,44 @@ def test_nodes_are_chosen_by_free_resources_and_strategy(
     if counts == [1, 4]:
         nodes[0] = room(1, 2, free=0)
     assert choose_nodes(counts, {"CPU": 1.0}, nodes, strategy) == chosen
+
+
+def in_domain(number: int, domain: str, rank: int, free: float = 4) -> NodeRoom:
+    total = {"GPU": 4.0, f"nvlink_domain_{domain}": 1.0, "topo_rank": float(rank)}
+    return NodeRoom(f"id{number}", f"10.0.0.{number}", total, {"GPU": free})
+
+
+@pytest.mark.parametrize(
+    ("domains", "entries", "size", "chosen"),
+    [
+        # Addresses alternate between two domains; each segment of two is in one of them.
+        ("abab", 4, 2, [1, 3, 2, 4]),
+        # The domain with an odd node gives whole segments only; the last, shorter segment takes what is left.
+        ("aaabb", 5, 2, [1, 2, 4, 5, 3]),
+        ("aab", 3, 3, None),
+        ("aaab", 2, 2, [1, 2]),
+        ("aaaa", 4, 8, [1, 2, 3, 4]),
+    ],
+)
+def test_segments_are_in_one_nvlink_domain(domains: str, entries: int, size: int, chosen: list[int] | None) -> None:
+    nodes = [in_domain(number, domain, number) for number, domain in enumerate(domains, 1)]
+    found = choose_nodes([4] * entries, {"GPU": 1.0}, nodes, "STRICT_SPREAD", segment_size=size)
+    assert found == (None if chosen is None else [f"id{number}" for number in chosen])
+
+
+def test_nodes_of_a_segment_come_in_the_order_of_the_topology_and_free_ones_first() -> None:
+    nodes = [in_domain(1, "a", 4), in_domain(2, "a", 3), in_domain(3, "b", 2, free=0), in_domain(4, "b", 1)]
+    choose = partial(choose_nodes, [4, 4], {"GPU": 1.0}, strategy="STRICT_SPREAD", segment_size=2)
+    assert choose(nodes) == ["id2", "id1"]
+    assert choose(nodes, avoid={"id1"}) == ["id4", "id3"]
+    assert choose(nodes, avoid={"id1", "id3"}) is None
+    told = shortage([4, 4], {"GPU": 1.0}, nodes, "STRICT_SPREAD", {"id1", "id3"}, 2)
+    assert "segment_size=2 needs as many nodes of one NVLink domain" in told and "nvlink_domain_a has 1" in told
+
+
+def test_without_domains_segments_ask_for_nothing() -> None:
+    nodes = [room(1, 2), room(2, 2)]
+    assert choose_nodes([2, 2], {"CPU": 1.0}, nodes, "STRICT_SPREAD", segment_size=2) == ["id1", "id2"]
 
 
 def test_nodes_of_other_workers_are_avoided() -> None:

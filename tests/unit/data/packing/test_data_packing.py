@@ -304,3 +304,12 @@ def test_trees_keep_within_tokens_and_keys(branches, num_shards, factor) -> None
         part = prefixes.within(rows)
         assert part.tokens(lengths) <= CAPACITY
         assert strategy.most_keys is None or part.keys(lengths) <= max(strategy.most_keys, *(lengths[r] for r in rows))
+
+
+def test_microbatches_come_largest_first_or_as_they_were_packed() -> None:
+    lengths = [3, 8, 2, 7, 6]
+    in_order = {"algorithm": "concatenative", "capacity": 8}
+    assert plan_microbatches(lengths, 1, Packed(**in_order)).shards == [[[1], [3], [4], [0], [2]]]
+    assert plan_microbatches(lengths, 1, Packed(**in_order, largest_first=False)).shards == [[[0], [1], [2], [3], [4]]]
+    two_ranks = plan_microbatches([3, 8, 2, 7], 2, Packed(**in_order, largest_first=False))
+    assert two_ranks.shards == [[[0], [3]], [[1], [2]]]

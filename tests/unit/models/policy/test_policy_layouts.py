@@ -150,6 +150,11 @@ def test_the_layout_follows_the_configuration(tmp_path) -> None:
     dynamic = policy_config("m", dynamic_batching={"enabled": True, "sequence_length_round": 32})
     assert input_layout(packed) == InputLayout(packed=True, round_to=4)
     assert input_layout(dynamic) == InputLayout(packed=False, round_to=32)
+    packing = {"enabled": True, "sequence_length_round": 6, "microbatch_order": "packer"}
+    rounded = policy_config("m", sequence_packing=packing, make_sequence_length_divisible_by=4)
+    assert input_layout(rounded) == InputLayout(packed=True, round_to=12)
+    strategies = [training_strategy(config) for config in (packed, rounded)]
+    assert [(strategy.round_to, strategy.largest_first) for strategy in strategies] == [(4, True), (4, False)]
 
 
 def test_packing_is_refused_if_sequences_influence_each_other() -> None:
