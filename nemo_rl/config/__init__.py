@@ -4,6 +4,7 @@ This is the lowest layer besides `utils`: every other package receives the secti
 package loads neither torch nor ray.
 """
 
+from nemo_rl.config.base.hidden_values import public_text, public_values
 from nemo_rl.config.base.names import FEEDBACK_DATASET_NAMES, PREFERENCE_DATASET_NAMES, RESPONSE_DATASET_NAMES
 from nemo_rl.config.base.paths import REPOSITORY_ROOT, find_path
 from nemo_rl.config.base.section import Section

@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -97,6 +98,11 @@ class EffortRows:
     def place(self, idx: int) -> tuple[str, int]:
         """Return the file (or data set) and line of a row."""
         return self._rows.place(idx)
+
+    def source(self, idx: int) -> Any:
+        """Return a row before its processor; None for a data set that a program passes as an object."""
+        source = getattr(self._rows, "source", None)
+        return None if source is None else source(idx)
 
     def _with_level(self, datum: DatumSpec, name: str) -> DatumSpec:
         datum["effort"] = name

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nemo_rl.config import public_values
 from nemo_rl.config.runs.eval import EvalMasterConfig
 from nemo_rl.files.atomic_write import write_atomically
 from nemo_rl.files.folder_lock import FolderLock
@@ -155,7 +156,7 @@ class RecordStore:
         """Store the settings on which samples depend, or compare them with the stored ones."""
         assert self._folder is not None
         path = self._folder / CONFIG_FILE
-        current = {"config": config.model_dump(mode="json"), "inputs": input_files(config, num_prompts)}
+        current = {"config": public_values(config), "inputs": input_files(config, num_prompts)}
         if (self._folder / RECORDS_FILE).exists():
             stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
             changes = _changes(_influential(stored), _influential(current))

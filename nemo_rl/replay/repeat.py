@@ -23,7 +23,7 @@ from nemo_rl.algorithms.runtime.step_record import code, environment, samples_in
 from nemo_rl.algorithms.setup.placement import place_models
 from nemo_rl.algorithms.setup.preflight import check_added_models
 from nemo_rl.algorithms.setup.roles import reserve, start_models, start_role
-from nemo_rl.config import GRPOMasterConfig, busy_engines
+from nemo_rl.config import GRPOMasterConfig, busy_engines, public_values
 from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.experience.rows import rows_per_update
 from nemo_rl.models.policy.lm_policy import Policy
@@ -62,7 +62,7 @@ def repeat(
         policy.train(batch.tensors, recipe.loss_fn, gbs=batch.rows_per_update)
         updates = take_records(policy)
         summary: dict[str, Any] = {
-            "config": config.model_dump(mode="json"),
+            "config": public_values(config),
             "samples": samples_in_short(batch),
             "environment": environment(),
             "code": dict(code()),

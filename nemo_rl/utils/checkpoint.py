@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from nemo_rl.config import CheckpointingConfig
+from nemo_rl.config import CheckpointingConfig, public_values
 from nemo_rl.files.atomic_write import write_atomically
 from nemo_rl.files.folder_lock import FolderLock
 from nemo_rl.files.manifest import find_damage, manifest_bytes, replace_file, write_manifest
@@ -51,6 +51,7 @@ class CheckpointManager:
 
     Attributes:
         expected_bytes: size of a checkpoint if known, for messages; else None.
+        run_info: values about the run that each checkpoint gets into its training info.
     """
 
     def __init__(self, config: CheckpointingConfig):
@@ -62,6 +63,7 @@ class CheckpointManager:
         self._warned_of_metric = False
         self._unreadable: set[int] = set()
         self.expected_bytes: int | None = None
+        self.run_info: dict[str, Any] = {}
         if self._lock.acquire():
             self._recover()
             self._lock.release()
@@ -192,9 +194,9 @@ class CheckpointManager:
         if os.path.lexists(folder):
             _remove(folder)
         folder.mkdir()
-        (folder / _INFO_FILE).write_text(_as_json(training_info))
+        (folder / _INFO_FILE).write_text(_as_json(self.run_info | dict(training_info)))
         if run_config is not None:
-            text = yaml.safe_dump(run_config.model_dump(mode="json"), sort_keys=False)
+            text = yaml.safe_dump(public_values(run_config), sort_keys=False)
             (folder / _CONFIG_FILE).write_text(text)
         return folder
 

@@ -53,7 +53,7 @@ from nemo_rl.algorithms.setup.roles import (
 )
 from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
 from nemo_rl.algorithms.setup.start_budget import StartBudget
-from nemo_rl.config import Role, RolloutMasterConfig, busy_engines
+from nemo_rl.config import Role, RolloutMasterConfig, busy_engines, public_values
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.loader import build_loader
 from nemo_rl.data.streams.prompt_stream import Prompts
@@ -155,11 +155,11 @@ def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: fl
     check_runners(config, recipe.environments)
     prompts = make_prompts(config, recipe)
     with ExitStack() as resources:
-        folders = open_folders(config, recipe.roles, len(recipe.data.train), resources)
+        folders = open_folders(config, recipe.roles, recipe.data.train, resources)
         folders.check_position(prompts)
         backends = Logger(config.logger, folders.log_dir, config.algorithm.max_num_steps)
         resources.callback(backends.close)
-        backends.log_hyperparams(config.model_dump())
+        backends.log_hyperparams(public_values(config, "python"))
         log_memory(config.model_cluster, recipe.roles, memory_of_a_rank(config.cluster))
         workers = _start_workers(config, recipe, folders, resources, budget)
         resources.enter_context(monitored(config.logger, backends))

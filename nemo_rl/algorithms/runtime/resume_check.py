@@ -1,9 +1,10 @@
 """Check, before Ray starts, that a run can resume from a checkpoint.
 
-The configuration is compared (`config.rules.resume` lists the keys that may change), and the number of rows of the
-training data. Each trained model must have the same backend, its weights and its optimizer state.
+The configuration is compared (`config.rules.resume` lists the keys that may change), and number and checksum of the
+rows of the training data. Each trained model must have the same backend, its weights and its optimizer state.
 """
 
+import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,10 +21,14 @@ from nemo_rl.utils.errors import CheckpointError, ConfigError
 logger = logging.getLogger(__name__)
 
 DATA_POSITION_FILE = "train_dataloader.pt"
+ROWS_CHECKSUM = "rows_checksum"
+"""Key of `training_info.json`: checksum of the rows of the training data."""
 _CONFIG_FILE = "config.yaml"
 
 
-def check_resume(config: MasterConfig, models: Mapping[str, Role], path: Path, num_rows: int) -> Mapping[str, Any]:
+def check_resume(
+    config: MasterConfig, models: Mapping[str, Role], path: Path, num_rows: int, checksum: str
+) -> Mapping[str, Any]:
     """Log what has changed, and refuse what a resumed run cannot take over.
 
     Args:
@@ -31,6 +36,7 @@ def check_resume(config: MasterConfig, models: Mapping[str, Role], path: Path, n
         models: its models; those that are trained must be in the checkpoint.
         path: the step folder from which it resumes.
         num_rows: rows of its training data.
+        checksum: checksum of these rows.
 
     Returns:
         The position in the data.
@@ -43,7 +49,7 @@ def check_resume(config: MasterConfig, models: Mapping[str, Role], path: Path, n
     for name, role in trained(models).items():
         _check_backend(name, role.section, path, stored)
     _check_config(config, path, stored)
-    position = _check_data(config, path, num_rows)
+    position = _check_data(config, path, num_rows, checksum)
     for name in trained(models):
         _check_state(name, config.checkpointing, path, stored)
     return position
@@ -116,7 +122,7 @@ def _listed(changes: list[ChangedKey]) -> str:
     return "\n".join(f"  {change}" for change in changes)
 
 
-def _check_data(config: MasterConfig, path: Path, num_rows: int) -> Mapping[str, Any]:
+def _check_data(config: MasterConfig, path: Path, num_rows: int, checksum: str) -> Mapping[str, Any]:
     position: Mapping[str, Any] = load_plain(path / DATA_POSITION_FILE)
     try:
         before = int(position["loader"]["num_rows"])
@@ -129,7 +135,23 @@ def _check_data(config: MasterConfig, path: Path, num_rows: int) -> Mapping[str,
             "give this run its own checkpointing.checkpoint_dir, or continue at the same number of rows of the "
             "changed data with\n  checkpointing.allow_changed=[data.train]"
         )
+    if _stored_checksum(path) not in (None, checksum) and not accepted:
+        raise ConfigError(
+            f"the training data has as many rows as when {path} was written, but their content or order is another. "
+            "Use the same data, give this run its own checkpointing.checkpoint_dir, or continue at the same number of "
+            "rows of the changed data with\n  checkpointing.allow_changed=[data.train]"
+        )
     return position
+
+
+def _stored_checksum(path: Path) -> str | None:
+    """Return the checksum of the rows in a step folder; None if another version of the library wrote it."""
+    try:
+        info = json.loads((path / "training_info.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # an unreadable file is reported where the run takes its counters from it
+        return None
+    found = info.get(ROWS_CHECKSUM) if isinstance(info, dict) else None
+    return found if isinstance(found, str) else None
 
 
 def _check_state(name: str, checkpointing: CheckpointingConfig, path: Path, stored: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import nemo_rl
 from nemo_rl.algorithms.runtime.run import Phase, StepBatch
-from nemo_rl.config import MasterConfig
+from nemo_rl.config import MasterConfig, public_values
 from nemo_rl.config.schema.logger import RECORDS_FOLDER
 from nemo_rl.data.stored_rows import with_tokens
 from nemo_rl.experience.trajectory import Trajectory
@@ -130,7 +130,7 @@ class StepRecorder:
             "layout": asdict(self._policy.layout),
             "environment": environment(),
             "code": dict(code()),
-            "config": self._config.model_dump(mode="json"),
+            "config": public_values(self._config),
             "samples": samples_in_short(batch),
             "updates": [update.as_json() for update in updates],
         }

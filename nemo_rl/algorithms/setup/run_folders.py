@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.algorithms.runtime.resume_check import check_resume
+from nemo_rl.algorithms.runtime.resume_check import ROWS_CHECKSUM, check_resume
 from nemo_rl.algorithms.setup.checkpoint_size import check_space
 from nemo_rl.algorithms.setup.run_record import EndOfRun, record_run
 from nemo_rl.config import MasterConfig, Role, save_resolved
+from nemo_rl.data.datasets.processed_dataset import MixedDataset
 from nemo_rl.data.streams.prompt_stream import Prompts
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.logger import get_next_experiment_dir
@@ -54,13 +55,15 @@ class RunFolders:
             data.check_position(dict(self.position))
 
 
-def open_folders(config: MasterConfig, models: Mapping[str, Role], num_rows: int, resources: ExitStack) -> RunFolders:
+def open_folders(
+    config: MasterConfig, models: Mapping[str, Role], rows: MixedDataset, resources: ExitStack
+) -> RunFolders:
     """Lock the checkpoint folder, look for a checkpoint, make the log folder and store the configuration in it.
 
     Args:
         config: a checked configuration.
         models: the models of the run.
-        num_rows: rows of the training data.
+        rows: the training data.
         resources: unlocks the checkpoint folder at the end, and records how the run ended.
 
     Raises:
@@ -74,10 +77,11 @@ def open_folders(config: MasterConfig, models: Mapping[str, Role], num_rows: int
         checkpoints.claim()
         resources.callback(checkpoints.release)
         resume_path = checkpoints.find_resumable()
+        checkpoints.run_info = {ROWS_CHECKSUM: rows.checksum()}
         if resume_path is not None:
-            position = check_resume(config, models, resume_path, num_rows)
+            position = check_resume(config, models, resume_path, len(rows), checkpoints.run_info[ROWS_CHECKSUM])
         check_space(config.checkpointing, models, checkpoints, resume_path)
     log_dir = Path(get_next_experiment_dir(config.logger.log_dir))
     save_resolved(config, log_dir / "config.yaml")
     logger.info("Logs of this run: %s", log_dir)
-    return RunFolders(log_dir, checkpoints, resume_path, record_run(log_dir, resources), position)
+    return RunFolders(log_dir, checkpoints, resume_path, record_run(log_dir, config, resources), position)

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 import nemo_rl
+from nemo_rl.config import MasterConfig, public_text
 from nemo_rl.files.atomic_write import write_atomically
 from nemo_rl.files.optional_output import OptionalOutput
 from nemo_rl.utils.errors import RunInterruptedError
@@ -28,11 +29,12 @@ _MAX_ERROR_CHARS = 2000
 type EndOfRun = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]
 
 
-def record_run(log_dir: Path, resources: ExitStack) -> EndOfRun:
+def record_run(log_dir: Path, config: MasterConfig, resources: ExitStack) -> EndOfRun:
     """Write the record of a run that starts; its end is added when `resources` are closed.
 
     Args:
         log_dir: the run's folder.
+        config: the configuration, whose secrets are left out of the command.
         resources: closed at the end of the run, with the exception that ends it.
 
     Returns:
@@ -40,7 +42,7 @@ def record_run(log_dir: Path, resources: ExitStack) -> EndOfRun:
         anything is shut down. Only its first call counts.
     """
     record: dict[str, Any] = {
-        "command": sys.argv,
+        "command": [public_text(argument, config) for argument in sys.argv],
         "version": nemo_rl.__version__,
         "host": platform.node(),
         "pid": os.getpid(),
@@ -57,7 +59,7 @@ def record_run(log_dir: Path, resources: ExitStack) -> EndOfRun:
     def end(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if "ended" in record:
             return
-        record.update(ended=time.time(), **_outcome(error))
+        record.update(ended=time.time(), **{key: public_text(text, config) for key, text in _outcome(error).items()})
         write()
 
     write()

@@ -28,7 +28,7 @@ from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
 from nemo_rl.algorithms.setup.start_budget import StartBudget
 from nemo_rl.algorithms.setup.user_parts import UserParts
 from nemo_rl.algorithms.supervised.validation import LossValidator, SeparateValidations, Validate
-from nemo_rl.config import DPOConfig, Role, SupervisedMasterConfig
+from nemo_rl.config import DPOConfig, Role, SupervisedMasterConfig, public_values
 from nemo_rl.data.collate_fn import preference_collate_fn
 from nemo_rl.data.datasets.processed_dataset import MixedDataset
 from nemo_rl.data.datasets.setup import RunData
@@ -146,11 +146,11 @@ def start_run(config: SupervisedMasterConfig, recipe: SupervisedRecipe, started_
     rows = make_rows(config, recipe)
     steps = num_steps(config, rows.batches_per_epoch)
     with ExitStack() as resources:
-        folders = open_folders(config, recipe.roles, len(recipe.data.train), resources)
+        folders = open_folders(config, recipe.roles, recipe.data.train, resources)
         folders.check_position(rows)
         backends = Logger(config.logger, folders.log_dir, steps)
         resources.callback(backends.close)
-        backends.log_hyperparams(config.model_dump())
+        backends.log_hyperparams(public_values(config, "python"))
         available = memory_of_a_rank(config.cluster)
         log_memory(config.cluster, recipe.roles, available, recipe.rows_per_sample)
         models = _start_models(config, recipe, folders, resources, budget)

@@ -9,7 +9,7 @@ raised here, before anything starts.
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from nemo_rl.config.base.defaults import fill_defaults, plain_values
+from nemo_rl.config.base.hidden_values import hidden_in, hidden_values, places_still_hidden, public_values
 from nemo_rl.config.base.resolvers import register_omegaconf_resolvers
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.base.spellings import in_own_section, unified
@@ -165,10 +166,11 @@ def merged(schema: type[Section], layers: Sequence[Layer], overrides: Sequence[s
 
 
 def save_resolved(config: BaseModel, path: str | Path) -> None:
-    """Write all values of a configuration as YAML; `load_config` reads the file back equal."""
+    """Write all values of a configuration as YAML, with secrets hidden; `load_config` reads the others back equal."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump(_escaped(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
+    kept = frozenset(hidden_in(config).values())
+    text = yaml.safe_dump(_escaped(public_values(config), kept), sort_keys=False, allow_unicode=True)
     target.write_text(text, encoding="utf-8")
 
 
@@ -205,7 +207,7 @@ def validated[Config: Section](
         ConfigError: with a line for each wrong value and each key of a feature that does not exist yet.
     """
     register_omegaconf_resolvers()
-    unresolved = OmegaConf.to_container(tree, resolve=False)
+    unresolved: Any = OmegaConf.to_container(tree, resolve=False)
     failure: ConfigError | None = None
     try:
         values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
@@ -220,11 +222,17 @@ def validated[Config: Section](
         written = without_followers(details, values, unresolved)
         if written or failure is None:
             lines += problem_lines(schema, written or details, values, sources)
+    lines += [
+        f"{dotted_path(place)} is hidden in {sources.of(place)}. Give it again, for example as {dotted_path(place)}="
+        f"'${{oc.env:NAME}}'."
+        for place in places_still_hidden(values)
+    ]
     if lines:
         raise ConfigError("\n  ".join(lines))
     if failure is not None:
         raise failure
     if isinstance(config, RunConfig):
+        config._hidden = hidden_values(unresolved, values)
         fill_dependent_keys(config)
     return config, values
 
@@ -268,10 +276,10 @@ def _tell_idle(schema: type[Section], values: dict[str, Any], sources: Sources) 
         logger.info("Keys without effect: %s", ", ".join(written))
 
 
-def _escaped(value: Any) -> Any:
-    """Escape `${` in texts, so that reading them back resolves nothing."""
+def _escaped(value: Any, kept: Collection[str]) -> Any:
+    """Escape `${` in texts, except for interpolations to keep, so that reading them back resolves nothing."""
     if isinstance(value, dict):
-        return {key: _escaped(below) for key, below in value.items()}
+        return {key: _escaped(below, kept) for key, below in value.items()}
     if isinstance(value, list):
-        return [_escaped(below) for below in value]
-    return value.replace("${", "\\${") if isinstance(value, str) else value
+        return [_escaped(below, kept) for below in value]
+    return value.replace("${", "\\${") if isinstance(value, str) and value not in kept else value

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
+from nemo_rl.config.base.hidden_values import hidden_in
 from nemo_rl.config.schema.model.policy import PolicyConfig
 
 APPLIED: dict[str, tuple[str, ...]] = {
@@ -136,14 +137,20 @@ class ChangedKey:
 def changed_keys(config: BaseModel, stored: Mapping[str, Any]) -> list[ChangedKey]:
     """Return the keys that differ from a stored configuration.
 
-    A key of the schema that one side does not have belongs to another version of the library and is left out.
+    A secret is not compared if the stored configuration hides it. A key of the schema that one side does not have
+    belongs to another version of the library and is left out.
 
     Args:
         config: the configuration of this run.
-        stored: `config.model_dump(mode="json")` at the time when the checkpoint was written.
+        stored: `public_values(config)` at the time when the checkpoint was written.
     """
+    hidden = {".".join(map(str, place)): text for place, text in hidden_in(config).items()}
     models = {name for name in type(config).model_fields if isinstance(getattr(config, name), PolicyConfig)}
-    return [replace(change, of_model=change.key.partition(".")[0] in models) for change in _walk(config, stored, "")]
+    return [
+        replace(change, of_model=change.key.partition(".")[0] in models)
+        for change in _walk(config, stored, "")
+        if change.key not in hidden or change.before != hidden[change.key]
+    ]
 
 
 def _walk(now: Any, before: Any, path: str) -> Iterator[ChangedKey]:

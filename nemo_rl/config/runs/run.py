@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
 
+from pydantic import PrivateAttr
+
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.rules.broken_rules import Findings, report_findings
 from nemo_rl.config.rules.files import PathKey, check_files
@@ -24,6 +26,9 @@ class RunConfig(Section):
         samples: whether engines sample answers, which environments reward.
         generation_key: dotted key of the section of the engines.
     """
+
+    _hidden: dict[tuple[str | int, ...], str] = PrivateAttr(default_factory=dict)
+    """Secrets of this configuration (`base.hidden_values`)."""
 
     cpu_config: ClassVar[str]
     samples: ClassVar[bool] = False

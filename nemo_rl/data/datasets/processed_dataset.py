@@ -5,6 +5,8 @@ Invariant: `dataset[i]` depends on the rows only, so any worker process and any 
 
 import bisect
 import copy
+import hashlib
+import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -34,6 +36,9 @@ logger = logging.getLogger(__name__)
 TOO_LONG = "longer than data.max_input_seq_length"
 
 _LENGTHS = ("length", "length_chosen", "length_rejected")
+
+CHECKED_ROWS = 50_000
+"""Most rows of which `MixedDataset.checksum` looks at the content."""
 
 ROW_LIMIT_S = 60.0
 """Seconds for one row; a chat template or a processor may loop forever on unexpected input."""
@@ -184,6 +189,15 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         """Return the file (or data set) and line of a row."""
         return row_place(self.dataset, idx)
 
+    def source(self, idx: int) -> Any:
+        """Return a row before its processor."""
+        return self.dataset[idx]
+
+
+def _kind(value: Any) -> str:
+    """Return a text for a value that JSON cannot hold, the same in every process."""
+    return type(value).__qualname__
+
 
 def _reason(error: Exception) -> str:
     """Return the reason why a row cannot be processed, in one line."""
@@ -233,6 +247,22 @@ class MixedDataset(Dataset[DatumSpec]):
         """Return the file (or data set) and line of a row."""
         part, position = self._find(idx)
         return part.place(position)
+
+    def checksum(self) -> str:
+        """Return a checksum of the rows and their order, before they are processed.
+
+        Of more than `CHECKED_ROWS` rows as many count, at equal distances, the first and the last among them. Of data
+        sets that a program passes as objects only the number of rows counts.
+        """
+        total = len(self)
+        chosen = range(total) if total <= CHECKED_ROWS else np.linspace(0, total - 1, CHECKED_ROWS).astype(int).tolist()
+        digest = hashlib.sha256(str(total).encode())
+        for idx in chosen:
+            part, position = self._find(idx)
+            source = getattr(part, "source", None)
+            if source is not None:
+                digest.update(json.dumps(source(position), sort_keys=True, default=_kind).encode() + b"\n")
+        return digest.hexdigest()
 
     @property
     def rows_by_name(self) -> dict[str, range]:

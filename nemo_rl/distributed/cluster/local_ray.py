@@ -28,7 +28,7 @@ from ray._private import ray_constants, services
 from ray._private import utils as ray_utils
 from ray._private.node import Node
 
-from nemo_rl.distributed.cluster.start_checks import ray_folder, require_startable_ray
+from nemo_rl.distributed.cluster.start_checks import own_ray_folder, ray_folder, require_startable_ray
 from nemo_rl.host.memory import machine_bytes
 from nemo_rl.host.processes import is_stopped
 from nemo_rl.host.stop_signals import result_with_handlers
@@ -92,7 +92,7 @@ def start_local_ray(
     # Workers inherit the environment that Ray starts in.
     with (
         _environment(
-            {**env_vars, **_token_without_home(), **_whole_paths(), ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
+            {**env_vars, **_token_without_home(), **_own_folder(), ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
         ),
         _replaced(Node, lean.node),
         _replaced(services, {"ConsolePopen": _OwnSession, **lean.services}),
@@ -135,10 +135,9 @@ def _token_without_home() -> dict[str, str]:
         return {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
-def _whole_paths() -> dict[str, str]:
-    """Return RAY_TMPDIR as an absolute path: Ray's daemons have other working directories."""
-    given = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR"))
-    return {} if given is None or os.path.isabs(given) else {"RAY_TMPDIR": str(ray_folder().parent)}
+def _own_folder() -> dict[str, str]:
+    """Return RAY_TMPDIR, a private folder, as an absolute path: Ray's daemons have other working directories."""
+    return {"RAY_TMPDIR": str(own_ray_folder().parent)}
 
 
 class _OwnSession(services.ConsolePopen):

@@ -9,12 +9,14 @@ import tempfile
 from datetime import datetime
 from pathlib import Path
 
+from nemo_rl.files.private_folder import require_own
 from nemo_rl.utils.errors import ConfigError
 
 _LONGEST_SOCKET_BYTES = 107
 """Longest path of a socket on Linux (`sockaddr_un`)."""
 _LONGEST_SOCKET = "sockets/plasma_store"
 _LOOPBACK_S = 5.0
+_CHOOSE = "Set RAY_TMPDIR to a folder that only this user may write."
 
 
 def require_startable_ray() -> None:
@@ -34,9 +36,24 @@ def start_fault() -> tuple[str, str] | None:
 
 
 def ray_folder() -> Path:
-    """Return the folder in which a Ray started on this machine keeps sockets, logs and spilled objects."""
-    chosen = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    return Path(chosen).absolute() / "ray"
+    """Return the folder in which a Ray started on this machine keeps sockets, logs and spilled objects.
+
+    Ray lets all users write to it, so its parent is a folder of this user alone (`files.private_folder`).
+    """
+    chosen = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp").absolute()
+    own = f"ray-{os.getuid()}"
+    return (chosen if chosen.name == own else chosen / own) / "ray"
+
+
+def own_ray_folder() -> Path:
+    """Return `ray_folder`, whose parent exists and is private.
+
+    Raises:
+        ConfigError: another user owns the parent, or may write to it.
+    """
+    folder = ray_folder()
+    require_own(folder.parent, _CHOOSE)
+    return folder
 
 
 def _temporary_folder_fault() -> tuple[str, str] | None:
@@ -45,8 +62,13 @@ def _temporary_folder_fault() -> tuple[str, str] | None:
     session = f"session_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}_{os.getpid()}"
     excess = len(os.fsencode(folder / session / _LONGEST_SOCKET)) - _LONGEST_SOCKET_BYTES
     if excess > 0:
-        found = f"{variable} makes the paths of its sockets {excess} bytes too long: {folder.parent}"
+        found = f"{variable} makes the paths of its sockets {excess} bytes too long: {folder.parents[1]}"
         return found, f"Set RAY_TMPDIR to a folder whose path is at least {excess} bytes shorter, such as /tmp."
+    if os.path.lexists(folder.parent):
+        try:
+            own_ray_folder()
+        except ConfigError as error:
+            return str(error).removesuffix(f". {_CHOOSE}"), _CHOOSE
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):

@@ -13,6 +13,7 @@ from stored_run import TINY, add_step, row, write_run
 from transformers import AutoTokenizer
 
 from nemo_rl.algorithms.setup.run_record import record_run
+from nemo_rl.config import RunConfig
 from nemo_rl.report.findings import RULES, find
 from nemo_rl.report.run_files import RunFiles, find_run
 from nemo_rl.report.run_view import RunView
@@ -285,7 +286,7 @@ def test_a_run_records_how_it_ended(error: Exception | None, status: str, tmp_pa
     run = RunFiles(tmp_path)
     try:
         with ExitStack() as resources:
-            record_run(tmp_path, resources)
+            record_run(tmp_path, RunConfig(), resources)
             started = run.record()
             if error is not None:
                 raise error

@@ -219,16 +219,16 @@ def write_step(folder: Path, config: GRPOMasterConfig, names: tuple[str, ...]) -
 
 def test_a_resumed_run_needs_every_trained_model_in_the_checkpoint(tmp_path: Path) -> None:
     config = three()
-    check_resume(config, config.models, write_step(tmp_path / "both", config, ("policy", "critic")), 5)
+    check_resume(config, config.models, write_step(tmp_path / "both", config, ("policy", "critic")), 5, "")
     alone = write_step(tmp_path / "alone", config, ("policy",))
     with pytest.raises(ConfigError, match=r"(?s)no folder critic: .*allow_changed=\[critic\]"):
-        check_resume(config, config.models, alone, 5)
+        check_resume(config, config.models, alone, 5, "")
     accepted = three("checkpointing.allow_changed=[critic]")
-    check_resume(accepted, accepted.models, alone, 5)
+    check_resume(accepted, accepted.models, alone, 5, "")
     megatron = three("critic.dtensor_cfg.enabled=false", "critic.megatron_cfg.enabled=true", check=False)
     both = tmp_path / "both/step_1"
     with pytest.raises(ConfigError, match=r"written by critic\.dtensor_cfg, and this run trains by critic\.megatron"):
-        check_resume(megatron, megatron.models, both, 5)
+        check_resume(megatron, megatron.models, both, 5, "")
 
 
 def test_keys_of_every_model_may_change_where_those_of_the_policy_may() -> None:

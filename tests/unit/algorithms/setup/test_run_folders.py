@@ -2,8 +2,10 @@
 
 import os
 import shutil
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from safetensors.torch import load_file
 from nemo_rl.algorithms.setup import checkpoint_size
 from nemo_rl.algorithms.setup.run_folders import RunFolders, open_folders
 from nemo_rl.config import SFTMasterConfig, load_config
+from nemo_rl.data.datasets import processed_dataset
+from nemo_rl.data.datasets.processed_dataset import MixedDataset
 from nemo_rl.models.dtensor.training_backend import DTensorTraining
 from nemo_rl.models.huggingface.sizes import count_parameters
 from nemo_rl.utils.errors import CheckpointError, ConfigError
@@ -26,9 +30,23 @@ def config_of(folder: Path, *overrides: str) -> SFTMasterConfig:
     return load_config(ROOT / "examples/configs/sft_cpu.yaml", base + list(overrides), schema=SFTMasterConfig)
 
 
-def start(folder: Path, *overrides: str, num_rows: int = ROWS) -> RunFolders:
+class Rows:
+    """A part of the training data with these raw rows."""
+
+    def __init__(self, rows: Sequence[Any]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def source(self, idx: int) -> Any:
+        return self._rows[idx]
+
+
+def start(folder: Path, *overrides: str, num_rows: int = ROWS, rows: Sequence[Any] | None = None) -> RunFolders:
     config = config_of(folder, *overrides)
-    return open_folders(config, config.models, num_rows, ExitStack())
+    part: Any = Rows([{"text": f"row {number}"} for number in range(num_rows)] if rows is None else rows)
+    return open_folders(config, config.models, MixedDataset([part]), ExitStack())
 
 
 def save(folder: Path, step: int, *overrides: str) -> Path:
@@ -49,6 +67,32 @@ def test_a_fresh_run_and_one_that_goes_on(tmp_path):
     assert (tmp_path / "logs/exp_001/config.yaml").exists()
     path = save(tmp_path, 2)
     assert start(tmp_path).resume_path == path
+
+
+def test_other_rows_of_the_same_number_are_refused(tmp_path):
+    save(tmp_path, 2)
+    rows = [{"text": f"row {number}"} for number in range(ROWS)]
+    start(tmp_path, rows=rows)
+    for others in (rows[::-1], [*rows[:-1], {"text": "row 99 changed"}], [{"text": "row 0", "more": 1}, *rows[1:]]):
+        with pytest.raises(ConfigError, match=r"(?s)as many rows as when .*step_2 was written.*allow_changed=\[data"):
+            start(tmp_path, rows=others)
+        start(tmp_path, "checkpointing.allow_changed=[data.train]", rows=others)
+
+
+def test_of_many_rows_some_at_equal_distances_count(monkeypatch):
+    monkeypatch.setattr(processed_dataset, "CHECKED_ROWS", 5)
+    rows = [{"text": str(number)} for number in range(9)]
+
+    def checksum(rows: Sequence[Any]) -> str:
+        parts: Any = [Rows(rows[:4]), Rows(rows[4:])]
+        return MixedDataset(parts).checksum()
+
+    changed = [
+        number
+        for number in range(9)
+        if checksum([*rows[:number], {"text": "x"}, *rows[number + 1 :]]) != checksum(rows)
+    ]
+    assert changed == [0, 2, 4, 6, 8] and checksum(rows[:8]) != checksum(rows)
 
 
 def test_what_changed_is_said_in_one_record(tmp_path, caplog):

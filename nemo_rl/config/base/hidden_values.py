@@ -1,0 +1,129 @@
+"""Finds the values of a configuration that files and trackers must not show: secrets.
+
+A text that is read from the environment (`${oc.env:NAME}`, also through other keys) is written as its interpolation. A
+text under a name of secrets, such as API_KEY or password, is written as `***`. Invariant: `public_values` is the only
+way in which a configuration leaves the processes of a run.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from nemo_rl.config.base.structure import value_at
+
+type Place = tuple[str | int, ...]
+"""Path of a value in a configuration."""
+
+HIDDEN = "***"
+"""Stands for a secret that was written as it is."""
+
+_FROM_ENVIRONMENT = "${oc.env:"
+_REFERENCE = re.compile(r"\$\{(\.*)([^${}:,]*)\}")
+_VARIABLE = re.compile(r"[A-Z0-9_]*(KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH)[A-Z0-9_]*")
+"""Names of environment variables that hold secrets."""
+_KEY = re.compile(r"(.*_)?(api_?key|secret|secret_key|passw(or)?d|credentials?|(access|auth|hf|api)_token|bearer)")
+"""Names of keys that hold secrets."""
+_ABSENT = object()
+
+
+def hidden_values(unresolved: Mapping[str, Any], values: Mapping[str, Any]) -> dict[Place, str]:
+    """Return the text to write in place of each secret, by the place of the secret.
+
+    Args:
+        unresolved: plain dicts and lists, with interpolations.
+        values: the same with resolved interpolations.
+    """
+    texts = dict(_texts(unresolved, ()))
+    found = {place: text for place, text in texts.items() if _FROM_ENVIRONMENT in text}
+    found |= {place: HIDDEN for place, text in texts.items() if text and "${" not in text and _names_secret(place)}
+    before = -1
+    while before < len(found):  # until no further key refers to a place that was found
+        before = len(found)
+        for place, text in texts.items():
+            if place not in found:
+                found |= _copies(place, text, found)
+    return {place: text for place, text in found.items() if isinstance(value_at(values, place), str)}
+
+
+def _copies(place: Place, text: str, found: Mapping[Place, str]) -> dict[Place, str]:
+    """Return the places that a text with interpolations fills from places that were found."""
+    copies: dict[Place, str] = {}
+    for dots, name in _REFERENCE.findall(text):
+        target: Place = (*(place[: -len(dots)] if dots else ()), *(_part(each) for each in name.split(".") if each))
+        if target in found:
+            copies[place] = text
+        for other, written in found.items():
+            if len(other) > len(target) and other[: len(target)] == target:
+                copies[(*place, *other[len(target) :])] = written
+    return copies
+
+
+def _part(text: str) -> str | int:
+    return int(text) if text.isdigit() else text
+
+
+def _names_secret(place: Place) -> bool:
+    name = str(place[-1])
+    return bool(_VARIABLE.fullmatch(name) if name.isupper() else _KEY.fullmatch(name.lower()))
+
+
+def _texts(tree: Any, place: Place) -> Iterator[tuple[Place, str]]:
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _texts(value, (*place, key))
+    elif isinstance(tree, list):
+        for index, value in enumerate(tree):
+            yield from _texts(value, (*place, index))
+    elif isinstance(tree, str):
+        yield place, tree
+
+
+def places_still_hidden(values: Any) -> list[Place]:
+    """Return the places of secrets that a file of a run hides, so that they have to be given again."""
+    return [place for place, text in _texts(values, ()) if text == HIDDEN and _names_secret(place)]
+
+
+def public_values(config: BaseModel, mode: Literal["json", "python"] = "json") -> dict[str, Any]:
+    """Return the values of a configuration as files and trackers may show them.
+
+    Args:
+        config: a master configuration, or a section.
+        mode: `json` has only values that JSON can hold, `python` those of `model_dump`.
+    """
+    values = config.model_dump(mode=mode)
+    for place, text in hidden_in(config).items():
+        for moved in _where(place, values):
+            value_at(values, moved[:-1])[moved[-1]] = text
+    return values
+
+
+def hidden_in(config: BaseModel) -> Mapping[Place, str]:
+    """Return what `hidden_values` found when a configuration was loaded; empty for one that was built in code."""
+    found: Mapping[Place, str] = getattr(config, "_hidden", {})
+    return found
+
+
+def public_text(text: str, config: BaseModel) -> str:
+    """Return a text, for example a command line, with the secrets of a configuration replaced."""
+    values = config.model_dump()
+    for place, shown in hidden_in(config).items():
+        for moved in _where(place, values):
+            secret = value_at(values, moved)
+            if isinstance(secret, str) and secret and not secret.isalpha():
+                text = text.replace(secret, shown)
+    return text
+
+
+def _where(place: Place, values: Mapping[str, Any]) -> Iterator[Place]:
+    """Yield where a place of the files is in a configuration: there, or in the mapping that takes further keys."""
+    if value_at(values, place, _ABSENT) is not _ABSENT:
+        yield place
+        return
+    for depth in range(1, len(place)):
+        above = value_at(values, place[:depth])
+        for key in above if isinstance(above, Mapping) else ():
+            moved = (*place[:depth], key, *place[depth:])
+            if value_at(above, moved[depth:], _ABSENT) is not _ABSENT:
+                yield moved
