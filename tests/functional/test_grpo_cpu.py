@@ -201,6 +201,15 @@ def test_a_dead_ray_process_ends_the_run_and_is_named(start_example: StartExampl
     assert run.survivors() == []
 
 
+def test_a_full_memory_of_the_machine_is_one_message(start_example: StartExample) -> None:
+    full = {"RAY_memory_usage_threshold": "0.001", "RAY_memory_monitor_refresh_ms": "250"}
+    run = start_example("run_grpo.py", CONFIG, "grpo.max_num_steps=1", "checkpointing.enabled=false", environment=full)
+    assert run.finish() == 1
+    log = run.log()
+    assert re.search(r"WorkerDiedError: Worker .* died during .*: the memory of the machine 127.0.0.1 was full, ", log)
+    assert "Traceback" not in log and "Top 10" not in log and len(log.splitlines()) < 40
+
+
 @pytest.mark.long
 def test_the_hugging_face_engine_runs_with_dynamic_batching(start_example: StartExample) -> None:
     run = start_example(

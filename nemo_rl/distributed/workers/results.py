@@ -8,6 +8,7 @@
 Invariant: no wait is endless, and one rank's failure is raised while the others still hang.
 """
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from itertools import islice
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from nemo_rl.distributed.cluster.local_ray import LIVENESS_PERIOD_S, check_local_ray
 from nemo_rl.distributed.cluster.node_health import describe_losses
@@ -25,6 +26,9 @@ from nemo_rl.host.waiting_log import StillWaiting
 from nemo_rl.utils.errors import DeadlineExceededError, NodeLostError, WorkerDiedError
 
 # When a worker dies, its peers may report a broken connection before Ray reports the death.
+WORKER_DEATHS = (RayActorError, OutOfMemoryError)
+"""Ray's errors for calls to a process that has died; the second one: ended because the machine's memory was full."""
+_FULL_MEMORY = re.compile(r"Memory on the node \(IP: ([^,)]+)[^)]*\) was ([\d.]+)GB used / ([\d.]+)GB limit")
 ROOT_CAUSE_GRACE_S = 2.0
 _TOGETHER_S = 50e-6
 """Seconds for each open call in which further answers are waited for. A wait takes time for each open call, so a wait
@@ -98,6 +102,21 @@ def gather(
     return [answers[call.ref] for call in calls]
 
 
+def full_memory(error: BaseException) -> str | None:
+    """Return a message if Ray ended a process because the memory of its machine was full; None for other errors.
+
+    Ray's own report has 60 lines, with the command lines of programs of other users.
+    """
+    found = _FULL_MEMORY.search(str(error))
+    if found is None:
+        return None
+    address, used, size = found.groups()
+    return (
+        f"the memory of the machine {address} was full, {used} of {size} GB were used by all programs together, so Ray "
+        "ended the process. End other programs there, give the run less to hold, or use a machine with more memory."
+    )
+
+
 def explain_failure(error: RayError, slot: WorkerSlot, phase: str) -> Exception:
     """Convert Ray's error for a worker's call into the error to show.
 
@@ -114,6 +133,9 @@ def explain_failure(error: RayError, slot: WorkerSlot, phase: str) -> Exception:
     losses = describe_losses([slot.identity] if slot.identity else [])
     if losses:
         return NodeLostError(f"{losses}\nSeen during {phase!r}.")
+    full = full_memory(error)
+    if full:
+        return WorkerDiedError(f"Worker {slot} died during {phase!r}: {full}")
     logs = tail_of_logs(slot.identity) if slot.identity else "Its process never reported itself."
     reason = " ".join(str(error).split())
     return WorkerDiedError(f"Worker {slot} died during {phase!r}.\n{logs}\nRay says: {reason}")
@@ -168,7 +190,7 @@ def _root_cause(
     phase: str,
 ) -> Exception:
     end = time.monotonic() + ROOT_CAUSE_GRACE_S
-    while waiting and not any(isinstance(error, RayActorError) for _, error in failures):
+    while waiting and not any(isinstance(error, WORKER_DEATHS) for _, error in failures):
         more = _take_ready(waiting, {}, end)
         if more is None:
             break
@@ -182,7 +204,7 @@ def _root_cause(
         (call, error), *others = deaths_first
         shown = explain_failure(error, call.slot, phase)
     for other_call, other_error in others:
-        last_line = str(other_error).strip().splitlines()[-1]
+        last_line = full_memory(other_error) or str(other_error).strip().splitlines()[-1]
         shown.add_note(f"Worker {other_call.slot} failed too: {last_line}")
     return shown
 

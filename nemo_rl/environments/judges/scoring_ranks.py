@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from ray.exceptions import RayActorError
 from torch import Tensor
 
 from nemo_rl.config.schema.judges import RewardModelEnvironmentConfig
 from nemo_rl.data.interfaces import TokenizerType
+from nemo_rl.distributed.workers.results import WORKER_DEATHS
 from nemo_rl.environments.judges.conversation_tokens import padded
 from nemo_rl.environments.judges.places import places_of
 from nemo_rl.models.policy.lm_policy import Policy
@@ -60,7 +60,7 @@ class ScoringRanks:
         batch = padded(rows, self._pad_token_id)
         try:
             return self._scores(batch)
-        except (WorkerDiedError, DeadlineExceededError, RayActorError) as error:
+        except (WorkerDiedError, DeadlineExceededError, *WORKER_DEATHS) as error:
             reason = self._policy.find_loss(silence_is_loss=True) or str(error)
             logger.warning("The ranks of the reward model are replaced: %s", reason)
         self._policy.restart()

@@ -32,9 +32,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.workers.results import WORKER_DEATHS
 from nemo_rl.environments.interfaces import EnvironmentInterface, EpisodeStart, StepResult
 from nemo_rl.environments.workers.actor import host_of
 from nemo_rl.environments.workers.loading import EnvironmentClass, launch_environment_actor, traits_of
@@ -240,7 +241,7 @@ class EnvironmentClient:
         while True:
             try:
                 outcome = await self._call(name, batch)
-            except RayActorError:
+            except WORKER_DEATHS:
                 continue  # `_call` has replaced the actor, or raises
             except TimeoutError:
                 reason = f"no answer in {self._step_timeout_s:g} s (step_timeout_s)"
@@ -305,7 +306,7 @@ class EnvironmentClient:
                 if len(batch) == 1:
                     return [batch[0].failed(f"its answer cannot be sent: {_last_line(error)}", False)]
                 return await self._apart(method, batch)
-            except RayActorError:
+            except WORKER_DEATHS:
                 continue
         return [await self._suspected(method, call) for call in batch]
 
@@ -321,7 +322,7 @@ class EnvironmentClient:
                 return (await self._answers(method, [call]))[0]
             except TimeoutError:
                 return self._too_slow(call)
-            except RayActorError:
+            except WORKER_DEATHS:
                 num_deaths = _DEATHS_BEFORE_SPLIT + 1
                 self._actor.note_blamed()
                 excess = self._actor.last_excess
@@ -346,7 +347,7 @@ class EnvironmentClient:
 
         Raises:
             TimeoutError: No answer in time; the actor is replaced.
-            RayActorError: The actor died; it is replaced.
+            RayActorError, OutOfMemoryError: The actor died; it is replaced.
         """
         async with self._turns:
             incarnation = self._actor.running()
@@ -360,7 +361,7 @@ class EnvironmentClient:
                 if incarnation.was_stopped:
                     return None
                 raise
-            except RayActorError as error:
+            except WORKER_DEATHS as error:
                 if incarnation.ended_by_us:
                     return None
                 self._actor.replace(incarnation, await self._actor.cause_of_death(incarnation, error))

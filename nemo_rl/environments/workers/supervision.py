@@ -12,10 +12,11 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from nemo_rl.distributed.workers.logs import end_with_descendants, stopped_among, tail_of_logs
 from nemo_rl.distributed.workers.process import LoggedProcess
+from nemo_rl.distributed.workers.results import WORKER_DEATHS, full_memory
 from nemo_rl.environments.workers.process_guard import MEMORY_MARK
 from nemo_rl.utils.errors import WorkerDiedError
 
@@ -94,7 +95,7 @@ class SupervisedActor:
 
         Raises:
             WorkerDiedError: Its constructor raised, or took longer than `start_timeout_s`.
-            RayActorError: The process died while it started.
+            RayActorError, OutOfMemoryError: The process died while it started.
         """
         if incarnation.process is not None:
             return
@@ -103,8 +104,8 @@ class SupervisedActor:
         except TimeoutError as error:
             reason = f"did not start in {self._start_timeout_s:g} s"
             raise self._fail(reason) from error
-        except RayActorError as error:
-            if error.actor_init_failed:
+        except WORKER_DEATHS as error:
+            if getattr(error, "actor_init_failed", False):
                 raise self._fail(f"could not be constructed: {error}") from error
             raise
 
@@ -116,7 +117,7 @@ class SupervisedActor:
         """Note that a death was the fault of a sample, which is not sent again: it does not count as one in a row."""
         self._restarts_in_a_row = max(self._restarts_in_a_row - 1, 0)
 
-    async def cause_of_death(self, incarnation: Incarnation, error: RayActorError) -> str:
+    async def cause_of_death(self, incarnation: Incarnation, error: RayError) -> str:
         """Return why an actor died, as far as it is known: what it wrote about its memory, or Ray's report."""
         if incarnation.process is not None:
             tail = await asyncio.to_thread(tail_of_logs, incarnation.process)
@@ -170,8 +171,8 @@ class SupervisedActor:
             return
         try:
             ray.get(incarnation.handle.shutdown.remote(), timeout=timeout_s)
-        except (GetTimeoutError, RayActorError, RayTaskError) as error:
-            logger.warning("The actor of %s did not shut down by itself: %s", self._name, error)
+        except (GetTimeoutError, *WORKER_DEATHS, RayTaskError) as error:
+            logger.warning("The actor of %s did not shut down by itself: %s", self._name, death_in_short(error))
         ray.kill(incarnation.handle)
 
     def _launch(self) -> Incarnation:
@@ -194,6 +195,9 @@ async def answer_of(call: "ray.ObjectRef[Any]", timeout_s: float) -> Any:
 
 
 def death_in_short(error: RayError) -> str:
-    """Return the lines of Ray's report that name what died: the first, and the process and node."""
+    """Return why the memory of the machine was full, or the lines of Ray's report that name what died."""
+    full = full_memory(error)
+    if full:
+        return full
     lines = [line.strip() for line in str(error).splitlines()]
     return ", ".join(lines[:1] + [line for line in lines if line.startswith(("pid:", "ip:"))])

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError
+from ray.exceptions import ActorUnavailableError, ObjectLostError
 
+from nemo_rl.distributed.workers.results import WORKER_DEATHS
 from nemo_rl.environments.workers.supervision import SupervisedActor, death_in_short
 from nemo_rl.experience.idle_shares import BusySeconds
 from nemo_rl.experience.runners.groups import FinishedGroups, GroupError, GroupTask
@@ -113,7 +114,7 @@ class GroupExchange:
                     self._send()
                     while True:
                         await self._take()
-                except (RayActorError, ObjectLostError) as death:
+                except (*WORKER_DEATHS, ObjectLostError) as death:
                     self._handle, self._earlier = None, self.busy
                     self._actor.replace(incarnation, death_in_short(death))
         except Exception as failure:
@@ -172,7 +173,7 @@ class GroupExchange:
             self._outbox += numbers
             self._given_up += given_up
             self._send_soon()
-        except RayActorError:
+        except WORKER_DEATHS:
             return
         except Exception as failure:  # boundary: any failure of the call fails its groups
             self._fail(numbers, failure)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from nemo_rl.distributed.workers.results import WORKER_DEATHS
 from nemo_rl.environments.workers.supervision import SupervisedActor, answer_of, death_in_short
 from nemo_rl.experience.idle_shares import BusySeconds
 from nemo_rl.experience.runners.actor import RunnerActor, RunnerSettings
@@ -106,7 +106,7 @@ class RunnerShare:
             try:
                 await self.actor.until_ready(incarnation)
                 await self._look(incarnation.handle)
-            except RayActorError as death:
+            except WORKER_DEATHS as death:
                 self.actor.replace(incarnation, death_in_short(death))
             except _NoSignOfLifeError:
                 reason = f"no sign of life for {self._silence_s:g} s (cluster.timeouts.rollout_runner_silence_s)"
@@ -116,7 +116,7 @@ class RunnerShare:
         """Ask the runner for lost engines, and replace them.
 
         Raises:
-            RayActorError: the actor died.
+            RayActorError, OutOfMemoryError: the actor died.
             _NoSignOfLifeError: it gives no answer.
         """
         lost = await self._ask(handle.lost_engines.remote(self._poll_s))

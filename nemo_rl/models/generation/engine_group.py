@@ -30,9 +30,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 
 from nemo_rl.distributed.worker_groups import MultiWorkerFuture, RayWorkerGroup
+from nemo_rl.distributed.workers.results import WORKER_DEATHS
 from nemo_rl.host.processes import PROCESS_STATES
 from nemo_rl.models.generation.interfaces import (
     COLLECT_POLL_S,
@@ -250,7 +251,7 @@ class EngineGroup(GenerationInterface):
         """Check that an engine accepted a call; `_collect` handles dead engines."""
         try:
             await call
-        except RayActorError:
+        except WORKER_DEATHS:
             return
         except Exception as failure:  # boundary: any failure of the engine fails its requests
             self._fail(member, failure)
@@ -270,7 +271,7 @@ class EngineGroup(GenerationInterface):
                 called, _ = member.polls.pop(rank)
                 results, load = waits.pop(rank).future.result()
                 member.note_load(load)
-            except RayActorError as death:
+            except WORKER_DEATHS as death:
                 member.polls.clear()
                 give_up_waits(waits)
                 await self._try_revive(member, called, partial(self._cause_of_death, rank, death))
@@ -330,7 +331,7 @@ class EngineGroup(GenerationInterface):
             self._end = self._end or failure
             self._flush()
 
-    def _cause_of_death(self, rank: int, death: RayActorError) -> str:
+    def _cause_of_death(self, rank: int, death: RayError) -> str:
         return str(self.workers.explain_failure(death, rank, "generation"))
 
     def _cause_of_silence(self, member: Member, silence: Silence) -> str:

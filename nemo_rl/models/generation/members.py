@@ -11,8 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray.exceptions import RayActorError
-
+from nemo_rl.distributed.workers.results import WORKER_DEATHS
 from nemo_rl.models.generation.interfaces import (
     GenerationRequest,
     GenerationResult,
@@ -145,7 +144,7 @@ async def responses_so_far(
     sent = [] if member.is_down else [key for key in mine if key not in unsent]
     found: dict[str, ResponseSoFar] = {}
     if sent:
-        with suppress(RayActorError, TimeoutError):
+        with suppress(*WORKER_DEATHS, TimeoutError):
             found = await asyncio.wait_for(ask(sent), limit_s)
             arriving = [mine[key].future for key in sent if key not in found and not mine[key].future.done()]
             if arriving:
