@@ -15,12 +15,16 @@ It runs after types are checked and before the rules; later code reads plain val
 the schema have their values by then (`config.base.defaults`). Invariant: filling twice changes nothing.
 """
 
+import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from nemo_rl.config.base.paths import find_path
+from nemo_rl.config.base.section import Section
 from nemo_rl.config.rules.engines import ranks_of_engine
 from nemo_rl.config.rules.placement.roles import trained
 from nemo_rl.config.rules.placement.topology import plan_topology
@@ -35,6 +39,7 @@ from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingCon
 from nemo_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_rl.config.schema.model.generation import GenerationConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
+from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +56,16 @@ def fill_dependent_keys(config: RunConfig) -> None:
     for name, role in config.models.items():
         _fill_budgets(name, role.section, config.policy.max_total_sequence_length, config.rows_of(name))
     if isinstance(config, GRPOMasterConfig):
-        _fill_overlap(config.grpo, config.policy, config.async_rl or config.grpo.async_grpo)
+        name = "grpo.async_grpo" if config.async_rl is None else "async_rl"
+        _fill_overlap("grpo", config.grpo, config.policy, config.async_rl or config.grpo.async_grpo, name)
         gym = config.env.get(NEMO_GYM)
         if isinstance(gym, NemoGymConfig) and gym.thinking_tags is not None:
-            config.reward_penalties.thinking_tags = gym.thinking_tags
+            penalties = config.reward_penalties
+            filled = penalties.model_copy(update={"thinking_tags": gym.thinking_tags})
+            _refuse_other_value("reward_penalties", penalties, filled, "env.nemo_gym.thinking_tags")
+            penalties.thinking_tags = gym.thinking_tags
     if isinstance(config, PPOMasterConfig):
-        _fill_overlap(config.ppo, config.policy, config.ppo.async_ppo)
+        _fill_overlap("ppo", config.ppo, config.policy, config.ppo.async_ppo, "ppo.async_ppo")
     if isinstance(config, MasterConfig) and config.data_plane.enabled:
         _fill_runners(config)
     for section in config.values():
@@ -150,16 +159,51 @@ def _fill_context(generation: GenerationConfig) -> None:
 
 
 def _fill_overlap(
-    algorithm: RolloutTrainingConfig, policy: PolicyConfig, asked: AsyncGRPOConfig | AsyncRLConfig | None
+    section: str,
+    algorithm: RolloutTrainingConfig,
+    policy: PolicyConfig,
+    asked: AsyncGRPOConfig | AsyncRLConfig | None,
+    name: str,
 ) -> None:
+    """Fill in `overlap` from NeMo RL's section for the same.
+
+    Raises:
+        ConfigError: `overlap` itself is set to something else.
+    """
     if asked is None or (isinstance(asked, AsyncGRPOConfig) and not asked.enabled):
         return
     own = algorithm.overlap
-    algorithm.overlap = asked.overlap
-    algorithm.overlap.validation = own.validation  # NeMo RL has no key for it
+    filled = asked.overlap.model_copy(update={"validation": own.validation})  # NeMo RL has no key for it
+    _refuse_other_value(f"{section}.overlap", own, filled, name)
+    algorithm.overlap = filled
     recomputes = asked.recompute_kv_cache_after_weight_updates
     if recomputes is not None and policy.generation is not None and policy.generation.backend == "vllm":
-        policy.generation.weight_sync.recompute_kv_cache = recomputes
+        sync = policy.generation.weight_sync
+        filled_sync = sync.model_copy(update={"recompute_kv_cache": recomputes})
+        _refuse_other_value("policy.generation.weight_sync", sync, filled_sync, name)
+        sync.recompute_kv_cache = recomputes
+
+
+def _refuse_other_value(place: str, own: Section, filled: Section, name: str) -> None:
+    """Refuse a key that has neither its default nor the value that another section gives it.
+
+    Args:
+        place: dotted path of the section.
+        own: the section as the user wrote it.
+        filled: the section as the other one fills it in.
+        name: of the other section.
+    """
+    for key, field in type(own).model_fields.items():
+        value, given = getattr(own, key), getattr(filled, key)
+        if value != given and value != field.get_default(call_default_factory=True):
+            raise ConfigError(
+                f"{place}.{key}={_shown(value)} and {name} disagree: {name} means {key}={_shown(given)}. Set one of the "
+                f"two: leave {place}.{key} out, or switch {name} off."
+            )
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(to_jsonable_python(value)).strip('"')
 
 
 def _saves_in_background(config: RunConfig) -> bool:

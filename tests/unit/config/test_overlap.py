@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.algorithms.rollout.streamed import trains_in_parts
-from nemo_rl.config import GRPOMasterConfig, OverlapConfig, busy_engines, load_config
+from nemo_rl.config import GRPOMasterConfig, OverlapConfig, busy_engines, load_config, save_resolved
 from nemo_rl.config.schema.algorithms.overlap import GroupFailuresConfig
 from nemo_rl.models.generation.factory import engine_settings
 from nemo_rl.utils.errors import ConfigError
@@ -173,13 +173,6 @@ def test_engines_that_share_gpus_with_the_policy_cannot_sample_while_it_trains()
         ((), True),
         (("grpo.async_grpo.recompute_kv_cache_after_weight_updates=false",), False),
         (("policy.generation.weight_sync.recompute_kv_cache=false",), False),
-        (
-            (
-                "policy.generation.weight_sync.recompute_kv_cache=false",
-                "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true",
-            ),
-            True,
-        ),
         (("grpo.async_grpo.recompute_kv_cache_after_weight_updates=false", "policy.generation.backend=hf"), True),
     ],
 )
@@ -188,6 +181,34 @@ def test_the_key_for_cached_keys_and_values_has_its_meaning(overrides: tuple[str
     assert isinstance(config, GRPOMasterConfig) and config.policy.generation is not None
     assert config.policy.generation.weight_sync.recompute_kv_cache is recomputes
     assert engine_settings(config.policy, config.cluster, seed=0, load_weights=False).recomputes_cache is recomputes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            (
+                "policy.generation.weight_sync.recompute_kv_cache=false",
+                "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true",
+            ),
+            r"weight_sync\.recompute_kv_cache=false and grpo\.async_grpo disagree: .* recompute_kv_cache=true",
+        ),
+        (("grpo.overlap.mode=stream",), r"overlap\.mode=stream and grpo\.async_grpo disagree: .* mode=ahead\. Set one"),
+        (("grpo.overlap.max_age_steps=3",), r"overlap\.max_age_steps=3 .* means max_age_steps=1"),
+        (("grpo.overlap.order=weight_fifo",), r"overlap\.order=weight_fifo and grpo\.async_grpo disagree"),
+    ],
+)
+def test_two_keys_that_disagree_are_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(CPU, ["grpo.async_grpo.enabled=true", *overrides])
+
+
+def test_two_keys_that_agree_are_accepted(tmp_path: Path) -> None:
+    asked = ["grpo.async_grpo={enabled: true, max_trajectory_age_steps: 3}", "grpo.overlap.max_age_steps=3"]
+    config = load_config(CPU, [*asked, "grpo.overlap.mode=ahead", "grpo.overlap.validation=hold_updates"])
+    assert (config.grpo.overlap.mode, config.grpo.overlap.validation) == ("ahead", "hold_updates")
+    save_resolved(config, tmp_path / "again.yaml")
+    assert load_config(tmp_path / "again.yaml") == config
 
 
 def test_engines_that_always_compute_again_are_named() -> None:
