@@ -1,8 +1,8 @@
 """Finds the values of a configuration that files and trackers must not show: secrets.
 
 A text that is read from the environment (`${oc.env:NAME}`, also through other keys) is written as its interpolation. A
-text under a name of secrets, such as API_KEY or password, is written as `***`. Invariant: `public_values` is the only
-way in which a configuration leaves the processes of a run.
+text under a name of secrets, such as API_KEY or password, and the login in a URL are written as `***`. Invariant:
+`public_values` is the only way in which a configuration leaves the processes of a run.
 """
 
 import re
@@ -23,8 +23,12 @@ _FROM_ENVIRONMENT = "${oc.env:"
 _REFERENCE = re.compile(r"\$\{(\.*)([^${}:,]*)\}")
 _VARIABLE = re.compile(r"[A-Z0-9_]*(KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH)[A-Z0-9_]*")
 """Names of environment variables that hold secrets."""
-_KEY = re.compile(r"(.*_)?(api_?key|secret|secret_key|passw(or)?d|credentials?|(access|auth|hf|api)_token|bearer)")
+_KEY = re.compile(
+    r"(.*_)?(api_?key|secret|secret_key|passw(or)?d|credentials?|(access|auth|hf|api)_token|authorization|bearer)"
+)
 """Names of keys that hold secrets."""
+_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
+"""The login in a URL."""
 _ABSENT = object()
 
 
@@ -37,7 +41,8 @@ def hidden_values(unresolved: Mapping[str, Any], values: Mapping[str, Any]) -> d
     """
     texts = dict(_texts(unresolved, ()))
     found = {place: text for place, text in texts.items() if _FROM_ENVIRONMENT in text}
-    found |= {place: HIDDEN for place, text in texts.items() if text and "${" not in text and _names_secret(place)}
+    plain = {place: without_secret(str(place[-1]), text) for place, text in texts.items() if "${" not in text}
+    found |= {place: shown for place, shown in plain.items() if shown != texts[place]}
     before = -1
     while before < len(found):  # until no further key refers to a place that was found
         before = len(found)
@@ -64,9 +69,10 @@ def _part(text: str) -> str | int:
     return int(text) if text.isdigit() else text
 
 
-def _names_secret(place: Place) -> bool:
-    name = str(place[-1])
-    return bool(_VARIABLE.fullmatch(name) if name.isupper() else _KEY.fullmatch(name.lower()))
+def without_secret(name: str, text: str) -> str:
+    """Return what others may read of a text that was written under a name."""
+    is_secret = _VARIABLE.fullmatch(name) if name.isupper() else _KEY.fullmatch(name.lower())
+    return HIDDEN if is_secret and text else _LOGIN.sub(f"{HIDDEN}@", text)
 
 
 def _texts(tree: Any, place: Place) -> Iterator[tuple[Place, str]]:
@@ -82,7 +88,11 @@ def _texts(tree: Any, place: Place) -> Iterator[tuple[Place, str]]:
 
 def places_still_hidden(values: Any) -> list[Place]:
     """Return the places of secrets that a file of a run hides, so that they have to be given again."""
-    return [place for place, text in _texts(values, ()) if text == HIDDEN and _names_secret(place)]
+    return [
+        place
+        for place, text in _texts(values, ())
+        if f"://{HIDDEN}@" in text or (text == HIDDEN == without_secret(str(place[-1]), "a secret"))
+    ]
 
 
 def public_values(config: BaseModel, mode: Literal["json", "python"] = "json") -> dict[str, Any]:

@@ -197,8 +197,8 @@ def _refuse_other_value(place: str, own: Section, filled: Section, name: str) ->
         value, given = getattr(own, key), getattr(filled, key)
         if value != given and value != field.get_default(call_default_factory=True):
             raise ConfigError(
-                f"{place}.{key}={_shown(value)} and {name} disagree: {name} means {key}={_shown(given)}. Set one of the "
-                f"two: leave {place}.{key} out, or switch {name} off."
+                f"{place}.{key}={_shown(value)} and {name} disagree: {name} means {key}={_shown(given)}. Set one of "
+                f"the two: leave {place}.{key} out, or switch {name} off."
             )
 
 

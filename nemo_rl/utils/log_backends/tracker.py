@@ -4,11 +4,11 @@ The other files of this folder and `utils.logger` implement it. Invariant: a met
 a number that is not finite is logged unchanged, never hidden.
 """
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from nemo_rl.config.base.hidden_values import HIDDEN, without_secret
 from nemo_rl.host.stop_signals import handlers_kept
 
 type Metrics = Mapping[str, Any]
@@ -16,9 +16,6 @@ type Metrics = Mapping[str, Any]
 
 _VARIABLES = ("env_vars", "environment")
 """Keys whose values are environment variables; those of other sections of these names have values of other kinds."""
-_SECRET = re.compile(r"(api_?key|password|secret|(auth|access|hf)_token|authorization)$", re.IGNORECASE)
-_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
-_HIDDEN = "***"
 
 
 class LoggerInterface(ABC):
@@ -125,10 +122,8 @@ def without_secrets(params: Mapping[str, Any]) -> dict[str, Any]:
 def _shown(name: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         if name in _VARIABLES and all(isinstance(inner, str) for inner in value.values()):
-            return dict.fromkeys(value, _HIDDEN)
+            return dict.fromkeys(value, HIDDEN)
         return without_secrets(value)
     if isinstance(value, list | tuple):
         return [_shown(name, inner) for inner in value]
-    if isinstance(value, str):
-        return _HIDDEN if value and _SECRET.search(name) else _LOGIN.sub(f"{_HIDDEN}@", value)
-    return value
+    return without_secret(name, value) if isinstance(value, str) else value

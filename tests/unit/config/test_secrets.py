@@ -24,6 +24,7 @@ env:
   judge_of_mine:
     url: https://user:${{oc.env:NEMO_TEST_SECRET}}@host/v1
     password: p4ssword-1
+    tracker: https://me:l0gin-9@host/x
     pad_token: '<pad>'
     copy: ${{.password}}
     number: ${{oc.decode:${{oc.env:NEMO_TEST_NUMBER}}}}
@@ -55,13 +56,14 @@ def test_the_run_has_the_secrets_and_its_files_do_not(file: Path, tmp_path: Path
     shown = public_values(config)
     assert section(shown)["url"] == "https://user:${oc.env:NEMO_TEST_SECRET}@host/v1"
     assert (section(shown)["password"], section(shown)["pad_token"], section(shown)["number"]) == ("***", "<pad>", 7)
+    assert section(shown)["tracker"] == "https://***@host/x"
     generation = shown["policy"]["generation"]
     assert generation["engine"]["env_vars"] == {"MY_SETTING": "plain", "SOME_API_KEY": "***"}
     assert generation["vllm_kwargs"]["nested"][0]["deep"] == "${env.judge_of_mine.url}"
     assert shown["env"]["copied"]["url"] == section(shown)["url"]
     save_resolved(config, tmp_path / "config.yaml")
     for text in (json.dumps(shown), (tmp_path / "config.yaml").read_text(), str(public_values(config, "python"))):
-        assert not any(secret in text for secret in (SECRET, "p4ssword-1", "written-out-42"))
+        assert not any(secret in text for secret in (SECRET, "p4ssword-1", "written-out-42", "l0gin-9"))
 
 
 def test_a_secret_of_the_environment_is_read_again_and_others_have_to_be_given(
@@ -75,6 +77,7 @@ def test_a_secret_of_the_environment_is_read_again_and_others_have_to_be_given(
     assert "SOME_API_KEY is hidden" in str(told.value) and "url" not in str(told.value)
     given = [
         *("env.judge_of_mine.password=p4ssword-1", "env.copied.password=p4ssword-1"),
+        *(f"env.{name}.tracker=https://me:l0gin-9@host/x" for name in ("judge_of_mine", "copied")),
         "policy.generation.engine.env_vars.SOME_API_KEY=written-out-42",
     ]
     assert loaded(tmp_path / "config.yaml", *given).model_dump() == loaded(file).model_dump()
