@@ -66,7 +66,7 @@ def _look(request: NodeRequest) -> list[Finding]:
 def _findings(answer: ray.ObjectRef, is_there: bool) -> Sequence[Finding]:
     if not is_there:
         found = f"the node did not answer in {NODES_DEADLINE_S:g} s"
-        return [Finding(Status.FAILED, found, "Check ray status and the logs in the node's folder of Ray.", check=NODES)]
+        return [Finding(Status.FAILED, found, "Check ray status and Ray's logs on the node.", check=NODES)]
     try:
         findings: list[Finding] = ray.get(answer)
     except ray.exceptions.RayError as error:

@@ -109,7 +109,8 @@ def _ask(nodes: Mapping[str, str], question: _Question) -> dict[str, list[str]]:
         silent = ", ".join(f"{nodes[id_]} (id {id_})" for id_, answer in answers.items() if answer in late)
         raise DeadlineExceededError(
             f"No answer within {_ANSWER_S:g} s from node {silent}: it does not start a worker process. Look at the "
-            "raylet's log there, in session_latest/logs of Ray's temporary folder, and at whether its Python environment can be read."
+            "raylet's log there, in session_latest/logs of Ray's folder, and at whether its Python environment can be "
+            "read."
         )
     return {node_id: _answer_of(answer) for node_id, answer in answers.items()}
 
