@@ -71,7 +71,10 @@ def check_sandbox(request: NodeRequest) -> Finding:
     details = "\n".join(f"{name}: {reason or 'works'}" for name, reason in reasons.items())
     if works:
         return ok(f"programs of a model run in {works[0]}", details=details)
-    advice = "Install bubblewrap and allow user namespaces, or use a kernel with Landlock (5.13 or later)."
+    advice = (
+        "Install bubblewrap and allow user namespaces, or use a kernel with Landlock (Linux 6.2 or later; 5.13 where "
+        "namespaces are allowed)."
+    )
     return Finding(Status.WARNING, "no sandbox works, so the environment code is refused", advice, details)
 
 
