@@ -6,6 +6,9 @@ from nemo_rl.experience.agents.calls import CallError, CallRequest
 from nemo_rl.experience.agents.forced_calls import form_of_calls
 from nemo_rl.models.generation.interfaces import SamplingParams
 
+MOST_CHARACTERS = {"json": 65_536, "choice": 65_536, "grammar": 32_768, "regex": 4_096}
+"""Largest definition of a form, by its kind."""
+
 
 def with_form(sampling: SamplingParams, request: CallRequest, *, trains: bool, forwards: bool) -> SamplingParams:
     """Return sampling parameters with the form of the answer to a request.
@@ -33,6 +36,14 @@ def with_form(sampling: SamplingParams, request: CallRequest, *, trains: bool, f
         )
     if grammar is None:
         return sampling
+    most = MOST_CHARACTERS[grammar.kind]
+    if len(grammar.definition) > most:
+        raise CallError(
+            400,
+            f"The form of the answer ({grammar.kind}) has {len(grammar.definition)} characters; allowed are {most}, "
+            "because the engine translates it before it answers anybody else.",
+            "invalid_structured_output",
+        )
     if trains and not sampling.draws_from_policy:
         raise CallError(
             400,
