@@ -21,6 +21,7 @@ from typing import Any
 
 from nemo_rl.config import LoggerConfig
 from nemo_rl.config.loading.algorithms import ALGORITHMS
+from nemo_rl.files.regular_file import read_bytes
 from nemo_rl.host.child_process import die_with_parent
 from nemo_rl.host.processes import descendants, end_descendants
 from nemo_rl.launch.command_line import launch
@@ -97,7 +98,7 @@ def take_steps(algorithm: str, file: Path, overrides: Sequence[str], steps: int,
             why = f"was ended after {deadline_s:g} s, with {done}"
         elif not process.returncode:
             why = f"took {done}: the run is too short. Lower --steps"
-        told = (folder / "output").read_text(errors="replace").splitlines()[-_LAST_LINES:]
+        told = read_bytes(folder / "output").decode(errors="replace").splitlines()[-_LAST_LINES:]
         raise NemoRLError("\n".join([f"a trial with {' '.join(overrides) or 'own sizes'} {why}.", *told]))
 
 

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from nemo_rl.distributed.parallel_logprobs import initial_head
+from nemo_rl.files.regular_file import require_regular_files
 from nemo_rl.models.huggingface.tensor_files import cached_folder, model_folder
 from nemo_rl.utils.errors import ConfigError
 
@@ -152,6 +153,7 @@ def load_model_config(
         ConfigError: the model cannot be found or an override names no field of its configuration.
     """
     try:
+        require_regular_files(model_name)
         config = AutoConfig.from_pretrained(cached_folder(model_name) or model_name)  # of the commit of the weights
     except (OSError, ValueError) as error:
         raise ConfigError(
