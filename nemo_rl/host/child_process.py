@@ -105,3 +105,17 @@ def _read_answer(reading: int, deadline: float) -> dict[str, Any] | None:
     except ValueError:
         return None
     return answer if isinstance(answer, dict) else None
+
+
+def import_path() -> tuple[str, list[str]]:
+    """Return where a Python that this process starts looks for modules: PYTHONPATH, and folders that it appends.
+
+    The current folder, which may be a stranger's, is appended: Python runs a file `sitecustomize.py` on PYTHONPATH when
+    it starts.
+    """
+    try:
+        current = os.getcwd()
+    except FileNotFoundError:  # it does not exist any more
+        current = ""
+    known = [entry for entry in sys.path if entry]
+    return os.pathsep.join(entry for entry in known if entry != current), [entry for entry in known if entry == current]

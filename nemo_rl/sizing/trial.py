@@ -77,7 +77,7 @@ def take_steps(algorithm: str, file: Path, overrides: Sequence[str], steps: int,
     with tempfile.TemporaryDirectory(prefix="nemo_rl_size_") as name:
         folder = Path(name)
         quiet = quiet_overrides(algorithm, steps + 1, folder / "logs")
-        program = [sys.executable, "-m", "nemo_rl.sizing.trial", str(os.getpid())]
+        program = [sys.executable, "-P", "-m", "nemo_rl.sizing.trial", str(os.getpid())]
         with (folder / "output").open("wb") as output:
             command = [*program, algorithm, str(file), *overrides, *quiet]
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)

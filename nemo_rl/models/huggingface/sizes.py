@@ -56,7 +56,7 @@ def count_parameters(model_name: str) -> int | None:
     if not counts and (folder / "config.json").is_file():
         from transformers import AutoConfig
 
-        return parameters_of(AutoConfig.from_pretrained(folder))
+        return parameters_of(AutoConfig.from_pretrained(folder, trust_remote_code=False))
     return sum(counts) or None
 
 
