@@ -95,7 +95,7 @@ def _tcp_queues(place: Path) -> dict[str, int]:
 
 @cache
 def _socket_bytes() -> int:
-    """Return the size of the buffer of a socket that nobody has changed."""
+    """Return the size of the buffer of a socket that is as it was made."""
     try:
         return int(Path("/proc/sys/net/core/wmem_default").read_text(encoding="ascii"))
     except (OSError, ValueError):  # a container may hide it

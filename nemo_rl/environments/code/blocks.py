@@ -55,6 +55,14 @@ def final_code(text: str) -> str | None:
     return _last_program([piece for piece in _pieces_of_answer(text) if piece.kind == "fence"])
 
 
+def any_code(text: str) -> str | None:
+    """Return what `final_code` returns, or else what `code_to_run` does; the text is read once."""
+    pieces = _pieces_of_answer(text)
+    blocks = [piece.content for piece in pieces if piece.kind == "code"]
+    found = _last_program([piece for piece in pieces if piece.kind == "fence"])
+    return found or (_without_fence(blocks[-1]) if blocks else found)
+
+
 def without_mark(source: str) -> str:
     """Return source code without the byte order mark that some editors write at its beginning."""
     return source.removeprefix("\ufeff")

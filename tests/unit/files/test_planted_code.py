@@ -18,13 +18,14 @@ from nemo_rl.config import TokenizerConfig
 from nemo_rl.data.datasets.hub import _load_hub
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.environments.grading.process import GradingProcess
-from nemo_rl.environments.reward_model_environment import RewardModelEnvironment
+from nemo_rl.environments.reward_model_environment import _require_classifier
 from nemo_rl.evals.records import _whole_prompts
-from nemo_rl.files.safe_checkpoint import METADATA_FILE, read_metadata
+from nemo_rl.files.safe_checkpoint import read_metadata
 from nemo_rl.files.safe_load import load_plain
 from nemo_rl.models.generation.stop_tokens import stop_token_ids
 from nemo_rl.models.huggingface.load import load_causal_lm, load_model_config, load_scoring_model
-from nemo_rl.models.huggingface.sizes import parameter_counts
+from nemo_rl.models.huggingface.sizes import count_parameters
+from nemo_rl.utils.errors import DataError
 
 TOKENIZER = Path(__file__).parents[2] / "assets/tokenizers/qwen3"
 MODULES = ("configuration_planted", "modeling_planted", "tokenization_planted")
@@ -92,15 +93,15 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
     "policy": lambda folder: load_causal_lm(str(folder)),
     "critic or reward model": lambda folder: load_scoring_model(str(folder)),
     "tokenizer": tokenizer_of,
-    "sizes": lambda folder: parameter_counts(folder),
-    "stop tokens": lambda folder: stop_token_ids(str(folder), tokenizer_of(folder)),
+    "sizes": lambda folder: count_parameters(str(folder)),
+    "stop tokens": lambda folder: stop_token_ids(str(folder), 1, None),
 }
 
 
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize("known_type", [True, False], ids=["known type", "type of its own"])
 def test_the_code_of_a_model_does_not_run(tmp_path, mark, name, known_type, monkeypatch):
-    monkeypatch.setattr("builtins.input", lambda *_: "y")  # nobody is asked whether code may run
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # no caller is asked whether code may run
     folder = model_folder(tmp_path / "model", mark, known_type=known_type)
     try:
         LOADERS[name](folder)
@@ -130,7 +131,7 @@ def test_the_planted_code_would_run(tmp_path, mark):
 
 @pytest.mark.parametrize("read", [load_plain, read_metadata, lambda path: _whole_prompts(path, 1)])
 def test_pickles_of_checkpoints_do_not_run(tmp_path, mark, read):
-    path = tmp_path / METADATA_FILE
+    path = tmp_path / "state"
     torch.save({"value": Bomb(mark)}, path)
     with pytest.raises((ValueError, RuntimeError)):
         read(path)
@@ -146,8 +147,10 @@ def test_the_script_of_a_data_set_does_not_run(tmp_path, mark):
     (folder / "data.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
     for name in ("rows", "__init__", "dataset", "sitecustomize"):
         (folder / f"{name}.py").write_text(f"from pathlib import Path\nPath({str(mark)!r}).touch()\n")
-    rows = _load_hub(str(folder), None, "train", "data.train")
-    assert list(rows)[0]["question"] == "1+1"
+    with pytest.raises(DataError, match="scripts are no longer supported"):
+        _load_hub(str(folder), None, "train", "data.train")
+    (folder / "rows.py").unlink()
+    assert list(_load_hub(str(folder), None, "train", "data.train"))[0]["question"] == "1+1"
     assert not mark.exists()
 
 
@@ -168,7 +171,11 @@ def hostile_folder(tmp_path: Path) -> Path:
 def test_modules_of_the_current_folder_replace_none(hostile_folder, command):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     subprocess.run(
-        [sys.executable, "-m", "nemo_rl", *command], cwd=hostile_folder, capture_output=True, env=environment, timeout=120
+        [sys.executable, "-m", "nemo_rl", *command],
+        cwd=hostile_folder,
+        capture_output=True,
+        env=environment,
+        timeout=120,
     )
     assert not list(hostile_folder.parent.glob("RAN_*"))
 
@@ -185,5 +192,5 @@ def test_a_grading_process_runs_nothing_of_the_current_folder(hostile_folder, mo
 def test_a_reward_model_brings_no_code(tmp_path, mark):
     folder = model_folder(tmp_path / "model", mark, known_type=False)
     with pytest.raises((ValueError, OSError, RuntimeError, KeyError, TypeError)):
-        RewardModelEnvironment({"model_name": str(folder), "tokenizer": {"name": str(folder)}})
+        _require_classifier(str(folder))
     assert not mark.exists()
