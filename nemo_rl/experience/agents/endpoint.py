@@ -35,7 +35,7 @@ from nemo_rl.experience.agents.dialects.registry import DIALECT_BY_PATH, DIALECT
 from nemo_rl.experience.agents.exchanges import ClientGoneError
 from nemo_rl.experience.agents.request_body import key_in, names_a_key, new_key, parsed_body
 from nemo_rl.experience.agents.session import AgentSession
-from nemo_rl.host.guarded_http import ConnectionGuard
+from nemo_rl.host.guarded_http import ConnectionGuard, bound_socket
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.http import http_address
 
@@ -45,7 +45,6 @@ _MINUTE_S = 60.0
 _MOST_DIGITS = 12
 _ENDS_CONNECTION = (401, 408, 413)
 _START_S = 30.0
-_BACKLOG = 1024
 _BODY_S = 20.0
 """Seconds for the body of a request."""
 _UNKNOWN_BYTES = 65536
@@ -139,7 +138,7 @@ class AgentEndpoint:
             return
         config = self._config
         try:
-            listener = _listener(config.host, config.port)
+            listener = bound_socket(config.host, config.port)
         except OSError as error:
             raise ConfigError(
                 f"cluster.agent_endpoint: cannot listen on {config.host}:{config.port}: {error}. Choose another host "
@@ -383,13 +382,6 @@ async def _in_time() -> AsyncIterator[None]:
 def _too_large(most: int) -> CallError:
     message = f"The body is larger than {most} bytes (cluster.agent_endpoint.max_request_mb)."
     return CallError(413, message, "request_too_large")
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    if ":" not in host:
-        return socket.create_server((host, port), backlog=_BACKLOG)
-    both = host == "::" and socket.has_dualstack_ipv6()
-    return socket.create_server((host, port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=both)
 
 
 async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
