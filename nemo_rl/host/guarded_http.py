@@ -10,6 +10,7 @@ request before; clients that have proved nothing never keep others out, and neve
 import asyncio
 import resource
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +29,8 @@ MOST_HEADER_BYTES = 65536
 """Bytes after which nothing more of a header is read."""
 MOST_UNKNOWN = 256
 """Connections at the same time whose clients have proved nothing."""
-MOST_OF_ONE = 512
-"""Connections at the same time of one known client."""
+MOST_OF_ONE = 192
+"""Connections at the same time of one known client, unless it may have more."""
 _RESERVE = 256
 """Files that the process can always open besides its connections."""
 _BACKLOG = 128
@@ -78,6 +79,8 @@ class ConnectionGuard:
     refused: int = 0
     _lines: dict[object, _Line] = field(default_factory=dict)
     """By the address of the client."""
+    _owned: Counter[object] = field(default_factory=Counter)
+    """Connections of each known client."""
     _unknown: dict[_Line, None] = field(default_factory=dict)
     """The oldest first."""
 
@@ -122,12 +125,13 @@ class ConnectionGuard:
         )
         return uvicorn.Server(config)
 
-    def recognise(self, scope: Scope, owner: object) -> bool:
+    def recognise(self, scope: Scope, owner: object, most: int = MOST_OF_ONE) -> bool:
         """Note who the client of a request is.
 
         Args:
             scope: of the request.
             owner: the client; a connection may change to another one.
+            most: connections that it may have.
 
         Returns:
             False if the client has too many connections.
@@ -135,9 +139,11 @@ class ConnectionGuard:
         line = self._lines.get(scope.get("client"))
         if line is None or line.owner is owner:
             return True
-        if sum(1 for other in self._lines.values() if other.owner is owner) >= MOST_OF_ONE:
+        if self._owned[owner] >= most:
             self.refused += 1
             return False
+        self._forget_owner(line)
+        self._owned[owner] += 1
         line.owner = owner
         self._unknown.pop(line, None)
         return True
@@ -194,6 +200,14 @@ class ConnectionGuard:
         client = _client_of(line.transport)
         if self._lines.get(client) is line:
             del self._lines[client]
+        self._forget_owner(line)
+
+    def _forget_owner(self, line: _Line) -> None:
+        if line.owner is not None:
+            self._owned[line.owner] -= 1
+            if not self._owned[line.owner]:
+                del self._owned[line.owner]
+            line.owner = None
 
 
 def bound_socket(host: str, port: int, backlog: int = 1024) -> socket.socket:

@@ -35,7 +35,7 @@ from nemo_rl.experience.agents.dialects.registry import DIALECT_BY_PATH, DIALECT
 from nemo_rl.experience.agents.exchanges import ClientGoneError
 from nemo_rl.experience.agents.request_body import key_in, names_a_key, new_key, parsed_body
 from nemo_rl.experience.agents.session import AgentSession
-from nemo_rl.host.guarded_http import ConnectionGuard, bound_socket
+from nemo_rl.host.guarded_http import MOST_OF_ONE, ConnectionGuard, bound_socket
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.http import http_address
 
@@ -44,6 +44,7 @@ MODEL = "policy"
 _MINUTE_S = 60.0
 _MOST_DIGITS = 12
 _ENDS_CONNECTION = (401, 408, 413)
+_TOO_MANY_CONNECTIONS = "too_many_connections"
 _START_S = 30.0
 _BODY_S = 20.0
 """Seconds for the body of a request."""
@@ -251,9 +252,10 @@ class AgentEndpoint:
 
     def _recognised(self, request: Request, client: _Client) -> _Client:
         """Note whose the connection of a request is; errors as `_known`."""
-        if not self._guard.recognise(request.scope, client):
+        most = max(MOST_OF_ONE, 2 * self._config.max_concurrent_calls)
+        if not self._guard.recognise(request.scope, client, most):
             client.session.counts["refused"] += 1
-            raise CallError(429, "This key has too many open connections; close some.", "too_many_connections")
+            raise CallError(429, "This key has too many open connections; close some.", _TOO_MANY_CONNECTIONS)
         return client
 
     def _found(self, key: str) -> _Client | None:
@@ -428,7 +430,7 @@ def _is_retry(request: Request) -> bool:
 def _headers(error: CallError) -> dict[str, str]:
     """Return the headers of an error; clients repeat a request only after status 429."""
     if error.status == 429:
-        return {"retry-after": "1"}
+        return {"retry-after": "1", **({"connection": "close"} if error.code == _TOO_MANY_CONNECTIONS else {})}
     # What is left of the body of such a request is not read.
     ends = {"connection": "close"} if error.status in _ENDS_CONNECTION else {}
     return {"x-should-retry": "false", **ends}
