@@ -4,16 +4,21 @@ A subcommand is a module with `NAME`, `SUMMARY`, `DESCRIPTION`, `add_arguments(p
 where it imports what is heavy.
 """
 
-import argparse
 import sys
-from collections.abc import Sequence
 
-from nemo_rl.doctor import command as doctor
-from nemo_rl.regrade import command as regrade
-from nemo_rl.replay import command as replay
-from nemo_rl.report import command as report
-from nemo_rl.report import watch_command as watch
-from nemo_rl.sizing import command as size
+if __name__ == "__main__" and not sys.flags.safe_path:
+    # `python -m` puts the current folder, which may be a stranger's, before the standard library and all packages.
+    sys.path.append(sys.path.pop(0))
+
+import argparse  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
+
+from nemo_rl.doctor import command as doctor  # noqa: E402
+from nemo_rl.regrade import command as regrade  # noqa: E402
+from nemo_rl.replay import command as replay  # noqa: E402
+from nemo_rl.report import command as report  # noqa: E402
+from nemo_rl.report import watch_command as watch  # noqa: E402
+from nemo_rl.sizing import command as size  # noqa: E402
 
 COMMANDS = [doctor, regrade, replay, report, size, watch]
 

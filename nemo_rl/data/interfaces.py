@@ -7,7 +7,6 @@ import dataclasses
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NotRequired, Protocol, TypedDict
 
 import torch
@@ -15,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.messages.content import Content, ImagePart, TextPart, TextRules, content_text
 from nemo_rl.data.model_rows import RowInput, RowInputs
+from nemo_rl.files.regular_file import read_text
 from nemo_rl.utils.errors import DataError
 
 __all__ = [
@@ -206,7 +206,7 @@ def _read_text(key: str, path: PathLike | None) -> str | None:
     if path is None:
         return None
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_text(path)
     except UnicodeDecodeError as error:
         raise DataError(f"{key} {os.fspath(path)!r} is not UTF-8 text: {error}.") from error
     except OSError as error:

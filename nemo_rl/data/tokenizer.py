@@ -14,13 +14,32 @@ from transformers import AutoTokenizer
 from nemo_rl.config import TokenizerConfig
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.data.messages.rendering import bind_template_kwargs
-from nemo_rl.host.time_limit import time_limit
+from nemo_rl.files.regular_file import read_text, require_regular_files
+from nemo_rl.host.child_process import call_in_child
 from nemo_rl.utils.errors import ConfigError, DeadlineExceededError, NotBuiltError
 
 logger = logging.getLogger(__name__)
 
 TEMPLATE_LIMIT_S = 10.0
-"""Seconds for a chat template to render a chat of one word."""
+"""Seconds for a chat template to render a few short chats."""
+_TEMPLATE_MEMORY_MB = 512
+_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
+}
+_CALL = {"id": "call12345", "type": "function", "function": {"name": "f", "arguments": {}}}
+_ASKED: list[dict[str, Any]] = [{"role": "system", "content": "RULES"}, {"role": "user", "content": "QUESTION"}]
+_MORE_CHATS: list[list[dict[str, Any]]] = [
+    _ASKED,
+    [*_ASKED, {"role": "assistant", "content": "ANSWER"}, {"role": "user", "content": "ANOTHER"}],
+    [
+        *_ASKED,
+        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+        {"role": "tool", "name": "f", "tool_call_id": "call12345", "content": "RESULT"},
+    ],
+    _ASKED[1:] * 50,
+]
+"""Chats that a template renders before it is used."""
 
 PASSTHROUGH_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """Chat template that writes the contents of the messages and nothing else."""
@@ -63,6 +82,7 @@ def get_tokenizer(
 
 def _load(name: str, trust_remote_code: bool, section: str) -> TokenizerType:
     try:
+        require_regular_files(name)
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         place = "folder" if Path(name).expanduser().is_dir() else "local folder or hub id"
@@ -87,7 +107,7 @@ def _set_chat_template(tokenizer: TokenizerType, chat_template: str | None, name
             )
     elif chat_template.endswith(".jinja"):
         try:
-            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+            tokenizer.chat_template = read_text(chat_template)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"{place}={chat_template!r} cannot be read: {error}. "
@@ -98,28 +118,50 @@ def _set_chat_template(tokenizer: TokenizerType, chat_template: str | None, name
 
 
 def _require_messages(tokenizer: TokenizerType, section: str) -> None:
-    """Refuse a chat template that does not end or that renders every question to the same text.
+    """Refuse a chat template that does not end, takes much memory, or renders every question to the same text.
 
+    The folder of a model may be a stranger's, so its template renders short chats in a process with limits first.
     Errors that the template itself raises are reported with the data.
     """
     if tokenizer.chat_template is None:
         return
     place = f"{section}.tokenizer.chat_template"
     try:
-        with time_limit(TEMPLATE_LIMIT_S, f"{place} with a chat of one word"):
-            texts = {
-                str(tokenizer.apply_chat_template([{"role": "user", "content": question}], tokenize=False))
-                for question in ("QUESTION", "ANOTHER")
-            }
+        same = call_in_child(
+            lambda: _text_of_any_question(tokenizer),
+            seconds=TEMPLATE_LIMIT_S,
+            memory_mb=_TEMPLATE_MEMORY_MB,
+            what=f"{place} with a chat of a few words",
+        )
     except DeadlineExceededError as error:
         raise ConfigError(f"{error}. It may loop forever.") from None
-    except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError):
-        return
-    if len(texts) == 1:
+    except MemoryError as error:
+        raise ConfigError(f"{error}. It writes far more than a chat; use a template that you trust.") from None
+    if same is not None:
         raise ConfigError(
             f"{place} leaves out what the user says: it renders any message as "
-            f"{texts.pop()[:80]!r}. Let it write message['content'], or set it to null to send the bare text."
+            f"{same!r}. Let it write message['content'], or set it to null to send the bare text."
         )
+
+
+def _text_of_any_question(tokenizer: TokenizerType) -> str | None:
+    """Render short chats of all kinds; return the beginning of the text if two questions make the same one."""
+    questions = [[{"role": "user", "content": question}] for question in ("QUESTION", "ANOTHER")]
+    texts = [_rendered(tokenizer, chat, False) for chat in questions]
+    for chat in (questions[0], *_MORE_CHATS):
+        for tools in (None, [_TOOL]):
+            _rendered(tokenizer, chat, True, tools)
+    return texts[0][:80] if texts[0] is not None and texts[0] == texts[1] else None
+
+
+def _rendered(
+    tokenizer: TokenizerType, chat: list[dict[str, Any]], opens_answer: bool, tools: list[Any] | None = None
+) -> str | None:
+    """Render a chat; return None if the template refuses it."""
+    try:
+        return str(tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=opens_answer))
+    except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError):
+        return None
 
 
 def ensure_pad_token(tokenizer: TokenizerType, name: str) -> None:

@@ -76,7 +76,7 @@ def _run(variables: Sequence[dict[str, object]]) -> tuple[dict[int, str], list[l
 
 def _start(variables: dict[str, object], output: IO[str]) -> subprocess.Popen[bytes]:
     environment = os.environ | {name: str(value) for name, value in variables.items()} | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "nemo_rl.doctor.exchange"]
+    command = [sys.executable, "-P", "-m", "nemo_rl.doctor.exchange"]
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT)
 
 

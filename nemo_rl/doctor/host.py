@@ -10,9 +10,8 @@ from nemo_rl.distributed.cluster.start_checks import ray_folder, start_fault
 from nemo_rl.distributed.ranks.rendezvous import bind_free_port
 from nemo_rl.doctor.checks import Finding, Status, ok, skipped
 from nemo_rl.doctor.requests import NodeRequest
-from nemo_rl.host.cores import usable_cores
+from nemo_rl.host.capacity import machine_bytes, usable_cores
 from nemo_rl.host.disk_space import readable_bytes
-from nemo_rl.host.memory import machine_bytes
 from nemo_rl.sandbox import why_unavailable
 from nemo_rl.sandbox.mechanisms import IN_ORDER
 from nemo_rl.utils.errors import ResourceInsufficientError
@@ -71,7 +70,10 @@ def check_sandbox(request: NodeRequest) -> Finding:
     details = "\n".join(f"{name}: {reason or 'works'}" for name, reason in reasons.items())
     if works:
         return ok(f"programs of a model run in {works[0]}", details=details)
-    advice = "Install bubblewrap and allow user namespaces, or use a kernel with Landlock (5.13 or later)."
+    advice = (
+        "Install bubblewrap and allow user namespaces, or use a kernel with Landlock (Linux 6.2 or later; 5.13 where "
+        "namespaces are allowed)."
+    )
     return Finding(Status.WARNING, "no sandbox works, so the environment code is refused", advice, details)
 
 

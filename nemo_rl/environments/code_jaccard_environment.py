@@ -8,7 +8,7 @@ import torch
 
 from nemo_rl.config.schema.env import CodeJaccardEnvironmentConfig
 from nemo_rl.data.messages.content import content_text
-from nemo_rl.environments.code.blocks import code_to_run, final_code
+from nemo_rl.environments.code.blocks import any_code
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 
 if TYPE_CHECKING:
@@ -85,4 +85,4 @@ class CodeJaccardEnvironment(EnvironmentInterface[CodeJaccardEnvironmentMetadata
 
 
 def _program_of(text: str) -> str:
-    return final_code(text) or code_to_run(text) or text
+    return any_code(text) or text

@@ -104,7 +104,7 @@ def _require_classifier(model_name: str) -> None:
     Raises:
         ConfigError: it has none.
     """
-    config = AutoConfig.from_pretrained(model_name)
+    config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
     if not is_classifier(config):
         raise ConfigError(
             f"env.reward_model: {model_name} is {' '.join(config.architectures or ['no known model'])}, not a sequence "

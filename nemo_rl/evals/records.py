@@ -20,6 +20,7 @@ from nemo_rl.config import public_values
 from nemo_rl.config.runs.eval import EvalMasterConfig
 from nemo_rl.files.atomic_write import write_atomically
 from nemo_rl.files.folder_lock import FolderLock
+from nemo_rl.files.regular_file import read_bytes, read_text
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 from nemo_rl.utils.log_backends.tracker import flatten_dict
 
@@ -158,7 +159,7 @@ class RecordStore:
         path = self._folder / CONFIG_FILE
         current = {"config": public_values(config), "inputs": input_files(config, num_prompts)}
         if (self._folder / RECORDS_FILE).exists():
-            stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            stored = json.loads(read_text(path)) if path.exists() else {}
             changes = _changes(_influential(stored), _influential(current))
             if changes:
                 raise ConfigError(
@@ -207,7 +208,7 @@ def _whole_prompts(path: Path, per_prompt: int) -> list[AnswerRecord]:
     """Read the answers on disk, and cut a half-written tail off the file."""
     if not path.exists():
         return []
-    *lines, tail = path.read_bytes().split(b"\n")
+    *lines, tail = read_bytes(path).split(b"\n")
     kept = len(lines) - len(lines) % per_prompt
     records = [_parse(line, path, number) for number, line in enumerate(lines[:kept], start=1)]
     for number, record in enumerate(records):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.files.atomic_write import write_atomically
+from nemo_rl.files.regular_file import open_regular, read_text
 from nemo_rl.utils.errors import CheckpointError
 
 MANIFEST_FILE = "manifest.json"
@@ -92,7 +93,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        files = json.loads(path.read_text())["files"]
+        files = json.loads(read_text(path))["files"]
         return {name: {"bytes": int(entry["bytes"]), "crc32": str(entry["crc32"])} for name, entry in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}).") from error
@@ -113,7 +114,7 @@ def _size(path: Path) -> int:
 def _crc32(path: Path) -> str:
     value = 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         while count := file.readinto(buffer):
             value = zlib.crc32(buffer[:count], value)
     return f"{value:08x}"

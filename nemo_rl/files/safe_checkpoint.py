@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from nemo_rl.files.regular_file import open_regular
 from nemo_rl.files.safe_load import refusal
 from nemo_rl.utils.errors import CheckpointError
 
@@ -100,10 +101,8 @@ def read_metadata(file: Path) -> metadata.Metadata:
     Raises:
         CheckpointError: the file is missing or damaged, would execute code, or names files outside its folder.
     """
-    if file.exists() and not file.is_file():  # reading a named pipe would block forever
-        raise CheckpointError(f"{file} is no file.")
     try:
-        with file.open("rb") as opened, _classes_as_they_are():
+        with open_regular(file) as opened, _classes_as_they_are():
             found = _Unpickler(opened).load()
     except CheckpointError as error:
         raise CheckpointError(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from nemo_rl.files.regular_file import require_regular
 from nemo_rl.utils.errors import CheckpointError
 
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor)
@@ -28,9 +29,8 @@ def load_plain(path: Path) -> Any:
     Raises:
         CheckpointError: the file is missing, damaged, or would execute code.
     """
-    if path.exists() and not path.is_file():  # reading a named pipe would never end
-        raise CheckpointError(f"{path} cannot be read: it is not a regular file.")
     try:
+        require_regular(path)
         return torch.load(path, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path} is refused: {refusal(error)}.") from error

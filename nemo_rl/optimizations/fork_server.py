@@ -37,7 +37,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nemo_rl.host.cores import usable_cores
+from nemo_rl.host.capacity import usable_cores
 from nemo_rl.host.stop_signals import STOP_SIGNALS
 from nemo_rl.optimizations.ray_worker import WorkerStart, receive_start
 from nemo_rl.utils.cluster_address import cluster_address

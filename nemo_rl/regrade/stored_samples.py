@@ -4,9 +4,11 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from nemo_rl.files.regular_file import open_regular
 from nemo_rl.utils.errors import DataError
 
 _NAME = re.compile(r"(train|val)_data_step(\d+)\.jsonl")
@@ -51,7 +53,7 @@ def sample_files(folder: Path, only: str | None = None) -> list[Path]:
     Raises:
         DataError: there is none.
     """
-    if folder.is_file():
+    if folder.exists() and not folder.is_dir():
         return [folder]
     runs = sorted((run for run in folder.glob("exp_*") if run.is_dir()), key=lambda run: run.name)
     named = [(file, _NAME.fullmatch(file.name)) for file in (runs[-1] if runs else folder).glob("*_data_step*.jsonl")]
@@ -66,6 +68,18 @@ def sample_files(folder: Path, only: str | None = None) -> list[Path]:
     return [file for _, _, file in found]
 
 
+def _opened(file: Path) -> TextIO:
+    """Open a file of samples.
+
+    Raises:
+        DataError: it cannot be read, or is a pipe or a device.
+    """
+    try:
+        return TextIOWrapper(open_regular(file), encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{file} cannot be read. {error.strerror}.") from error
+
+
 def read_samples(file: Path) -> Iterator[StoredSample]:
     """Yield the samples of a file; of one with several conversations the first (`branch` 0).
 
@@ -74,7 +88,7 @@ def read_samples(file: Path) -> Iterator[StoredSample]:
     """
     name = _NAME.fullmatch(file.name)
     phase = _PHASES[name[1]] if name else "train"
-    with file.open(encoding="utf-8") as lines:
+    with _opened(file) as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 row = json.loads(line)

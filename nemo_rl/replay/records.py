@@ -12,6 +12,7 @@ from torch import Tensor
 from nemo_rl.algorithms.runtime.step_record import FORMAT, write_json
 from nemo_rl.config.schema.logger import RECORDS_FOLDER
 from nemo_rl.experience.trajectory import Trajectory
+from nemo_rl.files.regular_file import read_text
 from nemo_rl.files.safe_load import load_plain
 from nemo_rl.models.policy.update_records import UpdateRecord
 from nemo_rl.replay.folders import recorded_steps
@@ -67,7 +68,7 @@ def read_step(folder: Path, step: int) -> RecordedStep:
             f"has {', '.join(map(str, recorded)) or 'none'}. Choose one of them."
         )
     with _damage_told(file):
-        summary = json.loads(file.read_text(encoding="utf-8"))
+        summary = json.loads(read_text(file))
         written_as = summary["format"]
     if written_as != FORMAT:
         raise ReplayError(

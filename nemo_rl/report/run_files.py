@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from nemo_rl.algorithms.setup.run_record import RECORD_FILE, start_of_process
+from nemo_rl.files.regular_file import open_regular, read_bytes, read_text
 from nemo_rl.utils.errors import DataError
 from nemo_rl.utils.log_backends.jsonl import METRICS_FILE
 
@@ -54,7 +55,7 @@ class RunFiles:
     def config(self) -> dict[str, Any]:
         """The resolved configuration; empty if the file is missing or damaged."""
         try:
-            tree = yaml.safe_load((self.folder / CONFIG_FILE).read_text(encoding="utf-8"))
+            tree = yaml.safe_load(read_text(self.folder / CONFIG_FILE))
         except (OSError, UnicodeError, yaml.YAMLError):
             return {}
         return tree if isinstance(tree, dict) else {}
@@ -79,7 +80,7 @@ class RunFiles:
     def record(self) -> dict[str, Any]:
         """Return `run.json`; the status is "killed" if the process of a running run does not exist anymore."""
         try:
-            record = read_json((self.folder / RECORD_FILE).read_bytes())
+            record = read_json(read_bytes(self.folder / RECORD_FILE))
         except OSError:
             return {"status": "unknown"}
         if not isinstance(record, dict):
@@ -91,7 +92,7 @@ class RunFiles:
     def metric_rows(self, start: int = 0) -> Iterator[tuple[Mapping[str, Any], int]]:
         """Yield the complete lines of the metrics from a place in the file on, each with the place of the next line."""
         try:
-            file = (self.folder / METRICS_FILE).open("rb")
+            file = open_regular(self.folder / METRICS_FILE)
         except OSError:
             return
         with file:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nemo_rl.files.regular_file import open_regular
 from nemo_rl.report.run_files import RunFiles, finite
 from nemo_rl.report.sample_lines import COLUMNS, Scalar, detail_of, sample_files, summary_of, training_file
 from nemo_rl.report.sample_query import SampleQuery
@@ -126,7 +127,7 @@ class SampleIndex:
     def _read_file(self, path: Path, phase: str, step: int) -> _Read:
         rows: list[list[Any]] = []
         place = num_damaged = 0
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             state = _state(file.fileno())
             for line in file:
                 summary = summary_of(line, phase, step)
@@ -210,7 +211,7 @@ class SampleIndex:
         if found is None:
             raise IndexError(number)
         path, place, size = found
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             if _state(file.fileno()) != self._read[Path(path)].state:
                 raise ValueError("the file was written again")
             file.seek(place)

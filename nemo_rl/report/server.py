@@ -15,7 +15,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -23,6 +22,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 import nemo_rl
+from nemo_rl.host.guarded_http import ConnectionGuard
 from nemo_rl.report.page import as_json, make_page
 from nemo_rl.report.run_files import RunFiles
 from nemo_rl.report.run_view import RunView
@@ -55,6 +55,7 @@ class RunServer:
 
     def __init__(self, run: RunFiles) -> None:
         self.key = secrets.token_urlsafe(16)
+        self.guard = ConnectionGuard()
         self._view = RunView(run)
         self._lock = threading.Lock()
         self._version = 0
@@ -118,6 +119,8 @@ class RunServer:
     def _check(self, request: Request) -> None:
         if not secrets.compare_digest(str(request.path_params["key"]).encode(), self.key.encode()):
             raise HTTPException(404)
+        if not self.guard.recognise(request.scope, self):
+            raise HTTPException(429)
 
     async def _page(self, request: Request) -> Response:
         self._check(request)
@@ -182,9 +185,9 @@ def serve(run: RunFiles, host: str, port: int) -> None:
     server = RunServer(run)
     address = f"http://{host}:{listener.getsockname()[1]}/{server.key}/"
     logger.info("%s is shown at %s (end with Ctrl-C)", run.name, address)
-    config = uvicorn.Config(server.application(), log_level="warning", access_log=False, timeout_graceful_shutdown=3)
+    serving = server.guard.server(server.application(), timeout_graceful_shutdown=3)
     with contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listener])
+        serving.run(sockets=[listener])
 
 
 def _json(value: Any) -> Response:

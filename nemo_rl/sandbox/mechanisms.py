@@ -1,7 +1,8 @@
 """The ways to lock a program up, and which of them work on this machine.
 
     bubblewrap   namespaces made by `bwrap`; inside them seccomp, limits, and Landlock where the kernel has it
-    landlock     Landlock, seccomp and limits; and namespaces of our own where this process may make them
+    landlock     Landlock, seccomp and limits; and namespaces of our own where this process may make them. Without
+                 namespaces it needs a Landlock that restricts truncation (version 3, Linux 6.2)
 
 Invariant: a mechanism counts as available only after a program ran in it, so a sandbox never runs unprotected.
 """
@@ -31,10 +32,12 @@ class Mechanism:
     Attributes:
         name: The name that the key takes.
         namespaces: Who makes namespaces: "outer" (bubblewrap), "own" (our code inside), or "none".
+        newest_landlock: Newest version of Landlock's rules to apply, 0 for no rules; None for the kernel's.
     """
 
     name: MechanismName
     namespaces: Literal["outer", "own", "none"]
+    newest_landlock: int | None = None
 
     @property
     def has_own_files(self) -> bool:
@@ -71,7 +74,12 @@ def is_privileged() -> bool:
     """Return whether this process is root with the capabilities to mount and to change its user."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     held = int(status.partition("CapEff:")[2].split()[0], 16)
-    return os.geteuid() == 0 and held & _NEEDED_CAPABILITIES == _NEEDED_CAPABILITIES
+    return is_root() and held & _NEEDED_CAPABILITIES == _NEEDED_CAPABILITIES
+
+
+def is_root() -> bool:
+    """Return whether this process is root, whose programs then take another user."""
+    return os.geteuid() == 0
 
 
 def _bind(path: str) -> list[str]:

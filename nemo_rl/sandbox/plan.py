@@ -7,7 +7,7 @@ from typing import Any
 
 from nemo_rl.sandbox.languages import DEVICES, SYSTEM_LIBRARIES, Language
 from nemo_rl.sandbox.links import with_links
-from nemo_rl.sandbox.mechanisms import Mechanism, is_privileged
+from nemo_rl.sandbox.mechanisms import Mechanism, is_privileged, is_root
 from nemo_rl.sandbox.program import Limits, Program
 
 MAX_FILES = 4096
@@ -50,6 +50,7 @@ def make_plan(
     return {
         "namespaces": mechanism.namespaces,
         "needs_landlock": mechanism.name == "landlock",
+        "newest_landlock": mechanism.newest_landlock,
         "readable": with_links([*readable, *program.readable]) if program.readable else readable,
         "devices": list(DEVICES),
         "scratch": scratch,
@@ -57,6 +58,7 @@ def make_plan(
         "scratch_files": MAX_FILES,
         "files": files,
         "is_privileged": is_privileged(),
+        "is_root": is_root(),
         "may_fork": _may_fork(mechanism),
         "user_number": threading.get_native_id(),
         "inherited": list(program.inherited),

@@ -106,7 +106,8 @@ def choose_mechanism(choice: Choice) -> Mechanism:
         reasons.append(f"{mechanism.name} (namespaces: {mechanism.namespaces}): {reason}")
     raise SandboxError(
         "No sandbox works on this machine, and programs never run without one. Install bubblewrap and allow user "
-        "namespaces, or use a kernel with Landlock (5.13 or later).\n  " + "\n  ".join(reasons)
+        "namespaces, or use a kernel with Landlock (Linux 6.2 or later; 5.13 where namespaces are allowed).\n  "
+        + "\n  ".join(reasons)
     )
 
 

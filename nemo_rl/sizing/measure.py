@@ -18,7 +18,7 @@ from nemo_rl.algorithms.setup.memory_forecast import rows_per_sample
 from nemo_rl.config import MasterConfig, load_config
 from nemo_rl.config.base.paths import find_path
 from nemo_rl.config.loading.algorithms import ALGORITHMS, algorithm_of
-from nemo_rl.host.cores import usable_cores
+from nemo_rl.host.capacity import usable_cores
 from nemo_rl.host.stop_signals import leave_by_unwinding
 from nemo_rl.models.capacity.memory import microbatch_tokens
 from nemo_rl.sizing import report

@@ -21,6 +21,7 @@ from typing import Any
 
 from nemo_rl.config import LoggerConfig
 from nemo_rl.config.loading.algorithms import ALGORITHMS
+from nemo_rl.files.regular_file import read_bytes
 from nemo_rl.host.child_process import die_with_parent
 from nemo_rl.host.processes import descendants, end_descendants
 from nemo_rl.launch.command_line import launch
@@ -76,7 +77,7 @@ def take_steps(algorithm: str, file: Path, overrides: Sequence[str], steps: int,
     with tempfile.TemporaryDirectory(prefix="nemo_rl_size_") as name:
         folder = Path(name)
         quiet = quiet_overrides(algorithm, steps + 1, folder / "logs")
-        program = [sys.executable, "-m", "nemo_rl.sizing.trial", str(os.getpid())]
+        program = [sys.executable, "-P", "-m", "nemo_rl.sizing.trial", str(os.getpid())]
         with (folder / "output").open("wb") as output:
             command = [*program, algorithm, str(file), *overrides, *quiet]
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
@@ -97,7 +98,7 @@ def take_steps(algorithm: str, file: Path, overrides: Sequence[str], steps: int,
             why = f"was ended after {deadline_s:g} s, with {done}"
         elif not process.returncode:
             why = f"took {done}: the run is too short. Lower --steps"
-        told = (folder / "output").read_text(errors="replace").splitlines()[-_LAST_LINES:]
+        told = read_bytes(folder / "output").decode(errors="replace").splitlines()[-_LAST_LINES:]
         raise NemoRLError("\n".join([f"a trial with {' '.join(overrides) or 'own sizes'} {why}.", *told]))
 
 

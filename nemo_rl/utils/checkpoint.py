@@ -25,6 +25,7 @@ from nemo_rl.config import CheckpointingConfig, public_values
 from nemo_rl.files.atomic_write import write_atomically
 from nemo_rl.files.folder_lock import FolderLock
 from nemo_rl.files.manifest import find_damage, manifest_bytes, replace_file, write_manifest
+from nemo_rl.files.regular_file import open_regular, read_text
 from nemo_rl.utils.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -275,7 +276,7 @@ class CheckpointManager:
         if path is None:
             return None
         try:
-            info = json.loads((Path(path) / _INFO_FILE).read_text())
+            info = json.loads(read_text(Path(path) / _INFO_FILE))
             if not isinstance(info, dict):
                 raise ValueError(f"holds a {type(info).__name__}")
             return info
@@ -363,7 +364,7 @@ def _flush_tree(folder: Path) -> None:
     """Flush every file to disk before the folder is renamed."""
     for root, _, files in os.walk(folder):
         for name in files:
-            with open(os.path.join(root, name), "rb") as file:
+            with open_regular(os.path.join(root, name)) as file:
                 os.fsync(file.fileno())
         _flush_folder(Path(root))
 

@@ -14,6 +14,7 @@ import yaml
 
 from nemo_rl.config import CheckpointingConfig, MasterConfig, PolicyConfig, Role, trained
 from nemo_rl.config.rules.resume import ChangedKey, changed_keys
+from nemo_rl.files.regular_file import read_text
 from nemo_rl.files.safe_load import load_plain
 from nemo_rl.models.huggingface.folders import CONSOLIDATED_FOLDER, MODEL_FOLDER
 from nemo_rl.utils.errors import CheckpointError, ConfigError
@@ -58,7 +59,7 @@ def check_resume(
 def _stored_config(path: Path) -> Mapping[str, Any]:
     file = path / _CONFIG_FILE
     try:
-        stored = yaml.safe_load(file.read_text(encoding="utf-8"))
+        stored = yaml.safe_load(read_text(file))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise CheckpointError(f"{file}, the configuration of the checkpoint, cannot be read: {error}") from error
     if not isinstance(stored, dict):

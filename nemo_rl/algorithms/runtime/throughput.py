@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from nemo_rl.config import ClusterConfig
-from nemo_rl.host.cores import usable_cores
+from nemo_rl.host.capacity import usable_cores
 from nemo_rl.models.huggingface.flops import peak_tflops
 from nemo_rl.models.policy.work import PassWork, WorkCount
 from nemo_rl.models.policy.workers.costs import PassCosts

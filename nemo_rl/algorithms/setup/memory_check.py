@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping
 
 from nemo_rl.config import ClusterConfig, PolicyConfig, Role, model_ranks
-from nemo_rl.host.memory import machine_bytes
+from nemo_rl.host.capacity import machine_bytes
 from nemo_rl.host.nvidia_smi import query_gpus
 from nemo_rl.models.capacity.memory import MemoryPlan
 from nemo_rl.models.training.backends import training_backend

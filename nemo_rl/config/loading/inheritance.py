@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_rl.config.base.names import OVERRIDE_MARKER
 from nemo_rl.config.base.paths import find_path
+from nemo_rl.files.regular_file import read_text, require_regular
 from nemo_rl.utils.errors import ConfigError
 
 MOST_VALUES = 1_000_000
@@ -47,7 +48,9 @@ def read_layers(path: str | Path) -> list[Layer]:
         ConfigError: a file is missing, no valid YAML, no mapping, or inherits from itself.
     """
     found = find_path(path)
-    if found is None or not found.is_file():
+    if found is not None:
+        _require_regular(found)
+    if found is None:
         raise ConfigError(
             f"there is no config file {str(path)!r} (current folder: {Path.cwd()}). "
             "Give a path that exists, for example --config examples/configs/grpo_math_1B.yaml."
@@ -117,7 +120,8 @@ def _read(path: Path, children: tuple[Path, ...]) -> list[Layer]:
     layers = []
     for parent in _as_list(parents, path):
         parent_path = resolve_path(path.parent, parent).resolve()
-        if not parent_path.is_file():
+        _require_regular(parent_path)
+        if not parent_path.exists():
             raise ConfigError(
                 f"{path} inherits from {parent!r}, but there is no file {parent_path}. "
                 "A path in `defaults:` is relative to the file that names it."
@@ -126,13 +130,25 @@ def _read(path: Path, children: tuple[Path, ...]) -> list[Layer]:
     return [*layers, Layer(path, content)]
 
 
+def _require_regular(path: Path) -> None:
+    """Refuse a config file that is a folder, a pipe or a device.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    try:
+        require_regular(path)
+    except OSError as error:
+        raise ConfigError(f"the config file {str(path)!r} cannot be read. {error.strerror}.") from error
+
+
 def _refuse_too_much(path: Path) -> None:
     """Count a file's values before its anchors are expanded: a few lines can expand to more than memory holds.
 
     Raises:
         ConfigError: the file has too many values.
     """
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path)
     root = yaml.compose(text, Loader=yaml.SafeLoader) if "*" in text else None
     if root is not None and _num_values(root, {}) > MOST_VALUES:
         raise ConfigError(

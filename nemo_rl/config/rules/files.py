@@ -11,6 +11,7 @@ from nemo_rl.config.base.paths import REPOSITORY_ROOT, find_path, looks_local
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.schema.model.policy import TokenizerConfig
+from nemo_rl.files.regular_file import require_regular, require_regular_files
 
 _TEXTS = ("prompt_file", "system_prompt_file", "chat_template")
 """Keys that always name a text file; other keys may also hold the id of a model or data set of the hub."""
@@ -48,3 +49,14 @@ def check_files(paths: Iterable[PathKey]) -> Findings:
             )
         elif key in _TEXTS and not found.is_file():
             yield f"{place}.{key}={value!r} is not a file (a folder, a pipe or a device). Give a text file."
+        elif reason := _irregular(found):
+            yield f"{place}.{key}={value!r} cannot be read: {reason}."
+
+
+def _irregular(path: Path) -> str | None:
+    """Return which file below a path no reader may open; None: there is none."""
+    try:
+        require_regular_files(path) if path.is_dir() else require_regular(path)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    return None

@@ -62,7 +62,7 @@ class AgentEndpointConfig(Section):
     """Port to listen on; 0: a free one. With cluster.rollout_runners it must be 0."""
     public_host: str | None = None
     """Host in the addresses that programs get; null: host, or the address of the machine for "0.0.0.0"."""
-    max_request_mb: PositiveFloat = 16.0
+    max_request_mb: Annotated[float, Field(gt=0, le=64)] = 1.0
     """Largest body of a request, in MiB; larger ones are answered with status 413."""
     max_concurrent_calls: PositiveInt = 64
     """Requests of one sample's program that are answered at the same time; further ones get status 429."""

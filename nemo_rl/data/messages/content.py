@@ -98,3 +98,20 @@ def with_texts(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         else dict(message)
         for message in messages
     ]
+
+
+def texts_between(text: str, opening: str, closing: str) -> list[str]:
+    """Return each text between an opening and the next closing text.
+
+    It finds what `re.findall` of `opening(.*?)closing` would, which takes quadratic time if closing texts are missing.
+    """
+    found = []
+    start = text.find(opening)
+    while start >= 0:
+        start += len(opening)
+        end = text.find(closing, start)
+        if end < 0:
+            break
+        found.append(text[start:end])
+        start = text.find(opening, end + len(closing))
+    return found

@@ -64,7 +64,8 @@ class ControlTokens:
         used = [str(token.content) for token in added if str(token.content) in template]
         self.written = _without_characters([*self.special, *used])
         self._normalizes = any(token.normalized and str(token.content) in self.written for token in added)
-        self._literals: list[str] = []
+        self._literals: dict[str, int] = {}
+        self._by_number: list[str] = []
         self._find = {tokens: _any_of(tokens) for tokens in (self.special, self.written)}
         self._fragments = {tokens: _fragments(tokens) for tokens in (self.special, self.written)}
         self._respelled: Tokenizer | None = None
@@ -134,9 +135,10 @@ class ControlTokens:
         return not numbers.isdisjoint(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _mark(self, literal: str) -> str:
-        if literal not in self._literals:
-            self._literals.append(literal)
-        return _MARK + chr(_FIRST_PRIVATE + self._literals.index(literal))
+        number = self._literals.setdefault(literal, len(self._literals))
+        if number == len(self._by_number):
+            self._by_number.append(literal)
+        return _MARK + chr(_FIRST_PRIVATE + number)
 
     def shown(self, text: str) -> str:
         """Return a text with its marks replaced by the original text."""
@@ -144,7 +146,7 @@ class ControlTokens:
 
     def _literal(self, mark: re.Match[str]) -> str:
         number = ord(mark[1]) - _FIRST_PRIVATE
-        return self._literals[number] if 0 <= number < len(self._literals) else ""
+        return self._by_number[number] if 0 <= number < len(self._by_number) else ""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text with marks; add no special tokens."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from nemo_rl.config.schema.data import MAY_LEAVE_OUT, LeftOut
 from nemo_rl.data.interfaces import Message, TokenizerType
+from nemo_rl.data.messages.content import texts_between
 from nemo_rl.data.messages.loss_flags import LOSS_FLAGS
 from nemo_rl.data.messages.rendering import render_chat
 from nemo_rl.data.messages.template_form import arguments_value
@@ -26,7 +27,6 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of an assistant message for the text that the model thinks before its answer."""
 
 _READ = frozenset(("role", "content", "tool_calls", "tool_call_id", "counts", *REASONING_KEYS, *LOSS_FLAGS))
-_THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _PROBE = "PROBE7Q"
 _WHAT: dict[LeftOut, str] = {
     "messages": "the text of a message of the role {role!r}",
@@ -202,7 +202,7 @@ def _divided(message: Message) -> tuple[list[str], str]:
     if message.get("role") != "assistant":
         return [], said
     thought = [str(message[key]) for key in REASONING_KEYS if isinstance(message.get(key), str)]
-    thought += [found[1] for found in _THOUGHT.finditer(said)]
+    thought += texts_between(said, "<think>", "</think>")
     return thought, said.rpartition("</think>")[2]
 
 

@@ -61,7 +61,7 @@ def unreachable(address: str) -> str | None:
     if address.startswith("ray://"):
         return None
     # Use a separate process: a wait inside Ray's C++ code cannot be interrupted here.
-    command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", target]
+    command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "health-check", "--address", target]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=_HEALTH_S, check=False)
     except subprocess.TimeoutExpired:

@@ -29,7 +29,7 @@ from ray._private import utils as ray_utils
 from ray._private.node import Node
 
 from nemo_rl.distributed.cluster.start_checks import own_ray_folder, ray_folder, require_startable_ray
-from nemo_rl.host.memory import machine_bytes
+from nemo_rl.host.capacity import machine_bytes
 from nemo_rl.host.processes import is_stopped
 from nemo_rl.host.stop_signals import result_with_handlers
 from nemo_rl.optimizations.lean_ray import LeanStart, lean_start

@@ -1,13 +1,12 @@
 """Generated tasks of Reasoning Gym: one question, one answer, scored by the library."""
 
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from nemo_rl.config.schema.adapters import ReasoningGymConfig
-from nemo_rl.data.messages.content import content_text
+from nemo_rl.data.messages.content import content_text, texts_between
 from nemo_rl.environments.adapters.packages import library
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, EpisodeStart
 from nemo_rl.utils.errors import ConfigError
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
 reasoning_gym = library("reasoning_gym", "reasoning-gym")
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ADVICE = "Write the answer between <answer> and </answer>."
 
 
@@ -73,7 +71,7 @@ class ReasoningGymEnvironment(EnvironmentInterface[dict[str, Any]]):
 
     @staticmethod
     def _answer(log: "LLMMessageLogType") -> str | None:
-        found = _ANSWER.findall(content_text(log[-1]["content"]))
+        found = texts_between(content_text(log[-1]["content"]), "<answer>", "</answer>")
         return found[-1].strip() if found else None
 
     def _score(self, answer: str | None, seed: int) -> float:

@@ -6,8 +6,7 @@ Invariant: the time is linear in the length of the text, whatever a model writes
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 OPENING, CLOSING = "<code>", "</code>"
 _THINK, _END_OF_THOUGHT = "<think>", "</think>"
@@ -22,8 +21,7 @@ _TAB = 4
 type _Kind = Literal["fence", "code", "think", "end of thought"]
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """A marked part of a text.
 
     Attributes:
@@ -55,6 +53,14 @@ def final_code(text: str) -> str | None:
     Blocks inside of `<code>` do not count, and those in thinking text only if no answer follows it.
     """
     return _last_program([piece for piece in _pieces_of_answer(text) if piece.kind == "fence"])
+
+
+def any_code(text: str) -> str | None:
+    """Return what `final_code` returns, or else what `code_to_run` does; the text is read once."""
+    pieces = _pieces_of_answer(text)
+    blocks = [piece.content for piece in pieces if piece.kind == "code"]
+    found = _last_program([piece for piece in pieces if piece.kind == "fence"])
+    return found or (_without_fence(blocks[-1]) if blocks else found)
 
 
 def without_mark(source: str) -> str:
@@ -203,10 +209,14 @@ class _Scanner:
 
 def _width(line: str) -> int:
     """Return the columns of the white space at the beginning of a line."""
+    if not line[:1].isspace():
+        return 0
     return len(line[: len(line) - len(line.lstrip())].expandtabs(_TAB))
 
 
 def _outdented(lines: list[str], columns: int) -> str:
     """Return lines as a text, all without the indentation that they share, at most this many columns."""
+    if not columns:
+        return "".join(f"{line}\n" for line in lines)
     columns = min([columns, *(len(line) - len(line.lstrip(" ")) for line in lines if line.strip())])
     return "".join(f"{line[columns:]}\n" for line in lines)

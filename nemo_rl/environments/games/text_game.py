@@ -7,7 +7,6 @@ Invariant: an episode is a function of its seeds and actions. Its whole state is
 can be replaced in the middle of a game, and a resumed run repeats every episode.
 """
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NotRequired, TypedDict
 
 import torch
 
-from nemo_rl.data.messages.content import content_text
+from nemo_rl.data.messages.content import content_text, texts_between
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, EpisodeStart
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 ACTION_END = "</action>"
-_ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 
 TRUNCATED = "truncated"
 """Name of the metric of episodes that a limit of tokens or turns cut off."""
@@ -193,7 +191,7 @@ class GameEnvironment(EnvironmentInterface[GameMetadata]):
         }
 
     def _turn(self, text: str, metadata: GameMetadata) -> GameTurn:
-        actions = _ACTION.findall(text)
+        actions = texts_between(text, "<action>", "</action>")
         if not actions:
             message = "Invalid action: write one action between <action> and </action>."
             return GameTurn(metadata["game_state"], message, is_valid=False)

@@ -9,7 +9,7 @@ Invariant: no pattern is tried from more than one place of the same run of chara
 import re
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s{0,9}\{")
 _BRACE_OR_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s{0,9}\{|\\[\\{}]|[{}]")
@@ -33,18 +33,28 @@ _TAIL_CHARS = 5000
 """Characters of the end of a response in which an answer without a box is searched."""
 
 
-class Box(NamedTuple):
-    """A box with balanced braces.
+@dataclass(frozen=True)
+class Box:
+    """A box with balanced braces. Boxes can be nested thousands of times, so that none holds a copy of its text.
 
     Attributes:
         start: position of its backslash.
         end: position after its last brace.
-        content: what it holds, stripped.
+        text: the text that it is in.
+        first: position of what it holds, after white space.
+        last: position after what it holds, before white space.
     """
 
     start: int
     end: int
-    content: str
+    text: str = field(repr=False)
+    first: int
+    last: int
+
+    @property
+    def content(self) -> str:
+        """What it holds, stripped."""
+        return self.text[self.first : self.last]
 
 
 def find_boxes(text: str) -> list[Box]:
@@ -60,10 +70,19 @@ def find_boxes(text: str) -> list[Box]:
         elif token == "}":
             start, inner = opened.pop() if opened else (-1, 0)
             if start >= 0:
-                boxes.append(Box(start, match.end(), text[inner : match.start()].strip()))
+                boxes.append(Box(start, match.end(), text, *_stripped(text, inner, match.start())))
         elif len(token) > 2:
             opened.append((match.start(), match.end()))
-    return sorted(boxes)
+    return sorted(boxes, key=lambda box: box.start)
+
+
+def _stripped(text: str, first: int, last: int) -> tuple[int, int]:
+    """Return the bounds of a part of a text without the white space at its ends."""
+    while first < last and text[first].isspace():
+        first += 1
+    while last > first and text[last - 1].isspace():
+        last -= 1
+    return first, last
 
 
 def last_boxed(text: str) -> str | None:
@@ -97,8 +116,9 @@ def _outer(boxes: list[Box]) -> list[Box]:
     outer: list[Box] = []
     for box in boxes:
         if outer and box.end <= outer[-1].end:
-            if outer[-1].content.endswith("}") and outer[-1].end - 1 >= box.end:
-                outer[-1] = outer[-1]._replace(content=box.content)
+            around = outer[-1]
+            if around.first < around.last and around.text[around.last - 1] == "}" and around.end - 1 >= box.end:
+                outer[-1] = replace(around, first=box.first, last=box.last)
             continue
         outer.append(box)
     return outer

@@ -14,6 +14,7 @@ import sys
 import time
 from typing import Any
 
+from nemo_rl.host.child_process import import_path
 from nemo_rl.host.processes import is_stopped
 from nemo_rl.utils.errors import DeadlineExceededError, WorkerDiedError
 
@@ -31,14 +32,14 @@ class GradingProcess:
         self.verifier = verifier
         self._buffer = b""
         command = [sys.executable, "-P", "-m", "nemo_rl.environments.grading.worker_main"]
-        arguments = [verifier, str(os.getpid()), str(memory_limit_mb)]
-        import_path = os.pathsep.join(entry for entry in sys.path if entry)
+        python_path, folders = import_path()
+        arguments = [verifier, str(os.getpid()), str(memory_limit_mb), *folders]
         try:
             self._process = subprocess.Popen(
                 command + arguments,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env=os.environ | {"PYTHONPATH": import_path, "OMP_NUM_THREADS": "1"},
+                env=os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,
             )
         except OSError as error:

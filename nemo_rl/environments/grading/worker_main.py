@@ -68,4 +68,5 @@ def _take_over_pipes() -> tuple[TextIO, TextIO]:
 
 
 if __name__ == "__main__":
+    sys.path.extend(sys.argv[4:])
     sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

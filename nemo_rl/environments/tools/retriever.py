@@ -5,7 +5,6 @@ the same index as a tool that is called through the chat template. Invariant: an
 the documents of a query are in the order of their scores.
 """
 
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -18,7 +17,7 @@ from nemo_rl.config import DatasetConfig
 from nemo_rl.config.schema.tools import RAGEnvironmentConfig
 from nemo_rl.data.datasets.hub import HubSource, load_table
 from nemo_rl.data.datasets.rows.readers import is_file_path
-from nemo_rl.data.messages.content import content_text
+from nemo_rl.data.messages.content import content_text, texts_between
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.tools.grader import Grader
 from nemo_rl.environments.tools.interfaces import EpisodeTools
@@ -31,8 +30,7 @@ if TYPE_CHECKING:
 RAGEnvConfig = RAGEnvironmentConfig
 """Name of the section in NeMo RL."""
 
-_QUERY = re.compile(r"<retrieve>(.*?)</retrieve>", re.DOTALL)
-_END = "</retrieve>"
+_BEGIN, _END = "<retrieve>", "</retrieve>"
 
 
 class BM25Retriever:
@@ -226,7 +224,7 @@ def _retriever(name: str, split: str, column: str, num_results: int, k1: float, 
 def _query_of(message: Mapping[str, Any]) -> str | None:
     """Return the last query of a response, also if the stop string cut off its end tag."""
     text = content_text(message["content"])
-    found = _QUERY.findall(text + _END if "<retrieve>" in text and _END not in text else text)
+    found = texts_between(text + _END if _BEGIN in text and _END not in text else text, _BEGIN, _END)
     return found[-1].strip() if found else None
 
 

@@ -4,7 +4,8 @@
 
 The key is in a header, or in the body (`request_body`) where a server with one key of its own sends the requests of
 many samples. Invariants: a request without the key of an open session is answered with status 401, whatever it asks
-for; keys appear in no log and in no message.
+for, before its body is parsed; keys appear in no log and in no message; bodies are parsed and chats are rendered on
+threads, for one request of a sample at a time, so that no program keeps others waiting.
 """
 
 import asyncio
@@ -28,20 +29,29 @@ from starlette.routing import Route
 
 from nemo_rl.config.schema.agents import AgentEndpointConfig
 from nemo_rl.environments.agents.interfaces import START_SIGN, is_start
-from nemo_rl.experience.agents.calls import CallError
-from nemo_rl.experience.agents.dialects.interface import Dialect
+from nemo_rl.experience.agents.calls import CallError, CallRequest
+from nemo_rl.experience.agents.dialects.interface import Dialect, Event
 from nemo_rl.experience.agents.dialects.registry import DIALECT_BY_PATH, DIALECTS
 from nemo_rl.experience.agents.exchanges import ClientGoneError
-from nemo_rl.experience.agents.request_body import key_in, parsed_body
+from nemo_rl.experience.agents.request_body import key_in, names_a_key, new_key, parsed_body
 from nemo_rl.experience.agents.session import AgentSession
+from nemo_rl.host.guarded_http import MOST_OF_ONE, ConnectionGuard, bound_socket
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.http import http_address
 
 MODEL = "policy"
 """Name of the model; requests may name any other."""
 _MINUTE_S = 60.0
+_MOST_DIGITS = 12
+_ENDS_CONNECTION = (401, 408, 413)
+_TOO_MANY_CONNECTIONS = "too_many_connections"
 _START_S = 30.0
-_BACKLOG = 1024
+_BODY_S = 20.0
+"""Seconds for the body of a request."""
+_UNKNOWN_BYTES = 65536
+"""Bytes of a body that are read before a key is found in its header or in them."""
+_LARGE_UNKNOWN = 8
+"""Larger bodies without a key so far that are read at the same time; others wait."""
 _CLIENT_GONE = 499
 """Status in place of an answer that has no reader."""
 
@@ -85,9 +95,8 @@ class _Admitted(NamedTuple):
     raw: bytes
     parsed: dict[str, Any] | None = None
 
-    @property
     def body(self) -> dict[str, Any]:
-        """The parsed body.
+        """Return the parsed body; it takes long for a large one.
 
         Raises:
             CallError: it is no JSON object.
@@ -106,6 +115,8 @@ class AgentEndpoint:
         self._config = config
         self._clients: dict[str, _Client] = {}
         self._serving: asyncio.Task[None] | None = None
+        self._guard = ConnectionGuard()
+        self._large_unknown = asyncio.Semaphore(_LARGE_UNKNOWN)
         self._port = 0
 
     @property
@@ -128,16 +139,14 @@ class AgentEndpoint:
             return
         config = self._config
         try:
-            listener = _listener(config.host, config.port)
+            listener = bound_socket(config.host, config.port)
         except OSError as error:
             raise ConfigError(
                 f"cluster.agent_endpoint: cannot listen on {config.host}:{config.port}: {error}. Choose another host "
                 "or port; port=0 takes a free one."
             ) from error
         self._port = listener.getsockname()[1]
-        server = uvicorn.Server(
-            uvicorn.Config(self.application(), log_level="warning", access_log=False, lifespan="off", ws="none")
-        )
+        server = self._guard.server(self.application(), lifespan="off")
         self._serving = asyncio.create_task(_serve(server, listener))
         async with asyncio.timeout(_START_S):
             while not server.started:
@@ -145,7 +154,7 @@ class AgentEndpoint:
 
     def open(self, session: AgentSession) -> str:
         """Serve a session; return its key."""
-        key = f"sk-{secrets.token_urlsafe(32)}"
+        key = new_key()
         self._clients[key] = _Client(session)
         return key
 
@@ -155,7 +164,9 @@ class AgentEndpoint:
 
     def close(self, key: str) -> None:
         """Refuse further requests with a key."""
-        self._clients.pop(key, None)
+        client = self._clients.pop(key, None)
+        if client is not None:
+            self._guard.close(client)
 
     def application(self) -> Starlette:
         """Return the application that answers requests."""
@@ -184,8 +195,7 @@ class AgentEndpoint:
         session = admitted.client.session
         identity = hashlib.blake2b(dialect.path.encode() + b"\n" + admitted.raw, digest_size=16).hexdigest()
         self._note_arrival(admitted.client, identity)
-        body = admitted.body
-        call = dialect.read(body, session.memory)
+        body, call = await session.on_thread(lambda: _read(dialect, admitted.body(), session))
         exchange = session.exchange(call, identity, is_retry=_is_retry(request))
         try:
             answers = await exchange.answers(_disconnected(request))
@@ -193,26 +203,25 @@ class AgentEndpoint:
             session.counts["undelivered"] += 1
             return Response(status_code=_CLIENT_GONE)
         if not body.get("stream"):
-            return JSONResponse(dialect.response(body, call, answers, session.memory))
+            return await session.on_thread(lambda: JSONResponse(dialect.response(body, call, answers, session.memory)))
+        lines = await session.on_thread(
+            lambda: [_line(event) for event in dialect.events(body, call, answers, session.memory)]
+        )
 
-        async def lines() -> AsyncIterator[bytes]:
-            for event in dialect.events(body, call, answers, session.memory):
-                # Only ASCII: some clients end lines at other characters too.
-                data = event.data if isinstance(event.data, str) else json.dumps(event.data)
-                yield (f"event: {event.name}\n" if event.name else "").encode() + f"data: {data}\n\n".encode()
+        async def each_line() -> AsyncIterator[bytes]:
+            for line in lines:
+                yield line
 
-        return StreamingResponse(lines(), media_type="text/event-stream")
+        return StreamingResponse(each_line(), media_type="text/event-stream")
 
     async def _models(self, request: Request) -> Response:
-        if self._found(_header_key(request)) is None:
-            raise _unknown_key()
+        self._known(request)
         page = {"has_more": False, "first_id": MODEL, "last_id": MODEL}
         return JSONResponse({"object": "list", "data": [_described(MODEL)]} | page)
 
     async def _model(self, request: Request) -> Response:
         """Describe the model under the requested name, as calls are answered under any name."""
-        if self._found(_header_key(request)) is None:
-            raise _unknown_key()
+        self._known(request)
         return JSONResponse(_described(request.path_params["name"]))
 
     async def _tokenize(self, request: Request) -> Response:
@@ -220,11 +229,34 @@ class AgentEndpoint:
         admitted = await self._admitted(request)
         session = admitted.client.session
         self._note_arrival(admitted.client, "")
-        body = admitted.body
-        dialect = DIALECT_BY_PATH["/v1/chat/completions" if "messages" in body else "/v1/completions"]
-        tokens = session.token_ids(dialect.read({"model": MODEL, **body}, session.memory))
         most = session.parts.limits.max_sequence_length
-        return JSONResponse({"count": len(tokens), "max_model_len": most, "tokens": tokens})
+
+        def answer() -> Response:
+            body = admitted.body()
+            dialect = DIALECT_BY_PATH["/v1/chat/completions" if "messages" in body else "/v1/completions"]
+            tokens = session.token_ids(dialect.read({"model": MODEL, **body}, session.memory))
+            return JSONResponse({"count": len(tokens), "max_model_len": most, "tokens": tokens})
+
+        return await session.on_thread(answer)
+
+    def _known(self, request: Request) -> _Client:
+        """Return the program with the key in the headers of a request.
+
+        Raises:
+            CallError: there is none (401), or it has too many connections (429).
+        """
+        client = self._found(_header_key(request))
+        if client is None:
+            raise _unknown_key()
+        return self._recognised(request, client)
+
+    def _recognised(self, request: Request, client: _Client) -> _Client:
+        """Note whose the connection of a request is; errors as `_known`."""
+        most = max(MOST_OF_ONE, 2 * self._config.max_concurrent_calls)
+        if not self._guard.recognise(request.scope, client, most):
+            client.session.counts["refused"] += 1
+            raise CallError(429, "This key has too many open connections; close some.", _TOO_MANY_CONNECTIONS)
+        return client
 
     def _found(self, key: str) -> _Client | None:
         """Return the program with a key; None if there is none, or if it was started again with another one."""
@@ -241,16 +273,25 @@ class AgentEndpoint:
         """
         client = self._found(_header_key(request))
         if client is not None:
+            self._recognised(request, client)
             return _Admitted(client, await self._body(request))
         try:
-            raw = await self._body(request)
-            parsed = parsed_body(raw)
+            raw = await self._unknown_body(request)
+            parsed = await asyncio.to_thread(self._parsed_with_key, raw)
         except CallError:
             raise _unknown_key() from None
         client = self._found(key_in(parsed))
         if client is None:
             raise _unknown_key()
-        return _Admitted(client, raw, parsed)
+        return _Admitted(self._recognised(request, client), raw, parsed)
+
+    def _parsed_with_key(self, raw: bytes) -> dict[str, Any]:
+        """Parse a body that has a key in it; an empty object if it has none.
+
+        Raises:
+            CallError: it is no JSON object.
+        """
+        return parsed_body(raw) if names_a_key(raw, self._clients) else {}
 
     def _note_arrival(self, client: _Client, identity: str) -> None:
         """Count a request.
@@ -274,25 +315,75 @@ class AgentEndpoint:
         """Read the body of a request, and no more than allowed.
 
         Raises:
-            CallError: it is too large.
+            CallError: it is too large, or too slow.
+        """
+        raw = bytearray()
+        most = self._checked_length(request)
+        async with _in_time():
+            async for part in request.stream():
+                raw += part
+                if len(raw) > most:
+                    raise _too_large(most)
+        return bytes(raw)
+
+    async def _unknown_body(self, request: Request) -> bytes:
+        """Read the body of a request that has no key in its headers; few large ones at a time.
+
+        Raises:
+            CallError: it is too large, or too slow.
+        """
+        raw = bytearray()
+        most = self._checked_length(request)
+        async with _in_time(), contextlib.AsyncExitStack() as held:
+            async for part in request.stream():
+                raw += part
+                if len(raw) > most:
+                    raise _too_large(most)
+                if len(raw) > _UNKNOWN_BYTES >= len(raw) - len(part) and not names_a_key(raw, self._clients):
+                    await held.enter_async_context(self._large_unknown)
+        return bytes(raw)
+
+    def _checked_length(self, request: Request) -> int:
+        """Return the largest size of a body.
+
+        Raises:
+            CallError: that of a request is larger, as its header says.
         """
         most = int(self._config.max_request_mb * 2**20)
-        parts: list[bytes] = []
-        size = 0
-        async for part in request.stream():
-            size += len(part)
-            if size > most:
-                message = f"The body is larger than {most} bytes (cluster.agent_endpoint.max_request_mb)."
-                raise CallError(413, message, "request_too_large")
-            parts.append(part)
-        return b"".join(parts)
+        length = request.headers.get("content-length", "0")
+        if length.isdecimal() and (len(length) > _MOST_DIGITS or int(length) > most):
+            raise _too_large(most)
+        return most
 
 
-def _listener(host: str, port: int) -> socket.socket:
-    if ":" not in host:
-        return socket.create_server((host, port), backlog=_BACKLOG)
-    both = host == "::" and socket.has_dualstack_ipv6()
-    return socket.create_server((host, port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=both)
+def _read(dialect: Dialect, body: dict[str, Any], session: AgentSession) -> tuple[dict[str, Any], CallRequest]:
+    """Return the body of a request and what it asks for; errors as `Dialect.read`."""
+    return body, dialect.read(body, session.memory)
+
+
+def _line(event: Event) -> bytes:
+    """Return the lines of an event. Only ASCII: some clients end lines at other characters too."""
+    data = event.data if isinstance(event.data, str) else json.dumps(event.data)
+    return (f"event: {event.name}\n" if event.name else "").encode() + f"data: {data}\n\n".encode()
+
+
+@contextlib.asynccontextmanager
+async def _in_time() -> AsyncIterator[None]:
+    """Limit the time in which a body has to arrive.
+
+    Raises:
+        CallError: it is over.
+    """
+    try:
+        async with asyncio.timeout(_BODY_S):
+            yield
+    except TimeoutError as error:
+        raise CallError(408, f"The body did not arrive within {_BODY_S:g} s.", "request_timeout") from error
+
+
+def _too_large(most: int) -> CallError:
+    message = f"The body is larger than {most} bytes (cluster.agent_endpoint.max_request_mb)."
+    return CallError(413, message, "request_too_large")
 
 
 async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
@@ -338,7 +429,11 @@ def _is_retry(request: Request) -> bool:
 
 def _headers(error: CallError) -> dict[str, str]:
     """Return the headers of an error; clients repeat a request only after status 429."""
-    return {"retry-after": "1"} if error.status == 429 else {"x-should-retry": "false"}
+    if error.status == 429:
+        return {"retry-after": "1", **({"connection": "close"} if error.code == _TOO_MANY_CONNECTIONS else {})}
+    # What is left of the body of such a request is not read.
+    ends = {"connection": "close"} if error.status in _ENDS_CONNECTION else {}
+    return {"x-should-retry": "false", **ends}
 
 
 def _described(name: str) -> dict[str, Any]:

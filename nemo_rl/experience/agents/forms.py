@@ -1,10 +1,19 @@
 """The form of an answer in the sampling of its request, and what cannot be sampled in a form."""
 
+import json
 from dataclasses import replace
 
 from nemo_rl.experience.agents.calls import CallError, CallRequest
 from nemo_rl.experience.agents.forced_calls import form_of_calls
-from nemo_rl.models.generation.interfaces import SamplingParams
+from nemo_rl.models.generation.interfaces import Grammar, SamplingParams
+
+MOST_CHARACTERS = {"json": 65_536, "choice": 65_536, "grammar": 32_768, "regex": 4_096}
+"""Largest definition of a form, by its kind."""
+_MOST_REPETITIONS = 256
+"""Quantifiers of a regular expression or a grammar. The engine's time grows with their third power."""
+_MOST_PROPERTIES = 256
+"""Properties of an object of a JSON schema, for the same reason."""
+_QUANTIFIERS = "*+?{"
 
 
 def with_form(sampling: SamplingParams, request: CallRequest, *, trains: bool, forwards: bool) -> SamplingParams:
@@ -33,6 +42,7 @@ def with_form(sampling: SamplingParams, request: CallRequest, *, trains: bool, f
         )
     if grammar is None:
         return sampling
+    _check_size(grammar)
     if trains and not sampling.draws_from_policy:
         raise CallError(
             400,
@@ -44,3 +54,44 @@ def with_form(sampling: SamplingParams, request: CallRequest, *, trains: bool, f
             "unsupported_parameter",
         )
     return replace(sampling, grammar=grammar, scores_policy=trains)
+
+
+def _check_size(grammar: Grammar) -> None:
+    """Refuse a form that would take an engine long to translate.
+
+    Raises:
+        CallError: it is too large.
+    """
+    kind, definition = grammar
+    found = {"characters": (len(definition), MOST_CHARACTERS[kind])}
+    if found["characters"][0] <= MOST_CHARACTERS[kind]:
+        if kind in ("regex", "grammar"):
+            found["repetitions"] = (sum(map(definition.count, _QUANTIFIERS)), _MOST_REPETITIONS)
+        if kind == "json":
+            found["properties in one object"] = (_most_properties(definition), _MOST_PROPERTIES)
+    for what, (given, most) in found.items():
+        if given > most:
+            raise CallError(
+                400,
+                f"The form of the answer ({kind}) has {given} {what}; allowed are {most}, because a larger one would "
+                "keep the engine busy before it draws a token.",
+                "invalid_structured_output",
+            )
+
+
+def _most_properties(schema: str) -> int:
+    """Return the largest number of properties of an object in a JSON schema; 0 if it is no JSON."""
+    most = 0
+    try:
+        pending = [json.loads(schema)]
+    except (ValueError, RecursionError):  # the engine says what is wrong with it
+        return 0
+    while pending:
+        part = pending.pop()
+        if isinstance(part, dict):
+            for place in ("properties", "patternProperties"):
+                most = max(most, len(part[place]) if isinstance(part.get(place), dict) else 0)
+            pending += part.values()
+        elif isinstance(part, list):
+            pending += part
+    return most

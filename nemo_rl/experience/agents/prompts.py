@@ -87,6 +87,8 @@ class PromptRenderer:
 
     def _plain(self, prompt: str | Sequence[int], tree: CallTree) -> Prompt:
         """Return the tokens of a plain completion; errors as `prompt`."""
+        if not isinstance(prompt, str):
+            prompt = prompt[: self.longest + 1]  # it is too long too
         known = tree.find_plain(prompt)
         parent, text = (None, "") if known is None else known
         if isinstance(prompt, str):

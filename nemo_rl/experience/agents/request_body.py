@@ -6,11 +6,21 @@ the body. Invariant: `extra_body` never replaces a field that the body has itsel
 """
 
 import json
-from collections.abc import Mapping
+import re
+import secrets
+from collections.abc import Container, Mapping
 from typing import Any
 
 from nemo_rl.environments.agents.interfaces import KEY_FIELD
 from nemo_rl.experience.agents.calls import CallError
+
+_KEY_BYTES = 32
+_KEY = re.compile(rb"sk-[A-Za-z0-9_-]{43}")
+
+
+def new_key() -> str:
+    """Return a new key."""
+    return f"sk-{secrets.token_urlsafe(_KEY_BYTES)}"
 
 
 def parsed_body(raw: bytes) -> dict[str, Any]:
@@ -26,6 +36,11 @@ def parsed_body(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise CallError(400, f"The body is a {type(body).__name__}; it must be a JSON object.", "invalid_json")
     return {**_extra_body(body), **body}
+
+
+def names_a_key(raw: bytes | bytearray, keys: Container[str]) -> bool:
+    """Return whether one of some keys is written in a body, which is not parsed for that."""
+    return any(found.decode() in keys for found in _KEY.findall(raw))
 
 
 def key_in(body: Mapping[str, Any]) -> str:

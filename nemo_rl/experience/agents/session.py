@@ -13,6 +13,7 @@ import json
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ import torch
 from nemo_rl.data.interfaces import Message, TokenizerType
 from nemo_rl.data.messages.content import TextRules
 from nemo_rl.data.routed_experts import note_experts
-from nemo_rl.experience.agents.answers import ID_LENGTH, AnswerReader, short_id
+from nemo_rl.experience.agents.answers import ID_LENGTH, AnswerReader, ReadAnswer, short_id
 from nemo_rl.experience.agents.budget import Budget, Grant
 from nemo_rl.experience.agents.call_tree import Call, CallTree
 from nemo_rl.experience.agents.calls import CallAnswer, CallEnd, CallError, CallRequest
@@ -57,6 +58,8 @@ refused requests, histories that the chat template renders in another way, trees
 of answers whose form was demanded."""
 
 _CLOSE_S = 1.0
+_THREADS = ThreadPoolExecutor(8, thread_name_prefix="agent-session")
+"""Where requests are read and rendered, so that the event loop goes on; a session uses one at a time."""
 
 type CallSeed = Callable[..., int]
 """Makes the seed of an answer from what tells it apart from the sample's other answers."""
@@ -145,6 +148,7 @@ class AgentSession:
     _ending: "set[Answering]" = field(default_factory=set)
     """Cancelled calls of an earlier start."""
     _times_asked: Counter[str] = field(init=False)
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _is_closed: bool = False
 
     def __post_init__(self) -> None:
@@ -186,6 +190,11 @@ class AgentSession:
             CallError: the request is refused.
         """
         return self.exchanges.of(identity, lambda: self._start(self.settings.completed(request)), is_retry=is_retry)
+
+    async def on_thread[T](self, work: Callable[[], T]) -> T:
+        """Call a function on a thread; calls of one session come one after the other, in their order."""
+        async with self._turn:
+            return await asyncio.get_running_loop().run_in_executor(_THREADS, work)
 
     def token_ids(self, request: CallRequest) -> list[int]:
         """Return the tokens that a request would continue.
@@ -236,13 +245,11 @@ class AgentSession:
                 await self.settings.reader.prepare(request)
         except ConfigError as error:
             raise CallError(400, f"The tools cannot be used: {error}", "invalid_tools", "tools") from error
-        sampling = self._sampling(request)
-        prompt = self._prompt(request)
+        sampling, prompt, identity = await self.on_thread(lambda: self._prepared(request))
         budget = self.budget
         grant = budget.grant(request, len(prompt.token_ids), int(sampling.is_read_again))
         self.counts["calls"] += request.num_answers
         sampling = grant.applied(sampling, request.stop)
-        identity = _identity(prompt, request)
         self._times_asked[identity] += 1
         seeds = [self.seed_of(identity, self._times_asked[identity], number) for number in range(request.num_answers)]
         tasks = [asyncio.ensure_future(self._sampled(prompt, chat, sampling, seed)) for seed in seeds]
@@ -254,7 +261,30 @@ class AgentSession:
             for task in tasks:
                 task.cancel()
             budget.give_back(grant, num_tokens)
-        return [self._record(request, prompt, grant, seed, result) for seed, result in zip(seeds, results, strict=True)]
+        both = list(zip(seeds, results, strict=True))
+        read = await self.on_thread(lambda: [self._read(request, seed, result) for seed, result in both])
+        parts = zip(both, read, strict=True)
+        return [self._record(request, prompt, grant, seed, result, texts) for (seed, result), texts in parts]
+
+    def _prepared(self, request: CallRequest) -> tuple[SamplingParams, Prompt, str]:
+        """Return how to sample the answer to a request, its tokens, and its identity.
+
+        Raises:
+            CallError: it cannot be rendered, or answers of such a form are not sampled.
+        """
+        sampling = self._sampling(request)
+        prompt = self._prompt(request)
+        return sampling, prompt, _identity(prompt, request)
+
+    def _read(self, request: CallRequest, seed: int, result: GenerationResult) -> tuple[ReadAnswer, list[str]]:
+        """Return an answer as text, and the text of each of its tokens if the request asks for them."""
+        written = result.token_ids.tolist()
+        if result.answer is not None:
+            read = read_forwarded(result.answer, request)
+        else:
+            read = self.settings.reader.read(written, request, seed)
+        decode = self.parts.tokenizer.decode
+        return read, [str(decode([token])) for token in written] if request.reads_token_texts else []
 
     def _prompt(self, request: CallRequest) -> Prompt:
         """Render a request.
@@ -298,15 +328,19 @@ class AgentSession:
         return result
 
     def _record(
-        self, request: CallRequest, prompt: Prompt, grant: Grant, seed: int, result: GenerationResult
+        self,
+        request: CallRequest,
+        prompt: Prompt,
+        grant: Grant,
+        seed: int,
+        result: GenerationResult,
+        texts: tuple[ReadAnswer, list[str]],
     ) -> CallAnswer:
         """Add an answered call to the tree, and return the answer for the program."""
         call_id, known = short_id("call", seed), result.answer
         written = result.token_ids.tolist()
-        if known is None:
-            read, counted = self.settings.reader.read(written, request, seed), None
-        else:
-            read, counted = read_forwarded(known, request), (known.num_prompt_tokens or 0, known.num_tokens or 0)
+        read, token_texts = texts
+        counted = None if known is None else (known.num_prompt_tokens or 0, known.num_tokens or 0)
         is_cut = result.finish_reason == "length"
         end: CallEnd = "tool_calls" if read.tool_calls else ("length" if is_cut else "stop")
         answer = CallAnswer(
@@ -321,7 +355,7 @@ class AgentSession:
             array("f", result.logprobs.tolist() if known is None else ()),
             num_cached_tokens=len(prompt.token_ids) - prompt.added["token_ids"].numel() if known is None else 0,
             counted=counted,
-            token_texts=[str(self.parts.tokenizer.decode([t])) for t in written] if request.reads_token_texts else (),
+            token_texts=token_texts,
         )
         call = Call(
             call_id,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.files.hub_download import download
+from nemo_rl.files.regular_file import read_text
 from nemo_rl.models.draft.shape import DraftShape
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.utils.errors import ConfigError
@@ -24,7 +25,7 @@ def shape_of(policy: PolicyConfig) -> DraftShape:
         return DraftShape.for_model(model, draft.num_layers or 1, draft.aux_layer_indices)
     file = draft_folder(draft.model_name) / "config.json"
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(read_text(file))
     except (OSError, ValueError) as error:
         named = f"policy.draft.model_name={draft.model_name!r}"
         raise ConfigError(f"{named} has no readable config.json: {error}.") from error

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
+from nemo_rl.files.regular_file import read_text
 from nemo_rl.host.background import in_background
 from nemo_rl.models.generation.members import Member, Speed
 
@@ -105,7 +106,7 @@ class EngineScaling:
     def _read(self) -> None:
         """Read the wanted number; a wrong one is reported once and changes nothing."""
         try:
-            text = self._file.read_text().strip()
+            text = read_text(self._file).strip()
         except FileNotFoundError:
             text = str(len(self._members))
         if not text or text == self._text:

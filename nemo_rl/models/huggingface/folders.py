@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nemo_rl.files.regular_file import read_text
 from nemo_rl.host.waiting_log import StillWaiting
 from nemo_rl.models.huggingface.full_precision import stays_float32_in_files
 from nemo_rl.models.huggingface.tensor_files import TensorFiles, write_file
@@ -78,19 +79,19 @@ def _convert(source: TensorFiles, target: Path, dtype: torch.dtype, stays: Calla
 def _architecture(folder: Path) -> str | None:
     """Return the name of the class of a model folder, from its config.json."""
     path = folder / "config.json"
-    names = json.loads(path.read_text(encoding="utf-8")).get("architectures") if path.exists() else None
+    names = json.loads(read_text(path)).get("architectures") if path.exists() else None
     return names[0] if names else None
 
 
 def _note_dtype(target: Path, dtype: torch.dtype) -> None:
     """Update config.json and the index for converted weights."""
     path = target / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = json.loads(read_text(path))
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     index = target / "model.safetensors.index.json"
     if index.exists():
-        content = json.loads(index.read_text(encoding="utf-8"))
+        content = json.loads(read_text(index))
         content["metadata"] = {"total_size": sum(file.stat().st_size for file in target.glob(TENSOR_FILES))}
         index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

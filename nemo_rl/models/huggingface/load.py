@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from nemo_rl.distributed.parallel_logprobs import initial_head
+from nemo_rl.files.regular_file import require_regular_files
 from nemo_rl.models.huggingface.tensor_files import cached_folder, model_folder
 from nemo_rl.utils.errors import ConfigError
 
@@ -71,7 +72,9 @@ def load_causal_lm(
     files = _files_of(model_name)  # first: of the ranks of a machine, one asks the hub for files
     config = load_model_config(model_name, config_overrides)
     attention = attention_choice(config, attn_implementation, AutoModelForCausalLM)
-    model = AutoModelForCausalLM.from_pretrained(files, config=config, dtype=torch.float32, **attention)
+    model = AutoModelForCausalLM.from_pretrained(
+        files, config=config, dtype=torch.float32, trust_remote_code=False, **attention
+    )
     return model.eval()
 
 
@@ -107,7 +110,12 @@ def load_scoring_model(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model, loaded = AutoModelForSequenceClassification.from_pretrained(
-                files, config=config, dtype=torch.float32, output_loading_info=True, **attention
+                files,
+                config=config,
+                dtype=torch.float32,
+                output_loading_info=True,
+                trust_remote_code=False,
+                **attention,
             )
     except ValueError as error:
         raise ConfigError(f"policy.model_name={model_name!r} cannot be loaded with a scalar head: {error}") from error
@@ -152,7 +160,9 @@ def load_model_config(
         ConfigError: the model cannot be found or an override names no field of its configuration.
     """
     try:
-        config = AutoConfig.from_pretrained(cached_folder(model_name) or model_name)  # of the commit of the weights
+        require_regular_files(model_name)
+        # Of the commit of the weights. Code of the folder is not asked for, as transformers would at a terminal.
+        config = AutoConfig.from_pretrained(cached_folder(model_name) or model_name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{section}.model_name={model_name!r} is neither a model folder with a config.json nor a "

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nemo_rl.config.schema.model.parallel import AdapterConfig
 from nemo_rl.distributed.ranks.shared_failure import raise_on_all_ranks
+from nemo_rl.files.regular_file import read_text
 from nemo_rl.utils.errors import CheckpointError
 
 ADAPTER_FOLDER = "adapter"
@@ -66,7 +67,7 @@ def adapter_scaling(folder: Path) -> float:
     file = folder / CONFIG_FILE
     if not file.exists():
         raise CheckpointError(f"{folder} holds no {CONFIG_FILE}, so it is no LoRA adapter.")
-    described = json.loads(file.read_text(encoding="utf-8"))
+    described = json.loads(read_text(file))
     return float(described["lora_alpha"] / described["r"])
 
 

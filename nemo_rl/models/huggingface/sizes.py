@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import try_to_load_from_cache
 
+from nemo_rl.files.regular_file import open_regular
 from nemo_rl.models.huggingface.folders import TENSOR_FILES
 
 if TYPE_CHECKING:  # the import takes seconds; a wrong configuration is reported before it
@@ -55,7 +56,7 @@ def count_parameters(model_name: str) -> int | None:
     if not counts and (folder / "config.json").is_file():
         from transformers import AutoConfig
 
-        return parameters_of(AutoConfig.from_pretrained(folder))
+        return parameters_of(AutoConfig.from_pretrained(folder, trust_remote_code=False))
     return sum(counts) or None
 
 
@@ -89,7 +90,7 @@ def parameter_shapes(config: "PretrainedConfig") -> dict[str, tuple[int, ...]]:
 
 def _elements(path: Path) -> int:
     """Count the elements of a safetensors file, which begins with 8 bytes of length and a JSON header."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
     return sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")

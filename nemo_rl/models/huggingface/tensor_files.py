@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from nemo_rl.files.hub_download import download, one_download
+from nemo_rl.files.regular_file import read_text, require_regular
 from nemo_rl.host.waiting_log import StillWaiting
 from nemo_rl.utils.errors import CheckpointError
 
@@ -120,10 +121,13 @@ class TensorFiles:
 def _slices_in(file: Path) -> dict[str, Any]:
     """Open a file and return its tensors, which are not read yet."""
     try:
+        require_regular(file)
         opened = safe_open(file, framework="pt")
         return {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (not a mapping)
     except SafetensorError as error:
         raise CheckpointError(f"{file} is damaged: {error}.") from error
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from error
 
 
 def indexed_files(folder: Path) -> dict[str, Path] | None:
@@ -200,7 +204,7 @@ def _indexed(index: Path) -> set[str]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    found: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    found: dict[str, str] = json.loads(read_text(index))["weight_map"]
     return found
 
 

@@ -15,6 +15,7 @@ import yaml
 
 from nemo_rl.config import CheckpointingConfig, PolicyConfig
 from nemo_rl.distributed.parallel_layout import ParallelLayout
+from nemo_rl.files.regular_file import read_text
 from nemo_rl.models.accepted_rows import AcceptedRows
 from nemo_rl.models.capacity.memory import MemoryPlan, Work, keys_per_token, microbatch_tokens
 from nemo_rl.utils.errors import CheckpointError, ConfigError
@@ -198,7 +199,7 @@ def backend_of_checkpoint(path: Path, config_file: Path | None = None) -> Traini
     found = next((place for place in places if place.exists()), None)
     if found is None:
         return _make(None, list(BACKENDS))
-    content = yaml.safe_load(found.read_text(encoding="utf-8"))
+    content = yaml.safe_load(read_text(found))
     policy = content.get("policy") if isinstance(content, dict) else None
     if not isinstance(policy, dict):
         raise CheckpointError(f"{str(found)!r} is not a run configuration: it has no policy.model_name.")
@@ -250,7 +251,7 @@ def convert_dcp_to_hf(
     backend.export(weights, made, tokenizer_name_or_path)
     if hf_overrides:
         config = made / "config.json"
-        content = json.loads(config.read_text(encoding="utf-8")) | dict(hf_overrides)
+        content = json.loads(read_text(config)) | dict(hf_overrides)
         config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if overwrite:
         shutil.rmtree(target, ignore_errors=True)

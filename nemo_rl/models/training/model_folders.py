@@ -123,7 +123,7 @@ class FolderBackend(TrainingBackend):
             raise CheckpointError(f"{weights} is damaged: {'; '.join(damage)}. Export another checkpoint.")
         self.write_model(weights, target, None if dtype is None else torch_dtype(dtype))
         if not has_tokenizer:
-            AutoTokenizer.from_pretrained(tokenizer_name).save_pretrained(target)
+            AutoTokenizer.from_pretrained(tokenizer_name, trust_remote_code=False).save_pretrained(target)
         logger.info("Exported %s to %s.", source, target)
 
     def verify_export(self, weights: Path, target: Path) -> "ExportCheck":
@@ -140,12 +140,12 @@ class FolderBackend(TrainingBackend):
         from nemo_rl.models.huggingface.comparison import compare_models, is_classifier
 
         def check() -> "ExportCheck":
-            config = AutoConfig.from_pretrained(self.described_folder(weights))
+            config = AutoConfig.from_pretrained(self.described_folder(weights), trust_remote_code=False)
             kind = AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
             trained = kind.from_config(config, dtype=torch.float32).eval()
             self.read_into(trained, weights)
             exported = kind.from_pretrained(target, dtype=torch.float32).eval()
-            return compare_models(trained, exported, AutoTokenizer.from_pretrained(target))
+            return compare_models(trained, exported, AutoTokenizer.from_pretrained(target, trust_remote_code=False))
 
         with StillWaiting(f"the comparison of {target}", "it is running") as progress:
             return progress.during(check)

@@ -30,7 +30,7 @@ from vllm.config import ModelConfig
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from nemo_rl.host.cores import usable_cores
+from nemo_rl.host.capacity import usable_cores
 
 logger = logging.getLogger(__name__)
 

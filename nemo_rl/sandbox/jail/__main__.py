@@ -41,7 +41,7 @@ def main(plan_file: int, control: int) -> int:
         if plan["namespaces"] == "outer":
             _prepare(plan)
         else:
-            identity.drop()
+            _give_up_rights(plan)
         _become_the_program(plan, control)
     except OSError as error:
         os.write(control, f"error {error}\n".encode())
@@ -89,6 +89,14 @@ def _prepare(plan: Plan) -> None:
     identity.drop()
 
 
+def _give_up_rights(plan: Plan) -> None:
+    """Give up this process's rights where it keeps the machine's files."""
+    keeps_reading = plan["is_root"] and identity.become_nobody_among_files(
+        plan["user_number"], plan["scratch"], plan["arguments"][0]
+    )
+    identity.drop(keeps_reading)
+
+
 def _become_the_program(plan: Plan, control: int) -> None:
     os.chdir(plan["scratch"])
     os.umask(0o077)
@@ -100,8 +108,7 @@ def _become_the_program(plan: Plan, control: int) -> None:
         handover.give(plan["handover"], plan["port"])
     may_connect = plan["port"] is not None
     identity.limit(plan["limits"])
-    if plan["needs_landlock"] or landlock.is_available():
-        landlock.restrict(plan["readable"], [plan["scratch"]], plan["devices"], may_connect)
+    _restrict_files(plan, may_connect)
     for descriptor in plan["inherited"]:
         os.set_inheritable(descriptor, True)
     os.set_inheritable(control, False)
@@ -112,6 +119,25 @@ def _become_the_program(plan: Plan, control: int) -> None:
     except OSError as error:  # after `ready`, so it is the program's failure
         os.write(2, f"{plan['arguments'][0]} or its interpreter cannot be run: {error.strerror}\n".encode())
         os._exit(_NOT_FOUND)
+
+
+def _restrict_files(plan: Plan, may_connect: bool) -> None:
+    """Apply Landlock's rules, where the kernel has them or the mechanism consists of them.
+
+    Raises:
+        OSError: The mechanism needs rules that the kernel does not have.
+    """
+    version = landlock.version(plan["newest_landlock"])
+    least = landlock.RESTRICTS_TRUNCATION if plan["namespaces"] == "none" else int(plan["needs_landlock"])
+    if version < least:
+        raise OSError(
+            f"Landlock has version {version} here, and without namespaces version {least} (Linux 6.2) is needed: "
+            "a program could empty files of its user with an earlier one"
+            if version
+            else "the kernel has no Landlock, or it is switched off"
+        )
+    if version:
+        landlock.restrict(version, plan["readable"], [plan["scratch"]], plan["devices"], may_connect)
 
 
 def _write(path: str, text: str) -> None:

@@ -19,9 +19,11 @@ CALLS = {
 """Numbers of the system calls that have no wrapper in the C library."""
 
 PR_SET_PDEATHSIG = 1
+PR_SET_KEEPCAPS = 8
 PR_SET_DUMPABLE = 4
 PR_SET_SECCOMP = 22
 PR_SET_NO_NEW_PRIVS = 38
+PR_CAP_AMBIENT = 47
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -36,9 +38,9 @@ def syscall(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | N
     return _checked(_LIBC.syscall(ctypes.c_long(CALLS[name]), *passed), name)
 
 
-def prctl(option: int, argument: int, pointer: object = None) -> None:
+def prctl(option: int, argument: int, second: object = None) -> None:
     """Change an attribute of this process (`man 2 prctl`)."""
-    _checked(_LIBC.prctl(ctypes.c_int(option), ctypes.c_ulong(argument), pointer or ctypes.c_ulong(0), 0, 0), "prctl")
+    _checked(_LIBC.prctl(ctypes.c_int(option), ctypes.c_ulong(argument), second or ctypes.c_ulong(0), 0, 0), "prctl")
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:

@@ -27,33 +27,35 @@ _TCP = 1 << 0 | 1 << 1  # bind and connect
 _SCOPES = 1 << 0 | 1 << 1  # abstract Unix sockets and signals
 
 
-def abi() -> int:
-    """Return the version of Landlock that the kernel offers.
+RESTRICTS_TRUNCATION = 3
+"""First version (Linux 6.2) in which a file that may not be written to cannot be emptied either."""
 
-    Raises:
-        OSError: The kernel has no Landlock, or it is switched off.
+
+def version(newest: int | None) -> int:
+    """Return the version of the rules to apply; 0 where the kernel has no Landlock, or it is switched off.
+
+    Args:
+        newest: The newest version to apply; None for the kernel's.
     """
-    return syscall("landlock_create_ruleset", None, 0, _VERSION_FLAG)
-
-
-def is_available() -> bool:
-    """Return whether the kernel offers Landlock."""
     try:
-        return abi() > 0
+        offered = syscall("landlock_create_ruleset", None, 0, _VERSION_FLAG)
     except OSError:
-        return False
+        return 0
+    return offered if newest is None else min(offered, newest)
 
 
-def restrict(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], may_connect: bool) -> None:
+def restrict(
+    version: int, readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], may_connect: bool
+) -> None:
     """Allow reading and executing some paths, everything below others, and nothing else; needs `no_new_privs`.
 
     Args:
+        version: Version of the rules, at least 1.
         readable: Files and folders that may be read and executed.
         writable: Folders in which files may be made, changed and removed.
         devices: Device files that may be read and written.
         may_connect: Whether TCP is allowed, within the program's own namespace of networks.
     """
-    version = abi()
     handled = _ALL_OF_ABI.get(version, _ALL)
     sizes = "QQQ" if version >= 6 else "QQ" if version >= 4 else "Q"
     fields = (handled, 0 if may_connect else _TCP, _SCOPES)[: len(sizes)]

@@ -26,15 +26,43 @@ _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
 _CLONE_THREAD = 0x00010000
 _CLONE_NEW = 0x7E020000  # every flag that makes a namespace
 
+_OF_A_PROCESS = (
+    *("getpgid", "getsid", "get_robust_list"),
+    *("sched_getaffinity", "sched_getparam", "sched_getscheduler"),
+)
+"""Calls that tell something about the process of their first argument."""
+_OF_A_CLOCK = ("clock_gettime", "clock_getres", "clock_nanosleep")
 _PROCESSES = ("fork", "vfork", "setsid", "setpgid")
 """Calls that only make sense where the program may start processes."""
 _CHANGES_OF_METADATA = (
     *("chmod", "fchmod", "fchmodat", "fchmodat2", "utimensat", "utime", "utimes", "futimesat", "mknod", "mknodat"),
 )
 """Landlock does not cover these, so they need a file system of the program's own."""
+_PROBES = ("capget",)
+"""Calls that tell which processes exist, by an argument in memory, which a filter cannot read."""
 _NETWORK = ("socket", "connect", "bind", "listen", "accept", "accept4")
 """Calls for a program that may use the network of its own namespace."""
 _INTERNET, _STREAM = (2, 10), 1  # AF_INET and AF_INET6, SOCK_STREAM
+
+_FILE_COMMANDS = (
+    *(0, 1, 2, 3, 4, 1030),  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC
+    *(5, 9, 11, 16, 36, 1025, 1032, 1034),  # F_GETLK, F_GETOWN, F_GETSIG, F_GETOWN_EX, F_OFD_GETLK, F_GETLEASE ...
+)
+"""Commands of `fcntl`. F_SETOWN and F_SETSIG send signals, F_SETLEASE delays others who open a file, F_NOTIFY watches
+files of others, F_SETPIPE_SZ takes memory of the kernel."""
+_LOCK_COMMANDS = (6, 7, 37, 38)
+"""F_SETLK, F_SETLKW and those of open files. Each lock takes memory of the kernel, without a limit, so they succeed and
+do nothing: SQLite needs them, and no other program uses the files of the scratch folder."""
+_SOCKET_OPTIONS: dict[int, tuple[int, ...]] = {
+    1: (2, 9, 10, 13, 15, 20, 21),  # SO_REUSEADDR, SO_KEEPALIVE, _OOBINLINE, _LINGER, _REUSEPORT, _RCVTIMEO, _SNDTIMEO
+    6: (1, 3, 4, 5, 6, 18),  # TCP_NODELAY, TCP_CORK, TCP_KEEPIDLE, _KEEPINTVL, _KEEPCNT, _USER_TIMEOUT
+    41: (26,),  # IPV6_V6ONLY
+}
+"""Options of `setsockopt` by level. SO_SNDBUF, SO_RCVBUF and filters take memory of the kernel."""
+_CLOCKS = 16
+"""Clocks below this number are the machine's or the caller's; other numbers can name any process."""
+_SUCCEED = 0x00050000
+"""Return 0 without the call."""
 
 type Instruction = tuple[int, int, int, int]
 
@@ -66,6 +94,7 @@ def program(own_namespaces: bool, may_fork: bool, may_connect: bool, pid: int) -
     column = list(_ARCHITECTURES).index(MACHINE)
     rules = _rules(own_namespaces, may_fork, pid)
     refused = {
+        *(() if own_namespaces else _PROBES),
         *(() if may_fork else _PROCESSES),
         *(() if own_namespaces else _CHANGES_OF_METADATA),
         *(() if may_connect else _NETWORK),
@@ -92,11 +121,15 @@ def _rules(own_namespaces: bool, may_fork: bool, pid: int) -> dict[str, list[Ins
         "socket": [*_load(1, 0xF), (_EQUAL, 1, 0, _STREAM), _refuse(), *_only(0, _INTERNET)],
         "prlimit64": _only(0, (0,)),
         "prctl": _only(0, (15, 16, 0x53564D41)),  # names of threads and of memory
-        "fcntl": _except(1, (8, 10, 15)),  # F_SETOWN, F_SETSIG and F_SETOWN_EX send signals
+        "fcntl": [*_load(1), *_each(_FILE_COMMANDS, _ALLOW), *_each(_LOCK_COMMANDS, _SUCCEED), _refuse()],
+        "setsockopt": _socket_options(),
         "ioctl": _only(1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),  # is it a terminal, how many bytes wait
     }
     if not own_namespaces:
-        rules |= {"kill": _only(0, (pid,)), "tgkill": _only(0, (pid,)), "tkill": _only(0, (pid,))}
+        rules |= dict.fromkeys(("kill", "tgkill", "tkill"), _only(0, (pid,)))
+        rules |= dict.fromkeys(_OF_A_PROCESS, _only(0, (0, pid)))
+        rules |= dict.fromkeys(_OF_A_CLOCK, [*_load(0), (_AT_LEAST, 1, 0, _CLOCKS), (_RETURN, 0, 0, _ALLOW), _refuse()])
+        rules |= {"getpriority": _only(1, (0, pid))}
     return rules
 
 
@@ -113,13 +146,21 @@ def _load(argument: int, mask: int | None = None) -> list[Instruction]:
 
 
 def _only(argument: int, values: Iterable[int]) -> list[Instruction]:
-    allowed = [one for value in values for one in ((_EQUAL, 0, 1, value), (_RETURN, 0, 0, _ALLOW))]
-    return [*_load(argument), *allowed, _refuse()]
+    return [*_load(argument), *_each(values, _ALLOW), _refuse()]
 
 
-def _except(argument: int, values: Iterable[int]) -> list[Instruction]:
-    refused = [one for value in values for one in ((_EQUAL, 0, 1, value), _refuse())]
-    return [*_load(argument), *refused, (_RETURN, 0, 0, _ALLOW)]
+def _each(values: Iterable[int], action: int) -> list[Instruction]:
+    """Compare what is loaded with some values, and act where one is equal."""
+    return [one for value in values for one in ((_EQUAL, 0, 1, value), (_RETURN, 0, 0, action))]
+
+
+def _socket_options() -> list[Instruction]:
+    """Allow some options, by level (the second argument) and name (the third one)."""
+    rules: list[Instruction] = _load(1)
+    for level, options in _SOCKET_OPTIONS.items():
+        body = _only(2, options)
+        rules += [(_EQUAL, 0, len(body), level), *body]
+    return [*rules, _refuse()]
 
 
 def _refuse() -> Instruction:

@@ -15,17 +15,19 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_asgi_app
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from nemo_rl.config import PrometheusConfig
+from nemo_rl.host.guarded_http import ConnectionGuard, bound_socket
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.log_backends.tracker import LoggerInterface, Metrics, full_name, to_scalars
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = "nemo_rl"
+_CLOSE_S = 3.0
 _NUMBERED = re.compile(r"\b(node|gpu|engine)\.(\d+)\.")
 _NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]+")
 
@@ -68,14 +70,18 @@ class PrometheusLogger(LoggerInterface):
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self._newest)
         try:
-            self._server, self._thread = start_http_server(cfg.port, cfg.host, registry)
-        except (OSError, OverflowError, ValueError) as error:
+            listener = bound_socket(cfg.host, cfg.port)
+        except (OSError, OverflowError, ValueError, TypeError) as error:
             reason = _REASONS.get(getattr(error, "errno", None), "host has to be an address of this machine")
             raise ConfigError(
                 f"logger.prometheus: {cfg.host}:{cfg.port} cannot be served ({error}). {reason}; "
                 "choose another logger.prometheus.port, 0 for a free one, or set logger.prometheus.enabled=false."
             ) from error
-        self.port: int = self._server.server_port
+        self.port: int = listener.getsockname()[1]
+        self._server = ConnectionGuard().server(make_asgi_app(registry), lifespan="off", timeout_graceful_shutdown=1)
+        arguments = {"sockets": [listener]}
+        self._thread = threading.Thread(target=self._server.run, kwargs=arguments, name="prometheus", daemon=True)
+        self._thread.start()
         logger.info("Metrics for Prometheus: http://%s:%d/metrics", cfg.host, self.port)
 
     def log_metrics(
@@ -92,9 +98,8 @@ class PrometheusLogger(LoggerInterface):
 
     def close(self) -> None:
         """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(1.0)
+        self._server.should_exit = True
+        self._thread.join(_CLOSE_S)
 
 
 class _Newest(Collector):

@@ -4,7 +4,10 @@ import copy
 import json
 import logging
 import pickle
+import resource
+import time
 
+import psutil
 import pytest
 
 from nemo_rl.config import TokenizerConfig
@@ -53,7 +56,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
     [
         ("Hello.", "leaves out what the user says"),
         (" ", "leaves out what the user says"),
-        (f"{{{{ messages[0].content }}}}{ENDLESS}", r"with a chat of one word takes longer than 0\.5 s"),
+        (f"{{{{ messages[0].content }}}}{ENDLESS}", r"with a chat of a few words takes longer than 0\.5 s"),
     ],
 )
 def test_templates_that_make_no_prompt_are_refused(qwen3_folder, monkeypatch, template, message):
@@ -62,6 +65,36 @@ def test_templates_that_make_no_prompt_are_refused(qwen3_folder, monkeypatch, te
         get_tokenizer(config(qwen3_folder, template))
     refuses = "{{ raise_exception('system first') }}"  # a heuristic finds that it was made for other chats
     assert get_tokenizer(config(qwen3_folder, refuses)).chat_template == refuses
+
+
+BOMBS = {
+    "a long text": "{% set x = 'a' * 9999999999 %}{{ messages[0]['content'] }}",
+    "a large power": "{{ 9 ** (9 ** 9) }}{{ messages[0]['content'] }}",
+    "a wide number": "{{ '%9999999999d' % 1 }}{{ messages[0]['content'] }}",
+    "a wide filter": "{{ 'a'|center(9999999999) }}{{ messages[0]['content'] }}",
+    "a wide method": "{{ 'a'.ljust(9999999999) }}{{ messages[0]['content'] }}",
+    "doubling": "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}x",
+    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}x",
+    "a long list": "{{ ([0] * 9999999999)|length }}{{ messages[0]['content'] }}",
+    "replacing": "{% set n = namespace(x='aaaaaaaa') %}"
+    "{% for i in range(9) %}{% set n.x = n.x.replace('a', n.x) %}{% endfor %}",
+    "only for answers": "{{ messages[0]['content'] }}{% if add_generation_prompt %}{{ 'a' * 9999999999 }}{% endif %}",
+    "only for tools": "{{ messages[0]['content'] }}{% if tools %}{{ 'a' * 9999999999 }}{% endif %}",
+    "only for later turns": "{{ messages[0]['content'] }}{% if messages|length > 3 %}{{ 'a' * 9999999999 }}{% endif %}",
+    "only for many turns": "{{ messages[0]['content'] }}{% if messages|length > 20 %}{{ 'a' * 9999999999 }}{% endif %}",
+}
+"""Chat templates of a stranger that use up time or memory."""
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_template_that_uses_up_the_machine_is_refused(name, qwen3_folder, monkeypatch):
+    monkeypatch.setattr("nemo_rl.data.tokenizer.TEMPLATE_LIMIT_S", 2.0)
+    started, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ConfigError, match=r"policy\.tokenizer\.chat_template .* (takes longer|needs more)"):
+        get_tokenizer(config(qwen3_folder, BOMBS[name]))
+    assert time.monotonic() - started < 15
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000, "in KiB: the process itself took it"
+    assert not psutil.Process().children()
 
 
 def test_template_kwargs_are_bound_and_survive_copies(qwen3_folder):

@@ -175,11 +175,10 @@ def test_metadata_cannot_change_the_classes_that_it_names(folder, name):
 def test_a_pipe_or_folder_is_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
-    for name in ("pipe", "folder"):
-        with pytest.raises(CheckpointError, match=f"{name} is no file"):
-            read_metadata(tmp_path / name)
-        with pytest.raises(CheckpointError, match=f"{name} cannot be read: it is not a regular file"):
-            load_plain(tmp_path / name)
+    for name, kind in (("pipe", "a named pipe"), ("folder", "a folder")):
+        for read in (read_metadata, load_plain):
+            with pytest.raises(CheckpointError, match=rf"{name} cannot be read.*It is {kind}"):
+                read(tmp_path / name)
 
 
 def test_every_flipped_byte_of_metadata_is_harmless(folder):

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from nemo_rl.host import cores as machine_cores
+from nemo_rl.host import capacity as machine_cores
 
 pytestmark = pytest.mark.fast
 
@@ -24,13 +24,13 @@ def test_the_control_group_limits_the_cores(tmp_path, monkeypatch, limit, want):
     file = tmp_path / "cpu.max"
     if limit is not None:
         file.write_text(limit + "\n")
-    monkeypatch.setattr(machine_cores, "_CONTROL_GROUP", file)
+    monkeypatch.setattr(machine_cores, "_CORES_OF_GROUP", file)
     assert machine_cores.usable_cores() == (want or len(os.sched_getaffinity(0)))
 
 
 def test_a_fraction_of_a_core_counts_as_one(tmp_path, monkeypatch):
     file = tmp_path / "cpu.max"
     file.write_text("250000 100000\n")
-    monkeypatch.setattr(machine_cores, "_CONTROL_GROUP", file)
+    monkeypatch.setattr(machine_cores, "_CORES_OF_GROUP", file)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     assert machine_cores.usable_cores() == 3

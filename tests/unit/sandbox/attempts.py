@@ -34,6 +34,7 @@ class Machine:
         abstract: name of an abstract Unix socket on which it listens.
         pid: of the test's process.
         repository: folder of the repository.
+        library: a file that programs may read, and that any user may change outside.
     """
 
     secret: Path
@@ -43,6 +44,7 @@ class Machine:
     abstract: str
     pid: int
     repository: Path
+    library: Path
 
     def program(self, attempt: str) -> str:
         """Return the source of an attempt."""
@@ -55,6 +57,7 @@ class Machine:
             "ABSTRACT": "\0" + self.abstract,
             "PID": self.pid,
             "REPOSITORY": str(self.repository),
+            "LIBRARY": str(self.library),
             "PACKAGES": next(path for path in sys.path if path.endswith("site-packages")),
         }
         return "\n".join([BEGIN, *(f"{name} = {value!r}" for name, value in names.items()), attempt])
@@ -114,6 +117,135 @@ for number in range(3, 1024):
     "open by handle": "ok(LIBC.syscall(303, -100, SECRET.encode(), ctypes.create_string_buffer(200), b'0' * 8, 0))",
     "enter the namespace of the parent": "os.setns(os.open(f'/proc/{PID}/ns/mnt', os.O_RDONLY)); escaped()",
 }
+
+TRUNCATIONS = {
+    "empty a file by its path": "os.truncate(SECRET, 0); escaped()",
+    "empty a file by the call": "ok(LIBC.syscall(76, SECRET.encode(), 0))",
+    "shorten a file": "os.truncate(SECRET, 3); escaped()",
+    "lengthen a file": "os.truncate(SECRET, 10_000); escaped()",
+    "empty a file on opening": "os.open(SECRET, os.O_WRONLY | os.O_TRUNC); escaped()",
+    "empty a file on opening it for reading": "os.open(SECRET, os.O_RDONLY | os.O_TRUNC); escaped()",
+    "empty a file on opening it for both": "os.open(SECRET, os.O_RDWR | os.O_TRUNC); escaped()",
+    "empty a file on opening it for nothing": "os.open(SECRET, 3 | os.O_TRUNC); escaped()",
+    "empty a file by creat": "ok(LIBC.creat(SECRET.encode(), 0o666))",
+    "empty a file through a link": "os.symlink(SECRET, 'link'); os.truncate('link', 0); escaped()",
+    "empty a file through a hard link": "os.link(SECRET, 'link'); os.truncate('link', 0); escaped()",
+    "empty a file through a folder": "os.truncate(FOLDER + '/./' + os.path.basename(SECRET), 0); escaped()",
+    "empty a file through a handle for paths": "os.ftruncate(os.open(SECRET, os.O_PATH), 0); escaped()",
+    "punch a hole into a file": "ok(LIBC.fallocate(os.open(SECRET, os.O_RDWR), 3, 0, 4096))",
+    "empty a library": "os.truncate(LIBRARY, 0); escaped()",
+    "empty a library on opening it for reading": "os.open(LIBRARY, os.O_RDONLY | os.O_TRUNC); escaped()",
+    "empty a library on opening it for nothing": "os.open(LIBRARY, 3 | os.O_TRUNC); escaped()",
+    "empty a library by creat": "ok(LIBC.creat(LIBRARY.encode(), 0o666))",
+    "empty a library by its descriptor": "os.ftruncate(os.open(LIBRARY, os.O_RDONLY), 0); escaped()",
+    "empty a library through a link": "os.symlink(LIBRARY, 'link'); os.open('link', os.O_TRUNC); escaped()",
+    "empty a library through a hard link": "os.link(LIBRARY, 'link'); os.truncate('link', 0); escaped()",
+    "copy over a library": "os.copy_file_range(os.open('main.py', 0), os.open(LIBRARY, os.O_RDWR), 9); escaped()",
+    "write into a library": "open(LIBRARY, 'r+b').write(b'x'); escaped()",
+    "map a library for writing": """
+import mmap
+mmap.mmap(os.open(LIBRARY, os.O_RDONLY), 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)[0] = 0; escaped()
+""",
+}
+"""Attempts to change the length or the bytes of a file outside of the scratch folder."""
+
+MOVES = {
+    "remove a library": "os.remove(LIBRARY); escaped()",
+    "rename a library": "os.rename(LIBRARY, LIBRARY + '2'); escaped()",
+    "rename over a file": "open('mine', 'w').write('x'); os.rename('mine', SECRET); escaped()",
+    "rename over a library": "open('mine', 'w').write('x'); os.rename('mine', LIBRARY); escaped()",
+    "exchange a file": """
+open('mine', 'w').write('x')
+ok(LIBC.renameat2(-100, b'mine', -100, SECRET.encode(), 2))
+""",
+    "exchange a library": """
+open('mine', 'w').write('x')
+ok(LIBC.renameat2(-100, b'mine', -100, LIBRARY.encode(), 2))
+""",
+    "move a library in": "os.rename(LIBRARY, 'mine'); escaped()",
+    "link a library in": "os.link(LIBRARY, 'mine'); open('mine', 'r+b').write(b'x'); escaped()",
+    "link a file out": "open('mine', 'w').write('x'); os.link('mine', FOLDER + '/new'); escaped()",
+    "link a file by its descriptor": """
+place = os.open(SECRET, os.O_PATH)
+ok(LIBC.linkat(place, b'', -100, b'mine', 0x1000)); read('mine')
+""",
+    "make a link outside": "os.symlink('/', FOLDER + '/new'); escaped()",
+    "make a folder outside": "os.mkdir(FOLDER + '/new'); escaped()",
+    "make a pipe outside": "os.mkfifo(FOLDER + '/new'); escaped()",
+    "make a file without a name outside": "os.open(FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600); escaped()",
+    "remove the folder": "os.rename(FOLDER, FOLDER + '2'); escaped()",
+    "open a library by handle": """
+handle = ctypes.create_string_buffer(bytes([128, 0, 0, 0]) + bytes(140))
+ok(LIBC.syscall(303, -100, LIBRARY.encode(), handle, ctypes.byref(ctypes.c_int()), 0))
+ok(LIBC.syscall(304, os.open('.', 0), handle, os.O_RDWR))
+""",
+    "change the mode of a library": "os.chmod(LIBRARY, 0o600); escaped()",
+    "change the mode by a descriptor": "os.fchmod(os.open(LIBRARY, 0), 0o600); escaped()",
+    "change the times of a library": "os.utime(LIBRARY, (1, 1)); escaped()",
+    "give a library an attribute": "os.setxattr(LIBRARY, 'user.x', b'x'); escaped()",
+    "change the flags of a library": "import fcntl; fcntl.ioctl(os.open(LIBRARY, 0), 0x40086602, b'0' * 8); escaped()",
+    "lease a library": "import fcntl; fcntl.fcntl(os.open(LIBRARY, 0), 1024, 0); escaped()",
+    "lease a library for itself": """
+import fcntl
+open('mine', 'w').close()
+fcntl.fcntl(os.open('mine', 0), fcntl.F_SETLEASE, fcntl.F_WRLCK); escaped()
+""",
+    "watch a folder of libraries": "import fcntl; fcntl.fcntl(os.open('/usr/lib', 0), fcntl.F_NOTIFY, 4); escaped()",
+    "watch a library": "ok(LIBC.inotify_init1(0))",
+}
+"""Attempts to change names, attributes and locks of files outside of the scratch folder."""
+
+KERNEL = {
+    "raise the buffer of a socket": """
+one, other = socket.socketpair()
+one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**22); escaped()
+""",
+    "raise the other buffer of a socket": """
+one, other = socket.socketpair()
+one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**22); escaped()
+""",
+    "force the buffer of a socket": "socket.socketpair()[0].setsockopt(1, 32, 2**22); escaped()",
+    "force the other buffer of a socket": "socket.socketpair()[0].setsockopt(1, 33, 2**22); escaped()",
+    "filter a socket": "socket.socketpair()[0].setsockopt(1, 26, bytes(16)); escaped()",
+    "raise a pipe": "import fcntl; fcntl.fcntl(os.pipe()[1], fcntl.F_SETPIPE_SZ, 2**20); escaped()",
+    "make a queue of messages": "ok(LIBC.msgget(0, 0o1666))",
+    "make a queue by name": "ok(LIBC.mq_open(b'/x', 0o102, 0o600, None))",
+    "make semaphores": "ok(LIBC.semget(0, 100, 0o1666))",
+    "add a key": "ok(LIBC.syscall(248, b'user', b'x', b'x' * 1000, 1000, -3))",
+    "make a timer": "ok(LIBC.syscall(222, 0, None, ctypes.byref(ctypes.c_int())))",
+    "prepare asynchronous calls": "ok(LIBC.syscall(206, 65536, ctypes.byref(ctypes.c_ulong())))",
+    "give pages to a pipe": "ok(LIBC.vmsplice(os.pipe()[1], None, 0, 0))",
+    "make secret memory": "ok(LIBC.syscall(447, 0))",
+    "hold a lock of a range": """
+import fcntl, struct
+one, other = (os.open('x', os.O_CREAT | os.O_RDWR) for _ in range(2))
+fcntl.fcntl(one, 37, struct.pack('hhqqi4x', 1, 0, 0, 10, 0))
+if struct.unpack_from('h', fcntl.fcntl(other, 36, struct.pack('hhqqi4x', 1, 0, 0, 10, 0)))[0] != 2: escaped()
+raise OSError('The lock took no memory.')
+""",
+}
+"""Attempts to take memory of the kernel that no limit counts."""
+
+OTHERS = {
+    "ask for the group of the parent": "os.getpgid(PID); escaped()",
+    "ask for the session of the parent": "os.getsid(PID); escaped()",
+    "ask for the priority of the parent": "os.getpriority(os.PRIO_PROCESS, PID); escaped()",
+    "ask for the processors of the parent": "os.sched_getaffinity(PID); escaped()",
+    "ask for the schedule of the parent": "os.sched_getscheduler(PID); escaped()",
+    "ask for a parameter of the parent": "os.sched_getparam(PID); escaped()",
+    "ask for the capabilities of the parent": """
+header = (ctypes.c_uint32 * 2)(0x20080522, PID)
+ok(LIBC.syscall(125, header, (ctypes.c_uint32 * 6)()))
+""",
+    "ask for the clock of the parent": "time.clock_gettime(~PID << 3 | 2); escaped()",
+    "ask for the precision of a clock of the parent": "time.clock_getres(~PID << 3 | 2); escaped()",
+    "ask for the locks of the parent": """
+ok(LIBC.syscall(274, PID, ctypes.byref(ctypes.c_ulong()), ctypes.byref(ctypes.c_ulong())))
+""",
+    "be root": "if 0 in (os.getuid(), os.getgid(), *os.getgroups()): escaped()\nraise OSError('another user')",
+    "be root again": "os.setuid(0); escaped()",
+}
+"""Attempts to learn which processes exist, or to be another user."""
 
 PROCESSES = {
     "kill the parent": "if os.getppid() > 1: os.kill(os.getppid(), signal.SIGTERM); escaped()\nos.kill(PID, 0)",
@@ -194,6 +326,9 @@ socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)[0].sendmsg([b'x'], [], 0, 
     "look up a name": "socket.getaddrinfo('example.com', 80); escaped()",
 }
 
+ESCAPES = FILES | TRUNCATIONS | MOVES | PROCESSES | NETWORK | KERNEL | OTHERS
+"""All programs that must not print ESCAPED."""
+
 SURVIVAL = {
     "leave a child": "if os.fork() == 0: time.sleep(60)",
     "leave a child of a child": """
@@ -220,6 +355,22 @@ time.sleep(60)
     "end by a fault": "ctypes.string_at(0)",
     "start over and over": "if os.fork() == 0:\n    while True:\n        if os.fork(): os._exit(0)",
 }
+
+FILL_SOCKETS = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+for _ in range(6):
+    if os.fork() == 0: break
+held = []
+for number in range(60): held += socket.socketpair()
+for one in held:
+    one.setblocking(False)
+    try:
+        while True: one.send(bytes(1000))
+    except OSError: pass
+time.sleep(100)
+"""
+"""Fills some 25 MB of kernel memory in each of seven processes."""
 
 EXHAUSTION = {
     "print 1 GB": ("for _ in range(1024): sys.stdout.write('x' * 2**20)", {End.OUTPUT}),

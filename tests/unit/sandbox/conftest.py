@@ -39,6 +39,10 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[attempts.Machi
     secret = folder / "secret"
     secret.write_text("secret")
     secret.chmod(0o666)
+    library = tmp_path_factory.mktemp("libraries") / "library"
+    library.write_text("library")
+    library.chmod(0o666)
+    library.parent.chmod(0o777)
     abstract = f"sandbox-{uuid.uuid4()}"
     os.environ["SANDBOX_TEST_SECRET"] = "secret"
     with ExitStack() as sockets:
@@ -46,13 +50,13 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[attempts.Machi
         port = server.getsockname()[1]
         sockets.enter_context(socket.socket(type=socket.SOCK_DGRAM)).bind(("127.0.0.1", port))
         for address in (str(folder / "unix"), f"\0{abstract}"):
-            unix = sockets.enter_context(socket.socket(socket.AF_UNIX))
-            unix.bind(address)
-            unix.listen()
-        datagram = sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-        datagram.bind(str(folder / "datagram"))
+            stream = sockets.enter_context(socket.socket(socket.AF_UNIX))
+            stream.bind(address)
+            stream.listen()
+        sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)).bind(str(folder / "datagram"))
         repository = Path(__file__).parents[3]
-        yield attempts.Machine(secret, port, folder / "unix", folder / "datagram", abstract, os.getpid(), repository)
+        unix, datagram = folder / "unix", folder / "datagram"
+        yield attempts.Machine(secret, port, unix, datagram, abstract, os.getpid(), repository, library)
     del os.environ["SANDBOX_TEST_SECRET"]
 
 
@@ -65,12 +69,12 @@ def scratch_folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def run(mechanism: Mechanism, scratch_folders: Path) -> Run:
+def run(mechanism: Mechanism, scratch_folders: Path, machine: attempts.Machine) -> Run:
     """Run a program, and check afterwards that none of its processes and files is left."""
 
     def run_and_check(source: str, limits: Limits) -> Outcome:
         mark = f"mark-{uuid.uuid4()}"
-        outcome = Sandbox(limits, mechanism).run(Program(source, arguments=(mark,)))
+        outcome = Sandbox(limits, mechanism).run(Program(source, arguments=(mark,), readable=(str(machine.library),)))
         assert not [one for one in psutil.Process().children(recursive=True) if _runs_a_sandbox(one)]
         assert not processes_with(mark)
         assert not list(scratch_folders.iterdir())

@@ -105,7 +105,7 @@ def test_a_port_that_this_user_may_not_serve_is_named(tmp_path: Path, monkeypatc
     def refuse(*arguments: Any) -> Any:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(prometheus, "start_http_server", refuse)
+    monkeypatch.setattr(prometheus, "bound_socket", refuse)
     config = LoggerConfig.build(log_dir=str(tmp_path), prometheus={"enabled": True, "port": 80})
     with pytest.raises(ConfigError, match=r"This user may not serve the port.*below 1024.*logger\.prometheus\.port"):
         Logger(config)

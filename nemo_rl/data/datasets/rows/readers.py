@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from nemo_rl.data.bad_rows import BadRow, RowError
+from nemo_rl.files.regular_file import read_bytes, require_regular
 from nemo_rl.utils.errors import DataError
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def _near_names(path: Path) -> str:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        content = path.read_bytes()
+        content = read_bytes(path)
         if path.suffix.lower() == ".gz":
             content = gzip.decompress(content)
     except (EOFError, zlib.error, OSError) as error:
@@ -168,6 +169,7 @@ def _read_table(path: Path, kind: str) -> "datasets.Dataset":
     import pyarrow.parquet
 
     try:
+        require_regular(path)
         if kind == ".parquet":
             return datasets.Dataset(pyarrow.parquet.read_table(path))
         return datasets.Dataset.from_file(str(path))

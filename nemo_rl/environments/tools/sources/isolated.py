@@ -18,6 +18,7 @@ from typing import Any
 
 from nemo_rl.environments.tools.interfaces import OpenTools, ToolOutput, ToolSource
 from nemo_rl.environments.tools.sources.found import FoundTools
+from nemo_rl.host.child_process import import_path
 
 _START_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 1.0
@@ -82,12 +83,13 @@ class _OpenIsolated(OpenTools):
         Raises:
             ToolProcessError: the process did not start, or the class raised.
         """
-        import_path = os.pathsep.join(entry for entry in sys.path if entry)
+        python_path, folders = import_path()
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "nemo_rl.environments.tools.sources.tool_process", str(os.getpid())),
+            *(sys.executable, "-P", "-m", "nemo_rl.environments.tools.sources.tool_process"),
+            *(str(os.getpid()), *folders),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": import_path, "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"},
             start_new_session=True,
             limit=_ESCAPES * self._arguments["max_bytes"] + 65536,
         )

@@ -79,4 +79,5 @@ def _take_over_pipes() -> tuple[TextIO, TextIO]:
 
 
 if __name__ == "__main__":
+    sys.path.extend(sys.argv[2:])
     sys.exit(main(int(sys.argv[1])))

@@ -7,11 +7,16 @@ that is null counts as left out.
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Self
 
 from nemo_rl.experience.agents.calls import CallError
 
+MOST_ITEMS = 4_096
+"""Most items of a list of a request, such as its messages."""
 _SHOWN_CHARS = 80
+_SHOWN_DEPTH = 2
+_SHOWN_ITEMS = 4
 _TYPES = {str: "a text", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 
@@ -123,6 +128,8 @@ class Fields:
         if value is None:
             return ()
         each_of = [value] if isinstance(value, str) else value
+        if isinstance(each_of, list):
+            self._check_length(name, each_of)
         if not isinstance(each_of, list) or not all(isinstance(each, str) and each for each in each_of):
             raise self.wrong(name, "a text, or a list of texts, of at least one character each")
         return tuple(_text(each, self.name_of(name)) for each in each_of)
@@ -136,7 +143,14 @@ class Fields:
         value = self.values.get(name)
         if value is not None and not isinstance(value, list):
             raise self.wrong(name, "a list")
+        self._check_length(name, value or ())
         return value or ()
+
+    def _check_length(self, name: str, items: Sequence[Any]) -> None:
+        if len(items) > MOST_ITEMS:
+            place = self.name_of(name)
+            message = f"{place} has {len(items)} items; allowed are {MOST_ITEMS}."
+            raise CallError(400, message, "invalid_value", place)
 
     def objects(self, name: str) -> Iterator[Self]:
         """Return the objects of a list.
@@ -228,7 +242,19 @@ def _shown(value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     try:
-        text = json.dumps(value)
+        text = json.dumps(_beginning(value))
     except (ValueError, TypeError, RecursionError):
         text = ascii(type(value).__name__)
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
+def _beginning(value: Any, depth: int = _SHOWN_DEPTH) -> Any:
+    """Return enough of a value to show its beginning."""
+    if isinstance(value, str):
+        return value[: _SHOWN_CHARS + 1]
+    if isinstance(value, list):
+        return [_beginning(each, depth - 1) for each in value[:_SHOWN_ITEMS]] if depth else []
+    if isinstance(value, Mapping):
+        pairs = islice(value.items(), _SHOWN_ITEMS) if depth else ()
+        return {str(name)[:_SHOWN_CHARS]: _beginning(each, depth - 1) for name, each in pairs}
+    return value

@@ -4,15 +4,16 @@ Invariant: the same tool gives the same schema in all dialects. Only its name, d
 other fields, such as `strict`, are for the server, and a chat template would show them to the model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nemo_rl.experience.agents.calls import ANY_TOOL
+from nemo_rl.experience.agents.calls import ANY_TOOL, CallError
 from nemo_rl.experience.agents.dialects.fields import Fields
 
 type Tool = dict[str, Any]
 
 _SHOWN_TOOLS = 20
+_MOST_TOOLS = 512
 
 
 def nested_tools(fields: Fields) -> list[Tool]:
@@ -22,7 +23,7 @@ def nested_tools(fields: Fields) -> list[Tool]:
         CallError: a tool is wrong, or no function.
     """
     tools = []
-    for tool in fields.objects("tools"):
+    for tool in _tool_fields(fields):
         _check_type(tool, "function")
         function = tool.object("function")
         if function is None:
@@ -38,7 +39,7 @@ def flat_tools(fields: Fields) -> list[Tool]:
         CallError: a tool is wrong, or no function.
     """
     tools = []
-    for tool in fields.objects("tools"):
+    for tool in _tool_fields(fields):
         _check_type(tool, "function")
         tools.append(_tool(tool, "parameters"))
     return tools
@@ -51,7 +52,7 @@ def schema_tools(fields: Fields) -> list[Tool]:
         CallError: a tool is wrong, or one that Anthropic's servers run.
     """
     tools = []
-    for tool in fields.objects("tools"):
+    for tool in _tool_fields(fields):
         if tool.has("type"):
             _check_type(tool, "custom")
         if not tool.has("input_schema"):
@@ -103,6 +104,19 @@ def _named(choice: Fields, tools: list[Tool]) -> str:
             "name", f"the name of a tool of the request: {', '.join(known[:_SHOWN_TOOLS]) or 'it has none'}"
         )
     return name
+
+
+def _tool_fields(fields: Fields) -> Iterator[Fields]:
+    """Return the tools of a request.
+
+    Raises:
+        CallError: there are too many, or `tools` is no list of objects.
+    """
+    given = fields.items("tools")
+    if len(given) > _MOST_TOOLS:
+        message = f"tools has {len(given)} items; allowed are {_MOST_TOOLS}."
+        raise CallError(400, message, "invalid_tools", "tools")
+    return fields.objects("tools")
 
 
 def _check_type(tool: Fields, allowed: str) -> None:

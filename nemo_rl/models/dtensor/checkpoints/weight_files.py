@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from nemo_rl.files.regular_file import open_regular
 from nemo_rl.models.huggingface.tensor_files import Box, header_bytes, raw_bytes
 
 
@@ -147,7 +148,7 @@ def _whole(pieces: list[Piece]) -> Tensor:
     for piece in pieces:
         part = whole[piece.box]
         contiguous = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
-        with piece.file.open("rb") as stream:
+        with open_regular(piece.file) as stream:
             stream.seek(piece.start)
             if stream.readinto(raw_bytes(contiguous)) != contiguous.nbytes:
                 raise OSError(f"{piece.file} ends before the whole part of {piece.name} is read")

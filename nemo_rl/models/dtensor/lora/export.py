@@ -112,7 +112,7 @@ def export_merged(source: AdapterSource, target: Path, dtype: str | None = None)
         model = _adapted(source)
         merge_adapters(model)
         nn.Module.to(model, wanted).save_pretrained(target)
-        AutoTokenizer.from_pretrained(source.tokenizer).save_pretrained(target)
+        AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=False).save_pretrained(target)
 
     model_folder(source.base)  # a download has a wait of its own
     with StillWaiting(f"the merge of {source.folder} into {source.base}", "it is running") as progress:
@@ -145,8 +145,10 @@ def verify_merged(source: AdapterSource, target: Path) -> ExportCheck:
     """
 
     def compare() -> ExportCheck:
-        exported = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-        return compare_models(_adapted(source), exported, AutoTokenizer.from_pretrained(target))
+        exported = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, trust_remote_code=False).eval()
+        return compare_models(
+            _adapted(source), exported, AutoTokenizer.from_pretrained(target, trust_remote_code=False)
+        )
 
     with StillWaiting(f"the comparison of {target}", "it is running") as progress:
         check = progress.during(compare)

@@ -21,6 +21,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import LoraConfig
 from nemo_rl.distributed.ranks.placements import held_here, whole
+from nemo_rl.files.regular_file import read_text
 from nemo_rl.models.dtensor.checkpoints.model_files import saved_weights
 from nemo_rl.models.dtensor.checkpoints.weight_files import local_box
 from nemo_rl.models.dtensor.lora.modules import adapted_modules, apply_lora
@@ -128,7 +129,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).exists():
             raise CheckpointError(f"{folder} holds no {name}, so it is no LoRA adapter.")
-    described: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    described: dict[str, Any] = json.loads(read_text(folder / CONFIG_FILE))
     plain = described.get("peft_type") == "LORA" and isinstance(described.get("lora_alpha"), int)
     extras = [name for name in _NOT_MERGED if described.get(name)]
     extras += ["bias"] if described.get("bias", "none") != "none" else []

@@ -63,7 +63,7 @@ class RowsEngine(SteppedEngine):
     def __init__(self, settings: EngineSettings, vocab_size: int) -> None:
         super().__init__()
         self._max_model_len, self._vocab_size = settings.max_model_len, vocab_size
-        self._tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_name)
+        self._tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_name, trust_remote_code=False)
         self._waiting: list[Row] = []
         self._active: list[Row] = []
 

@@ -26,7 +26,10 @@ class HfEngine(BatchedEngine):
     def __init__(self, settings: EngineSettings):
         self._device = torch.device(settings.device)
         model: Any = AutoModelForCausalLM.from_pretrained(
-            settings.model_name, dtype=getattr(torch, settings.precision), **settings.hf_overrides
+            settings.model_name,
+            dtype=getattr(torch, settings.precision),
+            trust_remote_code=False,
+            **settings.hf_overrides,
         )
         hold_in_float32(model, model.dtype)
         fix_rotary_frequencies(model, settings.max_model_len)

@@ -48,8 +48,12 @@ class SglangEngine:
         self._mode = config.sglang_server_config.pause_generation_mode
         self._sleeps = settings.can_sleep and config.sglang_server_config.needs_offload
         self._max_model_len = settings.max_model_len
-        self._vocab_size = AutoConfig.from_pretrained(settings.model_name).get_text_config().vocab_size
-        self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(settings.tokenizer_name)
+        self._vocab_size = (
+            AutoConfig.from_pretrained(settings.model_name, trust_remote_code=False).get_text_config().vocab_size
+        )
+        self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            settings.tokenizer_name, trust_remote_code=False
+        )
         self._slots = asyncio.Semaphore(config.sglang_server_config.sglang_server_concurrency)
         self._weights = WeightFolder(settings.model_name, config.weight_folder)
         weakref.finalize(self, self._weights.remove)

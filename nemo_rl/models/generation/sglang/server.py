@@ -65,7 +65,7 @@ class SglangServer:
         listener = bind_free_port("127.0.0.1", None, None)
         port = listener.getsockname()[1]
         listener.close()
-        command = [sys.executable, "-m", "sglang.launch_server", *server_arguments(settings, config, port)]
+        command = [sys.executable, "-P", "-m", "sglang.launch_server", *server_arguments(settings, config, port)]
         environment = {name: value for name, value in os.environ.items() if name != _ORIGINAL}
         self._process = subprocess.Popen(command, env=environment, preexec_fn=_die_with_parent)
         url, end = http_address("127.0.0.1", port), time.monotonic() + _START_S

@@ -32,7 +32,7 @@ class WeightFolder:
             if not file.name.endswith(".safetensors.index.json"):
                 shutil.copy(file, self.path / file.name)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, trust_remote_code=False))
         self._expected = {name for name, _ in in_checkpoint(model, model.named_parameters())}
         self._received: set[str] = set()
         self._num_files = 0

@@ -64,7 +64,7 @@ def write_model(weights: Path, target: Path, dtype: torch.dtype | None) -> None:
     """Write a folder that `from_pretrained` loads, one tensor at a time; see `FolderBackend.write_model`."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(weights)
+    config = AutoConfig.from_pretrained(weights, trust_remote_code=False)
     likes = {name: _as(like, dtype, kept) for name, like, kept in hub_tensors_of(weights, config, meta=True)}
     target.mkdir(parents=True, exist_ok=True)
     values = ((name, _as(value, dtype, kept)) for name, value, kept in hub_tensors_of(weights, config))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from nemo_rl.config.schema.model.megatron import MegatronPeftConfig
+from nemo_rl.files.regular_file import read_text
 from nemo_rl.models.huggingface.peft_folder import ADAPTER_FOLDER, CONFIG_FILE, peft_config, peft_key, write_adapter
 from nemo_rl.models.megatron.conversion.exporter import held_tensors
 from nemo_rl.models.megatron.conversion.holdings import Groups
@@ -75,7 +76,7 @@ def check_adapter(weights_path: Path, config: MegatronPeftConfig) -> None:
         )
     if not config.enabled:
         return
-    described = json.loads(file.read_text(encoding="utf-8"))
+    described = json.loads(read_text(file))
     before = (described["r"], described["lora_alpha"])
     if before != (config.dim, config.alpha):
         raise CheckpointError(

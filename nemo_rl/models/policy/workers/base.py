@@ -29,7 +29,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.ranks.process_group import destroy_process_group
 from nemo_rl.host.background import in_background
-from nemo_rl.host.cores import usable_cores
+from nemo_rl.host.capacity import usable_cores
 from nemo_rl.losses.loss_function import AnyLossFunction, LossMetrics, LossType
 from nemo_rl.models.policy.metrics import reduce_metrics
 from nemo_rl.models.policy.workers.loss_inputs import call_loss, input_builder
