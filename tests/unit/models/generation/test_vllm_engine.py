@@ -34,6 +34,7 @@ from generation_helpers import (
     reference_logprobs,
     save_model,
 )
+from safetensors.torch import load_file, save_file
 from tiny_models import make_char_tokenizer
 from transformers import PreTrainedModel
 from vllm_looks import (
@@ -95,6 +96,8 @@ SMALL_CACHE = "qwen2 tied, with a cache for five long answers"
 KEPT_CACHE = "qwen2 tied, whose running answers keep their cache"
 BLOCK_BYTES = 128 * 2 * 2 * 32 * 4
 """Keys and values of 128 tokens, in two layers with one head of 32 float32 numbers."""
+COPIED_HEAD = "qwen2 tied, whose files have a copy of the embedding as head"
+OWN_HEAD = "qwen2 tied, whose files have another head"
 CONFIGURED = "qwen2 tied, with keys of vllm_cfg"
 CHECKED = "qwen2 tied, which the conformance suite checks"
 
@@ -108,6 +111,16 @@ def configured_settings(folder: str) -> EngineSettings:
         generation={"vllm_cfg": {**vllm, "kv_cache_memory_mb": 16}},
     )
     return engine_settings(policy, ClusterConfig(device="cpu"), seed=0, load_weights=True)
+
+
+def with_head(folder: Path, noise: float) -> str:
+    """Save a tied model whose files have an output head, too, as those of Qwen3-0.6B do; return the folder."""
+    save_model(folder, MODELS["qwen2 tied"](seed=0))
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding + noise * torch.randn_like(embedding)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +144,9 @@ def engines(tmp_path_factory: pytest.TempPathFactory, vllm_cache: Path, case: Ca
         save_model(folder, make(seed=0))
         settings[name] = make_settings(folder, "vllm")
     settings[SMALL_CACHE] = replace(settings["qwen2 tied"], kv_cache_bytes=12 * BLOCK_BYTES, load_weights=True)
+    for name, noise in ((COPIED_HEAD, 0.0), (OWN_HEAD, 1.0)):
+        settings[name] = replace(settings["qwen2 tied"], model_name=with_head(tmp_path_factory.mktemp("head"), noise))
+        settings[name] = replace(settings[name], load_weights=True)
     settings[KEPT_CACHE] = replace(settings["qwen2 tied"], recomputes_cache=False)
     settings[CHECKED] = make_settings(Path(case.folder), "vllm", load_weights=True)
     settings[CONFIGURED] = configured_settings(settings["qwen2 tied"].model_name)
@@ -206,6 +222,22 @@ def test_greedy_after_each_update_equals_hugging_face(engines, sender, name):
                 assert (tokens, len(tokens)) == (likeliest, 12)
         assert all(result.weight_versions == [(0, seed)] for result in results)
         assert {result.finish_reason for result in results} == {"length"}
+
+
+def test_files_with_a_copy_of_a_tied_head_can_be_updated(engines, sender):
+    """The trainer sends the embedding once; vLLM has untied the head, and tied it again after it read the copy."""
+    for seed in (5, 6):
+        model = MODELS["qwen2 tied"](seed=seed)
+        deploy(engines, sender, COPIED_HEAD, model, version=seed)
+        (result,) = engines.generate(COPIED_HEAD, [ask(PROMPTS[0], temperature=0.0)])
+        assert result.token_ids.tolist() == greedy_reference(model, PROMPTS[0], 12)
+
+
+def test_a_head_of_its_own_that_no_sync_brings_is_named(engines, sender):
+    model = MODELS["qwen2 tied"](seed=5)
+    _, receipt = sync(engines, sender, OWN_HEAD, streamed(model), 1)
+    assert receipt is not None
+    assert receipt.unbound == ["lm_head.weight"]
 
 
 @pytest.mark.parametrize("name", MODELS)
