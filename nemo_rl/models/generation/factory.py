@@ -20,7 +20,7 @@ from nemo_rl.models.generation.registry import ENGINES, engine_class, engine_kin
 from nemo_rl.models.generation.stop_tokens import stop_token_ids
 from nemo_rl.models.generation.vllm.settings import kernel_variables
 from nemo_rl.models.generation.vllm.speculation.settings import proposes_by_trained_layers
-from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
+from nemo_rl.models.huggingface.load import load_model_config, require_text_model, torch_dtype
 from nemo_rl.models.huggingface.sizes import expert_parameters_of
 from nemo_rl.models.quantization.choice import FP8, weight_quantization
 from nemo_rl.models.quantization.weights import WeightQuantization
@@ -143,13 +143,15 @@ def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
 
     Raises:
         ConfigError: `policy.generation.backend` names a class that cannot be imported, or the engine's own check
-            refuses the model; or the experts of the model cannot be reported (`policy.router_replay`).
+            refuses the model; the model has no part for text alone; or the experts of the model cannot be reported
+            (`policy.router_replay`).
     """
     if policy.generation is None:
         return
     if policy.generation.backend not in ENGINES:
         own = engine_class(policy.generation.backend)
         check_own_keys(own, "policy.generation.engine_kwargs", policy.generation.engine_kwargs)
+    require_text_model(load_model_config(policy.model_name, policy.hf_config_overrides), policy.model_name)
     _check_router_replay(policy)
     if policy.draft.enabled and policy.generation.backend != "vllm":
         raise ConfigError(
