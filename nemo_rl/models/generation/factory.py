@@ -4,6 +4,7 @@ Only this file turns `policy.generation` into `EngineSettings`. Invariant: no en
 in the actors.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,7 @@ def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
         own = engine_class(policy.generation.backend)
         check_own_keys(own, "policy.generation.engine_kwargs", policy.generation.engine_kwargs)
     require_text_model(load_model_config(policy.model_name, policy.hf_config_overrides), policy.model_name)
-    _check_router_replay(policy)
+    _check_router_replay(policy, cluster)
     if policy.draft.enabled and policy.generation.backend != "vllm":
         raise ConfigError(
             "policy.draft.enabled=true trains a draft model for vLLM's speculative decoding, but "
@@ -170,11 +171,12 @@ def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
         refuse(policy, cluster)
 
 
-def _check_router_replay(policy: PolicyConfig) -> None:
+def _check_router_replay(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     """Refuse router replay for an engine that reports no experts, and for a model without experts.
 
     Args:
         policy: the section, with `generation`.
+        cluster: the machines.
 
     Raises:
         ConfigError: the engine or the model cannot do it; nothing is checked unless the section asks for it.
@@ -189,11 +191,33 @@ def _check_router_replay(policy: PolicyConfig) -> None:
             f"policy.generation.backend={backend} does not. Set policy.generation.backend=vllm (a class of your own "
             "has the attribute reports_experts=True), or policy.router_replay.enabled=false."
         )
+    refused = _not_with_experts(policy, policy.generation) if cluster.uses_gpu and backend == "vllm" else []
+    if refused:
+        raise ConfigError(
+            f"policy.router_replay.enabled=true, but vLLM on GPUs reports no experts with {' and '.join(refused)}. "
+            f"Leave {'them' if len(refused) > 1 else 'it'} out, or set policy.router_replay.enabled=false."
+        )
     if not expert_parameters_of(load_model_config(policy.model_name, policy.hf_config_overrides)):
         raise ConfigError(
             f"policy.router_replay.enabled=true, but policy.model_name={policy.model_name!r} has no experts. Set "
             "policy.router_replay.enabled=false."
         )
+
+
+def _not_with_experts(policy: PolicyConfig, generation: GenerationConfig) -> list[str]:
+    """Return the settings with which vLLM on GPUs refuses to report experts (`vllm.config.VllmConfig`)."""
+    arguments = _engine_kwargs(policy, generation)
+    speculation = arguments.get("speculative_config") or {}
+    stages = arguments.get("pipeline_parallel_size", generation.engine.pipeline_parallel_size)
+    refused = [f"policy.generation.engine.pipeline_parallel_size={stages}"] if stages > 1 else []
+    if arguments.get("enable_prefix_caching") is False:
+        refused.append("policy.generation.vllm_cfg.enable_prefix_caching=false")
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if arguments.get(name, 1) > 1:
+            refused.append(f"policy.generation.vllm_kwargs.{name}={arguments[name]}")
+    if isinstance(speculation, Mapping) and speculation.get("enable_adaptive_verification"):
+        refused.append("policy.generation.vllm_kwargs.speculative_config.enable_adaptive_verification=true")
+    return refused
 
 
 def sampling_params(policy: PolicyConfig, eos_token_id: int | None, *, validation: bool) -> SamplingParams:
