@@ -320,6 +320,8 @@ class VllmEngine(SteppedEngine):
             of_ranks = self._engine.collective_rpc(stop_recording)
         # All ranks of a stage have the same hidden states.
         stages = of_ranks[:: self._tensor_parallel_size]
+        if not all(stages):
+            return []
         return [output[: len(token_ids)] for stage in stages for output in stage]
 
     async def sleep(self) -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -282,6 +283,22 @@ def test_logprobs_equal_hugging_face(engines, sender, name):
         expected = reference_logprobs(model, prompt, result.token_ids.tolist(), SamplingParams(**sampling))
         assert all(map(math.isfinite, expected)), "a filtered token was sampled"
         assert result.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_layers_that_are_not_called_give_no_outputs():
+    """vLLM replays CUDA graphs of some architectures without calling their modules; a stage has no other layers."""
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    from nemo_rl.models.generation.vllm.layers import start_recording, stop_recording
+
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([torch.nn.Identity(), torch.nn.Identity(), PPMissingLayer()])
+    worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
+    for called, reported in ((2, 2), (1, 0), (0, 0), (4, 4)):
+        start_recording(worker)
+        for number in range(called):
+            model.layers[number % 2](torch.ones(3, 4))
+        assert len(stop_recording(worker)) == reported
 
 
 @pytest.mark.parametrize("name", MODELS)
