@@ -107,6 +107,13 @@ class SteppedEngine(ABC):
     def num_tokens(self, request_id: str) -> int:
         """Return the number of tokens in the response of a running request."""
 
+    def finish_steps(self) -> list[Finished]:
+        """Take the results of steps that compute ahead, so that no token of the old weights comes after an update.
+
+        The default has none: a step returns when its tokens are drawn.
+        """
+        return []
+
     @abstractmethod
     def start_loading(self) -> None:
         """Prepare for new weights, even if the last update was interrupted."""
@@ -184,6 +191,7 @@ class SteppedEngine(ABC):
         """See `Engine.begin_weight_update`."""
         self._may_step.clear()
         self._before_update, self._in_force = self._in_force, None
+        self._answer(self.finish_steps())
         self.start_loading()
 
     async def finish_weight_update(self, version: int) -> list[str]:

@@ -162,6 +162,19 @@ class VllmEngine(SteppedEngine):
         self._cache.end_step(len(finished))
         return finished
 
+    def finish_steps(self) -> list[Finished]:
+        """See `SteppedEngine.finish_steps`; with async scheduling vLLM has a batch in flight while a step returns."""
+        client: Any = self._engine.engine_core
+        core = client.engine_core
+        finished, step = list[Finished](), core.step_fn
+        core.step_fn = partial(_finished_batch, core)
+        try:
+            while core.batch_queue:
+                finished += self.step()
+        finally:
+            core.step_fn = step
+        return finished
+
     def step_with_others(self) -> list[Finished]:
         """Step as one of several replicas: with exactly one forward pass; see `replicas`."""
         executor: Any = self._engine.model_executor
@@ -342,6 +355,17 @@ class VllmEngine(SteppedEngine):
         """Allocate memory again."""
         if self._can_sleep and self._engine.is_sleeping():
             self._engine.wake_up()
+
+
+def _finished_batch(core: Any) -> tuple[Any, bool]:
+    """Take the oldest batch in flight, and schedule no other; in place of a step of vLLM's core."""
+    sampled, scheduled, executed = core.batch_queue.pop()
+    output = sampled.result()
+    if output is None:
+        executed.result()  # raises what has failed
+        raise GenerationError("vLLM returned no tokens of a batch.")
+    core._process_aborts_queue()
+    return core.scheduler.update_from_output(scheduled, output), False
 
 
 def _finished(output: RequestOutput) -> Finished:

@@ -44,6 +44,7 @@ from vllm_looks import (
     bits_change,
     bits_change_of_sums_by_threads,
     busy_seconds,
+    compute_ahead,
     compute_on,
     follow_cache,
     products_differ,
@@ -95,6 +96,7 @@ LONG_PROMPT = [(7 * i) % 250 for i in range(150)]
 
 SMALL_CACHE = "qwen2 tied, with a cache for five long answers"
 KEPT_CACHE = "qwen2 tied, whose running answers keep their cache"
+AHEAD = "qwen2 tied, whose steps return while the next batch is computed"
 BLOCK_BYTES = 128 * 2 * 2 * 32 * 4
 """Keys and values of 128 tokens, in two layers with one head of 32 float32 numbers."""
 COPIED_HEAD = "qwen2 tied, whose files have a copy of the embedding as head"
@@ -149,6 +151,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory, vllm_cache: Path, case: Ca
         settings[name] = replace(settings["qwen2 tied"], model_name=with_head(tmp_path_factory.mktemp("head"), noise))
         settings[name] = replace(settings[name], load_weights=True)
     settings[KEPT_CACHE] = replace(settings["qwen2 tied"], recomputes_cache=False)
+    settings[AHEAD] = replace(settings[KEPT_CACHE], optimizations="none")
     settings[CHECKED] = make_settings(Path(case.folder), "vllm", load_weights=True)
     settings[CONFIGURED] = configured_settings(settings["qwen2 tied"].model_name)
     with mock.patch.dict(os.environ, {"VLLM_CACHE_ROOT": str(vllm_cache)}), EngineProcess(settings) as process:
@@ -319,16 +322,19 @@ def test_layer_outputs_match_hugging_face_and_a_changed_layer_is_named(engines, 
     assert suspect_layer(names, expected, outputs, rounding=1e-4).startswith("layer 1 is suspect")
 
 
-def test_a_running_response_may_keep_keys_and_values_of_older_weights(engines, sender):
+@pytest.mark.parametrize("name", [KEPT_CACHE, AHEAD])
+def test_a_running_response_may_keep_keys_and_values_of_older_weights(engines, sender, name):
     """The reference computes a prefix with the old weights and the rest, from its cache, with the new ones."""
     old, new = (MODELS["qwen2 tied"](seed=seed) for seed in (71, 72))
-    deploy(engines, sender, KEPT_CACHE, old, version=71)
+    deploy(engines, sender, name, old, version=71)
+    if name == AHEAD:
+        engines.look(name, compute_ahead)
     requests = [ask(prompt, seed=3, max_new_tokens=80) for prompt in (PROMPTS[3], LONG_PROMPT)]
-    engines.call(KEPT_CACHE, "submit", [("short", requests[0]), ("long", requests[1])])
-    deploy(engines, sender, KEPT_CACHE, new, version=72)
+    engines.call(name, "submit", [("short", requests[0]), ("long", requests[1])])
+    deploy(engines, sender, name, new, version=72)
     results: dict[str, GenerationResult] = {}
     while len(results) < 2:
-        results.update(engines.call(KEPT_CACHE, "collect").results)
+        results.update(engines.call(name, "collect").results)
     for request, result in zip(requests, (results["short"], results["long"]), strict=True):
         tokens, start = result.token_ids.tolist(), result.weight_versions[-1].start
         assert 0 < start < 80 and result.weight_versions == [(0, 71), (start, 72)]
@@ -341,7 +347,7 @@ def test_a_running_response_may_keep_keys_and_values_of_older_weights(engines, s
         kept = torch.tensor(result.logprobs[start:])
         torch.testing.assert_close(kept, expected, atol=1e-4, rtol=0)
         assert (computed_again.log_softmax(-1).gather(1, ids)[:, 0] - kept).abs().max() > 1e-2
-    for request, result in zip(requests, engines.generate(KEPT_CACHE, requests), strict=True):
+    for request, result in zip(requests, engines.generate(name, requests), strict=True):
         check_spans(request, result, {71: old, 72: new}, [(0, 72)])
 
 
