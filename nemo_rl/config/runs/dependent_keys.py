@@ -8,6 +8,7 @@
     memory   generation.colocated.enabled -> engine.gpu_memory_utilization
     source   rollout_source.name=dynamic_sampling -> use_dynamic_sampling, in grpo and in ppo
     overlap  async_rl, or grpo.async_grpo.enabled -> grpo.overlap; ppo.async_ppo.enabled -> ppo.overlap
+    modules  logger.record_modules -> policy.dtensor_cfg.compile_layers, if it is null
     saving   megatron_cfg.checkpoint.async_save of a trained model -> checkpointing.is_async
 
 It runs after types are checked and before the rules; later code reads plain values. Defaults that are interpolations in
@@ -39,6 +40,9 @@ def fill_dependent_keys(config: RunConfig) -> None:
         _fill_parsers(config.env, config.policy.generation)
     if isinstance(config, EvalMasterConfig):
         _fill_parsers(config.env, config.generation)
+    if isinstance(config, RolloutMasterConfig) and config.logger.record_modules:
+        section = config.policy.dtensor_cfg
+        section.compile_layers = bool(section.compile_layers)  # compiled layers call no modules
     _fill_paths(config)
     if isinstance(config, RolloutMasterConfig | EvalMasterConfig):
         _fill_gym(config.env.get(NEMO_GYM))

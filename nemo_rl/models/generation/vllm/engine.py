@@ -38,6 +38,7 @@ from nemo_rl.models.generation.vllm.arguments import engine_arguments, sampling_
 from nemo_rl.models.generation.vllm.concurrency import CacheWatch
 from nemo_rl.models.generation.vllm.experts.reports import ExpertReports, with_experts
 from nemo_rl.models.generation.vllm.float8.activations import round_activations
+from nemo_rl.models.generation.vllm.float8.description import warn_of_weights_only
 from nemo_rl.models.generation.vllm.grammars import REFUSED, Scoring, is_scored, reading
 from nemo_rl.models.generation.vllm.layers import start_recording, stop_recording
 from nemo_rl.models.generation.vllm.logprobs import of_tokens
@@ -84,6 +85,8 @@ class VllmEngine(SteppedEngine):
         if settings.quantization is not None and settings.quantization.simulated:
             self._engine.collective_rpc(partial(round_activations, quantization=settings.quantization))
         on_cpu = settings.device == "cpu"
+        if settings.quantization is not None and not on_cpu:
+            warn_of_weights_only(settings.quantization, torch.cuda.get_device_capability())
         self._experts = ExpertReports(self._engine, on_cpu=on_cpu) if settings.reports_experts else None
         self._cache = CacheWatch(self._scheduler)
         self._speculation = self._watch_speculation(settings)

@@ -186,7 +186,8 @@ def refusing_non_finite(model_name: str) -> Iterator[None]:
 
     def watched(loader: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in read(loader, *args, **kwargs):
-            spoilt.extend(not_finite({name: tensor}))
+            # On the host this would take seconds for a large model: Ray leaves a worker one thread.
+            spoilt.extend(not_finite({name: tensor.to(current_platform.device_type)}))
             yield name, tensor
 
     loader_class.get_all_weights = watched
