@@ -21,6 +21,7 @@ CHECKS = (
     Check("memory", "correctness", "gpu_checks.memory:predicted", 120),
     Check("checkpoint", "correctness", "gpu_checks.persistence:checkpoint", 60),
     Check("offload", "correctness", "gpu_checks.persistence:offload", 60),
+    Check("trained model in turns", "correctness", "gpu_checks.persistence:trained_turns", 60),
     Check("adamw", "correctness", "gpu_checks.optimizers:adamw", 60),
     Check("training step", "speed", "gpu_checks.speed:training", 150),
     Check("sync bandwidth", "speed", "gpu_checks.weight_sync:bandwidth", 90),
