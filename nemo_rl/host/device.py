@@ -109,6 +109,11 @@ def device_name(device: torch.device) -> str:
     return f"{next(named, platform.machine())}, {torch.get_num_threads()} threads"
 
 
+def gpu_is_in_use() -> bool:
+    """Return whether this process has begun to use a GPU; which ones it sees can no longer change then."""
+    return torch.cuda.is_initialized()
+
+
 def gpu_count() -> int:
     """Return the number of CUDA devices that this process can see."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -21,6 +21,10 @@ from nemo_rl.weight_sync.transport import TransportSpec
 
 # All members are called at the same time, so one that has not joined within a minute will not come.
 JOIN_TIMEOUT_S = 60.0
+BROADCAST_TIMEOUT_S = 60.0
+"""An NCCL kernel that waits for a dead peer reports no error, so a broadcast on GPUs ends after this and its bytes."""
+LEAST_BYTES_PER_S = 20e6
+"""A slower network than this is not expected between GPUs."""
 _ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -28,7 +32,7 @@ class GroupMember:
     """Membership of one process in the private group.
 
     Args:
-        spec: address of the store, number of members, and time limit of one operation.
+        spec: address of the store, number of members, and time limit of one operation, which is shorter on GPUs.
         rank: this member's number; rank 0 hosts the store.
 
     Raises:
@@ -51,16 +55,22 @@ class GroupMember:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        options.timeout = self._timeout
+        options.timeout = limit = self._limit(flat.numel())
         try:
             # Do not bind the work to a name: the traceback of a failure would keep the group and its connections open.
-            self._group.broadcast([flat], options).wait(self._timeout)
+            self._group.broadcast([flat], options).wait(limit)
         except RuntimeError as error:
             self._group.abort()  # cancel running work of a dead peer
             self.leave()
             raise WeightSyncError(f"The broadcast of weights failed: {error}") from error
         if flat.is_cuda:
             torch.cuda.current_stream(flat.device).synchronize()
+
+    def _limit(self, num_bytes: int) -> timedelta:
+        """Return how long a broadcast may take; gloo notices a dead peer by itself."""
+        if not self._on_gpu:
+            return self._timeout
+        return min(self._timeout, timedelta(seconds=BROADCAST_TIMEOUT_S + num_bytes / LEAST_BYTES_PER_S))
 
     def leave(self) -> None:
         """Close this member's connections; an NCCL communicator frees its GPU memory here, not when it is collected."""
@@ -88,7 +98,8 @@ def _errors_stay_errors() -> Iterator[None]:
     """Make an NCCL group that only reports a failed broadcast to its caller.
 
     By default (3) its watchdog thread ends the whole process, so a dead engine would end the trainer too. A group reads
-    the variable when it is constructed; other groups are not affected.
+    the variable when it is constructed; other groups are not affected. The watchdog still tells the default group of
+    the process, which `process_group.outlive_failed_groups` keeps from acting on it.
     """
     before = os.environ.get(_ASYNC_ERROR_HANDLING)
     os.environ[_ASYNC_ERROR_HANDLING] = "0"

@@ -121,10 +121,7 @@ class LaneChoice:
         """Send parts from now on: the engines computed the same with them."""
         self._is_proven = True
 
-    def refuse(self) -> None:
-        """Send whole tensors again: the engines computed something else with parts."""
-        logger.warning(
-            "Weights are sent whole (as with policy.generation.weight_sync.send_parts=false): the engines read more "
-            "of them than was recorded."
-        )
+    def refuse(self, reason: str) -> None:
+        """Send whole tensors again, because the engines compute something else with parts, or cannot show it."""
+        logger.warning("Weights are sent whole (as with policy.generation.weight_sync.send_parts=false): %s.", reason)
         self._reads, self._may_divide = None, False

@@ -82,6 +82,29 @@ def _frozen_turns(bench: Bench) -> Finding:
     return finding if torch.equal(first, again) else replace(finding, problem="it scores differently")
 
 
+def trained_turns(bench: Bench) -> Iterator[Finding]:
+    """Check that updates are the same bits with the weights and the optimizer's state out and in between them.
+
+    The critic of PPO takes such turns with the policy and the engines on its GPU.
+    """
+    config, rows = policy_config(bench.folder("qwen2"), **KEYS), random_rows(LENGTHS)
+    found = []
+    for moves in (False, True):
+        rank = bench.policy("qwen2", **KEYS)
+        for _ in range(3):
+            update(rank, config, rows)
+            if moves:
+                rank.move_optimizer_state(to_host=True)
+                rank.move_weights(to_host=True)
+                rank.move_weights(to_host=False)
+                rank.move_optimizer_state(to_host=False)
+        found.append((_state(rank), scores(rank, config, rows)))
+    (state, before), (moved, after) = found
+    finding = _same("three updates, the model out and in after each", state, moved)
+    yield finding if torch.equal(before, after) else replace(finding, problem="it scores differently")
+    bench.end_policy()
+
+
 def _folders(bench: Bench, name: str) -> tuple[str, str]:
     root = Path(bench.setting.folder) / name
     return str(root / "weights"), str(root / "optimizer")

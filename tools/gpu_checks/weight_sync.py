@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from gpu_checks.report import Figures, Finding
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.interfaces import GenerationRequest, SamplingParams
 from nemo_rl.models.policy.workers.rank import PolicyRank
+from nemo_rl.utils.errors import WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket, TensorSlot
 from nemo_rl.weight_sync.collective import GroupMember
 from nemo_rl.weight_sync.endpoints import WeightSender
@@ -24,6 +26,11 @@ from nemo_rl.weight_sync.verify import SyncReceipt, check_receipts, fingerprint
 NUM_SYNCS = 6
 PROMPT = [5, 9, 101, 44, 7, 23]
 GIGABYTE = 1e9
+LATE_S = 5.0
+"""Limit of a broadcast that comes too late."""
+MOST_CYCLES_PER_S = 2e9
+"""Highest clock of a GPU, with which a wait for cycles is long enough."""
+_STAYING: list[GroupMember] = []
 KEYS: dict[str, Any] = {"precision": "float32", **packed(64)}
 
 
@@ -63,6 +70,41 @@ def group_of_one(bench: Bench) -> Iterator[Finding]:
     sender.send(bucket)
     sender.close()
     yield Finding(f"{library}: a bucket is sent", {"bytes": bucket.num_bytes})
+
+
+def late_broadcast(bench: Bench) -> Iterator[Finding]:
+    """Check that a process with a default group lives on after a broadcast of a weight sync has timed out.
+
+    Its environment has a short `TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC`, after which torch would end the process.
+    """
+    bench.policy("qwen2", **KEYS)
+    spec = dataclasses.replace(_alone(bench), timeout_s=LATE_S)
+    flat = torch.zeros(1000, dtype=torch.uint8, device=bench.device)
+    began = time.monotonic()
+    try:
+        if bench.on_gpu:
+            member = GroupMember(spec, rank=0)
+            torch.cuda._sleep(int(4 * LATE_S * MOST_CYCLES_PER_S))  # the broadcast is queued after it
+        else:
+            member = _second_of_two(dataclasses.replace(spec, receivers=(0,)))  # rank 0 never sends
+        member.broadcast(flat)
+        problem = "the broadcast did not time out"
+    except WeightSyncError:
+        problem = ""
+    seconds = time.monotonic() - began
+    yield Finding("a late broadcast is an error", {"seconds": seconds, "allowed": LATE_S}, problem)
+    time.sleep(4 * LATE_S if bench.on_gpu else 0.0)
+    bench.synchronize()
+    yield Finding("the process lives on", {"seconds": time.monotonic() - began - seconds})
+    bench.end_policy()
+
+
+def _second_of_two(spec: TransportSpec) -> GroupMember:
+    """Return member 1 of a group whose member 0 stays until this process ends."""
+    with ThreadPoolExecutor() as pool:
+        first, second = (pool.submit(GroupMember, spec, rank) for rank in (0, 1))
+        _STAYING.append(first.result())
+        return second.result()
 
 
 def bandwidth(bench: Bench) -> Iterator[Finding]:

@@ -208,11 +208,14 @@ class Refitter:
         if not self._lanes.learn(self._wait(self._on_engines("take_reads"), "recording")):
             return receipts
         expected = self._computed()
+        if not all(expected[1][:: self._generation.workers_per_engine]):  # their first workers answer
+            self._lanes.refuse("the engines do not report what their layers compute, so parts cannot be tried")
+            return receipts
         receipts = self._transfer(is_trial=True)
         if self._computes(expected):
             self._lanes.accept()
             return receipts
-        self._lanes.refuse()
+        self._lanes.refuse("the engines read more of them than was recorded")
         return self._transfer()
 
     def _computes(self, expected: list[Any]) -> bool:

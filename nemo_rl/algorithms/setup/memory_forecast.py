@@ -42,6 +42,8 @@ DEFAULT_GPU_GB = 80
 """Gibibytes of a GPU that this machine does not have and that `cluster.gpu_memory_gb` does not describe."""
 USABLE_SHARE = 0.93
 """Share of a GPU that is left after CUDA contexts, NCCL's buffers and fragmentation, which no prediction includes."""
+_ASLEEP = 3 * 2.0**30
+"""Bytes that a sleeping engine keeps on a GPU: its CUDA context, CUDA graphs and NCCL's buffers; an estimate."""
 _SYNC_BUCKETS = 2
 _STAYING = ("weights", "optimizer state")
 
@@ -237,7 +239,8 @@ class _Forecast:
             apart = MemoryPlan({}, {"generation": engine}, {})
             return {name: MemoryPlan({}, moments, policy.host, policy.missing), "generation": apart}
         awake = {**_resting(policy), **engine}
-        moments = {**policy.moments, "generation": awake, "weight sync": {**awake, **self.transfer()}}
+        working = {phase: {**held, "sleeping engine": _ASLEEP} for phase, held in policy.moments.items()}
+        moments = {**working, "generation": awake, "weight sync": {**awake, **self.transfer()}}
         state = policy.moments["training"].get("optimizer state", 0.0)
         state += policy.host.get("optimizer state", 0.0)
         host = {**policy.host, "optimizer state": state, "engine's weights": engine["engine's weights"]}

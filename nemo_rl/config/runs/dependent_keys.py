@@ -7,8 +7,10 @@
     tags     env.nemo_gym.thinking_tags -> reward_penalties.thinking_tags
     gym      files of env.nemo_gym that exist, and its log_dir -> their absolute paths
     engine   generation.mcore_generation_config.max_model_len -> engine.max_model_len, with backend=megatron
+    memory   generation.colocated.enabled -> engine.gpu_memory_utilization
     source   rollout_source.name=dynamic_sampling -> use_dynamic_sampling, in grpo and in ppo
     overlap  async_rl, or grpo.async_grpo.enabled -> grpo.overlap; ppo.async_ppo.enabled -> ppo.overlap
+    modules  logger.record_modules -> policy.dtensor_cfg.compile_layers, if it is null
     saving   megatron_cfg.checkpoint.async_save of a trained model -> checkpointing.is_async
 
 It runs after types are checked and before the rules; later code reads plain values. Defaults that are interpolations in
@@ -50,6 +52,9 @@ def fill_dependent_keys(config: RunConfig) -> None:
         _fill_parsers(config.env, config.policy.generation)
     if isinstance(config, EvalMasterConfig):
         _fill_parsers(config.env, config.generation)
+    if isinstance(config, RolloutMasterConfig) and config.logger.record_modules:
+        section = config.policy.dtensor_cfg
+        section.compile_layers = bool(section.compile_layers)  # compiled layers call no modules
     _fill_paths(config)
     if isinstance(config, RolloutMasterConfig | EvalMasterConfig):
         _fill_gym(config.env.get(NEMO_GYM))
@@ -72,6 +77,7 @@ def fill_dependent_keys(config: RunConfig) -> None:
         generation = section.generation if isinstance(section, PolicyConfig) else section
         if isinstance(generation, GenerationConfig):
             _fill_context(generation)
+            _fill_memory(generation)
         if isinstance(section, RewardedTrainingConfig) and section.rollout_source.name == "dynamic_sampling":
             section.use_dynamic_sampling = True
         if isinstance(section, CheckpointingConfig) and _saves_in_background(config):
@@ -156,6 +162,10 @@ def _fill_context(generation: GenerationConfig) -> None:
         generation.engine.max_model_len = context
     if generation.backend == "sglang" and generation.sglang_cfg.server_args.get("context_length") is not None:
         generation.engine.max_model_len = generation.sglang_cfg.server_args["context_length"]
+
+
+def _fill_memory(generation: GenerationConfig) -> None:
+    generation.engine.gpu_memory_utilization = generation.memory_share
 
 
 def _fill_overlap(

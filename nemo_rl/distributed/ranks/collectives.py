@@ -69,15 +69,20 @@ def part_of(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, x.contiguous(), group=group)
-    return torch.cat(parts, dim)
+    """Gather into one tensor: with a list of tensors NCCL copies every part once more."""
+    dim %= x.dim()
+    parts = x.new_empty((dist.get_world_size(group), *x.shape))
+    dist.all_gather_into_tensor(parts.flatten(0, 1), x.contiguous(), group=group)
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _reduce_scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    parts = [part.contiguous() for part in x.chunk(dist.get_world_size(group), dim)]
+    parts = x.unflatten(dim, (dist.get_world_size(group), -1)).movedim(dim % x.dim(), 0).contiguous()
     mine = torch.empty_like(parts[0])
-    dist.reduce_scatter(mine, parts, group=group)
+    if x.device.type == "cpu":  # gloo adds in another order in one tensor, which would change the last bits
+        dist.reduce_scatter(mine, list(parts), group=group)
+    else:
+        dist.reduce_scatter_tensor(mine, parts.flatten(0, 1), group=group)
     return mine
 
 

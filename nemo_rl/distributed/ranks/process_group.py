@@ -26,6 +26,7 @@ from nemo_rl.utils.errors import ConfigError
 _SIOCGIFADDR = 0x8915
 """Linux ioctl that returns the IPv4 address of an interface."""
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_DUMP_ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 
 
 def init_process_group(device: Device, timeout_s: float, local_rank: int = 0, *, binds_device: bool = True) -> None:
@@ -49,6 +50,7 @@ def init_process_group(device: Device, timeout_s: float, local_rank: int = 0, *,
             "a RayWorkerGroup sets them, or start the process with torchrun."
         )
     choose_interface(os.environ["MASTER_ADDR"])
+    outlive_failed_groups()
     rank, world_size, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=timeout_s)
     dist.init_process_group(
         device.collective_backend,
@@ -58,6 +60,18 @@ def init_process_group(device: Device, timeout_s: float, local_rank: int = 0, *,
         timeout=timeout,
         device_id=device.torch_device(local_rank) if device.is_gpu and binds_device else None,
     )
+
+
+def outlive_failed_groups() -> None:
+    """Let this process live on after a collective of another NCCL group than its default one has failed.
+
+    The watchdog of any group notes a failure in a flag of the process. If torch dumps on a timeout, as it does by
+    default, the monitor of the default group reads that flag and ends the process after
+    `TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC` (8 minutes), although the group of a weight sync has reported the failure and is
+    gone. torch reads the variable when it makes the default group, so call this before; a value that a user has set
+    stays.
+    """
+    os.environ.setdefault(_DUMP_ON_TIMEOUT, "0")
 
 
 def choose_interface(address: str) -> None:

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import PreTrainedModel
 
-from nemo_rl.models.huggingface.layers import decoder_layers
+from nemo_rl.models.huggingface.layers import body, decoder_layers
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ def _run(hf: PreTrainedModel, recorder: "_Recorder", tokens: int) -> None:
     with recorder.recording():
         ids = torch.zeros(1, tokens, dtype=torch.long)
         # With a mask, transformers does not search rows for packed sequences, which would read values.
-        hf.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        body(hf)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
 
 
 def _count(parameters: Iterable[nn.Parameter]) -> Parameters:

@@ -19,7 +19,7 @@ from nemo_rl.models.dtensor.lora.modules import apply_lora
 from nemo_rl.models.dtensor.pipeline.stages import try_division
 from nemo_rl.models.dtensor.reward_model import RewardModel, require_scoring_head
 from nemo_rl.models.huggingface.head import find_transform
-from nemo_rl.models.huggingface.layers import hidden_states
+from nemo_rl.models.huggingface.layers import hidden_states, parts_without_text
 from nemo_rl.models.huggingface.lazy_weights import LazyWeights, weights_left_in_files
 from nemo_rl.models.huggingface.load import load_causal_lm, load_scoring_model
 from nemo_rl.models.huggingface.probe_model import small_probe_model
@@ -89,7 +89,7 @@ def longest_sequence(config: PolicyConfig) -> int:
 
 
 def adapted(hf: PreTrainedModel, config: PolicyConfig, found: Found, seed: int) -> CausalLMWithLogprobs | RewardModel:
-    """Wrap a model and add its attention function and adapters, in place.
+    """Wrap a model and add its attention function and adapters, in place; freeze what reads images or sound.
 
     Args:
         hf: the unsharded model, with weights or without.
@@ -101,6 +101,8 @@ def adapted(hf: PreTrainedModel, config: PolicyConfig, found: Found, seed: int) 
         ConfigError: its head cannot be divided, or it lacks the layers to adapt.
     """
     hf.set_attn_implementation(found.attention)
+    for part in parts_without_text(hf):
+        part.requires_grad_(False)
     if config.reward_model_cfg.enabled:
         return RewardModel(hf)
     divided = config.dtensor_cfg.tensor_parallel_size > 1

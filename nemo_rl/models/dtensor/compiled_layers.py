@@ -22,11 +22,32 @@ from nemo_rl.models.dtensor.experts.parallel import find_experts
 from nemo_rl.models.huggingface.layers import decoder_layers
 from nemo_rl.utils.errors import ConfigError
 
+COMPILES_ON_GPUS = False
+"""Whether GPUs compile the layers of a run that leaves the key at null; the only place that decides it.
+
+Set it to True when a GPU has passed the rows "compiled layers" (the numbers hold) and "compiled training step"
+(`times_as_fast` above 1 for short and long rows) of `tools/gpu_check.py`; no GPU has run them. The tests of this file
+show on CPUs that the numbers hold.
+"""
 _KEY = "policy.dtensor_cfg.compile_layers"
 _MOST_VARIANTS = 32
 """Compilations of one function before torch gives up and runs it uncompiled: with and without gradients, for frozen
 and trained inputs, and for padded rows, packed rows and rows that share tokens, for each kind of layer."""
 _CPU_COMPILERS = ("g++", "clang++")
+
+
+def wants_compiled(asked: bool | None, hf: PreTrainedModel, device: torch.device, *, fits: bool) -> bool:
+    """Return whether to compile the layers of a model.
+
+    Args:
+        asked: the key; null leaves the choice to `COMPILES_ON_GPUS`, for models and settings with which it is possible.
+        hf: the model.
+        device: device on which it computes.
+        fits: whether the other settings allow it, as far as the configuration does not refuse them already.
+    """
+    if asked is not None:
+        return asked
+    return COMPILES_ON_GPUS and device.type != "cpu" and fits and not find_experts(hf) and has_triton()
 
 
 def compile_layers(hf: PreTrainedModel, device: torch.device) -> None:

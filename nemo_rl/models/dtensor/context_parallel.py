@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nemo_rl.distributed.ranks.collectives import all_gather, all_reduce, all_to_all
+from nemo_rl.host.device import to_device
 from nemo_rl.models.attention.plan import AttentionPlan, Piece
 from nemo_rl.models.training.inputs import ModelInputs
 from nemo_rl.models.training.interfaces import ForwardStep
@@ -165,13 +166,14 @@ class ContextParallel:
             [0, length] if bounds is None else bounds.tolist(), self._ranks, self._rank
         )
         own = {key: chunks.take(value) for key, value in whole.items()}
-        positions_K, is_own = chunks.own(inputs.positions_K)
-        places = is_own.nonzero()[:, 0]
+        positions_K, is_own = chunks.own(inputs.positions_K.cpu())  # on a GPU the next line would wait for it too
+        mine_k = is_own.nonzero()[:, 0]
+        places = to_device(mine_k, tokens.device)
         mine = replace(
             inputs,
             model_inputs=own | {"divided_row": self._row(chunks, self._group)},
-            positions_K=positions_K[places],
-            targets_K=inputs.targets_K[places],
+            positions_K=to_device(positions_K[mine_k], tokens.device),
+            targets_K=inputs.targets_K.index_select(0, places),
             real_tokens=None if inputs.real_tokens is None else chunks.take(inputs.real_tokens),
             routed_experts=None if inputs.routed_experts is None else chunks.take(inputs.routed_experts),
         )

@@ -29,7 +29,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from nemo_rl.config import PolicyConfig
 from nemo_rl.distributed.ranks.collectives import all_gather
-from nemo_rl.models.dtensor.compiled_layers import compile_layers
+from nemo_rl.models.dtensor.compiled_layers import compile_layers, wants_compiled
 from nemo_rl.models.dtensor.experts.parallel import (
     dispatch_over_expert_ranks,
     divide_over_tensor_ranks,
@@ -104,7 +104,7 @@ class ShardingSpec:
         keep_experts: whether the experts of a layer stay gathered between forward and backward pass.
         keep_gathered: gather parameters once for all microbatches, until `reshard`.
         recompute: recompute activations in the backward pass: all of them, or those that are cheap to compute.
-        compiles: compile the decoder layers.
+        compiles: compile the decoder layers; None: where `compiled_layers` chooses it.
     """
 
     compute_dtype: torch.dtype
@@ -115,7 +115,7 @@ class ShardingSpec:
     keep_experts: bool = False
     keep_gathered: bool = False
     recompute: bool | Literal["selective"] = False
-    compiles: bool = False
+    compiles: bool | None = None
 
     @classmethod
     def of(cls, config: PolicyConfig, device: torch.device) -> "ShardingSpec":
@@ -191,7 +191,9 @@ def shard[ModelT: ShardableModel](model: ModelT, meshes: Meshes, spec: ShardingS
     one_rank = meshes.layout.num_ranks == meshes.layout.pp
     if meshes.layout.tp > 1:
         _divide_layers(model, meshes, spec)
-    if spec.compiles:
+    layout = meshes.layout
+    fits = spec.recompute != "selective" and layout.tp == layout.pp == layout.ep == 1
+    if wants_compiled(spec.compiles, model.hf, spec.device, fits=fits):
         compile_layers(model.hf, spec.device)
     if one_rank and spec.compute_dtype == torch.float32 and not spec.cpu_offload:
         return model

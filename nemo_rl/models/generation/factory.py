@@ -4,6 +4,7 @@ Only this file turns `policy.generation` into `EngineSettings`. Invariant: no en
 in the actors.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from nemo_rl.models.generation.registry import ENGINES, engine_class, engine_kin
 from nemo_rl.models.generation.stop_tokens import stop_token_ids
 from nemo_rl.models.generation.vllm.settings import kernel_variables
 from nemo_rl.models.generation.vllm.speculation.settings import proposes_by_trained_layers
-from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
+from nemo_rl.models.huggingface.load import load_model_config, require_text_model, torch_dtype
 from nemo_rl.models.huggingface.sizes import expert_parameters_of
 from nemo_rl.models.quantization.choice import FP8, weight_quantization
 from nemo_rl.models.quantization.weights import WeightQuantization
@@ -63,7 +64,7 @@ def engine_settings(policy: PolicyConfig, cluster: ClusterConfig, seed: int, *, 
         precision=engine_precision(policy),
         max_model_len=engine.max_model_len,
         kv_cache_bytes=kv_cache_bytes,
-        gpu_memory_utilization=engine.gpu_memory_utilization,
+        gpu_memory_utilization=generation.memory_share,
         enforce_eager=engine.enforce_eager or not cluster.uses_gpu,
         can_sleep=cluster.uses_gpu and generation.colocated.enabled,
         sleep_level=2 if drops_weights(generation) and not load_weights else 1,
@@ -143,14 +144,16 @@ def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
 
     Raises:
         ConfigError: `policy.generation.backend` names a class that cannot be imported, or the engine's own check
-            refuses the model; or the experts of the model cannot be reported (`policy.router_replay`).
+            refuses the model; the model has no part for text alone; or the experts of the model cannot be reported
+            (`policy.router_replay`).
     """
     if policy.generation is None:
         return
     if policy.generation.backend not in ENGINES:
         own = engine_class(policy.generation.backend)
         check_own_keys(own, "policy.generation.engine_kwargs", policy.generation.engine_kwargs)
-    _check_router_replay(policy)
+    require_text_model(load_model_config(policy.model_name, policy.hf_config_overrides), policy.model_name)
+    _check_router_replay(policy, cluster)
     if policy.draft.enabled and policy.generation.backend != "vllm":
         raise ConfigError(
             "policy.draft.enabled=true trains a draft model for vLLM's speculative decoding, but "
@@ -168,11 +171,12 @@ def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
         refuse(policy, cluster)
 
 
-def _check_router_replay(policy: PolicyConfig) -> None:
+def _check_router_replay(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     """Refuse router replay for an engine that reports no experts, and for a model without experts.
 
     Args:
         policy: the section, with `generation`.
+        cluster: the machines.
 
     Raises:
         ConfigError: the engine or the model cannot do it; nothing is checked unless the section asks for it.
@@ -187,11 +191,33 @@ def _check_router_replay(policy: PolicyConfig) -> None:
             f"policy.generation.backend={backend} does not. Set policy.generation.backend=vllm (a class of your own "
             "has the attribute reports_experts=True), or policy.router_replay.enabled=false."
         )
+    refused = _not_with_experts(policy, policy.generation) if cluster.uses_gpu and backend == "vllm" else []
+    if refused:
+        raise ConfigError(
+            f"policy.router_replay.enabled=true, but vLLM on GPUs reports no experts with {' and '.join(refused)}. "
+            f"Leave {'them' if len(refused) > 1 else 'it'} out, or set policy.router_replay.enabled=false."
+        )
     if not expert_parameters_of(load_model_config(policy.model_name, policy.hf_config_overrides)):
         raise ConfigError(
             f"policy.router_replay.enabled=true, but policy.model_name={policy.model_name!r} has no experts. Set "
             "policy.router_replay.enabled=false."
         )
+
+
+def _not_with_experts(policy: PolicyConfig, generation: GenerationConfig) -> list[str]:
+    """Return the settings with which vLLM on GPUs refuses to report experts (`vllm.config.VllmConfig`)."""
+    arguments = _engine_kwargs(policy, generation)
+    speculation = arguments.get("speculative_config") or {}
+    stages = arguments.get("pipeline_parallel_size", generation.engine.pipeline_parallel_size)
+    refused = [f"policy.generation.engine.pipeline_parallel_size={stages}"] if stages > 1 else []
+    if arguments.get("enable_prefix_caching") is False:
+        refused.append("policy.generation.vllm_cfg.enable_prefix_caching=false")
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if arguments.get(name, 1) > 1:
+            refused.append(f"policy.generation.vllm_kwargs.{name}={arguments[name]}")
+    if isinstance(speculation, Mapping) and speculation.get("enable_adaptive_verification"):
+        refused.append("policy.generation.vllm_kwargs.speculative_config.enable_adaptive_verification=true")
+    return refused
 
 
 def sampling_params(policy: PolicyConfig, eos_token_id: int | None, *, validation: bool) -> SamplingParams:

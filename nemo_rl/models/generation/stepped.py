@@ -42,6 +42,8 @@ _PAUSE_EVERY_S = 0.05
 _PAUSE_S = 0.001
 """Pause of the engine, for calls that have arrived: Ray hands a call back and forth between the event loop and a thread
 of its own several times before the call begins. Without a pause each of these times takes a whole step."""
+_QUIET_S, _QUIET_PAUSE_S = 0.5, 0.0002
+"""If no call began and no answer ended for this many seconds, probably none waits, and the pause is shorter."""
 
 
 class Finished(NamedTuple):
@@ -75,6 +77,8 @@ class SteppedEngine(ABC):
         self._may_step.set()
         self._steps: asyncio.Task[None] | None = None
         self._paused_at = 0.0
+        self._busy_at = 0.0
+        """When a call last began or an answer ended, after which its caller calls again."""
 
     @abstractmethod
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
@@ -106,6 +110,13 @@ class SteppedEngine(ABC):
     @abstractmethod
     def num_tokens(self, request_id: str) -> int:
         """Return the number of tokens in the response of a running request."""
+
+    def finish_steps(self) -> list[Finished]:
+        """Take the results of steps that compute ahead, so that no token of the old weights comes after an update.
+
+        The default has none: a step returns when its tokens are drawn.
+        """
+        return []
 
     @abstractmethod
     def start_loading(self) -> None:
@@ -152,6 +163,7 @@ class SteppedEngine(ABC):
     def generate(self, request_id: str, request: GenerationRequest) -> asyncio.Future[GenerationResult]:
         """See `Engine.generate`."""
         loop = asyncio.get_running_loop()
+        self._busy_at = time.monotonic()
         answer: asyncio.Future[GenerationResult] = loop.create_future()
         try:
             self.add_request(request_id, request)
@@ -166,11 +178,12 @@ class SteppedEngine(ABC):
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """See `Engine.abort`."""
+        self._busy_at = time.monotonic()
         self._answer(self.remove_requests([id_ for id_ in request_ids if id_ in self._running]))
 
     async def responses_so_far(self, request_ids: Collection[str]) -> dict[str, ResponseSoFar]:
         """See `Engine`; it reads the state between two steps."""
-        found = {}
+        self._busy_at, found = time.monotonic(), {}
         for request_id in self._running.keys() & set(request_ids):
             sampled = self.sampled_so_far(request_id)
             if sampled is None:
@@ -182,8 +195,10 @@ class SteppedEngine(ABC):
 
     async def begin_weight_update(self) -> None:
         """See `Engine.begin_weight_update`."""
+        self._busy_at = time.monotonic()
         self._may_step.clear()
         self._before_update, self._in_force = self._in_force, None
+        self._answer(self.finish_steps())
         self.start_loading()
 
     async def finish_weight_update(self, version: int) -> list[str]:
@@ -210,8 +225,9 @@ class SteppedEngine(ABC):
             await self._let_calls_begin()
 
     async def _let_calls_begin(self) -> None:
-        if time.monotonic() - self._paused_at > _PAUSE_EVERY_S:
-            await asyncio.sleep(_PAUSE_S)
+        now = time.monotonic()
+        if now - self._paused_at > _PAUSE_EVERY_S:
+            await asyncio.sleep(_PAUSE_S if now - self._busy_at < _QUIET_S else _QUIET_PAUSE_S)
             self._paused_at = time.monotonic()
         for _ in range(_TURNS):
             await asyncio.sleep(0)
@@ -231,6 +247,7 @@ class SteppedEngine(ABC):
 
     def _answer(self, finished: list[Finished]) -> None:
         for request_id, token_ids, logprobs, reason, error, routed_experts in finished:
+            self._busy_at = time.monotonic()
             running = self._running.pop(request_id)
             if running.answer.done():
                 continue

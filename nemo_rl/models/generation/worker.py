@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 
+from nemo_rl.distributed.ranks.process_group import outlive_failed_groups
 from nemo_rl.models.generation.interfaces import (
     COLLECT_POLL_S,
     Collected,
@@ -48,6 +49,7 @@ class GenerationWorker:
     """
 
     def __init__(self, settings: EngineSettings):
+        outlive_failed_groups()  # of weight syncs
         self._rank = int(os.environ["RANK"])
         index, place = engine_of(self._rank, settings.num_workers)
         self._engine = make_engine(settings, place)

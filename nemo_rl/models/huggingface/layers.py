@@ -16,9 +16,25 @@ if TYPE_CHECKING:
 def body(hf: "PreTrainedModel") -> nn.Module:
     """Return the model without its head, or the model itself if it has no such part.
 
-    Llama 4's text models keep the body under a name that is not their `base_model_prefix`.
+    Llama 4's text models keep the body under a name that is not their `base_model_prefix`. Of a model that also reads
+    images or sound this is its text model, which alone computes what the whole model does for text.
     """
-    return hf.base_model if hf.base_model is not hf else getattr(hf, "model", hf)
+    whole: nn.Module = hf.base_model if hf.base_model is not hf else getattr(hf, "model", hf)
+    text = hf.config.get_text_config()
+    if text is hf.config:
+        return whole
+    of_text = (module for module in whole.modules() if getattr(module, "config", None) is text)
+    return next((module for module in of_text if hasattr(module, "layers")), whole)
+
+
+def parts_without_text(hf: "PreTrainedModel") -> list[nn.Module]:
+    """Return the parts of a model that read images or sound, such as a vision tower; none of a text model."""
+    whole, text = hf.base_model, body(hf)
+    if text is whole or text is hf:
+        return []
+    around = {id(module) for module in whole.modules() if any(part is text for part in module.modules())}
+    outer = [module for module in whole.modules() if id(module) in around and module is not text]
+    return [part for module in outer for part in module.children() if id(part) not in around]
 
 
 def hidden_states(hf: "PreTrainedModel", model_inputs: dict[str, Any]) -> Tensor:

@@ -71,6 +71,7 @@ def load_causal_lm(
 
     files = _files_of(model_name)  # first: of the ranks of a machine, one asks the hub for files
     config = load_model_config(model_name, config_overrides)
+    require_text_model(config, model_name)
     attention = attention_choice(config, attn_implementation, AutoModelForCausalLM)
     model = AutoModelForCausalLM.from_pretrained(
         files, config=config, dtype=torch.float32, trust_remote_code=False, **attention
@@ -176,6 +177,29 @@ def load_model_config(
             )
         setattr(config, key, value)
     return config
+
+
+def reads_more_than_text(config: PretrainedConfig) -> bool:
+    """Return whether a configuration describes parts for images, sound or video next to a text model."""
+    return config.get_text_config() is not config and len(config.sub_configs) > 1
+
+
+def require_text_model(config: PretrainedConfig, model_name: str, section: str = "policy") -> None:
+    """Refuse a checkpoint for images or sound of which transformers has no language model.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not reads_more_than_text(config):
+        return
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as LANGUAGE_MODELS
+
+    if config.model_type not in LANGUAGE_MODELS:
+        raise ConfigError(
+            f"{section}.model_name={model_name!r} ({config.model_type}) reads more than text, and transformers has no "
+            "language model for its files. Choose a text model, or one of these that can be trained on text: Gemma 3, "
+            "Llama 4, Qwen3.5."
+        )
 
 
 def _files_of(model_name: str) -> str:

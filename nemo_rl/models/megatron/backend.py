@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
@@ -323,12 +324,15 @@ def _loaded_chunks(
     hf_config: PretrainedConfig, config: PolicyConfig, precision: torch.dtype, device: torch.device, seed: int
 ) -> list[Any]:
     """Build this rank's virtual stages and load their weights from the files; collective."""
-    from nemo_rl.models.megatron.build import build_chunks
+    from nemo_rl.models.megatron.build import build_chunks, require_packed_attention, uses_transformer_engine
     from nemo_rl.models.megatron.conversion.importer import load_huggingface
     from nemo_rl.models.megatron.schedule import prepare
     from nemo_rl.models.megatron.scoring import give_scalar_head
 
     section = config.megatron_cfg
+    if config.sequence_packing.enabled and uses_transformer_engine(section, device):
+        capability, has_flash_attn = torch.cuda.get_device_capability(device), find_spec("flash_attn") is not None
+        require_packed_attention(section.attention_backend, capability, has_flash_attn=has_flash_attn)
     chunks = build_chunks(hf_config, section, precision=precision, device=device, seed=seed)
     prepare(chunks)
     scores = config.reward_model_cfg.enabled

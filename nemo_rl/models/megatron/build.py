@@ -32,6 +32,38 @@ from nemo_rl.models.megatron.release import FUSED_GRADIENTS, MISSING_FUSED_GRADI
 from nemo_rl.utils.errors import ConfigError
 
 
+def require_packed_attention(chosen: str | None, capability: tuple[int, int], *, has_flash_attn: bool) -> None:
+    """Refuse packed rows on a GPU on which Transformer Engine has no attention kernel for them.
+
+    Its fused kernels (cuDNN) read packed rows from compute capability 9.0 on, but not on 12.x, and its unfused ones
+    never do. FlashAttention 2 reads them from 8.0 on.
+
+    Args:
+        chosen: `policy.megatron_cfg.attention_backend`.
+        capability: compute capability of the GPU.
+        has_flash_attn: whether the package flash-attn can be imported.
+
+    Raises:
+        ConfigError: no kernel is left.
+    """
+    able = {"fused": capability >= (9, 0) and capability[0] != 12, "flash": has_flash_attn and capability >= (8, 0)}
+    wanted = [chosen] if chosen in ("fused", "flash", "unfused") else [*able]
+    if chosen == "local" or any(able.get(each, False) for each in wanted):
+        return
+    number = ".".join(map(str, capability))
+    raise ConfigError(
+        f"policy.sequence_packing.enabled=true, but on GPUs of compute capability {number} Transformer Engine has no "
+        f"attention kernel for packed rows (policy.megatron_cfg.attention_backend={chosen or 'null'}). Install "
+        "flash-attn (uv sync --extra flash-attn) and leave attention_backend out, or set "
+        "policy.sequence_packing.enabled=false."
+    )
+
+
+def uses_transformer_engine(options: MegatronConfig, device: torch.device) -> bool:
+    """Return whether layers are those of Transformer Engine."""
+    return device.type == "cuda" and HAVE_TE and options.transformer_impl != "local"
+
+
 def build_chunks(
     hf_config: PretrainedConfig,
     options: MegatronConfig,
@@ -150,7 +182,7 @@ def _kernels(
 ) -> dict[str, Any]:
     """Choose the installed fused kernels that do not change the numbers, and the device of initialization."""
     on_gpu = device.type == "cuda"
-    engine = on_gpu and HAVE_TE and options.transformer_impl != "local"
+    engine = uses_transformer_engine(options, device)
     if options.transformer_impl == "transformer_engine" and not engine:
         raise ConfigError(
             "policy.megatron_cfg.transformer_impl=transformer_engine needs a GPU and the package transformer-engine. "

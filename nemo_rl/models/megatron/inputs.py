@@ -11,6 +11,7 @@ Legend: `T` tokens of a row, `t` those of this rank, `N` tokens of a packed row,
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from nemo_rl.data.routed_experts import NOT_REPORTED
 from nemo_rl.distributed.parallel_logprobs import TopK
+from nemo_rl.host.device import to_device
 from nemo_rl.models.training.inputs import ModelInputs, round_up
 
 
@@ -110,39 +112,40 @@ def rank_inputs(inputs: ModelInputs, division: Division, num_further: int = 0) -
     """
     bounds = inputs.model_inputs.get("cu_seq_lens_q")
     tokens = inputs.model_inputs["input_ids"]
-    old = [0, tokens.shape[1]] if bounds is None else bounds.tolist()
-    new = _padded_bounds(old, division)
-    source_T = _source_tokens(old, new, tokens.device)
-    own_t = _own_tokens(new, division, tokens.device)
     rows, width = tokens.shape
+    device, send = tokens.device, partial(to_device, device=tokens.device)
+    scored_K = inputs.positions_K.cpu()  # places are computed on the host: on a GPU most steps would wait for it
+    old = [0, width] if bounds is None else bounds.tolist()
+    new = _padded_bounds(old, division)
+    source_T, own_t = _source_tokens(old, new), _own_tokens(new, division)
+    from_t, positions_t = send(source_T[own_t]), (torch.arange(new[-1]) - _starts(new))[own_t]
     real = torch.ones_like(tokens, dtype=torch.bool) if inputs.real_tokens is None else inputs.real_tokens
-    ids_bt = _moved(tokens, source_T)[:, own_t]
-    real_bt = _moved(real, source_T)[:, own_t]
-    position_of = torch.arange(new[-1], device=tokens.device) - _starts(new, tokens.device)
-    positions_k, places_k = _scored(inputs.positions_K, width, rows, source_T, own_t)
+    positions_k, places_k = _scored(scored_K, width, rows, source_T, own_t)
+    sent_places_k = send(places_k)
     arguments: dict[str, Any] = {
-        "input_ids": ids_bt,
-        "position_ids": position_of[own_t].expand(rows, -1),
+        "input_ids": _moved(tokens, from_t),
+        "position_ids": send(positions_t).expand(rows, -1),
         "attention_mask": None,
     }
     if bounds is not None:
-        arguments["packed_seq_params"] = _packed_parameters(new, tokens.device)
+        arguments["packed_seq_params"] = _packed_parameters(new, device)
     experts = inputs.routed_experts
     further = []
     for depth in range(1, num_further + 1):
-        places_n, targets_n = _further(inputs.positions_K, tokens, old, depth)
+        places_n = _further(scored_K, width, old, depth)
         positions_n, held_n = _scored(places_n, width, rows, source_T, own_t)
-        further.append(FurtherTokens(positions_n, targets_n[held_n]))
+        targets_n = tokens.flatten().index_select(0, send(places_n[held_n] + depth + 1))
+        further.append(FurtherTokens(send(positions_n), targets_n))
     return RankInputs(
         arguments=arguments,
-        positions_k=positions_k,
-        targets_k=inputs.targets_K[places_k],
-        places_k=places_k,
+        positions_k=send(positions_k),
+        targets_k=inputs.targets_K.index_select(0, sent_places_k),
+        places_k=sent_places_k,
         num_scores=len(inputs.positions_K),
-        real_tokens=real_bt,
+        real_tokens=_moved(real, from_t),
         unfiltered=inputs.unfiltered,
         top_k=inputs.top_k,
-        routed_experts=None if experts is None else _moved(experts, source_T, NOT_REPORTED)[:, own_t],
+        routed_experts=None if experts is None else _moved(experts, from_t, NOT_REPORTED),
         further=tuple(further),
     )
 
@@ -156,9 +159,7 @@ def without_scores(inputs: RankInputs) -> RankInputs:
 
 def row_order(num_tokens: int, division: Division) -> Tensor:
     """Return `[T]`, the index of each token of a row in the end-to-end parts of all context-parallel ranks."""
-    parts = [
-        _own_tokens([0, num_tokens], Division(division.cp, rank), torch.device("cpu")) for rank in range(division.cp)
-    ]
+    parts = [_own_tokens([0, num_tokens], Division(division.cp, rank)) for rank in range(division.cp)]
     return torch.cat(parts).argsort()
 
 
@@ -174,42 +175,42 @@ def _padded_bounds(bounds: Sequence[int], division: Division) -> list[int]:
     return padded
 
 
-def _source_tokens(old: Sequence[int], new: Sequence[int], device: torch.device) -> Tensor:
+def _source_tokens(old: Sequence[int], new: Sequence[int]) -> Tensor:
     """Return `[T]` int64, the index in the old row of each token of the new row; -1 for padding."""
     source = torch.full((new[-1],), -1, dtype=torch.int64)
     for (start, stop), begin in zip(pairwise(old), new, strict=False):
         source[begin : begin + stop - start] = torch.arange(start, stop)
-    return source.to(device)
+    return source
 
 
-def _own_tokens(bounds: Sequence[int], division: Division, device: torch.device) -> Tensor:
+def _own_tokens(bounds: Sequence[int], division: Division) -> Tensor:
     """Return `[t]` int64, the indices in the row of this rank's tokens, in the rank's order."""
     if division.cp == 1:
-        return torch.arange(bounds[-1], device=device)
+        return torch.arange(bounds[-1])
     mine = (division.cp_rank, 2 * division.cp - 1 - division.cp_rank)
     parts = []
     for start, stop in pairwise(bounds):
         length = (stop - start) // (2 * division.cp)
         parts += [torch.arange(start + chunk * length, start + (chunk + 1) * length) for chunk in mine]
-    return torch.cat(parts).to(device)
+    return torch.cat(parts)
 
 
-def _moved(rows: Tensor, source_T: Tensor, padding: int = 0) -> Tensor:
-    """Move rows `[b, W, ...]` to their new positions `[b, T, ...]`; new tokens are `padding`."""
-    moved = rows[:, source_T.clamp(min=0)]
-    moved[:, source_T < 0] = padding
-    return moved
+def _moved(rows: Tensor, source_t: Tensor, padding: int = 0) -> Tensor:
+    """Return this rank's tokens `[b, t, ...]` of rows `[b, W, ...]`; those without a source are `padding`."""
+    moved = rows.index_select(1, source_t.clamp(min=0))
+    is_new = (source_t < 0).view(1, -1, *[1] * (rows.dim() - 2))
+    return moved.masked_fill(is_new, padding)
 
 
-def _starts(bounds: Sequence[int], device: torch.device) -> Tensor:
+def _starts(bounds: Sequence[int]) -> Tensor:
     """Return `[T]`, the start of each token's sequence."""
     lengths = torch.tensor([stop - start for start, stop in pairwise(bounds)])
-    return torch.repeat_interleave(torch.tensor(bounds[:-1]), lengths).to(device)
+    return torch.repeat_interleave(torch.tensor(bounds[:-1]), lengths)
 
 
 def _scored(positions_K: Tensor, width: int, rows: int, source_T: Tensor, own_t: Tensor) -> tuple[Tensor, Tensor]:
     """Return indices into flattened `[t, b]` of this rank's scored tokens, and their indices among the K scores."""
-    place_of = torch.full((width,), -1, dtype=torch.int64, device=own_t.device)
+    place_of = torch.full((width,), -1, dtype=torch.int64)
     source_t = source_T[own_t]
     held = source_t >= 0
     place_of[source_t[held]] = held.nonzero()[:, 0]
@@ -218,18 +219,16 @@ def _scored(positions_K: Tensor, width: int, rows: int, source_T: Tensor, own_t:
     return (place_K * rows + row_K)[places_k], places_k
 
 
-def _further(positions_K: Tensor, tokens: Tensor, bounds: Sequence[int], depth: int) -> tuple[Tensor, Tensor]:
-    """Return the positions `depth` tokens before those that are scored, in the same sequence, and the scored tokens."""
-    width = tokens.shape[1]
-    before_K = positions_K % width - _starts(bounds, tokens.device)[positions_K % width]
-    held_n = positions_K[before_K >= depth]
-    return held_n - depth, tokens.flatten()[held_n + 1]
+def _further(positions_K: Tensor, width: int, bounds: Sequence[int], depth: int) -> Tensor:
+    """Return the positions `depth` tokens before those that are scored, in the same sequence."""
+    before_K = positions_K % width - _starts(bounds)[positions_K % width]
+    return positions_K[before_K >= depth] - depth
 
 
 def _packed_parameters(bounds: Sequence[int], device: torch.device) -> Any:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    cumulative = torch.tensor(bounds, dtype=torch.int32, device=device)
+    cumulative = to_device(torch.tensor(bounds, dtype=torch.int32), device)
     longest = max(stop - start for start, stop in pairwise(bounds))
     return PackedSeqParams(
         qkv_format="thd",

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 CACHE_VARIABLE = "NRL_MEGATRON_CHECKPOINT_DIR"
 """Environment variable with the folder in which NeMo RL keeps converted models."""
 
+_BATCHED_MESSAGES = "NVTE_BATCH_MHA_P2P_COMM"
+
 _MOST_ROUNDED_SUMS = 8
 """Largest number of microbatches whose gradients are summed in a 16-bit dtype without a warning."""
 
@@ -95,14 +97,20 @@ class MegatronTraining(FolderBackend):
         return MegatronRank
 
     def environment(self, policy: PolicyConfig) -> dict[str, str]:
-        """Limit each GPU to one hardware queue if layers are divided.
+        """Limit each GPU to one hardware queue if layers are divided, and let rings of ranks batch their messages.
 
         Megatron Core starts a transfer before the product that overlaps with it, and relies on the GPU to keep that
-        order (`core/tensor_parallel/layers.py`).
+        order (`core/tensor_parallel/layers.py`). Transformer Engine's context parallelism of more than two ranks sends
+        to the next rank and receives from the previous one in separate calls, for which NCCL makes a communicator of
+        each pair of ranks at their first use, in another order on each rank; batched, they use that of the ring. An
+        environment that sets the variable keeps its value.
         """
         section = policy.megatron_cfg
         divided = section.tensor_model_parallel_size > 1 or section.context_parallel_size > 1
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if divided else {}
+        variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if divided else {}
+        if section.context_parallel_size > 2:
+            variables[_BATCHED_MESSAGES] = os.environ.get(_BATCHED_MESSAGES, "1")
+        return variables
 
     def checkpoint_bytes(self, policy: PolicyConfig, checkpointing: CheckpointingConfig) -> int | None:
         """See `TrainingBackend.checkpoint_bytes`."""

@@ -7,6 +7,7 @@ import pytest
 
 from nemo_rl.config import ClusterConfig, EvalMasterConfig, PolicyConfig, load_config, plan_topology
 from nemo_rl.config.rules.engines import misplaced
+from nemo_rl.models.generation.factory import engine_settings
 from nemo_rl.utils.errors import ConfigError
 
 SEPARATE = "policy.generation.colocated.enabled=false"
@@ -124,3 +125,21 @@ def test_engines_stay_on_a_machine_or_take_whole_ones(
         assert wrong is None
     else:
         assert wrong is not None and re.search(message, wrong)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "share"),
+    [
+        ([], 0.6),
+        (["policy.generation.colocated.enabled=false"], 0.9),
+        (["policy.generation.colocated.enabled=false", "policy.generation.vllm_cfg.gpu_memory_utilization=0.5"], 0.5),
+        (["policy.generation.engine.gpu_memory_utilization=0.7"], 0.7),
+    ],
+)
+def test_engines_on_gpus_of_their_own_take_most_of_the_memory(overrides: list[str], share: float) -> None:
+    config = load_config("examples/configs/grpo_math_1B.yaml", overrides, check=False)
+    generation = config.policy.generation
+    assert generation is not None
+    assert generation.engine.gpu_memory_utilization == generation.vllm_cfg.gpu_memory_utilization == share
+    made = PolicyConfig.build(**config.policy.model_dump(include={"model_name", "generation"}))
+    assert engine_settings(made, config.cluster, 0, load_weights=False).gpu_memory_utilization == share

@@ -132,3 +132,20 @@ def test_a_group_is_bound_to_a_gpu_unless_its_library_makes_many_groups(monkeypa
     init_process_group(Device(kind), 5.0, binds_device=binds)
     device = given["device_id"]
     assert (None if device is None else str(device)) == bound
+
+
+@pytest.mark.parametrize(("given", "seen"), [(None, "0"), ("1", "1")])
+def test_the_default_group_does_not_end_its_process_after_another_group_failed(monkeypatch, given, seen) -> None:
+    """torch reads the variable when it makes the group."""
+    variable = "TORCH_NCCL_DUMP_ON_TIMEOUT"
+    read = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: read.append(os.environ.get(variable)))
+    monkeypatch.setattr(process_group, "open_store", lambda *arguments: None)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": HERE, "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv(variable, given or "")
+    if given is None:
+        monkeypatch.delenv(variable)
+    init_process_group(Device("cuda"), 5.0)
+    assert read == [seen]

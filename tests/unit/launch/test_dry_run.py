@@ -145,6 +145,8 @@ def test_memory_by_hand() -> None:
     assert engine["engine's weights"] == pytest.approx(2 * 8.03e9, rel=0.001)
     assert sum(engine.values()) == pytest.approx(0.6 * 80 * GIB)
     assert dense.cache_tokens == engine["key-value cache"] / (32 * 2 * 8 * 128 * 2)
+    assert phases["training"]["sleeping engine"] == phases["log-probs"]["sleeping engine"] == 3 * GIB
+    assert "sleeping engine" not in phases["generation"]
     assert "optimizer state" not in phases["generation"] and phases["weight sync"]["weights"] > 0
     host = dense.groups["policy + generation"].host
     assert host["reference weights and their place"] == pytest.approx(2 * 4 * 8.03e9 / 8, rel=0.001)
@@ -184,6 +186,7 @@ def test_engines_on_nodes_of_their_own() -> None:
         "policy.generation.colocated.resources={num_nodes: 1, gpus_per_node: 8}",
     )
     assert list(recipe.forecast.groups) == ["policy", "generation"]
+    assert "sleeping engine" not in recipe.forecast.groups["policy"].moments["training"]
     assert "16 ranks (2 nodes x 8): fsdp 16" in recipe.text
     assert "8 engines of 1 device (tensor 1 x pipeline 1), 8 on each of 1 node\n" in recipe.text
     assert "32 rows for each of 16 data-parallel ranks, packed into 8192 tokens: at most 16 an update" in recipe.text

@@ -137,11 +137,22 @@ def test_results_are_written_as_table_and_json(tmp_path) -> None:
 
 
 def test_checks_are_chosen_by_name() -> None:
-    assert [check.name for check in chosen(["sync", "lora"])] == ["weight sync", "lora", "sync bandwidth"]
+    assert [check.name for check in chosen(["sync", "lora"])] == ["weight sync", "sync bandwidth", "lora"]
     assert [check.name for check in chosen(["expandable"])] == ["expandable segments"]
     assert chosen([]) == list(CHECKS)
     with pytest.raises(SystemExit, match="Names: attention"):
         chosen(["no such check"])
+
+
+def test_speeds_are_measured_before_the_slow_comparisons() -> None:
+    """Eight minutes on one GPU end with figures of speed, after what they rest on has been checked."""
+    names = [check.name for check in CHECKS]
+    first = names.index("training step")
+    assert {"policy", "weight sync", "late broadcast", "memory", "offload", "adamw"} <= set(names[:first])
+    assert {check.kind for check in CHECKS[:first]} == {"correctness"}
+    assert names[first + 1 : first + 3] == ["sync bandwidth", "one microbatch"]
+    for slow in ("compiled layers", "large model", "lora", "cached tokens", "float8"):
+        assert names.index(slow) > names.index("long rows")
 
 
 @pytest.fixture

@@ -198,6 +198,34 @@ def test_a_member_that_leaves_frees_the_memory_of_its_communicator(monkeypatch, 
     assert calls == ["abort"] * aborts
 
 
+@pytest.mark.parametrize(
+    ("device", "timeout_s", "num_bytes", "seconds"),
+    [
+        ("cuda", 600.0, 1000, 60.00005),
+        ("cuda", 600.0, 2_000_000_000, 160.0),  # one large tensor
+        ("cuda", 25.0, 1000, 25.0),
+        ("cpu", 600.0, 1000, 600.0),  # gloo reports a peer's death
+    ],
+)
+def test_a_broadcast_on_gpus_ends_long_before_the_sync_does(monkeypatch, device, timeout_s, num_bytes, seconds):
+    """NCCL does not report a peer that dies within a kernel, so only the limit ends the wait for it."""
+    waits = []
+
+    class Work:
+        def wait(self, timeout):
+            waits.append(timeout)
+
+    class Group:
+        def broadcast(self, tensors, options):
+            waits.append(options.timeout)
+            return Work()
+
+    monkeypatch.setattr(collective, "_join", lambda spec, rank: Group())
+    member = GroupMember(dataclasses.replace(make_spec(), device=device, timeout_s=timeout_s), rank=0)
+    member.broadcast(torch.empty(num_bytes, dtype=torch.uint8, device="meta"))
+    assert [wait.total_seconds() for wait in waits] == pytest.approx([seconds] * 2, abs=0.001)
+
+
 def test_close_may_be_called_twice(ends):
     trainer, engines = ends
     for each in (trainer, *engines):

@@ -62,7 +62,7 @@ def test_parts_are_sent_after_a_trial_and_to_new_engines_too() -> None:
 def test_whole_tensors_are_sent_where_parts_cannot_be() -> None:
     refused = LaneChoice(COLLECTIVE, FakeTrainers(2), 2, send_parts=True)
     assert refused.learn([UPPER, LOWER])
-    refused.refuse()
+    refused.refuse("they differ")
     blind = LaneChoice(COLLECTIVE, FakeTrainers(2), 2, send_parts=True)
     assert not blind.learn([UPPER, {}]), "a worker has read nothing, as far as it can tell"
     for lanes in (

@@ -74,8 +74,9 @@ class EngineConfig(Section):
     precision: EnginePrecision = derived("${...precision}")
     """Number format of weights and activations in the engine. fp8: matrices of the layers are float8 in scaled blocks,
     everything else is in policy.precision; simulated on CPUs."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.6
-    """Share of a GPU's memory that the engine may take."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of a GPU's memory that the engine may take; null: 0.6 next to a policy (colocated), 0.9 on GPUs of its own.
+    """
     kv_cache_memory_mb: PositiveInt | None = None
     """Mebibytes of KV cache of an engine; null: on GPUs from gpu_memory_utilization, on the CPU what 256 sequences
     take, but at most 256."""
@@ -287,6 +288,12 @@ class GenerationConfig(Section):
     """Keys that only SGLang reads."""
     mcore_generation_config: McoreGenerationConfig = Field(default_factory=McoreGenerationConfig)
     """Keys of Megatron Core's engine in NeMo RL."""
+
+    @property
+    def memory_share(self) -> float:
+        """Share of a GPU's memory for an engine: as configured, or what fits next to a policy, or alone."""
+        given = self.engine.gpu_memory_utilization
+        return given if given is not None else (0.6 if self.colocated.enabled else 0.9)
 
     @property
     def greedy_choice(self) -> str | None:

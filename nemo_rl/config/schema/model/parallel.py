@@ -176,11 +176,11 @@ class DTensorConfig(BackendSection):
     """Gather parameters (and cast them to the precision) once for all microbatches of an update, and free them at its
     end. It saves communication and memory traffic, and needs memory for the whole model in this precision. Pipeline
     stages always do so. No effect on one rank that computes in float32."""
-    compile_layers: bool = False
+    compile_layers: bool | None = None
     """Compile decoder layers (torch.compile), so that elementwise operations between matrix products are fused: fewer
     kernels and less memory traffic, but up to some minutes of compilation in the first steps. Attention is not
     compiled. Not for models with experts, not with tensor parallelism, activation_checkpointing=selective and
-    logger.record_modules."""
+    logger.record_modules. null: false, as long as no GPU has shown that it is faster."""
     flash_attention_version: Literal[2, 3] = 2
     """Flash attention of packed rows on GPUs: torch's own (2), or 3 from the package flash_attn_interface, which is
     faster on GPUs of compute capability 9.0 (Hopper) and runs on no others."""

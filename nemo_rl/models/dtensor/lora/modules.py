@@ -24,6 +24,7 @@ from nemo_rl.config import LoraConfig
 from nemo_rl.distributed.ranks.placements import held_here, whole
 from nemo_rl.models.dtensor.checkpoints.model_files import weights_by_name
 from nemo_rl.models.dtensor.pipeline.weights import joined
+from nemo_rl.models.huggingface.layers import parts_without_text
 from nemo_rl.models.training.low_rank import ADAPTER_PARAMETERS, generator_of, initial_a, require_moved, select_modules
 from nemo_rl.utils.errors import ConfigError
 
@@ -187,6 +188,11 @@ def _refuse_shared(hf: PreTrainedModel, names: Sequence[str]) -> None:
 
 
 def _linear_names(hf: PreTrainedModel) -> list[str]:
-    """Return the names of plain linear layers, without the output head, which is applied in chunks as a bare weight."""
-    head = hf.get_output_embeddings()
-    return [name for name, module in hf.named_modules() if type(module) is nn.Linear and module is not head]
+    """Return the names of plain linear layers that read text.
+
+    The output head is left out, because it is applied in chunks as a bare weight.
+    """
+    others = {id(module) for part in parts_without_text(hf) for module in part.modules()} | {
+        id(hf.get_output_embeddings())
+    }
+    return [name for name, module in hf.named_modules() if type(module) is nn.Linear and id(module) not in others]

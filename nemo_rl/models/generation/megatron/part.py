@@ -30,6 +30,7 @@ from nemo_rl.models.huggingface.load import load_model_config, torch_dtype
 from nemo_rl.models.huggingface.tensor_files import model_folder
 from nemo_rl.models.megatron.parallel import start_model_parallel
 from nemo_rl.models.training.finite import ANOTHER_COPY, not_finite, require_finite
+from nemo_rl.models.training.host_memory import HostMemory, move_weights
 from nemo_rl.weight_sync.parts import Parts, ReadRecorder
 
 
@@ -70,6 +71,7 @@ class ModelPart:
         self.model: Any = chunks[0].eval()
         self._receiver = HubReceiver(chunks, hf_config)
         self._recorder: ReadRecorder | None = None
+        self._resting = HostMemory(pinned=self._device.type != "cpu")
         room = torch.tensor(_cache_bytes(settings, self._device) // _token_bytes(self.model), device=self._device)
         if settings.num_workers > 1:
             dist.all_reduce(room, dist.ReduceOp.MIN)
@@ -161,14 +163,16 @@ class ModelPart:
         return not_finite(dict(self.model.named_parameters()))
 
     def sleep(self) -> None:
-        """Move the weights to the host, and free the cache if no row runs."""
+        """Move the weights of a GPU to the host, and free the cache if no row runs."""
         self.cache.release()
-        self.model.to("cpu")
+        if self._device.type != "cpu":
+            move_weights(self.model, self._resting, self._device, to_host=True)
         device_for(uses_gpu=self._device.type != "cpu").empty_cache()
 
     def wake_up(self) -> None:
         """Move the weights back."""
-        self.model.to(self._device)
+        if self._device.type != "cpu":
+            move_weights(self.model, self._resting, self._device, to_host=False)
 
 
 def _sizes(settings: EngineSettings) -> dict[str, Any]:

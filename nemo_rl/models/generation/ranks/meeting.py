@@ -14,8 +14,9 @@ import ray
 import torch.distributed as dist
 
 from nemo_rl.distributed.ranks.process_group import address_towards, choose_interface, open_store
-from nemo_rl.host.device import device_for
+from nemo_rl.host.device import device_for, gpu_is_in_use
 from nemo_rl.models.generation.interfaces import EngineSettings, engine_of
+from nemo_rl.utils.errors import GenerationError
 
 _TIMEOUT = timedelta(minutes=30)
 """Longer than every deadline for starting engines; a process that does not come has usually died."""
@@ -69,6 +70,9 @@ def enter_engine(device: str, place: int, num_places: int) -> Meeting:
         device: "cpu" or "cuda".
         place: number of this process.
         num_places: number of processes of the engine.
+
+    Raises:
+        GenerationError: this process has used a GPU already.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     kind = device_for(uses_gpu=device != "cpu")
@@ -78,6 +82,12 @@ def enter_engine(device: str, place: int, num_places: int) -> Meeting:
     names = _shared(store, "machine", place, num_places, _name_of_machine())
     meeting = Meeting(store, place, tuple(names.index(name) for name in names), own_address)
     if kind.is_gpu:
+        if num_places > 1 and gpu_is_in_use():
+            raise GenerationError(
+                f"Process {place} of an engine has used a GPU before it met the others, so it cannot see theirs any "
+                "more. Something that it imports starts CUDA: look at policy.generation.engine.env_vars and at modules "
+                "of your own that the engine loads."
+            )
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", str(meeting.local_place))
         gpus = _shared(store, "gpu", place, num_places, visible)
         near = [gpu for gpu, machine in zip(gpus, meeting.machines, strict=True) if machine == meeting.machine]

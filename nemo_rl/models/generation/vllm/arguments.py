@@ -21,7 +21,7 @@ from nemo_rl.models.generation.vllm.ranks import RanksExecutor
 from nemo_rl.models.generation.vllm.settings import CPU_SEQUENCES
 from nemo_rl.models.generation.vllm.speculation.settings import speculation_of
 from nemo_rl.models.generation.vllm.speculation.trained import TRAINED_LAYERS
-from nemo_rl.models.huggingface.load import load_model_config
+from nemo_rl.models.huggingface.load import load_model_config, reads_more_than_text
 from nemo_rl.optimizations.switch import is_on
 from nemo_rl.optimizations.vllm.bursts import BurstExecutor
 
@@ -55,6 +55,8 @@ def engine_arguments(settings: EngineSettings, draft_folder: Path | None = None)
         "hf_overrides": _hf_overrides(settings),
         "disable_log_stats": True,
     }
+    if reads_more_than_text(load_model_config(settings.model_name, settings.hf_overrides)):
+        values["language_model_only"] = True  # towers for images would stay empty: nothing is sent to them
     if settings.num_workers > 1:
         values["distributed_executor_backend"] = RanksExecutor
         values["tensor_parallel_size"] = settings.tensor_parallel_size

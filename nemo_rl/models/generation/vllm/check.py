@@ -5,6 +5,7 @@ Sources: `vllm.config.model.ModelConfig.verify_with_parallel_config` (heads, lay
 other sizes). Vocabularies are padded, so every size works.
 """
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from nemo_rl.config import ClusterConfig, GenerationConfig, PolicyConfig
 from nemo_rl.models.generation.vllm.float8.check import check_float8
 from nemo_rl.models.generation.vllm.speculation.settings import check_speculation
-from nemo_rl.models.huggingface.load import load_model_config
+from nemo_rl.models.huggingface.load import load_model_config, reads_more_than_text
 from nemo_rl.models.huggingface.sizes import head_size, longest_context
 from nemo_rl.utils.errors import ConfigError
 
@@ -27,16 +28,23 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     Raises:
         ConfigError: the model does not divide over the ranks of an engine, its context is shorter than the engine's, or
             float8 or speculative decoding is not possible as configured; or, on a CPU, vLLM does not support its head
-            size there, or it has latent attention (such as DeepSeek-V3's) with plain rotary embeddings.
+            size there, a package for its images is missing, or it has latent attention (such as DeepSeek-V3's) with
+            plain rotary embeddings.
     """
     assert policy.generation is not None
-    model = load_model_config(policy.model_name, policy.hf_config_overrides).get_text_config()
+    whole = load_model_config(policy.model_name, policy.hf_config_overrides)
+    model = whole.get_text_config()
     check_engine_shape(model, policy.generation)
     check_float8(policy, cluster, model)
     _check_context(model, policy.generation.engine.max_model_len)
     check_speculation(policy, cluster, model)
     if cluster.uses_gpu:
         return
+    if reads_more_than_text(whole) and importlib.util.find_spec("torchvision") is None:
+        raise ConfigError(
+            f"policy.model_name={policy.model_name!r} reads more than text. vLLM needs torchvision for its image "
+            "processor, also if it gets text alone. Set policy.generation.backend=hf, or install torchvision."
+        )
     rope = getattr(model, "rope_parameters", None) or {}
     has_heads = getattr(model, "num_attention_heads", None)
     lacks = None

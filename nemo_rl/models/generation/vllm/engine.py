@@ -38,6 +38,7 @@ from nemo_rl.models.generation.vllm.arguments import engine_arguments, sampling_
 from nemo_rl.models.generation.vllm.concurrency import CacheWatch
 from nemo_rl.models.generation.vllm.experts.reports import ExpertReports, with_experts
 from nemo_rl.models.generation.vllm.float8.activations import round_activations
+from nemo_rl.models.generation.vllm.float8.description import warn_of_weights_only
 from nemo_rl.models.generation.vllm.grammars import REFUSED, Scoring, is_scored, reading
 from nemo_rl.models.generation.vllm.layers import start_recording, stop_recording
 from nemo_rl.models.generation.vllm.logprobs import of_tokens
@@ -84,6 +85,8 @@ class VllmEngine(SteppedEngine):
         if settings.quantization is not None and settings.quantization.simulated:
             self._engine.collective_rpc(partial(round_activations, quantization=settings.quantization))
         on_cpu = settings.device == "cpu"
+        if settings.quantization is not None and not on_cpu:
+            warn_of_weights_only(settings.quantization, torch.cuda.get_device_capability())
         self._experts = ExpertReports(self._engine, on_cpu=on_cpu) if settings.reports_experts else None
         self._cache = CacheWatch(self._scheduler)
         self._speculation = self._watch_speculation(settings)
@@ -160,6 +163,19 @@ class VllmEngine(SteppedEngine):
         if self._threads is not None:
             self._threads.end_step(has_more=bool(self._vllm_ids))
         self._cache.end_step(len(finished))
+        return finished
+
+    def finish_steps(self) -> list[Finished]:
+        """See `SteppedEngine.finish_steps`; with async scheduling vLLM has a batch in flight while a step returns."""
+        client: Any = self._engine.engine_core
+        core = client.engine_core
+        finished, step = list[Finished](), core.step_fn
+        core.step_fn = partial(_finished_batch, core)
+        try:
+            while core.batch_queue:
+                finished += self.step()
+        finally:
+            core.step_fn = step
         return finished
 
     def step_with_others(self) -> list[Finished]:
@@ -320,6 +336,8 @@ class VllmEngine(SteppedEngine):
             of_ranks = self._engine.collective_rpc(stop_recording)
         # All ranks of a stage have the same hidden states.
         stages = of_ranks[:: self._tensor_parallel_size]
+        if not all(stages):
+            return []
         return [output[: len(token_ids)] for stage in stages for output in stage]
 
     async def sleep(self) -> None:
@@ -340,6 +358,17 @@ class VllmEngine(SteppedEngine):
         """Allocate memory again."""
         if self._can_sleep and self._engine.is_sleeping():
             self._engine.wake_up()
+
+
+def _finished_batch(core: Any) -> tuple[Any, bool]:
+    """Take the oldest batch in flight, and schedule no other; in place of a step of vLLM's core."""
+    sampled, scheduled, executed = core.batch_queue.pop()
+    output = sampled.result()
+    if output is None:
+        executed.result()  # raises what has failed
+        raise GenerationError("vLLM returned no tokens of a batch.")
+    core._process_aborts_queue()
+    return core.scheduler.update_from_output(scheduled, output), False
 
 
 def _finished(output: RequestOutput) -> Finished:

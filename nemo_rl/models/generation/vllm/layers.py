@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from vllm.model_executor.models.utils import PPMissingLayer
 
 from nemo_rl.models.huggingface.layers import recorded_outputs
 
@@ -12,18 +13,23 @@ from nemo_rl.models.huggingface.layers import recorded_outputs
 def start_recording(worker: Any) -> None:
     """Record the outputs of this rank's decoder layers from now on."""
     model = worker.model_runner.get_model()
+    layers = [layer for layer in decoder_layers(model) if not isinstance(layer, PPMissingLayer)]
     with ExitStack() as stack:
         stack.enter_context(uncompiled(model))
-        outputs = stack.enter_context(recorded_outputs(decoder_layers(model), residual_sum))
-        worker.recording = stack.pop_all(), outputs
+        outputs = stack.enter_context(recorded_outputs(layers, residual_sum))
+        worker.recording = stack.pop_all(), outputs, len(layers)
 
 
 def stop_recording(worker: Any) -> list[Tensor]:
-    """Return the hidden states after each layer of this rank since `start_recording`, `[T, D]` float32 each."""
-    stack, outputs = worker.recording
+    """Return the hidden states after each layer of this rank since `start_recording`, `[T, D]` float32 each.
+
+    The list is empty if a layer was not called: vLLM replays CUDA graphs of some architectures (DeepSeek V3.2, GLM-5)
+    in pieces, in which no module runs.
+    """
+    stack, outputs, num_layers = worker.recording
     stack.close()
     recorded: list[Tensor] = outputs
-    return recorded
+    return recorded if len(recorded) >= num_layers else []
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -49,6 +49,7 @@ def begin_reload(worker: Any) -> None:
             finalize_layerwise_reload(model, worker.model_runner.model_config)
             if worker.draft_modules is not None:
                 finalize_layerwise_reload(worker.draft_modules, worker.model_runner.model_config)
+        worker.tied_heads = tied_heads(model)
         initialize_layerwise_reload(model)
         for module in model.modules():
             if "sinks" in module._parameters:
@@ -64,6 +65,25 @@ def begin_reload(worker: Any) -> None:
             if isinstance(module, RoutedExperts):
                 module.quant_method.moe_kernel = None
     worker.unbound = {name for name, _ in model.named_parameters()}
+
+
+def tied_heads(model: torch.nn.Module) -> set[str]:
+    """Return the names of the weights of output heads that share their storage with an embedding.
+
+    vLLM also ties a head whose configuration says otherwise: if the files have a copy of the embedding, it counts the
+    head as untied, reads the copy, and ties the two when they are equal.
+    """
+    holders = [(name, each) for name, each in model.named_modules() if isinstance(each, VocabParallelEmbedding)]
+    embeddings = {_storage(each) for _, each in holders if not isinstance(each, ParallelLMHead)} - {0}
+    return {
+        f"{name}.weight" for name, each in holders if isinstance(each, ParallelLMHead) and _storage(each) in embeddings
+    }
+
+
+def _storage(layer: torch.nn.Module) -> int:
+    """Return the address of a layer's weight; 0 if it has none, or none with memory."""
+    weight = getattr(layer, "weight", None)
+    return weight.untyped_storage().data_ptr() if isinstance(weight, torch.Tensor) else 0
 
 
 def load_tensors(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -126,6 +146,7 @@ def finish_reload(worker: Any) -> list[str]:
     heads = {name: m for name, m in model.named_modules() if isinstance(m, ParallelLMHead)}
     if getattr(worker.model_runner.model_config.hf_text_config, "tie_word_embeddings", False):
         unbound = unbound - {f"{name}.weight" for name in heads}
+    unbound = unbound - worker.tied_heads
     unbound = without_cache_scales(unbound) | incomplete_layers(model)
     draft: OwnModules | None = worker.draft_modules
     if draft is not None:
@@ -165,7 +186,8 @@ def refusing_non_finite(model_name: str) -> Iterator[None]:
 
     def watched(loader: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in read(loader, *args, **kwargs):
-            spoilt.extend(not_finite({name: tensor}))
+            # On the host this would take seconds for a large model: Ray leaves a worker one thread.
+            spoilt.extend(not_finite({name: tensor.to(current_platform.device_type)}))
             yield name, tensor
 
     loader_class.get_all_weights = watched

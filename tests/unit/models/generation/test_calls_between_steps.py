@@ -17,7 +17,8 @@ from nemo_rl.models.generation.factory import make_engines
 
 
 @pytest.mark.ray
-def test_a_call_waits_for_one_step(tmp_path: Path, local_ray: Path) -> None:
+@pytest.mark.parametrize("gap_s", [0.03, 0.7], ids=["one call after another", "after a pause"])
+def test_a_call_waits_for_one_step(tmp_path: Path, local_ray: Path, gap_s: float) -> None:
     settings = make_settings(tmp_path, "busy_engine.BusyEngine", env_vars={"PYTHONPATH": str(Path(__file__).parent)})
     with ExitStack() as ends:
         where = RayVirtualCluster([1], use_gpus=False, cpus_per_bundle=0.5)
@@ -34,5 +35,5 @@ def test_a_call_waits_for_one_step(tmp_path: Path, local_ray: Path) -> None:
             sent = time.monotonic()
             call("responses_so_far", ["other"])
             waits.append(time.monotonic() - sent)
-            time.sleep(0.03)  # at other places of a step
+            time.sleep(gap_s)  # at other places of a step
     assert statistics.median(waits) < 1.6 * STEP_S, waits

@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from ray._private.async_compat import get_new_event_loop
 
+from nemo_rl.models.generation.ranks import meeting as meetings
 from nemo_rl.models.generation.ranks.links import Call, Link, Outcome, open_link, open_links
 from nemo_rl.models.generation.ranks.meeting import Meeting
+from nemo_rl.utils.errors import GenerationError
 
 FORK = multiprocessing.get_context("fork")
 PLACES = {
@@ -152,3 +154,16 @@ def test_a_meeting_knows_who_is_on_its_machine() -> None:
     assert [meeting.local_place for meeting in four] == [0, 1, 0, 1]
     assert [meeting.machine for meeting in four] == [0, 0, 2, 2]
     assert four[2].is_near((2, 3)) and not four[2].is_near((1, 3))
+
+
+def test_a_process_that_has_used_a_gpu_cannot_join_an_engine(monkeypatch) -> None:
+    """It would not see the other GPUs that it is shown, and vLLM would fail with a rank that is out of range."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setattr(meetings, "open_store", lambda *_: dist.HashStore())
+    monkeypatch.setattr(meetings, "_shared", lambda store, name, place, count, own: (own,) * count)
+    monkeypatch.setattr(meetings, "gpu_is_in_use", lambda: True)
+    with pytest.raises(GenerationError, match="Process 1 of an engine has used a GPU before it met the others"):
+        meetings.enter_engine.__wrapped__("cuda", 1, 2)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"

@@ -48,6 +48,31 @@ def test_router_replay_needs_an_engine_that_reports_experts_and_a_model_that_has
             check_engine_model(made, CPU)
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"engine": {"pipeline_parallel_size": 2}}, r"engine\.pipeline_parallel_size=2\. Leave it out"),
+        ({"vllm_cfg": {"enable_prefix_caching": False}}, r"vllm_cfg\.enable_prefix_caching=false\. Leave it out"),
+        ({"vllm_kwargs": {"enable_prefix_caching": False}}, r"enable_prefix_caching=false\. Leave it out"),
+        ({"vllm_kwargs": {"decode_context_parallel_size": 2}}, r"vllm_kwargs\.decode_context_parallel_size=2"),
+        (
+            {"engine": {"pipeline_parallel_size": 2}, "vllm_cfg": {"enable_prefix_caching": False}},
+            r"pipeline_parallel_size=2 and .*prefix_caching=false\. Leave them out",
+        ),
+    ],
+)
+def test_router_replay_on_gpus_refuses_engines_that_report_no_experts(tmp_path, changes, named):
+    """vLLM refuses these while it starts, on GPUs; on CPUs the library reads the experts itself."""
+    Qwen3MoeConfig(num_hidden_layers=2, head_dim=64).save_pretrained(tmp_path)
+    values = {"model_name": str(tmp_path), "router_replay": {"enabled": True}}
+    made = PolicyConfig.build(**values, generation={"backend": "vllm", **changes})
+    gpus = ClusterConfig.build(device="cuda")
+    with pytest.raises(ConfigError, match=named):
+        check_engine_model(made, gpus)
+    check_engine_model(made, CPU)
+    check_engine_model(PolicyConfig.build(**values, generation={"backend": "vllm"}), gpus)
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra cpu or vllm")

@@ -1,6 +1,7 @@
 """The actor around an engine, run here with the Hugging Face engine: requests, refusals, weight updates."""
 
 import asyncio
+import os
 import time
 
 import pytest
@@ -31,6 +32,17 @@ async def collect_all(worker: GenerationWorker, count: int) -> dict:
     while len(results) < count:
         results.update((await asyncio.wait_for(worker.collect(), 20)).results)
     return results
+
+
+async def test_an_engine_outlives_a_failed_broadcast(monkeypatch, tmp_path):
+    """vLLM makes its default group in the engine, and torch reads the variable there."""
+    variable, seen = "TORCH_NCCL_DUMP_ON_TIMEOUT", []
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv(variable, "")
+    monkeypatch.delenv(variable)
+    monkeypatch.setattr("nemo_rl.models.generation.worker.make_engine", lambda *_: seen.append(os.environ[variable]))
+    GenerationWorker(make_settings(tmp_path, "hf"))
+    assert seen == ["0"]
 
 
 async def test_answers_come_back_under_their_request_ids(worker):

@@ -4,6 +4,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from generation_helpers import PROMPTS, ask, greedy_reference, make_mixture, make_model, make_settings, save_model
@@ -151,3 +152,28 @@ def test_a_part_that_is_missing_is_noticed_on_trial(
     expected = [greedy_reference(make_mixture("qwen3_moe", 1), prompt, 12) for prompt in PROMPTS]
     assert answers(engines, loop) == expected
     assert refitter.last_sync["sync_mb"] * 1e6 >= size_of(policy.model)
+
+
+@pytest.mark.parametrize("engines", [(lambda seed: make_model("qwen2", True, seed), {})], indirect=True)
+def test_parts_that_cannot_be_tried_are_not_sent(
+    engines: EngineGroup, loop: EventLoopThread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two empty lists of hidden states are equal, which says nothing about the weights."""
+    call_all = engines.call_all
+    asked: list[str] = []
+
+    def without_outputs(method: str, *args: Any, **kwargs: Any) -> Any:
+        asked.append(method)
+        if method == "layer_outputs":  # of which nothing is found either, as all weights are finite
+            return call_all("weights_not_finite")
+        return call_all(method, *args, **kwargs)
+
+    monkeypatch.setattr(engines, "call_all", without_outputs)
+    policy = LocalPolicy(make_model("qwen2", True, 1))
+    refitter = Refitter(policy, engines, TransportSpec("collective", run_id="parts", timeout_s=60.0), 60.0)
+    with caplog.at_level(logging.WARNING):
+        refitter.ensure_fresh()
+    assert "do not report what their layers compute" in caplog.text
+    assert asked.count("begin_weight_update") == 1, "the whole tensors of the first sync stay"
+    expected = [greedy_reference(make_model("qwen2", True, 1), prompt, 12) for prompt in PROMPTS]
+    assert answers(engines, loop) == expected

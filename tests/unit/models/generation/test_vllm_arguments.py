@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from generation_helpers import make_model, save_model
+from transformers import Gemma3Config, Qwen3_5Config
 
 from nemo_rl.models.generation.vllm.settings import engine_environment
 
@@ -37,6 +38,10 @@ of_graphs = (
     replace(gpu, samples=600, engine_kwargs={"max_cudagraph_capture_size": 8}),
 )
 found["graphs"] = [engine_arguments(each).max_cudagraph_capture_size for each in of_graphs]
+found["towers"] = [
+    engine_arguments(replace(gpu, model_name=folder, engine_kwargs=own)).language_model_only
+    for folder in (model, *sys.argv[3:]) for own in ({}, {"language_model_only": False})
+]
 print(json.dumps(found))
 """
 CASES: dict[str, dict[str, Any]] = {
@@ -58,9 +63,13 @@ CASES: dict[str, dict[str, Any]] = {
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("model")
     save_model(folder, make_model("llama", tie_embeddings=False, seed=1))
+    multimodal = []
+    for kind in (Gemma3Config, Qwen3_5Config):
+        multimodal.append(str(tmp_path_factory.mktemp("multimodal")))
+        kind().save_pretrained(multimodal[-1])
     paths = os.pathsep.join([str(Path.cwd()), *filter(None, sys.path)])
     done = subprocess.run(
-        [sys.executable, "-c", OVERRIDES, str(folder), json.dumps(CASES)],
+        [sys.executable, "-c", OVERRIDES, str(folder), json.dumps(CASES), *multimodal],
         env=os.environ | engine_environment("cpu") | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,
@@ -91,3 +100,11 @@ def test_bursts_are_an_executor_that_the_switch_chooses(found: dict[str, Any]) -
 @pytest.mark.vllm
 def test_graphs_cover_the_samples_of_an_engine(found: dict[str, Any]) -> None:
     assert found["graphs"] == [None, None, 600, 1024, None, None, 8]
+
+
+@pytest.mark.vllm
+def test_checkpoints_that_also_read_images_get_engines_for_text(found: dict[str, Any]) -> None:
+    """The trainer sends no tower of Qwen3.5, which every size declares; a user's own choice wins."""
+    llama, gemma3, qwen3_5 = (found["towers"][each : each + 2] for each in (0, 2, 4))
+    assert llama == [False, False]
+    assert gemma3 == qwen3_5 == [True, False]

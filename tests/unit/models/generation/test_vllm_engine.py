@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -34,6 +35,7 @@ from generation_helpers import (
     reference_logprobs,
     save_model,
 )
+from safetensors.torch import load_file, save_file
 from tiny_models import make_char_tokenizer
 from transformers import PreTrainedModel
 from vllm_looks import (
@@ -42,6 +44,7 @@ from vllm_looks import (
     bits_change,
     bits_change_of_sums_by_threads,
     busy_seconds,
+    compute_ahead,
     compute_on,
     follow_cache,
     products_differ,
@@ -93,8 +96,11 @@ LONG_PROMPT = [(7 * i) % 250 for i in range(150)]
 
 SMALL_CACHE = "qwen2 tied, with a cache for five long answers"
 KEPT_CACHE = "qwen2 tied, whose running answers keep their cache"
+AHEAD = "qwen2 tied, whose steps return while the next batch is computed"
 BLOCK_BYTES = 128 * 2 * 2 * 32 * 4
 """Keys and values of 128 tokens, in two layers with one head of 32 float32 numbers."""
+COPIED_HEAD = "qwen2 tied, whose files have a copy of the embedding as head"
+OWN_HEAD = "qwen2 tied, whose files have another head"
 CONFIGURED = "qwen2 tied, with keys of vllm_cfg"
 CHECKED = "qwen2 tied, which the conformance suite checks"
 
@@ -108,6 +114,16 @@ def configured_settings(folder: str) -> EngineSettings:
         generation={"vllm_cfg": {**vllm, "kv_cache_memory_mb": 16}},
     )
     return engine_settings(policy, ClusterConfig(device="cpu"), seed=0, load_weights=True)
+
+
+def with_head(folder: Path, noise: float) -> str:
+    """Save a tied model whose files have an output head, too, as those of Qwen3-0.6B do; return the folder."""
+    save_model(folder, MODELS["qwen2 tied"](seed=0))
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding + noise * torch.randn_like(embedding)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +147,11 @@ def engines(tmp_path_factory: pytest.TempPathFactory, vllm_cache: Path, case: Ca
         save_model(folder, make(seed=0))
         settings[name] = make_settings(folder, "vllm")
     settings[SMALL_CACHE] = replace(settings["qwen2 tied"], kv_cache_bytes=12 * BLOCK_BYTES, load_weights=True)
+    for name, noise in ((COPIED_HEAD, 0.0), (OWN_HEAD, 1.0)):
+        settings[name] = replace(settings["qwen2 tied"], model_name=with_head(tmp_path_factory.mktemp("head"), noise))
+        settings[name] = replace(settings[name], load_weights=True)
     settings[KEPT_CACHE] = replace(settings["qwen2 tied"], recomputes_cache=False)
+    settings[AHEAD] = replace(settings[KEPT_CACHE], optimizations="none")
     settings[CHECKED] = make_settings(Path(case.folder), "vllm", load_weights=True)
     settings[CONFIGURED] = configured_settings(settings["qwen2 tied"].model_name)
     with mock.patch.dict(os.environ, {"VLLM_CACHE_ROOT": str(vllm_cache)}), EngineProcess(settings) as process:
@@ -208,6 +228,22 @@ def test_greedy_after_each_update_equals_hugging_face(engines, sender, name):
         assert {result.finish_reason for result in results} == {"length"}
 
 
+def test_files_with_a_copy_of_a_tied_head_can_be_updated(engines, sender):
+    """The trainer sends the embedding once; vLLM has untied the head, and tied it again after it read the copy."""
+    for seed in (5, 6):
+        model = MODELS["qwen2 tied"](seed=seed)
+        deploy(engines, sender, COPIED_HEAD, model, version=seed)
+        (result,) = engines.generate(COPIED_HEAD, [ask(PROMPTS[0], temperature=0.0)])
+        assert result.token_ids.tolist() == greedy_reference(model, PROMPTS[0], 12)
+
+
+def test_a_head_of_its_own_that_no_sync_brings_is_named(engines, sender):
+    model = MODELS["qwen2 tied"](seed=5)
+    _, receipt = sync(engines, sender, OWN_HEAD, streamed(model), 1)
+    assert receipt is not None
+    assert receipt.unbound == ["lm_head.weight"]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_weight_update_keeps_the_address_of_every_tensor(engines, sender, name):
     """CUDA graphs, kernel layouts and absorbed projections hold the addresses of the tensors they compute with."""
@@ -252,6 +288,22 @@ def test_logprobs_equal_hugging_face(engines, sender, name):
         assert result.logprobs == pytest.approx(expected, abs=1e-4)
 
 
+def test_layers_that_are_not_called_give_no_outputs():
+    """vLLM replays CUDA graphs of some architectures without calling their modules; a stage has no other layers."""
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    from nemo_rl.models.generation.vllm.layers import start_recording, stop_recording
+
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([torch.nn.Identity(), torch.nn.Identity(), PPMissingLayer()])
+    worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
+    for called, reported in ((2, 2), (1, 0), (0, 0), (4, 4)):
+        start_recording(worker)
+        for number in range(called):
+            model.layers[number % 2](torch.ones(3, 4))
+        assert len(stop_recording(worker)) == reported
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_layer_outputs_match_hugging_face_and_a_changed_layer_is_named(engines, sender, name):
     model = update(engines, sender, name, seed=21)
@@ -270,16 +322,19 @@ def test_layer_outputs_match_hugging_face_and_a_changed_layer_is_named(engines, 
     assert suspect_layer(names, expected, outputs, rounding=1e-4).startswith("layer 1 is suspect")
 
 
-def test_a_running_response_may_keep_keys_and_values_of_older_weights(engines, sender):
+@pytest.mark.parametrize("name", [KEPT_CACHE, AHEAD])
+def test_a_running_response_may_keep_keys_and_values_of_older_weights(engines, sender, name):
     """The reference computes a prefix with the old weights and the rest, from its cache, with the new ones."""
     old, new = (MODELS["qwen2 tied"](seed=seed) for seed in (71, 72))
-    deploy(engines, sender, KEPT_CACHE, old, version=71)
+    deploy(engines, sender, name, old, version=71)
+    if name == AHEAD:
+        engines.look(name, compute_ahead)
     requests = [ask(prompt, seed=3, max_new_tokens=80) for prompt in (PROMPTS[3], LONG_PROMPT)]
-    engines.call(KEPT_CACHE, "submit", [("short", requests[0]), ("long", requests[1])])
-    deploy(engines, sender, KEPT_CACHE, new, version=72)
+    engines.call(name, "submit", [("short", requests[0]), ("long", requests[1])])
+    deploy(engines, sender, name, new, version=72)
     results: dict[str, GenerationResult] = {}
     while len(results) < 2:
-        results.update(engines.call(KEPT_CACHE, "collect").results)
+        results.update(engines.call(name, "collect").results)
     for request, result in zip(requests, (results["short"], results["long"]), strict=True):
         tokens, start = result.token_ids.tolist(), result.weight_versions[-1].start
         assert 0 < start < 80 and result.weight_versions == [(0, 71), (start, 72)]
@@ -292,7 +347,7 @@ def test_a_running_response_may_keep_keys_and_values_of_older_weights(engines, s
         kept = torch.tensor(result.logprobs[start:])
         torch.testing.assert_close(kept, expected, atol=1e-4, rtol=0)
         assert (computed_again.log_softmax(-1).gather(1, ids)[:, 0] - kept).abs().max() > 1e-2
-    for request, result in zip(requests, engines.generate(KEPT_CACHE, requests), strict=True):
+    for request, result in zip(requests, engines.generate(name, requests), strict=True):
         check_spans(request, result, {71: old, 72: new}, [(0, 72)])
 
 

@@ -3,6 +3,7 @@
 import itertools
 import os
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,6 +131,13 @@ def threads_at_start(engine: Any, num_cores: int, adapts: bool = True) -> tuple[
     if choice is None:
         return found, "as they are"
     return found, "two for prompts" if choice._decodes_on_one else "two for all"
+
+
+def compute_ahead(engine: Any) -> None:
+    """Let a step return while the next batch is computed, as on GPUs; vLLM does not do so on CPUs."""
+    core = engine._engine.engine_core.engine_core
+    core.batch_queue, core.batch_queue_size = deque(maxlen=2), 2
+    core.step_fn = core.step_with_batch_queue
 
 
 def take_bursts(engine: Any, on: bool, most_s: float = 10.0) -> None:

@@ -56,6 +56,40 @@ def refusal(name: str, **options: Any) -> str:
     return str(raised.value)
 
 
+PACKED_ATTENTION: tuple[tuple[str | None, tuple[int, int], bool, bool], ...] = (
+    (None, (8, 0), False, False),  # A100
+    (None, (8, 9), False, False),  # L40S
+    (None, (8, 0), True, True),
+    (None, (9, 0), False, True),  # H100
+    (None, (10, 0), False, True),
+    (None, (12, 0), False, False),
+    (None, (12, 0), True, True),
+    (None, (7, 5), True, False),
+    ("auto", (8, 0), False, False),
+    ("fused", (8, 0), True, False),
+    ("fused", (9, 0), False, True),
+    ("flash", (9, 0), False, False),
+    ("unfused", (9, 0), True, False),
+    ("local", (8, 0), False, True),
+)
+"""Choice of a kernel, compute capability of the GPU, whether flash-attn is installed, and whether packed rows run."""
+
+
+def check_packed_rows_need_an_attention_kernel_of_the_gpu() -> None:
+    from nemo_rl.models.megatron.build import require_packed_attention
+
+    for chosen, capability, flash, runs in PACKED_ATTENTION:
+        try:
+            require_packed_attention(chosen, capability, has_flash_attn=flash)
+        except ConfigError as refused:
+            number = ".".join(map(str, capability))
+            assert not runs, (chosen, capability, flash)
+            assert f"capability {number} " in str(refused)
+            assert "policy.sequence_packing.enabled=false" in str(refused)
+        else:
+            assert runs, (chosen, capability, flash)
+
+
 def check_divided_down_projections_give_wrong_gradients() -> None:
     """Check the reason for `PortableLatentAttention`: the comparison finds upstream's layer wrong."""
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention

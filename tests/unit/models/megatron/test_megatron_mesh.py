@@ -280,6 +280,15 @@ def test_ranks_that_split_layers_share_one_queue() -> None:
         assert backend.environment(policy_of(**sizes)) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
+@pytest.mark.parametrize("given", [None, "0"])
+def test_rings_of_context_parallel_ranks_batch_their_messages(monkeypatch, given: str | None) -> None:
+    variable = "NVTE_BATCH_MHA_P2P_COMM"
+    monkeypatch.setenv(variable, given or "")
+    if given is None:
+        monkeypatch.delenv(variable)
+    assert MegatronTraining().environment(policy_of(cp=4))[variable] == (given or "1")
+
+
 @pytest.mark.parametrize(("found", "words"), [(None, "is not installed"), ("0.18.0", "0.18.0 is installed")])
 def test_another_megatron_core_is_refused(monkeypatch: pytest.MonkeyPatch, found: str | None, words: str) -> None:
     def version(name: str) -> str:

@@ -3,6 +3,8 @@
 Shown with tensors that have a device and no memory; how long it takes is for `tools/gpu_check.py` to say.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from policy_helpers import policy_config, random_batch
@@ -10,11 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl.distributed.parallel_logprobs import TopK
 from nemo_rl.models.attention.plan import AttentionPlan, Piece
+from nemo_rl.models.dtensor.context_parallel import ContextParallel
+from nemo_rl.models.megatron import inputs as megatron_inputs
 from nemo_rl.models.policy.workers import scoring
 from nemo_rl.models.policy.workers.base import PolicyWorker
 from nemo_rl.models.training import inputs
 from nemo_rl.models.training.inputs import (
     InputLayout,
+    ModelInputs,
     build_distillation_inputs,
     build_score_inputs,
     build_topk_inputs,
@@ -87,3 +92,60 @@ def test_scores_cause_one_synchronization(monkeypatch) -> None:
     worker = PolicyWorker(Backend(), policy_config("m"))
     worker.get_logprobs(random_batch(rows=6), [2, 2, 2])
     assert events == ["fetch"] * 3 + ["synchronize"]
+
+
+def without_values(monkeypatch, given: ModelInputs) -> tuple[ModelInputs, list[int]]:
+    """Put inputs on a device whose values only `cpu` and `tolist` read, as those of a GPU; return the reads too."""
+    values: dict[int, torch.Tensor] = {}
+    kept, reads = [], list[int]()
+
+    def sent(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.to(META))
+        values[id(kept[-1])] = tensor
+        return kept[-1]
+
+    def read(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            reads.append(tensor.numel())
+            return values[id(tensor)]
+        return tensor
+
+    to_list = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "cpu", read)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: to_list(read(self)))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    model_inputs = {
+        key: sent(value) if isinstance(value, torch.Tensor) else value for key, value in given.model_inputs.items()
+    }
+    tensors = {name: sent(getattr(given, name)) for name in ("positions_K", "targets_K", "real_tokens")}
+    return replace(given, model_inputs=model_inputs, **tensors), reads
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_ranks_of_megatron_read_a_microbatch_from_the_device_twice(monkeypatch, packed: bool) -> None:
+    """Every other step that depends on values would wait for the GPU; on this device it raises an error."""
+    rows = random_batch(rows=3, width=24)
+    given = build_training_inputs(rows, InputLayout(packed, round_to=8), torch.device("cpu"))
+    monkeypatch.setattr(megatron_inputs, "_packed_parameters", lambda bounds, device: list(bounds))
+    division = megatron_inputs.Division(cp=2, cp_rank=1)
+    expected = megatron_inputs.rank_inputs(given, division, num_further=1)
+    on_device, reads = without_values(monkeypatch, given)
+    own = megatron_inputs.rank_inputs(on_device, division, num_further=1)
+    assert len(reads) == 1 + packed
+    for name in ("positions_k", "targets_k", "places_k", "real_tokens"):
+        found = getattr(own, name)
+        assert (found.is_meta, found.shape) == (True, getattr(expected, name).shape), name
+    assert own.arguments["input_ids"].shape == expected.arguments["input_ids"].shape
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_context_parallel_ranks_read_a_microbatch_from_the_device_twice(monkeypatch, packed: bool) -> None:
+    given = build_training_inputs(random_batch(rows=3), InputLayout(packed, 8), torch.device("cpu"))
+    ranks = object.__new__(ContextParallel)
+    ranks._group, ranks._ranks, ranks._rank, ranks._row = None, 2, 1, lambda chunks, group: chunks
+    expected = ranks.divide(given)
+    on_device, reads = without_values(monkeypatch, given)
+    own = ranks.divide(on_device)
+    assert len(reads) == 1 + packed
+    assert (own.places.is_meta, own.places.shape) == (True, expected.places.shape)
+    assert own.inputs.targets_K.shape == expected.inputs.targets_K.shape

@@ -9,7 +9,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3Moe
 
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.models.generation.factory import check_engine_model, engine_precision, engine_settings
-from nemo_rl.models.generation.vllm.float8.description import quantization_config, unquantized_layers
+from nemo_rl.models.generation.vllm.float8.description import (
+    quantization_config,
+    unquantized_layers,
+    warn_of_weights_only,
+)
 from nemo_rl.models.huggingface.checkpoint_names import in_checkpoint
 from nemo_rl.models.quantization.blocks import FP8_WEIGHTS, MXFP8
 from nemo_rl.models.quantization.choice import weight_quantization
@@ -176,3 +180,13 @@ def test_a_float8_cache_that_cpus_do_not_have_is_refused(tmp_path: Path, monkeyp
         check_engine_model(policy_with(tmp_path, DENSE, cache), CPU)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     check_engine_model(policy_with(tmp_path, DENSE, cache), CPU)
+
+
+@pytest.mark.parametrize(
+    ("weights", "capability", "warns"),
+    [(MXFP8, (9, 0), True), (MXFP8, (10, 0), False), (FP8_WEIGHTS, (9, 0), False)],
+)
+def test_mxfp8_without_kernels_for_it_is_told(weights, capability, warns, caplog) -> None:
+    with caplog.at_level("WARNING"):
+        warn_of_weights_only(WeightQuantization(weights, 2), capability)
+    assert ("capability 9.0 multiply no MXFP8 matrices" in caplog.text) == warns

@@ -6,6 +6,7 @@ listed, so every linear layer whose weights arrive as they are has to be in the 
 sent both come from `WeightQuantization.takes`.
 """
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +16,10 @@ from transformers import PretrainedConfig
 
 from nemo_rl.models.quantization.weights import WeightQuantization
 
+logger = logging.getLogger(__name__)
+
+_MX_CAPABILITY = (10, 0)
+"""First compute capability whose tensor cores read MXFP8 (Blackwell)."""
 _EXPERT = "{}.0.gate_proj.weight"
 """A weight of an expert in hub checkpoints, whose names are longer than that of the module that holds all experts."""
 
@@ -35,6 +40,22 @@ def quantization_config(quantization: WeightQuantization, unquantized: Iterable[
         "weight_block_size": [block_format.rows, block_format.columns],
         "ignored_layers": ignored,
     }
+
+
+def warn_of_weights_only(quantization: WeightQuantization, capability: tuple[int, int]) -> None:
+    """Warn of MXFP8 on a GPU without kernels for it, where vLLM rounds weights and no activations.
+
+    Args:
+        quantization: what is sent.
+        capability: compute capability of the GPU.
+    """
+    if quantization.block_format.scales == "e8m0" and capability < _MX_CAPABILITY:
+        logger.warning(
+            "policy.generation.vllm_cfg.is_mx=true: GPUs of compute capability %d.%d multiply no MXFP8 matrices. vLLM "
+            "reads the weights in float8 and computes in 16 bits, which is slower than blocks of 128 x 128 and rounds "
+            "no activations. Set is_mx=false, or use GPUs of capability 10.0 or later.",
+            *capability,
+        )
 
 
 def unquantized_layers(model: PretrainedConfig, quantization: WeightQuantization) -> list[str]:

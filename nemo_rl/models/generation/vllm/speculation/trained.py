@@ -17,11 +17,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+from vllm.v1.worker.gpu.spec_decode.eagle import utils as eagle_utils
 
 from nemo_rl.models.draft.names import PREFIX
 from nemo_rl.models.draft.shape import DraftShape
+from nemo_rl.utils.errors import GenerationError
 
 _UNUSED = re.compile(r"model\.layers\.[1-9]\d*\.hidden_norm")
 """Norms that vLLM makes in layers that do not have them."""
@@ -51,28 +54,52 @@ def described(shape: DraftShape | None) -> Iterator[Path | None]:
 def keep_own_heads() -> None:
     """Let a draft model that is trained with the policy keep its output head; call it before vLLM builds its worker.
 
-    vLLM would give it the policy's head, because no file has one.
+    vLLM would give it the policy's head, because no file has one. Both of vLLM's model runners are changed: the first
+    shares heads in its proposers, the second, which GPUs have, in a function. The second would also compare values, and
+    weights that no file has are all equal.
     """
     proposer_class: Any = SpecDecodeBaseProposer
-    share_head = proposer_class._maybe_share_lm_head
-    if getattr(share_head, "spares_trained", False):
+    of_second_runner: Any = eagle_utils
+    share_head, should_share = proposer_class._maybe_share_lm_head, of_second_runner._should_share
+    if getattr(should_share, "spares_trained", False):
         return
 
     def share_unless_trained(proposer: Any, target: nn.Module) -> None:
         if not getattr(proposer.model.config, _MARK, False):
             share_head(proposer, target)
 
-    share_unless_trained.spares_trained = True  # type: ignore[attr-defined]
+    def should_share_unless_trained(draft: nn.Module, flag: str, own: Any, target: Any) -> bool:
+        if getattr(getattr(draft, "config", None), _MARK, False):
+            return flag != "has_own_lm_head"
+        return bool(should_share(draft, flag, own, target))
+
+    should_share_unless_trained.spares_trained = True  # type: ignore[attr-defined]
     proposer_class._maybe_share_lm_head = share_unless_trained
+    of_second_runner._should_share = should_share_unless_trained
 
 
 def trained_draft(worker: Any) -> nn.Module | None:
-    """Return the draft model of a worker if it is trained with the policy."""
-    draft = getattr(getattr(worker.model_runner, "drafter", None), "model", None)
-    if not isinstance(draft, nn.Module):
+    """Return the draft model of a worker if it is trained with the policy.
+
+    Raises:
+        GenerationError: the worker should have one, but vLLM does not give it.
+    """
+    config = worker.vllm_config
+    of_draft = getattr(config.speculative_config, "draft_model_config", None)
+    marks = config.additional_config or {}
+    if not marks.get(_MARK) and not getattr(getattr(of_draft, "hf_config", None), _MARK, False):
         return None
-    marks = worker.vllm_config.additional_config or {}
-    return draft if getattr(draft.config, _MARK, False) or marks.get(_MARK) else None
+    draft = worker.get_draft_model()
+    if isinstance(draft, nn.Module):
+        return draft
+    if not get_pp_group().is_last_rank:  # only the last stage proposes
+        return None
+    runner = type(worker.model_runner)
+    raise GenerationError(
+        f"The draft model is trained with the policy, but vLLM's {runner.__module__}.{runner.__qualname__} gives none "
+        "to load its weights into. Remove policy.generation.vllm_kwargs.speculative_config, or report this with your "
+        "version of vLLM."
+    )
 
 
 class OwnModules(nn.Module):

@@ -56,6 +56,5 @@ def propose_to_the_end(worker: Any) -> None:
 
 def models_of(worker: Any) -> nn.ModuleList:
     """Return the model of a worker and, if it has one, the draft model."""
-    runner = worker.model_runner
-    draft = getattr(getattr(runner, "drafter", None), "model", None)
-    return nn.ModuleList([model for model in (runner.get_model(), draft) if isinstance(model, nn.Module)])
+    models = (worker.get_model(), worker.get_draft_model())
+    return nn.ModuleList([model for model in models if isinstance(model, nn.Module)])

@@ -3,6 +3,8 @@
 import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from nemo_rl.models.draft.head import DraftHead
 from nemo_rl.models.draft.names import PREFIX, published
 from nemo_rl.models.draft.shape import DraftShape
 from nemo_rl.models.generation.reports.load import load_metrics
+from nemo_rl.utils.errors import GenerationError
 from nemo_rl.weight_sync.endpoints import WeightSender
 from nemo_rl.weight_sync.holdings import WholeWeights
 
@@ -126,3 +129,84 @@ def test_a_tensor_of_the_draft_model_that_does_not_arrive_is_named(engines, send
     _, _, unbound = deploy(engines, sender, ONE, seed=3, without="midlayer.self_attn.k_proj")
     assert unbound == ["part of draft.model.layers.0.self_attn.qkv_proj"]
     assert deploy(engines, sender, ONE, seed=3)[2] == []
+
+
+def module(marked: bool, seed: int) -> torch.nn.Module:
+    """Build a model with an embedding and an output head, as vLLM's models name them; all of a seed are equal."""
+    torch.manual_seed(seed)
+    inner = torch.nn.Module()
+    inner.embed_tokens = torch.nn.Embedding(5, 3)
+    whole = torch.nn.Module()
+    whole.model, whole.lm_head = inner, torch.nn.Linear(3, 5, bias=False)
+    whole.config = SimpleNamespace(trained_with_policy=True) if marked else SimpleNamespace()
+    return whole
+
+
+def of_second_runner(draft: torch.nn.Module | None, **marks: object) -> Any:
+    """Return a worker with the model runner that vLLM takes where Triton is installed, with real methods."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+    from vllm.v1.worker.gpu_worker import Worker
+
+    runner, worker = object.__new__(GPUModelRunner), object.__new__(Worker)
+    runner.speculator = None
+    if draft is not None:
+        runner.speculator = object.__new__(EagleSpeculator)
+        runner.speculator.model = draft
+    of_draft = SimpleNamespace(hf_config=SimpleNamespace(**marks))
+    worker.model_runner = runner
+    worker.vllm_config = SimpleNamespace(
+        additional_config={}, speculative_config=SimpleNamespace(draft_model_config=of_draft)
+    )
+    return worker
+
+
+def test_the_draft_model_of_the_second_runner_is_found() -> None:
+    from nemo_rl.models.generation.vllm.speculation.trained import TRAINED_LAYERS, trained_draft
+
+    draft = module(marked=True, seed=1)
+    assert trained_draft(of_second_runner(draft, trained_with_policy=True)) is draft
+    assert trained_draft(of_second_runner(module(marked=False, seed=1))) is None
+    assert trained_draft(of_second_runner(None)) is None
+    layers = of_second_runner(draft)  # those of the policy, for multi-token prediction
+    layers.vllm_config.additional_config = TRAINED_LAYERS
+    assert trained_draft(layers) is draft
+
+
+def test_a_trained_draft_model_that_vllm_does_not_give_is_an_error(monkeypatch) -> None:
+    """Its weights would never arrive, and nothing else would tell."""
+    from nemo_rl.models.generation.vllm.speculation import trained
+
+    worker = of_second_runner(None, trained_with_policy=True)
+    monkeypatch.setattr(trained, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True))
+    with pytest.raises(GenerationError, match="vllm.v1.worker.gpu.model_runner.GPUModelRunner gives none"):
+        trained.trained_draft(worker)
+    monkeypatch.setattr(trained, "get_pp_group", lambda: SimpleNamespace(is_last_rank=False))
+    assert trained.trained_draft(worker) is None
+
+
+@pytest.mark.parametrize("flags", [{}, {"has_own_lm_head": True, "has_own_embed_tokens": True}])
+@pytest.mark.parametrize(("marked", "seed"), [(True, 1), (True, 2), (False, 1)])
+def test_the_second_runner_lets_a_trained_draft_model_keep_its_head_only(monkeypatch, flags, marked, seed) -> None:
+    """Seed 1 draws the weights of the policy's model: weights that no file has are all equal before the first sync."""
+    from vllm.v1.worker.gpu.spec_decode.eagle import utils
+
+    from nemo_rl.models.generation.vllm.speculation.trained import keep_own_heads
+
+    policy, draft = module(marked=False, seed=1), module(marked, seed)
+    for name, value in flags.items():
+        setattr(draft, name, value)
+    own = draft.lm_head
+    config = SimpleNamespace(load_config=None)
+    config.speculative_config = SimpleNamespace(
+        draft_model_config=None, apply_draft_overrides=lambda given: given, method="eagle3"
+    )
+    monkeypatch.setattr(utils, "get_draft_load_config", lambda given: None)
+    monkeypatch.setattr(utils, "get_pp_safe_draft_load_config", lambda given: None)
+    monkeypatch.setattr(utils, "get_pp_group", lambda: SimpleNamespace(world_size=1))
+    monkeypatch.setattr(utils, "get_model", lambda **_: draft)
+    keep_own_heads()
+    keep_own_heads()
+    assert utils.load_eagle_model(policy, config) is draft
+    assert (draft.lm_head is own) == marked
+    assert draft.model.embed_tokens is policy.model.embed_tokens
