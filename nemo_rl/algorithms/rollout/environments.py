@@ -8,7 +8,7 @@ from nemo_rl.config import RolloutMasterConfig
 from nemo_rl.config.schema.tools import ToolEnvironmentConfig
 from nemo_rl.data.datasets.setup import RunData, setup_response_data
 from nemo_rl.data.interfaces import TokenizerType
-from nemo_rl.environments.registry import env_class_path
+from nemo_rl.environments.registry import check_environment, env_class_path
 from nemo_rl.environments.tools.offers import offered_tools
 from nemo_rl.environments.user_environments import environment_of, start_environment
 from nemo_rl.environments.workers.keys import section_of, worker_keys
@@ -36,16 +36,22 @@ def check_environments(config: RolloutMasterConfig, tasks: Collection[str], user
             )
     for name in {*tasks, *user_parts}:
         environment_of(name, _given(name, user_parts))
-        worker_keys(name, section_of(config.env[name]), config.cluster.timeouts.environment_s)
+        section = section_of(config.env[name])
+        worker_keys(name, section, config.cluster.timeouts.environment_s)
+        if name not in user_parts:
+            check_environment(name, section, construct=name not in config.cluster.venvs)
 
 
 def response_data(tokenizer: TokenizerType, config: RolloutMasterConfig) -> RunData:
-    """Load the prompts of a run; those of an environment with tools offer the tools.
+    """Check the environments with the tokenizer, and load the prompts of a run; some offer the tools of theirs.
 
     Raises:
         ConfigError, DataError: the data cannot be used, or the tools or their parser cannot.
     """
     used = {entry.env_name for entry in (*config.data.train_entries, *config.data.validation_entries)}
+    for name in used:
+        if name in config.env and name not in config.cluster.venvs:
+            check_environment(name, config.env[name], tokenizer)
     tools = {
         name: offered_tools(section, tokenizer, f"env.{name}")
         for name, section in config.env.items()

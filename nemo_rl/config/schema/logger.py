@@ -5,8 +5,9 @@ Invariant: every tracker has a `<name>_enabled` switch and a section with its ow
 
 from typing import Annotated, ClassVar
 
-from pydantic import Field, NonNegativeInt, PositiveFloat
+from pydantic import Field
 
+from nemo_rl.config.base.numbers import CountOrZero, Seconds
 from nemo_rl.config.base.section import Section
 
 RECORDS_FOLDER = "steps"
@@ -84,9 +85,9 @@ class PrometheusConfig(Section):
 class GpuMonitoringConfig(Section):
     """Load of the machines, with logger.monitor_gpus."""
 
-    collection_interval: PositiveFloat = 10.0
+    collection_interval: Seconds = 10.0
     """Seconds between two readings of a node."""
-    flush_interval: PositiveFloat = 10.0
+    flush_interval: Seconds = 10.0
     """Seconds after which readings are sent to the trackers."""
 
 
@@ -95,7 +96,7 @@ class LoggerConfig(Section):
 
     log_dir: str = "logs"
     """Folder of all runs; a run makes exp_NNN below it."""
-    num_val_samples_to_print: NonNegativeInt = 0
+    num_val_samples_to_print: CountOrZero = 0
     """Validation conversations shown on the console."""
     save_trajectories: bool = True
     """Write every rollout of a step to train_data_step<N>.jsonl."""

@@ -126,14 +126,7 @@ class AgentEndpoint:
         """
         if self._serving is not None and not self._serving.done():
             return
-        config = self._config
-        try:
-            listener = _listener(config.host, config.port)
-        except OSError as error:
-            raise ConfigError(
-                f"cluster.agent_endpoint: cannot listen on {config.host}:{config.port}: {error}. Choose another host "
-                "or port; port=0 takes a free one."
-            ) from error
+        listener = listener_of(self._config)
         self._port = listener.getsockname()[1]
         server = uvicorn.Server(
             uvicorn.Config(self.application(), log_level="warning", access_log=False, lifespan="off", ws="none")
@@ -286,6 +279,21 @@ class AgentEndpoint:
                 raise CallError(413, message, "request_too_large")
             parts.append(part)
         return b"".join(parts)
+
+
+def listener_of(config: AgentEndpointConfig) -> socket.socket:
+    """Return a socket that listens on the address of a section.
+
+    Raises:
+        ConfigError: the address cannot be used on this machine.
+    """
+    try:
+        return _listener(config.host, config.port)
+    except OSError as error:
+        raise ConfigError(
+            f"cluster.agent_endpoint: cannot listen on {config.host}:{config.port}: {error}. Choose another host "
+            "or port; port=0 takes a free one."
+        ) from error
 
 
 def _listener(host: str, port: int) -> socket.socket:

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from nemo_rl.config.base.numbers import Number
 from nemo_rl.config.base.part_names import PartName
 from nemo_rl.config.base.section import derived
 from nemo_rl.config.schema.algorithms.overlap import AsyncGRPOConfig
@@ -42,7 +43,7 @@ class AdvantageEstimatorConfig(NamedPartConfig):
     at the same turn, plus the discounted results of later turns. Per turn with grpo, dr_grpo and rloo only."""
     turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
     """With credit per turn: factor on a reward for each turn between it and the turn that is credited."""
-    reward_weights: list[float] | None = None
+    reward_weights: list[Number] | None = None
     """GDPO: weight of each reward component, in order; null: all 1."""
 
 
@@ -68,14 +69,14 @@ class GRPOConfig(RewardedTrainingConfig):
     """The baseline of a sample leaves out its own reward."""
     adv_estimator: AdvantageEstimatorConfig = Field(default_factory=AdvantageEstimatorConfig)
     """The advantage formula."""
-    advantage_clip_low: float | None = None
+    advantage_clip_low: Number | None = None
     """Lower bound of the final advantage; null: none."""
-    advantage_clip_high: float | None = None
+    advantage_clip_high: Number | None = None
     """Upper bound of the final advantage; null: none."""
-    invalid_tool_call_advantage: float | None = None
+    invalid_tool_call_advantage: Number | None = None
     """Advantage of the tokens of a turn whose tool call cannot be made (not readable, unknown tool, wrong arguments),
     instead of the computed one; null: off."""
-    malformed_thinking_advantage: float | None = None
+    malformed_thinking_advantage: Number | None = None
     """Advantage of thinking tags that are out of place (see reward_penalties.penalize_malformed_think_tag), instead of
     the computed one; where a tag is missing at the end of a turn, of the tag that was not closed, or of the last token
     if the prompt has opened the thinking; null: off."""

@@ -6,8 +6,9 @@ Rules between keys are in `config.rules.loss`. Invariant: each key only selects 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field
 
+from nemo_rl.config.base.numbers import Factor, FactorOrZero, Number
 from nemo_rl.config.base.part_names import PartName
 from nemo_rl.config.schema.named_part import NamedPartConfig
 
@@ -24,17 +25,17 @@ class ClippedPGLossConfig(NamedPartConfig):
     name: Annotated[str, PartName(("clipped_pg",))] = "clipped_pg"
     """clipped_pg, the loss that the keys below describe; or the dotted path of a class, for which they only say what
     its batches hold: reference_policy_logprobs with reference_policy_kl_penalty other than 0."""
-    reference_policy_kl_penalty: float = 0.01
+    reference_policy_kl_penalty: Number = 0.01
     """Weight of the KL term against the reference policy; 0 switches it off, a negative weight drives the policy away
     from the reference. With top_k or top_p both distributions are filtered (in NeMo RL neither), so that the KL is that
     of the distribution that is sampled from."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the per-token KL divergence; in expectation the gradients of k1 and k3 equal that of the divergence,
     the gradient of k2 is about twice as large."""
-    kl_input_clamp_value: NonNegativeFloat | None = 20.0
+    kl_input_clamp_value: FactorOrZero | None = 20.0
     """Bound in nats on the log ratio before the KL estimator; beyond it a token gets no gradient from the KL term.
     null: none."""
-    kl_output_clamp_value: NonNegativeFloat | None = 10.0
+    kl_output_clamp_value: FactorOrZero | None = 10.0
     """Bound in nats on a token's weighted KL estimate; beyond it the token gets no gradient from the KL term. null:
     none."""
     use_on_policy_kl_approximation: bool = False
@@ -44,11 +45,11 @@ class ClippedPGLossConfig(NamedPartConfig):
     use_on_policy_kl_approximation by its value, without it only by its gradient."""
     use_kl_in_reward: bool = False
     """Subtract the KL term from the reward instead of adding it to the loss."""
-    ratio_clip_min: NonNegativeFloat = 0.2
+    ratio_clip_min: FactorOrZero = 0.2
     """Lower clip epsilon: the ratio is clipped below 1 - ratio_clip_min; 1 or more: never."""
-    ratio_clip_max: Annotated[float, Field(gt=-1)] = 0.2
+    ratio_clip_max: Annotated[float, Field(gt=-1, le=1e9)] = 0.2
     """Upper clip epsilon: the ratio is clipped above 1 + ratio_clip_max; below 0 only with use_cispo."""
-    ratio_clip_c: Annotated[float, Field(gt=1)] | None = None
+    ratio_clip_c: Annotated[float, Field(gt=1, le=1e9)] | None = None
     """Dual-clip bound for negative advantages, greater than 1; null: off."""
     disable_ppo_ratio: bool = False
     """Use the REINFORCE loss -A log p, without ratio and clipping (ratio_clip_c has no effect, and
@@ -63,7 +64,7 @@ class ClippedPGLossConfig(NamedPartConfig):
     product over its tokens; needs token_level_loss=false."""
     token_level_loss: bool = True
     """Average the loss over all tokens (true) or over sequences first (false)."""
-    constant_sample_length: PositiveFloat | None = None
+    constant_sample_length: Factor | None = None
     """Dr.GRPO: divide the sum over tokens by this many tokens per sample that counts, for example max_new_tokens,
     instead of by the number of tokens that count; null: off."""
     use_importance_sampling_correction: bool = False
@@ -71,11 +72,11 @@ class ClippedPGLossConfig(NamedPartConfig):
     truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = None
     """Treatment of correction weights out of bounds: tis clamps them, icepop zeroes the token, seq-mask-tis zeroes the
     whole sequence; null: there are no bounds."""
-    truncated_importance_sampling_ratio: PositiveFloat | None = None
+    truncated_importance_sampling_ratio: Factor | None = None
     """Upper bound of the correction weight; every type needs it."""
-    truncated_importance_sampling_ratio_min: NonNegativeFloat | None = None
+    truncated_importance_sampling_ratio_min: FactorOrZero | None = None
     """Lower bound of the correction weight, needed by icepop and seq-mask-tis; null with tis: 0."""
-    positive_example_nll_weight: NonNegativeFloat = 0.0
+    positive_example_nll_weight: FactorOrZero = 0.0
     """VAPO: weight of the negative log-likelihood of answers with a positive reward, summed over their tokens and
     divided by the same number as the rest of the loss; 0 switches it off."""
 
