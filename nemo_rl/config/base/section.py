@@ -53,6 +53,8 @@ class Section(BaseModel):
             derived default refers to it by its full name.
         inherits: dotted path of a section whose values are the defaults of this one.
         rest: key of this section, a mapping, that takes the keys that the section does not have.
+        decided_by: key of this section on whose value `without_effect` depends; keys that were written before it are
+            not reported.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
@@ -66,6 +68,7 @@ class Section(BaseModel):
     place: ClassVar[str] = ""
     inherits: ClassVar[str] = ""
     rest: ClassVar[str] = ""
+    decided_by: ClassVar[str] = ""
 
     _other_section: Section | None = PrivateAttr(default=None)
     """Sibling section whose keys may be read and written here too (`written_in`)."""

@@ -25,6 +25,7 @@ from nemo_rl.config.base.spellings import in_own_section, unified
 from nemo_rl.config.base.structure import Slot, mappings_in, value_at
 from nemo_rl.config.loading.dotted_names import joined, names_in, with_dots, with_names
 from nemo_rl.config.loading.empty import keep_sections, without_value
+from nemo_rl.config.loading.idle_keys import idle_keys
 from nemo_rl.config.loading.inheritance import Layer, merge_layers, read_layers
 from nemo_rl.config.loading.overrides import apply_to_schema, parse_override
 from nemo_rl.config.loading.sources import Sources, dotted_path
@@ -95,7 +96,9 @@ def _loaded[Config: Section](
         raise ConfigError(f"mappings or lists are nested too deeply, in one of {files} or an override.") from None
     if isinstance(config, RunConfig) and check:
         config.check()
-    _tell_idle(schema, values, sources)
+    told = [f"{dotted_path(path)} ({reason})" for path, reason, _ in idle_keys(config, values, sources)]
+    if told:
+        logger.info("Keys without effect: %s", ", ".join(told))
     return config
 
 
@@ -208,22 +211,6 @@ def _unresolvable(error: OmegaConfBaseException, sources: Sources) -> ConfigErro
         opener = f" ({source} leaves it open)" if sources.has(path) else ""
         return ConfigError(f"{key} has no value{opener}. Write it in the config file or add the override {key}=...")
     return ConfigError(f"{key} (set by {source}) cannot be worked out: {str(error).splitlines()[0]}.")
-
-
-def _tell_idle(schema: type[Section], values: dict[str, Any], sources: Sources) -> None:
-    """Log once which keys that the user wrote have no effect here."""
-    written, off = [], set()
-    for slot, tree, path in mappings_in(Slot.of_section(schema), values):
-        if tree.get("enabled") is False or path in off or path[:-1] in off:
-            off.add(path)  # the keys of a disabled section have no effect anyway
-            continue
-        section = slot.section_for(tree)
-        reasons = section.without_effect(tree) if section is not None and issubclass(section, Section) else {}
-        places = [((*path, key), reasons[key]) for key in tree if key in reasons]
-        off |= {place for place, _ in places}  # one report covers all keys below the place
-        written += [f"{dotted_path(place)} ({reason})" for place, reason in places if sources.has(place)]
-    if written:
-        logger.info("Keys without effect: %s", ", ".join(written))
 
 
 def _escaped(value: Any) -> Any:

@@ -122,7 +122,8 @@ def apply_to_schema(schema: type[BaseModel], cfg: DictConfig, override: Override
     _suggest_near_argument(path, tree, override)
     if not already_null:
         apply_override(cfg, override)
-    sources.overrides.append((shown(override.key_or_group), str(override.input_line)))
+    value = None if override.type == OverrideType.DEL else override.value()
+    sources.overrides.append((shown(override.key_or_group), str(override.input_line), value))
 
 
 def _refuse_marker(path: Sequence[str], override: Override) -> None:

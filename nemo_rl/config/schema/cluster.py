@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from nemo_rl.config.base.availability import OnlyWith
 from nemo_rl.config.base.numbers import Count, CountOrZero, Gibibytes, Port, Seconds, Workers, WorkersOrNone
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.schema.agents import AgentEndpointConfig
@@ -92,9 +93,9 @@ class ClusterConfig(Section):
     """Where policy and engines compute: on GPUs or on the CPU."""
     num_nodes: Count = 1
     """Machines in the run."""
-    gpus_per_node: WorkersOrNone = 1
+    gpus_per_node: Annotated[WorkersOrNone, OnlyWith("device", ("cuda",))] = 1
     """GPUs used on each machine."""
-    gpu_memory_gb: Gibibytes | None = None
+    gpu_memory_gb: Annotated[Gibibytes | None, OnlyWith("device", ("cuda",))] = None
     """Gibibytes of each GPU, for predictions of memory on other machines; null: the memory of the GPUs of this machine,
     or 80 in a dry run without GPUs."""
     ranks_per_node: Workers | None = None

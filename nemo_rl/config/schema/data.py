@@ -110,6 +110,7 @@ class DatasetConfig(DatasetDefaults):
     """One data set; keys left out come from data.default."""
 
     inherits: ClassVar[str] = "data.default"
+    decided_by: ClassVar[str] = "dataset_name"
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:

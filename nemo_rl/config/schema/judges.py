@@ -15,6 +15,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base.addresses import HttpAddress
+from nemo_rl.config.base.availability import OnlyWith
 from nemo_rl.config.base.numbers import AmountOrZero, Count, FactorOrZero, Number, Seconds, Tokens
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.algorithms.rm import ScoringModelConfig
@@ -187,16 +188,16 @@ class LLMJudgeConfig(Section):
     """User message of the request, with {question}, {conversation}, {answer}, {reference}, {rubric} and keys of the
     row's metadata; pairwise with {answer_a} and {answer_b}; {tag} is a text that no answer contains, for the names of
     tags. Double other braces. null: the built-in one of the mode."""
-    score_pattern: Pattern = SCORE_PATTERN
+    score_pattern: Annotated[Pattern, OnlyWith("mode", ("absolute",))] = SCORE_PATTERN
     """Regular expression whose group is the score; its last match after `</think>` counts. The default one reads a line
     that begins or ends with a score, such as `**Score (1-10):** 7` or `Score: 7/10`."""
-    min_score: Number = 1.0
+    min_score: Annotated[Number, OnlyWith("mode", ("absolute",))] = 1.0
     """Score that becomes the reward 0; a lower one is no answer."""
-    max_score: Number = 10.0
+    max_score: Annotated[Number, OnlyWith("mode", ("absolute",))] = 10.0
     """Score that becomes the reward 1; a higher one is no answer."""
-    winner_pattern: Pattern = WINNER_PATTERN
+    winner_pattern: Annotated[Pattern, OnlyWith("mode", ("pairwise",))] = WINNER_PATTERN
     """Regular expression whose group is A, B or C (a tie), with mode=pairwise; as score_pattern."""
-    both_orders: bool = True
+    both_orders: Annotated[bool, OnlyWith("mode", ("pairwise",))] = True
     """With mode=pairwise: ask twice, with the answers exchanged, and take the mean."""
     temperature: FactorOrZero = 0.0
     """Sampling temperature of the judge."""

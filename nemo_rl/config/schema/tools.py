@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from nemo_rl.config.base.availability import OnlyWith
 from nemo_rl.config.base.numbers import Amount, Count, FactorOrZero, Mebibytes, Seconds, Tokens, Workers
 from nemo_rl.config.base.part_names import PartName
 from nemo_rl.config.base.section import Section, derived
@@ -27,7 +28,7 @@ class ToolConfig(NamedPartConfig):
     """Use one object, or one server, for all episodes; false: each episode has its own."""
     isolate: bool = False
     """Run each episode's object in a process of its own, which is killed at a deadline and at the episode's end."""
-    memory_limit_mb: Mebibytes = 1024
+    memory_limit_mb: Annotated[Mebibytes, OnlyWith("isolate")] = 1024
     """With isolate: memory that the process may have above what it has after its imports."""
     timeout_s: Seconds | None = None
     """Deadline of one call; null: that of the environment."""

@@ -8,8 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from nemo_rl.config.base.availability import OnlyWith
 from nemo_rl.config.base.numbers import Amount, Count, CountOrZero, FactorOrZero, Seconds
 from nemo_rl.config.base.section import Section
+
+_AHEAD = OnlyWith("mode", ("ahead",))
+
+_OVERLAPS = OnlyWith("mode", ("stream", "ahead"))
 
 
 class GroupFailuresConfig(Section):
@@ -38,37 +43,37 @@ class OverlapConfig(Section):
     mode: Literal["none", "stream", "ahead"] = "none"
     """none: sampling and training take turns; stream: gradients of finished groups are computed while the rest of
     the step is sampled; ahead: the engines sample for later steps while the policy trains."""
-    groups_per_part: Count | None = None
+    groups_per_part: Annotated[Count | None, OnlyWith("mode", ("stream",))] = None
     """stream: groups whose gradients are computed together; null: a fourth of num_prompts_per_step. Only with
     order=in_order it is also the largest number."""
-    max_age_steps: Count = 1
+    max_age_steps: Annotated[Count, _AHEAD] = 1
     """ahead: most training steps between the weights that begin a group of answers and the step that trains on it.
     A prompt is started only if this holds for its group; no group is dropped."""
-    order: Literal["in_order", "ready_first", "weight_fifo", "freshest_first"] = "in_order"
+    order: Annotated[Literal["in_order", "ready_first", "weight_fifo", "freshest_first"], _OVERLAPS] = "in_order"
     """ahead: the groups that a step trains on. in_order: the oldest, even if it has to wait for them. The others
     take finished groups first and wait only for those that would become too old: ready_first the oldest of them,
     weight_fifo those of the oldest weights, freshest_first the newest.
     stream: in_order computes gradients of consecutive groups, and repeats a run bit for bit; the others those of all
     groups that are finished when the policy is free."""
-    in_flight_weight_updates: bool = False
+    in_flight_weight_updates: Annotated[bool, _AHEAD] = False
     """ahead: running answers continue with new weights; false: each update of the engines waits until all started
     groups are finished. false with order=in_order repeats a run bit for bit."""
     validation: Literal["stop", "hold_updates", "through_updates"] = "stop"
     """stop: training waits for each validation. The others validate while training goes on: hold_updates measures the
     weights of one step, and the next update of the engines waits for it; with through_updates nothing waits, and
     running answers continue with new weights, so that a validation measures several versions."""
-    partial_responses: Literal["continue", "restart"] = "continue"
+    partial_responses: Annotated[Literal["continue", "restart"], _AHEAD] = "continue"
     """ahead: unfinished groups in a checkpoint. continue: their finished samples, turns and the tokens so far are
     stored, and a resumed run samples the rest; restart: it samples them again from their prompts. No effect with
     in_flight_weight_updates=false, where a checkpoint waits until all started groups are finished."""
-    max_inflight_prompts: Count | None = None
+    max_inflight_prompts: Annotated[Count | None, _AHEAD] = None
     """ahead: most prompts that are sampled at the same time; null: no limit."""
-    max_buffered_groups: Count | None = None
+    max_buffered_groups: Annotated[Count | None, _AHEAD] = None
     """ahead: most groups that are started but not trained on; null: as many as max_age_steps allows."""
-    max_generation_failures: CountOrZero = 0
+    max_generation_failures: Annotated[CountOrZero, _AHEAD] = 0
     """ahead: failures of groups in a row after which the run ends; until then a failed group is sampled again. Not used
     with group_failures.max_attempts_per_prompt."""
-    group_failures: GroupFailuresConfig = Field(default_factory=GroupFailuresConfig)
+    group_failures: Annotated[GroupFailuresConfig, _AHEAD] = Field(default_factory=GroupFailuresConfig)
     """ahead: attempts for each prompt, and prompts that may be skipped."""
 
 

@@ -3,11 +3,11 @@
 They cover the processing of rewards before they become advantages, and which samples are trained on.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from nemo_rl.config.base.availability import OnlyWith
 from nemo_rl.config.base.numbers import Count, CountOrZero, Factor, FactorOrZero, Number
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
@@ -59,13 +59,6 @@ class RewardedTrainingConfig(RolloutTrainingConfig):
         "skip_reference_policy_logprobs_calculation": "the reference policy runs only where a KL penalty needs it",
     }
 
-    @classmethod
-    def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Report batch_multiplier where dynamic sampling is off."""
-        idle = not values.get("use_dynamic_sampling") and values.get("batch_multiplier", 1) != 1
-        told = {"batch_multiplier": "use_dynamic_sampling is false"} if idle else {}
-        return {**super().without_effect(values), **told}
-
     reward_scaling: RewardScalingConfig = Field(default_factory=RewardScalingConfig)
     """Linear map of rewards."""
     reward_shaping: RewardShapingConfig = Field(default_factory=RewardShapingConfig)
@@ -73,9 +66,9 @@ class RewardedTrainingConfig(RolloutTrainingConfig):
     use_dynamic_sampling: bool = False
     """DAPO: drop prompts whose scaled rewards are all equal and draw others instead; this also holds with the
     leave-one-out baseline, where NeMo RL drops single answers whose peers are all equal."""
-    batch_multiplier: Annotated[float, Field(ge=1, le=1000)] = 1.0
+    batch_multiplier: Annotated[Annotated[float, Field(ge=1, le=1000)], OnlyWith("use_dynamic_sampling")] = 1.0
     """With dynamic sampling: each round draws num_prompts_per_step times this many prompts; without it no effect."""
-    dynamic_sampling_max_gen_batches: Count = 10
+    dynamic_sampling_max_gen_batches: Annotated[Count, OnlyWith("use_dynamic_sampling")] = 10
     """With dynamic sampling: rounds of one step after which the run saves and ends."""
     seq_logprob_error_threshold: Factor | None = None
     """Mask a sequence whose mean ratio of training to generation probability exceeds this (its reward still counts in

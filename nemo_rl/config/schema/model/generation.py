@@ -3,11 +3,11 @@
 Invariant: lengths and precision follow the policy unless they are set here.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from nemo_rl.config.base.availability import OnlyWith
 from nemo_rl.config.base.numbers import (
     Count,
     CountOrMinusOne,
@@ -30,6 +30,13 @@ EnginePrecision = Literal["auto", "bfloat16", "float16", "float32", "fp8"]
 
 _NO_ENGINES = {name: f"the generation backend {name}" for name in ("trtllm", "dynamo")}
 EngineName = Annotated[str, PartName(("vllm", "hf", "megatron", "sglang"), _NO_ENGINES)]
+
+
+_FP8 = OnlyWith(".engine.precision", ("fp8",))
+
+_VLLM = OnlyWith("backend", ("vllm",))
+
+_MEGATRON = OnlyWith("backend", ("megatron",))
 
 
 class ColocatedResourcesConfig(Section):
@@ -158,23 +165,25 @@ class VllmConfig(Section):
     """On GPUs that engines share with the policy: keep the weights in host memory while engines sleep (1), or drop them
     (2), which saves two copies and the host memory; each phase of generation then begins with a sync, also where the
     weights have not changed."""
-    use_deep_gemm: bool = False
+    use_deep_gemm: Annotated[bool, _FP8] = False
     """With precision fp8 on GPUs: multiply with DeepGEMM's kernels."""
-    num_first_layers_in_bf16: CountOrZero = 0
+    num_first_layers_in_bf16: Annotated[CountOrZero, _FP8] = 0
     """With precision fp8: layers at the beginning of the model that stay in policy.precision."""
-    num_last_layers_in_bf16: CountOrZero = 0
+    num_last_layers_in_bf16: Annotated[CountOrZero, _FP8] = 0
     """With precision fp8: layers at the end of the model that stay in policy.precision."""
-    quantization_ignored_layer_kws: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    quantization_ignored_layer_kws: Annotated[list[Annotated[str, Field(min_length=1)]], _FP8] = Field(
+        default_factory=list
+    )
     """With precision fp8: weights whose name contains one of these texts stay in policy.precision."""
-    pow2_weight_scaling_factors: bool = False
+    pow2_weight_scaling_factors: Annotated[bool, _FP8] = False
     """With precision fp8: scales of weights are powers of two, at least as large as the exact ones."""
-    pow2_activation_scaling_factors: bool = False
+    pow2_activation_scaling_factors: Annotated[bool, _FP8] = False
     """With precision fp8: scales of activations are powers of two; on GPUs with use_deep_gemm only."""
-    is_mx: bool = False
+    is_mx: Annotated[bool, _FP8] = False
     """With precision fp8: MXFP8, blocks of 1 x 32 values with scales in e8m0, in place of blocks of 128 x 128."""
     enable_vllm_metrics_logger: bool = False
     """Report the open requests of each engine over a step, under generation/engine.<i>."""
-    vllm_metrics_logger_interval: Seconds = 0.5
+    vllm_metrics_logger_interval: Annotated[Seconds, OnlyWith("enable_vllm_metrics_logger")] = 0.5
     """Seconds between two counts of open requests, with enable_vllm_metrics_logger."""
     async_engine: bool = False
     """No effect: prompts reach the engine one by one, and answers come back as they end."""
@@ -241,13 +250,6 @@ class GenerationConfig(Section):
 
     written_in: ClassVar[dict[str, str]] = {"vllm_cfg": "engine"}
 
-    @classmethod
-    def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Report the sections of engines that are not chosen."""
-        sections = {"megatron": "mcore_generation_config", "sglang": "sglang_cfg"}
-        told = {key: f"backend is not {name}" for name, key in sections.items() if values.get("backend") != name}
-        return {**super().without_effect(values), **told}
-
     backend: EngineName = "vllm"
     """Engine: vllm; hf, a plain Hugging Face model without further dependencies; megatron, a Megatron Core model on
     any number of ranks; sglang, servers of SGLang; or the dotted path of a class."""
@@ -283,15 +285,15 @@ class GenerationConfig(Section):
     """Transfer of weights to the engines."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
     """Keys that every engine reads."""
-    vllm_cfg: VllmConfig = Field(default_factory=VllmConfig)
+    vllm_cfg: Annotated[VllmConfig, _VLLM] = Field(default_factory=VllmConfig)
     """Keys that only vLLM reads."""
-    vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
+    vllm_kwargs: Annotated[dict[str, Any], _VLLM] = Field(default_factory=dict)
     """More arguments for vLLM's engine, passed on unchecked, except for speculative_config, which is checked."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of an engine named by its dotted path; it gets them as EngineSettings.engine_kwargs."""
-    sglang_cfg: SglangConfig = Field(default_factory=SglangConfig)
+    sglang_cfg: Annotated[SglangConfig, OnlyWith("backend", ("sglang",))] = Field(default_factory=SglangConfig)
     """Keys that only SGLang reads."""
-    mcore_generation_config: McoreGenerationConfig = Field(default_factory=McoreGenerationConfig)
+    mcore_generation_config: Annotated[McoreGenerationConfig, _MEGATRON] = Field(default_factory=McoreGenerationConfig)
     """Keys of Megatron Core's engine in NeMo RL."""
 
     @property

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from nemo_rl.config.base.availability import Only
+from nemo_rl.config.base.availability import Only, OnlyWith
 from nemo_rl.config.base.numbers import (
     Amount,
     AmountOrZero,
@@ -46,13 +46,13 @@ class MegatronOptimizerConfig(Section):
     """Learning rate at the end of a decay."""
     weight_decay: FactorOrZero = 0.01
     """Default of scheduler.start_weight_decay and end_weight_decay; only those are used."""
-    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    adam_beta1: Annotated[float, OnlyWith("optimizer", ("adam",))] = Field(default=0.9, ge=0.0, lt=1.0)
     """Decay of Adam's mean of gradients."""
-    adam_beta2: float = Field(default=0.999, ge=0.0, lt=1.0)
+    adam_beta2: Annotated[float, OnlyWith("optimizer", ("adam",))] = Field(default=0.999, ge=0.0, lt=1.0)
     """Decay of Adam's mean of squares."""
-    adam_eps: Factor = 1e-8
+    adam_eps: Annotated[Factor, OnlyWith("optimizer", ("adam",))] = 1e-8
     """Added to Adam's denominator."""
-    sgd_momentum: float = Field(default=0.9, ge=0.0, lt=1.0)
+    sgd_momentum: Annotated[float, OnlyWith("optimizer", ("sgd",))] = Field(default=0.9, ge=0.0, lt=1.0)
     """Momentum of SGD."""
     use_distributed_optimizer: bool = True
     """Divide float32 weights and moments among data-parallel ranks (ZeRO-1)."""
@@ -60,9 +60,9 @@ class MegatronOptimizerConfig(Section):
     """Use Transformer Engine's Adam, which holds its own state; without it torch's Adam."""
     optimizer_cpu_offload: bool = False
     """On GPUs: hold the optimizer state in host memory and update it there."""
-    optimizer_offload_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
+    optimizer_offload_fraction: Annotated[float, OnlyWith("optimizer_cpu_offload")] = Field(default=0.0, ge=0.0, le=1.0)
     """Share of the optimizer state that optimizer_cpu_offload moves."""
-    overlap_cpu_optimizer_d2h_h2d: bool = False
+    overlap_cpu_optimizer_d2h_h2d: Annotated[bool, OnlyWith("optimizer_cpu_offload")] = False
     """With optimizer_cpu_offload: copy during the update."""
     clip_grad: FactorOrZero | None = derived("${...max_grad_norm}")
     """Norm to which the whole gradient is clipped; 0 or null: no clipping."""
@@ -300,7 +300,7 @@ class MegatronConfig(BackendSection):
     mtp_num_layers: CountOrZero = 0
     """Layers for multi-token prediction that are part of the model: loaded, written to checkpoints and sent to engines
     (DeepSeek-V3)."""
-    mtp_loss_scaling_factor: FactorOrZero = 0.0
+    mtp_loss_scaling_factor: Annotated[FactorOrZero, OnlyWith("mtp_num_layers")] = 0.0
     """Factor of their loss, the cross-entropy with the trained tokens; 0: they keep their weights."""
     mtp_use_repeated_layer: bool = False
     """Apply the first of these layers mtp_num_layers times, instead of as many layers."""

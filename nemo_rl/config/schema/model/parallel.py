@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from nemo_rl.config.base.availability import OnlyWith
 from nemo_rl.config.base.numbers import Count, FactorOrZero, Tokens
 from nemo_rl.config.base.part_names import PartName
 from nemo_rl.config.base.section import Section, derived
@@ -307,7 +308,7 @@ class SequencePackingConfig(Section):
     """Compute tokens once with which several packed sequences begin: a prompt, a system prompt, the earlier turns of a
     session with branches. Scores and gradients are the same up to rounding. Only with the DTensor backend, without
     context and pipeline parallelism, for models in which only attention connects tokens and experts are not trained."""
-    max_keys_per_token: int = Field(default=4, ge=2, le=10**6)
+    max_keys_per_token: Annotated[int, OnlyWith("share_prompts")] = Field(default=4, ge=2, le=10**6)
     """With share_prompts: most keys and values of attention in a packed row, as a multiple of its token budget. Those
     of shared tokens are repeated before each of their sequences and kept for the backward pass; above this limit
     another row is started. Predictions of memory count them."""
