@@ -201,11 +201,13 @@ class Section(BaseModel):
 
 def with_rest(section: type[Section], values: Mapping[str, Any]) -> dict[str, Any]:
     """Move the keys that a section does not have into its mapping for them."""
-    own = known_keys(section)
+    own, rest = known_keys(section), values.get(section.rest, {})
+    if not isinstance(rest, Mapping):
+        return dict(values)  # its type is refused
     others = {key: value for key, value in values.items() if key not in own}
     return {
         **{key: values[key] for key in values if key in own},
-        section.rest: {**values.get(section.rest, {}), **others},
+        section.rest: {**rest, **others},
     }
 
 

@@ -17,6 +17,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from nemo_rl.config.base.defaults import fill_defaults, plain_values
 from nemo_rl.config.base.resolvers import register_omegaconf_resolvers
@@ -24,12 +25,12 @@ from nemo_rl.config.base.section import Section
 from nemo_rl.config.base.spellings import in_own_section, unified
 from nemo_rl.config.base.structure import Slot, mappings_in, value_at
 from nemo_rl.config.loading.dotted_names import joined, names_in, with_dots, with_names
-from nemo_rl.config.loading.empty import keep_sections, without_value
 from nemo_rl.config.loading.idle_keys import idle_keys
 from nemo_rl.config.loading.inheritance import Layer, merge_layers, read_layers
 from nemo_rl.config.loading.overrides import apply_to_schema, parse_override
 from nemo_rl.config.loading.sources import Sources, dotted_path
 from nemo_rl.config.loading.unknown_keys import refuse_unknown_keys
+from nemo_rl.config.loading.unusable import keep_sections, unusable_values
 from nemo_rl.config.loading.validation_errors import problem_lines, short, without_followers
 from nemo_rl.config.runs.dependent_keys import fill_dependent_keys
 from nemo_rl.config.runs.rollouts import GRPOMasterConfig
@@ -175,11 +176,11 @@ def validated[Config: Section](
         values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         values, failure = unresolved, _unresolvable(error, sources)
-    lines = [*_take_out_not_built(schema, values, sources), *without_value(schema, values, unresolved, sources)]
+    lines = [*_take_out_not_built(schema, values, sources), *unusable_values(schema, values, unresolved, sources)]
     try:
         config = schema.model_validate(values)
     except ValidationError as error:
-        details = error.errors()
+        details = _details_of(error)
         written = without_followers(details, values, unresolved)
         if written or failure is None:
             lines += problem_lines(schema, written or details, values, sources)
@@ -190,6 +191,14 @@ def validated[Config: Section](
     if isinstance(config, RunConfig):
         fill_dependent_keys(config)
     return config, values
+
+
+def _details_of(error: ValidationError) -> list[ErrorDetails]:
+    """Return pydantic's errors; none where a text is no UTF-8, which `unusable_values` reports."""
+    try:
+        return error.errors()
+    except UnicodeEncodeError:
+        return []
 
 
 def _take_out_not_built(schema: type[Section], values: Any, sources: Sources) -> list[str]:

@@ -56,8 +56,12 @@ class Sources:
             is_inside = below is not None and value_at(value, below, _ABSENT) is not _ABSENT
             if dotted == key or key.startswith(f"{dotted}.") or is_inside:
                 return len(self.layers)
-        written = [number for number, (_, content) in enumerate(self.layers) if self.is_written(path, content)]
-        return max(written, default=-1)
+        for number, (_, content) in reversed(list(enumerate(self.layers))):
+            if self.is_written(path, content):
+                return number
+            if _replaces(path, content):
+                return -1
+        return -1
 
     def _file_of(self, path: Sequence[str | int]) -> str | None:
         """Return the last file that sets `path`, unless a later file replaces a mapping above it as a whole."""

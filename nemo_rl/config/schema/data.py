@@ -118,9 +118,9 @@ class DatasetConfig(DatasetDefaults):
         return {**super().without_effect(values), **numbers_without_effect(values.get("dataset_name"))}
 
 
-def numbers_without_effect(dataset_name: str | None) -> dict[str, str]:
+def numbers_without_effect(dataset_name: Any) -> dict[str, str]:
     """Return the keys of generated problems that have no effect for this data set, with the reason."""
-    if dataset_name in GENERATED_DATASETS:
+    if not isinstance(dataset_name, str | None) or dataset_name in GENERATED_DATASETS:
         return {}
     numbers = dict.fromkeys(("min_operand", "max_operand"), "only arithmetic data sets generate problems")
     if dataset_name == EPISODES:

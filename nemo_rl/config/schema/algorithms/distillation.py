@@ -24,7 +24,7 @@ CROSS_TOKENIZER = "distillation across tokenizers"
 class DistillationConfig(RolloutTrainingConfig):
     """On-policy distillation: the student answers, the teacher gives its next-token distribution at every token."""
 
-    num_prompts_per_step: Amount = 128
+    num_prompts_per_step: Count = 128
     """Prompts drawn from the data for each training step."""
     num_generations_per_prompt: Count = 1
     """Answers that the student samples for each prompt."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from nemo_rl.config.base.availability import OnlyWith
-from nemo_rl.config.base.numbers import Amount, Count, CountOrZero, FactorOrZero, Seconds
+from nemo_rl.config.base.numbers import Count, CountOrZero, FactorOrZero, Seconds
 from nemo_rl.config.base.section import Section
 
 _AHEAD = OnlyWith("mode", ("ahead",))
@@ -82,7 +82,7 @@ class AsyncGRPOConfig(Section):
 
     enabled: bool = False
     """Sample for later steps while the policy trains."""
-    max_trajectory_age_steps: Amount = 1
+    max_trajectory_age_steps: Count = 1
     """As overlap.max_age_steps."""
     max_generation_failures: CountOrZero = 0
     """As overlap.max_generation_failures."""

@@ -79,7 +79,7 @@ class PPOConfig(RewardedTrainingConfig):
     prompts as all data sets have rows."""
     val_period: AmountOrMinusOne = 20
     """Validate every this many steps; 0 or -1: only at start or end."""
-    ppo_epochs: Amount = 4
+    ppo_epochs: Count = 4
     """Passes over the samples of a step, by the policy and by the critic; each makes all updates of the step again."""
     policy_training_start_step: AmountOrZero = 0
     """First steps in which only the critic is trained, and the policy stays as it is."""

@@ -14,7 +14,7 @@ from nemo_rl.config.schema.named_part import RolloutSourceConfig
 class RolloutTrainingConfig(Section):
     """Steps, prompts and validation of a run that samples answers."""
 
-    num_prompts_per_step: Amount = 32
+    num_prompts_per_step: Count = 32
     """Prompts drawn from the data for each training step."""
     num_generations_per_prompt: Count = 16
     """Answers sampled for each prompt, the group size."""

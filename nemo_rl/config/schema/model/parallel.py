@@ -289,7 +289,8 @@ class SequencePackingConfig(Section):
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
         """Report an algorithm name that means the default."""
-        other = values.get("algorithm") in _ANOTHER_NAME
+        name = values.get("algorithm")
+        other = isinstance(name, str) and name in _ANOTHER_NAME
         told = {"algorithm": f"{values['algorithm']} is read as the default"} if other else {}
         return {**super().without_effect(values), **told}
 
