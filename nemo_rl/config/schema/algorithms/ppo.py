@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.base.numbers import Amount, AmountOrMinusOne, AmountOrZero, Factor, FactorOrZero
+from nemo_rl.config.base.numbers import Amount, AmountOrMinusOne, AmountOrZero, Count, Factor, FactorOrZero
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.algorithms.overlap import AsyncGRPOConfig
 from nemo_rl.config.schema.algorithms.rewarded_training import RewardedTrainingConfig
