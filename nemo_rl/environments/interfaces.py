@@ -226,8 +226,11 @@ def split_return(outcome: EnvironmentReturn[Any], num_samples: int, name: str) -
     """Turn what an environment returned for a batch into one result for each sample.
 
     Raises:
+        TypeError: It is no `EnvironmentReturn`.
         ValueError: A field does not have one item for each sample.
     """
+    if not isinstance(outcome, EnvironmentReturn):
+        raise TypeError(f"{name}.step returned {type(outcome).__name__}, and it must return an EnvironmentReturn")
     components = outcome.rewards if isinstance(outcome.rewards, dict) else {"": outcome.rewards}
     columns: dict[str, Any] = outcome._asdict() | {f"rewards {k}": v for k, v in components.items()}
     for field, column in columns.items():
