@@ -29,7 +29,7 @@ from nemo_rl.sandbox import End, Sandbox
 from nemo_rl.utils.errors import NemoRLError
 
 if TYPE_CHECKING:
-    from nemo_rl.data.interfaces import LLMMessageLogType
+    from nemo_rl.data.interfaces import LLMMessageLogType, TokenizerType
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 CodeEnvConfig = CodeEnvironmentConfig
@@ -85,6 +85,11 @@ class CodeEnvironment(EnvironmentInterface[CodeEnvMetadata]):
         self._sandbox = Sandbox(limits, self.cfg.sandbox)
         self._grader = Grader(self._sandbox)
         self._threads = ThreadPoolExecutor(self.cfg.num_workers, thread_name_prefix="code")
+
+    @classmethod
+    def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
+        """See `EnvironmentInterface.check_section`: find a mechanism that locks programs up on this machine."""
+        Sandbox(mechanism=CodeEnvironmentConfig.of(section).sandbox).close()
 
     async def step(  # type: ignore[override]  # the interface allows coroutine functions
         self,

@@ -7,13 +7,14 @@ the reason in `errors`; a number is always a real reward.
 
 import abc
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from nemo_rl.data.interfaces import LLMMessageLogType
+    from nemo_rl.data.interfaces import LLMMessageLogType, TokenizerType
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 MetadataT = TypeVar("MetadataT")
@@ -72,10 +73,10 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
     """Base of environments, which answer turns of a model and reward them.
 
     A subclass is a plain class, constructed inside a Ray actor with its section of the configuration (a dict). Only
-    `step` is required; the other methods are called only if the class overrides them. All but `shutdown` may be
-    coroutine functions. `step` should keep the state of an episode in `metadata`: when it raises for a batch, is too
-    slow or crashes its process, it is called again for each sample alone, with copies of the original arguments, to
-    find the sample that fails.
+    `step` is required; the other methods are called only if the class overrides them. All but `check_section` and
+    `shutdown` may be coroutine functions. `step` should keep the state of an episode in `metadata`: when it raises for
+    a batch, is too slow or crashes its process, it is called again for each sample alone, with copies of the original
+    arguments, to find the sample that fails.
 
     Attributes:
         max_concurrent_steps: How many calls of `step` may run at the same time. With 1 they run
@@ -116,6 +117,21 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
     continues_episodes: ClassVar[bool | None] = None
     pooled: ClassVar[bool] = False
     runs_agents: ClassVar[bool] = False
+
+    @classmethod
+    def check_section(  # noqa: B027  (optional hook)
+        cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None
+    ) -> None:
+        """Refuse a section that the constructor would refuse; start nothing. The driver calls it before Ray starts.
+
+        Args:
+            section: section of the environment, which fits `config_class`.
+            place: its key, for messages: `env.<name>`.
+            tokenizer: tokenizer of the policy; None in the checks that read neither tokenizers nor data.
+
+        Raises:
+            ConfigError: a key of the section cannot be used.
+        """
 
     @abc.abstractmethod
     def step(
@@ -210,8 +226,11 @@ def split_return(outcome: EnvironmentReturn[Any], num_samples: int, name: str) -
     """Turn what an environment returned for a batch into one result for each sample.
 
     Raises:
+        TypeError: It is no `EnvironmentReturn`.
         ValueError: A field does not have one item for each sample.
     """
+    if not isinstance(outcome, EnvironmentReturn):
+        raise TypeError(f"{name}.step returned {type(outcome).__name__}, and it must return an EnvironmentReturn")
     components = outcome.rewards if isinstance(outcome.rewards, dict) else {"": outcome.rewards}
     columns: dict[str, Any] = outcome._asdict() | {f"rewards {k}": v for k, v in components.items()}
     for field, column in columns.items():

@@ -50,6 +50,7 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
 
     max_concurrent_steps: ClassVar[int] = 16
     gives_answers: ClassVar[bool] = True
+    config_class: ClassVar[type | None] = MathEnvironmentConfig
     reward_names: ClassVar[Sequence[str] | None] = None
     """Names of the reward components, or None for a single reward."""
 

@@ -6,15 +6,21 @@ before anything starts.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from pydantic import BaseModel
 
 from nemo_rl.distributed.ray_actor_environment_registry import make_actor_runtime_env
-from nemo_rl.environments.workers.keys import section_of, worker_keys
-from nemo_rl.environments.workers.loading import ENVIRONMENTS
+from nemo_rl.environments.workers.keys import own_keys, section_of, worker_keys
+from nemo_rl.environments.workers.loading import ENVIRONMENTS, load_env_class
 from nemo_rl.environments.workers.start import Environment, start_workers
-from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.errors import ConfigError, SandboxError
+from nemo_rl.utils.named_parts import check_own_keys
+
+if TYPE_CHECKING:
+    from nemo_rl.data.interfaces import TokenizerType
+
+DEFAULT_STEP_TIMEOUT_S = 600.0
 
 
 class EnvRegistryEntry(TypedDict):
@@ -89,11 +95,50 @@ def env_class_path(env_name: str) -> str:
     return replace(ENVIRONMENTS, built_in=known).path_of(env_name)
 
 
+def check_environment(
+    env_name: str,
+    env_config: Mapping[str, Any] | BaseModel,
+    tokenizer: "TokenizerType | None" = None,
+    *,
+    construct: bool = True,
+    name_key: str = "",
+    place: str = "",
+) -> None:
+    """Check an environment and its section as far as that is possible without starting it.
+
+    Args:
+        env_name: A registered name or the dotted path of a class.
+        env_config: Its section of the configuration.
+        tokenizer: Tokenizer of the policy; None in the checks that read neither tokenizers nor data.
+        construct: Whether the class may check what its constructor needs; False where another Python has its packages.
+        name_key: Key that has the name, for messages; empty: the name is a part of `place`.
+        place: Key of the section; empty: `env.<name>`.
+
+    Raises:
+        ConfigError: The name or a key of the section cannot be used.
+    """
+    place = place or f"env.{env_name}"
+    section = section_of(env_config)
+    worker_keys(place.removeprefix("env."), section, DEFAULT_STEP_TIMEOUT_S)
+    try:
+        env_class, _ = load_env_class(env_class_path(env_name))
+    except ConfigError as error:
+        raise ConfigError(f"{name_key}={env_name!r}: {error}" if name_key else str(error)) from error
+    own = own_keys(section, env_class.config_class)
+    check_own_keys(env_class, place, own)
+    if not construct:
+        return
+    try:
+        env_class.check_section(own, place, tokenizer)
+    except SandboxError as error:
+        raise ConfigError(f"{place}: {error}") from error
+
+
 def create_env(
     env_name: str,
     env_config: Mapping[str, Any] | BaseModel,
     *,
-    step_timeout_s: float = 600.0,
+    step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S,
     max_restarts: int = 10,
 ) -> Environment:
     """Start the environment of a name in its own actor; do not wait until it is ready.

@@ -22,7 +22,7 @@ from nemo_rl.models.huggingface.comparison import is_classifier
 from nemo_rl.utils.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from nemo_rl.data.interfaces import LLMMessageLogType
+    from nemo_rl.data.interfaces import LLMMessageLogType, TokenizerType
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 _MOST_ROWS_OF_A_PASS = 1024
@@ -39,16 +39,23 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
     """
 
     reads_chat: ClassVar[bool] = True
+    config_class: ClassVar[type | None] = RewardModelEnvironmentConfig
 
     def __init__(self, config: RewardModelEnvironmentConfig | Mapping[str, Any]) -> None:
         self.cfg = RewardModelEnvironmentConfig.of(config)
-        if not self.cfg.enabled:
-            raise ConfigError("env.reward_model.enabled=false, but the environment is started. Set it to true.")
-        _require_classifier(self.cfg.as_policy().model_name)
-        tokenizer = get_tokenizer(self.cfg.as_policy().tokenizer, section="env.reward_model")
+        _require_enabled(self.cfg)
+        tokenizer = _tokenizer_of_classifier(self.cfg)
         self._tokens = ConversationTokens(tokenizer, self.cfg.max_model_len, self.cfg.too_long, self.cfg.ends_with_turn)
         self._ranks = ScoringRanks(self.cfg, tokenizer)
         self._passes = JoinedPasses(self._ranks.scores, self.cfg.batch_wait_ms / 1000, _MOST_ROWS_OF_A_PASS)
+
+    @classmethod
+    def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
+        """See `EnvironmentInterface.check_section`: the switch, the head of the model, the tokenizer."""
+        cfg = RewardModelEnvironmentConfig.of(section)
+        _require_enabled(cfg)
+        if tokenizer is not None:
+            _tokenizer_of_classifier(cfg)
 
     async def step(  # type: ignore[override]  # may be a coroutine function
         self, message_log_batch: list["LLMMessageLogType"], metadata: list[Any]
@@ -96,6 +103,22 @@ class RewardModelEnvironment(EnvironmentInterface[Any]):
     def shutdown(self) -> None:
         """Stop the ranks of the reward model."""
         self._ranks.shutdown()
+
+
+def _require_enabled(config: RewardModelEnvironmentConfig) -> None:
+    if not config.enabled:
+        raise ConfigError("env.reward_model.enabled=false, but rows are rewarded by it. Set it to true.")
+
+
+def _tokenizer_of_classifier(config: RewardModelEnvironmentConfig) -> "TokenizerType":
+    """Return the tokenizer of the model, which has a head for scores.
+
+    Raises:
+        ConfigError: the model has none, or its tokenizer cannot be read.
+    """
+    policy = config.as_policy()
+    _require_classifier(policy.model_name)
+    return get_tokenizer(policy.tokenizer, section="env.reward_model")
 
 
 def _require_classifier(model_name: str) -> None:

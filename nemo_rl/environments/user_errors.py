@@ -8,6 +8,8 @@ import asyncio
 import os
 import traceback
 
+from nemo_rl.utils.user_frames import CodeLine, user_lines
+
 
 def raise_if_cancelled(error: BaseException) -> None:
     """Raise a `CancelledError` again if it cancels the task that runs; return if the user's code raised it."""
@@ -16,9 +18,10 @@ def raise_if_cancelled(error: BaseException) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Describe an error by its type, its text and the innermost line of code that raised it."""
+    """Describe an error by its type, its text and the innermost line of the user's code, or else of any code."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    lines = user_lines(error) or [CodeLine(frame.filename, frame.lineno or 0, frame.name) for frame in frames]
+    place = f" ({os.path.basename(lines[-1].file)}:{lines[-1].number})" if lines else ""
     return f"{type(error).__name__}: {_text_of(error)}{place}"
 
 

@@ -22,7 +22,7 @@ from nemo_rl.config.schema.env import stop_strings_of
 from nemo_rl.data.messages.content import text_rules
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import init_ray
-from nemo_rl.environments.registry import env_class_path
+from nemo_rl.environments.registry import check_environment, env_class_path
 from nemo_rl.environments.truth_check import check_truths, truth_grader
 from nemo_rl.environments.user_environments import Start, environment_of, start_environment
 from nemo_rl.environments.workers.loading import load_env_class
@@ -118,6 +118,8 @@ def setup(
     _check_environment(config)
     check_engine_model(config.policy, config.cluster)
     tokenizer = tokenizer or tokenizer_of(config)
+    name = config.data.env_name
+    check_environment(name, config.env.get(name, {}), tokenizer, construct=name not in config.cluster.venvs)
     prompts: Prompts
     if dataset is None:
         prompts = EvalPrompts(data_of(config), tokenizer, stop_strings_of(config.env, config.data.env_name))

@@ -16,7 +16,12 @@ from enum import Enum, auto
 from pathlib import Path
 
 from nemo_rl.algorithms.setup.packages import check_packages
-from nemo_rl.algorithms.setup.preflight import check_backends, check_environments, check_reachable_models
+from nemo_rl.algorithms.setup.preflight import (
+    check_agent_endpoint,
+    check_backends,
+    check_environments,
+    check_reachable_models,
+)
 from nemo_rl.config import EvalMasterConfig, MasterConfig, RunConfig, check_device, count_gpus
 from nemo_rl.config.base.part_names import is_own_class
 from nemo_rl.config.rules.trackers import check_trackers
@@ -144,9 +149,14 @@ def check_model_names(request: Request) -> Passed:
 
 
 def check_rewards(request: Request) -> Passed:
-    """Import the environments that the data uses."""
+    """Import the environments that the data uses, and check their sections."""
     check_environments(request.config)
     return Passed(", ".join(sorted({str(name) for _, name in request.config.env_entries()})))
+
+
+def check_endpoint(request: Request) -> Passed:
+    """Check that programs of agents can call the model on this machine."""
+    return Passed(check_agent_endpoint(request.config))
 
 
 def check_mesh(request: Request) -> Passed:
@@ -270,6 +280,10 @@ def _rewards_nothing(config: RunConfig) -> str:
     return "" if any(config.env_entries()) else "nothing is rewarded"
 
 
+def _samples_no_rewards(config: RunConfig) -> str:
+    return _rewards_nothing(config) or ("" if config.samples else "nothing is sampled")
+
+
 def _samples_nothing(config: RunConfig) -> str:
     return "" if config.samples and config.policy.generation is not None else "nothing is sampled"
 
@@ -295,6 +309,7 @@ CHECKS: tuple[RunCheck, ...] = (
         advice="Correct the name; without a network fill the hub's cache (HF_HOME) or use a folder.",
     ),
     RunCheck("environments", check_rewards, Moment.LIBRARIES, skipped=_rewards_nothing),
+    RunCheck("agent endpoint", check_endpoint, Moment.LIBRARIES, of_machine=True, skipped=_samples_no_rewards),
     RunCheck(
         "mesh",
         check_mesh,

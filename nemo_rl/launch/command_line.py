@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 
 from nemo_rl.config import RunConfig, load_config
 from nemo_rl.host.stop_signals import leave_at_once
@@ -21,6 +22,7 @@ from nemo_rl.optimizations.fork_server import start_fork_server
 from nemo_rl.optimizations.switch import is_on
 from nemo_rl.utils.errors import ConfigError, NemoRLError
 from nemo_rl.utils.logging_setup import configure_logging
+from nemo_rl.utils.user_frames import report
 
 TROUBLESHOOTING = "docs/start/troubleshooting.md"
 """Page that is named below the error that ends a run; messages about a user's mistake already say what to do."""
@@ -72,6 +74,16 @@ def launch[ConfigT: RunConfig](
     return exit_status(work)
 
 
+def show_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Show an error that ends the program: the user's own lines if it has passed any, else the whole traceback."""
+    text = None if issubclass(kind, KeyboardInterrupt | SystemExit) else report(error)
+    if text is None:
+        sys.__excepthook__(kind, error, trace)
+    else:
+        with suppress(OSError):
+            sys.stderr.write(f"\n{text}\n")
+
+
 def look_in_the_current_folder() -> None:
     """Let Python import from the folder in which a program was started, where a user's own classes may be.
 
@@ -101,6 +113,7 @@ def exit_status(work: Callable[[], int]) -> int:
     Returns:
         What `work` returns, or the status of the error that ended it, after its message and notes.
     """
+    sys.excepthook = show_uncaught
     try:
         configure_logging()
         return work()

@@ -3,6 +3,9 @@
 import difflib
 from collections.abc import Iterable
 
+_OTHER_WORDS = {"learning_rate": "lr", "beta1": "betas", "beta2": "betas", "epsilon": "eps", "decay": "weight_decay"}
+"""Words of other libraries for arguments that have names of little similarity here."""
+
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ` Did you mean '<nearest>'?`, or an empty text if no known name is similar.
@@ -12,5 +15,7 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
         known: the allowed names.
         cutoff: minimum similarity of two names, from 0 to 1.
     """
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    names = list(known)
+    near = [other for other in (_OTHER_WORDS.get(name),) if other in names]
+    near += difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
     return f" Did you mean {near[0]!r}?" if near else ""

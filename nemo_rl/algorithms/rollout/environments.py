@@ -1,5 +1,6 @@
 """Check and start the environments of a run: configured and user-supplied ones."""
 
+import logging
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -8,12 +9,15 @@ from nemo_rl.config import RolloutMasterConfig
 from nemo_rl.config.schema.tools import ToolEnvironmentConfig
 from nemo_rl.data.datasets.setup import RunData, setup_response_data
 from nemo_rl.data.interfaces import TokenizerType
-from nemo_rl.environments.registry import env_class_path
+from nemo_rl.environments.registry import check_environment, env_class_path
 from nemo_rl.environments.tools.offers import offered_tools
 from nemo_rl.environments.user_environments import environment_of, start_environment
+from nemo_rl.environments.workers.client import EnvironmentClient
 from nemo_rl.environments.workers.keys import section_of, worker_keys
 from nemo_rl.environments.workers.start import Environment
 from nemo_rl.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def check_environments(config: RolloutMasterConfig, tasks: Collection[str], user_parts: Mapping[str, Any]) -> None:
@@ -36,16 +40,22 @@ def check_environments(config: RolloutMasterConfig, tasks: Collection[str], user
             )
     for name in {*tasks, *user_parts}:
         environment_of(name, _given(name, user_parts))
-        worker_keys(name, section_of(config.env[name]), config.cluster.timeouts.environment_s)
+        section = section_of(config.env[name])
+        worker_keys(name, section, config.cluster.timeouts.environment_s)
+        if name not in user_parts:
+            check_environment(name, section, construct=name not in config.cluster.venvs)
 
 
 def response_data(tokenizer: TokenizerType, config: RolloutMasterConfig) -> RunData:
-    """Load the prompts of a run; those of an environment with tools offer the tools.
+    """Check the environments with the tokenizer, and load the prompts of a run; some offer the tools of theirs.
 
     Raises:
         ConfigError, DataError: the data cannot be used, or the tools or their parser cannot.
     """
     used = {entry.env_name for entry in (*config.data.train_entries, *config.data.validation_entries)}
+    for name in used:
+        if name in config.env and name not in config.cluster.venvs:
+            check_environment(name, config.env[name], tokenizer)
     tools = {
         name: offered_tools(section, tokenizer, f"env.{name}")
         for name, section in config.env.items()
@@ -72,6 +82,41 @@ def start_environments(
         )
         for name in dict.fromkeys([*tasks, *user_parts])
     }
+
+
+def try_own_environments(environments: Mapping[str, Environment], data: RunData, timeout_s: float) -> None:
+    """Let environments of users grade a made-up answer to their first prompt, before engines start.
+
+    An error that mistakes in code raise ends the run; any other one is a warning, because an environment may refuse an
+    answer, whose sample then has an error.
+
+    Args:
+        environments: running environments by task name.
+        data: the prompts.
+        timeout_s: limit for the start and the turn of each.
+
+    Raises:
+        ConfigError: an environment cannot be constructed, or has a mistake.
+    """
+    first: dict[str, Any] = {}
+    for part in data.train.parts:
+        datum: dict[str, Any] = dict(part[0]) if len(part) else {}
+        first.setdefault(str(datum.get("task_name")), datum)
+    for name, environment in environments.items():
+        datum = first.get(name, {})
+        if not isinstance(environment, EnvironmentClient) or not environment.is_own or "message_log" not in datum:
+            continue
+        prompt = [{"role": turn["role"], "content": str(turn["content"])} for turn in datum["message_log"]]
+        answer = {"role": "assistant", "content": "This is a made-up answer."}
+        reason = environment.try_out([*prompt, answer], datum["extra_env_info"], timeout_s)
+        if reason is not None and reason.startswith(_MISTAKES):
+            raise ConfigError(f"environment {name!r} fails for a made-up answer to its first prompt:\n  {reason}")
+        if reason is not None:
+            logger.warning("Environment %r has no reward for a made-up answer to its first prompt: %s", name, reason)
+
+
+_MISTAKES = ("AttributeError", "ImportError", "KeyError", "ModuleNotFoundError", "NameError", "TypeError", "Unbound")
+"""Beginnings of errors that mistakes in code raise, whatever the answer is."""
 
 
 def _given(name: str, user_parts: Mapping[str, Any]) -> Any:

@@ -24,7 +24,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.rollout.batches import RolloutBatches, build_training_batch
-from nemo_rl.algorithms.rollout.environments import check_environments, start_environments
+from nemo_rl.algorithms.rollout.environments import check_environments, start_environments, try_own_environments
 from nemo_rl.algorithms.rollout.refit import Engines, Refitter
 from nemo_rl.algorithms.rollout.runners import check_runners, make_runner
 from nemo_rl.algorithms.rollout.source import FreshRollouts, RolloutSource
@@ -222,6 +222,7 @@ def _start_workers(
         init_ray(str(folders.log_dir), optimizations=cluster.optimizations)
     with budget.phase("machines reserved and compared"):
         environments = start_environments(config, recipe.data.task_env.values(), recipe.environments, resources)
+        try_own_environments(environments, recipe.data, cluster.timeouts.setup_s)
         places = place_models(config.model_cluster, recipe.roles)
         reserve(places.values(), config, recipe.roles, resources)
     settings = engine_settings(config.policy, cluster, seed, load_weights=False)

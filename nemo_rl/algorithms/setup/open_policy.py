@@ -77,7 +77,7 @@ class OpenPolicy(Policy):
         """
         require_keys(data, [*TRAINING_KEYS, *extra_keys(loss_fn)], "train")
         if not self._places.use_gpus and input_type_of(loss_fn) in _OF_TOKENS:
-            _try_out(cast(LossFunction, loss_fn), data)
+            try_out(cast(LossFunction, loss_fn), data)
         return super().train(data, loss_fn, eval_mode, gbs or data.size, mbs)
 
     def shutdown(self) -> bool:
@@ -131,13 +131,13 @@ def open_policy(
     return OpenPolicy(config, cluster, seed)
 
 
-def _try_out(loss_fn: LossFunction, data: BatchedDataDict[Any]) -> None:
-    """Call a loss with made-up log-probabilities or values."""
+def try_out(loss_fn: LossFunction, data: BatchedDataDict[Any]) -> Any:
+    """Call a loss with made-up log-probabilities or values; return what it returns."""
     rows = data.slice(0, getattr(loss_fn, "rows_per_unit", 1))
     num_rows, num_tokens = rows["input_ids"].shape
     scores = torch.full((num_rows, num_tokens - 1), -1.0, requires_grad=True)
     one = torch.ones(())
-    loss_fn(scores, data=rows, global_valid_seqs=one, global_valid_toks=one)
+    return loss_fn(scores, data=rows, global_valid_seqs=one, global_valid_toks=one)
 
 
 def _require_gpus(cluster: ClusterConfig) -> None:

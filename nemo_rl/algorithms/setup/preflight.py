@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from nemo_rl.config import (
     ClusterConfig,
+    EvalMasterConfig,
     MasterConfig,
     Role,
     RolloutMasterConfig,
@@ -15,7 +16,6 @@ from nemo_rl.config import (
     model_ranks,
     report_findings,
 )
-from nemo_rl.utils.named_parts import check_own_keys
 
 
 def check_backends(models: Mapping[str, Role], cluster: ClusterConfig) -> None:
@@ -60,14 +60,34 @@ def check_reachable_models(config: RunConfig) -> None:
 
 
 def check_environments(config: RunConfig) -> None:
-    """Import the environments that the data names."""
-    from nemo_rl.environments.registry import env_class_path
-    from nemo_rl.environments.workers.keys import own_keys, section_of, worker_keys
-    from nemo_rl.environments.workers.loading import load_env_class
+    """Import the environments that the data names, and check their sections without tokenizer and data.
+
+    Raises:
+        ConfigError: an environment or a key of its section cannot be used.
+    """
+    from nemo_rl.environments.registry import check_environment
 
     for name in sorted({str(name) for _, name in config.env_entries()}):
-        env_class, _ = load_env_class(env_class_path(name))
-        if isinstance(config, RolloutMasterConfig):
-            section = section_of(config.env.get(name) or {})
-            worker_keys(name, section, config.cluster.timeouts.environment_s)
-            check_own_keys(env_class, f"env.{name}", own_keys(section, env_class.config_class))
+        sections = config.env if isinstance(config, RolloutMasterConfig | EvalMasterConfig) else {}
+        check_environment(name, sections.get(name) or {}, construct=name not in config.cluster.venvs)
+
+
+def check_agent_endpoint(config: RunConfig) -> str:
+    """Listen for a moment on the address on which programs of agents call the model.
+
+    Returns:
+        What was found.
+
+    Raises:
+        ConfigError: this machine cannot listen there.
+    """
+    from nemo_rl.environments.registry import env_class_path
+    from nemo_rl.environments.workers.loading import load_env_class
+    from nemo_rl.experience.agents.endpoint import listener_of
+
+    names = {str(name) for _, name in config.env_entries()}
+    endpoint = config.cluster.agent_endpoint
+    if config.cluster.rollout_runners or not any(load_env_class(env_class_path(name))[0].runs_agents for name in names):
+        return "no program calls an endpoint on this machine"
+    listener_of(endpoint).close()
+    return f"{endpoint.host} can be listened on"

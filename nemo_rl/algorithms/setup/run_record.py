@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,6 +25,8 @@ from nemo_rl.utils.errors import RunInterruptedError
 
 RECORD_FILE = "run.json"
 _MAX_ERROR_CHARS = 2000
+TRACEBACK_FILE = "traceback.txt"
+"""File of a run's folder with the traceback of the error that ended it, with those of its workers."""
 
 
 type EndOfRun = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]
@@ -61,6 +64,10 @@ def record_run(log_dir: Path, config: MasterConfig, resources: ExitStack) -> End
             return
         record.update(ended=time.time(), **{key: public_text(text, config) for key, text in _outcome(error).items()})
         write()
+        if error is not None and record["status"] == "failed":
+            with output.attempt():
+                write_atomically(log_dir / TRACEBACK_FILE, traceback.format_exception(error))
+                error.add_note(f"The whole traceback is in {log_dir / TRACEBACK_FILE}.")
 
     write()
     resources.push(end)

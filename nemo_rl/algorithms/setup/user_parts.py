@@ -6,8 +6,9 @@ Invariant: a configuration that a program made is checked like one from a file, 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from omegaconf import DictConfig
 from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
@@ -19,8 +20,12 @@ from nemo_rl.config.runs.rollouts import RolloutMasterConfig
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.datasets.user_data import given_data
 from nemo_rl.data.tokenizer import ensure_pad_token, get_tokenizer
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.user_errors import describe
 from nemo_rl.losses.loss_function import LOSSES
+from nemo_rl.utils.did_you_mean import did_you_mean
 from nemo_rl.utils.errors import ConfigError
+from nemo_rl.utils.user_frames import USER_MISTAKES, user_lines
 
 
 @dataclass(frozen=True)
@@ -124,10 +129,63 @@ class UserParts:
             return configured
         if not hasattr(own, "rows_per_unit"):
             own.rows_per_unit = rows_per_sample
+        _try_loss(own, section.name if self.loss_fn is None else type(own).__name__)
         return own
 
 
 NOTHING = UserParts()
+
+_TRIAL_TOKENS = 8
+
+
+def _try_loss(loss_fn: Any, name: str) -> None:
+    """Call a user's loss on made-up rows, so that a mistake in it ends the run before anything starts.
+
+    Losses of logits are left out, because their shape follows from the model.
+
+    Raises:
+        ConfigError: the loss fails, or returns something else than a scalar and its metrics.
+    """
+    from nemo_rl.algorithms.setup.open_policy import try_out
+    from nemo_rl.losses.loss_function import LossInputType
+
+    if getattr(loss_fn, "input_type", None) not in (LossInputType.LOGPROB, LossInputType.VALUE):
+        return
+    rows = _made_up_rows(loss_fn.rows_per_unit)
+    try:
+        found = try_out(loss_fn, rows)
+    except KeyError as error:
+        near = did_you_mean(str(error.args[0]) if error.args else "", rows)
+        if near:  # an algorithm may have further keys
+            _refuse_loss(name, error, f" The batch has no such key.{near}")
+        return
+    except USER_MISTAKES as error:
+        _refuse_loss(name, error)
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], torch.Tensor) and not found[0].dim()):
+        shown = f"{type(found).__name__} {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)[:200]
+        raise ConfigError(f"the loss {name} returns {shown} for one row; it must return a scalar tensor and a dict.")
+
+
+def _made_up_rows(num_rows: int) -> BatchedDataDict[Any]:
+    """Return rows with the keys that the algorithms give to losses."""
+    tokens = torch.ones(num_rows, _TRIAL_TOKENS)
+    per_token = ("advantages", "returns", "values", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
+    return BatchedDataDict(
+        input_ids=tokens.long(),
+        input_lengths=torch.full((num_rows,), _TRIAL_TOKENS),
+        token_mask=tokens.clone(),
+        sample_mask=torch.ones(num_rows),
+        positive_examples=torch.ones(num_rows),
+        prompt_groups=torch.zeros(num_rows, dtype=torch.int64),
+        **{key: torch.full_like(tokens, -1.0) for key in per_token},
+    )
+
+
+def _refuse_loss(name: str, error: BaseException, hint: str = "") -> NoReturn:
+    lines = "\n".join(map(str, user_lines(error)[-4:]))
+    raise ConfigError(
+        f"the loss {name} fails on one made-up row of {_TRIAL_TOKENS} tokens.{hint}\n{lines}\n{describe(error)}"
+    ) from error
 
 
 def _is_section(given: Any) -> bool:

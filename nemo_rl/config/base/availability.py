@@ -1,10 +1,12 @@
-"""Handles keys of features that do not exist yet: accepted while they switch nothing on, refused otherwise.
+"""Handles keys of features that do not exist yet or are not in use.
+
+Keys of features that do not exist are accepted while they switch nothing on, and refused otherwise.
 
 Such keys are listed as `later` in their section, or their field has an `Only` constraint. Invariant: a refusal names
 the feature, says that it is not built yet, and names the values that pass.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +36,35 @@ class Only:
             feature = self.feature if isinstance(self.feature, str) else self.feature[value]
             raise PydanticCustomError("not_available", f"{NOT_BUILT}: {{feature}}", {"feature": feature})
         return value
+
+
+@dataclass(frozen=True)
+class OnlyWith:
+    """Marks a key that has an effect only where another key has certain values; elsewhere the loader reports it.
+
+    Attributes:
+        key: the other key: in the same section, or with each leading dot in the section above.
+        values: its values with which this key acts; none: all that switch something on.
+    """
+
+    key: str
+    values: tuple[Any, ...] = ()
+
+    def path_from(self, section: Sequence[str | int]) -> tuple[str | int, ...]:
+        """Return the path of the other key for a key of the section at a path."""
+        name = self.key.lstrip(".")
+        above = len(self.key) - len(name)
+        return (*section[: len(section) - above], *name.split("."))
+
+    def holds(self, value: Any) -> bool:
+        """Return whether a value of the other key lets this key act."""
+        return value in self.values if self.values else not is_off(value)
+
+    @property
+    def reason(self) -> str:
+        """The condition, for people."""
+        shown = " or ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in self.values)
+        return f"only with {self.key.lstrip('.')}{f'={shown}' if shown else ''}"
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,13 @@ def find_path(path: str | Path) -> Path | None:
     Args:
         path: absolute, starting with `~`, or relative to the current folder or the repository root.
     """
-    wanted = Path(path).expanduser()
-    folders = [Path.cwd(), REPOSITORY_ROOT]
-    places = [wanted] if wanted.is_absolute() else [folder / wanted for folder in folders]
-    return next((place.resolve() for place in places if place.exists()), None)
+    try:
+        wanted = Path(path).expanduser()
+        folders = [Path.cwd(), REPOSITORY_ROOT]
+        places = [wanted] if wanted.is_absolute() else [folder / wanted for folder in folders]
+        return next((place.resolve() for place in places if place.exists()), None)
+    except (OSError, RuntimeError, ValueError):  # a name that no file can have, or a user that does not exist
+        return None
 
 
 def looks_local(name: str) -> bool:

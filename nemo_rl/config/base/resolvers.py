@@ -12,15 +12,25 @@ from omegaconf import OmegaConf
 
 
 def _numbers(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(values) < 2:
+        raise TypeError(f"it needs two numbers or more, and got {', '.join(map(repr, values)) or 'none'}")
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"{value!r} is not a number")
     return values
 
 
+def _divided(number: float, by: float, *more: Any) -> float:
+    if more:
+        raise TypeError("it takes two numbers")
+    if by == 0:
+        raise TypeError(f"{number} cannot be divided by 0")
+    return number / by
+
+
 _RESOLVERS: dict[str, Callable[..., Any]] = {
     "mul": lambda *values: functools.reduce(operator.mul, _numbers(values)),
-    "div": lambda *values: operator.truediv(*_numbers(values)),
+    "div": lambda *values: _divided(*_numbers(values)),
     "add": lambda *values: sum(_numbers(values)),
     "max": lambda *values: max(_numbers(values)),
 }

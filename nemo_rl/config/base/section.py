@@ -54,6 +54,8 @@ class Section(BaseModel):
             derived default refers to it by its full name.
         inherits: dotted path of a section whose values are the defaults of this one.
         rest: key of this section, a mapping, that takes the keys that the section does not have.
+        decided_by: key of this section on whose value `without_effect` depends; keys that were written before it are
+            not reported.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
@@ -68,6 +70,7 @@ class Section(BaseModel):
     place: ClassVar[str] = ""
     inherits: ClassVar[str] = ""
     rest: ClassVar[str] = ""
+    decided_by: ClassVar[str] = ""
 
     _other_section: Section | None = PrivateAttr(default=None)
     """Sibling section whose keys may be read and written here too (`written_in`)."""
@@ -205,11 +208,13 @@ class Section(BaseModel):
 
 def with_rest(section: type[Section], values: Mapping[str, Any]) -> dict[str, Any]:
     """Move the keys that a section does not have into its mapping for them."""
-    own = known_keys(section)
+    own, rest = known_keys(section), values.get(section.rest, {})
+    if not isinstance(rest, Mapping):
+        return dict(values)  # its type is refused
     others = {key: value for key, value in values.items() if key not in own}
     return {
         **{key: values[key] for key in values if key in own},
-        section.rest: {**values.get(section.rest, {}), **others},
+        section.rest: {**rest, **others},
     }
 
 

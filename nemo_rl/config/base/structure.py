@@ -8,6 +8,7 @@ this package is a `Section` (section.py), so "a section" is "a model" here.
 from __future__ import annotations
 
 import inspect
+import math
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,6 +101,12 @@ class Slot:
     def optional(self) -> bool:
         """True if null is an allowed value with its own meaning."""
         return self.annotation is None or type(None) in _options(self.annotation)
+
+    @property
+    def takes_numbers_only(self) -> bool:
+        """True if this is a number, or null: no switch and no text."""
+        options = [option for option in _options(self.annotation) if option is not type(None)]
+        return bool(options) and all(option in (int, float) for option in options)
 
     @property
     def is_mapping(self) -> bool:
@@ -238,8 +245,14 @@ def _bounds_text(metadata: Iterable[Any]) -> str:
     for m in _flatten(metadata):
         for kind, sign, name in ((Gt, ">", "gt"), (Ge, ">=", "ge"), (Lt, "<", "lt"), (Le, "<=", "le")):
             if isinstance(m, kind):
-                bounds.append(f" {sign} {getattr(m, name)}")
+                bounds.append(f" {sign} {_number_text(getattr(m, name))}")
     return " and".join(bounds)
+
+
+def _number_text(bound: float) -> str:
+    """Return a bound as text; large ones with an exponent, as 10^6."""
+    exponent = round(math.log10(bound)) if bound >= 1e6 else 0
+    return f"10^{exponent}" if exponent and bound == 10**exponent else str(bound)
 
 
 def _flatten(metadata: Iterable[Any]) -> Iterable[Any]:

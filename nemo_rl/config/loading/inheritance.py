@@ -4,6 +4,7 @@ It returns the layers of a configuration, parents first, for load.py. Invariant:
 the file that names it; interpolations stay unresolved, so a child also changes what depends on the key it overrides.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ from nemo_rl.config.base.names import OVERRIDE_MARKER
 from nemo_rl.config.base.paths import find_path
 from nemo_rl.files.regular_file import read_text, require_regular
 from nemo_rl.utils.errors import ConfigError
+
+_ODD_NUMBER = re.compile(r"[\s\[,:-][-+]?(?:\d[\d_]*(?::[0-5]?\d)+(?:\.\d*)?|0[0-7_]*[0-7])")
+"""Numbers that YAML reads with base 60 or 8, after what separates them from the text before."""
 
 MOST_VALUES = 1_000_000
 """Most values in a file after its anchors are expanded."""
@@ -142,19 +146,39 @@ def _require_regular(path: Path) -> None:
         raise ConfigError(f"the config file {str(path)!r} cannot be read. {error.strerror}.") from error
 
 
-def _refuse_too_much(path: Path) -> None:
-    """Count a file's values before its anchors are expanded: a few lines can expand to more than memory holds.
+def _refuse_surprises(path: Path) -> None:
+    """Refuse a file whose values are not what they look like, before its anchors are expanded.
+
+    A few lines can expand to more than memory holds, and YAML reads 1:30 as 90 and 010 as 8.
 
     Raises:
-        ConfigError: the file has too many values.
+        ConfigError: the file has too many values, or such a number.
     """
     text = read_text(path)
-    root = yaml.compose(text, Loader=yaml.SafeLoader) if "*" in text else None
+    is_plain = "*" not in text and not _ODD_NUMBER.search(text)
+    root = None if is_plain else yaml.compose(text, Loader=yaml.SafeLoader)
+    if root is not None and (odd := _odd_number(root, set())) is not None:
+        raise ConfigError(
+            f"{path}, line {odd.start_mark.line + 1}: {odd.value} is a number with another base in YAML (1:30 is 90, "
+            f"010 is 8). Write the number in decimal digits, or the text in quotes: '{odd.value}'."
+        )
     if root is not None and _num_values(root, {}) > MOST_VALUES:
         raise ConfigError(
             f"{path} stands for more than {MOST_VALUES:,} values: its anchors (&name, *name) repeat each other, or "
             "themselves. Write the values out."
         )
+
+
+def _odd_number(node: yaml.Node, seen: set[int]) -> yaml.ScalarNode | None:
+    """Return the first number of a node that YAML reads with base 60 or 8; nodes in `seen` are not visited again."""
+    if isinstance(node, yaml.ScalarNode):
+        is_number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float") and node.style is None
+        return node if is_number and _ODD_NUMBER.fullmatch(f" {node.value}") else None
+    if id(node) in seen:
+        return None
+    seen.add(id(node))
+    children = [child for entry in node.value for child in (entry if isinstance(entry, tuple) else (entry,))]
+    return next(filter(None, (_odd_number(child, seen) for child in children)), None)
 
 
 def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
@@ -177,7 +201,7 @@ def _as_list(parents: Any, path: Path) -> list[str]:
 
 def _parse(path: Path) -> DictConfig:
     try:
-        _refuse_too_much(path)
+        _refuse_surprises(path)
         content = OmegaConf.load(path)
     except ConfigError:
         raise

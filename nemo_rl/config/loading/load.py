@@ -19,6 +19,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from nemo_rl.config.base.defaults import fill_defaults, plain_values
 from nemo_rl.config.base.hidden_values import hidden_in, hidden_values, places_still_hidden, public_values
@@ -27,11 +28,12 @@ from nemo_rl.config.base.section import Section
 from nemo_rl.config.base.spellings import in_own_section, unified
 from nemo_rl.config.base.structure import Slot, has_key, known_keys, mappings_in, value_at
 from nemo_rl.config.loading.dotted_names import joined, names_in, with_dots, with_names
-from nemo_rl.config.loading.empty import keep_sections, without_value
+from nemo_rl.config.loading.idle_keys import idle_keys
 from nemo_rl.config.loading.inheritance import Layer, merge_layers, read_layers
 from nemo_rl.config.loading.overrides import apply_override, apply_to_schema, parse_override
 from nemo_rl.config.loading.sources import Sources, dotted_path
 from nemo_rl.config.loading.unknown_keys import refuse_unknown_keys, unknown_keys
+from nemo_rl.config.loading.unusable import keep_sections, unusable_values
 from nemo_rl.config.loading.validation_errors import problem_lines, short, without_followers
 from nemo_rl.config.runs.dependent_keys import fill_dependent_keys
 from nemo_rl.config.runs.rollouts import GRPOMasterConfig
@@ -103,7 +105,9 @@ def _loaded[Config: Section](
             config.check()
         for note in config.notes():
             logger.warning("%s", note)
-    _tell_idle(schema, values, sources)
+    told = [f"{dotted_path(path)} ({reason})" for path, reason, _ in idle_keys(config, values, sources)]
+    if told:
+        logger.info("Keys without effect: %s", ", ".join(told))
     return config
 
 
@@ -214,11 +218,11 @@ def validated[Config: Section](
     except OmegaConfBaseException as error:
         values, failure = unresolved, _unresolvable(error, sources)
     values = {key: value for key, value in values.items() if has_key(known_keys(schema), key)}  # without variables
-    lines = [*_take_out_not_built(schema, values, sources), *without_value(schema, values, unresolved, sources)]
+    lines = [*_take_out_not_built(schema, values, sources), *unusable_values(schema, values, unresolved, sources)]
     try:
         config = schema.model_validate(values)
     except ValidationError as error:
-        details = error.errors()
+        details = _details_of(error)
         written = without_followers(details, values, unresolved)
         if written or failure is None:
             lines += problem_lines(schema, written or details, values, sources)
@@ -235,6 +239,14 @@ def validated[Config: Section](
         config._hidden = hidden_values(unresolved, values)
         fill_dependent_keys(config)
     return config, values
+
+
+def _details_of(error: ValidationError) -> list[ErrorDetails]:
+    """Return pydantic's errors; none where a text is no UTF-8, which `unusable_values` reports."""
+    try:
+        return error.errors()
+    except UnicodeEncodeError:
+        return []
 
 
 def _take_out_not_built(schema: type[Section], values: Any, sources: Sources) -> list[str]:
@@ -256,24 +268,6 @@ def _unresolvable(error: OmegaConfBaseException, sources: Sources) -> ConfigErro
         opener = f" ({source} leaves it open)" if sources.has(path) else ""
         return ConfigError(f"{key} has no value{opener}. Write it in the config file or add the override {key}=...")
     return ConfigError(f"{key} (set by {source}) cannot be worked out: {str(error).splitlines()[0]}.")
-
-
-def _tell_idle(schema: type[Section], values: dict[str, Any], sources: Sources) -> None:
-    """Log once which keys that the user wrote have no effect here."""
-    written, off = [], set()
-    for slot, tree, path in mappings_in(Slot.of_section(schema), values):
-        if tree.get("enabled") is False or path in off or path[:-1] in off:
-            off.add(path)  # the keys of a disabled section have no effect anyway
-            continue
-        section = slot.section_for(tree)
-        reasons = section.without_effect(tree) if section is not None and issubclass(section, Section) else {}
-        places = [
-            ((*path, key), reason) for key in tree for name, reason in reasons.items() if has_key([name], str(key))
-        ]
-        off |= {place for place, _ in places}  # one report covers all keys below the place
-        written += [f"{dotted_path(place)} ({reason})" for place, reason in places if sources.has(place)]
-    if written:
-        logger.info("Keys without effect: %s", ", ".join(written))
 
 
 def _escaped(value: Any, kept: Collection[str]) -> Any:

@@ -21,6 +21,7 @@ from nemo_rl.config.base.structure import Slot, find_slot, known_keys, value_at
 from nemo_rl.config.loading.dotted_names import shown
 from nemo_rl.config.loading.sources import Sources
 from nemo_rl.config.loading.unknown_keys import explain_unknown
+from nemo_rl.utils.did_you_mean import did_you_mean
 from nemo_rl.utils.errors import ConfigError
 
 _EXAMPLES = (
@@ -118,9 +119,11 @@ def apply_to_schema(schema: type[BaseModel], cfg: DictConfig, override: Override
     if slot is not None and not slot.sections and isinstance(value_at(tree, path), dict):
         OmegaConf.set_struct(cfg, False)  # a mapping with free names accepts new ones
     already_null = override.type == OverrideType.DEL and value_at(tree, path, _ABSENT) is None
+    _suggest_near_argument(path, tree, override)
     if not already_null:
         apply_override(cfg, override)
-    sources.overrides.append((shown(override.key_or_group), str(override.input_line)))
+    value = None if override.type == OverrideType.DEL else override.value()
+    sources.overrides.append((shown(override.key_or_group), str(override.input_line), value))
 
 
 def _refuse_marker(path: Sequence[str], override: Override) -> None:
@@ -152,6 +155,18 @@ def _refuse_unknown_environment(path: Sequence[str], tree: Any, override: Overri
         f"{known}. A dotted name is found if it is in env or the env_name of a data entry; write env_name "
         "before its keys, and +key=value for a key that it does not have yet."
     )
+
+
+def _suggest_near_argument(path: Sequence[str], tree: Any, override: Override) -> None:
+    """Refuse a new name in a mapping with free names that has a similar one, before Hydra advises to add it."""
+    present = value_at(tree, path[:-1])
+    if override.type != OverrideType.CHANGE or not isinstance(present, dict) or path[-1] in present:
+        return
+    if near := did_you_mean(path[-1], present):
+        raise OverridesError(
+            f"cannot apply the override {override.input_line!r}: {shown('.'.join(path[:-1]))} has "
+            f"{', '.join(present)}.{near} Write +{override.input_line} if you mean another argument."
+        )
 
 
 def _clear_other_kind(cfg: DictConfig, override: Override, current: Any) -> None:

@@ -22,11 +22,11 @@ class Sources:
 
     Attributes:
         layers: file name and plain content of each layer.
-        overrides: dotted key and the text of each override.
+        overrides: dotted key, text and value of each override.
     """
 
     layers: list[tuple[str, Any]] = field(default_factory=list)
-    overrides: list[tuple[str, str]] = field(default_factory=list)
+    overrides: list[tuple[str, str, Any]] = field(default_factory=list)
 
     @classmethod
     def of_layers(cls, layers: Sequence[Layer]) -> "Sources":
@@ -36,14 +36,32 @@ class Sources:
     def of(self, path: Sequence[str | int]) -> str:
         """Return the name of what set the value at `path`: an override, a file or the schema."""
         dotted = dotted_path(path)
-        for key, text in reversed(self.overrides):
+        for key, text, _ in reversed(self.overrides):
             if dotted == key or dotted.startswith(f"{key}.") or key.startswith(f"{dotted}."):
                 return f"the override {text!r}"
         return self._file_of(path) or "a default of the schema"
 
     def has(self, path: Sequence[str | int]) -> bool:
         """Return whether a file or an override sets `path`."""
-        return self._file_of(path) is not None or any(dotted_path(path) == key for key, _ in self.overrides)
+        return self._file_of(path) is not None or any(dotted_path(path) == key for key, *_ in self.overrides)
+
+    def rank(self, path: Sequence[str | int]) -> int:
+        """Return the number of the last file that sets `path` or a key below it; -1: none does.
+
+        All overrides together have the number after that of the last file, since their order says little.
+        """
+        dotted = dotted_path(path)
+        for key, _, value in self.overrides:
+            below = dotted[len(key) + 1 :].split(".") if dotted.startswith(f"{key}.") else None
+            is_inside = below is not None and value_at(value, below, _ABSENT) is not _ABSENT
+            if dotted == key or key.startswith(f"{dotted}.") or is_inside:
+                return len(self.layers)
+        for number, (_, content) in reversed(list(enumerate(self.layers))):
+            if self.is_written(path, content):
+                return number
+            if _replaces(path, content):
+                return -1
+        return -1
 
     def _file_of(self, path: Sequence[str | int]) -> str | None:
         """Return the last file that sets `path`, unless a later file replaces a mapping above it as a whole."""

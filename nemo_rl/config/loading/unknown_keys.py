@@ -37,6 +37,9 @@ def unknown_keys(schema: type[BaseModel], tree: Any) -> Iterator[tuple[tuple[str
     """Yield the path of each key that the schema does not have, with a sentence for the user."""
     for slot, values, path in mappings_in(Slot.of_section(schema), tree):
         for key in values:
+            if key == OVERRIDE_MARKER and not isinstance(values[key], bool):
+                place = dotted_path([*path, key])
+                yield (*path, key), f"{place}={values[key]!r} must be true (drop what parent files wrote) or false."
             if key != OVERRIDE_MARKER and slot.child(key, values) is None:
                 yield (*path, key), _sentence(slot, str(key), path, values, schema)
 

@@ -19,8 +19,14 @@ _OWN_SENTENCES = {"metric_name", "moved", "scheduler"}
 
 def problem_lines(schema: type[BaseModel], details: Sequence[ErrorDetails], tree: Any, sources: Sources) -> list[str]:
     """Return a line for each of pydantic's errors on `tree`, the values that were validated."""
-    precise = [e for e in details if e["type"] not in _BRANCH_ERRORS]
-    return list(dict.fromkeys(_line(schema, e, tree, sources) for e in precise or details))
+    precise = [tuple(_path_in(tree, e["loc"])) for e in details if e["type"] not in _BRANCH_ERRORS]
+    told = [e for e in details if e["type"] not in _BRANCH_ERRORS or not _covered(_path_in(tree, e["loc"]), precise)]
+    return list(dict.fromkeys(_line(schema, e, tree, sources) for e in told))
+
+
+def _covered(path: Sequence[str | int], precise: Sequence[tuple[str | int, ...]]) -> bool:
+    """Return whether another error is about a path or a key below it, so that it says more than the type does."""
+    return any(other[: len(path)] == tuple(path) for other in precise)
 
 
 def without_followers(details: Sequence[ErrorDetails], tree: Any, unresolved: Any) -> list[ErrorDetails]:

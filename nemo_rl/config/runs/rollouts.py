@@ -4,7 +4,7 @@
 other, before Ray starts.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import ClassVar
 
@@ -21,7 +21,7 @@ from nemo_rl.config.rules.placement.judges import Judges, check_judges, left_by_
 from nemo_rl.config.rules.placement.roles import Role
 from nemo_rl.config.rules.placement.second_models import check_placements, check_second_models
 from nemo_rl.config.rules.placement.topology import divide_cluster
-from nemo_rl.config.rules.rewards.agents import check_agents
+from nemo_rl.config.rules.rewards.agents import check_agents, unused_environments
 from nemo_rl.config.rules.rewards.efforts import check_effort_levels
 from nemo_rl.config.rules.rewards.nemo_gym import check_http_server, check_nemo_gym, left_by_gym
 from nemo_rl.config.rules.rewards.penalties import check_reward_penalties
@@ -177,6 +177,21 @@ class RolloutMasterConfig(MasterConfig):
         for place, section in sections.items():
             if section is not None:
                 yield f"{place}.model_name", f"{place}.tokenizer.name", section.as_policy()
+
+    def unused(self) -> Iterator[tuple[str, Sequence[str], str]]:
+        """See `RunConfig.unused`: environments that no data names, the endpoint without programs, validation."""
+        if not self.data.has_user_data:
+            used, names = (
+                {name for _, name in self.env_entries()},
+                [f"{place}.env_name" for place, _ in self.env_entries()],
+            )
+            yield from unused_environments(self.env, used, [*names, f"{INHERITED}.env_name"])
+        algorithm = self.algorithm
+        name = next(name for name, section in self.items() if section is algorithm)
+        switches = [key for key in ("val_period", "val_at_start", "val_at_end") if key in algorithm]
+        if all(getattr(algorithm, key) <= 0 for key in switches):
+            for key in ("val_batch_size", "max_val_samples", "val_num_generations_per_prompt", "val_start_at"):
+                yield f"{name}.{key}", [f"{name}.{each}" for each in switches], "nothing is validated"
 
     def path_keys(self) -> Iterator[PathKey]:
         """See `RunConfig.path_keys`."""

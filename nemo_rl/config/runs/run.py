@@ -1,6 +1,6 @@
 """The base of all master configurations, of training and of evaluation."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
 
@@ -72,6 +72,10 @@ class RunConfig(Section):
 
     def env_entries(self) -> Iterator[tuple[str, str | None]]:
         """Yield the key of each data entry whose answers are rewarded, and the name of its environment."""
+        yield from ()
+
+    def unused(self) -> Iterator[tuple[str, Sequence[str], str]]:
+        """Yield keys that nothing of the run uses, each with the keys that make it so and the reason."""
         yield from ()
 
     def path_keys(self) -> Iterator[PathKey]:

@@ -2,8 +2,9 @@
 
 from typing import Any, ClassVar
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
+from nemo_rl.config.base.numbers import Count
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.schema.games import GameSection
 
@@ -21,7 +22,7 @@ class GymnasiumConfig(GameSection):
     """Show the environment as its text rendering (render_mode ansi) instead of the observation."""
     instructions: str | None = None
     """First lines of the prompt; null: the name."""
-    max_moves: PositiveInt | None = None
+    max_moves: Count | None = None
     """Actions after which an episode ends; null: only the environment ends it."""
 
 
@@ -32,7 +33,7 @@ class TextArenaConfig(GameSection):
     """Name under which it is registered, such as TowerOfHanoi-v0."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments for textarena.make."""
-    max_moves: PositiveInt | None = None
+    max_moves: Count | None = None
     """Actions after which an episode ends; null: only the game ends it."""
 
 

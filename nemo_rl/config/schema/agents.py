@@ -5,9 +5,21 @@
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from nemo_rl.config.base.addresses import Host, HttpAddress
+from nemo_rl.config.base.numbers import (
+    Amount,
+    Count,
+    CountOrZero,
+    Gibibytes,
+    Mebibytes,
+    Port,
+    ProgramMebibytes,
+    Seconds,
+    Workers,
+)
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.schema.sandbox import SandboxKeys
 from nemo_rl.config.schema.tools import GraderConfig
@@ -41,7 +53,7 @@ class AgentKeys(Section):
     invalid_tool_call_patterns: list[str] = Field(default_factory=DEFAULT_INVALID_TOOL_CALL_PATTERNS.copy)
     """Texts that show a tool call that was not understood, where an answer has them besides its calls; see
     grpo.invalid_tool_call_advantage."""
-    max_calls: PositiveInt = 64
+    max_calls: Count = 64
     """Calls of the model that one program may make; further ones are refused."""
     sampling: Literal["run", "request"] = "run"
     """Source of temperature and top_p: the run, or each request."""
@@ -55,18 +67,18 @@ class AgentKeys(Section):
 class AgentEndpointConfig(Section):
     """The endpoint that the programs of agent environments call; it runs where rollouts are played."""
 
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Address to listen on. Programs on other machines need "0.0.0.0"; every request needs the key of a sample in any
     case."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port to listen on; 0: a free one. With cluster.rollout_runners it must be 0."""
-    public_host: str | None = None
+    public_host: Host | None = None
     """Host in the addresses that programs get; null: host, or the address of the machine for "0.0.0.0"."""
     max_request_mb: Annotated[float, Field(gt=0, le=64)] = 1.0
     """Largest body of a request, in MiB; larger ones are answered with status 413."""
-    max_concurrent_calls: PositiveInt = 64
+    max_concurrent_calls: Count = 64
     """Requests of one sample's program that are answered at the same time; further ones get status 429."""
-    max_requests_per_minute: PositiveInt | None = None
+    max_requests_per_minute: Count | None = None
     """Requests of one sample's program within a minute; further ones get status 429; null: no limit."""
 
 
@@ -83,18 +95,18 @@ class AgentEnvironmentConfig(AgentKeys, SandboxKeys):
     """Program and arguments of a process that is started for each sample."""
     environment: dict[str, str] = Field(default_factory=dict)
     """With command: environment variables besides those that the library sets."""
-    service: str | None = None
+    service: HttpAddress | None = None
     """Address to which each task is posted as JSON, and which answers with the reward."""
-    timeout_s: PositiveFloat = 300.0
+    timeout_s: Seconds = 300.0
     """Seconds for one program; afterwards it is ended and its sample has an error. Only a function on a thread
     continues; its result is ignored."""
-    step_timeout_s: PositiveFloat = 600.0
+    step_timeout_s: Seconds = 600.0
     """Seconds for a program and its grading together."""
-    max_open_episodes: PositiveInt = 64
+    max_open_episodes: Count = 64
     """Programs that run at the same time; others wait, which does not count against their deadline."""
-    num_workers: PositiveInt = 1
+    num_workers: Workers = 1
     """Processes among which the programs are divided; more help where functions compute much."""
-    max_memory_gb: PositiveFloat | None = None
+    max_memory_gb: Gibibytes | None = None
     """Gibibytes that each of these processes may use, with all that it started; null: no limit."""
     row_fields: list[str] | None = None
     """Fields of the row that the program gets, such as ground_truth; null: all with program and service, none with
@@ -106,15 +118,15 @@ class AgentEnvironmentConfig(AgentKeys, SandboxKeys):
     machine. none: the command has all rights of the run."""
     readable: list[str] = Field(default_factory=list)
     """With command in a sandbox: files and folders that it may read, besides itself and the Python of the run."""
-    memory_mb: PositiveInt = 4096
+    memory_mb: ProgramMebibytes = 4096
     """With command in a sandbox: memory in MiB."""
-    max_processes: PositiveInt = 64
+    max_processes: Workers = 64
     """With command in a sandbox: processes and threads."""
-    file_mb: PositiveInt = 64
+    file_mb: Mebibytes = 64
     """With command in a sandbox: size of each file that it writes, in MiB."""
-    scratch_mb: PositiveInt = 256
+    scratch_mb: Mebibytes = 256
     """With command in a sandbox: size of all its files together, in MiB."""
-    output_bytes: PositiveInt = 1048576
+    output_bytes: Amount = 1048576
     """With command: bytes of output after which it is ended."""
 
     @model_validator(mode="after")
@@ -137,9 +149,6 @@ class AgentEnvironmentConfig(AgentKeys, SandboxKeys):
         return self
 
 
-Port = Annotated[int, Field(ge=1, le=65535)]
-"""A TCP port."""
-
 NEMO_GYM = "nemo_gym"
 """Name of the environment."""
 RESULTS_FILE = "results.jsonl"
@@ -149,7 +158,7 @@ RESULTS_FILE = "results.jsonl"
 class HeadServerConfig(Section):
     """The head server of NeMo Gym, which knows the addresses of all others."""
 
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Its host."""
     port: Port = 11000
     """Its port."""
@@ -181,7 +190,7 @@ class NemoGymConfig(AgentKeys):
     servers: dict[str, Any] = Field(default_factory=dict)
     """Configuration of servers that is added to that of config_paths; keys of this section that are not in this table
     belong to it too."""
-    num_gpu_nodes: NonNegativeInt = 0
+    num_gpu_nodes: CountOrZero = 0
     """Machines of the cluster, on GPUs, that the run leaves to models of the servers."""
     head_server: HeadServerConfig | None = None
     """Address of the head server: of servers that run already, or where it is started; null: a free port here."""
@@ -198,15 +207,15 @@ class NemoGymConfig(AgentKeys):
     """Highest port of the servers; null: NeMo Gym chooses."""
     log_dir: str = "logs/nemo_gym"
     """Folder for the output of the servers."""
-    start_timeout_s: PositiveFloat = 600.0
+    start_timeout_s: Seconds = 600.0
     """Seconds until all servers answer."""
-    timeout_s: PositiveFloat = 900.0
+    timeout_s: Seconds = 900.0
     """Seconds for one rollout; afterwards its sample has an error."""
-    step_timeout_s: PositiveFloat = 1800.0
+    step_timeout_s: Seconds = 1800.0
     """Seconds for a rollout together with the start of the servers, which the first one waits for."""
-    max_open_episodes: PositiveInt = 256
+    max_open_episodes: Count = 256
     """Rollouts at the same time; others wait, which does not count against their deadline."""
-    max_memory_gb: PositiveFloat | None = None
+    max_memory_gb: Gibibytes | None = None
     """Gibibytes that the environment and its servers may use together; null: no limit."""
     thinking_tags: list[str] | None = None
     """Texts that begin and end thinking; null: those of reward_penalties.thinking_tags."""

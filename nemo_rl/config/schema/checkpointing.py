@@ -5,10 +5,11 @@ Invariant: a metric name always begins with `val:` or `train:`.
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base.availability import Only
+from nemo_rl.config.base.numbers import Amount, Count, Seconds
 from nemo_rl.config.base.section import Section
 
 
@@ -50,13 +51,13 @@ class CheckpointingConfig(Section):
     """Metric that ranks checkpoints, as val:<name> or train:<name>; null: newer ones rank higher."""
     higher_is_better: bool = True
     """Whether a larger metric is better."""
-    keep_top_k: PositiveInt | None = 3
+    keep_top_k: Count | None = 3
     """Best checkpoints kept besides the newest one; null: all."""
-    save_period: PositiveInt = 10
+    save_period: Amount = 10
     """Save every this many steps."""
     checkpoint_must_save_by: Annotated[str, Field(pattern=r"^\d+:\d\d:[0-5]\d:[0-5]\d$")] | None = None
     """Wall-clock limit DD:HH:MM:SS after which the run saves and ends; null: none."""
-    signal_grace_s: PositiveFloat = 600.0
+    signal_grace_s: Seconds = 600.0
     """Seconds after SIGTERM, SIGINT, SIGHUP or SIGUSR1 within which the running step and its checkpoint have to be
     done; then the run ends without a checkpoint."""
     save_optimizer: bool = True

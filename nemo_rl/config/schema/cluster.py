@@ -5,9 +5,11 @@ Invariant: the choice of device is made here once; every other package reads `us
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from nemo_rl.config.base.availability import OnlyWith
+from nemo_rl.config.base.numbers import Count, CountOrZero, Gibibytes, Port, Seconds, Workers, WorkersOrNone
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.schema.agents import AgentEndpointConfig
 from nemo_rl.optimizations.table import OPTIMIZATIONS
@@ -35,28 +37,28 @@ EnvVars = dict[str, Annotated[str, BeforeValidator(_as_text)]]
 class TimeoutsConfig(Section):
     """Deadlines of the phases; a run that misses one stops and names what it waited for."""
 
-    setup_s: PositiveFloat = 900.0
+    setup_s: Seconds = 900.0
     """Seconds to start all workers and engines."""
-    rollout_s: PositiveFloat = 3600.0
+    rollout_s: Seconds = 3600.0
     """Seconds for the rollouts of one step."""
-    engine_silence_s: PositiveFloat = 300.0
+    engine_silence_s: Seconds = 300.0
     """Seconds that a generation engine with open requests may stay silent, four times this while its process computes.
     Then the engine is stopped and replaced like a crashed one."""
-    rollout_runner_silence_s: PositiveFloat = 120.0
+    rollout_runner_silence_s: Seconds = 120.0
     """Seconds that a rollout runner may give no sign of life. Then it is stopped and replaced like a crashed one, and
     its open groups are played again."""
-    train_s: PositiveFloat = 3600.0
+    train_s: Seconds = 3600.0
     """Seconds for one training or logprob call."""
-    weight_sync_s: PositiveFloat = 600.0
+    weight_sync_s: Seconds = 600.0
     """Seconds to move weights to the engines."""
-    environment_s: PositiveFloat = 600.0
+    environment_s: Seconds = 600.0
     """Seconds for an environment to answer one sample. A batch that takes longer is stepped again sample by sample; a
     single sample that takes longer gets an error."""
-    checkpoint_s: PositiveFloat = 1800.0
+    checkpoint_s: Seconds = 1800.0
     """Seconds to write or read a checkpoint."""
-    venv_s: PositiveFloat = 1800.0
+    venv_s: Seconds = 1800.0
     """Seconds to make one Python environment (`cluster.venvs`) on all nodes."""
-    shutdown_s: PositiveFloat = 30.0
+    shutdown_s: Seconds = 30.0
     """Seconds for workers to end by themselves."""
 
 
@@ -101,30 +103,30 @@ class ClusterConfig(Section):
 
     device: Device = "cuda"
     """Where policy and engines compute: on GPUs or on the CPU."""
-    num_nodes: PositiveInt = 1
+    num_nodes: Count = 1
     """Machines in the run."""
-    segment_size: PositiveInt | None = None
+    segment_size: Count | None = None
     """Machines in a row of ranks that must be in one NVLink domain. Domains are those of the Ray resources
     `nvlink_domain_<id>` of the machines, which ray.sub sets; null, or no such resources: machines in the order of their
     addresses."""
-    gpus_per_node: NonNegativeInt = 1
+    gpus_per_node: Annotated[WorkersOrNone, OnlyWith("device", ("cuda",))] = 1
     """GPUs used on each machine."""
-    gpu_memory_gb: PositiveFloat | None = None
+    gpu_memory_gb: Annotated[Gibibytes | None, OnlyWith("device", ("cuda",))] = None
     """Gibibytes of each GPU, for predictions of memory on other machines; null: the memory of the GPUs of this machine,
     or 80 in a dry run without GPUs."""
-    ranks_per_node: PositiveInt | None = None
+    ranks_per_node: Workers | None = None
     """Policy processes on each machine; null: gpus_per_node on GPUs, 1 on the CPU."""
-    threads_per_rank: PositiveInt | None = None
+    threads_per_rank: Workers | None = None
     """CPU threads of a policy process; null: cores divided by ranks_per_node, at least 1. With overlap.mode=ahead the
     engines on the same machine count as ranks."""
-    max_actor_restarts: NonNegativeInt = 10
+    max_actor_restarts: CountOrZero = 10
     """Restarts after which a run stops: of all generation engines together, or of one environment without an answer in
     between."""
-    max_run_restarts: NonNegativeInt | None = None
+    max_run_restarts: CountOrZero | None = None
     """Times that a run replaces the ranks of its models after one of them died or hung, and trains again from the
     newest checkpoint, or from step 1 if there is none yet; engines and environments stay. null: 3 with
     checkpointing.enabled, else 0."""
-    rollout_runners: NonNegativeInt = 0
+    rollout_runners: WorkersOrNone = 0
     """Actors, spread over the nodes, that play rollouts; 0: the driver does. With runners, tokens and texts stay in
     Ray's object store, and the driver sees lengths, rewards and versions. Each runner has engines and environment
     processes of its own. For GRPO, see docs/development/rollout-runners.md."""
@@ -138,9 +140,9 @@ class ClusterConfig(Section):
     that they were written for, `none` takes none, a list of names only those (docs/development/optimizations.md)."""
     timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
     """Deadlines of the phases."""
-    master_port_range_low: int | None = Field(default=1400, ge=1, le=65535)
+    master_port_range_low: Port | None = 1400
     """Lowest port for the rendezvous of worker processes."""
-    master_port_range_high: int | None = Field(default=1999, ge=1, le=65535)
+    master_port_range_high: Port | None = 1999
     """Highest port for the rendezvous of worker processes."""
 
     @property

@@ -2,17 +2,18 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field
 
+from nemo_rl.config.base.numbers import AmountOrZero, Count, FactorOrZero, Number
 from nemo_rl.config.base.section import Section
 
 
 class CurriculumPhase(Section):
     """Weights of the data sets from a step on."""
 
-    from_step: NonNegativeInt
+    from_step: AmountOrZero
     """Finished steps after which prompts are drawn with these weights; that of the first phase is 0."""
-    weights: dict[str, NonNegativeFloat]
+    weights: dict[str, FactorOrZero]
     """Weight of each data set by its name, as data.train.weight; 0 draws no prompt from it."""
 
 
@@ -24,9 +25,9 @@ class AccuracyRuleConfig(Section):
     accuracy that is farthest from the target, 0 or 1."""
     min_share: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Least share of the prompts of each data set whose weight is above 0, also of one that is solved."""
-    average_over: PositiveInt = 64
+    average_over: Count = 64
     """Groups of a data set that its recent accuracy averages over; older ones count less and less."""
-    solved_above: float = 0.0
+    solved_above: Number = 0.0
     """A sample counts as solved if its reward is above this."""
 
 

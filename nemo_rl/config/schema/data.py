@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, Tag
+from pydantic import Discriminator, Field, PrivateAttr, Tag
 
 from nemo_rl.config.base.names import EPISODES, GENERATED_DATASETS
+from nemo_rl.config.base.numbers import Amount, Count, Factor, Tokens, WorkersOrNone
 from nemo_rl.config.base.section import Section, Seed, derived
 from nemo_rl.config.schema.curriculum import CurriculumConfig
 from nemo_rl.utils.errors import ConfigError
@@ -49,15 +50,15 @@ class DatasetDefaults(Section):
     """Configuration name of a hub data set."""
     split: str | None = None
     """Split of a hub data set; null: the usual one."""
-    split_validation_size: Annotated[int, Field(ge=0, strict=True)] | Annotated[float, Field(ge=0, lt=1)] = 0.0
+    split_validation_size: Annotated[int, Field(ge=0, le=1e12, strict=True)] | Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Training rows set aside for validation: a share of them below 1, or their number."""
-    max_samples: PositiveInt | None = None
+    max_samples: Amount | None = None
     """Most rows to use, drawn at random by seed before split_validation_size sets any aside; all rows where the data
     set has fewer; null: all."""
-    repeat: PositiveInt = 1
+    repeat: Count = 1
     """Number of times all rows are repeated, one complete copy after another: validation then averages over several
     answers to a prompt. Rows set aside by split_validation_size come once."""
-    weight: PositiveFloat | None = None
+    weight: Factor | None = None
     """Share of the prompts of each step that come from this entry of data.train, over the sum of all weights; null for
     all entries: their rows are shuffled together."""
     name: Annotated[str, Field(pattern=r"^[\w-]+$")] | None = None
@@ -96,7 +97,7 @@ class DatasetDefaults(Section):
     """Text file with one {} for the question; null: the question alone."""
     system_prompt_file: str | None = None
     """Text file with the system message; null: none."""
-    num_samples: PositiveInt | None = None
+    num_samples: Amount | None = None
     """Generated rows, only for the arithmetic data sets (null: 10,000 for training, 256 for validation) and for
     episodes (null: 1,000,000 and 256)."""
     min_operand: Operand = 10
@@ -109,6 +110,7 @@ class DatasetConfig(DatasetDefaults):
     """One data set; keys left out come from data.default."""
 
     inherits: ClassVar[str] = "data.default"
+    decided_by: ClassVar[str] = "dataset_name"
 
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
@@ -116,9 +118,9 @@ class DatasetConfig(DatasetDefaults):
         return {**super().without_effect(values), **numbers_without_effect(values.get("dataset_name"))}
 
 
-def numbers_without_effect(dataset_name: str | None) -> dict[str, str]:
+def numbers_without_effect(dataset_name: Any) -> dict[str, str]:
     """Return the keys of generated problems that have no effect for this data set, with the reason."""
-    if dataset_name in GENERATED_DATASETS:
+    if not isinstance(dataset_name, str | None) or dataset_name in GENERATED_DATASETS:
         return {}
     numbers = dict.fromkeys(("min_operand", "max_operand"), "only arithmetic data sets generate problems")
     if dataset_name == EPISODES:
@@ -208,11 +210,11 @@ class DataConfig(Section):
     """Values for entries that leave them out."""
     curriculum: CurriculumConfig | None = None
     """Weights of the entries of train that change during the run; null: they stay."""
-    max_input_seq_length: PositiveInt | None = derived("${policy.max_total_sequence_length}")
+    max_input_seq_length: Tokens | None = derived("${policy.max_total_sequence_length}")
     """Longest prompt in tokens; longer ones are cut short and excluded from the loss; null: no limit."""
     shuffle: bool = True
     """Draw training prompts in a seeded random order."""
-    num_workers: NonNegativeInt = 1
+    num_workers: WorkersOrNone = 1
     """Processes that prepare prompts; 0: in the driver."""
     max_bad_row_share: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of unusable rows above which a data set is refused."""

@@ -7,8 +7,9 @@ unchanged.
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
-from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field
 
+from nemo_rl.config.base.numbers import Amount, Count, Gibibytes, Seconds, Workers
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.base.structure import NamedSections
 from nemo_rl.config.schema.adapters import GymnasiumConfig, ReasoningGymConfig, TextArenaConfig, VerifiersConfig
@@ -22,19 +23,19 @@ from nemo_rl.config.schema.tools import RAGEnvironmentConfig, ToolEnvironmentCon
 class EnvironmentSection(Section):
     """Keys of every environment, which the library reads; environments without a schema may have them too."""
 
-    step_timeout_s: PositiveFloat | None = None
+    step_timeout_s: Seconds | None = None
     """Seconds for the environment to answer one sample; null: cluster.timeouts.environment_s."""
-    max_memory_gb: PositiveFloat | None = None
+    max_memory_gb: Gibibytes | None = None
     """Gibibytes that an actor of the environment may use, with the processes that it started; above this it is ended,
     and started again. null: no limit."""
-    max_open_episodes: PositiveInt | None = None
+    max_open_episodes: Count | None = None
     """Episodes of this environment that are played at the same time; null: all."""
 
 
 class MathEnvironmentConfig(EnvironmentSection):
     """Comparison of the model's final answer with the known one."""
 
-    num_workers: PositiveInt = 8
+    num_workers: Workers = 8
     """Processes that check answers."""
     stop_strings: list[str] | None = None
     """Texts that end the answers this environment grades, besides policy.generation.stop_strings."""
@@ -42,14 +43,14 @@ class MathEnvironmentConfig(EnvironmentSection):
     """Kind of comparison: as mathematics or as a choice letter."""
     math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] | None = "hf_math_verify"
     """Rule for mathematics: math-verify, or DAPO's strict match."""
-    timeout_s: PositiveFloat = 10.0
+    timeout_s: Seconds = 10.0
     """Seconds for one answer; afterwards it counts as a reward error."""
 
 
 class CodeEnvironmentConfig(SandboxKeys):
     """Programs of the model, run in a sandbox and graded with tests."""
 
-    num_workers: PositiveInt = 8
+    num_workers: Workers = 8
     """Samples whose programs run at the same time."""
     terminate_on_evaluation: bool = True
     """End an episode with its first program; false: `<code>` blocks are answered with their output, and a turn without
@@ -58,11 +59,11 @@ class CodeEnvironmentConfig(SandboxKeys):
     """Texts that end the turns of this environment, besides policy.generation.stop_strings."""
     reward: Literal["share", "all"] = "share"
     """Reward of a program: the share of the tests that it passes, or 1 only for all of them."""
-    wall_time_s: PositiveFloat = 10.0
+    wall_time_s: Seconds = 10.0
     """Seconds for one program: for each input, for all calls of the tests, or for the blocks of an episode together."""
-    cpu_time_s: PositiveFloat = 10.0
+    cpu_time_s: Seconds = 10.0
     """Processor seconds for the same."""
-    observation_chars: PositiveInt = 4000
+    observation_chars: Amount = 4000
     """Longest output in an observation; of a longer one the middle is left out."""
 
 

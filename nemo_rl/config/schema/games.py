@@ -2,9 +2,10 @@
 
 from typing import Annotated, ClassVar, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from nemo_rl.config.base.numbers import Count
 from nemo_rl.config.base.section import Section
 
 
@@ -19,9 +20,9 @@ class SlidingPuzzleBoard(Section):
 
     size: Annotated[int, Field(ge=2, le=9)] = 5
     """Rows and columns."""
-    shuffle_moves: PositiveInt = 10
+    shuffle_moves: Count = 10
     """Random moves from the solved board, none of which undoes the previous one."""
-    min_shuffle_moves: PositiveInt | None = None
+    min_shuffle_moves: Count | None = None
     """Fewest random moves, from which their number is drawn up to shuffle_moves; null: always shuffle_moves."""
 
     @model_validator(mode="after")
@@ -38,7 +39,7 @@ class SlidingPuzzleConfig(Section):
 
     game_config: SlidingPuzzleBoard = Field(default_factory=SlidingPuzzleBoard.build)
     """The board."""
-    max_moves: PositiveInt = 30
+    max_moves: Count = 30
     """Actions after which an episode ends as failed; an invalid action counts too."""
 
 
@@ -52,5 +53,5 @@ class SlidingPuzzleEnvironmentConfig(GameSection):
 class BlackjackConfig(GameSection):
     """Blackjack against a dealer with fixed rules."""
 
-    max_moves: PositiveInt = 12
+    max_moves: Count = 12
     """Actions after which an episode ends as lost; an invalid action counts too."""

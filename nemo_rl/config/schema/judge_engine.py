@@ -2,9 +2,10 @@
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from nemo_rl.config.base.numbers import Tokens
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.cluster import ClusterConfig, Device
 from nemo_rl.config.schema.model.generation import GenerationConfig
@@ -27,7 +28,7 @@ class JudgeEngineConfig(Section):
     """Tokenizer and chat template of the judge."""
     precision: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Number format of weights and activations."""
-    max_model_len: PositiveInt = 4096
+    max_model_len: Tokens = 4096
     """Most tokens of a request and its text together."""
     generation: dict[str, Any] = Field(default_factory=dict)
     """Keys as in policy.generation: backend, top_p, top_k, stop_strings, bad_words, engine, vllm_cfg, vllm_kwargs and

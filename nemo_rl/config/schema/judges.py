@@ -10,18 +10,18 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import (
     AfterValidator,
     Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
+from nemo_rl.config.base.addresses import HttpAddress
+from nemo_rl.config.base.availability import OnlyWith
+from nemo_rl.config.base.numbers import AmountOrZero, Count, FactorOrZero, Number, Seconds, Tokens
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.algorithms.rm import ScoringModelConfig
 from nemo_rl.config.schema.cluster import ClusterConfig, Device
 from nemo_rl.config.schema.judge_engine import JudgeEngineConfig
+from nemo_rl.config.schema.model.endpoint import VariableName
 from nemo_rl.config.schema.model.parallel import DTensorConfig
 from nemo_rl.config.schema.model.policy import OwnDevicesConfig, PolicyConfig, TokenizerConfig
 from nemo_rl.utils.errors import ConfigError
@@ -58,13 +58,13 @@ class RewardModelEnvironmentConfig(Section):
     """Tokenizer and chat template of the reward model, which need not be those of the policy."""
     precision: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Number format of the forward pass."""
-    batch_size: PositiveInt = 4
+    batch_size: Count = 4
     """Conversations of one forward pass of a rank."""
-    batch_wait_ms: NonNegativeFloat = 5.0
+    batch_wait_ms: FactorOrZero = 5.0
     """Milliseconds for which a conversation waits for others to join its pass, while no pass runs."""
     checkpoint_path: str | None = None
     """Checkpoint of run_rm.py to read instead of model_name: the folder step_<N>, or its folder of weights."""
-    max_model_len: PositiveInt = derived("${policy.max_total_sequence_length}")
+    max_model_len: Tokens = derived("${policy.max_total_sequence_length}")
     """Most tokens of a conversation, in the tokens of the reward model."""
     conversation_end: Literal["auto", "turn", "template"] = "auto"
     """Last token of a conversation, at which the score is read: the one that ends the last turn (turn), as in training
@@ -171,13 +171,13 @@ class LLMJudgeConfig(Section):
 
     place: ClassVar[str] = "env.llm_judge"
 
-    base_url: str | None = None
+    base_url: HttpAddress | None = None
     """Address of the endpoint up to its version, for example http://127.0.0.1:8000/v1; null with engine."""
     model: str | None = None
     """Name of the model at the endpoint."""
     engine: JudgeEngineConfig | None = None
     """Engines that the run starts for the judge, in place of an endpoint; null: the judge is at base_url."""
-    api_key_env: str | None = None
+    api_key_env: VariableName | None = None
     """Environment variable with the key, which is never logged; null: no key is sent."""
     mode: Literal["absolute", "pairwise"] = "absolute"
     """Ask for a score of the answer, or which of the answer and the row's reference answer is better."""
@@ -189,40 +189,40 @@ class LLMJudgeConfig(Section):
     """User message of the request, with {question}, {conversation}, {answer}, {reference}, {rubric} and keys of the
     row's metadata; pairwise with {answer_a} and {answer_b}; {tag} is a text that no answer contains, for the names of
     tags. Double other braces. null: the built-in one of the mode."""
-    score_pattern: Pattern = SCORE_PATTERN
+    score_pattern: Annotated[Pattern, OnlyWith("mode", ("absolute",))] = SCORE_PATTERN
     """Regular expression whose group is the score; its last match after `</think>` counts. The default one reads a line
     that begins or ends with a score, such as `**Score (1-10):** 7` or `Score: 7/10`."""
-    min_score: float = 1.0
+    min_score: Annotated[Number, OnlyWith("mode", ("absolute",))] = 1.0
     """Score that becomes the reward 0; a lower one is no answer."""
-    max_score: float = 10.0
+    max_score: Annotated[Number, OnlyWith("mode", ("absolute",))] = 10.0
     """Score that becomes the reward 1; a higher one is no answer."""
-    winner_pattern: Pattern = WINNER_PATTERN
+    winner_pattern: Annotated[Pattern, OnlyWith("mode", ("pairwise",))] = WINNER_PATTERN
     """Regular expression whose group is A, B or C (a tie), with mode=pairwise; as score_pattern."""
-    both_orders: bool = True
+    both_orders: Annotated[bool, OnlyWith("mode", ("pairwise",))] = True
     """With mode=pairwise: ask twice, with the answers exchanged, and take the mean."""
-    temperature: NonNegativeFloat = 0.0
+    temperature: FactorOrZero = 0.0
     """Sampling temperature of the judge."""
-    max_tokens: PositiveInt = 512
+    max_tokens: Tokens = 512
     """Most tokens of the judge's text."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
     """More fields of the request to an endpoint."""
-    max_concurrency: PositiveInt = 32
+    max_concurrency: Count = 32
     """Requests at the same time."""
-    request_timeout_s: PositiveFloat = 60.0
+    request_timeout_s: Seconds = 60.0
     """Seconds for one request."""
-    deadline_s: PositiveFloat = 300.0
+    deadline_s: Seconds = 300.0
     """Seconds for one sample, with all requests and waits; then it gets an error."""
-    max_attempts: PositiveInt = 4
+    max_attempts: Count = 4
     """Requests for one text, if the endpoint fails or answers without a score."""
-    backoff_s: PositiveFloat = 1.0
+    backoff_s: Seconds = 1.0
     """Seconds before the second request, doubled for each further one unless the endpoint asks for more."""
-    max_backoff_s: PositiveFloat = 30.0
+    max_backoff_s: Seconds = 30.0
     """Longest wait between two requests."""
-    cache_size: NonNegativeInt = 10000
+    cache_size: AmountOrZero = 10000
     """Judged texts that are remembered, the most recently used ones; 0: none."""
-    price_per_million_prompt_tokens: NonNegativeFloat = 0.0
+    price_per_million_prompt_tokens: FactorOrZero = 0.0
     """Price for the metric `cost`, in any currency."""
-    price_per_million_completion_tokens: NonNegativeFloat = 0.0
+    price_per_million_completion_tokens: FactorOrZero = 0.0
     """Price for the metric `cost`, in the same currency."""
 
     @model_validator(mode="after")
@@ -239,8 +239,6 @@ class LLMJudgeConfig(Section):
             return self
         if self.model is None:
             raise PydanticCustomError("model", "model is null: name the model at base_url")
-        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
-            raise PydanticCustomError("base_url", "base_url must begin with http:// or https://")
         return self
 
     @property

@@ -5,12 +5,19 @@ Invariant: every tracker has a `<name>_enabled` switch and a section with its ow
 
 from typing import Annotated, ClassVar
 
-from pydantic import Field, NonNegativeInt, PositiveFloat
+from pydantic import Field
 
+from nemo_rl.config.base.availability import OnlyWith
+from nemo_rl.config.base.numbers import CountOrZero, Seconds
 from nemo_rl.config.base.section import Section
 
 RECORDS_FOLDER = "steps"
 """Folder of the records of `record_steps` in the log folder of a run."""
+
+
+_TENSORBOARD = OnlyWith("tensorboard_enabled")
+
+_MONITORS = OnlyWith("monitor_gpus")
 
 
 class WandbConfig(Section):
@@ -84,9 +91,9 @@ class PrometheusConfig(Section):
 class GpuMonitoringConfig(Section):
     """Load of the machines, with logger.monitor_gpus."""
 
-    collection_interval: PositiveFloat = 10.0
+    collection_interval: Seconds = 10.0
     """Seconds between two readings of a node."""
-    flush_interval: PositiveFloat = 10.0
+    flush_interval: Seconds = 10.0
     """Seconds after which readings are sent to the trackers."""
 
 
@@ -95,18 +102,18 @@ class LoggerConfig(Section):
 
     log_dir: str = "logs"
     """Folder of all runs; a run makes exp_NNN below it."""
-    num_val_samples_to_print: NonNegativeInt = 0
+    num_val_samples_to_print: CountOrZero = 0
     """Validation conversations shown on the console."""
     save_trajectories: bool = True
     """Write every rollout of a step to train_data_step<N>.jsonl."""
     record_steps: bool = False
     """Record the first step and each step after a checkpoint in exp_NNN/steps, so that `nemo_rl replay` can repeat
     them."""
-    record_modules: bool = False
+    record_modules: Annotated[bool, OnlyWith("record_steps")] = False
     """Record the output of each module too, so that a replay can name the one that differs first."""
     monitor_gpus: bool = True
     """Report processors, memory and GPUs of every node under ray/."""
-    gpu_monitoring: GpuMonitoringConfig = Field(default_factory=GpuMonitoringConfig)
+    gpu_monitoring: Annotated[GpuMonitoringConfig, _MONITORS] = Field(default_factory=GpuMonitoringConfig)
     """Load of the machines, with monitor_gpus."""
     wandb_enabled: bool = False
     """Report to Weights & Biases."""
@@ -118,15 +125,15 @@ class LoggerConfig(Section):
     """Report to SwanLab (extra `swanlab`)."""
     trackio_enabled: bool = False
     """Report to Trackio (extra `trackio`)."""
-    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    wandb: Annotated[WandbConfig, OnlyWith("wandb_enabled")] = Field(default_factory=WandbConfig)
     """Weights & Biases."""
-    tensorboard: TensorboardConfig = Field(default_factory=TensorboardConfig)
+    tensorboard: Annotated[TensorboardConfig, _TENSORBOARD] = Field(default_factory=TensorboardConfig)
     """TensorBoard."""
-    mlflow: MlflowConfig = Field(default_factory=MlflowConfig)
+    mlflow: Annotated[MlflowConfig, OnlyWith("mlflow_enabled")] = Field(default_factory=MlflowConfig)
     """MLflow."""
-    swanlab: SwanlabConfig = Field(default_factory=SwanlabConfig)
+    swanlab: Annotated[SwanlabConfig, OnlyWith("swanlab_enabled")] = Field(default_factory=SwanlabConfig)
     """SwanLab."""
-    trackio: TrackioConfig = Field(default_factory=TrackioConfig)
+    trackio: Annotated[TrackioConfig, OnlyWith("trackio_enabled")] = Field(default_factory=TrackioConfig)
     """Trackio."""
     prometheus: PrometheusConfig = Field(default_factory=PrometheusConfig)
     """Newest metrics for a Prometheus server."""

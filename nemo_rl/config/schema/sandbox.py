@@ -2,8 +2,7 @@
 
 from typing import Literal
 
-from pydantic import PositiveInt
-
+from nemo_rl.config.base.numbers import Amount, Mebibytes, ProgramMebibytes, Workers
 from nemo_rl.config.base.section import Section
 
 
@@ -13,13 +12,13 @@ class SandboxKeys(Section):
     sandbox: Literal["auto", "bubblewrap", "landlock"] = "auto"
     """Mechanism that locks programs up; auto: the first that works on the machine. Where none works, the run is
     refused."""
-    memory_mb: PositiveInt = 512
+    memory_mb: ProgramMebibytes = 512
     """Memory of a program in MiB."""
-    max_processes: PositiveInt = 16
+    max_processes: Workers = 16
     """Processes and threads of a program."""
-    file_mb: PositiveInt = 16
+    file_mb: Mebibytes = 16
     """Size of each file that a program writes, in MiB."""
-    scratch_mb: PositiveInt = 64
+    scratch_mb: Mebibytes = 64
     """Size of all its files together, in MiB."""
-    output_bytes: PositiveInt = 262144
+    output_bytes: Amount = 262144
     """Bytes of output after which a program is ended."""

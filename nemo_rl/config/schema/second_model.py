@@ -6,8 +6,9 @@ the model. `config.rules.models` reads the placement from here.
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
+from nemo_rl.config.base.numbers import Count, Tokens
 from nemo_rl.config.base.section import derived
 from nemo_rl.config.schema.model.generation import GenerationConfig
 from nemo_rl.config.schema.model.policy import PlacementConfig, PolicyConfig
@@ -21,11 +22,11 @@ class SecondModelConfig(PolicyConfig):
 
     precision: Literal["bfloat16", "float16", "float32"] = derived("${policy.precision}")
     """Number format of the forward and backward pass."""
-    max_total_sequence_length: PositiveInt = derived("${policy.max_total_sequence_length}")
+    max_total_sequence_length: Tokens = derived("${policy.max_total_sequence_length}")
     """Most tokens of a prompt and its answer together."""
-    train_global_batch_size: PositiveInt = derived("${policy.train_global_batch_size}")
+    train_global_batch_size: Count = derived("${policy.train_global_batch_size}")
     """Samples of one optimizer update, over all ranks."""
-    train_micro_batch_size: PositiveInt = derived("${policy.train_micro_batch_size}")
+    train_micro_batch_size: Count = derived("${policy.train_micro_batch_size}")
     """Samples of one forward and backward pass of a rank."""
     generation: GenerationConfig | None = None
     """Not used: only the policy samples."""

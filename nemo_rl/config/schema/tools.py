@@ -2,8 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field
 
+from nemo_rl.config.base.availability import OnlyWith
+from nemo_rl.config.base.numbers import Amount, Count, FactorOrZero, Mebibytes, Seconds, Tokens, Workers
 from nemo_rl.config.base.part_names import PartName
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.named_part import NamedPartConfig
@@ -26,9 +28,9 @@ class ToolConfig(NamedPartConfig):
     """Use one object, or one server, for all episodes; false: each episode has its own."""
     isolate: bool = False
     """Run each episode's object in a process of its own, which is killed at a deadline and at the episode's end."""
-    memory_limit_mb: PositiveInt = 1024
+    memory_limit_mb: Annotated[Mebibytes, OnlyWith("isolate")] = 1024
     """With isolate: memory that the process may have above what it has after its imports."""
-    timeout_s: PositiveFloat | None = None
+    timeout_s: Seconds | None = None
     """Deadline of one call; null: that of the environment."""
 
 
@@ -37,9 +39,9 @@ class PythonToolConfig(SandboxKeys):
 
     stateful: bool = False
     """Whether a program sees the variables of the episode's earlier ones, which then run again before it."""
-    num_workers: PositiveInt = 8
+    num_workers: Workers = 8
     """Programs that run at the same time; further calls wait, which does not count against their limits."""
-    cpu_time_s: PositiveFloat | None = None
+    cpu_time_s: Seconds | None = None
     """Processor seconds of a program; null: as many as it has seconds of wall time."""
 
 
@@ -70,13 +72,13 @@ class ToolEnvironmentConfig(Section):
     """The tools, which are offered in every prompt in addition to those of its row."""
     tool_parser: str | None = None
     """Parser of vLLM that finds calls in a response; null: one that reads what the chat template writes."""
-    timeout_s: PositiveFloat = 30.0
+    timeout_s: Seconds = 30.0
     """Deadline of one call; the model then reads that the tool gave no answer."""
-    max_output_bytes: PositiveInt = 8192
+    max_output_bytes: Amount = 8192
     """Longest answer of a tool in bytes of UTF-8; more is cut, and the model reads how much."""
-    max_output_tokens: PositiveInt | None = None
+    max_output_tokens: Tokens | None = None
     """Longest answer of a tool in tokens; null: as max_output_bytes allows."""
-    max_calls_per_turn: PositiveInt = 16
+    max_calls_per_turn: Count = 16
     """Calls of one response that are made, at the same time; the others are invalid."""
     grader: GraderConfig = Field(default_factory=GraderConfig)
     """The environment that grades the final answer."""
@@ -95,9 +97,9 @@ class RAGEnvironmentConfig(Section):
     """Split of a data set of the hub or of a saved folder."""
     text_column: str = "text"
     """Column with the text of a document."""
-    num_results: PositiveInt = 10
+    num_results: Count = 10
     """Documents for each query."""
-    k1: NonNegativeFloat = 1.5
+    k1: FactorOrZero = 1.5
     """BM25: how fast repeated words saturate."""
     b: Annotated[float, Field(ge=0, le=1)] = 0.75
     """BM25: how much long documents are penalised, 0 to 1."""

@@ -69,6 +69,7 @@ def _load_hub(path: str, subset: str | None, split: str, section: str) -> "datas
     import datasets
 
     folder = Path(path).expanduser()
+    key = "data_path" if section.startswith("data.") else "dataset_name"
     try:
         if (folder / "dataset_dict.json").is_file():
             return datasets.load_from_disk(str(folder))[split]
@@ -84,7 +85,7 @@ def _load_hub(path: str, subset: str | None, split: str, section: str) -> "datas
         hint = (
             "The files of the folder must belong together as in a hub repository."
             if folder.is_dir()
-            else f"Without network, set {section}.data_path to a local copy: a file, or a "
+            else f"Without network, set {section}.{key} to a local copy: a file, or a "
             "folder with the files of the hub repository."
         )
         cause = f" ({error.__cause__})" if error.__cause__ and not isinstance(error, DownloadError) else ""

@@ -1,13 +1,16 @@
 """Environments of Gymnasium with discrete actions, played as text."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.schema.adapters import GymnasiumConfig
 from nemo_rl.environments.adapters.packages import library
 from nemo_rl.environments.adapters.replayed_game import Answer, ReplayedGame
 from nemo_rl.environments.games.text_game import GameEnvironment, observed
 from nemo_rl.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nemo_rl.data.interfaces import TokenizerType
 
 gymnasium = library("gymnasium", "gymnasium")
 
@@ -92,6 +95,11 @@ class GymnasiumEnvironment(GameEnvironment):
         config = GymnasiumConfig.build(**cfg)
         self._games = GymnasiumGame(config)
         super().__init__(self._games, config.max_moves)
+
+    @classmethod
+    def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
+        """See `EnvironmentInterface.check_section`: make the game once."""
+        GymnasiumGame(GymnasiumConfig.build(**section))
 
     def shutdown(self) -> None:
         """Close all games."""

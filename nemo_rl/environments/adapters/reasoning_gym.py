@@ -12,7 +12,7 @@ from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentRet
 from nemo_rl.utils.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nemo_rl.data.interfaces import LLMMessageLogType
+    from nemo_rl.data.interfaces import LLMMessageLogType, TokenizerType
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 reasoning_gym = library("reasoning_gym", "reasoning-gym")
@@ -38,6 +38,11 @@ class ReasoningGymEnvironment(EnvironmentInterface[dict[str, Any]]):
     def __init__(self, cfg: Mapping[str, Any]) -> None:
         self._config = ReasoningGymConfig.build(**cfg)
         self._task(0)
+
+    @classmethod
+    def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
+        """See `EnvironmentInterface.check_section`: make the task once."""
+        cls(section)
 
     def open_episode(self, metadata: dict[str, Any]) -> EpisodeStart[dict[str, Any]]:
         """Ask the question of a seed."""

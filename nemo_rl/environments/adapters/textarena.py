@@ -1,13 +1,16 @@
 """Games of TextArena for one player."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.schema.adapters import TextArenaConfig
 from nemo_rl.environments.adapters.packages import library
 from nemo_rl.environments.adapters.replayed_game import Answer, ReplayedGame
 from nemo_rl.environments.games.text_game import GameEnvironment, observed
 from nemo_rl.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nemo_rl.data.interfaces import TokenizerType
 
 textarena = library("textarena", "textarena")
 
@@ -73,3 +76,8 @@ class TextArenaEnvironment(GameEnvironment):
     def __init__(self, cfg: Mapping[str, Any]) -> None:
         config = TextArenaConfig.build(**cfg)
         super().__init__(TextArenaGame(config), config.max_moves)
+
+    @classmethod
+    def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
+        """See `EnvironmentInterface.check_section`: make the game once."""
+        TextArenaGame(TextArenaConfig.build(**section))

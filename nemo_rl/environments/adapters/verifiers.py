@@ -30,7 +30,7 @@ from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentRet
 from nemo_rl.utils.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nemo_rl.data.interfaces import LLMMessageLogType
+    from nemo_rl.data.interfaces import LLMMessageLogType, TokenizerType
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 verifiers = library("verifiers", "verifiers")
@@ -58,6 +58,12 @@ class VerifiersEnvironment(EnvironmentInterface[dict[str, Any]]):
         for rubric in _rubrics(self._environment.rubric):
             rubric.funcs = [_noted(function) for function in rubric.funcs]
         self._episodes: dict[str, _Episode] = {}
+
+    @classmethod
+    def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
+        """See `EnvironmentInterface.check_section`: load the environment where data is read, since it has rows."""
+        if tokenizer is not None:
+            _loaded(VerifiersConfig.build(**section))
 
     async def open_episode(  # type: ignore[override]  # may be a coroutine function
         self, metadata: dict[str, Any]

@@ -36,7 +36,12 @@ class CallableProgram(AgentProgram):
 
     def __init__(self, path: str, kwargs: Mapping[str, Any]) -> None:
         self._name = path
-        self._call, self._kwargs = find_callable(path, kwargs)
+        found, fitting = find_program(path, kwargs)
+        self._call: Callable[..., Any] = found
+        self._kwargs = fitting
+        if inspect.isclass(found):
+            made: Any = found(**fitting)
+            self._call, self._kwargs = made.__call__, {}
         self._is_async = inspect.iscoroutinefunction(self._call)
 
     async def run(self, task: AgentTask) -> AgentResult:
@@ -89,11 +94,11 @@ class CallableProgram(AgentProgram):
             return None, _described(error)
 
 
-def find_callable(path: str, kwargs: Mapping[str, Any]) -> tuple[Callable[..., Any], Mapping[str, Any]]:
-    """Import a program.
+def find_program(path: str, kwargs: Mapping[str, Any]) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+    """Import a program, and check that it can be called with a task; nothing is constructed.
 
     Returns:
-        A function, and its arguments besides the task; of a class the bound `__call__` of an object.
+        A function, and its arguments besides the task; or a class, and the arguments of its constructor.
 
     Raises:
         ConfigError: as `CallableProgram`.
@@ -103,24 +108,28 @@ def find_callable(path: str, kwargs: Mapping[str, Any]) -> tuple[Callable[..., A
     if inspect.isclass(found):
         if not any("__call__" in vars(base) for base in found.__mro__):
             raise ConfigError(f"{what} is a class whose objects cannot be called. {_ADVICE}")
-        found, kwargs = found(**fitting_arguments(found, "env.agent.kwargs", kwargs)), {}
+        fitting = fitting_arguments(found, "env.agent.kwargs", kwargs)
+        _check_arguments(found.__call__, (None, None), {}, what)
+        return found, fitting
     if not callable(found):
         raise ConfigError(f"{what} cannot be called. {_ADVICE}")
     call = found if inspect.isroutine(found) else found.__call__
-    _check_arguments(call, kwargs, what)
+    _check_arguments(call, (None,), kwargs, what)
     return call, kwargs
 
 
-def _check_arguments(call: Callable[..., Any], kwargs: Mapping[str, Any], what: str) -> None:
+def _check_arguments(call: Callable[..., Any], given: tuple[None, ...], kwargs: Mapping[str, Any], what: str) -> None:
+    """Check that a function can be called with as many positional arguments, the task the last, and with `kwargs`."""
     try:
         signature = inspect.signature(call)
     except ValueError:  # a function of C without one
         return
     try:
-        signature.bind(None, **kwargs)
+        signature.bind(*given, **kwargs)
     except TypeError as error:
-        given = f"a task and kwargs={dict(kwargs)}"
-        raise ConfigError(f"{what} cannot be called with {given}: {error}. {_ADVICE}") from None
+        raise ConfigError(
+            f"{what} cannot be called with a task and kwargs={dict(kwargs)}: {error}. {_ADVICE}"
+        ) from None
 
 
 def _described(error: BaseException) -> str:

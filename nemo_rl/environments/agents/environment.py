@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from nemo_rl.config.schema.agents import AgentEnvironmentConfig
-from nemo_rl.environments.agents.callables import CallableProgram
+from nemo_rl.config.schema.agents import AgentEnvironmentConfig, AgentKeys
+from nemo_rl.environments.agents.callables import CallableProgram, find_program
 from nemo_rl.environments.agents.commands import CommandProgram
 from nemo_rl.environments.agents.grading import AnswerGrader, Grade
 from nemo_rl.environments.agents.interfaces import (
@@ -31,11 +31,13 @@ from nemo_rl.environments.agents.results import AgentResult
 from nemo_rl.environments.agents.sandboxed import SandboxedCommand
 from nemo_rl.environments.agents.service import ServiceProgram
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.tools.grader import check_grader
+from nemo_rl.environments.tools.parsing.vllm import CallParser, ReasoningReader, load_parsers
 from nemo_rl.environments.user_errors import describe
-from nemo_rl.utils.errors import NemoRLError
+from nemo_rl.utils.errors import ConfigError, NemoRLError
 
 if TYPE_CHECKING:
-    from nemo_rl.data.interfaces import LLMMessageLogType
+    from nemo_rl.data.interfaces import LLMMessageLogType, TokenizerType
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 _MAX_ERROR_CHARS = 2000
@@ -168,6 +170,40 @@ class AgentEnvironment(ProgramEnvironment):
         grader = None if section.grader is None else AnswerGrader(section.grader)
         fields = [] if section.row_fields is None and section.command else section.row_fields
         super().__init__(program_of(section), section.timeout_s, fields, grader)
+
+    @classmethod
+    def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
+        """See `EnvironmentInterface.check_section`: find the program, its grader and its parsers."""
+        cfg = AgentEnvironmentConfig.of(section)
+        if cfg.program is not None:
+            find_program(cfg.program, cfg.kwargs)  # the user's class is constructed in the environment's process alone
+        else:
+            program_of(cfg)
+        check_grader(cfg.grader, f"{place}.grader", tokenizer)
+        if tokenizer is not None:
+            check_parsers(cfg, place, tokenizer)
+
+
+def check_parsers(cfg: AgentKeys, place: str, tokenizer: "TokenizerType") -> None:
+    """Check that the parsers of a section exist, and that they read what the tokenizer's model writes.
+
+    Args:
+        cfg: the section.
+        place: its key, for messages.
+        tokenizer: tokenizer of the policy.
+
+    Raises:
+        ConfigError: a plugin cannot be run, or a parser does not exist or cannot be used.
+    """
+    try:
+        for file in filter(None, (cfg.tool_parser_plugin, cfg.reasoning_parser_plugin)):
+            load_parsers(file)
+        if cfg.tool_parser is not None:
+            CallParser(cfg.tool_parser, tokenizer, [])
+        if cfg.reasoning_parser is not None:
+            ReasoningReader(cfg.reasoning_parser, tokenizer)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from error
 
 
 def program_of(cfg: AgentEnvironmentConfig) -> AgentProgram:

@@ -80,6 +80,7 @@ class BlackjackEnv(GameEnvironment):
     """
 
     continues_episodes = True
+    config_class = BlackjackConfig
 
     def __init__(self, cfg: Mapping[str, Any] | None = None) -> None:
         super().__init__(BlackjackGame(), BlackjackConfig.build(**(cfg or {})).max_moves)

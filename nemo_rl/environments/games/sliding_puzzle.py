@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping, Sequence
 from itertools import product
 from statistics import fmean
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from nemo_rl.config.schema.games import SlidingPuzzleBoard, SlidingPuzzleConfig
 from nemo_rl.environments.games.references import shortest_solution
@@ -23,6 +23,9 @@ from nemo_rl.environments.games.text_game import (
 )
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.seed import derive_seed
+
+if TYPE_CHECKING:
+    from nemo_rl.data.interfaces import TokenizerType
 
 __all__ = [
     "SlidingPuzzleConfig",
@@ -187,6 +190,11 @@ class SlidingPuzzleEnv(GameEnvironment):
     def __init__(self, cfg: Mapping[str, Any] | None = None) -> None:
         settings = SlidingPuzzleConfig.build(**settings_of(cfg))
         super().__init__(SlidingPuzzleGame(settings.game_config, settings.max_moves), settings.max_moves)
+
+    @classmethod
+    def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
+        """See `EnvironmentInterface.check_section`: generate a board of each split."""
+        cls(section)
 
 
 def is_held_out(grid: Sequence[Sequence[int]]) -> bool:

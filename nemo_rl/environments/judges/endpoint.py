@@ -31,7 +31,7 @@ class Endpoint(JudgeModel):
         self._connection = EndpointConnection(
             "the judge",
             config.base_url,
-            key_of(config.api_key_env, "env.llm_judge.api_key_env", "the environment"),
+            endpoint_key(config),
             config.request_timeout_s,
             "request_timeout_s",
             config.max_concurrency,
@@ -58,6 +58,15 @@ class Endpoint(JudgeModel):
         except (AttributeError, LookupError, TypeError, ValueError):
             shown = self._connection.safe(str(completion))[:_SHOWN_CHARS]
             raise JudgeError(f"the judge at {self._config.base_url} sent no chat completion: {shown}") from None
+
+
+def endpoint_key(config: LLMJudgeConfig) -> str | None:
+    """Return the key of the endpoint; None where none is sent.
+
+    Raises:
+        ConfigError: the environment variable of the key is not set.
+    """
+    return key_of(config.api_key_env, "env.llm_judge.api_key_env", "the environment")
 
 
 def _judge_text(completion: Any) -> JudgeText:

@@ -54,9 +54,7 @@ class JudgeEngines(JudgeModel):
         super().__init__(config)
         section = config.engine
         assert section is not None, "a judge without it is at base_url"
-        policy, cluster = config.as_policy(), section.as_cluster()
-        _check_length(policy)
-        check_engine_model(policy, cluster)
+        policy, cluster = check_engine(config), section.as_cluster()
         self._tokenizer = get_tokenizer(policy.tokenizer, section=_PLACE)
         self._longest = section.max_model_len - 1
         self._sampling = sampling_params(policy, self._tokenizer.eos_token_id, validation=False)
@@ -114,6 +112,22 @@ class JudgeEngines(JudgeModel):
 
     def _text(self, result: GenerationResult) -> str:
         return sampled_text(self._tokenizer, result.token_ids) if result.text is None else result.text
+
+
+def check_engine(config: LLMJudgeConfig) -> PolicyConfig:
+    """Return the section of the judge's model, which the engines can serve; `config` has the key `engine`.
+
+    Raises:
+        ConfigError: a key of `engine`, or the model, cannot be used.
+    """
+    assert config.engine is not None, "a judge without it is at base_url"
+    policy = config.as_policy()
+    _check_length(policy)
+    try:
+        check_engine_model(policy, config.engine.as_cluster())
+    except ConfigError as error:
+        raise ConfigError(f"{_PLACE}: {error}") from error
+    return policy
 
 
 def _check_length(policy: PolicyConfig) -> None:

@@ -6,15 +6,17 @@ writes nonsense is an error of the sample.
 """
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import urlsplit
 
 import torch
 
 from nemo_rl.config.schema.judges import LLMJudgeConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from nemo_rl.environments.judges.endpoint import Endpoint
-from nemo_rl.environments.judges.engines import JudgeEngines
+from nemo_rl.environments.judges.endpoint import Endpoint, endpoint_key
+from nemo_rl.environments.judges.engines import JudgeEngines, check_engine
 from nemo_rl.environments.judges.interfaces import JudgeError, JudgeModel
 from nemo_rl.environments.judges.meter import JudgeMeter
 from nemo_rl.environments.judges.questions import Questions
@@ -22,8 +24,10 @@ from nemo_rl.environments.judges.verdicts import JudgePrompts, quotable_texts, r
 from nemo_rl.utils.errors import DataError
 
 if TYPE_CHECKING:
-    from nemo_rl.data.interfaces import LLMMessageLogType, Message
+    from nemo_rl.data.interfaces import LLMMessageLogType, Message, TokenizerType
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+logger = logging.getLogger(__name__)
 
 
 class LLMJudgeEnvironment(EnvironmentInterface[Any]):
@@ -34,6 +38,7 @@ class LLMJudgeEnvironment(EnvironmentInterface[Any]):
     """
 
     reads_chat: ClassVar[bool] = True
+    config_class: ClassVar[type | None] = LLMJudgeConfig
 
     def __init__(self, config: LLMJudgeConfig | Mapping[str, Any]) -> None:
         self.cfg = LLMJudgeConfig.of(config)
@@ -41,6 +46,22 @@ class LLMJudgeEnvironment(EnvironmentInterface[Any]):
         self._model: JudgeModel = JudgeEngines(self.cfg) if self.cfg.engine else Endpoint(self.cfg)
         self._meter = JudgeMeter()
         self._questions = Questions(self.cfg, self._model, self._meter)
+
+    @classmethod
+    def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
+        """See `EnvironmentInterface.check_section`: the template, the key of the endpoint, the model of the engines."""
+        cfg = LLMJudgeConfig.of(section)
+        JudgePrompts(cfg)
+        if cfg.engine is None:
+            endpoint_key(cfg)
+            if not urlsplit(str(cfg.base_url)).path.strip("/"):
+                logger.warning(
+                    "%s.base_url=%s has no path, but most servers have a version there, such as /v1.",
+                    place,
+                    cfg.base_url,
+                )
+        else:
+            check_engine(cfg)
 
     async def step(  # type: ignore[override]  # may be a coroutine function
         self, message_log_batch: list["LLMMessageLogType"], metadata: list[Any]

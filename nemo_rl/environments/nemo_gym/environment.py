@@ -1,11 +1,15 @@
 """The environment `nemo_gym`, whose programs are rollouts of NeMo Gym's agents."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nemo_rl.config.schema.agents import NemoGymConfig
-from nemo_rl.environments.agents.environment import ProgramEnvironment
+from nemo_rl.environments.agents.environment import ProgramEnvironment, check_parsers
+from nemo_rl.environments.nemo_gym.command import find_program
 from nemo_rl.environments.nemo_gym.program import GymProgram
+
+if TYPE_CHECKING:
+    from nemo_rl.data.interfaces import TokenizerType
 
 
 class NemoGym(ProgramEnvironment):
@@ -25,3 +29,12 @@ class NemoGym(ProgramEnvironment):
     def __init__(self, cfg: NemoGymConfig | Mapping[str, Any]) -> None:
         section = NemoGymConfig.of(cfg)
         super().__init__(GymProgram(section), section.timeout_s)
+
+    @classmethod
+    def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
+        """See `EnvironmentInterface.check_section`: find the command that starts the servers, and the parsers."""
+        cfg = NemoGymConfig.of(section)
+        if cfg.config_paths:
+            find_program(cfg)
+        if tokenizer is not None:
+            check_parsers(cfg, place, tokenizer)

@@ -23,7 +23,7 @@ from nemo_rl.config import TokenizerConfig
 from nemo_rl.config.schema.tools import ToolEnvironmentConfig
 from nemo_rl.data.tokenizer import get_tokenizer
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, EpisodeStart
-from nemo_rl.environments.tools.grader import Grader
+from nemo_rl.environments.tools.grader import Grader, check_grader
 from nemo_rl.environments.tools.parsing.template import choose_parser, looks_like_a_call, response_text
 from nemo_rl.environments.tools.parsing.thinking import text_of_answer
 from nemo_rl.environments.tools.parsing.vllm import ToolCall
@@ -31,7 +31,7 @@ from nemo_rl.environments.tools.toolbox import Episode, make_toolbox
 from nemo_rl.utils.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nemo_rl.data.interfaces import LLMMessageLogType
+    from nemo_rl.data.interfaces import LLMMessageLogType, TokenizerType
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 COUNTS = (
@@ -88,14 +88,12 @@ class ToolEnvironment(EnvironmentInterface[ToolState]):
     """
 
     reads_token_ids: ClassVar[bool] = True
+    config_class: ClassVar[type | None] = ToolEnvironmentConfig
 
     def __init__(self, cfg: ToolEnvironmentConfig | Mapping[str, Any]) -> None:
         self.cfg = cfg if isinstance(cfg, ToolEnvironmentConfig) else ToolEnvironmentConfig.build(**cfg)
-        if self.cfg.tokenizer.name is None:
-            raise ConfigError(
-                "env.tools.tokenizer.name is null. Give the tokenizer of the model that writes the calls."
-            )
-        self._tokenizer = get_tokenizer(TokenizerConfig.build(**self.cfg.tokenizer.model_dump()))
+        _require_tokenizer(self.cfg)
+        self._tokenizer = _tokenizer_of(self.cfg)
         self._toolbox = make_toolbox(self.cfg)
         self._specs = self._toolbox.specs
         schemas = [spec.schema for spec in self._specs.values()]
@@ -103,6 +101,15 @@ class ToolEnvironment(EnvironmentInterface[ToolState]):
         self._grader = Grader(self.cfg.grader)
         self._threads = ThreadPoolExecutor(self._grader.concurrency, "grader")
         self._episodes: dict[str, Episode] = {}
+
+    @classmethod
+    def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
+        """See `EnvironmentInterface.check_section`: the grader and the tokenizer; `tools.offers` checks the tools."""
+        cfg = ToolEnvironmentConfig.of(section)
+        _require_tokenizer(cfg)
+        check_grader(cfg.grader, f"{place}.grader", tokenizer)
+        if tokenizer is not None:
+            _tokenizer_of(cfg)
 
     async def open_episode(  # type: ignore[override]  # may be a coroutine function
         self, metadata: Any
@@ -215,6 +222,15 @@ class ToolEnvironment(EnvironmentInterface[ToolState]):
             return text
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return text if len(ids) <= most else str(self._tokenizer.decode(ids[:most])) + "\n[cut]"
+
+
+def _require_tokenizer(config: ToolEnvironmentConfig) -> None:
+    if config.tokenizer.name is None:
+        raise ConfigError("env.tools.tokenizer.name is null. Give the tokenizer of the model that writes the calls.")
+
+
+def _tokenizer_of(config: ToolEnvironmentConfig) -> "TokenizerType":
+    return get_tokenizer(TokenizerConfig.build(**config.tokenizer.model_dump()), section="env.tools")
 
 
 def _turn(

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.schema.tools import GraderConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EpisodeStart
-from nemo_rl.environments.registry import env_class_path
+from nemo_rl.environments.registry import check_environment, env_class_path
 from nemo_rl.environments.workers.loading import load_env_class, own_hooks, step_concurrency
 
 if TYPE_CHECKING:
-    from nemo_rl.data.interfaces import LLMMessageLogType
+    from nemo_rl.data.interfaces import LLMMessageLogType, TokenizerType
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 
@@ -52,3 +52,18 @@ class Grader:
     def shutdown(self) -> Any:
         """See `EnvironmentInterface.shutdown`."""
         return self._environment.shutdown()
+
+
+def check_grader(config: GraderConfig | None, place: str, tokenizer: "TokenizerType | None") -> None:
+    """Check the environment that grades, and its section, as those below `env`.
+
+    Args:
+        config: the section; None: nothing is graded.
+        place: its key, for messages.
+        tokenizer: as in `EnvironmentInterface.check_section`.
+
+    Raises:
+        ConfigError: there is no such environment, or its section is wrong.
+    """
+    if config is not None:
+        check_environment(config.name, config.kwargs, tokenizer, name_key=f"{place}.name", place=f"{place}.kwargs")

@@ -10,6 +10,7 @@ from nemo_rl.config.schema.tools import ToolEnvironmentConfig
 from nemo_rl.data.interfaces import TokenizerType
 from nemo_rl.environments.tools.parsing.template import choose_parser
 from nemo_rl.environments.tools.toolbox import make_toolbox
+from nemo_rl.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +26,12 @@ def offered_tools(config: ToolEnvironmentConfig, tokenizer: TokenizerType, place
     Raises:
         ConfigError: a tool cannot be used, or the parser does not read what the chat template writes.
     """
-    specs = make_toolbox(config).specs
-    schemas = [spec.schema for spec in specs.values()]
-    if schemas:
-        parser, _ = choose_parser(config.tool_parser, tokenizer, schemas)
+    try:
+        specs = make_toolbox(config).specs
+        schemas = [spec.schema for spec in specs.values()]
+        parser = choose_parser(config.tool_parser, tokenizer, schemas)[0] if schemas else None
+    except ConfigError as error:
+        raise ConfigError(str(error) if place in str(error) else f"{place}: {error}") from error
+    if parser is not None:
         logger.info("%s: tools %s; calls are read by vLLM's parser %s.", place, ", ".join(specs), parser.name)
     return schemas

@@ -19,12 +19,12 @@ from nemo_rl.data.datasets.hub import HubSource, load_table
 from nemo_rl.data.datasets.rows.readers import is_file_path
 from nemo_rl.data.messages.content import content_text, texts_between
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from nemo_rl.environments.tools.grader import Grader
+from nemo_rl.environments.tools.grader import Grader, check_grader
 from nemo_rl.environments.tools.interfaces import EpisodeTools
 from nemo_rl.utils.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from nemo_rl.data.interfaces import LLMMessageLogType
+    from nemo_rl.data.interfaces import LLMMessageLogType, TokenizerType
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 RAGEnvConfig = RAGEnvironmentConfig
@@ -133,6 +133,15 @@ class RAGEnvironment(EnvironmentInterface[dict[str, Any]]):
         self._grader = None if self.cfg.grader is None else Grader(self.cfg.grader)
 
     gives_answers: ClassVar[bool] = True
+    config_class: ClassVar[type | None] = RAGEnvironmentConfig
+
+    @classmethod
+    def check_section(cls, section: Mapping[str, Any], place: str, tokenizer: "TokenizerType | None" = None) -> None:
+        """See `EnvironmentInterface.check_section`: the grader, and the documents where data is read."""
+        cfg = RAGEnvironmentConfig.of(section)
+        check_grader(cfg.grader, f"{place}.grader", tokenizer)
+        if tokenizer is not None:
+            retriever_of(cfg)
 
     def format_result(self, retrieved_docs: list[str]) -> str:
         """Return documents as the text of an observation."""
@@ -189,15 +198,18 @@ def retriever_of(config: RAGEnvironmentConfig) -> BM25Retriever:
     Raises:
         DataError: the documents cannot be read.
     """
-    return _retriever(
-        config.dataset_name,
-        config.dataset_split,
-        config.text_column,
-        config.num_results,
-        config.k1,
-        config.b,
-        config.device,
-    )
+    try:
+        return _retriever(
+            config.dataset_name,
+            config.dataset_split,
+            config.text_column,
+            config.num_results,
+            config.k1,
+            config.b,
+            config.device,
+        )
+    except (ConfigError, DataError) as error:
+        raise DataError(f"env.rag.dataset_name={config.dataset_name!r}: {error}") from error
 
 
 def format_documents(documents: Sequence[str]) -> str:

@@ -32,15 +32,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import GetTimeoutError, RayTaskError
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.workers.results import WORKER_DEATHS
 from nemo_rl.environments.interfaces import EnvironmentInterface, EpisodeStart, StepResult
 from nemo_rl.environments.workers.actor import host_of
-from nemo_rl.environments.workers.loading import EnvironmentClass, launch_environment_actor, traits_of
-from nemo_rl.environments.workers.supervision import SupervisedActor, answer_of
-from nemo_rl.utils.errors import WorkerDiedError
+from nemo_rl.environments.workers.loading import EnvironmentClass, launch_environment_actor, plain_env_class, traits_of
+from nemo_rl.environments.workers.supervision import SupervisedActor, answer_of, construction_error, death_in_short
+from nemo_rl.utils.errors import ConfigError, WorkerDiedError
 
 if TYPE_CHECKING:
     from nemo_rl.data.interfaces import LLMMessageLogType
@@ -108,6 +108,7 @@ class EnvironmentClient:
     ) -> None:
         self.name = name
         self.num_calls = 0
+        self.is_own = not module_of(env_class).startswith("nemo_rl.")
         runtime_env = runtime_env or {}
         self._traits = traits_of(env_class, runtime_env, start_timeout_s)
         self._section = cfg
@@ -254,6 +255,45 @@ class EnvironmentClient:
             logger.warning("Environment %r gives no metrics, %s failed: %s", self.name, name, reason)
             return batch, {}
 
+    def try_out(self, conversation: list[dict[str, str]], metadata: Any, timeout_s: float) -> str | None:
+        """Play one turn with a made-up answer, before any rollout; block until it is graded.
+
+        Args:
+            conversation: prompt and answer, messages with `role` and `content`.
+            metadata: `extra_env_info` of the prompt.
+            timeout_s: limit for the start of the environment and the turn.
+
+        Returns:
+            Why the environment gave no reward; None if it did, or if it runs programs instead.
+
+        Raises:
+            ConfigError: its constructor failed.
+        """
+        if self._traits.runs_agents:
+            return None
+        running = self._actor.running()
+        try:
+            ray.get(running.ready, timeout=timeout_s)
+            if "open_episode" in self._traits.hooks:
+                seeded = {**metadata, "episode_seed": 0} if isinstance(metadata, dict) else metadata
+                start: Any = ray.get(running.handle.open_episode.remote([seeded]), timeout=timeout_s)[0]
+                if start.error is not None:
+                    return str(start.error)
+                metadata = start.metadata
+            result: Any = ray.get(running.handle.step.remote([conversation], [metadata]), timeout=timeout_s)[0]
+            if "close_episode" in self._traits.hooks:
+                ray.get(running.handle.close_episode.remote([metadata]), timeout=timeout_s)
+        except WORKER_DEATHS as error:
+            if not getattr(error, "actor_init_failed", False):
+                return death_in_short(error)
+            raise ConfigError(
+                f"environment {self.name!r} could not be constructed: {construction_error(error)}"
+            ) from error
+        except GetTimeoutError:
+            return f"no answer in {timeout_s:g} s"
+        reason: str | None = result.error
+        return reason
+
     def shutdown(self, timeout_s: float = 5.0) -> None:
         """Stop the actor and what it started; later steps raise. A second call does nothing.
 
@@ -379,6 +419,13 @@ class EnvironmentClient:
                 len(results),
                 errors[0],
             )
+
+
+def module_of(env_class: str | EnvironmentClass | EnvironmentInterface[Any]) -> str:
+    """Return the module of an environment's class."""
+    if isinstance(env_class, str):
+        return env_class
+    return str(plain_env_class(env_class)[0].__module__) + "."
 
 
 def _last_line(error: RayTaskError) -> str:

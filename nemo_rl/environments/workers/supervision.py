@@ -19,6 +19,7 @@ from nemo_rl.distributed.workers.process import LoggedProcess
 from nemo_rl.distributed.workers.results import WORKER_DEATHS, full_memory
 from nemo_rl.environments.workers.process_guard import MEMORY_MARK
 from nemo_rl.utils.errors import WorkerDiedError
+from nemo_rl.utils.user_frames import user_lines
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class SupervisedActor:
             raise self._fail(reason) from error
         except WORKER_DEATHS as error:
             if getattr(error, "actor_init_failed", False):
-                raise self._fail(f"could not be constructed: {error}") from error
+                raise self._fail(f"could not be constructed: {construction_error(error)}") from error
             raise
 
     def note_answer(self) -> None:
@@ -192,6 +193,13 @@ class SupervisedActor:
 async def answer_of(call: "ray.ObjectRef[Any]", timeout_s: float) -> Any:
     """Await a Ray call with a deadline; raises TimeoutError or what the call raised."""
     return await asyncio.wait_for(asyncio.wrap_future(call.future()), timeout_s)
+
+
+def construction_error(error: RayError) -> str:
+    """Return what a constructor raised: the user's lines and the last line of Ray's report, which is the error."""
+    last = [line.strip() for line in str(error).splitlines() if line.strip()][-1]
+    lines = "\n".join(map(str, user_lines(error)[-3:]))
+    return f"{last}\n{lines}" if lines else last
 
 
 def death_in_short(error: RayError) -> str:

@@ -137,14 +137,7 @@ class AgentEndpoint:
         """
         if self._serving is not None and not self._serving.done():
             return
-        config = self._config
-        try:
-            listener = bound_socket(config.host, config.port)
-        except OSError as error:
-            raise ConfigError(
-                f"cluster.agent_endpoint: cannot listen on {config.host}:{config.port}: {error}. Choose another host "
-                "or port; port=0 takes a free one."
-            ) from error
+        listener = listener_of(self._config)
         self._port = listener.getsockname()[1]
         server = self._guard.server(self.application(), lifespan="off")
         self._serving = asyncio.create_task(_serve(server, listener))
@@ -384,6 +377,21 @@ async def _in_time() -> AsyncIterator[None]:
 def _too_large(most: int) -> CallError:
     message = f"The body is larger than {most} bytes (cluster.agent_endpoint.max_request_mb)."
     return CallError(413, message, "request_too_large")
+
+
+def listener_of(config: AgentEndpointConfig) -> socket.socket:
+    """Return a socket that listens on the address of a section.
+
+    Raises:
+        ConfigError: the address cannot be used on this machine.
+    """
+    try:
+        return bound_socket(config.host, config.port)
+    except OSError as error:
+        raise ConfigError(
+            f"cluster.agent_endpoint: cannot listen on {config.host}:{config.port}: {error}. Choose another host "
+            "or port; port=0 takes a free one."
+        ) from error
 
 
 async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:

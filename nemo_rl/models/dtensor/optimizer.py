@@ -4,6 +4,7 @@ Invariant: the gradient norm is the norm of the whole model's gradient, whatever
 """
 
 import inspect
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ from torch.optim.lr_scheduler import ConstantLR, LRScheduler, SequentialLR
 
 from nemo_rl.config import OptimizerConfig, PolicyConfig, SchedulerConfig, SchedulerMilestones
 from nemo_rl.config.schema.model.policy import SchedulerList
+from nemo_rl.utils.did_you_mean import did_you_mean
 from nemo_rl.utils.errors import ConfigError
 from nemo_rl.utils.imports import import_dotted
 
@@ -31,9 +33,14 @@ _SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "betas", "momentum", "base
 _IMPLEMENTATION = ("foreach", "fused")
 """Arguments that change only the speed of a torch optimizer, not its result."""
 
+_REFUSALS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError)
+"""Errors with which classes refuse their arguments."""
 
-def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
-    """Build the optimizer named by `policy.optimizer`, with one parameter group for each mesh that parameters are on.
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig, section: str = "policy") -> Optimizer:
+    """Build the optimizer of a model's section, with one parameter group for each mesh that parameters are on.
 
     All groups have the same settings; they are separate because implementations that compute many tensors in one call
     (foreach, fused) accept tensors of one mesh only.
@@ -44,15 +51,20 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig)
     Raises:
         ConfigError: the class cannot be imported or refuses its kwargs.
     """
-    cls = _named_class(config, "policy.optimizer.name")
+    cls = _named_class(config, f"{section}.optimizer.name")
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     kwargs = dict(config.kwargs)
     if _on_gpu(trainable) and not kwargs.keys() & {*_IMPLEMENTATION} and "fused" in inspect.signature(cls).parameters:
         kwargs["fused"] = True
     try:
-        return cls(_groups_by_mesh(trainable), **kwargs)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"policy.optimizer.kwargs do not fit {config.name}: {error}") from error
+        made = cls(_groups_by_mesh(trainable), **kwargs)
+    except _REFUSALS as error:
+        raise ConfigError(f"{section}.optimizer.kwargs do not fit {config.name}: {error}") from error
+    if not isinstance(made, Optimizer):
+        raise ConfigError(
+            f"{section}.optimizer.name={config.name!r} makes {made!r}, which is no torch.optim.Optimizer."
+        )
+    return made
 
 
 def _groups_by_mesh(parameters: list[nn.Parameter]) -> list[nn.Parameter] | list[dict[str, Any]]:
@@ -62,8 +74,10 @@ def _groups_by_mesh(parameters: list[nn.Parameter]) -> list[nn.Parameter] | list
     return parameters if len(groups) < 2 else [{"params": group} for group in groups.values()]
 
 
-def build_scheduler(optimizer: Optimizer, config: SchedulerList | SchedulerConfig | None) -> LRScheduler:
-    """Build the learning-rate schedule of `policy.scheduler`; it advances once per training step.
+def build_scheduler(
+    optimizer: Optimizer, config: SchedulerList | SchedulerConfig | None, section: str = "policy"
+) -> LRScheduler:
+    """Build the learning-rate schedule of a model's section; it advances once per training step.
 
     Null gives a constant rate. The schedules of a list run one after another, each up to its milestone.
 
@@ -72,26 +86,78 @@ def build_scheduler(optimizer: Optimizer, config: SchedulerList | SchedulerConfi
     """
     if config is None:
         return ConstantLR(optimizer, factor=1.0, total_iters=0)
-    stages = [_single_scheduler(optimizer, entry) for entry in _schedules(config)]
+    stages = [_single_scheduler(optimizer, entry, section) for entry in _schedules(config)]
     if isinstance(config, SchedulerConfig) or len(stages) == 1:
         return stages[0]
     milestones = [step for entry in config if isinstance(entry, SchedulerMilestones) for step in entry.milestones]
     try:
         return SequentialLR(optimizer, stages, milestones=milestones)
     except ValueError as error:
-        raise ConfigError(f"policy.scheduler: {error}") from error
+        raise ConfigError(f"{section}.scheduler: {error}") from error
 
 
-def check_classes(policy: PolicyConfig) -> None:
-    """Refuse an optimizer or schedule that cannot be imported, without building it (the first one takes seconds).
+def check_optimizer(policy: PolicyConfig, section: str) -> None:
+    """Refuse an optimizer or a schedule that a rank would refuse: build both, and take a step with one parameter.
+
+    Args:
+        policy: section of the model; without an optimizer there is nothing to check.
+        section: name of the section, for messages.
 
     Raises:
-        ConfigError: a dotted path names no class.
+        ConfigError: a dotted path names no class, or a class does not take its arguments.
     """
-    if policy.optimizer is not None:
-        _named_class(policy.optimizer, "policy.optimizer.name")
+    if policy.optimizer is None or not policy.trains:
+        return
+    _check_names(policy.optimizer, f"{section}.optimizer")
     for entry in _schedules(policy.scheduler):
-        _named_class(entry, "policy.scheduler.name")
+        _check_names(entry, f"{section}.scheduler")
+    parameter = nn.Parameter(torch.zeros(1, 1))
+    optimizer = build_optimizer([parameter], policy.optimizer, section)
+    scheduler = build_scheduler(optimizer, policy.scheduler, section)
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        optimizer.step()
+        scheduler.step()
+    except _REFUSALS as error:
+        raise ConfigError(
+            f"{section}.optimizer.name={policy.optimizer.name!r} cannot take a step with {section}.optimizer.kwargs="
+            f"{policy.optimizer.kwargs} and {section}.scheduler: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_names(entry: OptimizerConfig | SchedulerConfig, key: str) -> None:
+    """Refuse arguments that a class does not have, and numbers that are not finite.
+
+    Raises:
+        ConfigError: names the argument and the nearest one of the class.
+    """
+    cls = _named_class(entry, f"{key}.name")
+    try:
+        parameters = inspect.signature(cls).parameters
+    except (TypeError, ValueError):  # no class, or one of C
+        return
+    names = [name for name, each in parameters.items() if each.kind not in _VARIABLE][1:]
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    for name, value in entry.kwargs.items():
+        if name not in names and not takes_any:
+            near = did_you_mean(name, names)
+            taken = f"It takes: {', '.join(names)}."
+            raise ConfigError(f"{key}.kwargs do not fit {entry.name}: it has no argument {name}.{near} {taken}")
+        default = parameters[name].default if name in parameters else None
+        if problem := _unlike(value, default):
+            given = f"{name}={value!r} {problem}"
+            raise ConfigError(f"{key}.kwargs do not fit {entry.name}: {given}. Its default is {default!r}.")
+
+
+def _unlike(value: Any, default: Any) -> str:
+    """Return in what an argument differs from the numbers that are its default; empty if it fits."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "is not finite"
+    if isinstance(default, int | float) and not isinstance(default, bool) and isinstance(value, str | list | dict):
+        return "is not a number"
+    if isinstance(default, tuple) and not (isinstance(value, list | tuple) and len(value) == len(default)):
+        return f"is not a list of {len(default)} numbers"
+    return ""
 
 
 def _schedules(config: SchedulerList | SchedulerConfig | None) -> list[SchedulerConfig]:
@@ -99,17 +165,20 @@ def _schedules(config: SchedulerList | SchedulerConfig | None) -> list[Scheduler
     return [entry for entry in entries if isinstance(entry, SchedulerConfig)]
 
 
-def _single_scheduler(optimizer: Optimizer, entry: SchedulerConfig) -> LRScheduler:
-    cls = _named_class(entry, "policy.scheduler.name")
+def _single_scheduler(optimizer: Optimizer, entry: SchedulerConfig, section: str) -> LRScheduler:
+    cls = _named_class(entry, f"{section}.scheduler.name")
     try:
         return cls(optimizer, **entry.kwargs)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"policy.scheduler.kwargs do not fit {entry.name}: {error}") from error
+    except _REFUSALS as error:
+        raise ConfigError(f"{section}.scheduler.kwargs do not fit {entry.name}: {error}") from error
 
 
 def _named_class(entry: OptimizerConfig | SchedulerConfig, key: str) -> Any:
     advice = "Give the dotted path of a class, for example torch.optim.AdamW."
-    return import_dotted(entry.name, ConfigError, f"{key}={entry.name!r}", advice)
+    found = import_dotted(entry.name, ConfigError, f"{key}={entry.name!r}", advice)
+    if not callable(found):
+        raise ConfigError(f"{key}={entry.name!r} is not a class. {advice}")
+    return found
 
 
 def optimizer_settings(config: PolicyConfig) -> OptimizerSettings:

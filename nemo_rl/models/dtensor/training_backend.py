@@ -33,8 +33,9 @@ class DTensorTraining(FolderBackend):
 
     def check(self, policy: PolicyConfig, num_ranks: int, section: str = "policy") -> None:
         """Check optimizer, schedule and mesh, and prove the mesh on a small model; see `TrainingBackend.check`."""
-        if section == "policy":
-            self._check_optimizer(policy)
+        from nemo_rl.models.dtensor.optimizer import check_optimizer
+
+        check_optimizer(policy, section)
         self.check_sizes(policy, num_ranks, section)
         from nemo_rl.models.dtensor.mesh_check import needs_proof
         from nemo_rl.models.huggingface.load import load_model_config
@@ -74,15 +75,6 @@ class DTensorTraining(FolderBackend):
         from nemo_rl.models.dtensor.memory_plan import DTensorRank
 
         return DTensorRank
-
-    @staticmethod
-    def _check_optimizer(policy: PolicyConfig) -> None:
-        from nemo_rl.models.dtensor.optimizer import build_optimizer, build_scheduler, check_classes
-
-        check_classes(policy)
-        if policy.optimizer is not None:
-            optimizer = build_optimizer([torch.nn.Parameter(torch.zeros(1, 1))], policy.optimizer)
-            build_scheduler(optimizer, policy.scheduler)
 
     def checkpoint_bytes(self, policy: PolicyConfig, checkpointing: CheckpointingConfig) -> int | None:
         """Return a lower bound: float32 weights (twice while parts are joined), Adam's moments, consolidated model."""

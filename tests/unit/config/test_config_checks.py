@@ -219,10 +219,10 @@ REFUSED: list[tuple[list[str], str]] = [
         ["grpo.skip_reference_policy_logprobs_calculation=true", "loss_fn.reference_policy_kl_penalty=-0.1"],
         r"reference_policy_kl_penalty=-0\.1 needs the reference policy",
     ),
-    (["loss_fn.kl_input_clamp_value=-1"], r"kl_input_clamp_value=-1 .*Allowed: float >= 0 or null"),
+    (["loss_fn.kl_input_clamp_value=-1"], r"kl_input_clamp_value=-1 .*Allowed: float >= 0 and <= 10\^9 or null"),
     (["loss_fn.positive_example_nll_weight=-0.1"], r"positive_example_nll_weight=-0\.1 .*Allowed: float >= 0"),
     (["loss_fn.use_cispo=true", "loss_fn.ratio_clip_c=3"], "no dual clip"),
-    (["loss_fn.ratio_clip_c=1"], r"ratio_clip_c=1 .*Allowed: float > 1 or null"),
+    (["loss_fn.ratio_clip_c=1"], r"ratio_clip_c=1 .*Allowed: float > 1 and <= 10\^9 or null"),
     (
         ["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=16"],
         r"64 samples / policy\.train_global_batch_size=16 = 4 updates. Set policy\.train_global_batch_size=64",

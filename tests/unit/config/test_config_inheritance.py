@@ -97,9 +97,10 @@ def test_keys_that_a_later_file_drops_give_no_message(write_yaml, caplog: pytest
     kept = {"defaults": "parent.yaml", "data": {"train": {"dataset_name": None, "data_path": "README.md"}}}
     listed = {"defaults": "parent.yaml", "data": {"train": [{"data_path": "README.md"}]}}
     with caplog.at_level("INFO", "nemo_rl.config"):
-        for content in (dropped, listed):
+        for content in (dropped, listed, kept):  # the parent wrote num_samples for its own data set
             load_checked(write_yaml("child.yaml", content))
         assert caplog.messages == []
+        kept["data"]["train"]["num_samples"] = 5
         load_checked(write_yaml("child.yaml", kept))
     assert "data.train.num_samples (only arithmetic" in caplog.text
 

@@ -38,7 +38,7 @@ BY_COMPUTED_NAME = {
     ("BackendSection", "size"): {
         key for section in (DTensorConfig, MegatronConfig, TrainingBackendConfig) for key in section.size_keys.values()
     },
-    ("ToolTokenizerConfig", "__init__"): {"chat_template", "chat_template_kwargs"},
+    ("ToolTokenizerConfig", "_tokenizer_of"): {"chat_template", "chat_template_kwargs"},
     ("LoggerConfig", "make_backends"): {*TRACKERS, *(f"{name}_enabled" for name in TRACKERS)},
 }
 """Section and function that reads keys of it by names that are not written out -> these keys."""

@@ -40,7 +40,10 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
     ("override", "message"),
     [
         ("policy.optimizer.name=torch.optim.AdamX", "policy.optimizer.name='torch.optim.AdamX' cannot be imported"),
-        ("+policy.optimizer.kwargs.lrr=1", "policy.optimizer.kwargs do not fit torch.optim.AdamW: .*'lrr'"),
+        (
+            "+policy.optimizer.kwargs.lrr=1",
+            "do not fit torch.optim.AdamW: it has no argument lrr. Did you mean 'lr'",
+        ),
         (
             "policy.optimizer.kwargs.lr=-1",
             "policy.optimizer.kwargs do not fit torch.optim.AdamW: Invalid learning rate",

@@ -6,8 +6,9 @@ weights never change.
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
+from nemo_rl.config.base.numbers import Amount, AmountOrMinusOne, Count
 from nemo_rl.config.base.part_names import PartName
 from nemo_rl.config.base.section import derived
 from nemo_rl.config.schema.algorithms.rollout_training import Epochs, RolloutTrainingConfig
@@ -23,22 +24,22 @@ CROSS_TOKENIZER = "distillation across tokenizers"
 class DistillationConfig(RolloutTrainingConfig):
     """On-policy distillation: the student answers, the teacher gives its next-token distribution at every token."""
 
-    num_prompts_per_step: PositiveInt = 128
+    num_prompts_per_step: Count = 128
     """Prompts drawn from the data for each training step."""
-    num_generations_per_prompt: PositiveInt = 1
+    num_generations_per_prompt: Count = 1
     """Answers that the student samples for each prompt."""
-    max_num_steps: PositiveInt = 1000
+    max_num_steps: Amount = 1000
     """Training stops after this many steps."""
     max_num_epochs: Epochs = 10
     """Training stops after this many passes over the training data; -1: no limit. With data.train.<i>.weight a pass
     is as many prompts as all data sets have rows."""
-    topk_logits_k: PositiveInt = 64
+    topk_logits_k: Count = 64
     """Logits that the teacher sends for each token: those of its k most likely tokens."""
-    val_period: int = Field(default=20, ge=-1)
+    val_period: AmountOrMinusOne = 20
     """Validate every this many steps; 0 or -1: only at start or end."""
-    val_batch_size: PositiveInt | None = 64
+    val_batch_size: Count | None = 64
     """Prompts in one validation batch; null: all in one batch."""
-    max_val_samples: PositiveInt | None = 512
+    max_val_samples: Amount | None = 512
     """Prompts validated in total, equally many of each data set if it has so many; null: all of the validation data."""
 
 
@@ -86,9 +87,9 @@ class TeacherConfig(SecondModelConfig):
 
     precision: Literal["bfloat16", "float16", "float32"] = derived("${policy.precision}")
     """Number format of the forward pass."""
-    train_global_batch_size: PositiveInt = derived("${policy.train_global_batch_size}")
+    train_global_batch_size: Count = derived("${policy.train_global_batch_size}")
     """Not used: nothing is trained."""
-    train_micro_batch_size: PositiveInt = derived("${policy.train_micro_batch_size}")
+    train_micro_batch_size: Count = derived("${policy.train_micro_batch_size}")
     """Only the default of logprob_batch_size."""
     optimizer: OptimizerConfig | None = None
     """Not used: the teacher's weights never change."""

@@ -7,8 +7,9 @@ the same way.
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field
 
+from nemo_rl.config.base.numbers import Amount, AmountOrMinusOne, Count, FactorOrZero, Seconds, Tokens
 from nemo_rl.config.base.section import Section, Seed, derived
 from nemo_rl.config.schema.data import FROM_TOOLS, IN_ROWS, FromTools, InRows, Operand, numbers_without_effect
 from nemo_rl.config.schema.model.endpoint import ModelEndpointConfig
@@ -19,7 +20,7 @@ from nemo_rl.config.schema.model.policy import TokenizerConfig
 class EvalEngineConfig(EngineConfig):
     """The engine of an evaluation."""
 
-    max_model_len: PositiveInt = 2048
+    max_model_len: Tokens = 2048
     """Context length of the engine in tokens, prompt and answer together."""
     precision: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Number format of weights and activations."""
@@ -45,13 +46,13 @@ class EvalGenerationConfig(GenerationConfig):
     endpoint: ModelEndpointConfig | None = None
     """A model that another server has, which is evaluated in place of model_name without engines, GPUs and a
     tokenizer; null: engines of the run have the model."""
-    num_prompts_per_step: Annotated[int, Field(ge=-1)] = -1
+    num_prompts_per_step: AmountOrMinusOne = -1
     """Prompts sampled together and then written to save_path; -1: all of them."""
-    temperature: NonNegativeFloat = 0.0
+    temperature: FactorOrZero = 0.0
     """Sampling temperature; 0 takes the most likely token."""
     top_k: TopK | None = -1
     """Sample from the k most likely tokens; null or -1: from all."""
-    max_new_tokens: PositiveInt = derived("${.engine.max_model_len}")
+    max_new_tokens: Tokens = derived("${.engine.max_model_len}")
     """Most tokens of one answer; prompt and answer together end at max_model_len."""
     engine: EvalEngineConfig = Field(default_factory=EvalEngineConfig)
     """Keys that every engine reads."""
@@ -71,18 +72,18 @@ class EvalConfig(Section):
 
     metric: Literal["pass@k", "cons@k"] = "pass@k"
     """The score: pass@k counts a right answer among k; cons@k counts a right majority of k answers."""
-    num_tests_per_prompt: PositiveInt = 1
+    num_tests_per_prompt: Count = 1
     """Answers sampled per prompt."""
-    k_value: PositiveInt = 1
+    k_value: Count = 1
     """The k of the metric, at most num_tests_per_prompt."""
     seed: Seed = 42
     """Seed of the samples."""
     save_path: str | None = None
     """Folder for answers and results; an evaluation that is started again with the same folder continues. null: nothing
     is written."""
-    max_rollout_turns: PositiveInt = 1
+    max_rollout_turns: Count = 1
     """Most turns of model and environment in one conversation."""
-    signal_grace_s: PositiveFloat = 600.0
+    signal_grace_s: Seconds = 600.0
     """Seconds after SIGTERM, SIGINT, SIGHUP or SIGUSR1 within which the pending prompts have to be answered and written
     to save_path; then the evaluation ends without them."""
 
@@ -125,15 +126,15 @@ class EvalDataConfig(Section):
     """Environment that grades answers, from env."""
     processor: str | None = None
     """Function that turns a row into a prompt; null: the data set's usual one."""
-    max_input_seq_length: PositiveInt | None = derived("${generation.engine.max_model_len}")
+    max_input_seq_length: Tokens | None = derived("${generation.engine.max_model_len}")
     """Longest prompt in tokens; longer ones are not sampled and count as not solved; null: no limit."""
-    repeat: PositiveInt = 1
+    repeat: Count = 1
     """Number of rounds in which all problems are sampled."""
-    max_samples: PositiveInt | None = None
+    max_samples: Amount | None = None
     """Ask only this many problems, a seeded random choice; null: all."""
     seed: Seed = 42
     """Seed of max_samples, of option orders and of generated sums."""
-    num_samples: PositiveInt | None = None
+    num_samples: Amount | None = None
     """Generated problems, only for arithmetic; null: 256."""
     min_operand: Operand = 10
     """Smallest number in a problem, only for arithmetic."""

@@ -7,6 +7,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from nemo_rl.config.base.availability import OnlyWith
+from nemo_rl.config.base.numbers import Number
 from nemo_rl.config.base.part_names import PartName
 from nemo_rl.config.base.section import derived
 from nemo_rl.config.schema.algorithms.overlap import AsyncGRPOConfig
@@ -18,6 +20,9 @@ _BUILT = ("grpo", "dr_grpo", "rloo", "gdpo", "reinforce_plus_plus")
 AdvantageEstimatorName = Annotated[str, PartName(_BUILT, {"opd": "Multi-teacher on-policy distillation"})]
 
 
+_PER_TURN = OnlyWith("credit", ("turn_returns", "turn_rewards"))
+
+
 class AdvantageEstimatorConfig(NamedPartConfig):
     """The formula that turns a group's rewards into advantages; its other keys are for built-in names."""
 
@@ -26,23 +31,23 @@ class AdvantageEstimatorConfig(NamedPartConfig):
     normalize_rewards: bool = derived("${..normalize_rewards}")
     """Divide by the sample standard deviation (n - 1) of the rewards that make the baseline; gdpo always whitens its
     sum over the batch."""
-    std_level: Literal["group", "batch"] = "group"
+    std_level: Annotated[Literal["group", "batch"], OnlyWith("normalize_rewards")] = "group"
     """With normalize_rewards: use the deviation of the prompt's rewards (group), or of all rewards of the step
     (batch)."""
     use_leave_one_out_baseline: bool = derived("${..use_leave_one_out_baseline}")
     """Leave the sample's own reward out of its baseline."""
-    minus_baseline: bool = True
+    minus_baseline: Annotated[bool, OnlyWith("name", ("reinforce_plus_plus",))] = True
     """REINFORCE++: subtract the group's mean reward before whitening the batch."""
-    kl_to_go: bool = False
+    kl_to_go: Annotated[bool, OnlyWith("name", ("reinforce_plus_plus",))] = False
     """REINFORCE++ with use_kl_in_reward: subtract the KL of this and all later tokens, as its paper does; false: the KL
     of this token only, as NeMo RL does."""
     credit: Literal["episode", "turn_returns", "turn_rewards"] = "episode"
     """Credit of the tokens of a turn: the reward of the whole episode; the discounted return from this
     turn on, compared with the group's returns at the same turn; or the turn's reward, compared with the group's rewards
     at the same turn, plus the discounted results of later turns. Per turn with grpo, dr_grpo and rloo only."""
-    turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
+    turn_discount: Annotated[Annotated[float, Field(ge=0, le=1)], _PER_TURN] = 1.0
     """With credit per turn: factor on a reward for each turn between it and the turn that is credited."""
-    reward_weights: list[float] | None = None
+    reward_weights: Annotated[list[Number] | None, OnlyWith("name", ("gdpo",))] = None
     """GDPO: weight of each reward component, in order; null: all 1."""
 
 
@@ -69,14 +74,14 @@ class GRPOConfig(RewardedTrainingConfig):
     """The baseline of a sample leaves out its own reward."""
     adv_estimator: AdvantageEstimatorConfig = Field(default_factory=AdvantageEstimatorConfig)
     """The advantage formula."""
-    advantage_clip_low: float | None = None
+    advantage_clip_low: Number | None = None
     """Lower bound of the final advantage; null: none."""
-    advantage_clip_high: float | None = None
+    advantage_clip_high: Number | None = None
     """Upper bound of the final advantage; null: none."""
-    invalid_tool_call_advantage: float | None = None
+    invalid_tool_call_advantage: Number | None = None
     """Advantage of the tokens of a turn whose tool call cannot be made (not readable, unknown tool, wrong arguments),
     instead of the computed one; null: off."""
-    malformed_thinking_advantage: float | None = None
+    malformed_thinking_advantage: Number | None = None
     """Advantage of thinking tags that are out of place (see reward_penalties.penalize_malformed_think_tag), instead of
     the computed one; where a tag is missing at the end of a turn, of the tag that was not closed, or of the last token
     if the prompt has opened the thinking; null: off."""

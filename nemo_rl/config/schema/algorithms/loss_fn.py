@@ -3,52 +3,53 @@
 Rules between keys are in `config.rules.loss`. Invariant: each key only selects a formula.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field
 
+from nemo_rl.config.base.availability import OnlyWith
+from nemo_rl.config.base.numbers import Factor, FactorOrZero, Number
 from nemo_rl.config.base.part_names import PartName
 from nemo_rl.config.schema.named_part import NamedPartConfig
+
+_WITH_KL = OnlyWith("reference_policy_kl_penalty")
+
+_WITH_CORRECTION = OnlyWith("use_importance_sampling_correction")
+
+_WITH_RATIO = OnlyWith("disable_ppo_ratio", (False,))
 
 
 class ClippedPGLossConfig(NamedPartConfig):
     """The clipped policy-gradient loss."""
 
-    @classmethod
-    def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Report the dual clip where the loss has no ratio."""
-        told = {"ratio_clip_c": "disable_ppo_ratio takes the ratio away"} if values.get("disable_ppo_ratio") else {}
-        return {**super().without_effect(values), **(told if values.get("ratio_clip_c") is not None else {})}
-
     name: Annotated[str, PartName(("clipped_pg",))] = "clipped_pg"
     """clipped_pg, the loss that the keys below describe; or the dotted path of a class, for which they only say what
     its batches hold: reference_policy_logprobs with reference_policy_kl_penalty other than 0."""
-    reference_policy_kl_penalty: float = 0.01
+    reference_policy_kl_penalty: Number = 0.01
     """Weight of the KL term against the reference policy; 0 switches it off, a negative weight drives the policy away
     from the reference. With top_k or top_p both distributions are filtered (in NeMo RL neither), so that the KL is that
     of the distribution that is sampled from."""
-    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
+    reference_policy_kl_type: Annotated[Literal["k1", "k2", "k3"], _WITH_KL] = "k3"
     """Estimator of the per-token KL divergence; in expectation the gradients of k1 and k3 equal that of the divergence,
     the gradient of k2 is about twice as large."""
-    kl_input_clamp_value: NonNegativeFloat | None = 20.0
+    kl_input_clamp_value: Annotated[FactorOrZero | None, _WITH_KL] = 20.0
     """Bound in nats on the log ratio before the KL estimator; beyond it a token gets no gradient from the KL term.
     null: none."""
-    kl_output_clamp_value: NonNegativeFloat | None = 10.0
+    kl_output_clamp_value: Annotated[FactorOrZero | None, _WITH_KL] = 10.0
     """Bound in nats on a token's weighted KL estimate; beyond it the token gets no gradient from the KL term. null:
     none."""
-    use_on_policy_kl_approximation: bool = False
+    use_on_policy_kl_approximation: Annotated[bool, _WITH_KL] = False
     """Weight the KL term, before its output clamp, by the ratio of current to generation probabilities."""
-    sequence_level_kl_weight: bool = False
+    sequence_level_kl_weight: Annotated[bool, _WITH_KL] = False
     """Weight the KL term by the ratio's geometric mean over the sequence instead of each token's ratio: with
     use_on_policy_kl_approximation by its value, without it only by its gradient."""
-    use_kl_in_reward: bool = False
+    use_kl_in_reward: Annotated[bool, _WITH_KL] = False
     """Subtract the KL term from the reward instead of adding it to the loss."""
-    ratio_clip_min: NonNegativeFloat = 0.2
+    ratio_clip_min: FactorOrZero = 0.2
     """Lower clip epsilon: the ratio is clipped below 1 - ratio_clip_min; 1 or more: never."""
-    ratio_clip_max: Annotated[float, Field(gt=-1)] = 0.2
+    ratio_clip_max: Annotated[float, Field(gt=-1, le=1e9)] = 0.2
     """Upper clip epsilon: the ratio is clipped above 1 + ratio_clip_max; below 0 only with use_cispo."""
-    ratio_clip_c: Annotated[float, Field(gt=1)] | None = None
+    ratio_clip_c: Annotated[Annotated[float, Field(gt=1, le=1e9)] | None, _WITH_RATIO] = None
     """Dual-clip bound for negative advantages, greater than 1; null: off."""
     disable_ppo_ratio: bool = False
     """Use the REINFORCE loss -A log p, without ratio and clipping (ratio_clip_c has no effect, and
@@ -63,19 +64,21 @@ class ClippedPGLossConfig(NamedPartConfig):
     product over its tokens; needs token_level_loss=false."""
     token_level_loss: bool = True
     """Average the loss over all tokens (true) or over sequences first (false)."""
-    constant_sample_length: PositiveFloat | None = None
+    constant_sample_length: Factor | None = None
     """Dr.GRPO: divide the sum over tokens by this many tokens per sample that counts, for example max_new_tokens,
     instead of by the number of tokens that count; null: off."""
     use_importance_sampling_correction: bool = False
     """Weight tokens by training over generation probability to undo mismatch."""
-    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = None
+    truncated_importance_sampling_type: Annotated[Literal["tis", "icepop", "seq-mask-tis"] | None, _WITH_CORRECTION] = (
+        None
+    )
     """Treatment of correction weights out of bounds: tis clamps them, icepop zeroes the token, seq-mask-tis zeroes the
     whole sequence; null: there are no bounds."""
-    truncated_importance_sampling_ratio: PositiveFloat | None = None
+    truncated_importance_sampling_ratio: Annotated[Factor | None, _WITH_CORRECTION] = None
     """Upper bound of the correction weight; every type needs it."""
-    truncated_importance_sampling_ratio_min: NonNegativeFloat | None = None
+    truncated_importance_sampling_ratio_min: Annotated[FactorOrZero | None, _WITH_CORRECTION] = None
     """Lower bound of the correction weight, needed by icepop and seq-mask-tis; null with tis: 0."""
-    positive_example_nll_weight: NonNegativeFloat = 0.0
+    positive_example_nll_weight: FactorOrZero = 0.0
     """VAPO: weight of the negative log-likelihood of answers with a positive reward, summed over their tokens and
     divided by the same number as the rest of the loss; 0 switches it off."""
 

@@ -6,9 +6,15 @@ them.
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field
 
+from nemo_rl.config.base.availability import OnlyWith
+from nemo_rl.config.base.numbers import Count, CountOrZero, FactorOrZero, Seconds
 from nemo_rl.config.base.section import Section
+
+_AHEAD = OnlyWith("mode", ("ahead",))
+
+_OVERLAPS = OnlyWith("mode", ("stream", "ahead"))
 
 
 class GroupFailuresConfig(Section):
@@ -18,13 +24,13 @@ class GroupFailuresConfig(Section):
     with its sample and fails no group.
     """
 
-    max_attempts_per_prompt: PositiveInt | None = None
+    max_attempts_per_prompt: Count | None = None
     """Attempts to sample the group of a prompt; null: max_generation_failures alone bounds the failures."""
-    backoff_base_s: NonNegativeFloat = 1.0
+    backoff_base_s: FactorOrZero = 1.0
     """Seconds before the second attempt; before each further one twice as many."""
-    max_backoff_s: NonNegativeFloat = 30.0
+    max_backoff_s: FactorOrZero = 30.0
     """Most seconds before an attempt."""
-    max_skipped_prompts: NonNegativeInt = 0
+    max_skipped_prompts: CountOrZero = 0
     """Prompts that a run may skip after max_attempts_per_prompt; their samples have no reward and enter no loss. With
     0, or after so many, the failure ends the run."""
     min_step_fraction: Annotated[float, Field(ge=0, le=1)] = 0.9
@@ -37,37 +43,37 @@ class OverlapConfig(Section):
     mode: Literal["none", "stream", "ahead"] = "none"
     """none: sampling and training take turns; stream: gradients of finished groups are computed while the rest of
     the step is sampled; ahead: the engines sample for later steps while the policy trains."""
-    groups_per_part: PositiveInt | None = None
+    groups_per_part: Annotated[Count | None, OnlyWith("mode", ("stream",))] = None
     """stream: groups whose gradients are computed together; null: a fourth of num_prompts_per_step. Only with
     order=in_order it is also the largest number."""
-    max_age_steps: PositiveInt = 1
+    max_age_steps: Annotated[Count, _AHEAD] = 1
     """ahead: most training steps between the weights that begin a group of answers and the step that trains on it.
     A prompt is started only if this holds for its group; no group is dropped."""
-    order: Literal["in_order", "ready_first", "weight_fifo", "freshest_first"] = "in_order"
+    order: Annotated[Literal["in_order", "ready_first", "weight_fifo", "freshest_first"], _OVERLAPS] = "in_order"
     """ahead: the groups that a step trains on. in_order: the oldest, even if it has to wait for them. The others
     take finished groups first and wait only for those that would become too old: ready_first the oldest of them,
     weight_fifo those of the oldest weights, freshest_first the newest.
     stream: in_order computes gradients of consecutive groups, and repeats a run bit for bit; the others those of all
     groups that are finished when the policy is free."""
-    in_flight_weight_updates: bool = False
+    in_flight_weight_updates: Annotated[bool, _AHEAD] = False
     """ahead: running answers continue with new weights; false: each update of the engines waits until all started
     groups are finished. false with order=in_order repeats a run bit for bit."""
     validation: Literal["stop", "hold_updates", "through_updates"] = "stop"
     """stop: training waits for each validation. The others validate while training goes on: hold_updates measures the
     weights of one step, and the next update of the engines waits for it; with through_updates nothing waits, and
     running answers continue with new weights, so that a validation measures several versions."""
-    partial_responses: Literal["continue", "restart"] = "continue"
+    partial_responses: Annotated[Literal["continue", "restart"], _AHEAD] = "continue"
     """ahead: unfinished groups in a checkpoint. continue: their finished samples, turns and the tokens so far are
     stored, and a resumed run samples the rest; restart: it samples them again from their prompts. No effect with
     in_flight_weight_updates=false, where a checkpoint waits until all started groups are finished."""
-    max_inflight_prompts: PositiveInt | None = None
+    max_inflight_prompts: Annotated[Count | None, _AHEAD] = None
     """ahead: most prompts that are sampled at the same time; null: no limit."""
-    max_buffered_groups: PositiveInt | None = None
+    max_buffered_groups: Annotated[Count | None, _AHEAD] = None
     """ahead: most groups that are started but not trained on; null: as many as max_age_steps allows."""
-    max_generation_failures: NonNegativeInt = 0
+    max_generation_failures: Annotated[CountOrZero, _AHEAD] = 0
     """ahead: failures of groups in a row after which the run ends; until then a failed group is sampled again. Not used
     with group_failures.max_attempts_per_prompt."""
-    group_failures: GroupFailuresConfig = Field(default_factory=GroupFailuresConfig)
+    group_failures: Annotated[GroupFailuresConfig, _AHEAD] = Field(default_factory=GroupFailuresConfig)
     """ahead: attempts for each prompt, and prompts that may be skipped."""
 
 
@@ -76,9 +82,9 @@ class AsyncGRPOConfig(Section):
 
     enabled: bool = False
     """Sample for later steps while the policy trains."""
-    max_trajectory_age_steps: PositiveInt = 1
+    max_trajectory_age_steps: Count = 1
     """As overlap.max_age_steps."""
-    max_generation_failures: NonNegativeInt = 0
+    max_generation_failures: CountOrZero = 0
     """As overlap.max_generation_failures."""
     in_flight_weight_updates: bool = False
     """As overlap.in_flight_weight_updates."""
@@ -101,9 +107,9 @@ class AsyncRLSamplerConfig(Section):
 
     name: Literal["in_order", "ready_first", "windowed", "weight_fifo"] = "in_order"
     """As overlap.order; windowed is ready_first, or freshest_first with sample_freshest_first."""
-    max_lookahead_versions: NonNegativeInt = 1
+    max_lookahead_versions: CountOrZero = 1
     """in_order: as overlap.max_age_steps; 0: sampling and training take turns."""
-    max_staleness_versions: NonNegativeInt = 1
+    max_staleness_versions: CountOrZero = 1
     """The others: as overlap.max_age_steps; 0: sampling and training take turns."""
     sample_freshest_first: bool = False
     """windowed: prefer the newest finished groups."""
@@ -121,25 +127,25 @@ class AsyncRLRolloutFailureConfig(Section):
         "nemo_gym": "a rollout of NeMo Gym is not sent again; its deadline is env.nemo_gym.timeout_s",
     }
 
-    max_infra_attempts_per_prompt: PositiveInt = 5
+    max_infra_attempts_per_prompt: Count = 5
     """As overlap.group_failures.max_attempts_per_prompt."""
-    backoff_base_s: NonNegativeFloat = 1.0
+    backoff_base_s: FactorOrZero = 1.0
     """As overlap.group_failures.backoff_base_s."""
-    max_backoff_s: PositiveFloat = 30.0
+    max_backoff_s: Seconds = 30.0
     """As overlap.group_failures.max_backoff_s."""
-    max_skipped_prompts: NonNegativeInt = 0
+    max_skipped_prompts: CountOrZero = 0
     """As overlap.group_failures.max_skipped_prompts."""
     min_step_batch_fraction: Annotated[float, Field(ge=0, le=1)] = 0.9
     """As overlap.group_failures.min_step_fraction."""
     on_dropped_prompt: Literal["shrink"] = "shrink"
     """The samples of a skipped prompt enter no loss, so the step has fewer."""
-    max_data_attempts_per_prompt: PositiveInt = 2
+    max_data_attempts_per_prompt: Count = 2
     """Has no effect."""
-    max_consecutive_dropped_prompts: NonNegativeInt = 0
+    max_consecutive_dropped_prompts: CountOrZero = 0
     """Has no effect."""
-    max_replacement_attempts: NonNegativeInt = 1
+    max_replacement_attempts: CountOrZero = 1
     """Has no effect."""
-    replacement_reserve_prompts: NonNegativeInt = 1
+    replacement_reserve_prompts: CountOrZero = 1
     """Has no effect."""
     native: dict[str, Any] | None = None
     """Has no effect."""
@@ -177,11 +183,11 @@ class AsyncRLConfig(Section):
     """The groups that a step trains on."""
     rollout_failure: AsyncRLRolloutFailureConfig = Field(default_factory=AsyncRLRolloutFailureConfig)
     """As overlap.group_failures."""
-    max_inflight_prompts: PositiveInt = 32
+    max_inflight_prompts: Count = 32
     """As overlap.max_inflight_prompts."""
-    max_buffered_rollouts: PositiveInt = 64
+    max_buffered_rollouts: Count = 64
     """As overlap.max_buffered_groups."""
-    min_groups_for_streaming_train: PositiveInt = 32
+    min_groups_for_streaming_train: Count = 32
     """Has no effect."""
     recompute_kv_cache_after_weight_updates: bool | None = None
     """As policy.generation.weight_sync.recompute_kv_cache, with backend=vllm; null: that key decides."""

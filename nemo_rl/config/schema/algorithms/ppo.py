@@ -6,8 +6,9 @@ Invariant: the critic is a second policy section with a scalar head, which is tr
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field
 
+from nemo_rl.config.base.numbers import Amount, AmountOrMinusOne, AmountOrZero, Count, Factor, FactorOrZero
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.algorithms.overlap import AsyncGRPOConfig
 from nemo_rl.config.schema.algorithms.rewarded_training import RewardedTrainingConfig
@@ -48,7 +49,7 @@ class PPOAdvantageConfig(Section):
     """Lambda of the policy's advantages; null: gae_lambda."""
     gae_lambda_value: Share | None = None
     """Lambda of the returns that the critic is trained on; null: gae_lambda. VAPO takes 1."""
-    length_adaptive_alpha: NonNegativeFloat = 0.0
+    length_adaptive_alpha: FactorOrZero = 0.0
     """VAPO: lambda of the policy's advantages is 1 - 1 / (alpha * tokens of the answer), at least 0, so that the
     reward of a long answer also reaches its first tokens; VAPO takes 0.05. 0: off."""
     normalize_advantages: bool = True
@@ -71,16 +72,16 @@ class AsyncPPOConfig(AsyncGRPOConfig):
 class PPOConfig(RewardedTrainingConfig):
     """Proximal policy optimisation with a critic: steps, epochs, validation and processing of rewards."""
 
-    max_num_steps: PositiveInt = 100_000
+    max_num_steps: Amount = 100_000
     """Training stops after this many steps."""
     max_num_epochs: Epochs = 100_000
     """Training stops after this many passes over the training data; -1: no limit. With data.train.<i>.weight a pass
     is as many prompts as all data sets have rows."""
-    val_period: int = Field(default=20, ge=-1)
+    val_period: AmountOrMinusOne = 20
     """Validate every this many steps; 0 or -1: only at start or end."""
-    ppo_epochs: PositiveInt = 4
+    ppo_epochs: Count = 4
     """Passes over the samples of a step, by the policy and by the critic; each makes all updates of the step again."""
-    policy_training_start_step: NonNegativeInt = 0
+    policy_training_start_step: AmountOrZero = 0
     """First steps in which only the critic is trained, and the policy stays as it is."""
     adv_estimator: PPOAdvantageConfig = Field(default_factory=PPOAdvantageConfig)
     """The advantage formula."""
@@ -114,7 +115,7 @@ class ValueConfig(SecondModelConfig):
 class MseValueLossConfig(Section):
     """The squared difference between the critic's values and the returns."""
 
-    scale: PositiveFloat = 1.0
+    scale: Factor = 1.0
     """Factor on the loss."""
-    cliprange: PositiveFloat | None = None
+    cliprange: Factor | None = None
     """Largest change of a value in one step that lowers the loss; null: no limit."""

@@ -1,7 +1,8 @@
 """Keys of `reward_penalties`: what is wrong with an answer, whatever its environment rewards."""
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field
 
+from nemo_rl.config.base.numbers import CountOrZero, TokenId
 from nemo_rl.config.base.section import Section
 from nemo_rl.config.schema.named_part import NamedPartConfig
 
@@ -12,12 +13,12 @@ BUILT_IN = ("duplicated_reasoning", "empty_final_answer", "malformed_think_tag",
 class RewardPenaltyTokenIdsConfig(Section):
     """Token ids that penalties look for."""
 
-    unwanted: list[NonNegativeInt] | None = None
+    unwanted: list[TokenId] | None = None
     """Tokens that penalize_unwanted_tokens penalises."""
-    think_open: NonNegativeInt | None = None
+    think_open: CountOrZero | None = None
     """Token that opens the thinking; null: the tokenizer's token for the first of thinking_tags, or its text where that
     is not a single token."""
-    think_close: NonNegativeInt | None = None
+    think_close: CountOrZero | None = None
     """Token that closes the thinking; null: as think_open, for the second of thinking_tags."""
 
 

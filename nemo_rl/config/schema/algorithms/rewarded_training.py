@@ -3,11 +3,12 @@
 They cover the processing of rewards before they become advantages, and which samples are trained on.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field
 
+from nemo_rl.config.base.availability import OnlyWith
+from nemo_rl.config.base.numbers import Count, CountOrZero, Factor, FactorOrZero, Number
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.algorithms.rollout_training import RolloutTrainingConfig
 
@@ -17,13 +18,13 @@ class RewardScalingConfig(Section):
 
     enabled: bool = False
     """Map rewards linearly from source to target range."""
-    source_min: float = 0.0
+    source_min: Number = 0.0
     """Reward that becomes target_min; lower ones are cut."""
-    source_max: float = 1.0
+    source_max: Number = 1.0
     """Reward that becomes target_max; higher ones are cut."""
-    target_min: float = 0.0
+    target_min: Number = 0.0
     """Low end of the new range."""
-    target_max: float = 1.0
+    target_max: Number = 1.0
     """High end of the new range."""
 
 
@@ -33,13 +34,13 @@ class RewardShapingConfig(Section):
     enabled: bool = False
     """Apply the length penalties below to each total reward; gdpo's advantages come from the components and do not
     change."""
-    max_response_length: PositiveInt | None = derived("${policy.max_total_sequence_length}")
+    max_response_length: Count | None = derived("${policy.max_total_sequence_length}")
     """Answer length in tokens at which the full penalty applies; all turns count (in NeMo RL only the first), since
     all of them are trained on."""
-    overlong_buffer_length: NonNegativeInt | None = 128
+    overlong_buffer_length: CountOrZero | None = 128
     """Tokens before max_response_length over which the penalty grows linearly; a value above max_response_length gives
     even the shortest answer a part of the penalty."""
-    overlong_buffer_penalty: NonNegativeFloat | None = 1.0
+    overlong_buffer_penalty: FactorOrZero | None = 1.0
     """Penalty at max_response_length, subtracted from the reward."""
     limit_overlong_penalty: bool = False
     """Keep the penalty of longer answers at overlong_buffer_penalty, as DAPO's paper does; false: it continues to grow
@@ -58,13 +59,6 @@ class RewardedTrainingConfig(RolloutTrainingConfig):
         "skip_reference_policy_logprobs_calculation": "the reference policy runs only where a KL penalty needs it",
     }
 
-    @classmethod
-    def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Report batch_multiplier where dynamic sampling is off."""
-        idle = not values.get("use_dynamic_sampling") and values.get("batch_multiplier", 1) != 1
-        told = {"batch_multiplier": "use_dynamic_sampling is false"} if idle else {}
-        return {**super().without_effect(values), **told}
-
     reward_scaling: RewardScalingConfig = Field(default_factory=RewardScalingConfig)
     """Linear map of rewards."""
     reward_shaping: RewardShapingConfig = Field(default_factory=RewardShapingConfig)
@@ -72,11 +66,11 @@ class RewardedTrainingConfig(RolloutTrainingConfig):
     use_dynamic_sampling: bool = False
     """DAPO: drop prompts whose scaled rewards are all equal and draw others instead; this also holds with the
     leave-one-out baseline, where NeMo RL drops single answers whose peers are all equal."""
-    batch_multiplier: Annotated[float, Field(ge=1)] = 1.0
+    batch_multiplier: Annotated[Annotated[float, Field(ge=1, le=1000)], OnlyWith("use_dynamic_sampling")] = 1.0
     """With dynamic sampling: each round draws num_prompts_per_step times this many prompts; without it no effect."""
-    dynamic_sampling_max_gen_batches: PositiveInt = 10
+    dynamic_sampling_max_gen_batches: Annotated[Count, OnlyWith("use_dynamic_sampling")] = 10
     """With dynamic sampling: rounds of one step after which the run saves and ends."""
-    seq_logprob_error_threshold: PositiveFloat | None = None
+    seq_logprob_error_threshold: Factor | None = None
     """Mask a sequence whose mean ratio of training to generation probability exceeds this (its reward still counts in
     the baseline of the other answers); null: never."""
     skip_reference_policy_logprobs_calculation: bool = False

@@ -3,8 +3,9 @@
 `policy.reward_model_cfg` gives the model its scalar head.
 """
 
-from pydantic import Field, NonNegativeFloat
+from pydantic import Field
 
+from nemo_rl.config.base.numbers import FactorOrZero
 from nemo_rl.config.schema.algorithms.supervised import CountOrAll, PairPolicyConfig, SupervisedConfig
 from nemo_rl.config.schema.model.policy import RewardModelConfig
 
@@ -20,9 +21,9 @@ class RMConfig(SupervisedConfig):
     """Validate before the first step."""
     val_batches: CountOrAll = -1
     """Batches of one validation; -1: all of the data."""
-    margin: NonNegativeFloat = 0.0
+    margin: FactorOrZero = 0.0
     """Score by which the chosen answer should lead before its loss falls below ln 2."""
-    center_rewards_coefficient: NonNegativeFloat = 0.0
+    center_rewards_coefficient: FactorOrZero = 0.0
     """Weight of (chosen + rejected)^2, which keeps scores centred on 0."""
 
 

@@ -3,10 +3,11 @@
 Invariant: nothing here generates, so `policy.generation` is null, and a training step is one optimizer update.
 """
 
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
+from nemo_rl.config.base.numbers import AmountOrMinusOne, Count, Tokens
 from nemo_rl.config.base.section import Section, Seed, derived
 from nemo_rl.config.schema.algorithms.rollout_training import Epochs
 from nemo_rl.config.schema.data import DataConfig, DatasetDefaults
@@ -14,7 +15,7 @@ from nemo_rl.config.schema.model.generation import GenerationConfig
 from nemo_rl.config.schema.model.parallel import DynamicBatchingConfig, SequencePackingConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
 
-CountOrAll = Annotated[int, Field(ge=-1)]
+CountOrAll = AmountOrMinusOne
 """A count, or -1 for all."""
 
 _PAIR_TRAIN_TOKENS = "${mul:2,${mul:${..max_total_sequence_length},${..train_micro_batch_size}}}"
@@ -29,7 +30,7 @@ class SupervisedConfig(Section):
     max_num_epochs: Epochs = 1
     """Training stops after this many passes over the training data; -1: no limit. With data.train.<i>.weight a pass
     is as many rows as all data sets have."""
-    max_idle_steps: PositiveInt = 5
+    max_idle_steps: Count = 5
     """The run ends with an error after this many steps in a row without an update: no sample counts in the loss, or the
     gradients are not finite."""
     seed: Seed = 42
@@ -42,9 +43,9 @@ class SupervisedConfig(Section):
     """Validate after the last step."""
     val_batches: CountOrAll = 8
     """Batches of one validation; -1: all of the data."""
-    val_global_batch_size: PositiveInt = 32
+    val_global_batch_size: Count = 32
     """Samples (pairs in DPO and reward models) of one validation batch."""
-    val_micro_batch_size: PositiveInt = 1
+    val_micro_batch_size: Count = 1
     """Samples of one validation pass of a rank, if neither packing nor dynamic batching is on."""
 
 
@@ -58,27 +59,27 @@ class SupervisedPolicyConfig(PolicyConfig):
 class PairDynamicBatchingConfig(DynamicBatchingConfig):
     """Microbatches of pairs with a token budget."""
 
-    train_mb_tokens: PositiveInt = derived(_PAIR_TRAIN_TOKENS)
+    train_mb_tokens: Tokens = derived(_PAIR_TRAIN_TOKENS)
     """Padded tokens of one training microbatch of pairs."""
-    logprob_mb_tokens: PositiveInt = derived(_PAIR_LOGPROB_TOKENS)
+    logprob_mb_tokens: Tokens = derived(_PAIR_LOGPROB_TOKENS)
     """Padded tokens of one log-prob microbatch."""
 
 
 class PairSequencePackingConfig(SequencePackingConfig):
     """Several pairs end to end in one row; both answers of a pair are in the same row."""
 
-    train_mb_tokens: PositiveInt = derived(_PAIR_TRAIN_TOKENS)
+    train_mb_tokens: Tokens = derived(_PAIR_TRAIN_TOKENS)
     """Tokens of one packed row of pairs in training."""
-    logprob_mb_tokens: PositiveInt = derived(_PAIR_LOGPROB_TOKENS)
+    logprob_mb_tokens: Tokens = derived(_PAIR_LOGPROB_TOKENS)
     """Tokens of one packed row in log-prob passes."""
 
 
 class PairPolicyConfig(SupervisedPolicyConfig):
     """The model that is trained on pairs of answers; its batch sizes count pairs."""
 
-    train_global_batch_size: PositiveInt = 128
+    train_global_batch_size: Count = 128
     """Pairs of one optimizer update."""
-    train_micro_batch_size: PositiveInt = 2
+    train_micro_batch_size: Count = 2
     """Pairs of one pass of a rank."""
     dynamic_batching: PairDynamicBatchingConfig = Field(default_factory=PairDynamicBatchingConfig)
     """Microbatches by token budget."""

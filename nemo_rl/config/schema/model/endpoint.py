@@ -3,9 +3,11 @@
 from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from nemo_rl.config.base.addresses import HttpAddress
+from nemo_rl.config.base.numbers import Count, Seconds
 from nemo_rl.config.base.section import Section
 
 _PATH = "/chat/completions"
@@ -27,42 +29,29 @@ VariableName = Annotated[str, AfterValidator(_variable_name)]
 class ModelEndpointConfig(Section):
     """The model of an OpenAI-compatible endpoint, which is evaluated in place of one on engines of the run."""
 
-    base_url: str
+    base_url: HttpAddress
     """Address of the endpoint up to its version, for example http://127.0.0.1:8000/v1."""
     model: Annotated[str, Field(min_length=1)]
     """Name of the model at the endpoint."""
     api_key_env: VariableName | None = None
     """Environment variable with the key, which is never logged or stored; null: no key is sent."""
-    max_concurrent_requests: PositiveInt = 64
+    max_concurrent_requests: Count = 64
     """Requests at the same time."""
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: Seconds = 600.0
     """Seconds for one request."""
-    max_attempts: PositiveInt = 6
+    max_attempts: Count = 6
     """Requests for one answer, if the endpoint cannot be reached, is overloaded or fails; then the sample has an
     error."""
-    backoff_s: PositiveFloat = 1.0
+    backoff_s: Seconds = 1.0
     """Seconds before the second request, doubled for each further one unless the endpoint asks for more."""
-    max_backoff_s: PositiveFloat = 60.0
+    max_backoff_s: Seconds = 60.0
     """Longest wait between two requests, unless the endpoint asks for more."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
     """More fields of each request; they replace those that generation sets, and null leaves one out."""
 
     @model_validator(mode="after")
     def _can_be_asked(self) -> Self:
-        try:
-            parts = urlsplit(self.base_url)
-            host, credentials = parts.hostname, "@" in parts.netloc
-        except ValueError:
-            host, credentials = None, False
-        if credentials:
-            raise PydanticCustomError("base_url", "base_url holds a user or a password; give a key by api_key_env")
-        if host is None or parts.scheme not in ("http", "https") or parts.query or parts.fragment:
-            raise PydanticCustomError(
-                "base_url",
-                "base_url={url} must be http(s)://host[:port]/path without a query, for example http://host:8000/v1",
-                {"url": self.base_url},
-            )
-        if parts.path.rstrip("/").endswith(_PATH):
+        if urlsplit(self.base_url).path.rstrip("/").endswith(_PATH):
             raise PydanticCustomError("base_url", "base_url ends with {path}; leave that out", {"path": _PATH})
         if ours := [name for name in _OURS if name in self.extra_body]:
             raise PydanticCustomError(

@@ -3,17 +3,28 @@
 Invariant: lengths and precision follow the policy unless they are set here.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field
 
+from nemo_rl.config.base.availability import OnlyWith
+from nemo_rl.config.base.numbers import (
+    Count,
+    CountOrMinusOne,
+    CountOrZero,
+    FactorOrZero,
+    Mebibytes,
+    Seconds,
+    TokenId,
+    Tokens,
+    Workers,
+)
 from nemo_rl.config.base.part_names import PartName
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.cluster import EnvVars
 from nemo_rl.config.schema.model.sglang import SglangConfig
 
-TopK = Annotated[int, Field(ge=-1)]
+TopK = CountOrMinusOne
 TopP = Annotated[float, Field(gt=0, le=1)]
 EnginePrecision = Literal["auto", "bfloat16", "float16", "float32", "fp8"]
 
@@ -21,15 +32,22 @@ _NO_ENGINES = {name: f"the generation backend {name}" for name in ("trtllm", "dy
 EngineName = Annotated[str, PartName(("vllm", "hf", "megatron", "sglang"), _NO_ENGINES)]
 
 
+_FP8 = OnlyWith(".engine.precision", ("fp8",))
+
+_VLLM = OnlyWith("backend", ("vllm",))
+
+_MEGATRON = OnlyWith("backend", ("megatron",))
+
+
 class ColocatedResourcesConfig(Section):
     """Devices of generation when it does not share the policy's devices."""
 
-    gpus_per_node: PositiveInt | None = None
+    gpus_per_node: Workers | None = None
     """GPUs of each generation machine; needed when not colocated on GPUs."""
-    num_nodes: PositiveInt | None = None
+    num_nodes: Count | None = None
     """Machines for generation only; null with one machine, whose devices are divided, and on the CPU, where engines
     then run on the policy's machines."""
-    ranks_per_node: PositiveInt | None = None
+    ranks_per_node: Workers | None = None
     """Engine ranks on each machine when not colocated on the CPU; null: one engine."""
 
 
@@ -48,7 +66,7 @@ class WeightSyncConfig(Section):
     transport: Literal["auto", "shared_memory", "collective", "cuda_ipc"] = "auto"
     """Transport of the weights; auto: shared_memory on CPUs of one machine, cuda_ipc when colocated on GPUs, else
     collective."""
-    bucket_size_mb: PositiveInt = 256
+    bucket_size_mb: Mebibytes = 256
     """Mebibytes of weights moved at a time; bounds the extra memory."""
     verify: bool = True
     """Compare version, tensor count and checksum on both sides of every sync."""
@@ -61,7 +79,7 @@ class WeightSyncConfig(Section):
     false: they continue with those of older weights, which costs no time, and their log-probabilities are those of
     this mixture; answers that begin later never read them; vllm only."""
 
-    max_mult_prob_error: Annotated[float, Field(ge=1)] | None = 1.05
+    max_mult_prob_error: Annotated[float, Field(ge=1, le=1e9)] | None = 1.05
     """Largest mean ratio of probabilities between trainer and engine (token_mult_prob_error) in the first batch of a
     run; above it the run stops before its first update. null: not compared."""
 
@@ -69,7 +87,7 @@ class WeightSyncConfig(Section):
 class EngineConfig(Section):
     """Keys that every engine reads. Each key may be written under `vllm_cfg` too, as in NeMo RL."""
 
-    max_model_len: PositiveInt = derived("${...max_total_sequence_length}")
+    max_model_len: Tokens = derived("${...max_total_sequence_length}")
     """Context length of the engine in tokens, prompt and answer together."""
     precision: EnginePrecision = derived("${...precision}")
     """Number format of weights and activations in the engine. fp8: matrices of the layers are float8 in scaled blocks,
@@ -77,18 +95,18 @@ class EngineConfig(Section):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of a GPU's memory that the engine may take; null: 0.6 next to a policy (colocated), 0.9 on GPUs of its own.
     """
-    kv_cache_memory_mb: PositiveInt | None = None
+    kv_cache_memory_mb: Mebibytes | None = None
     """Mebibytes of KV cache of an engine; null: on GPUs from gpu_memory_utilization, on the CPU what 256 sequences
     take, but at most 256."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
     """Number format of the KV cache; auto: that of the engine's activations; fp8: e4m3 with scale 1. vllm only."""
     enforce_eager: bool = False
     """Run without compilation and CUDA graphs; the CPU always does."""
-    tensor_parallel_size: PositiveInt = 1
+    tensor_parallel_size: Count = 1
     """Ranks that divide each layer of one engine; vllm and megatron."""
-    pipeline_parallel_size: PositiveInt = 1
+    pipeline_parallel_size: Count = 1
     """Stages that divide the layers of one engine, each of tensor_parallel_size ranks; vllm and megatron."""
-    expert_parallel_size: PositiveInt = 1
+    expert_parallel_size: Count = 1
     """Ranks that divide the experts of a layer among them: 1 or a multiple of tensor_parallel_size, which adds replicas
     of the other layers; 1: each expert is divided over the ranks of a stage. vllm, and megatron without replicas."""
     env_vars: EnvVars | None = None
@@ -152,23 +170,25 @@ class VllmConfig(Section):
     """On GPUs that engines share with the policy: keep the weights in host memory while engines sleep (1), or drop them
     (2), which saves two copies and the host memory; each phase of generation then begins with a sync, also where the
     weights have not changed."""
-    use_deep_gemm: bool = False
+    use_deep_gemm: Annotated[bool, _FP8] = False
     """With precision fp8 on GPUs: multiply with DeepGEMM's kernels."""
-    num_first_layers_in_bf16: NonNegativeInt = 0
+    num_first_layers_in_bf16: Annotated[CountOrZero, _FP8] = 0
     """With precision fp8: layers at the beginning of the model that stay in policy.precision."""
-    num_last_layers_in_bf16: NonNegativeInt = 0
+    num_last_layers_in_bf16: Annotated[CountOrZero, _FP8] = 0
     """With precision fp8: layers at the end of the model that stay in policy.precision."""
-    quantization_ignored_layer_kws: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    quantization_ignored_layer_kws: Annotated[list[Annotated[str, Field(min_length=1)]], _FP8] = Field(
+        default_factory=list
+    )
     """With precision fp8: weights whose name contains one of these texts stay in policy.precision."""
-    pow2_weight_scaling_factors: bool = False
+    pow2_weight_scaling_factors: Annotated[bool, _FP8] = False
     """With precision fp8: scales of weights are powers of two, at least as large as the exact ones."""
-    pow2_activation_scaling_factors: bool = False
+    pow2_activation_scaling_factors: Annotated[bool, _FP8] = False
     """With precision fp8: scales of activations are powers of two; on GPUs with use_deep_gemm only."""
-    is_mx: bool = False
+    is_mx: Annotated[bool, _FP8] = False
     """With precision fp8: MXFP8, blocks of 1 x 32 values with scales in e8m0, in place of blocks of 128 x 128."""
     enable_vllm_metrics_logger: bool = False
     """Report the open requests of each engine over a step, under generation/engine.<i>."""
-    vllm_metrics_logger_interval: PositiveFloat = 0.5
+    vllm_metrics_logger_interval: Annotated[Seconds, OnlyWith("enable_vllm_metrics_logger")] = 0.5
     """Seconds between two counts of open requests, with enable_vllm_metrics_logger."""
     async_engine: bool = False
     """No effect: prompts reach the engine one by one, and answers come back as they end."""
@@ -205,7 +225,7 @@ class McoreGenerationConfig(Section):
         ),
     }
 
-    max_model_len: PositiveInt | None = None
+    max_model_len: Tokens | None = None
     """With backend: megatron, the context length in tokens, in place of engine.max_model_len."""
 
 
@@ -236,33 +256,26 @@ class GenerationConfig(Section):
 
     written_in: ClassVar[dict[str, str]] = {"vllm_cfg": "engine"}
 
-    @classmethod
-    def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
-        """Report the sections of engines that are not chosen."""
-        sections = {"megatron": "mcore_generation_config", "sglang": "sglang_cfg"}
-        told = {key: f"backend is not {name}" for name, key in sections.items() if values.get("backend") != name}
-        return {**super().without_effect(values), **told}
-
     backend: EngineName = "vllm"
     """Engine: vllm; hf, a plain Hugging Face model without further dependencies; megatron, a Megatron Core model on
     any number of ranks; sglang, servers of SGLang; or the dotted path of a class."""
-    temperature: NonNegativeFloat = 1.0
+    temperature: FactorOrZero = 1.0
     """Sampling temperature; 0 takes the most likely token (not for training)."""
     top_p: TopP = 1.0
     """Sample from the smallest set of tokens whose probabilities add up to this."""
     top_k: TopK | None = None
     """Sample from the k most likely tokens; null or -1: from all."""
-    max_new_tokens: PositiveInt = derived("${..max_total_sequence_length}")
+    max_new_tokens: Tokens = derived("${..max_total_sequence_length}")
     """Most tokens of one answer; prompt and answer together end at max_model_len."""
     stop_strings: list[str] | None = None
     """Texts that end an answer."""
     bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
     """Texts that are never sampled, each as its tokens, with or without a space before it. The trainer ignores this
     key: the probability that the model gives to these texts counts as mismatch with the engine."""
-    stop_token_ids: list[NonNegativeInt] | None = None
+    stop_token_ids: list[TokenId] | None = None
     """More tokens that end an answer, besides the tokenizer's end-of-sequence token and those of the model's
     generation_config."""
-    val_temperature: NonNegativeFloat = derived("${.temperature}")
+    val_temperature: FactorOrZero = derived("${.temperature}")
     """Sampling temperature in validation."""
     val_top_p: TopP = derived("${.top_p}")
     """top_p in validation."""
@@ -278,15 +291,15 @@ class GenerationConfig(Section):
     """Transfer of weights to the engines."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
     """Keys that every engine reads."""
-    vllm_cfg: VllmConfig = Field(default_factory=VllmConfig)
+    vllm_cfg: Annotated[VllmConfig, _VLLM] = Field(default_factory=VllmConfig)
     """Keys that only vLLM reads."""
-    vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
+    vllm_kwargs: Annotated[dict[str, Any], _VLLM] = Field(default_factory=dict)
     """More arguments for vLLM's engine, passed on unchecked, except for speculative_config, which is checked."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of an engine named by its dotted path; it gets them as EngineSettings.engine_kwargs."""
-    sglang_cfg: SglangConfig = Field(default_factory=SglangConfig)
+    sglang_cfg: Annotated[SglangConfig, OnlyWith("backend", ("sglang",))] = Field(default_factory=SglangConfig)
     """Keys that only SGLang reads."""
-    mcore_generation_config: McoreGenerationConfig = Field(default_factory=McoreGenerationConfig)
+    mcore_generation_config: Annotated[McoreGenerationConfig, _MEGATRON] = Field(default_factory=McoreGenerationConfig)
     """Keys of Megatron Core's engine in NeMo RL."""
 
     @property

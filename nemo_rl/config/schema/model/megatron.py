@@ -7,9 +7,19 @@ Transformer Engine is installed; elsewhere plain PyTorch computes the same numbe
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field
 
-from nemo_rl.config.base.availability import Only
+from nemo_rl.config.base.availability import Only, OnlyWith
+from nemo_rl.config.base.numbers import (
+    Amount,
+    AmountOrZero,
+    Count,
+    CountOrZero,
+    Factor,
+    FactorOrZero,
+    LearningRate,
+    LearningRateOrZero,
+)
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.cluster import EnvVars
 from nemo_rl.config.schema.model.parallel import NO_SUCH_PART, AdapterConfig, BackendSection, FreezeConfig
@@ -30,19 +40,19 @@ class MegatronOptimizerConfig(Section):
 
     optimizer: Literal["adam", "sgd"] = "adam"
     """Adam with decoupled weight decay, or SGD."""
-    lr: PositiveFloat = 5.0e-6
+    lr: LearningRate = 5.0e-6
     """Highest learning rate."""
-    min_lr: NonNegativeFloat = 5.0e-7
+    min_lr: LearningRateOrZero = 5.0e-7
     """Learning rate at the end of a decay."""
-    weight_decay: NonNegativeFloat = 0.01
+    weight_decay: FactorOrZero = 0.01
     """Default of scheduler.start_weight_decay and end_weight_decay; only those are used."""
-    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    adam_beta1: Annotated[float, OnlyWith("optimizer", ("adam",))] = Field(default=0.9, ge=0.0, lt=1.0)
     """Decay of Adam's mean of gradients."""
-    adam_beta2: float = Field(default=0.999, ge=0.0, lt=1.0)
+    adam_beta2: Annotated[float, OnlyWith("optimizer", ("adam",))] = Field(default=0.999, ge=0.0, lt=1.0)
     """Decay of Adam's mean of squares."""
-    adam_eps: PositiveFloat = 1e-8
+    adam_eps: Annotated[Factor, OnlyWith("optimizer", ("adam",))] = 1e-8
     """Added to Adam's denominator."""
-    sgd_momentum: float = Field(default=0.9, ge=0.0, lt=1.0)
+    sgd_momentum: Annotated[float, OnlyWith("optimizer", ("sgd",))] = Field(default=0.9, ge=0.0, lt=1.0)
     """Momentum of SGD."""
     use_distributed_optimizer: bool = True
     """Divide float32 weights and moments among data-parallel ranks (ZeRO-1)."""
@@ -50,11 +60,11 @@ class MegatronOptimizerConfig(Section):
     """Use Transformer Engine's Adam, which holds its own state; without it torch's Adam."""
     optimizer_cpu_offload: bool = False
     """On GPUs: hold the optimizer state in host memory and update it there."""
-    optimizer_offload_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
+    optimizer_offload_fraction: Annotated[float, OnlyWith("optimizer_cpu_offload")] = Field(default=0.0, ge=0.0, le=1.0)
     """Share of the optimizer state that optimizer_cpu_offload moves."""
-    overlap_cpu_optimizer_d2h_h2d: bool = False
+    overlap_cpu_optimizer_d2h_h2d: Annotated[bool, OnlyWith("optimizer_cpu_offload")] = False
     """With optimizer_cpu_offload: copy during the update."""
-    clip_grad: NonNegativeFloat | None = derived("${...max_grad_norm}")
+    clip_grad: FactorOrZero | None = derived("${...max_grad_norm}")
     """Norm to which the whole gradient is clipped; 0 or null: no clipping."""
 
 
@@ -68,15 +78,15 @@ class MegatronSchedulerConfig(Section):
         Only(("constant", "linear", "cosine", "inverse-square-root"), "warmup-stable-decay schedules"),
     ] = "constant"
     """Shape of the learning-rate decay after the warm-up."""
-    lr_decay_iters: PositiveInt | None = 1000
+    lr_decay_iters: Amount | None = 1000
     """Steps until the learning rate is optimizer.min_lr; null only with constant."""
-    lr_warmup_iters: NonNegativeInt = 13
+    lr_warmup_iters: AmountOrZero = 13
     """Steps of a linear rise to optimizer.lr."""
-    lr_warmup_init: NonNegativeFloat = 5.0e-7
+    lr_warmup_init: LearningRateOrZero = 5.0e-7
     """Learning rate at the start of the rise."""
-    start_weight_decay: NonNegativeFloat = derived("${..optimizer.weight_decay}")
+    start_weight_decay: FactorOrZero = derived("${..optimizer.weight_decay}")
     """Weight decay of the first step."""
-    end_weight_decay: NonNegativeFloat = derived("${..optimizer.weight_decay}")
+    end_weight_decay: FactorOrZero = derived("${..optimizer.weight_decay}")
     """Weight decay after lr_decay_iters."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the rise of the weight decay."""
@@ -243,24 +253,24 @@ class MegatronConfig(BackendSection):
 
     enabled: bool = False
     """Train with this backend, with dtensor_cfg.enabled: false."""
-    tensor_model_parallel_size: PositiveInt = 1
+    tensor_model_parallel_size: Count = 1
     """Ranks that share each layer."""
     sequence_parallel: bool = False
     """Split norms and dropout along the sequence between tensor-parallel ranks; required to train mixtures of experts
     with tensor parallelism."""
-    context_parallel_size: PositiveInt = 1
+    context_parallel_size: Count = 1
     """Ranks that share each sequence."""
-    pipeline_model_parallel_size: PositiveInt = 1
+    pipeline_model_parallel_size: Count = 1
     """Stages that the layers are divided into."""
-    virtual_pipeline_model_parallel_size: PositiveInt | None = None
+    virtual_pipeline_model_parallel_size: Count | None = None
     """Chunks of layers of each stage; above 1 the schedule is interleaved; null: 1."""
-    num_layers_in_first_pipeline_stage: PositiveInt | None = None
+    num_layers_in_first_pipeline_stage: Count | None = None
     """Layers of the first stage; null: as many as in the other stages."""
-    num_layers_in_last_pipeline_stage: PositiveInt | None = None
+    num_layers_in_last_pipeline_stage: Count | None = None
     """Layers of the last stage; null: as many as in the other stages."""
-    expert_model_parallel_size: PositiveInt = 1
+    expert_model_parallel_size: Count = 1
     """Ranks that share the experts of a layer; they come from the data, context and tensor axes."""
-    expert_tensor_parallel_size: PositiveInt = 1
+    expert_tensor_parallel_size: Count = 1
     """Ranks that share each single expert; they come from the same axes."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
@@ -277,24 +287,24 @@ class MegatronConfig(BackendSection):
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
     """Loss that spreads tokens evenly over experts, if any: computed over the tokens of a microbatch, of each sequence,
     or of all ranks."""
-    moe_aux_loss_coeff: NonNegativeFloat | None = None
+    moe_aux_loss_coeff: FactorOrZero | None = None
     """Factor of that loss; null: router_aux_loss_coef of the model's configuration, or 0."""
     moe_router_enable_expert_bias: bool | None = None
     """Add a bias per expert in the choice of experts; null: as in the model."""
-    moe_router_bias_update_rate: NonNegativeFloat = 0.0
+    moe_router_bias_update_rate: FactorOrZero = 0.0
     """Change of that bias per update, in favour of experts with few tokens."""
-    moe_router_num_groups: PositiveInt | None = None
+    moe_router_num_groups: Count | None = None
     """Number of groups that the experts are divided into; null: as in the model."""
-    moe_router_group_topk: PositiveInt | None = None
+    moe_router_group_topk: Count | None = None
     """Number of groups that the experts of a token come from; null: as in the model."""
     moe_token_dispatcher_type: Annotated[
         Literal["alltoall", "allgather", "flex"], Only(("alltoall", "allgather"), _DEEPEP)
     ] = "alltoall"
     """Way in which tokens reach the ranks of their experts."""
-    mtp_num_layers: NonNegativeInt = 0
+    mtp_num_layers: CountOrZero = 0
     """Layers for multi-token prediction that are part of the model: loaded, written to checkpoints and sent to engines
     (DeepSeek-V3)."""
-    mtp_loss_scaling_factor: NonNegativeFloat = 0.0
+    mtp_loss_scaling_factor: Annotated[FactorOrZero, OnlyWith("mtp_num_layers")] = 0.0
     """Factor of their loss, the cross-entropy with the trained tokens; 0: they keep their weights."""
     mtp_use_repeated_layer: bool = False
     """Apply the first of these layers mtp_num_layers times, instead of as many layers."""

@@ -6,9 +6,11 @@ Invariant: these keys change speed and memory, never the result; only `lora_cfg`
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from nemo_rl.config.base.availability import OnlyWith
+from nemo_rl.config.base.numbers import Count, FactorOrZero, Tokens
 from nemo_rl.config.base.part_names import PartName
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.cluster import EnvVars
@@ -34,9 +36,9 @@ class AdapterConfig(Section):
 
     enabled: bool = False
     """Freeze the model and train adapters on its linear layers."""
-    dim: PositiveInt = 8
+    dim: Count = 8
     """Rank of the adapters."""
-    alpha: PositiveInt = 32
+    alpha: Count = 32
     """Scale of the adapters: their product is times alpha / dim."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Dropout probability in the adapters."""
@@ -184,26 +186,26 @@ class DTensorConfig(BackendSection):
     flash_attention_version: Literal[2, 3] = 2
     """Flash attention of packed rows on GPUs: torch's own (2), or 3 from the package flash_attn_interface, which is
     faster on GPUs of compute capability 9.0 (Hopper) and runs on no others."""
-    dp_replicate_size: PositiveInt = 1
+    dp_replicate_size: Count = 1
     """Copies of the sharded model (HSDP): parameters are gathered within a copy only."""
-    tensor_parallel_size: PositiveInt = 1
+    tensor_parallel_size: Count = 1
     """Ranks that share each layer."""
     sequence_parallel: bool = False
     """Split norms and dropout along the sequence between tensor-parallel ranks."""
-    context_parallel_size: PositiveInt = 1
+    context_parallel_size: Count = 1
     """Ranks that share each sequence."""
     context_parallel_method: Literal["all_gather", "ulysses"] = "all_gather"
     """Way in which attention sees the whole sequence: keys and values are gathered, or tokens are exchanged for heads
     (Ulysses)."""
-    pipeline_parallel_size: PositiveInt = 1
+    pipeline_parallel_size: Count = 1
     """Stages that the layers are divided into."""
-    virtual_pipeline_size: PositiveInt = 1
+    virtual_pipeline_size: Count = 1
     """Chunks of layers of each stage; above 1 the schedule is interleaved."""
-    expert_parallel_size: PositiveInt = 1
+    expert_parallel_size: Count = 1
     """Ranks that share the experts of a layer."""
     moe_parallelizer: MoeParallelizerConfig = Field(default_factory=MoeParallelizerConfig)
     """Sharding of experts that are divided among ranks."""
-    moe_aux_loss_coeff: NonNegativeFloat | None = None
+    moe_aux_loss_coeff: FactorOrZero | None = None
     """Factor of the loss that spreads tokens evenly over experts, which needs one more forward pass; null:
     router_aux_loss_coef of the model's configuration if it sets output_router_logits, else 0."""
     freeze_moe_router: bool = False
@@ -245,15 +247,15 @@ class TrainingBackendConfig(BackendSection):
     """Dotted path of a class, derived from nemo_rl.models.training.backends.TrainingBackend."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Options that the backend reads."""
-    pipeline_parallel_size: PositiveInt = 1
+    pipeline_parallel_size: Count = 1
     """Stages that the layers are divided into."""
-    dp_replicate_size: PositiveInt = 1
+    dp_replicate_size: Count = 1
     """Copies of the sharded model."""
-    context_parallel_size: PositiveInt = 1
+    context_parallel_size: Count = 1
     """Ranks that share each sequence."""
-    tensor_parallel_size: PositiveInt = 1
+    tensor_parallel_size: Count = 1
     """Ranks that share each layer."""
-    expert_parallel_size: PositiveInt = 1
+    expert_parallel_size: Count = 1
     """Ranks that share the experts of a layer."""
     env_vars: EnvVars | None = None
     """Environment variables of the policy's processes."""
@@ -264,11 +266,11 @@ class DynamicBatchingConfig(Section):
 
     enabled: bool = False
     """Fill microbatches up to a number of padded tokens."""
-    train_mb_tokens: PositiveInt = derived(_TRAIN_TOKENS)
+    train_mb_tokens: Tokens = derived(_TRAIN_TOKENS)
     """Padded tokens of one training microbatch."""
-    logprob_mb_tokens: PositiveInt = derived(_LOGPROB_TOKENS)
+    logprob_mb_tokens: Tokens = derived(_LOGPROB_TOKENS)
     """Padded tokens of one log-prob microbatch."""
-    sequence_length_round: PositiveInt = 64
+    sequence_length_round: Tokens = 64
     """Microbatch lengths are rounded up to a multiple of this many tokens."""
 
 
@@ -284,15 +286,16 @@ class SequencePackingConfig(Section):
     @classmethod
     def without_effect(cls, values: Mapping[str, Any]) -> Mapping[str, str]:
         """Report an algorithm name that means the default."""
-        other = values.get("algorithm") in _ANOTHER_NAME
+        name = values.get("algorithm")
+        other = isinstance(name, str) and name in _ANOTHER_NAME
         told = {"algorithm": f"{values['algorithm']} is read as the default"} if other else {}
         return {**super().without_effect(values), **told}
 
     enabled: bool = True
     """Pack sequences instead of padding them."""
-    train_mb_tokens: PositiveInt = derived(_TRAIN_TOKENS)
+    train_mb_tokens: Tokens = derived(_TRAIN_TOKENS)
     """Tokens of one packed row in training."""
-    logprob_mb_tokens: PositiveInt = derived(_LOGPROB_TOKENS)
+    logprob_mb_tokens: Tokens = derived(_LOGPROB_TOKENS)
     """Tokens of one packed row in log-prob passes."""
     algorithm: Annotated[
         Literal["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"],
@@ -303,11 +306,11 @@ class SequencePackingConfig(Section):
     """Compute tokens once with which several packed sequences begin: a prompt, a system prompt, the earlier turns of a
     session with branches. Scores and gradients are the same up to rounding. Only with the DTensor backend, without
     context and pipeline parallelism, for models in which only attention connects tokens and experts are not trained."""
-    max_keys_per_token: int = Field(default=4, ge=2)
+    max_keys_per_token: Annotated[int, OnlyWith("share_prompts")] = Field(default=4, ge=2, le=10**6)
     """With share_prompts: most keys and values of attention in a packed row, as a multiple of its token budget. Those
     of shared tokens are repeated before each of their sequences and kept for the backward pass; above this limit
     another row is started. Predictions of memory count them."""
-    sequence_length_round: PositiveInt | None = None
+    sequence_length_round: Tokens | None = None
     """Packed rows are padded to a multiple of this many tokens, so that kernels see fewer lengths; null: to one of
     make_sequence_length_divisible_by only."""
     microbatch_order: Literal["packer", "largest_first"] | None = "largest_first"
@@ -327,7 +330,7 @@ class SchedulerConfig(Section):
 class SchedulerMilestones(Section):
     """Steps at which a list of schedules switches from one to the next."""
 
-    milestones: list[PositiveInt]
+    milestones: list[Count]
     """Steps at which the next schedule of the list takes over."""
 
 

@@ -7,10 +7,11 @@ by relative paths, so the section works at any place of a file.
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base.availability import Only
+from nemo_rl.config.base.numbers import Count, CountOrZero, Factor, Tokens, Workers
 from nemo_rl.config.base.section import Section, derived
 from nemo_rl.config.schema.model.generation import GenerationConfig
 from nemo_rl.config.schema.model.megatron import MegatronConfig
@@ -76,11 +77,11 @@ class RewardModelConfig(Section):
 class OwnDevicesConfig(Section):
     """The devices of a model that shares with no other model."""
 
-    gpus_per_node: PositiveInt | None = None
+    gpus_per_node: Workers | None = None
     """GPUs of each of the model's machines; needed when not colocated on GPUs."""
-    num_nodes: PositiveInt | None = None
+    num_nodes: Count | None = None
     """Machines for the model only; null on one machine, which is split."""
-    ranks_per_node: PositiveInt | None = None
+    ranks_per_node: Workers | None = None
     """Processes on each machine when not colocated on the CPU; null: 1."""
 
 
@@ -117,11 +118,11 @@ class DraftConfig(Section):
     vllm_kwargs.speculative_config.method must be eagle3."""
     model_name: str | None = None
     """Hub id or folder of an EAGLE-3 head to start from; null: new weights."""
-    loss_weight: PositiveFloat = 0.1
+    loss_weight: Factor = 0.1
     """Factor of its loss. Its gradient is separate from the policy's."""
-    num_layers: PositiveInt | None = None
+    num_layers: Count | None = None
     """Decoder layers of a new draft model; null: 1."""
-    aux_layer_indices: list[NonNegativeInt] | None = None
+    aux_layer_indices: list[CountOrZero] | None = None
     """Hidden states of the policy that a new draft model reads, by the number of decoder layers before them; null:
     after two layers, in the middle, and before the last three."""
 
@@ -175,20 +176,20 @@ class PolicyConfig(Section):
         Only(("bfloat16", "float16", "float32"), "fp8 training"),
     ] = "bfloat16"
     """Number format of the forward and backward pass; float16 only for models that are not trained."""
-    max_total_sequence_length: Annotated[int, Field(ge=2)] = 512
+    max_total_sequence_length: Annotated[int, Field(ge=2, lt=2**31)] = 512
     """Most tokens of a prompt and its answer together."""
-    train_global_batch_size: PositiveInt = 512
+    train_global_batch_size: Count = 512
     """Samples of one optimizer update, over all ranks."""
-    train_micro_batch_size: PositiveInt = 4
+    train_micro_batch_size: Count = 4
     """Samples of one forward and backward pass of a rank."""
-    logprob_batch_size: PositiveInt = derived("${.train_micro_batch_size}")
+    logprob_batch_size: Count = derived("${.train_micro_batch_size}")
     """Samples of one log-prob pass of a rank."""
-    logprob_chunk_size: PositiveInt | None = None
+    logprob_chunk_size: Tokens | None = None
     """Tokens whose logits are held at a time when log-probs are computed; it changes no result. null: 512 on CPUs, 2048
     on GPUs."""
-    make_sequence_length_divisible_by: PositiveInt = derived("${.dtensor_cfg.tensor_parallel_size}")
+    make_sequence_length_divisible_by: Tokens = derived("${.dtensor_cfg.tensor_parallel_size}")
     """Sequence lengths are padded to a multiple of this many tokens, and of the number of ranks that share them."""
-    max_grad_norm: PositiveFloat | None = 1.0
+    max_grad_norm: Factor | None = 1.0
     """Norm to which the whole gradient is clipped; null: no clipping."""
     offload_optimizer_for_logprob: bool = False
     """On GPUs: move the optimizer state to host memory before log-prob passes, and back before the next update."""

@@ -2,8 +2,10 @@
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field
 
+from nemo_rl.config.base.addresses import Host
+from nemo_rl.config.base.numbers import Count, Port, Seconds
 from nemo_rl.config.base.section import Section
 
 
@@ -20,7 +22,7 @@ class SglangServerConfig(Section):
     cpu_weight_backup: bool = True
     """Servers that free their memory keep the weights in host memory; false: each phase of generation begins with a
     transfer of the weights."""
-    sglang_server_concurrency: PositiveInt = 1024
+    sglang_server_concurrency: Count = 1024
     """Most requests of an engine at its server at the same time; further ones wait."""
     pause_generation_mode: Literal["abort", "retract", "in_place"] = "retract"
     """Treatment of running requests in an update of the weights. retract: they wait at the server, which computes
@@ -40,11 +42,11 @@ class SglangRouterConfig(Section):
 
     use_external_router: bool = False
     """Use the server or router at sglang_router_ip and sglang_router_port, and start none."""
-    sglang_router_ip: str | None = None
+    sglang_router_ip: Host | None = None
     """Its name or address."""
-    sglang_router_port: PositiveInt | None = None
+    sglang_router_port: Port | None = None
     """Its port."""
-    sglang_router_request_timeout_secs: PositiveFloat | None = None
+    sglang_router_request_timeout_secs: Seconds | None = None
     """Seconds for one answer; null: 600."""
 
 
@@ -53,7 +55,7 @@ class SglangConfig(Section):
 
     rest: ClassVar[str] = "server_args"
 
-    tp_size: PositiveInt = 1
+    tp_size: Count = 1
     """GPUs of a server. The library starts servers of one GPU; larger ones are started by hand
     (sglang_router_config)."""
     weight_folder: str | None = None
