@@ -172,7 +172,8 @@ class SupervisedActor:
         try:
             ray.get(incarnation.handle.shutdown.remote(), timeout=timeout_s)
         except (GetTimeoutError, RayActorError, RayTaskError) as error:
-            logger.warning("The actor of %s did not shut down by itself: %s", self._name, error)
+            if not (isinstance(error, RayActorError) and error.actor_init_failed):  # its constructor was reported
+                logger.warning("The actor of %s did not shut down by itself: %s", self._name, error)
         ray.kill(incarnation.handle)
 
     def _launch(self) -> Incarnation:
