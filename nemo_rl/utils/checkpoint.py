@@ -58,6 +58,7 @@ class CheckpointManager:
     def __init__(self, config: CheckpointingConfig):
         self.checkpoint_dir = Path(config.checkpoint_dir).absolute()
         self._metric_name = config.metric_name
+        self._metric_is_chosen = config.metric_name != type(config).model_fields["metric_name"].default
         self._higher_is_better = config.higher_is_better
         self._keep_top_k = config.keep_top_k
         self._lock = FolderLock(self.checkpoint_dir)
@@ -311,7 +312,8 @@ class CheckpointManager:
         values = {step: self._metric_of(step) for step in steps}
         steps = [step for step in steps if step not in self._unreadable]
         chooses = self._keep_top_k is not None and len(steps) > self._keep_top_k
-        if chooses and all(values[step] is None for step in steps) and not self._warned_of_metric:
+        is_new = self._metric_is_chosen and not self._warned_of_metric  # a run without validation has no such metric
+        if is_new and chooses and all(values[step] is None for step in steps):
             self._warned_of_metric = True
             logger.warning(
                 "No checkpoint has the metric %s of checkpointing.metric_name; keeping the newest ones.",

@@ -283,6 +283,7 @@ class Session:
                 f"None of the {step} steps made an update, so nothing was learned; the warnings above say why."
             )
         if step >= last_step:
+            self._signals.all_is_saved(0)  # the run is complete, also if a signal ends it while it closes
             logger.info("Finished %d steps.", step)
             return
         reason = self._stop_reason or "no reason was recorded"

@@ -116,6 +116,11 @@ def check_engines(section: str, generation: GenerationConfig, counts: Sequence[i
         engine.pipeline_parallel_size,
         engine.expert_parallel_size,
     )
+    if section == "policy.generation" and generation.vllm_kwargs.get("quantization") is not None:
+        yield (
+            f"{section}.vllm_kwargs.quantization={generation.vllm_kwargs['quantization']} quantizes weights of a file, "
+            f"but engines of a run that trains get theirs from the trainer. Write {section}.vllm_cfg.precision=fp8."
+        )
     for argument in _OWN_KEYS.keys() & generation.vllm_kwargs.keys():
         own = _OWN_KEYS[argument]
         advice = f"Write {section}.{own}." if own else "Remove it."

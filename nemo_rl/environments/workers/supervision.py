@@ -173,7 +173,8 @@ class SupervisedActor:
         try:
             ray.get(incarnation.handle.shutdown.remote(), timeout=timeout_s)
         except (GetTimeoutError, *WORKER_DEATHS, RayTaskError) as error:
-            logger.warning("The actor of %s did not shut down by itself: %s", self._name, death_in_short(error))
+            if not getattr(error, "actor_init_failed", False):  # its constructor was reported
+                logger.warning("The actor of %s did not shut down by itself: %s", self._name, death_in_short(error))
         ray.kill(incarnation.handle)
 
     def _launch(self) -> Incarnation:

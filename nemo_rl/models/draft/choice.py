@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from nemo_rl.config import PolicyConfig
+from nemo_rl.config.base.paths import looks_local
 from nemo_rl.files.hub_download import download
 from nemo_rl.files.regular_file import read_text
 from nemo_rl.models.draft.shape import DraftShape
@@ -36,7 +37,12 @@ def draft_folder(name: str) -> Path:
     """Return the folder of a draft model; a hub id is downloaded if it is not in the cache.
 
     Raises:
+        ConfigError: there is no such folder.
         DownloadError: the files do not arrive.
     """
     path = Path(name).expanduser()
+    if not path.is_dir() and looks_local(name):
+        raise ConfigError(
+            f"policy.draft.model_name={name!r} does not exist. Give a folder with a draft model, or null."
+        )
     return path if path.is_dir() else download(name, _FILES)

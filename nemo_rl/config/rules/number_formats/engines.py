@@ -3,9 +3,28 @@
 `models.generation.vllm.float8.check` checks the model, which it reads.
 """
 
+from collections.abc import Sequence
+
 from nemo_rl.config.rules.broken_rules import Findings
 from nemo_rl.config.schema.cluster import ClusterConfig
 from nemo_rl.config.schema.model.policy import PolicyConfig
+
+_JOINED = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("mlp.gate_proj", "mlp.up_proj"),
+)
+"""Matrices that vLLM joins, so that they have one number format."""
+
+
+def _check_joined(key: str, texts: Sequence[str]) -> Findings:
+    """Check that texts of names take all matrices that are joined, or none of them."""
+    for group in _JOINED:
+        taken = [name for name in group if any(text in name for text in texts)]
+        if 0 < len(taken) < len(group):
+            yield (
+                f"{key}.quantization_ignored_layer_kws={list(texts)} takes {', '.join(taken)}, but vLLM joins "
+                f"{', '.join(group)} into one matrix. Name all of them, or none."
+            )
 
 
 def check_engine_formats(policy: PolicyConfig, cluster: ClusterConfig) -> Findings:
@@ -26,6 +45,7 @@ def check_engine_formats(policy: PolicyConfig, cluster: ClusterConfig) -> Findin
         )
     if generation.engine.precision != "fp8":
         return
+    yield from _check_joined(key, wanted.quantization_ignored_layer_kws)
     if wanted.is_mx and wanted.pow2_weight_scaling_factors:
         yield (
             f"{key}.pow2_weight_scaling_factors=true has no effect with {key}.is_mx=true, whose scales are powers of "

@@ -157,6 +157,9 @@ def _wrong_values(speculation: Speculation) -> Iterator[str]:
     elif count is not None and (not isinstance(count, int) or not 1 <= count <= _MOST_TOKENS):
         yield f"num_speculative_tokens={count!r} must be a whole number from 1 to {_MOST_TOKENS}."
     least, most = values.get("prompt_lookup_min"), values.get("prompt_lookup_max")
+    for key, value in (("prompt_lookup_min", least), ("prompt_lookup_max", most)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            yield f"{key}={value!r} must be a whole number of at least 1, the tokens that have to match."
     if isinstance(least, int) and isinstance(most, int) and least > most:
         yield f"prompt_lookup_min={least} is more than prompt_lookup_max={most}."
 
