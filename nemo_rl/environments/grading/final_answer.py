@@ -53,7 +53,7 @@ class Box:
 
     @property
     def content(self) -> str:
-        """What it holds, stripped."""
+        """The text inside, stripped."""
         return self.text[self.first : self.last]
 
 
