@@ -110,7 +110,7 @@ def device_name(device: torch.device) -> str:
 
 
 def gpu_is_in_use() -> bool:
-    """Return whether this process has begun to use a GPU; which ones it sees can no longer change then."""
+    """Return whether this process has started to use a GPU; which ones it sees can no longer change then."""
     return torch.cuda.is_initialized()
 
 
