@@ -275,11 +275,11 @@ class EnvironmentClient:
             ray.get(running.ready, timeout=timeout_s)
             if "open_episode" in self._traits.hooks:
                 seeded = {**metadata, "episode_seed": 0} if isinstance(metadata, dict) else metadata
-                (start,) = ray.get(running.handle.open_episode.remote([seeded]), timeout=timeout_s)
+                start: Any = ray.get(running.handle.open_episode.remote([seeded]), timeout=timeout_s)[0]
                 if start.error is not None:
                     return str(start.error)
                 metadata = start.metadata
-            (result,) = ray.get(running.handle.step.remote([conversation], [metadata]), timeout=timeout_s)
+            result: Any = ray.get(running.handle.step.remote([conversation], [metadata]), timeout=timeout_s)[0]
             if "close_episode" in self._traits.hooks:
                 ray.get(running.handle.close_episode.remote([metadata]), timeout=timeout_s)
         except RayActorError as error:
