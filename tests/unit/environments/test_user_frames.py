@@ -8,9 +8,9 @@ import pytest
 
 from nemo_rl.algorithms.setup.user_parts import UserParts
 from nemo_rl.config import load_config
+from nemo_rl.environments.user_frames import MOST_LINES, report, user_lines
 from nemo_rl.launch.command_line import show_uncaught
 from nemo_rl.utils.errors import ConfigError
-from nemo_rl.utils.user_frames import MOST_LINES, report, user_lines
 
 LOSSES = """
 import torch
