@@ -8,7 +8,7 @@ import asyncio
 import os
 import traceback
 
-from nemo_rl.utils.user_frames import CodeLine, user_lines
+from nemo_rl.environments.user_frames import CodeLine, user_lines
 
 
 def raise_if_cancelled(error: BaseException) -> None:

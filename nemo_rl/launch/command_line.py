@@ -16,13 +16,13 @@ from pathlib import Path
 from types import TracebackType
 
 from nemo_rl.config import RunConfig, load_config
+from nemo_rl.environments.user_frames import report
 from nemo_rl.host.stop_signals import leave_at_once
 from nemo_rl.launch.checks import Moment, make_checks
 from nemo_rl.optimizations.fork_server import start_fork_server
 from nemo_rl.optimizations.switch import is_on
 from nemo_rl.utils.errors import ConfigError, NemoRLError
 from nemo_rl.utils.logging_setup import configure_logging
-from nemo_rl.utils.user_frames import report
 
 TROUBLESHOOTING = "docs/start/troubleshooting.md"
 """Page that is named below the error that ends a run; messages about a user's mistake already say what to do."""

@@ -24,7 +24,7 @@ CountOrZero = Annotated[int, Field(ge=0, le=_MOST)]
 CountOrMinusOne = Annotated[int, Field(ge=-1, le=_MOST)]
 """The same; -1 has a meaning of its own."""
 Amount = Annotated[int, Field(gt=0, le=_MOST_STORED)]
-"""What adds up over a run or fills memory: steps, rows of a data set, bytes, characters."""
+"""Things that add up over a run or fill memory: steps, rows of a data set, bytes, characters."""
 AmountOrZero = Annotated[int, Field(ge=0, le=_MOST_STORED)]
 """The same; 0: none."""
 AmountOrMinusOne = Annotated[int, Field(ge=-1, le=_MOST_STORED)]

@@ -100,7 +100,8 @@ def wrong_values(slot: Slot) -> dict[str, Any]:
 
 
 def _out_of_bounds(slot: Slot) -> dict[str, Any]:
-    lowest, highest = [], []
+    lowest: list[Any] = []
+    highest: list[Any] = []
     inner = [each for option in get_args(slot.annotation) for each in getattr(option, "__metadata__", ())]
     for bound in _flatten((*slot.metadata, *inner)):
         if isinstance(bound, Ge | Gt):

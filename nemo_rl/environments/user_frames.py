@@ -63,7 +63,7 @@ def user_lines(error: BaseException) -> list[CodeLine]:
     for each in reversed(list(_chain(error))):
         frames = traceback.extract_tb(each.__traceback__)
         here = [CodeLine(f.filename, f.lineno or 0, f.name, f.line or "") for f in frames]
-        lines = [line for line in (*here, *lines_in(str(each))) if line.is_users]
+        lines = [line for line in (*here, *lines_in(_text_of(each))) if line.is_users]
         if lines:
             return lines
     return []
@@ -91,11 +91,18 @@ def report(error: BaseException) -> str | None:
 
 def _first_lines(error: BaseException) -> str:
     """Return the text of an error without the traceback that PyTorch and Ray put into it."""
-    text = _ESCAPES.sub("", str(error))
+    text = _ESCAPES.sub("", _text_of(error))
     rows = [row for row in text.splitlines() if row.strip()]
     if any("Traceback (most recent call last)" in row for row in rows):
         rows = rows[-1:]
     return "\n".join(row[:_WIDTH] for row in rows)
+
+
+def _text_of(error: BaseException) -> str:
+    """Return the text of an error, whose class may be the user's own and raise when it is asked for its text."""
+    notes = {row for note in getattr(error, "__notes__", []) for row in str(note).splitlines()}
+    rows = "".join(traceback.format_exception_only(error)).splitlines()
+    return "\n".join(row for row in rows if row not in notes).partition(": ")[2]
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

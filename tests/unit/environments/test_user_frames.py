@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.algorithms.setup.user_parts import UserParts
-from nemo_rl.config import load_config
+from nemo_rl.config import GRPOMasterConfig, load_config
+from nemo_rl.environments.user_frames import MOST_LINES, report, user_lines
 from nemo_rl.launch.command_line import show_uncaught
 from nemo_rl.utils.errors import ConfigError
-from nemo_rl.utils.user_frames import MOST_LINES, report, user_lines
 
 LOSSES = """
 import torch
@@ -64,7 +64,7 @@ def losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     ],
 )
 def test_a_loss_is_tried_on_one_row(losses: str, name: str, message: str) -> None:
-    config = load_config("examples/configs/grpo_math_cpu.yaml", [f"loss_fn.name={losses}.{name}"])
+    config: GRPOMasterConfig = load_config("examples/configs/grpo_math_cpu.yaml", [f"loss_fn.name={losses}.{name}"])
     with pytest.raises(ConfigError) as refused:
         UserParts().loss(None, config.loss_fn)
     text = str(refused.value)
@@ -76,7 +76,7 @@ def test_a_loss_is_tried_on_one_row(losses: str, name: str, message: str) -> Non
 
 @pytest.mark.parametrize("name", ["Right", "Further"])
 def test_a_loss_that_may_be_right_is_accepted(losses: str, name: str) -> None:
-    config = load_config("examples/configs/grpo_math_cpu.yaml", [f"loss_fn.name={losses}.{name}"])
+    config: GRPOMasterConfig = load_config("examples/configs/grpo_math_cpu.yaml", [f"loss_fn.name={losses}.{name}"])
     assert type(UserParts().loss(None, config.loss_fn)).__name__ == name
 
 
