@@ -236,7 +236,7 @@ def validated[Config: Section](
     if failure is not None:
         raise failure
     if isinstance(config, RunConfig):
-        config._hidden = hidden_values(unresolved, values)
+        config.hide(hidden_values(unresolved, values))
         fill_dependent_keys(config)
     return config, values
 

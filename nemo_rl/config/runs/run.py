@@ -28,7 +28,6 @@ class RunConfig(Section):
     """
 
     _hidden: dict[tuple[str | int, ...], str] = PrivateAttr(default_factory=dict)
-    """Secrets of this configuration (`base.hidden_values`)."""
 
     cpu_config: ClassVar[str]
     samples: ClassVar[bool] = False
@@ -40,6 +39,15 @@ class RunConfig(Section):
         @property
         def policy(self) -> PolicyConfig:
             """The model that is trained or evaluated."""
+
+    @property
+    def hidden_places(self) -> Mapping[tuple[str | int, ...], str]:
+        """The text to write in place of each secret of this configuration, by its place (`base.hidden_values`)."""
+        return self._hidden
+
+    def hide(self, places: Mapping[tuple[str | int, ...], str]) -> None:
+        """Set `hidden_places`."""
+        self._hidden = dict(places)
 
     @property
     def models(self) -> dict[str, Role]:
