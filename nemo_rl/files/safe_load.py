@@ -2,6 +2,8 @@
 
 import pickle
 import re
+import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,12 @@ from nemo_rl.utils.errors import CheckpointError
 
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor)
 """Types themselves, not their subclasses: to load those, code would have to be executed."""
+
+_DAMAGED = (
+    *(ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError),
+    *(TypeError, ValueError, struct.error, zipfile.BadZipFile),
+)
+"""What torch raises for files with changed bytes."""
 
 
 def is_plain(value: Any) -> bool:
@@ -34,7 +42,7 @@ def load_plain(path: Path) -> Any:
         return torch.load(path, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path} is refused: {refusal(error)}.") from error
-    except (OSError, EOFError, RuntimeError, ValueError, KeyError) as error:
+    except _DAMAGED as error:
         reason = str(error).strip().splitlines()
         raise CheckpointError(
             f"{path} cannot be read: it is damaged, or was not written by nemo_rl "

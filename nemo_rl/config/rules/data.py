@@ -73,7 +73,9 @@ def check_environment(place: str, env_name: str | None, environments: Collection
 
 
 def check_unused(environments: Collection[str], used: Collection[str | None]) -> Findings:
-    """Check that data names each user-defined environment; built-in ones may be unused, from an inherited file.
+    """Check that no environment is unused because of its name: a misspelled one, or a part of a name with dots.
+
+    Others may be unused, for example those of a file that is inherited from; they are reported as without effect.
 
     Args:
         environments: names in `env`.
@@ -84,14 +86,17 @@ def check_unused(environments: Collection[str], used: Collection[str | None]) ->
         if name in used or name in BUILT_IN_ENVIRONMENTS or name in NOT_BUILT_ENVIRONMENTS:
             continue
         meant = next((other for other in named if other.startswith(f"{name}.")), None)
-        yield (
-            f"env.{name} is used by no data: env_name of the data entries is {', '.join(named) or 'not set'}. "
-            + (
-                f"For the environment {meant} write env={{{meant}: {{key: value}}}}, or env.{meant}.key=value after it."
-                if meant
-                else f"Set data.default.env_name={name}, or remove it with ~env.{name}."
+        near = did_you_mean(name, [*named, *BUILT_IN_ENVIRONMENTS], cutoff=0.8)
+        if meant or near:
+            yield (
+                f"env.{name} is used by no data: env_name of the data entries is {', '.join(named) or 'not set'}."
+                + (
+                    f" For the environment {meant} write env={{{meant}: {{key: value}}}}, or env.{meant}.key=value "
+                    "after it."
+                    if meant
+                    else f"{near} Set data.default.env_name={name}, or remove it with ~env.{name}."
+                )
             )
-        )
 
 
 def named_entries(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:

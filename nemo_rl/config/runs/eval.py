@@ -1,6 +1,6 @@
 """The master configuration of an evaluation."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any, ClassVar
@@ -19,6 +19,7 @@ from nemo_rl.config.rules.evaluation import (
 from nemo_rl.config.rules.files import PathKey, tokenizer_paths
 from nemo_rl.config.rules.named_parts import check_venvs
 from nemo_rl.config.rules.overlap import check_rollout_runners
+from nemo_rl.config.rules.rewards.agents import unused_environments
 from nemo_rl.config.rules.rewards.nemo_gym import check_http_server, check_nemo_gym
 from nemo_rl.config.runs.run import RunConfig
 from nemo_rl.config.schema.agents import PLUGIN_KEYS, AgentKeys
@@ -74,6 +75,10 @@ class EvalMasterConfig(RunConfig):
     def env_entries(self) -> Iterator[tuple[str, str | None]]:
         """See `RunConfig.env_entries`."""
         yield "data", self.data.env_name
+
+    def unused(self) -> Iterator[tuple[str, Sequence[str], str]]:
+        """See `RunConfig.unused`: environments that the data does not name."""
+        yield from unused_environments(self.env, {self.data.env_name}, ["data.env_name"])
 
     def path_keys(self) -> Iterator[PathKey]:
         """See `RunConfig.path_keys`."""

@@ -59,7 +59,7 @@ def test_evaluation_engines_use_the_same_section_as_training() -> None:
         ("eval", "eval.metric=pass@1", "eval.metric"),
         ("eval", "data.prompt_file=/dev/zero", "data.prompt_file='/dev/zero' is not a file"),
         ("eval", "generation.model_name=", "generation.model_name is empty"),
-        ("eval", "+env.mine.key=1", "env.mine is used by no data"),
+        ("eval", "+env.maths.key=1", "env.maths is used by no data"),
     ],
 )
 def test_mistakes_are_refused_with_advice(name, override, message) -> None:

@@ -166,6 +166,7 @@ WITHOUT_EFFECT = {
         "policy.dtensor_cfg.automodel_kwargs.use_sdpa_patching=false",
         "grpo.val_best_at_k_values=[1,2]",
         "sif_dir=/images",
+        "env.dapo={num_workers: 8}",
         "policy.generation.vllm_cfg.enable_expert_parallel=true",
         "policy.generation.vllm_cfg.enforce_monotonicity=false",
         "policy.generation.vllm_cfg.enable_thinking=true",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from nemo_rl.config.loading.inheritance import read_layers
 from nemo_rl.data.datasets.rows.readers import read_file
@@ -20,6 +22,7 @@ from nemo_rl.files.safe_checkpoint import read_metadata
 from nemo_rl.files.safe_load import load_plain
 from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.regrade.stored_samples import read_samples
+from nemo_rl.utils.errors import CheckpointError
 
 TOKENIZER = Path(__file__).parents[2] / "assets/tokenizers/qwen3"
 
@@ -119,3 +122,21 @@ def test_report_and_watch_read_past_a_pipe(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "val_data_step98.jsonl" in done.stdout + done.stderr and "named pipe" in done.stdout + done.stderr
+
+
+def test_a_file_of_torch_with_changed_bytes_loads_or_is_refused_by_name(tmp_path):
+    path, rng = tmp_path / "train_dataloader.pt", random.Random(1)
+    torch.save({"epoch": 0, "loader": {"num_rows": 5, "order": [1, 2.5, "text"]}, "rows": torch.arange(10)}, path)
+    content = path.read_bytes()
+    refused = 0
+    for _ in range(500):
+        changed = bytearray(content)
+        for _ in range(rng.choice([1, 2, 8, 64])):
+            changed[rng.randrange(len(changed))] = rng.randrange(256)
+        path.write_bytes(changed[: rng.choice([len(changed), rng.randrange(len(changed))])])
+        try:
+            load_plain(path)
+        except CheckpointError as error:
+            assert str(path) in str(error)
+            refused += 1
+    assert refused > 250

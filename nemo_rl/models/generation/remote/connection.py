@@ -109,7 +109,7 @@ class EndpointConnection:
         if content is None:
             raise EndpointError(f"{self.name} at {url} sent more than {self.largest_bytes} bytes")
         # The key is taken out first: a cut could leave a part of it that is not recognised.
-        shown = self.safe(content[: 2**16].decode(errors="replace"))[:_SHOWN_CHARS]
+        shown = printable(self.safe(content[: 2**16].decode(errors="replace")))[:_SHOWN_CHARS]
         status = response.status_code
         if status != httpx.codes.OK:
             raise EndpointError(
@@ -123,6 +123,11 @@ class EndpointConnection:
         except (ValueError, RecursionError):
             wanted = "JSON" if body is None else "chat completion"
             raise EndpointError(f"{self.name} at {url} sent no {wanted}: {shown}") from None
+
+
+def printable(text: str) -> str:
+    """Return a text with escapes in place of characters that a terminal cannot show, such as those of binary data."""
+    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
 
 
 def seconds_of(retry_after: str | None) -> float:
