@@ -8,6 +8,7 @@ ARITHMETIC = "arithmetic"
 ARITHMETIC_SFT = "arithmetic_sft"
 ARITHMETIC_PREFERENCE = "arithmetic_preference"
 EPISODES = "episodes"
+PLAIN_TEXT = "arrow_text"
 NEMO_GYM_ROWS = "NemoGymDataset"
 ARITHMETIC_PRODUCTS = "arithmetic_products"
 GENERATED_DATASETS = {
@@ -34,6 +35,7 @@ RESPONSE_DATASET_NAMES: tuple[str, ...] = (
     "tulu3_sft_mixture",
     "open_assistant",
     "openai_format",
+    PLAIN_TEXT,
     "humaneval",
     "mbpp",
     "code_contests",
@@ -85,7 +87,7 @@ NOT_BUILT_ENVIRONMENTS: tuple[str, ...] = ("mmau", "vlm")
 """Environments of NeMo RL that do not exist here; a user's environment may have these names."""
 
 NOT_BUILT_DATASETS: tuple[str, ...] = (
-    *("HelpSteer3", "Nemotron-Cascade-2-SFT-Math", "arrow_text", "audiomcq", "avqa"),
+    *("HelpSteer3", "Nemotron-Cascade-2-SFT-Math", "audiomcq", "avqa"),
     *("clevr-cogent", "daily-omni", "general-conversation-jsonl", "geometry3k", "intent-bench", "intent-train"),
     *("mmau", "mmpr-tiny", "refcoco"),
 )

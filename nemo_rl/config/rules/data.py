@@ -14,6 +14,7 @@ from nemo_rl.config.base.names import (
     NEMO_GYM_ROWS,
     NOT_BUILT_DATASETS,
     NOT_BUILT_ENVIRONMENTS,
+    PLAIN_TEXT,
     RESPONSE_DATASET_NAMES,
 )
 from nemo_rl.config.rules.broken_rules import Findings
@@ -44,6 +45,8 @@ def check_data(data: DataConfig, environments: Mapping[str, Any]) -> Findings:
         yield from check_unused(environments, {entry.env_name for _, entry in named_entries(data)})
     for name, entry in named_entries(data):
         yield from check_dataset(name, entry, RESPONSE_DATASET_NAMES)
+        if entry.dataset_name == PLAIN_TEXT:
+            yield f"{name}.dataset_name={PLAIN_TEXT} has no prompts that could be answered. It is for run_sft.py."
         yield from check_environment(name, entry.env_name, environments)
         is_validated = name.startswith("data.validation") or entry.split_validation_size > 0
         if is_validated and entry.name in environments:
@@ -217,6 +220,10 @@ def check_dataset(name: str, entry: DatasetConfig, known: Sequence[str]) -> Find
             f"{', '.join(known)}. For a file set {name}.data_path; for a class of your "
             "own give its dotted path."
         )
+    if dataset == PLAIN_TEXT and (entry.data_path is None) == (entry.data_files is None):
+        yield f"{name}.dataset_name={dataset} reads {name}.data_path or {name}.data_files. Set one of the two."
+    elif dataset != PLAIN_TEXT and entry.data_files is not None:
+        yield f"{name}.data_files belongs to dataset_name={PLAIN_TEXT}. For one file set {name}.data_path."
     if dataset in NEED_PATH and entry.data_path is None:
         yield f"{name}.dataset_name={dataset} needs {name}.data_path, a local file or a hub id."
     yield from _check_arithmetic(name, entry)

@@ -5,6 +5,7 @@
     budgets  tokens of a microbatch that are less than one row takes -> that many
     runners  data_plane.enabled -> cluster.rollout_runners, where a run can have runners
     tags     env.nemo_gym.thinking_tags -> reward_penalties.thinking_tags
+    efforts  env.nemo_gym.effort_levels -> effort_levels
     gym      files of env.nemo_gym that exist, and its log_dir -> their absolute paths
     engine   generation.mcore_generation_config.max_model_len -> engine.max_model_len, with backend=megatron
     memory   generation.colocated.enabled -> engine.gpu_memory_utilization
@@ -64,6 +65,10 @@ def fill_dependent_keys(config: RunConfig) -> None:
         name = "grpo.async_grpo" if config.async_rl is None else "async_rl"
         _fill_overlap("grpo", config.grpo, config.policy, config.async_rl or config.grpo.async_grpo, name)
         gym = config.env.get(NEMO_GYM)
+        if isinstance(gym, NemoGymConfig) and gym.effort_levels is not None:
+            filled_levels = config.model_copy(update={"effort_levels": gym.effort_levels})
+            _refuse_other_value("", config, filled_levels, "env.nemo_gym.effort_levels")
+            config.effort_levels = gym.effort_levels
         if isinstance(gym, NemoGymConfig) and gym.thinking_tags is not None:
             penalties = config.reward_penalties
             filled = penalties.model_copy(update={"thinking_tags": gym.thinking_tags})
@@ -198,7 +203,7 @@ def _refuse_other_value(place: str, own: Section, filled: Section, name: str) ->
     """Refuse a key that has neither its default nor the value that another section gives it.
 
     Args:
-        place: dotted path of the section.
+        place: dotted path of the section; empty for the whole configuration.
         own: the section as the user wrote it.
         filled: the section as the other one fills it in.
         name: of the other section.
@@ -206,9 +211,10 @@ def _refuse_other_value(place: str, own: Section, filled: Section, name: str) ->
     for key, field in type(own).model_fields.items():
         value, given = getattr(own, key), getattr(filled, key)
         if value != given and value != field.get_default(call_default_factory=True):
+            full = f"{place}.{key}" if place else key
             raise ConfigError(
-                f"{place}.{key}={_shown(value)} and {name} disagree: {name} means {key}={_shown(given)}. Set one of "
-                f"the two: leave {place}.{key} out, or switch {name} off."
+                f"{full}={_shown(value)} and {name} disagree: {name} means {key}={_shown(given)}. Set one of the two: "
+                f"leave {full} out, or switch {name} off."
             )
 
 

@@ -21,6 +21,7 @@ from nemo_rl.config.base.numbers import (
     Workers,
 )
 from nemo_rl.config.base.section import Section
+from nemo_rl.config.schema.algorithms.effort_levels import EffortLevelConfig
 from nemo_rl.config.schema.sandbox import SandboxKeys
 from nemo_rl.config.schema.tools import GraderConfig
 
@@ -172,7 +173,6 @@ class NemoGymConfig(AgentKeys):
     place: ClassVar[str] = "env.nemo_gym"
     rest: ClassVar[str] = "servers"
     later: ClassVar[dict[str, str]] = {
-        "effort_levels": "NeMo RL's form of levels of effort (write the section effort_levels)",
         "pad_dynamic_image_shapes": "multimodal data",
     }
     ignored: ClassVar[dict[str, str]] = {
@@ -190,6 +190,8 @@ class NemoGymConfig(AgentKeys):
     servers: dict[str, Any] = Field(default_factory=dict)
     """Configuration of servers that is added to that of config_paths; keys of this section that are not in this table
     belong to it too."""
+    effort_levels: dict[str, EffortLevelConfig] | None = None
+    """As the section effort_levels, whose keys it has; null: that section."""
     num_gpu_nodes: CountOrZero = 0
     """Machines of the cluster, on GPUs, that the run leaves to models of the servers."""
     head_server: HeadServerConfig | None = None

@@ -21,7 +21,6 @@ Operand = Annotated[int, Field(ge=-(10**15), le=10**15)]
 
 _DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
 _MEDIA = "multimodal data"
-_TEXT = "training on plain text"
 _LOADERS = "one data loader per data set (for shares of data sets set data.train.<i>.weight)"
 
 
@@ -30,11 +29,8 @@ class DatasetDefaults(Section):
 
     later: ClassVar[dict[str, str]] = {
         "allowed_problem_types": _MEDIA,
-        "characters_per_sample": _TEXT,
-        "data_files": _TEXT,
         "min_generation_tokens": "a reserve of tokens for the answer",
         "num_frames": _MEDIA,
-        "text_key": _TEXT,
         "video_maintain_aspect_ratio": _MEDIA,
         "video_sampling_style": _MEDIA,
         "video_target_num_patches": _MEDIA,
@@ -71,6 +67,12 @@ class DatasetDefaults(Section):
     """Column of the question; null: the data set's own, or input."""
     output_key: str | None = None
     """Column of the answer; null: the data set's own, or output."""
+    data_files: list[str] | str | None = None
+    """For arrow_text, in place of data_path: local files, or patterns with wildcards."""
+    text_key: str | None = None
+    """Column of the text, for arrow_text; null: text."""
+    characters_per_sample: Amount | None = None
+    """For arrow_text: a longer text becomes several samples of at most this many characters; null: one sample."""
     chat_key: str | None = None
     """Column of the messages, for openai_format; null: messages."""
     system_key: str | None = None

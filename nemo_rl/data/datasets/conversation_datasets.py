@@ -5,17 +5,21 @@ OpenAI's form, with arguments as the row gives them (a mapping, or JSON text tha
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from glob import glob
+from pathlib import Path
 from typing import Any
 
 from nemo_rl.config import DatasetConfig
+from nemo_rl.config.base.names import PLAIN_TEXT
 from nemo_rl.data.bad_rows import RowError
 from nemo_rl.data.datasets.arithmetic.problems import TRAIN
 from nemo_rl.data.datasets.hub import HubSource, load_table
-from nemo_rl.data.datasets.raw_dataset import FormattedRows, RawDataset, Row
-from nemo_rl.data.datasets.rows.readers import RowTable
+from nemo_rl.data.datasets.raw_dataset import FormattedRow, FormattedRows, RawDataset, Row
+from nemo_rl.data.datasets.rows.readers import RowTable, read_file
 from nemo_rl.data.datasets.rows.values import kind_of, plain_text, text_of, value_of
 from nemo_rl.data.messages.content import content_text
+from nemo_rl.data.messages.conversations import ENDS
 from nemo_rl.data.messages.loss_flags import is_excluded
 from nemo_rl.data.messages.template_form import ROLES
 from nemo_rl.data.messages.tools import parsed_json, tools_of
@@ -231,3 +235,83 @@ def _tool_call(call: Any, number: int) -> dict[str, Any]:
 
 def _without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:
     return {key: below for key, below in value.items() if below is not None}
+
+
+class PlainTextDataset(RawDataset):
+    """Rows with a text, all of whose tokens are trained on; no chat template is involved.
+
+    Args:
+        config: The entry of `data.train` or `data.validation`: `data_path` or `data_files`, `text_key` and
+            `characters_per_sample`.
+        role: "train" or "validation": chooses the usual split.
+
+    Raises:
+        DataError: There is nothing to read, or it cannot be read.
+    """
+
+    def __init__(self, config: DatasetConfig, role: str = TRAIN) -> None:
+        self._key = config.text_key or "text"
+        tables = (
+            [load_table(config, role, HubSource(None))] if config.data_files is None else _tables(config.data_files)
+        )
+        parts = [FormattedRows(table, [self._key], self._text, config.env_name, key=PLAIN_TEXT) for table in tables]
+        self.take_rows(tables[0], parts[0])
+        self.dataset = TextSamples(parts, config.characters_per_sample)
+        self.bad_rows = [bad for part in parts for bad in part.bad_rows]
+        self.num_rows = sum(table.num_rows for table in tables)
+
+    def _text(self, row: Row) -> str:
+        text = text_of(row, self._key)
+        if not text.strip():
+            raise RowError(f"{self._key} is empty")
+        return text
+
+
+class TextSamples(Sequence[FormattedRow]):
+    """Texts of several files one after another, each divided into samples.
+
+    Args:
+        parts: The rows of each file; a row has its text under `PLAIN_TEXT`.
+        longest: Most characters of a sample; None: a text is one sample.
+    """
+
+    def __init__(self, parts: Sequence[FormattedRows], longest: int | None) -> None:
+        self._parts, self._longest = parts, longest
+        self._places: list[tuple[int, int, int]] = []
+        for number, part in enumerate(parts):
+            for position in range(len(part)):
+                size = len(part[position][PLAIN_TEXT]) if longest else 1
+                self._places += [(number, position, start) for start in range(0, size, longest or 1)]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: Any) -> Any:
+        number, position, start = self._places[index]
+        row = self._parts[number][position]
+        end = len(row[PLAIN_TEXT]) if self._longest is None else start + self._longest
+        return {
+            PLAIN_TEXT: row[PLAIN_TEXT][start:end],
+            ENDS: end >= len(row[PLAIN_TEXT]),
+            "task_name": row["task_name"],
+        }
+
+    def place(self, position: int) -> tuple[str, int]:
+        """Return the file and line of a sample."""
+        number, row, _ = self._places[position]
+        return self._parts[number].place(row)
+
+
+def _tables(patterns: list[str] | str) -> list[RowTable]:
+    """Read the files that patterns match, in the order of their names.
+
+    Raises:
+        DataError: A pattern matches no file, or a file cannot be read.
+    """
+    tables = []
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        found = sorted(glob(str(Path(pattern).expanduser()), recursive=True))
+        if not found:
+            raise DataError(f"data_files={pattern!r} matches no file. Give local files; for the hub set data_path.")
+        tables += [read_file(path) for path in found]
+    return tables

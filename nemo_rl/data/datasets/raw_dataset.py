@@ -205,9 +205,8 @@ class RowView(Sequence[FormattedRow]):
 
 def row_place(rows: Sequence[FormattedRow], position: int) -> tuple[str, int]:
     """Return the place of a row; rows without a place get their position."""
-    if isinstance(rows, FormattedRows | RowView):
-        return rows.place(position)
-    return type(rows).__name__, position
+    place = getattr(rows, "place", None)
+    return (type(rows).__name__, position) if place is None else place(position)
 
 
 def _scan(table: RowTable, columns: Sequence[str]) -> Iterator[tuple[int, Row | None]]:

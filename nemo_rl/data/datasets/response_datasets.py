@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from nemo_rl.config import DatasetConfig
+from nemo_rl.config.base.names import PLAIN_TEXT
 from nemo_rl.data.bad_rows import RowError
 from nemo_rl.data.datasets.arithmetic.problems import TRAIN, ArithmeticDataset, ProductsDataset
 from nemo_rl.data.datasets.arithmetic.worked import WorkedSumsDataset
@@ -18,6 +19,7 @@ from nemo_rl.data.datasets.conversation_datasets import (
     MessagesDataset,
     OpenAIFormatDataset,
     OpenAssistantDataset,
+    PlainTextDataset,
     message_list,
 )
 from nemo_rl.data.datasets.episodes import EpisodesDataset
@@ -149,6 +151,7 @@ DATASET_REGISTRY: dict[str, DatasetFactory] = {
     "tulu3_sft_mixture": partial(MessagesDataset, source=HubSource("allenai/tulu-3-sft-mixture")),
     "open_assistant": OpenAssistantDataset,
     "openai_format": OpenAIFormatDataset,
+    PLAIN_TEXT: PlainTextDataset,
     **CODE_REGISTRY,
     "ResponseDataset": ResponseDataset,
     "arithmetic": ArithmeticDataset.of_entry,

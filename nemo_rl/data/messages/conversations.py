@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nemo_rl.config.base.names import PLAIN_TEXT
 from nemo_rl.data.interfaces import (
     DatumSpec,
     FeedbackDatumSpec,
@@ -32,6 +33,8 @@ from nemo_rl.data.messages.tools import tools_of
 from nemo_rl.data.model_rows import ROW_INPUTS
 
 TENSOR_KEYS = ("token_ids", "generation_logprobs", "token_loss_mask")
+ENDS = "ends"
+"""Key of a row of plain text: whether the text ends with it."""
 STUB_TOKENS = 4
 """Most tokens, and characters of text, kept of each message of a prompt that is too long."""
 
@@ -175,9 +178,28 @@ def sft_processor(
     add_eos: bool = True,
     add_generation_prompt: bool = False,
 ) -> DatumSpec:
-    """Return the whole conversation of a row's `messages`, one entry a message, for training on it."""
+    """Return the whole conversation of a row's `messages`, one entry a message, for training on it.
+
+    A row of plain text (`PLAIN_TEXT`) becomes one entry without a chat template, of which every token counts; the
+    tokenizer's end-of-sequence token follows where the text ends (`ENDS`).
+    """
+    if PLAIN_TEXT in datum_dict:
+        pieces = [_plain_text(datum_dict, tokenizer, task_data_spec, add_bos, add_eos)]
+        log = _message_log(pieces, tokenizer, max_seq_length)
+        return finished_datum(log, None, datum_dict.get("task_name"), max_seq_length, idx)
     how = (task_data_spec, tokenizer, max_seq_length, idx, add_bos, add_eos, add_generation_prompt)
     return _conversation(datum_dict, None, *how)
+
+
+def _plain_text(
+    row: dict[str, Any], tokenizer: TokenizerType, spec: TaskDataSpec, add_bos: bool, add_eos: bool
+) -> _Piece:
+    (message,) = control_tokens_of(tokenizer).quoted_chat([{"role": ASSISTANT, "content": row[PLAIN_TEXT]}], spec.rules)
+    text = message["content"]
+    text = with_bos(text, tokenizer) if add_bos else text
+    if add_eos and row[ENDS] and tokenizer.eos_token is not None:
+        text += tokenizer.eos_token
+    return _Piece(ASSISTANT, text, False, True)
 
 
 def _conversation(

@@ -76,13 +76,22 @@ def test_thinking_tags_are_those_of_the_penalties() -> None:
     assert loaded().reward_penalties.thinking_tags == ["<think>", "</think>"]
 
 
+def test_levels_of_effort_are_those_of_their_section() -> None:
+    config = loaded("env.nemo_gym.effort_levels={low: {weight: 3, system_prompt: Be brief.}, high: {}}")
+    assert {name: level.weight for name, level in config.effort_levels.items()} == {"low": 3, "high": 1}
+
+
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
         (["cluster.rollout_runners=2"], "calls one address"),
         (["env.nemo_gym.config_paths=[]"], "neither config_paths nor head_server"),
         (["env.nemo_gym.config_paths=[]", "env.nemo_gym.head_server={}"], "agent_endpoint.port"),
-        (["env.nemo_gym.effort_levels={low: {weight: 1}}"], "not built yet"),
+        (["env.nemo_gym.effort_levels={low: {nonsense: 1}}"], "effort_levels.low"),
+        (
+            ["env.nemo_gym.effort_levels={low: {weight: 1}}", "effort_levels={low: {weight: 2}}"],
+            "effort_levels=.* and env.nemo_gym.effort_levels disagree",
+        ),
         (["env.nemo_gym.timeout_s=500"], "has to be more"),
         (["env.nemo_gym.port_range_low=6000", "env.nemo_gym.port_range_high=5000"], "is above"),
         (["data.default.env_name=math", "env.math={}"], "no data has env_name=nemo_gym"),

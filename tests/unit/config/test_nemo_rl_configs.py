@@ -59,6 +59,7 @@ ACCEPTED = {
         "env={math: {}, nemo_gym: {config_paths: [a.yaml]}, code: {num_workers: 4}}",
     ),
     "sft": (
+        "data.train={_override_: true, dataset_name: arrow_text, data_files: a.arrow, text_key: t}",
         "policy.scheduler=[{name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0}}, {milestones: []}]",
         "data.train.split_validation_size=64",
         "policy.dtensor_cfg.lora_cfg={enabled: true, match_all_linear: false, exclude_modules: ['*out_proj*']}",
@@ -208,7 +209,6 @@ NOT_BUILT = {
         "policy.dequantize_base_checkpoint=true",
         "grpo.adv_estimator.name=opd",
         "async_rl.generation_router={enabled: true}",
-        "data.train.data_files=hf://x",
         "data.train.allowed_problem_types=[a]",
         "data.custom_dataloader=a.b",
         "logger.wandb.log_nemo_gym_full_result_tables=true",

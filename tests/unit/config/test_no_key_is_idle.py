@@ -50,7 +50,12 @@ READ_BY_A_BACKEND = {"TrainingBackendConfig.kwargs", "TrainingBackendConfig.name
 TAKEN_BY_ANOTHER = {
     *("McoreGenerationConfig.max_model_len", "MegatronCheckpointConfig.async_save", "NemoGymConfig.thinking_tags"),
     *(f"ServingChatConfig.{key}" for key in ("tool_parser", "reasoning_parser")),
-    *("DataPlaneConfig.enabled", "ServingChatConfig.default_chat_template_kwargs", "NemoGymConfig.num_gpu_nodes"),
+    *(
+        "DataPlaneConfig.enabled",
+        "ServingChatConfig.default_chat_template_kwargs",
+        "NemoGymConfig.num_gpu_nodes",
+        "NemoGymConfig.effort_levels",
+    ),
     *(
         f"VllmConfig.{key}"
         for key in ("http_server_serving_chat_kwargs", "tool_parser_plugin", "reasoning_parser_plugin")

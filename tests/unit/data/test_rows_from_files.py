@@ -221,3 +221,45 @@ def test_a_refusal_for_length_names_the_key_and_the_length_that_keeps_the_rows(t
     lengths = [sft_processor(row, TaskDataSpec(), chatml, None, 0)["length"] for row in rows]
     assert f"{sorted(lengths)[35]} tokens keep 90% of the rows" in str(error.value)
     assert "policy.max_total_sequence_length" in str(error.value)
+
+
+def text_rows(folder, **keys):
+    return load_response_dataset(DatasetConfig.build(dataset_name="arrow_text", **keys))
+
+
+def test_plain_texts_of_several_files_become_samples_of_a_length(tmp_path):
+    datasets.Dataset.from_dict({"body": ["abcdefg", "xy"]}).to_parquet(tmp_path / "one.parquet")
+    write_lines(tmp_path / "two.jsonl", {"body": "0123"}, {"body": " "}, {"other": "lost"})
+    found = text_rows(tmp_path, data_files=[f"{tmp_path}/*.parquet", f"{tmp_path}/two.*"], text_key="body")
+    assert [row["arrow_text"] for row in found.dataset] == ["abcdefg", "xy", "0123"]
+    assert (found.num_rows, [bad.line for bad in found.bad_rows]) == (5, [2, 3])
+    keys = {"data_files": f"{tmp_path}/one.parquet", "text_key": "body", "characters_per_sample": 3}
+    pieces = text_rows(tmp_path, **keys).dataset
+    assert [(row["arrow_text"], row["ends"]) for row in pieces] == [
+        *(("abc", False), ("def", False), ("g", True)),
+        ("xy", True),
+    ]
+    assert [pieces.place(position)[1] for position in range(4)] == [0, 0, 0, 1]
+    with pytest.raises(DataError, match="matches no file"):
+        text_rows(tmp_path, data_files=f"{tmp_path}/nothing-*.arrow")
+
+
+def test_every_token_of_a_plain_text_counts_and_no_template_is_used(chatml, tmp_path):
+    text = "The <|im_start|> of it.\n"
+    whole, part = ({"arrow_text": text, "ends": ends, "task_name": None} for ends in (True, False))
+    for row, end in ((whole, [chatml.eos_token_id]), (part, [])):
+        datum = sft_processor(row, TaskDataSpec(), chatml, None, 0)
+        (entry,) = datum["message_log"]
+        ids = entry["token_ids"].tolist()
+        assert ids[len(ids) - len(end) :] == end and entry["counts"] is True
+        body = ids[: len(ids) - len(end)]
+        assert chatml.decode(body) == text and not set(body) & set(chatml.all_special_ids), "a control token is text"
+    plain = sft_processor({"arrow_text": "plain", "ends": False}, TaskDataSpec(), chatml, None, 0)
+    assert plain["message_log"][0]["token_ids"].tolist() == chatml("plain", add_special_tokens=False)["input_ids"]
+
+
+def test_plain_text_trains_through_the_whole_setup(chatml, tmp_path):
+    path = write_lines(tmp_path / "rows.jsonl", *({"text": f"text {number}"} for number in range(4)))
+    entry = {"dataset_name": "arrow_text", "data_path": path}
+    data = setup_sft_data(chatml, SupervisedDataConfig.build(train=entry, max_input_seq_length=64))
+    assert [row["length"] for row in data.train] == [len(chatml(f"text {n}")["input_ids"]) + 1 for n in range(4)]
