@@ -5,12 +5,14 @@ from itertools import chain
 from typing import Any
 
 from nemo_rl.config import PolicyConfig, RolloutMasterConfig
+from nemo_rl.config.schema.agents import AgentEnvironmentConfig
 from nemo_rl.data.datasets.processed_dataset import MixedDataset
 from nemo_rl.data.datasets.setup import RunData
 from nemo_rl.data.model_rows import ROW_INPUTS, RowInputs
 from nemo_rl.environments.truth_check import check_truths, truth_grader
 from nemo_rl.models.generation.registry import engine_rows
 from nemo_rl.models.training.backends import training_backend
+from nemo_rl.utils.errors import ConfigError
 
 _KEYS = (ROW_INPUTS, f"{ROW_INPUTS}_chosen", f"{ROW_INPUTS}_rejected")
 
@@ -55,6 +57,27 @@ def check_known_answers(config: RolloutMasterConfig, data: RunData, own: Collect
         if (grader := truth_grader(name, config.env[name])) is not None
     }
     check_truths([part for rows in _data_sets(data) for part in rows.parts], graders, data.task_env)
+
+
+def check_row_fields(config: RolloutMasterConfig, data: RunData) -> None:
+    """Check that the first row of each data set has the fields that programs of agents shall get.
+
+    Raises:
+        ConfigError: names the fields that are missing, and those that the row has.
+    """
+    section = config.env.get("agent")
+    if not isinstance(section, AgentEnvironmentConfig) or not section.row_fields:
+        return
+    for part in (part for rows in _data_sets(data) for part in rows.parts if len(part)):
+        datum: dict[str, Any] = dict(part[0])
+        task = str(datum.get("task_name"))
+        info = datum.get("extra_env_info") or {}
+        missing = [name for name in section.row_fields if name not in info]
+        if data.task_env.get(task, task) == "agent" and missing:
+            raise ConfigError(
+                f"env.agent.row_fields names {', '.join(missing)}, which the first row of {part.place(0)[0]} does not "
+                f"have. It has: {', '.join(map(str, info)) or 'none'}."
+            )
 
 
 def _data_sets(data: RunData) -> Iterator[MixedDataset]:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.setup.row_check import check_known_answers, check_rows
+from nemo_rl.algorithms.setup.row_check import check_known_answers, check_row_fields, check_rows
 from nemo_rl.config import MasterConfig, NamedPartConfig, PolicyConfig, config_of
 from nemo_rl.config.runs.dependent_keys import fill_dependent_keys
 from nemo_rl.config.runs.rollouts import RolloutMasterConfig
@@ -100,6 +100,7 @@ class UserParts:
         data = self._rows(config, load, sampled=sampled)
         check_rows([role.section for role in config.models.values()], data, sampled=sampled)
         if isinstance(config, RolloutMasterConfig):
+            check_row_fields(config, data)
             check_known_answers(config, data, self.running_environments)
         return data
 

@@ -23,7 +23,7 @@ from nemo_rl.environments.registry import ENV_REGISTRY
 from nemo_rl.environments.truth_check import TruthGrader, sampled_indices, truth_grader
 from nemo_rl.evals import evaluator
 from nemo_rl.launch.checks import Request, check_data
-from nemo_rl.utils.errors import DataError
+from nemo_rl.utils.errors import ConfigError, DataError
 
 CONFIGS = REPOSITORY_ROOT / "examples/configs"
 SHARED = REPOSITORY_ROOT / "../shared/data"
@@ -184,3 +184,10 @@ def test_an_unreadable_answer_names_its_reason():
     reasons = TruthGrader("math", "hf_math_verify", 5.0).grade(["", "}", "5"])
     assert "no expression in the ground truth" in reasons[""]
     assert "5" not in reasons and reasons["}"]
+
+
+def test_fields_that_rows_do_not_have_are_refused_before_a_start():
+    path = REPOSITORY_ROOT / "examples/configs/grpo_agent_cpu.yaml"
+    with pytest.raises(ConfigError, match=r"env\.agent\.row_fields names nosuch, which .* It has: ground_truth"):
+        check_data(Request(load_config(path, ["env.agent.row_fields=[nosuch,ground_truth]"])))
+    check_data(Request(load_config(path, ["env.agent.row_fields=[ground_truth]"])))

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -136,6 +137,8 @@ def check_speculation(policy: PolicyConfig, cluster: ClusterConfig, model: Any) 
     ]
     if not problems and isinstance(speculation.values.get("model"), str) and speculation.method == "draft_model":
         problems = list(_unfit_draft_model(speculation, policy, model))
+    if not problems and not policy.draft.enabled and speculation.method == "eagle3":
+        problems = list(_no_eagle_head(str(speculation.values["model"])))
     if problems:
         raise ConfigError("\n".join(f"{KEY}.{problem}" for problem in problems))
     if speculation.loads_weights and cluster.uses_gpu:
@@ -144,6 +147,18 @@ def check_speculation(policy: PolicyConfig, cluster: ClusterConfig, model: Any) 
             "same distribution. method=ngram repeats them.",
             KEY,
             speculation.method,
+        )
+
+
+def _no_eagle_head(name: str) -> Iterator[str]:
+    """Check that local files hold an EAGLE-3 head, whose first layer joins hidden states of the policy."""
+    from nemo_rl.models.huggingface.tensor_files import TensorFiles
+
+    files = sorted(Path(cached_folder(name) or name).glob("*.safetensors"))
+    if files and not any(tensor.endswith("fc.weight") for tensor in TensorFiles(files).file_of):
+        yield (
+            f"model={name!r} is no EAGLE-3 head: its files have no tensor fc.weight. For a language model write "
+            "method: draft_model."
         )
 
 

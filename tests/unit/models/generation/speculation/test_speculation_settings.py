@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from generation_helpers import make_settings
+from safetensors.torch import save_file
 
 from nemo_rl.config import ClusterConfig, PolicyConfig
 from nemo_rl.config.loading.all_errors import collect_errors
@@ -104,6 +105,16 @@ def test_combinations_that_do_not_hold_are_refused() -> None:
 def test_suffix_decoding_needs_its_package() -> None:
     with pytest.raises(ConfigError, match="arctic-inference"):
         check({"method": "suffix", "num_speculative_tokens": 3})
+
+
+def test_a_language_model_is_no_eagle_head(tmp_path: Path) -> None:
+    section = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 2}
+    file = tmp_path / "model.safetensors"
+    save_file({"midlayer.input_layernorm.weight": torch.ones(4), "fc.weight": torch.ones(4, 12)}, file)
+    check(section)
+    save_file({"model.embed_tokens.weight": torch.ones(264, 4)}, file)
+    with pytest.raises(ConfigError, match=r"no EAGLE-3 head: .* no tensor fc\.weight\. .* method: draft_model"):
+        check(section)
 
 
 def test_a_draft_model_has_the_same_tokens_and_as_many_positions(tmp_path: Path) -> None:
