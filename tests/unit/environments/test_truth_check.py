@@ -186,7 +186,8 @@ def test_an_unreadable_answer_names_its_reason():
     assert "5" not in reasons and reasons["}"]
 
 
-def test_fields_that_rows_do_not_have_are_refused_before_a_start():
+def test_fields_that_rows_do_not_have_are_refused_before_a_start(monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY_ROOT / "examples")
     path = REPOSITORY_ROOT / "examples/configs/grpo_agent_cpu.yaml"
     with pytest.raises(ConfigError, match=r"env\.agent\.row_fields names nosuch, which .* It has: ground_truth"):
         check_data(Request(load_config(path, ["env.agent.row_fields=[nosuch,ground_truth]"])))
