@@ -116,12 +116,15 @@ def hidden_in(config: BaseModel) -> Mapping[Place, str]:
 
 
 def public_text(text: str, config: BaseModel) -> str:
-    """Return a text, for example a command line, with the secrets of a configuration replaced."""
+    """Return a text, for example a command line, with the secrets of a configuration replaced.
+
+    Short values, which other words may contain, stay: below 3 characters, or 8 where only the environment makes it one.
+    """
     values = config.model_dump()
     for place, shown in hidden_in(config).items():
         for moved in _where(place, values):
             secret = value_at(values, moved)
-            if isinstance(secret, str) and secret and not secret.isalpha():
+            if isinstance(secret, str) and len(secret) >= (3 if HIDDEN in shown else 8):
                 text = text.replace(secret, shown)
     return text
 

@@ -93,7 +93,7 @@ def test_hidden_values_are_no_change_of_a_resumed_run(file: Path) -> None:
 
 
 def test_the_recorded_command_has_no_secret(file: Path) -> None:
-    override = "env.judge_of_mine.password=typed-7"
+    override = "env.judge_of_mine.password=hunter"
     config = loaded(file, override)
     assert public_text(f"run_grpo.py {override} grpo.seed=7", config) == (
         "run_grpo.py env.judge_of_mine.password=*** grpo.seed=7"
