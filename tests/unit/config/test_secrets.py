@@ -106,3 +106,18 @@ def test_keys_that_further_keys_are_moved_into_are_hidden_too(tmp_path: Path) ->
     config = loaded(path)
     assert config.env["nemo_gym"].servers["policy"]["api_key"] == "abc-123"
     assert public_values(config)["env"]["nemo_gym"]["servers"]["policy"]["api_key"] == "***"
+
+
+def test_a_model_from_the_environment_is_read_again_with_all_that_follows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEMO_TEST_MODEL", "organization/model")
+    config = load_config(BASE, ["policy.model_name='${oc.env:NEMO_TEST_MODEL}'"], check=False)
+    assert config.policy.tokenizer.name == "organization/model"
+    save_resolved(config, tmp_path / "config.yaml")
+    written = yaml.safe_load((tmp_path / "config.yaml").read_text())["policy"]
+    assert written["model_name"] == "${oc.env:NEMO_TEST_MODEL}" and "organization" not in str(written)
+    assert loaded(tmp_path / "config.yaml") == config
+    monkeypatch.delenv("NEMO_TEST_MODEL")
+    with pytest.raises(ConfigError, match=r"policy\.model_name .* cannot be worked out: .*NEMO_TEST_MODEL"):
+        loaded(tmp_path / "config.yaml")
