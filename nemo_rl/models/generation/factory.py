@@ -152,7 +152,8 @@ def check_engine_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
     if policy.generation.backend not in ENGINES:
         own = engine_class(policy.generation.backend)
         check_own_keys(own, "policy.generation.engine_kwargs", policy.generation.engine_kwargs)
-    require_text_model(load_model_config(policy.model_name, policy.hf_config_overrides), policy.model_name)
+    else:  # an engine of the user's own may know other models
+        require_text_model(load_model_config(policy.model_name, policy.hf_config_overrides), policy.model_name)
     _check_router_replay(policy, cluster)
     if policy.draft.enabled and policy.generation.backend != "vllm":
         raise ConfigError(
