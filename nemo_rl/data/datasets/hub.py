@@ -69,7 +69,7 @@ def _load_hub(path: str, subset: str | None, split: str, section: str) -> "datas
     import datasets
 
     folder = Path(path).expanduser()
-    key = "data_path" if section.startswith("data.") else "dataset_name"
+    key = "data_path" if section.partition(".")[0] == "data" else "dataset_name"
     try:
         if (folder / "dataset_dict.json").is_file():
             return datasets.load_from_disk(str(folder))[split]

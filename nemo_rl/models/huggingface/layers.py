@@ -30,11 +30,12 @@ def body(hf: "PreTrainedModel") -> nn.Module:
 def parts_without_text(hf: "PreTrainedModel") -> list[nn.Module]:
     """Return the parts of a model that read images or sound, such as a vision tower; none of a text model."""
     whole, text = hf.base_model, body(hf)
-    if text is whole or text is hf:
+    if hf.config.get_text_config() is hf.config or text is whole or text is hf:
         return []
     around = {id(module) for module in whole.modules() if any(part is text for part in module.modules())}
     outer = [module for module in whole.modules() if id(module) in around and module is not text]
-    return [part for module in outer for part in module.children() if id(part) not in around]
+    head = hf.get_output_embeddings()
+    return [part for module in outer for part in module.children() if id(part) not in around and part is not head]
 
 
 def hidden_states(hf: "PreTrainedModel", model_inputs: dict[str, Any]) -> Tensor:

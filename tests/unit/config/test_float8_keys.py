@@ -22,7 +22,7 @@ policy:
       use_deep_gemm: true
       num_first_layers_in_bf16: 1
       num_last_layers_in_bf16: 2
-      quantization_ignored_layer_kws: [k_proj]
+      quantization_ignored_layer_kws: [q_proj, k_proj, v_proj]
       pow2_weight_scaling_factors: true
       pow2_activation_scaling_factors: true
       kv_cache_dtype: fp8

@@ -283,7 +283,7 @@ def test_values_of_a_file_that_are_not_what_they_look_like(tmp_path: FilePath, t
 
 def test_a_pipe_is_no_configuration(tmp_path: FilePath) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
-    with pytest.raises(ConfigError, match="no regular file"):
+    with pytest.raises(ConfigError, match="only regular files are read"):
         load_config(tmp_path / "pipe.yaml")
 
 

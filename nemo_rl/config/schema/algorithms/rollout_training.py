@@ -5,7 +5,8 @@ They cover steps, prompts and validation; keys of the loss are in the algorithm'
 
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base.numbers import Amount, AmountOrMinusOne, Count, Number, Tokens
 from nemo_rl.config.base.section import Section, Seed
@@ -15,7 +16,14 @@ from nemo_rl.config.schema.named_part import RolloutSourceConfig
 NO_LIMIT = 10**9
 """The number of passes over the data that stands for no limit."""
 
-Epochs = Annotated[Amount, BeforeValidator(lambda number: NO_LIMIT if number == -1 else number)]
+
+def _passes(number: int) -> int:
+    if number == 0:
+        raise PydanticCustomError("epochs", "give a number of passes from 1 on, or -1 for no limit")
+    return NO_LIMIT if number == -1 else number
+
+
+Epochs = Annotated[int, Field(ge=-1, le=10**12), AfterValidator(_passes)]
 """Passes over the training data; -1: no limit."""
 
 

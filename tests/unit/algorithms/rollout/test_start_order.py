@@ -65,7 +65,7 @@ def start_workers(monkeypatch: pytest.MonkeyPatch, parts: Parts, overrides: list
     monkeypatch.setattr(start, "init_ray", lambda _, **options: None)
     monkeypatch.setattr(start, "reserve", lambda *_: None)
     recipe: Any = SimpleNamespace(
-        data=SimpleNamespace(task_env={}),
+        data=SimpleNamespace(task_env={}, train=SimpleNamespace(parts=[])),
         tokenizer=None,
         environments={},
         roles={

@@ -299,7 +299,7 @@ def test_texts_are_encoded_as_bytes_without_special_tokens() -> None:
     ("keys", "told"),
     [
         ({"base_url": "host:8000/v1"}, "must be http"),
-        ({"base_url": "http://h/v1?api-version=1"}, "without a query"),
+        ({"base_url": "http://h/v1?api-version=1"}, "has a query"),
         ({"base_url": "http://h/v1/chat/completions"}, "leave that out"),
         ({"extra_body": {"stream": True, "n": 2}}, "extra_body has n, stream"),
         ({"max_attempts": 0}, "max_attempts"),
