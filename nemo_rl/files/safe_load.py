@@ -19,7 +19,7 @@ _DAMAGED = (
     *(ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError),
     *(TypeError, ValueError, struct.error, zipfile.BadZipFile),
 )
-"""What torch raises for files with changed bytes."""
+"""Errors that torch raises for files with changed bytes."""
 
 
 def is_plain(value: Any) -> bool:
