@@ -119,6 +119,8 @@ def without_removed(
     Returns:
         The files without these keys, and the other overrides.
     """
+    if not any(text.startswith("~") for text in overrides):
+        return list(layers), list(overrides)
     contents: list[Any] = [OmegaConf.to_container(layer.content) for layer in layers]
     kept = []
     for text in overrides:
@@ -134,9 +136,9 @@ def without_removed(
 
 def variables_in(schema: type[Section], layers: Sequence[Layer]) -> set[str]:
     """Return the keys at the top level that are no section and not in the schema, but that interpolations read."""
-    text = "\n".join(OmegaConf.to_yaml(layer.content) for layer in layers)
     values = {str(key): value for layer in layers for key, value in layer.content.items_ex(resolve=False)}
     keys = {key for key, value in values.items() if not isinstance(value, DictConfig)} - known_keys(schema)
+    text = "\n".join(OmegaConf.to_yaml(layer.content) for layer in layers) if keys else ""
     return {key for key in keys if re.search(rf"\$\{{{re.escape(key)}[.}}]", text)}
 
 
@@ -217,7 +219,8 @@ def validated[Config: Section](
         values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         values, failure = unresolved, _unresolvable(error, sources)
-    values = {key: value for key, value in values.items() if has_key(known_keys(schema), key)}  # without variables
+    known = known_keys(schema)
+    values = {key: value for key, value in values.items() if has_key(known, key)}  # without variables
     lines = [*_take_out_not_built(schema, values, sources), *unusable_values(schema, values, unresolved, sources)]
     try:
         config = schema.model_validate(values)
