@@ -27,6 +27,16 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_collection_finish() -> None:
+    """Run one backward pass, after which no later one starts threads of autograd.
+
+    The first backward pass of a process starts a thread for each device, and a process forked after that cannot run
+    another. `FakeTensorMode` registers fake GPUs, so that a test which uses it would break the ranks of later tests.
+    """
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.ones(1, requires_grad=True).sum().backward()
+
+
 @pytest.fixture(autouse=True)
 def own_signal_handlers() -> Iterator[None]:
     """Reset signals that `nohup` or a background job ignores, and handlers of other tests."""
