@@ -53,15 +53,12 @@ class Critic(Trainer, Protocol):
 
 @dataclass(frozen=True)
 class ValueInference:
-    """The stage that adds the critic's values; a `runtime.run.Stage`.
-
-    Attributes:
-        critic: the model that predicts rewards.
-        continues_truncated: whether the value after the end of truncated answers is needed.
-    """
+    """The stage that adds the critic's values; a `runtime.run.Stage`."""
 
     critic: Critic
+    """The model that predicts rewards."""
     continues_truncated: bool = False
+    """Whether the value after the end of truncated answers is needed."""
 
     name = "value_inference"
     roles = ("value",)
@@ -89,19 +86,15 @@ class ValueInference:
 
 @dataclass(frozen=True)
 class CriticUpdate:
-    """The stage that trains the critic on the returns; a `runtime.run.Stage`.
-
-    Attributes:
-        critic: the model that is trained.
-        loss_fn: its loss.
-        epochs: passes over the samples of the step.
-        samples_per_update: samples of one optimizer update.
-    """
+    """The stage that trains the critic on the returns; a `runtime.run.Stage`."""
 
     critic: Critic
+    """The model that is trained."""
     loss_fn: LossFunction
     epochs: int
+    """Passes over the samples of the step."""
     samples_per_update: int
+    """Samples of one optimizer update."""
 
     name = "value_training"
     roles = ("value",)
@@ -128,21 +121,18 @@ class CriticUpdate:
 
 @dataclass(frozen=True)
 class PolicyEpochs:
-    """Trains the policy in several passes over the samples of a step; a `runtime.run.Trainer`.
-
-    Attributes:
-        policy: the model that is trained.
-        epochs: passes over the samples of a step.
-        samples_per_update: rows of one optimizer update where the batch does not say it.
-        critic_only_steps: first steps in which only the critic is trained.
-        step: returns the running step; the first one is 1.
-    """
+    """Trains the policy in several passes over the samples of a step; a `runtime.run.Trainer`."""
 
     policy: Trainer
+    """The model that is trained."""
     epochs: int
+    """Passes over the samples of a step."""
     samples_per_update: int
+    """Rows of one optimizer update where the batch does not say it."""
     critic_only_steps: int
+    """First steps in which only the critic is trained."""
     step: Callable[[], int]
+    """Returns the running step; the first one is 1."""
 
     def train(
         self, data: BatchedDataDict[Any], loss_fn: AnyLossFunction, *, gbs: int | Sequence[int] | None = None

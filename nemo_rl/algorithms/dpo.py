@@ -28,13 +28,10 @@ MasterConfig = DPOMasterConfig
 
 @dataclass(frozen=True)
 class ReferenceLogprobs:
-    """The stage that adds `reference_policy_logprobs [2P, T]`; a `runtime.run.Stage`.
-
-    Attributes:
-        policy: the trained policy, which keeps its initial weights.
-    """
+    """The stage that adds `reference_policy_logprobs [2P, T]`; a `runtime.run.Stage`."""
 
     policy: PolicyInterface
+    """The trained policy, which keeps its initial weights."""
     name = "policy_and_reference_logprobs"
     roles = ("policy",)
 

@@ -54,14 +54,12 @@ class KTOPreparation:
 
     z0 = max(0, mean over rows of log pi(y'|x) - log pi_reference(y'|x)), arXiv 2402.01306, section 4.1, where y' is
     the answer of another row of the batch.
-
-    Attributes:
-        policy: the trained policy, which keeps its initial weights.
-        max_length: tokens of the longest row; a prompt with another row's answer is cut there.
     """
 
     policy: PolicyInterface
+    """The trained policy, which keeps its initial weights."""
     max_length: int
+    """Tokens of the longest row; a prompt with another row's answer is cut there."""
     name = "policy_and_reference_logprobs"
     roles = ("policy",)
 

@@ -62,19 +62,16 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class RMValidator:
-    """A validation on held-out pairs.
-
-    Attributes:
-        batches: validation batches, iterated again for each validation.
-        scorer: the reward model.
-        loss_fn: as in training.
-        micro_batch_rows: rows of one pass of a rank; None: passes are formed as configured.
-    """
+    """A validation on held-out pairs."""
 
     batches: Iterable[BatchedDataDict[Any]]
+    """Validation batches, iterated again for each validation."""
     scorer: Scorer
+    """The reward model."""
     loss_fn: PreferenceLossFn
+    """As in training."""
     micro_batch_rows: int | None = None
+    """Rows of one pass of a rank; None: passes are formed as configured."""
 
     def __call__(self, step: int) -> dict[str, float]:
         """Return loss, accuracy, mean scores, margin and calibration error over all valid pairs."""

@@ -36,20 +36,18 @@ class PolicyScoring:
     `forward_passes` decides once which of the two forward passes a run needs. With one optimizer update per batch the
     update's own forward pass sees the same weights as a separate one would, so `prev_logprobs` are left out and the
     loss takes its current ones, detached: same numbers, a third less work.
-
-    Attributes:
-        policy: the model that scores.
-        needs_prev: whether `prev_logprobs` are computed separately from the update.
-        needs_reference: whether `reference_policy_logprobs` are computed.
-        max_sequence_error: mask rows whose training/generation ratio exceeds this; None for never.
-        corrects_staleness: whether the loss itself accounts for stale tokens; see `apply`.
     """
 
     policy: ScoringModel
+    """The model that scores."""
     needs_prev: bool
+    """Whether `prev_logprobs` are computed separately from the update."""
     needs_reference: bool
+    """Whether `reference_policy_logprobs` are computed."""
     max_sequence_error: float | None = None
+    """Mask rows whose training/generation ratio exceeds this; None for never."""
     corrects_staleness: bool = False
+    """Whether the loss itself accounts for stale tokens; see `apply`."""
 
     name = "policy_and_reference_logprobs"
     roles = ("policy",)

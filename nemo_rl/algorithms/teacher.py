@@ -26,19 +26,16 @@ _NUM_SHOWN = 3
 
 @dataclass(frozen=True)
 class TeacherScores:
-    """The stage that adds the teacher's top-k logits; a `runtime.run.Stage`.
-
-    Attributes:
-        teacher: the model that scores.
-        k: logits per token.
-        vocab_size: only ids below it are returned; None for all.
-        temperature: logits are divided by it, like the student's.
-    """
+    """The stage that adds the teacher's top-k logits; a `runtime.run.Stage`."""
 
     teacher: ScoringModel
+    """The model that scores."""
     k: int
+    """Logits per token."""
     vocab_size: int | None = None
+    """Only ids below it are returned; None for all."""
     temperature: float = 1.0
+    """Logits are divided by it, like the student's."""
 
     name = "teacher_logprob_inference"
     roles = ("teacher",)

@@ -22,18 +22,15 @@ class RowError(Exception):
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that is left out.
-
-    Attributes:
-        file: Path of the file, or name of the data set.
-        line: 1-based line of a text file where the row begins; 0-based row index of a table
-            (Parquet, Arrow, hub data sets).
-        reason: The reason, as a phrase.
-    """
+    """A row that is left out."""
 
     file: str
+    """Path of the file, or name of the data set."""
     line: int
+    """1-based line of a text file where the row begins; 0-based row index of a table (Parquet, Arrow, hub data
+    sets)."""
     reason: str
+    """The reason, as a phrase."""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"

@@ -29,29 +29,23 @@ _LEAST_SHARE = 1 / 32
 
 
 class Node(NamedTuple):
-    """Tokens that several rows share.
-
-    Attributes:
-        depth: tokens from the start of its rows to its end, also the number of its keys.
-        parent: index of the node before it; 0 is the root, which has no tokens.
-        first: place of the first of its rows.
-    """
+    """Tokens that several rows share."""
 
     depth: int
+    """Tokens from the start of its rows to its end, also the number of its keys."""
     parent: int
+    """Index of the node before it; 0 is the root, which has no tokens."""
     first: int
+    """Place of the first of its rows."""
 
 
 class Path(NamedTuple):
-    """The place of a row in the tree of some rows, which is enough to compare it with any other of them.
-
-    Attributes:
-        place: place in the order of the rows.
-        nodes: `(depth, first)` of each node on the way to the row; see `Node`.
-    """
+    """The place of a row in the tree of some rows, which is enough to compare it with any other of them."""
 
     place: int
+    """Place in the order of the rows."""
     nodes: tuple[tuple[int, int], ...]
+    """`(depth, first)` of each node on the way to the row; see `Node`."""
 
     def shared(self, other: "Path") -> int:
         """Return the number of tokens that both rows share."""
@@ -60,15 +54,12 @@ class Path(NamedTuple):
 
 @dataclass(frozen=True)
 class Prefixes:
-    """The tree of rows; see the module docstring.
-
-    Attributes:
-        rows: indices of the rows, in an order in which rows with a common beginning follow each other.
-        shared: for each of them, the tokens that it shares with the one before it; 0 for the first.
-    """
+    """The tree of rows; see the module docstring."""
 
     rows: list[int]
+    """Indices of the rows, in an order in which rows with a common beginning follow each other."""
     shared: list[int]
+    """For each of them, the tokens that it shares with the one before it; 0 for the first."""
 
     @classmethod
     def of(cls, tokens: Sequence[NDArray[np.integer]]) -> "Prefixes":

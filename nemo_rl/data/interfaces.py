@@ -119,27 +119,24 @@ class TaskDataSpec:
     Both files are read when the object is made; their content, unchanged, is `prompt` and
     `system_prompt` (None without a file).
 
-    Attributes:
-        task_name: Name of the task; rows are graded by the environment of this name.
-        prompt_file: UTF-8 text with one `{}` where the problem goes (`str.format` rules, so a
-            literal brace is written twice).
-        system_prompt_file: UTF-8 text sent as the system message.
-        stop_strings: Texts that end an answer, besides those of `policy.generation`.
-        text_rules: Roles whose texts are encoded as ordinary text; None means `TextRules()`.
-        tools: Function schemas that every prompt offers, besides those of its row.
-        may_leave_out: Parts of a row that the chat template may leave out; None means `MAY_LEAVE_OUT`.
-
     Raises:
         DataError: A file is missing, is not UTF-8, or is not a template `str.format` accepts.
     """
 
     task_name: str | None = None
+    """Name of the task; rows are graded by the environment of this name."""
     prompt_file: PathLike | None = None
+    """UTF-8 text with one `{}` where the problem goes (`str.format` rules, so a literal brace is written twice)."""
     system_prompt_file: PathLike | None = None
+    """UTF-8 text sent as the system message."""
     stop_strings: list[str] | None = None
+    """Texts that end an answer, besides those of `policy.generation`."""
     text_rules: TextRules | None = None
+    """Roles whose texts are encoded as ordinary text; None means `TextRules()`."""
     tools: Sequence[Mapping[str, Any]] = ()
+    """Function schemas that every prompt offers, besides those of its row."""
     may_leave_out: Collection[str] | None = None
+    """Parts of a row that the chat template may leave out; None means `MAY_LEAVE_OUT`."""
     prompt: str | None = field(default=None, init=False)
     system_prompt: str | None = field(default=None, init=False)
 

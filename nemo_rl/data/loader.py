@@ -79,10 +79,6 @@ class PromptLoader(StatefulDataLoader):
         accept_changes: Also load positions that belong to other data, batch sizes or orders.
         max_bad_row_share: Share of rows that one epoch may find unusable.
         **kwargs: For `StatefulDataLoader`.
-
-    Attributes:
-        epoch: Number of finished epochs.
-        last_rows: Rows of the data set that are in the batch yielded last.
     """
 
     def __init__(
@@ -96,7 +92,9 @@ class PromptLoader(StatefulDataLoader):
     ) -> None:
         super().__init__(dataset, sampler=sampler, **kwargs)
         self.epoch = 0
+        """Number of finished epochs."""
         self.last_rows: list[int] = []
+        """Rows of the data set that are in the batch yielded last."""
         self._accept_changes = accept_changes
         self._order = sampler
         self._faults = RowFaults(dataset, sampler.num_rows, max_bad_row_share)

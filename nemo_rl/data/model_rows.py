@@ -47,17 +47,14 @@ pickles it, so a module-level function is best.
 
 @dataclass(frozen=True, eq=False)
 class RowInput:
-    """One further input of one row.
-
-    Attributes:
-        values: `[n, ...]` on the CPU: n items of the row. n may differ between rows and may be 0; the shape of an item
-            and the dtype are the same in all rows.
-        lengths_as: name of the forward's argument that gets the number of items of each row, `[b]` int64; None: the
-            forward needs no such numbers.
-    """
+    """One further input of one row."""
 
     values: Tensor
+    """`[n, ...]` on the CPU: n items of the row. n may differ between rows and may be 0; the shape of an item and the
+    dtype are the same in all rows."""
     lengths_as: str | None = None
+    """Name of the forward's argument that gets the number of items of each row, `[b]` int64; None: the forward needs no
+    such numbers."""
 
     @property
     def kind(self) -> tuple[torch.dtype, tuple[int, ...], str | None]:
@@ -73,10 +70,6 @@ class RowInput:
 class RowInputs:
     """Model inputs of one row besides its token ids. Copies share the tensors: do not write into them.
 
-    Attributes:
-        inputs: inputs such as pixel values, by the name of the forward's argument.
-        positions: how positions of the tokens are computed; None: 0 to n - 1.
-
     Raises:
         DataError: a name is taken by another argument, or a value is not a tensor `[n, ...]` on the CPU.
 
@@ -85,7 +78,9 @@ class RowInputs:
     """
 
     inputs: Mapping[str, RowInput] = field(default_factory=dict)
+    """Inputs such as pixel values, by the name of the forward's argument."""
     positions: PositionRule | None = None
+    """How positions of the tokens are computed; None: 0 to n - 1."""
 
     def __post_init__(self) -> None:
         """Check names and tensors."""

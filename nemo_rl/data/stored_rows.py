@@ -44,25 +44,22 @@ FETCH_S = 600.0
 
 @dataclass(frozen=True)
 class PackedRows:
-    """The tokens of some rows, end to end.
-
-    Attributes:
-        ends: end of each row.
-        token_ids: `[N]` int32.
-        is_written: `[N]` bool, tokens that the policy wrote.
-        logprobs: `[N]` float32, the engine's log-probabilities; 0 where `is_written` is false.
-        texts: `[M]` uint8, a pickle of each row's messages without tokens, end to end; ranks do not read them.
-        text_ends: end of each row's pickle.
-        experts: `[N, L, k]` as the key `routed_experts` of a batch; None if no engine reported experts.
-    """
+    """The tokens of some rows, end to end."""
 
     ends: list[int]
+    """End of each row."""
     token_ids: NDArray[np.int32]
+    """`[N]` int32."""
     is_written: NDArray[np.bool_]
+    """`[N]` bool, tokens that the policy wrote."""
     logprobs: NDArray[np.float32]
+    """`[N]` float32, the engine's log-probabilities; 0 where `is_written` is false."""
     texts: NDArray[np.uint8]
+    """`[M]` uint8, a pickle of each row's messages without tokens, end to end; ranks do not read them."""
     text_ends: list[int]
+    """End of each row's pickle."""
     experts: Experts | None = None
+    """`[N, L, k]` as the key `routed_experts` of a batch; None if no engine reported experts."""
 
     def start_of(self, index: int) -> int:
         """Return the position of the first token of a row."""
@@ -77,34 +74,28 @@ class PackedRows:
 
 @dataclass(frozen=True)
 class StoredScores:
-    """Log-probabilities of a row in the object store.
-
-    Attributes:
-        scores: reference of `[N]` float32, the scores of some rows end to end.
-        start: position of the row's first token there.
-    """
+    """Log-probabilities of a row in the object store."""
 
     scores: "ray.ObjectRef[NDArray[np.float32]]"
+    """Reference of `[N]` float32, the scores of some rows end to end."""
     start: int
+    """Position of the row's first token there."""
 
 
 @dataclass(frozen=True)
 class StoredRow:
-    """A row in the object store.
-
-    Attributes:
-        rows: reference of its `PackedRows`.
-        index: its place there.
-        width: tokens of the longest row of the whole batch, T.
-        pad_token_id: id written after the end of the row.
-        path: what it shares with the other rows there.
-    """
+    """A row in the object store."""
 
     rows: "ray.ObjectRef[PackedRows]"
+    """Reference of its `PackedRows`."""
     index: int
+    """Its place there."""
     width: int
+    """Tokens of the longest row of the whole batch, T."""
     pad_token_id: int
+    """Id written after the end of the row."""
     path: Path
+    """Place of the row in the tree of the rows there."""
 
     @staticmethod
     def pack_list(rows: "Sequence[StoredRow]") -> "_Columns":

@@ -19,23 +19,20 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes of the parallel axes; their product is the number of ranks.
-
-    Attributes:
-        pp: pipeline stages into which the layers are divided; the last one computes loss and scores.
-        dp_replicate: copies of the sharded model (HSDP).
-        dp_shard: ranks over which a copy is sharded; together with `dp_replicate`, ranks that train on different rows.
-        cp: ranks that divide the tokens of the same rows.
-        tp: ranks that divide each layer and work on the same tokens.
-        ep: ranks that share the experts of a layer; not a separate axis: it regroups `dp_shard`, `cp` and `tp`.
-    """
+    """Sizes of the parallel axes; their product is the number of ranks."""
 
     pp: int = 1
+    """Pipeline stages into which the layers are divided; the last one computes loss and scores."""
     dp_replicate: int = 1
+    """Copies of the sharded model (HSDP)."""
     dp_shard: int = 1
+    """Ranks over which a copy is sharded; together with `dp_replicate`, ranks that train on different rows."""
     cp: int = 1
+    """Ranks that divide the tokens of the same rows."""
     tp: int = 1
+    """Ranks that divide each layer and work on the same tokens."""
     ep: int = 1
+    """Ranks that share the experts of a layer; not a separate axis: it regroups `dp_shard`, `cp` and `tp`."""
 
     @classmethod
     def of(cls, policy: PolicyConfig, num_ranks: int) -> Self:

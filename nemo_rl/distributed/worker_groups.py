@@ -74,9 +74,6 @@ class RayWorkerGroup:
             dies, workers outside its block continue. None: all workers depend on each other; if one dies or misses a
             deadline all are killed, because they would wait for it. `restart_all` replaces them.
 
-    Attributes:
-        start_phases: how long the parts of the first start took, with the slowest worker of each.
-
     Raises:
         ResourceInsufficientError: the cluster lacks the resources.
         DeadlineExceededError: the workers were not ready in time.
@@ -114,6 +111,7 @@ class RayWorkerGroup:
             )
         self._slots: list[WorkerSlot] = []
         self.start_phases: list[WorkerPhase] = []
+        """How long the parts of the first start took, with the slowest worker of each."""
         self._cause_of_death: str | None = None
         self._awaits_restart = False
         if not self._may_restart:

@@ -16,25 +16,22 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
-
-    Attributes:
-        status: result of the check.
-        found: what the check found.
-        advice: what to do about it; empty if nothing needs to be done.
-        details: further lines for people, shown below the table.
-        numbers: measured values by name with unit, for later checks and `--json`.
-        check: name of the check, set by the runner.
-        node: address of the machine; empty for this one.
-    """
+    """One line of the report."""
 
     status: Status
+    """Result of the check."""
     found: str
+    """The text of the finding."""
     advice: str = ""
+    """The remedy; empty if nothing needs to be done."""
     details: str = ""
+    """Further lines for people, shown below the table."""
     numbers: Mapping[str, float] = field(default_factory=dict)
+    """Measured values by name with unit, for later checks and `--json`."""
     check: str = ""
+    """Name of the check, set by the runner."""
     node: str = ""
+    """Address of the machine; empty for this one."""
 
 
 def ok(found: str, **more: str | Mapping[str, float]) -> Finding:
@@ -49,16 +46,13 @@ def skipped(found: str) -> Finding:
 
 @dataclass(frozen=True)
 class Check[Given]:
-    """One check.
-
-    Attributes:
-        name: name in the report.
-        look: inspects its argument and returns a finding; may raise any error.
-        deadline_s: seconds after which the check has failed.
-        needs: names of checks that must not have failed before this one runs.
-    """
+    """One check."""
 
     name: str
+    """Name in the report."""
     look: Callable[[Given], Finding]
+    """Inspects its argument and returns a finding; may raise any error."""
     deadline_s: float = 30.0
+    """Seconds after which the check has failed."""
     needs: tuple[str, ...] = ()
+    """Names of checks that must not have failed before this one runs."""

@@ -21,21 +21,18 @@ _NOTICED_SHARE = 0.02
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as its driver reports it.
-
-    Attributes:
-        name: name of the product.
-        driver: version of the driver.
-        total_bytes: its memory.
-        used_bytes: memory in use by processes.
-        index: its number in `nvidia-smi`.
-    """
+    """A GPU as its driver reports it."""
 
     name: str
+    """Name of the product."""
     driver: str
+    """Version of the driver."""
     total_bytes: int
+    """Size of its memory."""
     used_bytes: int
+    """Memory in use by processes."""
     index: str
+    """Its number in `nvidia-smi`."""
 
 
 def check_gpus(request: NodeRequest) -> Finding:

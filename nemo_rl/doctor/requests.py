@@ -8,34 +8,31 @@ from nemo_rl.config import ClusterConfig, RunConfig
 
 @dataclass(frozen=True)
 class NodeRequest:
-    """A run's requirements of one machine; plain values, which can be sent to the nodes of a cluster.
-
-    Attributes:
-        uses_gpu: whether each rank has a GPU; None without a configuration.
-        gpus: number of GPUs on this machine according to Ray; None if Ray is not running yet.
-        ranks: processes that exchange tensors here; None: one per GPU, or two.
-        ports: lowest and highest port for the stores of groups; None lets the operating system choose.
-        port_count: number of such ports that the run needs.
-        address: address of this machine for other machines.
-        starts_ray: whether a run starts its own Ray here.
-        engine: `policy.generation.backend`; None without sampling, or without a configuration.
-        needs_megatron: whether a model trains with Megatron Core.
-        versions: packages of the machine that starts the run, by name; empty on that machine.
-    """
+    """A run's requirements of one machine; plain values, which can be sent to the nodes of a cluster."""
 
     uses_gpu: bool | None = None
+    """Whether each rank has a GPU; None without a configuration."""
     gpus: int | None = None
+    """Number of GPUs on this machine according to Ray; None if Ray is not running yet."""
     ranks: int | None = None
+    """Processes that exchange tensors here; None: one per GPU, or two."""
     ports: tuple[int | None, int | None] = (
         ClusterConfig.model_fields["master_port_range_low"].default,
         ClusterConfig.model_fields["master_port_range_high"].default,
     )
+    """Lowest and highest port for the stores of groups; None lets the operating system choose."""
     port_count: int = 1
+    """Number of such ports that the run needs."""
     address: str = "127.0.0.1"
+    """Address of this machine for other machines."""
     starts_ray: bool = True
+    """Whether a run starts its own Ray here."""
     engine: str | None = None
+    """`policy.generation.backend`; None without sampling, or without a configuration."""
     needs_megatron: bool = False
+    """Whether a model trains with Megatron Core."""
     versions: Mapping[str, str] = field(default_factory=dict)
+    """Packages of the machine that starts the run, by name; empty on that machine."""
 
 
 def node_request(config: RunConfig | None, *, starts_ray: bool) -> NodeRequest:

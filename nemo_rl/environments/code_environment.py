@@ -37,21 +37,18 @@ CodeEnvConfig = CodeEnvironmentConfig
 
 
 class CodeEnvMetadata(TypedDict):
-    """Metadata of a sample.
-
-    Attributes:
-        ground_truth: The tests, see `nemo_rl.environments.code.tests`; without it nothing is graded.
-        context: Variables that the first block of code starts with: plain data.
-        working_dir: Folder whose files are copied into the scratch folder of each program.
-        blocks: Code that ran in the turns so far; set by `step`.
-        verdict: Checks passed, all checks, and why the program ended; set by grading.
-    """
+    """Metadata of a sample."""
 
     ground_truth: NotRequired[str]
+    """The tests, see `nemo_rl.environments.code.tests`; without it nothing is graded."""
     context: NotRequired[dict[str, Any]]
+    """Variables that the first block of code starts with: plain data."""
     working_dir: NotRequired[str | None]
+    """Folder whose files are copied into the scratch folder of each program."""
     blocks: NotRequired[list[str]]
+    """Code that ran in the turns so far; set by `step`."""
     verdict: NotRequired[tuple[int, int, str]]
+    """Checks passed, all checks, and why the program ended; set by grading."""
 
 
 @dataclass(frozen=True)

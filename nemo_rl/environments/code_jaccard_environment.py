@@ -22,13 +22,10 @@ _TOKEN = re.compile(r"\w+|[^\w\s]")
 
 
 class CodeJaccardEnvironmentMetadata(TypedDict):
-    """Metadata of a sample.
-
-    Attributes:
-        ground_truth: The reference program.
-    """
+    """Metadata of a sample."""
 
     ground_truth: str
+    """The reference program."""
 
 
 def jaccard_similarity(one: str, other: str) -> float:

@@ -21,52 +21,44 @@ MetadataT = TypeVar("MetadataT")
 
 
 class EnvironmentReturn(NamedTuple, Generic[MetadataT]):  # noqa: UP046  (MetadataT is public)
-    """Result of `step` for a batch of B samples.
-
-    Attributes:
-        observations: B messages with `role` and `content`, a text or a list of text parts. The conversation
-            continues through the chat template, where the role "environment" is rendered as "user" and other roles
-            ("tool") are unchanged. An observation of several messages has them in `messages` too, a list, which is
-            rendered instead.
-        metadata: B items, passed to the next `step` of the same sample; None drops them.
-        next_stop_strings: B lists of stop strings for the next turn only, which replace those of the prompt and are
-            added to `policy.generation.stop_strings`; None keeps those of the prompt.
-        rewards: [B] float, or one such tensor for each named reward component.
-        terminateds: [B] bool, True where the episode is over.
-        answers: B extracted answers (None where none was found), or None for all.
-        errors: None, or B items: the reason why the sample's reward could not be computed, None
-            if it was computed. The reward of a sample with a reason is ignored, and the sample does
-            not train the model.
-        invalid_tool_calls: None, or [B] bool: whether the last turn has a tool call that cannot be made; see
-            `grpo.invalid_tool_call_advantage`.
-    """
+    """Result of `step` for a batch of B samples."""
 
     observations: list[dict[str, Any]]
+    """B messages with `role` and `content`, a text or a list of text parts. The conversation continues through the chat
+    template, where the role "environment" is rendered as "user" and other roles ("tool") are unchanged. An observation
+    of several messages has them in `messages` too, a list, which is rendered instead."""
     metadata: list[MetadataT]
+    """B items, passed to the next `step` of the same sample; None drops them."""
     next_stop_strings: list[list[str] | None] | list[None]
+    """B lists of stop strings for the next turn only, which replace those of the prompt and are added to
+    `policy.generation.stop_strings`; None keeps those of the prompt."""
     rewards: Tensor | dict[str, Tensor]
+    """[B] float, or one such tensor for each named reward component."""
     terminateds: Tensor
+    """[B] bool, True where the episode is over."""
     answers: list[str | None] | None = None
+    """B extracted answers (None where none was found), or None for all."""
     errors: list[str | None] | None = None
+    """None, or B items: the reason why the sample's reward could not be computed, None if it was computed. The reward
+    of a sample with a reason is ignored, and the sample does not train the model."""
     invalid_tool_calls: list[bool] | None = None
+    """None, or [B] bool: whether the last turn has a tool call that cannot be made; see
+    `grpo.invalid_tool_call_advantage`."""
 
 
 @dataclass(frozen=True)
 class EpisodeStart(Generic[MetadataT]):  # noqa: UP046
-    """Result of `open_episode`.
-
-    Attributes:
-        metadata: Metadata for the first `step`, which replaces the prompt's `extra_env_info`.
-        observation: One more message of the prompt, with `role` and `content`, or several in `messages` as in
-            `EnvironmentReturn.observations`; None adds no message.
-        error: Reason why the episode could not be opened; such a sample is not played and does not train.
-        aborted: With an error: the environment missed its deadline or died, rather than to raise.
-    """
+    """Result of `open_episode`."""
 
     metadata: MetadataT
+    """Metadata for the first `step`, which replaces the prompt's `extra_env_info`."""
     observation: dict[str, Any] | None = None
+    """One more message of the prompt, with `role` and `content`, or several in `messages` as in
+    `EnvironmentReturn.observations`; None adds no message."""
     error: str | None = None
+    """Reason why the episode could not be opened; such a sample is not played and does not train."""
     aborted: bool = False
+    """With an error: the environment missed its deadline or died, rather than to raise."""
 
 
 class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
@@ -77,46 +69,42 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
     `shutdown` may be coroutine functions. `step` should keep the state of an episode in `metadata`: when it raises for
     a batch, is too slow or crashes its process, it is called again for each sample alone, with copies of the original
     arguments, to find the sample that fails.
-
-    Attributes:
-        max_concurrent_steps: How many calls of `step` may run at the same time. With 1 they run
-            on the main thread of their process, one after another; with more `step` must be
-            thread-safe. If it is a coroutine function, 1 stands for 1000.
-        steps_samples_alone: Whether each sample is its own call of `step` (B is 1), so that a slow one delays no
-            other; `max_concurrent_steps` of them run at the same time. Otherwise the samples whose turns end in the
-            same moment are one call, and all get their results when the slowest one has its own. None: yes if `step`
-            is a coroutine function.
-        gives_answers: Whether `step` takes the keyword `return_extracted_answer`.
-        reads_token_ids: Whether the messages of `step` also have their `token_ids`, [t] int64; otherwise only `role`
-            and `content`, a text without special tokens.
-        config_class: Dataclass or pydantic model that the environment's section has to fit, checked before Ray
-            starts; None checks nothing. The environment still gets the dict.
-        post_processes_groups: Whether `global_post_process_and_metrics` is called for the samples of each prompt as
-            soon as they are finished; otherwise once for all samples of a collection.
-        reads_chat: Whether the conversations that `step` gets begin with the messages of the prompt, as the data has
-            them, for environments that render them again (a judge has its own chat template). Otherwise the prompt is
-            one message, its rendered text. Data without messages (`DatumSpec.chat`) gives that text in any case.
-        continues_episodes: Whether an episode can continue in another process, from its messages and `metadata` alone:
-            a run that resumes from a checkpoint then continues its unfinished samples. Otherwise they start again from
-            their prompts. None: yes, unless the class overrides `close_episode`, which releases what a process holds.
-        pooled: Whether the environment may run in several actors, as many as the key `num_workers` of its section says
-            (default 1); all calls for an episode go to the same one. Otherwise it has one actor, and a key
-            `num_workers` is its own.
-        runs_agents: Whether `step` runs a program that samples from the policy itself, through an endpoint of the run.
-            Each sample is then one call of `step`, without a response before it; its metadata, a dict, also has `agent`
-            with the endpoint's address and a key. See `nemo_rl.environments.agents`.
     """
 
     max_concurrent_steps: ClassVar[int] = 1
+    """How many calls of `step` may run at the same time. With 1 they run on the main thread of their process, one after
+    another; with more `step` must be thread-safe. If it is a coroutine function, 1 stands for 1000."""
     steps_samples_alone: ClassVar[bool | None] = None
+    """Whether each sample is its own call of `step` (B is 1), so that a slow one delays no other;
+    `max_concurrent_steps` of them run at the same time. Otherwise the samples whose turns end in the same moment are
+    one call, and all get their results when the slowest one has its own. None: yes if `step` is a coroutine
+    function."""
     gives_answers: ClassVar[bool] = False
+    """Whether `step` takes the keyword `return_extracted_answer`."""
     reads_token_ids: ClassVar[bool] = False
+    """Whether the messages of `step` also have their `token_ids`, [t] int64; otherwise only `role` and `content`, a
+    text without special tokens."""
     config_class: ClassVar[type | None] = None
+    """Dataclass or pydantic model that the environment's section has to fit, checked before Ray starts; None checks
+    nothing. The environment still gets the dict."""
     post_processes_groups: ClassVar[bool] = False
+    """Whether `global_post_process_and_metrics` is called for the samples of each prompt as soon as they are finished;
+    otherwise once for all samples of a collection."""
     reads_chat: ClassVar[bool] = False
+    """Whether the conversations that `step` gets begin with the messages of the prompt, as the data has them, for
+    environments that render them again (a judge has its own chat template). Otherwise the prompt is one message, its
+    rendered text. Data without messages (`DatumSpec.chat`) gives that text in any case."""
     continues_episodes: ClassVar[bool | None] = None
+    """Whether an episode can continue in another process, from its messages and `metadata` alone: a run that resumes
+    from a checkpoint then continues its unfinished samples. Otherwise they start again from their prompts. None: yes,
+    unless the class overrides `close_episode`, which releases what a process holds."""
     pooled: ClassVar[bool] = False
+    """Whether the environment may run in several actors, as many as the key `num_workers` of its section says (default
+    1); all calls for an episode go to the same one. Otherwise it has one actor, and a key `num_workers` is its own."""
     runs_agents: ClassVar[bool] = False
+    """Whether `step` runs a program that samples from the policy itself, through an endpoint of the run. Each sample is
+    then one call of `step`, without a response before it; its metadata, a dict, also has `agent` with the endpoint's
+    address and a key. See `nemo_rl.environments.agents`."""
 
     @classmethod
     def check_section(  # noqa: B027  (optional hook)
@@ -191,29 +179,26 @@ class EnvironmentInterface(abc.ABC, Generic[MetadataT]):  # noqa: UP046
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one turn of one sample.
-
-    Attributes:
-        observation: Message with `role` and `content`.
-        metadata: Metadata for the next `step` of this sample.
-        reward: A number, or a number for each named component; None if it could not be computed.
-        terminated: Whether the episode is over; always True with an error.
-        next_stop_strings: Stop strings for the next turn only, which replace those of the prompt; None keeps those.
-        answer: The extracted answer, if the environment extracts answers.
-        error: Reason why `reward` is None: the environment raised, hung or died; otherwise None.
-        invalid_tool_call: Whether the turn has a tool call that cannot be made.
-        aborted: With an error: the environment hung or died, rather than to raise.
-    """
+    """Result of one turn of one sample."""
 
     observation: dict[str, Any]
+    """Message with `role` and `content`."""
     metadata: Any
+    """Metadata for the next `step` of this sample."""
     reward: float | dict[str, float] | None
+    """A number, or a number for each named component; None if it could not be computed."""
     terminated: bool
+    """Whether the episode is over; always True with an error."""
     next_stop_strings: list[str] | None = None
+    """Stop strings for the next turn only, which replace those of the prompt; None keeps those."""
     answer: str | None = None
+    """The extracted answer, if the environment extracts answers."""
     error: str | None = None
+    """Reason why `reward` is None: the environment raised, hung or died; otherwise None."""
     invalid_tool_call: bool = False
+    """Whether the turn has a tool call that cannot be made."""
     aborted: bool = False
+    """With an error: the environment hung or died, rather than to raise."""
 
     @classmethod
     def failed(cls, error: str, metadata: Any = None, *, aborted: bool = False) -> "StepResult":

@@ -29,15 +29,12 @@ MathEnvConfig = MathEnvironmentConfig
 
 
 class MathEnvironmentMetadata(TypedDict):
-    """Metadata of a math sample.
-
-    Attributes:
-        ground_truth: The correct answer, without box or dollar signs; a letter for multiple choice.
-        extracted_answer: The text that the verifier took as the model's answer; set by grading.
-    """
+    """Metadata of a math sample."""
 
     ground_truth: str
+    """The correct answer, without box or dollar signs; a letter for multiple choice."""
     extracted_answer: NotRequired[str | None]
+    """The text that the verifier took as the model's answer; set by grading."""
 
 
 class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):

@@ -24,15 +24,12 @@ DEFAULT_STEP_TIMEOUT_S = 600.0
 
 
 class EnvRegistryEntry(TypedDict):
-    """Location of the class of a named environment.
-
-    Attributes:
-        actor_class_fqn: Dotted path of its class.
-        default_processor: Name of the data processor its samples usually need.
-    """
+    """Location of the class of a named environment."""
 
     actor_class_fqn: str
+    """Dotted path of its class."""
     default_processor: NotRequired[str]
+    """Name of the data processor its samples usually need."""
 
 
 _MATH = "nemo_rl.environments.math_environment"

@@ -46,32 +46,24 @@ _SHOWN_CHARS = 80
 
 @dataclass(frozen=True)
 class Truth:
-    """The known answer of a row.
-
-    Attributes:
-        text: the answer.
-        file: file or data set of the row.
-        line: its line there.
-    """
+    """The known answer of a row."""
 
     text: str
     file: str
+    """File or data set of the row."""
     line: int
+    """Its line there."""
 
 
 @dataclass(frozen=True)
 class TruthGrader:
-    """Grades known answers as an environment does.
-
-    Attributes:
-        env_name: name of the environment.
-        verifier: name of its verifier.
-        timeout_s: deadline of one answer.
-    """
+    """Grades known answers as an environment does."""
 
     env_name: str
     verifier: str
+    """Name of its verifier."""
     timeout_s: float
+    """Deadline of one answer."""
 
     def grade(self, truths: Sequence[str]) -> dict[str, str]:
         """Return the reason for each known answer that is not right as its own answer."""

@@ -29,19 +29,15 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class CodeLine:
-    """A line of code that an error has passed.
-
-    Attributes:
-        file: its file.
-        number: number of the line.
-        function: function that it belongs to.
-        text: the line; empty if it cannot be read.
-    """
+    """A line of code that an error has passed."""
 
     file: str
     number: int
+    """Number of the line."""
     function: str
+    """Function that it belongs to."""
     text: str = ""
+    """The line; empty if it cannot be read."""
 
     @property
     def is_users(self) -> bool:

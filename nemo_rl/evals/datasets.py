@@ -47,19 +47,16 @@ _LETTER = re.compile(r"\(?([A-Za-z])[).]?")
 
 @dataclass(frozen=True)
 class Problems:
-    """A data set of problems.
-
-    Attributes:
-        raw: rows with `messages`, or with `choice` for multiple choice.
-        processor_name: name of the processor that turns a row into a prompt.
-        topic_key: column by which results are reported too; None: no topics.
-        task_spec: texts around a row, such as the system prompt.
-    """
+    """A data set of problems."""
 
     raw: RawDataset
+    """Rows with `messages`, or with `choice` for multiple choice."""
     processor_name: str = MATH_PROCESSOR
+    """Name of the processor that turns a row into a prompt."""
     topic_key: str | None = None
+    """Column by which results are reported too; None: no topics."""
     task_spec: TaskDataSpec = field(default_factory=TaskDataSpec)
+    """Texts around a row, such as the system prompt."""
 
     @property
     def rows(self) -> Any:

@@ -56,30 +56,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sampler:
-    """Samples and grades answers of the model.
-
-    Attributes:
-        runner: runs the rollouts.
-        sampling: sampling parameters.
-        remote: the model, if another server has it.
-    """
+    """Samples and grades answers of the model."""
 
     runner: RolloutRunner
     sampling: SamplingParams
     remote: ChatModel | None = None
+    """The model, if another server has it."""
 
 
 @dataclass(frozen=True)
 class EvalGeneration:
-    """The model under evaluation; its engines, if it has some, run only while prompts are sampled.
-
-    Attributes:
-        config: a checked configuration.
-        tokenizer: renders prompts and decodes answers.
-    """
+    """The model under evaluation; its engines, if it has some, run only while prompts are sampled."""
 
     config: EvalMasterConfig
+    """A checked configuration."""
     tokenizer: PreTrainedTokenizerBase
+    """Renders prompts and decodes answers."""
 
     def shutdown(self) -> bool:
         """Do nothing: no process is left."""

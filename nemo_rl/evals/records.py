@@ -56,37 +56,34 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".json", ".jinja", ".model")
 
 @dataclass(frozen=True)
 class AnswerRecord:
-    """One graded answer.
-
-    Attributes:
-        idx: index of the prompt, from 0.
-        sample: index among the prompt's answers, from 0.
-        prompt: the rendered prompt.
-        response: the model's text.
-        ground_truth: the known answer.
-        answer: the answer that the grader extracted; None if it found none.
-        reward: the grader's reward; None if it could not grade.
-        outcome: how the rollout ended (`experience.trajectory.Outcome`).
-        response_length: number of generated tokens; None if they are not known.
-        topic: topic of the prompt; None if the data set has none.
-        error: description of a failure.
-        reasoning: text that the server of the model has separated from the response; None without any.
-        agent_counts: see `Trajectory.agent_counts`.
-    """
+    """One graded answer."""
 
     idx: int
+    """Index of the prompt, from 0."""
     sample: int
+    """Index among the prompt's answers, from 0."""
     prompt: str
+    """The rendered prompt."""
     response: str
+    """The model's text."""
     ground_truth: str | None
+    """The known answer."""
     answer: str | None
+    """The answer that the grader extracted; None if it found none."""
     reward: float | None
+    """The grader's reward; None if it could not grade."""
     outcome: str
+    """How the rollout ended (`experience.trajectory.Outcome`)."""
     response_length: int | None
+    """Number of generated tokens; None if they are not known."""
     topic: str | None = None
+    """Topic of the prompt; None if the data set has none."""
     error: str | None = None
+    """Description of a failure."""
     reasoning: str | None = None
+    """Text that the server of the model has separated from the response; None without any."""
     agent_counts: dict[str, float] = field(default_factory=dict)
+    """See `Trajectory.agent_counts`."""
 
     @property
     def is_correct(self) -> bool:
@@ -101,9 +98,6 @@ class RecordStore:
         config: the configuration of the run.
         num_prompts: number of prompts in the data set.
 
-    Attributes:
-        records: all answers so far, ordered by prompt and sample.
-
     Raises:
         ConfigError: the folder holds answers of another configuration, model or data.
         CheckpointError: another process writes there, or the file is damaged.
@@ -111,6 +105,7 @@ class RecordStore:
 
     def __init__(self, config: EvalMasterConfig, num_prompts: int) -> None:
         self.records: list[AnswerRecord] = []
+        """All answers so far, ordered by prompt and sample."""
         self._per_prompt = config.eval.num_tests_per_prompt
         self._folder = None if config.eval.save_path is None else Path(config.eval.save_path).expanduser()
         if self._folder is None:

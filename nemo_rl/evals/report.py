@@ -24,44 +24,36 @@ PromptScore = Callable[[Sequence[AnswerRecord]], float]
 
 @dataclass(frozen=True)
 class Score:
-    """A mean over prompts.
-
-    Attributes:
-        value: mean of the prompts' scores, 0 to 1.
-        standard_error: standard error of the mean over prompts; 0 for one prompt.
-        num_prompts: prompts in the mean.
-    """
+    """A mean over prompts."""
 
     value: float
+    """Mean of the prompts' scores, 0 to 1."""
     standard_error: float
+    """Standard error of the mean over prompts; 0 for one prompt."""
     num_prompts: int
+    """Prompts in the mean."""
 
 
 @dataclass(frozen=True)
 class EvalReport:
-    """Result of an evaluation.
-
-    Attributes:
-        model_name: the model.
-        dataset_name: the data.
-        metric: name of the metric, for example "pass@1".
-        num_tests_per_prompt: answers per prompt.
-        score: the metric's value.
-        sampling: temperature, top_p, top_k, max_new_tokens and seed, and the address of a model at an endpoint.
-        companions: further scores: pass@1 and, with several answers per prompt, pass@k and cons@k for other k.
-        topics: the metric by topic, if the data set has topics.
-        answers: shares and counts over all answers.
-    """
+    """Result of an evaluation."""
 
     model_name: str
     dataset_name: str
     metric: str
+    """Name of the metric, for example "pass@1"."""
     num_tests_per_prompt: int
+    """Answers per prompt."""
     score: Score
+    """The metric's value."""
     sampling: dict[str, Any]
+    """Temperature, top_p, top_k, max_new_tokens and seed, and the address of a model at an endpoint."""
     companions: dict[str, Score]
+    """Further scores: pass@1 and, with several answers per prompt, pass@k and cons@k for other k."""
     topics: dict[str, Score]
+    """The metric by topic, if the data set has topics."""
     answers: dict[str, float]
+    """Shares and counts over all answers."""
 
 
 def make_report(config: EvalMasterConfig, records: Sequence[AnswerRecord]) -> EvalReport:

@@ -22,17 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredTokens:
-    """The place of the tokens and texts of a conversation that has only their numbers; see `runners.stored`.
-
-    Attributes:
-        path: what it shares with the other rows there.
-        index: its place among the rows.
-        rows: reference of the tokens and texts of its group; None before the driver has it.
-    """
+    """The place of the tokens and texts of a conversation that has only their numbers; see `runners.stored`."""
 
     path: Path
+    """Place of the row in the tree of the rows there."""
     index: int
+    """Its place among the rows."""
     rows: "ObjectRef[PackedRows] | None" = None
+    """Reference of the tokens and texts of its group; None before the driver has it."""
 
 
 @dataclass
@@ -41,20 +38,18 @@ class Branch:
 
     Each sampled token is trained once: a message that an earlier conversation of the sample trains is here without
     `generation_logprobs`.
-
-    Attributes:
-        message_log: as `Trajectory.message_log`.
-        prompt_length: tokens before the first response that has `generation_logprobs`.
-        weight_versions: as `Trajectory.weight_versions`; spans start at positions of this conversation.
-        trains: False leaves the conversation out of the loss.
-        stored: as `Trajectory.stored`.
     """
 
     message_log: list[Message]
+    """As `Trajectory.message_log`."""
     prompt_length: int
+    """Tokens before the first response that has `generation_logprobs`."""
     weight_versions: list[VersionSpan] = field(default_factory=list)
+    """As `Trajectory.weight_versions`; spans start at positions of this conversation."""
     trains: bool = True
+    """False leaves the conversation out of the loss."""
     stored: StoredTokens | None = None
+    """As `Trajectory.stored`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and plain values for a checkpoint."""

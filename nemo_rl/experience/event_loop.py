@@ -36,15 +36,11 @@ CLEAN_UP_S = 5.0
 
 
 class BackgroundTask[T]:
-    """A coroutine that runs on the loop independently of the call that started it.
-
-    Attributes:
-        name: for errors and logs.
-        future: its end.
-    """
+    """A coroutine that runs on the loop independently of the call that started it."""
 
     def __init__(self, owner: "EventLoopThread", future: "concurrent.futures.Future[T]", name: str):
         self.name = name
+        """Name for errors and logs."""
         self._owner = owner
         self.future = future
 

@@ -9,15 +9,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class BusySeconds:
-    """Time with work, since the start of the run.
-
-    Attributes:
-        engines: for each engine, seconds with an open request; NaN while it does not run.
-        environments: seconds in which an environment opened an episode or took a turn.
-    """
+    """Time with work, since the start of the run."""
 
     engines: list[float]
+    """For each engine, seconds with an open request; NaN while it does not run."""
     environments: float
+    """Seconds in which an environment opened an episode or took a turn."""
 
     def __add__(self, other: "BusySeconds") -> "BusySeconds":
         engines = [mine + its for mine, its in zip(self.engines, other.engines, strict=True)]
@@ -26,13 +23,10 @@ class BusySeconds:
 
 @dataclass
 class IdleShares:
-    """Shares of idle time from step to step.
-
-    Attributes:
-        busy: returns the time with work until now.
-    """
+    """Shares of idle time from step to step."""
 
     busy: Callable[[], BusySeconds]
+    """Returns the time with work until now."""
     _waited_s: float = field(default=0.0, init=False)
     _last: tuple[float, BusySeconds] = field(init=False)
 

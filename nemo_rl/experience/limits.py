@@ -7,19 +7,16 @@ from nemo_rl.experience.trajectory import Ending, Trajectory
 
 @dataclass(frozen=True)
 class RolloutLimits:
-    """Bounds of a rollout. The tokens of a single turn are bounded by `SamplingParams.max_new_tokens`.
-
-    Attributes:
-        max_sequence_length: tokens of prompt and all turns.
-        max_turns: response turns.
-        timeout_s: seconds for a whole collection, or for a group that is played alone.
-        max_episode_tokens: tokens that the policy writes in all turns; None: no such bound.
-    """
+    """Bounds of a rollout. The tokens of a single turn are bounded by `SamplingParams.max_new_tokens`."""
 
     max_sequence_length: int
+    """Tokens of prompt and all turns."""
     max_turns: int
+    """Response turns."""
     timeout_s: float
+    """Seconds for a whole collection, or for a group that is played alone."""
     max_episode_tokens: int | None = None
+    """Tokens that the policy writes in all turns; None: no such bound."""
 
     def room(self, sample: Trajectory) -> int:
         """Return the largest number of tokens that a sample's next response may have, not regarding the turn's own."""

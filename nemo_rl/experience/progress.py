@@ -34,25 +34,22 @@ _MOST_ROUNDS = 10
 
 @dataclass(eq=False)
 class SampleProgress:
-    """One sample that is being played.
-
-    Attributes:
-        sample: its trajectory so far.
-        is_open: its episode was opened.
-        is_finished: nothing more happens to it.
-        stops: stop strings of the turn, besides those of the run.
-        request: the request that the sample waits for; None if it waits for its environment.
-        so_far: first part of the turn's response, sampled by an earlier run.
-        finish_reason: end of the response that the environment has to answer; None while there is none.
-    """
+    """One sample that is being played."""
 
     sample: Trajectory
+    """Its trajectory so far."""
     is_open: bool = False
+    """Its episode was opened."""
     is_finished: bool = False
+    """Nothing more happens to it."""
     stops: list[str] | None = None
+    """Stop strings of the turn, besides those of the run."""
     request: GenerationRequest | None = None
+    """The request that the sample waits for; None if it waits for its environment."""
     so_far: ResponseSoFar = field(default_factory=ResponseSoFar.nothing)
+    """First part of the turn's response, sampled by an earlier run."""
     finish_reason: FinishReason | None = None
+    """End of the response that the environment has to answer; None while there is none."""
 
     def num_tokens(self, response: ResponseSoFar) -> int:
         """Return the number of sampled tokens, with those of the response that is being sampled."""
@@ -120,17 +117,14 @@ def num_stored_tokens(state: Mapping[str, Any]) -> int:
 
 @dataclass(eq=False)
 class GroupProgress:
-    """The samples of one prompt that are being played.
-
-    Attributes:
-        stored: states of the samples in a checkpoint, None for one that starts from its prompt; empty: all do.
-        samples: empty before the group begins.
-        rollouts: the finished and post-processed samples; None before that.
-    """
+    """The samples of one prompt that are being played."""
 
     stored: Sequence[Mapping[str, Any] | None] = ()
+    """States of the samples in a checkpoint, None for one that starts from its prompt; empty: all do."""
     samples: list[SampleProgress] = field(default_factory=list)
+    """Empty before the group begins."""
     rollouts: Rollouts | None = None
+    """The finished and post-processed samples; None before that."""
 
     def begin(self, starts: Sequence[Trajectory]) -> list[SampleProgress]:
         """Begin to play the group, each sample where its state says; return the samples.
@@ -152,15 +146,12 @@ class GroupProgress:
 
 @dataclass(frozen=True)
 class StoredSamples:
-    """The samples of an unfinished group, for a checkpoint.
-
-    Attributes:
-        states: as `GroupProgress.stored`.
-        num_lost_tokens: sampled tokens of samples without a state.
-    """
+    """The samples of an unfinished group, for a checkpoint."""
 
     states: list[Mapping[str, Any] | None]
+    """As `GroupProgress.stored`."""
     num_lost_tokens: int
+    """Sampled tokens of samples without a state."""
 
     def without_states(self) -> "StoredSamples":
         """Return a group whose samples all start from the prompt."""

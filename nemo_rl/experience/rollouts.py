@@ -57,9 +57,6 @@ class Collection:
     Args:
         groups: generator of the groups; it returns the metrics.
         waiting: finished groups that the generator has not given yet.
-
-    Attributes:
-        metrics: reported by the environments; filled in when all groups are finished.
     """
 
     def __init__(
@@ -68,6 +65,7 @@ class Collection:
         self._groups = groups
         self._waiting = waiting
         self.metrics: dict[str, float] = {}
+        """Numbers that environments reported; filled in when all groups are finished."""
 
     @property
     def has_next(self) -> bool:

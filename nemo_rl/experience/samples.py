@@ -76,22 +76,18 @@ class EnvironmentPort(PostProcessor, Protocol):
 
 @dataclass(frozen=True)
 class RolloutKey:
-    """Name of a collection, from which its random numbers derive.
-
-    Attributes:
-        run_seed: seed of the run.
-        phase: "train", "validation" ...
-        step: training step.
-        round: collection within the step (dynamic sampling makes several).
-        first_group: number of the collection's first prompt; an evaluation counts through all of its
-            batches, so that samples do not depend on the batch size.
-    """
+    """Name of a collection, from which its random numbers derive."""
 
     run_seed: int
     phase: str
+    """Phase of the run: "train", "validation" ..."""
     step: int
+    """Training step."""
     round: int = 0
+    """Collection within the step (dynamic sampling makes several)."""
     first_group: int = 0
+    """Number of the collection's first prompt; an evaluation counts through all of its batches, so that samples do not
+    depend on the batch size."""
 
     @property
     def trains(self) -> bool:
@@ -126,9 +122,6 @@ class SamplePlayer:
         limits: bounds.
         text_rules: which texts have their control tokens encoded as ordinary text; None: `TextRules()`.
         endpoint: section of the endpoint for agents; None: its defaults.
-
-    Attributes:
-        environments_busy: measures the time during which an environment opens an episode or takes a turn.
     """
 
     def __init__(
@@ -150,6 +143,7 @@ class SamplePlayer:
         self._limits = limits
         self._agents = AgentPlayer(generation, tokenizer, limits, self._text_rules, endpoint or AgentEndpointConfig())
         self.environments_busy = BusyClock()
+        """Measures the time during which an environment opens an episode or takes a turn."""
 
     async def play(
         self,

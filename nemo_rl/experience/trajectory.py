@@ -65,82 +65,78 @@ class Trajectory:
     Lengths, turns and positions are those of all conversations of the sample, as if they were laid end to end: first
     `message_log`, then the branches. Tokens that several conversations have count in each of them. Texts are those of
     `message_log`.
-
-    Attributes:
-        group_index: index of the prompt in the step, from 0; samples of a group share it.
-        sample_index: index among the prompt's generations, from 0.
-        idx: row of the prompt in its data set.
-        task_name: environment that graded the sample.
-        message_log: messages with `role`, `content`, `token_ids` [t] int64; assistant turns also
-            `generation_logprobs` [t] float32.
-        prompt_length: tokens of `message_log` before the first response.
-        loss_multiplier: weight from the data set, 0 masks the sample.
-        reward: total over turns; None when it could not be computed.
-        turn_rewards: reward of each response turn, whose sum is `reward`; empty where no turn was rewarded.
-        reward_components: named parts of the reward, for multi-reward environments.
-        invalid_tool_call_turns: for each rewarded turn, whether it has a tool call that cannot be made.
-        penalties: for each penalty of the run, the numbers of the response turns to which it applies.
-        malformed_thinking: first token and end of each thinking tag that is out of place, as positions like those of
-            `turn_spans`.
-        num_thinking_tokens: tokens of thinking in all turns; None if they were not looked for.
-        effort: level of effort of the prompt; None in a run without levels.
-        outcome: how the rollout ended.
-        ended_by: what ended the episode.
-        error: description of what failed.
-        answer: answer the grader extracted.
-        weight_versions: versions of the weights that wrote the response turns of `message_log`; spans start at its
-            positions.
-        num_turns: response turns.
-        num_prefix_hits: later turns that went to the engine that holds the keys and values of their prefix.
-        served_by: where the last response turn was written.
-        extra_env_info: the environment's metadata after the last turn.
-        episode: the last metadata that was not None, with which the episode is closed.
-        chat: messages and tools that the prompt was rendered from; None if the data does not give them.
-        row_inputs: inputs of the model next to the tokens; None for most data.
-        num_control_token_observations: observations whose texts hold control tokens.
-        agent_counts: numbers of what happened between the sample's program and the endpoint; empty without a program.
-        generation_s: seconds spent waiting for the engine.
-        environment_s: seconds spent waiting for the environment.
-        stored: place of tokens and texts in the object store; None: they are in `message_log`.
-        branches: further conversations of the sample.
-        branch: number of the conversation in a row of a sample with branches (`rows.rows_of`), 0 for `message_log` of
-            the sample; None for a sample.
     """
 
     group_index: int
+    """Index of the prompt in the step, from 0; samples of a group share it."""
     sample_index: int
+    """Index among the prompt's generations, from 0."""
     idx: int
+    """Row of the prompt in its data set."""
     task_name: str
+    """Environment that graded the sample."""
     message_log: list[Message]
+    """Messages with `role`, `content`, `token_ids` [t] int64; assistant turns also `generation_logprobs` [t]
+    float32."""
     prompt_length: int
+    """Tokens of `message_log` before the first response."""
     loss_multiplier: float = 1.0
+    """Weight from the data set, 0 masks the sample."""
     reward: float | None = None
+    """Total over turns; None when it could not be computed."""
     turn_rewards: list[float] = field(default_factory=list)
+    """Reward of each response turn, whose sum is `reward`; empty where no turn was rewarded."""
     reward_components: dict[str, float] = field(default_factory=dict)
+    """Named parts of the reward, for multi-reward environments."""
     invalid_tool_call_turns: list[bool] = field(default_factory=list)
+    """For each rewarded turn, whether it has a tool call that cannot be made."""
     penalties: dict[str, list[int]] = field(default_factory=dict)
+    """For each penalty of the run, the numbers of the response turns to which it applies."""
     malformed_thinking: list[tuple[int, int]] = field(default_factory=list)
+    """First token and end of each thinking tag that is out of place, as positions like those of `turn_spans`."""
     num_thinking_tokens: int | None = None
+    """Tokens of thinking in all turns; None if they were not looked for."""
     effort: str | None = None
+    """Level of effort of the prompt; None in a run without levels."""
     outcome: Outcome = Outcome.FINISHED
+    """How the rollout ended."""
     ended_by: Ending = Ending.ENVIRONMENT
+    """Cause of the end of the episode."""
     error: str | None = None
+    """Description of what failed."""
     answer: str | None = None
+    """Answer the grader extracted."""
     weight_versions: list[VersionSpan] = field(default_factory=list)
+    """Versions of the weights that wrote the response turns of `message_log`; spans start at its positions."""
     num_turns: int = 0
+    """Response turns."""
     num_prefix_hits: int = 0
+    """Later turns that went to the engine that holds the keys and values of their prefix."""
     served_by: ServedBy | None = None
+    """Where the last response turn was written."""
     extra_env_info: Any = None
+    """The environment's metadata after the last turn."""
     episode: Any = None
+    """The last metadata that was not None, with which the episode is closed."""
     chat: Chat | None = None
+    """Messages and tools that the prompt was rendered from; None if the data does not give them."""
     row_inputs: RowInputs | None = None
+    """Inputs of the model next to the tokens; None for most data."""
     num_control_token_observations: int = 0
+    """Observations whose texts hold control tokens."""
     agent_counts: dict[str, float] = field(default_factory=dict)
+    """Numbers of what happened between the sample's program and the endpoint; empty without a program."""
     generation_s: float = 0.0
+    """Seconds spent waiting for the engine."""
     environment_s: float = 0.0
+    """Seconds spent waiting for the environment."""
     stored: StoredTokens | None = None
+    """Place of tokens and texts in the object store; None: they are in `message_log`."""
     branches: list[Branch] = field(default_factory=list)
+    """Further conversations of the sample."""
     branch: int | None = None
+    """Number of the conversation in a row of a sample with branches (`rows.rows_of`), 0 for `message_log` of the
+    sample; None for a sample."""
 
     def fail(self, reason: str, *, aborted: bool = False) -> None:
         """End the sample without a reward.
@@ -292,12 +288,9 @@ class Trajectory:
 
 @dataclass
 class Rollouts:
-    """Trajectories of one collection, or of several.
-
-    Attributes:
-        trajectories: ordered by group, then sample.
-        metrics: reported by environments and sources.
-    """
+    """Trajectories of one collection, or of several."""
 
     trajectories: list[Trajectory]
+    """Trajectories ordered by group, then sample."""
     metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics reported by environments and sources."""

@@ -25,13 +25,10 @@ _ROUNDED_MB = 1
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of compute device.
-
-    Attributes:
-        kind: "cuda" or "cpu", the value of `cluster.device`.
-    """
+    """One kind of compute device."""
 
     kind: DeviceKind
+    """Value of `cluster.device`: "cuda" or "cpu"."""
 
     @property
     def is_gpu(self) -> bool:

@@ -39,21 +39,18 @@ _BACKLOG = 128
 
 @dataclass(eq=False)
 class _Line:
-    """A connection.
-
-    Attributes:
-        transport: of the connection.
-        owner: what its client has proved to be; None: nothing yet.
-        header_bytes: bytes since the end of the last request.
-        requests: requests that are being answered.
-        deadline: closes the connection if no header arrives.
-    """
+    """A connection."""
 
     transport: asyncio.Transport
+    """Transport of the connection."""
     owner: object | None = None
+    """Identity that its client has proved; None: nothing yet."""
     header_bytes: int = 0
+    """Bytes since the end of the last request."""
     requests: int = 0
+    """Requests that are being answered."""
     deadline: asyncio.TimerHandle | None = None
+    """Closes the connection if no header arrives."""
 
     def wait_for_header(self) -> None:
         """Close the connection unless a request begins in time."""
@@ -70,13 +67,10 @@ class _Line:
 
 @dataclass
 class ConnectionGuard:
-    """The connections of one server.
-
-    Attributes:
-        refused: connections that were closed because there were too many.
-    """
+    """The connections of one server."""
 
     refused: int = 0
+    """Connections that were closed because there were too many."""
     _lines: dict[object, _Line] = field(default_factory=dict)
     """By the address of the client."""
     _owned: Counter[object] = field(default_factory=Counter)

@@ -20,13 +20,10 @@ _GIB = 2**30
 
 @dataclass
 class MachineLoad:
-    """Readings of this machine; shares are those since the last reading.
-
-    Attributes:
-        root_pid: process that started those of the run.
-    """
+    """Readings of this machine; shares are those since the last reading."""
 
     root_pid: int
+    """Process that started those of the run."""
     _busy: tuple[float, float] = field(default=(0.0, 0.0), init=False)
     _used: dict[int, float] = field(default_factory=dict, init=False)
     _read_at: float = field(default_factory=time.monotonic, init=False)

@@ -107,13 +107,11 @@ class DeferredSignals:
     Args:
         grace_s: seconds from the first signal within which the safe point must be reached.
         promise: what happens at the safe point, for the log.
-
-    Attributes:
-        received: the first signal; None if there was none.
     """
 
     def __init__(self, grace_s: float, promise: str) -> None:
         self.received: signal.Signals | None = None
+        """The first signal; None if there was none."""
         self._grace_s = grace_s
         self._promise = promise
         self._received_at = 0.0

@@ -47,57 +47,48 @@ class Moment(Enum):
 
 @dataclass(frozen=True)
 class Request:
-    """The run that is checked.
-
-    Attributes:
-        config: a checked configuration.
-        gpu_bytes: memory of the smallest GPU, as measured; None: that of this machine's GPUs.
-        host_bytes: memory of the smallest machine, as measured; None: that of this machine.
-    """
+    """The run that is checked."""
 
     config: RunConfig
+    """A checked configuration."""
     gpu_bytes: float | None = None
+    """Memory of the smallest GPU, as measured; None: that of this machine's GPUs."""
     host_bytes: float | None = None
+    """Memory of the smallest machine, as measured; None: that of this machine."""
 
 
 @dataclass(frozen=True)
 class Passed:
-    """The result of a check that raised nothing.
-
-    Attributes:
-        found: what the check found.
-        numbers: measured values by name with unit.
-    """
+    """The result of a check that raised nothing."""
 
     found: str
+    """The text of the finding."""
     numbers: Mapping[str, float] = field(default_factory=dict)
+    """Measured values by name with unit."""
 
 
 @dataclass(frozen=True)
 class RunCheck:
-    """One check of a run.
-
-    Attributes:
-        name: name in reports.
-        look: makes the check; raises the run's own error.
-        moment: time at which a run makes it.
-        of_machine: whether the result depends on the machine that makes the check.
-        reads_data: whether it reads tokenizers or data, which may have to be downloaded.
-        skipped: configuration -> why the check does not apply; empty if it does.
-        advice: what to do about an error, besides its own advice.
-        deadline_s: seconds after which the doctor gives up.
-        needs: names of checks that must not have failed.
-    """
+    """One check of a run."""
 
     name: str
+    """Name in reports."""
     look: Callable[[Request], Passed]
+    """Makes the check; raises the run's own error."""
     moment: Moment = Moment.SETUP
+    """Time at which a run makes it."""
     of_machine: bool = False
+    """Whether the result depends on the machine that makes the check."""
     reads_data: bool = False
+    """Whether it reads tokenizers or data, which may have to be downloaded."""
     skipped: Callable[[RunConfig], str] = lambda config: ""
+    """Returns why the check does not apply to a configuration; empty if it does."""
     advice: str = ""
+    """Advice about an error, besides its own advice."""
     deadline_s: float = 60.0
+    """Seconds after which the doctor gives up."""
     needs: tuple[str, ...] = ()
+    """Names of checks that must not have failed."""
 
 
 def make_checks(config: RunConfig, moment: Moment) -> None:

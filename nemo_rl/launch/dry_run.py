@@ -45,17 +45,14 @@ NOT_FITTING = 1
 
 @dataclass(frozen=True)
 class Description:
-    """The description of a run.
-
-    Attributes:
-        text: the printed text.
-        forecast: its memory, and what does not fit.
-        checkpoint: bytes of one checkpoint; None if none is written or a backend does not estimate it.
-    """
+    """The description of a run."""
 
     text: str
+    """The printed text."""
     forecast: MemoryForecast
+    """Its memory, and what does not fit."""
     checkpoint: int | None
+    """Bytes of one checkpoint; None if none is written or a backend does not estimate it."""
 
 
 def dry_run(config: RunConfig) -> int:

@@ -17,17 +17,14 @@ from nemo_rl.losses.reductions import masked_sum, safe_divide
 
 @dataclass(frozen=True, kw_only=True)
 class KTOLossConfig:
-    """Options of `KTOLossFn`; the section `dpo` has the same names.
-
-    Attributes:
-        reference_policy_kl_penalty: beta, the factor between log-ratio and reward.
-        desirable_weight: lambda_D, weight of desirable answers.
-        undesirable_weight: lambda_U, weight of undesirable answers.
-    """
+    """Options of `KTOLossFn`; the section `dpo` has the same names."""
 
     reference_policy_kl_penalty: float
+    """Beta, the factor between log-ratio and reward."""
     desirable_weight: float = 1.0
+    """lambda_D, weight of desirable answers."""
     undesirable_weight: float = 1.0
+    """lambda_U, weight of undesirable answers."""
 
 
 class KTOLossFn:

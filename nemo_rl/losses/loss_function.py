@@ -48,20 +48,18 @@ def extreme_of(name: str) -> Callable[[Iterable[float]], float] | None:
 class LossFunction(Protocol):
     """A loss over one microbatch, already divided by the denominators of the global batch.
 
-    Attributes:
-        loss_type: Global denominator the loss divides by.
-        input_type: What the first argument has to be.
-        needs_reference: Whether `data` must hold `reference_policy_logprobs [B, T]`.
-        rows_per_unit: Consecutive rows that must stay in one microbatch: 2 for pairs, else 1.
-
     If some metrics are means over tokens and others are means over sequences, the attribute `sequence_means` names
     the latter; without it all are means of the kind of `loss_type`.
     """
 
     loss_type: LossType
+    """Global denominator the loss divides by."""
     input_type: LossInputType
+    """Kind of the first argument."""
     needs_reference: bool
+    """Whether `data` must hold `reference_policy_logprobs [B, T]`."""
     rows_per_unit: int
+    """Consecutive rows that must stay in one microbatch: 2 for pairs, else 1."""
 
     def __call__(
         self,

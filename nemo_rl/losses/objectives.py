@@ -26,15 +26,12 @@ type RatioFn = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ImportanceWeights:
-    """Correction for tokens sampled by another policy than the one trained.
-
-    Attributes:
-        weights_BT: Factor on each token's loss.
-        is_out_of_bounds_BT: 1 where the raw weight lay outside the bounds.
-    """
+    """Correction for tokens sampled by another policy than the one trained."""
 
     weights_BT: Tensor
+    """Factor on each token's loss."""
     is_out_of_bounds_BT: Tensor
+    """1 where the raw weight lay outside the bounds."""
 
 
 type TruncationFn = Callable[[Tensor, Tensor, Tensor], ImportanceWeights]

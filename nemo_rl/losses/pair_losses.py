@@ -88,19 +88,16 @@ class CentredMargin:
 
 @dataclass(frozen=True)
 class Variant:
-    """One preference loss.
-
-    Attributes:
-        pair_loss: loss of a pair from its rewards.
-        average: rewards are means over tokens, whatever the configuration says.
-        needs_reference: rewards are relative to the reference policy.
-        sft_average: the likelihood term is a mean over tokens, whatever the configuration says.
-    """
+    """One preference loss."""
 
     pair_loss: PairLossFn
+    """Loss of a pair from its rewards."""
     average: bool = False
+    """Rewards are means over tokens, whatever the configuration says."""
     needs_reference: bool = True
+    """Rewards are relative to the reference policy."""
     sft_average: bool = False
+    """The likelihood term is a mean over tokens, whatever the configuration says."""
 
 
 type VariantFactory = Callable[[float, float, float], Variant]

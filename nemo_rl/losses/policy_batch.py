@@ -16,31 +16,28 @@ from nemo_rl.losses.loss_function import LossData
 
 @dataclass(frozen=True)
 class PolicyBatch:
-    """Tensors of one microbatch, all aligned to the predicted tokens.
-
-    Attributes:
-        logprobs_BT: Current policy, differentiable.
-        prev_logprobs_BT: Policy at the start of the update; the current one detached if on-policy.
-        generation_logprobs_BT: Engine that sampled the tokens.
-        reference_logprobs_BT: Reference policy, or None if the loss does not use it.
-        advantages_BT: Advantage per token.
-        mask_BT: `token_mask * sample_mask`, and 0 on filtered tokens.
-        num_tokens_B: `sum(token_mask)` per sample, filtered tokens included.
-        sample_mask_B: Weight of each sample.
-        num_filtered_tokens: Scalar, tokens dropped because some log-probability was -inf.
-        positive_BT: 1 on tokens of answers with a positive reward; without rewards, where the advantage is positive.
-    """
+    """Tensors of one microbatch, all aligned to the predicted tokens."""
 
     logprobs_BT: Tensor
+    """Current policy, differentiable."""
     prev_logprobs_BT: Tensor
+    """Policy at the start of the update; the current one detached if on-policy."""
     generation_logprobs_BT: Tensor
+    """Engine that sampled the tokens."""
     reference_logprobs_BT: Tensor | None
+    """Reference policy, or None if the loss does not use it."""
     advantages_BT: Tensor
+    """Advantage per token."""
     mask_BT: Tensor
+    """`token_mask * sample_mask`, and 0 on filtered tokens."""
     num_tokens_B: Tensor
+    """`sum(token_mask)` per sample, filtered tokens included."""
     sample_mask_B: Tensor
+    """Weight of each sample."""
     num_filtered_tokens: Tensor
+    """Scalar, tokens dropped because some log-probability was -inf."""
     positive_BT: Tensor
+    """1 on tokens of answers with a positive reward; without rewards, where the advantage is positive."""
 
 
 def make_policy_batch(

@@ -20,27 +20,23 @@ from nemo_rl.utils.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class DPOLossConfig:
-    """Options of `DPOLossFn`; the section `dpo` has the same names.
-
-    Attributes:
-        reference_policy_kl_penalty: beta, the factor between log-ratio and reward.
-        preference_loss_weight: Weight of the preference loss.
-        sft_loss_weight: Weight of the negative log-likelihood of chosen answers.
-        preference_average_log_probs: Divide a row's log-ratio by its number of tokens.
-        sft_average_log_probs: Divide a row's log-likelihood by its number of tokens.
-        preference_loss: Name of the variant, a key of `pair_losses.VARIANTS`.
-        label_smoothing: Share of pairs labelled the wrong way round (sigmoid and robust).
-        target_margin: gamma of SimPO.
-    """
+    """Options of `DPOLossFn`; the section `dpo` has the same names."""
 
     reference_policy_kl_penalty: float
+    """Beta, the factor between log-ratio and reward."""
     preference_loss_weight: float
     sft_loss_weight: float
+    """Weight of the negative log-likelihood of chosen answers."""
     preference_average_log_probs: bool
+    """Divide a row's log-ratio by its number of tokens."""
     sft_average_log_probs: bool
+    """Divide a row's log-likelihood by its number of tokens."""
     preference_loss: str = "sigmoid"
+    """Name of the variant, a key of `pair_losses.VARIANTS`."""
     label_smoothing: float = 0.0
+    """Share of pairs labelled the wrong way round (sigmoid and robust)."""
     target_margin: float = 0.5
+    """Gamma of SimPO."""
 
 
 class PreferenceLossFn:

@@ -21,17 +21,14 @@ WHO_ACCEPTS = (
 
 @dataclass(frozen=True)
 class AcceptedRows:
-    """Rows that a backend or an engine accepts. Token ids with positions 0 to n - 1 are always accepted.
-
-    Attributes:
-        reader: what reads the rows, for messages: the key that chose it, or a class.
-        inputs: accepts further inputs; the model's forward must have parameters of their names.
-        positions: accepts rows that compute their own positions.
-    """
+    """Rows that a backend or an engine accepts. Token ids with positions 0 to n - 1 are always accepted."""
 
     reader: str
+    """The reader of the rows, for messages: the key that chose it, or a class."""
     inputs: bool = False
+    """Accepts further inputs; the model's forward must have parameters of their names."""
     positions: bool = False
+    """Accepts rows that compute their own positions."""
 
     def refusal(self, row: RowInputs) -> str | None:
         """Return why a row is refused; None if it is accepted."""

@@ -33,19 +33,16 @@ _SETUP_WORKER = str(Path(ray.__file__).parent / "_private" / "workers" / "setup_
 
 @dataclass(frozen=True)
 class LeanStart:
-    """Changes to Ray while it starts.
-
-    Attributes:
-        node: methods of `ray._private.node.Node`, by name.
-        services: functions of `ray._private.services`, by name.
-        utils: functions of `ray._private.utils`, by name.
-        system_config: entries of Ray's system configuration.
-    """
+    """Changes to Ray while it starts."""
 
     node: Mapping[str, Any] = field(default_factory=dict)
+    """Methods of `ray._private.node.Node`, by name."""
     services: Mapping[str, Any] = field(default_factory=dict)
+    """Functions of `ray._private.services`, by name."""
     utils: Mapping[str, Any] = field(default_factory=dict)
+    """Functions of `ray._private.utils`, by name."""
     system_config: Mapping[str, Any] = field(default_factory=dict)
+    """Entries of Ray's system configuration."""
 
 
 def lean_start(choice: Choice) -> LeanStart:

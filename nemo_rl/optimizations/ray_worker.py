@@ -24,21 +24,18 @@ _OOM_SCORE = "/proc/self/oom_score_adj"
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """Arguments, environment and limits of a process.
-
-    Attributes:
-        arguments: file of the program, then its arguments.
-        environment: all environment variables.
-        folder: working directory.
-        open_files: soft and hard limit of open files.
-        oom_score: the kernel's adjustment when memory runs out; a raylet sets it so that workers are killed first.
-    """
+    """Arguments, environment and limits of a process."""
 
     arguments: Sequence[str]
+    """File of the program, then its arguments."""
     environment: Mapping[str, str]
+    """All environment variables."""
     folder: str
+    """Working directory."""
     open_files: tuple[int, int]
+    """Soft and hard limit of open files."""
     oom_score: str
+    """The kernel's adjustment when memory runs out; a raylet sets it so that workers are killed first."""
 
     @classmethod
     def of_this_process(cls, arguments: Sequence[str]) -> "WorkerStart":

@@ -9,21 +9,18 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Optimization:
-    """One speed-up that can be switched off without changing any result.
-
-    Attributes:
-        name: key in `cluster.optimizations`.
-        does: what happens in place of what, for the table in the documentation.
-        saves: what is slower or larger without it.
-        modules: files that implement it, below `nemo_rl/optimizations`.
-        written_for: version of each library whose internals it relies on; `python` by major and minor version.
-    """
+    """One speed-up that can be switched off without changing any result."""
 
     name: str
+    """Key in `cluster.optimizations`."""
     does: str
+    """Sentence on what happens in place of what, for the table in the documentation."""
     saves: str
+    """Cost of a run without it."""
     modules: tuple[str, ...]
+    """Files that implement it, below `nemo_rl/optimizations`."""
     written_for: Mapping[str, str] = field(default_factory=dict)
+    """Version of each library whose internals it relies on; `python` by major and minor version."""
 
 
 _ALL = (

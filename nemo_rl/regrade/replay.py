@@ -20,26 +20,22 @@ _AT_ONCE = 512
 
 @dataclass
 class Regraded:
-    """A stored sample with its new reward.
-
-    Attributes:
-        sample: the stored sample.
-        environment: name of the environment that rewarded it now.
-        reward: the new reward; None if it could not be computed.
-        components: named parts of the new reward.
-        error: reason why there is no new reward.
-        diverged: difference between the episode and the stored one; None if there is none.
-        penalties: as `Trajectory.penalties`, found again in the stored tokens; None for a sample without stored tokens,
-            as of a validation, or of a run without penalties.
-    """
+    """A stored sample with its new reward."""
 
     sample: StoredSample
     environment: str
+    """Name of the environment that rewarded it now."""
     reward: float | None = None
+    """The new reward; None if it could not be computed."""
     components: dict[str, float] = field(default_factory=dict)
+    """Named parts of the new reward."""
     error: str | None = None
+    """Reason why there is no new reward."""
     diverged: str | None = None
+    """Difference between the episode and the stored one; None if there is none."""
     penalties: dict[str, list[int]] | None = None
+    """As `Trajectory.penalties`, found again in the stored tokens; None for a sample without stored tokens, as of a
+    validation, or of a run without penalties."""
 
     @property
     def penalized_reward(self) -> float | None:

@@ -17,19 +17,15 @@ _PHASES = {"train": "train", "val": "validation"}
 
 @dataclass(frozen=True)
 class StoredSample:
-    """One line of a file of samples.
-
-    Attributes:
-        file: the file.
-        line: number of the line, from 1.
-        phase: "train" or "validation".
-        row: content of the line.
-    """
+    """One line of a file of samples."""
 
     file: Path
     line: int
+    """Number of the line, from 1."""
     phase: str
+    """Phase of the run: "train" or "validation"."""
     row: Mapping[str, Any]
+    """Content of the line."""
 
     @property
     def reward(self) -> float | None:

@@ -12,59 +12,50 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that differs.
-
-    Attributes:
-        name: name of the key, sample, module or tensor.
-        text: description of the difference, in a sentence.
-        size: size of the difference, in the unit of the stage; None if it has none.
-    """
+    """One thing that differs."""
 
     name: str
+    """Name of the key, sample, module or tensor."""
     text: str
+    """Description of the difference, in a sentence."""
     size: float | None = None
+    """Size of the difference, in the unit of the stage; None if it has none."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The comparison of one part of a step.
-
-    Attributes:
-        name: name of the part.
-        compared: number of values, rows or tensors that were compared.
-        unit: unit of the sizes.
-        differences: differences larger than the tolerance, in the order in which the step computes the values.
-        tolerance: largest size that counts as equal; 0: bits are compared.
-        largest: size of the largest difference, including those within the tolerance.
-        cause: advice where to look if this stage is the first that differs.
-        skipped: reason why nothing was compared; None if something was.
-    """
+    """The comparison of one part of a step."""
 
     name: str
+    """Name of the part."""
     compared: int = 0
+    """Number of values, rows or tensors that were compared."""
     unit: str = ""
+    """Unit of the sizes."""
     differences: Sequence[Difference] = ()
+    """Differences larger than the tolerance, in the order in which the step computes the values."""
     tolerance: float = 0.0
+    """Largest size that counts as equal; 0: bits are compared."""
     largest: float = 0.0
+    """Size of the largest difference, including those within the tolerance."""
     cause: str = ""
+    """Advice where to look if this stage is the first that differs."""
     skipped: str | None = None
+    """Reason why nothing was compared; None if something was."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of a step.
-
-    Attributes:
-        step: number of the step.
-        stages: its parts in order.
-        is_exact: whether bits are compared.
-        notes: differences that do not count as one of the step, such as versions.
-    """
+    """The comparison of a step."""
 
     step: int
+    """Number of the step."""
     stages: Sequence[Stage]
+    """Its parts in order."""
     is_exact: bool
+    """Whether bits are compared."""
     notes: Sequence[str] = field(default_factory=list)
+    """Differences that do not count as one of the step, such as versions."""
 
     @property
     def first(self) -> Stage | None:

@@ -23,30 +23,24 @@ _NEEDED = ("weight_version", "checkpoint", "loss_fn", "config", "samples", "envi
 
 @dataclass(frozen=True)
 class Step:
-    """A step as it was recorded or repeated, for a comparison.
-
-    Attributes:
-        summary: `config`, `samples`, `environment`, `code`, `layout`, as in the JSON file.
-        tensors: values that the stages computed, each `[B, T]` or `[B]`.
-        updates: the optimizer updates.
-    """
+    """A step as it was recorded or repeated, for a comparison."""
 
     summary: Mapping[str, Any]
+    """`config`, `samples`, `environment`, `code`, `layout`, as in the JSON file."""
     tensors: Mapping[str, Tensor]
+    """Values that the stages computed, each `[B, T]` or `[B]`."""
     updates: list[UpdateRecord]
+    """The optimizer updates."""
 
 
 @dataclass(frozen=True)
 class RecordedStep(Step):
-    """A step of a run.
-
-    Attributes:
-        file: the JSON file.
-        trajectories: the rollouts of the step.
-    """
+    """A step of a run."""
 
     file: Path
+    """The JSON file."""
     trajectories: list[Trajectory]
+    """The rollouts of the step."""
 
 
 def read_step(folder: Path, step: int) -> RecordedStep:

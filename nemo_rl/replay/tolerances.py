@@ -33,23 +33,20 @@ _NUMBERS = ("torch", "transformers", "numpy", "flash-attn", "triton")
 
 @dataclass(frozen=True)
 class Tolerances:
-    """The largest differences that count as equal; 0 for equal bits.
-
-    Attributes:
-        advantages: absolute.
-        logprobs: absolute, of one token.
-        loss: relative to the recorded value, or absolute below 1.
-        modules: distance of outputs relative to their norm.
-        gradients: distance of a tensor relative to its norm.
-        weights: distance of a new tensor relative to the distance that the update moved it.
-    """
+    """The largest differences that count as equal; 0 for equal bits."""
 
     advantages: float = 0.0
+    """Absolute."""
     logprobs: float = 0.0
+    """Absolute, of one token."""
     loss: float = 0.0
+    """Relative to the recorded value, or absolute below 1."""
     modules: float = 0.0
+    """Distance of outputs relative to their norm."""
     gradients: float = 0.0
+    """Distance of a tensor relative to its norm."""
     weights: float = 0.0
+    """Distance of a new tensor relative to the distance that the update moved it."""
 
     @property
     def is_exact(self) -> bool:

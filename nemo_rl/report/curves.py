@@ -15,17 +15,14 @@ _OF_SECONDS = "ray/"
 
 @dataclass
 class Curve:
-    """One metric.
-
-    Attributes:
-        steps: steps with a value, ascending.
-        values: one value for each step; None if it is not finite.
-        times: time at which each value was logged, in seconds since 1970; None if the file has no times.
-    """
+    """One metric."""
 
     steps: list[int] = field(default_factory=list)
+    """Steps with a value, ascending."""
     values: list[float | None] = field(default_factory=list)
+    """One value for each step; None if it is not finite."""
     times: list[float | None] = field(default_factory=list)
+    """Time at which each value was logged, in seconds since 1970; None if the file has no times."""
 
     def add(self, step: int, value: float | None, time: float | None) -> None:
         """Add the value of a step; a step that is repeated after a restart replaces itself and what follows."""
@@ -53,17 +50,13 @@ class Curve:
 
 @dataclass
 class Curves:
-    """All metrics of a run, by `<prefix>/<name>`.
-
-    Attributes:
-        run: the run.
-        by_name: the curves that were read so far.
-        trained_at: seconds since 1970 of the last training step; None without one, or if the file has no times.
-    """
+    """All metrics of a run, by `<prefix>/<name>`."""
 
     run: RunFiles
     by_name: dict[str, Curve] = field(default_factory=dict)
+    """The curves that were read so far."""
     trained_at: float | None = None
+    """Seconds since 1970 of the last training step; None without one, or if the file has no times."""
     _read_to: int = 0
     _last_trained: int = 0
     _repeated: set[str] = field(default_factory=set)

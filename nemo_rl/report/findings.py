@@ -18,23 +18,20 @@ _FEW = 5
 
 @dataclass(frozen=True)
 class Finding:
-    """One observation about a run.
-
-    Attributes:
-        level: "problem": results are wrong or training is disturbed; "warning": they may be; "note": all others.
-        title: the observation in a few words.
-        text: figures, the threshold, and advice.
-        metric: name of the curve that shows it.
-        steps: first and last step that it is about.
-        guide: page of the documentation.
-    """
+    """One observation about a run."""
 
     level: Literal["problem", "warning", "note"]
+    """Importance. "problem": results are wrong or training is disturbed; "warning": they may be; "note": all others."""
     title: str
+    """The observation in a few words."""
     text: str
+    """Figures, the threshold, and advice."""
     metric: str
+    """Name of the curve that shows it."""
     steps: tuple[int, int]
+    """First and last step that it is about."""
     guide: str = _METRICS
+    """Page of the documentation."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields by name."""

@@ -38,13 +38,10 @@ _NOT_ALGORITHMS = (
 
 @dataclass(frozen=True)
 class RunFiles:
-    """One run.
-
-    Attributes:
-        folder: its log folder, `exp_NNN`.
-    """
+    """One run."""
 
     folder: Path
+    """Its log folder, `exp_NNN`."""
 
     @property
     def name(self) -> str:

@@ -31,13 +31,7 @@ _SHOWN_KEYS = {
 
 @dataclass
 class RunView:
-    """One run, which may still go on.
-
-    Attributes:
-        run: its files.
-        curves: its metrics.
-        samples: its samples.
-    """
+    """One run, which may still go on."""
 
     run: RunFiles
     curves: Curves = field(init=False)

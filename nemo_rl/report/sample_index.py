@@ -44,20 +44,16 @@ class _Read(NamedTuple):
 
 @dataclass
 class SampleIndex:
-    """All samples of a run; for one thread at a time.
-
-    Attributes:
-        run: the run.
-        last_step: the last step whose training samples are shown; a run that went back to an earlier checkpoint leaves
-            those of later steps until it writes them again. None: all.
-        error: why a file could not be read at the last reading; None if each could.
-        has_more: whether the last reading left files for the next one.
-    """
+    """All samples of a run; for one thread at a time."""
 
     run: RunFiles
     last_step: int | None = None
+    """The last step whose training samples are shown; a run that went back to an earlier checkpoint leaves those of
+    later steps until it writes them again. None: all."""
     error: str | None = None
+    """Why a file could not be read at the last reading; None if each could."""
     has_more: bool = False
+    """Whether the last reading left files for the next one."""
     _read: dict[Path, _Read] = field(default_factory=dict)
     _known: dict[int | None, dict[str, Any]] = field(default_factory=dict)
     """`known` and `choices` by the last step, until the next reading."""

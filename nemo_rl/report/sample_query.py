@@ -15,29 +15,26 @@ _LARGEST = 2**62
 
 @dataclass(frozen=True)
 class SampleQuery:
-    """A query for one page of the samples that match some filters.
-
-    Attributes:
-        equal: value that a column must have, by column.
-        least: smallest value of a column, by column.
-        most: largest value of a column, by column.
-        text: text that the end of the answer must contain; upper and lower case are the same.
-        first_of_step: whether only the first matching sample of each step is wanted.
-        sort: column to sort by; "": the order of steps.
-        descending: whether the largest value is first; samples without a value are last in any case.
-        offset: number of samples before the page.
-        limit: largest number of rows of the page.
-    """
+    """A query for one page of the samples that match some filters."""
 
     equal: Mapping[str, str] = field(default_factory=dict)
+    """Value that a column must have, by column."""
     least: Mapping[str, float] = field(default_factory=dict)
+    """Smallest value of a column, by column."""
     most: Mapping[str, float] = field(default_factory=dict)
+    """Largest value of a column, by column."""
     text: str = ""
+    """Text that the end of the answer must contain; upper and lower case are the same."""
     first_of_step: bool = False
+    """Whether only the first matching sample of each step is wanted."""
     sort: str = ""
+    """Column to sort by; "": the order of steps."""
     descending: bool = False
+    """Whether the largest value is first; samples without a value are last in any case."""
     offset: int = 0
+    """Number of samples before the page."""
     limit: int = 25
+    """Largest number of rows of the page."""
 
     @classmethod
     def of(cls, parameters: Mapping[str, str]) -> Self:

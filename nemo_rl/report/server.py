@@ -48,13 +48,11 @@ class RunServer:
 
     Args:
         run: the run.
-
-    Attributes:
-        key: first part of each path.
     """
 
     def __init__(self, run: RunFiles) -> None:
         self.key = secrets.token_urlsafe(16)
+        """First part of each path."""
         self.guard = ConnectionGuard()
         self._view = RunView(run)
         self._lock = threading.Lock()

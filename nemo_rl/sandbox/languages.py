@@ -14,17 +14,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Language:
-    """Command and files of a language.
-
-    Attributes:
-        file_name: Name of the file that gets the source.
-        command: The command line that runs this file; the first item is an absolute path.
-        readable: Paths that its programs may read and execute, besides the shared libraries of the system.
-    """
+    """Command and files of a language."""
 
     file_name: str
+    """Name of the file that gets the source."""
     command: Sequence[str]
+    """The command line that runs this file; the first item is an absolute path."""
     readable: Sequence[str]
+    """Paths that its programs may read and execute, besides the shared libraries of the system."""
 
 
 @cache

@@ -27,17 +27,14 @@ SCRATCH = "/scratch"
 
 @dataclass(frozen=True)
 class Mechanism:
-    """One way to lock a program up.
-
-    Attributes:
-        name: The name that the key takes.
-        namespaces: Who makes namespaces: "outer" (bubblewrap), "own" (our code inside), or "none".
-        newest_landlock: Newest version of Landlock's rules to apply, 0 for no rules; None for the kernel's.
-    """
+    """One way to lock a program up."""
 
     name: MechanismName
+    """The name that the key takes."""
     namespaces: Literal["outer", "own", "none"]
+    """Maker of namespaces: "outer" (bubblewrap), "own" (our code inside), or "none"."""
     newest_landlock: int | None = None
+    """Newest version of Landlock's rules to apply, 0 for no rules; None for the kernel's."""
 
     @property
     def has_own_files(self) -> bool:

@@ -10,63 +10,56 @@ _PORT_FOR_PRIVILEGED = 65010
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one run; a run that goes beyond is ended and the outcome says which limit it was.
-
-    Attributes:
-        wall_time_s: Seconds from the start of the program.
-        cpu_time_s: Seconds of processor time of all processes of the run together; each one is also ended by the
-            kernel when it alone used that much.
-        memory_mb: Address space of each process, and resident memory of all together, in MiB.
-        processes: Processes and threads at the same time; only threads where the kernel
-            cannot end or count processes: without namespaces, and for root that may not mount.
-        file_mb: Size of each file, in MiB.
-        scratch_mb: Size of the scratch folder, in MiB.
-        output_bytes: Bytes of standard output, and of standard error, that are kept; a program that writes more is
-            ended.
-    """
+    """Limits of one run; a run that goes beyond is ended and the outcome says which limit it was."""
 
     wall_time_s: float = 10.0
+    """Seconds from the start of the program."""
     cpu_time_s: float = 10.0
+    """Seconds of processor time of all processes of the run together; each one is also ended by the kernel when it
+    alone used that much."""
     memory_mb: int = 512
+    """Address space of each process, and resident memory of all together, in MiB."""
     processes: int = 16
+    """Processes and threads at the same time; only threads where the kernel cannot end or count processes: without
+    namespaces, and for root that may not mount."""
     file_mb: int = 16
+    """Size of each file, in MiB."""
     scratch_mb: int = 64
+    """Size of the scratch folder, in MiB."""
     output_bytes: int = 65536
+    """Bytes of standard output, and of standard error, that are kept; a program that writes more is ended."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """Source code or a command to run, with what it may see. Its `repr` leaves out what may be secret.
-
-    Attributes:
-        source: Text of the program.
-        language: Name of its language in `nemo_rl.sandbox.languages.LANGUAGES`.
-        command: Command line to run in place of a source; the first item is an absolute path.
-        arguments: Arguments of the source's command line.
-        environment: Environment variables besides PATH, HOME, TMPDIR and LANG, or in place of them.
-        readable: Absolute paths of files and folders that it may read and execute, besides those of the language.
-        stdin: Bytes of its standard input.
-        files: Content of files in the scratch folder, which is its current folder, by relative path.
-        inherited: Open file descriptors of this process that the program gets under the same numbers. Pipes are the
-            only way to talk with a running program; it cannot tell apart who else holds them.
-        address: Host and port of the one TCP server that it may connect to, which it finds at `port_inside` of
-            127.0.0.1; None for no network. It needs a mechanism with namespaces.
-        returned: Names of files that are read from the scratch folder when it has ended.
-        returned_bytes: Largest size of each of them.
-    """
+    """Source code or a command to run, with what it may see. Its `repr` leaves out what may be secret."""
 
     source: str = ""
+    """Text of the program."""
     language: str = "python"
+    """Name of its language in `nemo_rl.sandbox.languages.LANGUAGES`."""
     command: tuple[str, ...] = ()
+    """Command line to run in place of a source; the first item is an absolute path."""
     arguments: tuple[str, ...] = ()
+    """Arguments of the source's command line."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Environment variables besides PATH, HOME, TMPDIR and LANG, or in place of them."""
     readable: tuple[str, ...] = ()
+    """Absolute paths of files and folders that it may read and execute, besides those of the language."""
     stdin: bytes = field(default=b"", repr=False)
+    """Bytes of its standard input."""
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    """Content of files in the scratch folder, which is its current folder, by relative path."""
     inherited: tuple[int, ...] = ()
+    """Open file descriptors of this process that the program gets under the same numbers. Pipes are the only way to
+    talk with a running program; it cannot tell apart who else holds them."""
     address: tuple[str, int] | None = None
+    """Host and port of the one TCP server that it may connect to, which it finds at `port_inside` of 127.0.0.1; None
+    for no network. It needs a mechanism with namespaces."""
     returned: tuple[str, ...] = ()
+    """Names of files that are read from the scratch folder when it has ended."""
     returned_bytes: int = 2**20
+    """Largest size of each of them."""
 
     @property
     def port_inside(self) -> int | None:
@@ -98,26 +91,23 @@ class End(StrEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a run. When it is returned, no process and no file of the run exists any more.
-
-    Attributes:
-        end: Why the program ended.
-        exit_code: Its exit code, 128 + n after signal n (137 where a limit ended it).
-        stdout: Standard output, at most `Limits.output_bytes` of it; bytes that are not UTF-8 are replaced.
-        stderr: Standard error in the same way.
-        wall_time_s: Seconds from its start to its end.
-        cpu_time_s: Processor seconds, of the start of the sandbox too.
-        files: Content of the files of `Program.returned` that it left; None for one that is too large or no regular
-            file. Empty for a cancelled run.
-    """
+    """Outcome of a run. When it is returned, no process and no file of the run exists any more."""
 
     end: End
+    """Why the program ended."""
     exit_code: int
+    """Its exit code, 128 + n after signal n (137 where a limit ended it)."""
     stdout: str
+    """Standard output, at most `Limits.output_bytes` of it; bytes that are not UTF-8 are replaced."""
     stderr: str
+    """Standard error in the same way."""
     wall_time_s: float
+    """Seconds from its start to its end."""
     cpu_time_s: float
+    """Processor seconds, of the start of the sandbox too."""
     files: Mapping[str, bytes | None] = field(default_factory=dict)
+    """Content of the files of `Program.returned` that it left; None for one that is too large or no regular file. Empty
+    for a cancelled run."""
 
     @property
     def succeeded(self) -> bool:

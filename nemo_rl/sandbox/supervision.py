@@ -54,23 +54,19 @@ class _Stream:
 
 @dataclass(frozen=True)
 class Launch:
-    """Command and descriptors of a locked-up process.
-
-    Attributes:
-        command: Returns the command line for the numbers of its two control descriptors.
-        stdin: File descriptor of its standard input.
-        inherited: Further file descriptors that it gets.
-        has_report: Whether it gets the second control descriptor, on which bubblewrap reports. Other commands would
-            leave it to the program, which could name any process there.
-        max_threads: Processes and threads below the first process that is watched, itself included, above which the run
-            is ended.
-    """
+    """Command and descriptors of a locked-up process."""
 
     command: Callable[[int, int], Sequence[str]]
+    """Returns the command line for the numbers of its two control descriptors."""
     stdin: int
+    """File descriptor of its standard input."""
     inherited: Sequence[int]
+    """Further file descriptors that it gets."""
     has_report: bool
+    """Whether it gets the second control descriptor, on which bubblewrap reports. Other commands would leave it to the
+    program, which could name any process there."""
     max_threads: int
+    """Processes and threads below the first process that is watched, itself included, above which the run is ended."""
 
 
 class Supervision:

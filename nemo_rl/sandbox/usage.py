@@ -14,18 +14,15 @@ _OF_A_QUEUE = 2
 
 @dataclass(frozen=True)
 class Usage:
-    """Resources that several processes use together.
-
-    Attributes:
-        cpu_time_s: Processor seconds of the processes that live, and of their children that have ended.
-        memory_bytes: Resident memory that is theirs: anonymous and shared, without pages of files, and what their pipes
-            and sockets may hold in the kernel. Pages that several of them share count for each.
-        threads: Threads of all of them; a process has at least one.
-    """
+    """Resources that several processes use together."""
 
     cpu_time_s: float
+    """Processor seconds of the processes that live, and of their children that have ended."""
     memory_bytes: int
+    """Resident memory that is theirs: anonymous and shared, without pages of files, and what their pipes and sockets
+    may hold in the kernel. Pages that several of them share count for each."""
     threads: int
+    """Threads of all of them; a process has at least one."""
 
 
 def usage_of(pid: int, max_threads: int) -> Usage:

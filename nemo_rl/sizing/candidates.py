@@ -24,19 +24,16 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class Candidate:
-    """Sizes of a model.
-
-    Attributes:
-        layout: sizes of the parallel axes.
-        recompute: activations that the backward pass computes again.
-        offload: whether the optimizer state (with DTensor also the weights) is in host memory.
-        rows: rows of maximum length in a microbatch.
-    """
+    """Sizes of a model."""
 
     layout: ParallelLayout
+    """Sizes of the parallel axes."""
     recompute: Recompute
+    """Activations that the backward pass computes again."""
     offload: bool
+    """Whether the optimizer state (with DTensor also the weights) is in host memory."""
     rows: int
+    """Rows of maximum length in a microbatch."""
 
     def divisions(self) -> int:
         """Return the product of the sizes that divide the model or the rows; small ones are preferred."""

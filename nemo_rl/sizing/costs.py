@@ -36,25 +36,22 @@ _TWO_BYTES, _FOUR_BYTES, _STATE_BYTES = 2, 4, 16
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds of an update of one model.
-
-    Attributes:
-        compute: the longest of computation, start of kernels, and gathering of weights.
-        tensor: exchanges between tensor-parallel ranks.
-        context: exchanges of keys and values.
-        experts: exchanges of tokens between the ranks of experts.
-        data: exchanges of gradients that do not overlap with computation.
-        bubble: time in which pipeline stages wait for each other.
-        offload: copies from and to host memory, and the optimizer there.
-    """
+    """Seconds of an update of one model."""
 
     compute: float
+    """The longest of computation, start of kernels, and gathering of weights."""
     tensor: float
+    """Exchanges between tensor-parallel ranks."""
     context: float
+    """Exchanges of keys and values."""
     experts: float
+    """Exchanges of tokens between the ranks of experts."""
     data: float
+    """Exchanges of gradients that do not overlap with computation."""
     bubble: float
+    """Time in which pipeline stages wait for each other."""
     offload: float
+    """Copies from and to host memory, and the optimizer there."""
 
     @property
     def total(self) -> float:

@@ -35,27 +35,23 @@ STEP_S = 2e-3
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """Sizes of the engines.
-
-    Attributes:
-        tensor: ranks that divide each layer.
-        stages: stages of layers.
-        experts: ranks that divide the experts.
-        share: `gpu_memory_utilization`.
-        engines: engines of the run.
-        answers: answers of a training step for each engine.
-        room: answers of full length for which its cache has room.
-        seconds: estimated seconds to sample a step.
-    """
+    """Sizes of the engines."""
 
     tensor: int
+    """Ranks that divide each layer."""
     stages: int
+    """Stages of layers."""
     experts: int
+    """Ranks that divide the experts."""
     share: float
+    """`gpu_memory_utilization`."""
     engines: int
     answers: int
+    """Answers of a training step for each engine."""
     room: int
+    """Answers of full length for which its cache has room."""
     seconds: float
+    """Estimated seconds to sample a step."""
 
     def values(self) -> dict[str, object]:
         """Write the sizes as values of keys."""

@@ -28,16 +28,12 @@ _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 @dataclass(frozen=True)
 class Job:
-    """A model whose sizes are searched.
-
-    Attributes:
-        config: the run, with model configurations that exist on this machine (`hub_configs.with_local_configs`).
-        name: name of the model's section.
-        gpu: the GPUs.
-    """
+    """A model whose sizes are searched."""
 
     config: MasterConfig
+    """The run, with model configurations that exist on this machine (`hub_configs.with_local_configs`)."""
     name: str
+    """Name of the model's section."""
     gpu: Gpu
 
     @cached_property

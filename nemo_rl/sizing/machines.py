@@ -12,23 +12,20 @@ from nemo_rl.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU in a machine.
-
-    Attributes:
-        name: name on the command line.
-        memory_gib: memory as `nvidia-smi` reports it.
-        tflops: dense bfloat16 operations, in 1e12 a second.
-        memory_gb_s: bandwidth of its memory, in 1e9 bytes a second.
-        link_gb_s: bandwidth to another GPU of the machine, in 1e9 bytes a second.
-        network_gb_s: bandwidth to other machines for each GPU, in 1e9 bytes a second.
-    """
+    """One kind of GPU in a machine."""
 
     name: str
+    """Name on the command line."""
     memory_gib: float
+    """Memory as `nvidia-smi` reports it."""
     tflops: float
+    """Dense bfloat16 operations, in 1e12 a second."""
     memory_gb_s: float
+    """Bandwidth of its memory, in 1e9 bytes a second."""
     link_gb_s: float
+    """Bandwidth to another GPU of the machine, in 1e9 bytes a second."""
     network_gb_s: float
+    """Bandwidth to other machines for each GPU, in 1e9 bytes a second."""
 
 
 GPUS = {

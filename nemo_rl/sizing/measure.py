@@ -35,15 +35,12 @@ _ENGINES = "policy.generation.colocated"
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another value of one kind of size.
-
-    Attributes:
-        what: name of the kind, with the value.
-        overrides: overrides that set the value.
-    """
+    """Another value of one kind of size."""
 
     what: str
+    """Name of the kind, with the value."""
     overrides: Sequence[str]
+    """Overrides that set the value."""
 
 
 def measure_run(arguments: argparse.Namespace, config: MasterConfig) -> int:

@@ -30,25 +30,22 @@ _LARGER_PASSES = (4, 2)
 
 @dataclass(frozen=True)
 class Proposal:
-    """Sizes of a run that fit.
-
-    Attributes:
-        values: values by dotted key.
-        config: the run with these values, and with model configurations that exist on this machine.
-        models: the sizes of each model, by name.
-        searches: the search that found the sizes of each model, by name.
-        engine: sizes of the engines; None if nothing is sampled.
-        forecast: predicted memory.
-        headroom: largest share of the usable memory that models may need.
-    """
+    """Sizes of a run that fit."""
 
     values: Mapping[str, Any]
+    """Values by dotted key."""
     config: MasterConfig
+    """The run with these values, and with model configurations that exist on this machine."""
     models: Mapping[str, Fitting]
+    """The sizes of each model, by name."""
     searches: Mapping[str, Search]
+    """The search that found the sizes of each model, by name."""
     engine: EngineChoice | None
+    """Sizes of the engines; None if nothing is sampled."""
     forecast: MemoryForecast
+    """Predicted memory."""
     headroom: float
+    """Largest share of the usable memory that models may need."""
 
     @property
     def train_seconds(self) -> float:

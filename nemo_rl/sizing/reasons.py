@@ -34,15 +34,10 @@ _AXES = {
 
 @dataclass(frozen=True)
 class Reason:
-    """One size and the reason for it.
-
-    Attributes:
-        what: name of the size.
-        value: its value.
-        sentence: the reason.
-    """
+    """One size and the reason for it."""
 
     what: str
+    """Name of the size."""
     value: str
     sentence: str
 

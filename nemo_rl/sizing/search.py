@@ -26,45 +26,33 @@ TIE = 0.02
 
 @dataclass(frozen=True)
 class Fitting:
-    """A candidate that is accepted.
-
-    Attributes:
-        candidate: its sizes.
-        seconds: the estimate for an update.
-        plan: the predicted memory of a rank.
-    """
+    """A candidate that is accepted."""
 
     candidate: Candidate
     seconds: Seconds
+    """The estimate for an update."""
     plan: MemoryPlan
+    """The predicted memory of a rank."""
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """A candidate that is not accepted.
-
-    Attributes:
-        candidate: its sizes.
-        reason: the rule that it breaks, or the memory that it lacks, in one sentence.
-        needs: predicted bytes of a rank; 0 if a rule decided.
-    """
+    """A candidate that is not accepted."""
 
     candidate: Candidate
     reason: str
+    """The rule that it breaks, or the memory that it lacks, in one sentence."""
     needs: float = 0.0
+    """Predicted bytes of a rank; 0 if a rule decided."""
 
 
 @dataclass
 class Search:
-    """The candidates of a job, the fastest first, and the results of their checks.
-
-    Attributes:
-        job: the model.
-        usable: largest number of bytes of a device that the model may need.
-    """
+    """The candidates of a job, the fastest first, and the results of their checks."""
 
     job: Job
     usable: float
+    """Largest number of bytes of a device that the model may need."""
     _ranked: list[tuple[Candidate, Seconds]] = field(default_factory=list)
     _broken: dict[tuple[ParallelLayout, bool, int], str] = field(default_factory=dict)
     _judged: dict[Candidate, Fitting | Rejected] = field(default_factory=dict)

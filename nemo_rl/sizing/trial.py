@@ -35,15 +35,12 @@ _LAST_LINES = 15
 
 @dataclass(frozen=True)
 class Steps:
-    """Timed steps.
-
-    Attributes:
-        wall: seconds of each step after the first.
-        processor: processor seconds of all processes of the run for each of these steps, on average.
-    """
+    """Timed steps."""
 
     wall: Sequence[float]
+    """Seconds of each step after the first."""
     processor: float
+    """Processor seconds of all processes of the run for each of these steps, on average."""
 
     @property
     def typical(self) -> float:

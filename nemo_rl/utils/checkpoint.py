@@ -49,10 +49,6 @@ class CheckpointManager:
 
     Args:
         config: the `checkpointing` section.
-
-    Attributes:
-        expected_bytes: size of a checkpoint if known, for messages; else None.
-        run_info: values about the run that each checkpoint gets into its training info.
     """
 
     def __init__(self, config: CheckpointingConfig):
@@ -65,7 +61,9 @@ class CheckpointManager:
         self._warned_of_metric = False
         self._unreadable: set[int] = set()
         self.expected_bytes: int | None = None
+        """Size of a checkpoint if known, for messages; else None."""
         self.run_info: dict[str, Any] = {}
+        """Values about the run that each checkpoint gets into its training info."""
         if self._lock.acquire():
             self._recover()
             self._lock.release()

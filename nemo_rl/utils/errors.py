@@ -10,13 +10,10 @@ from typing import ClassVar
 
 
 class NemoRLError(Exception):
-    """Base of every error raised on purpose by nemo_rl.
-
-    Attributes:
-        exit_status: exit status of a program that ends with this error.
-    """
+    """Base of every error raised on purpose by nemo_rl."""
 
     exit_status: ClassVar[int] = 1
+    """Exit status of a program that ends with this error."""
 
 
 class ConfigError(NemoRLError, ValueError):

@@ -119,9 +119,6 @@ class Logger(LoggerInterface):
         log_dir: this run's folder; None takes `cfg.log_dir`.
         total_steps: length of the console's progress bar.
 
-    Attributes:
-        train_step: newest training step whose metrics were logged.
-
     Raises:
         ConfigError: a tracker is enabled and its library is not installed.
     """
@@ -133,6 +130,7 @@ class Logger(LoggerInterface):
         self._outputs = [OptionalOutput(type(b).__name__, b.failures) for b in self._backends]
         self._files = OptionalOutput(f"Samples in {self.log_dir}")
         self.train_step = 0
+        """Newest training step whose metrics were logged."""
         self._turns = [threading.Lock() for _ in self._backends]
         self._logged: set[tuple[str, int]] = set()
         self._repeated: frozenset[tuple[str, int]] = frozenset()

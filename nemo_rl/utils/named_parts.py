@@ -25,21 +25,18 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 @dataclass(frozen=True)
 class Registry[Part]:
-    """The names of one kind of part.
-
-    Attributes:
-        kind: the kind in messages, for example "loss".
-        interface: an ABC, from which a user's class derives, or a protocol, whose methods it has.
-        built_in: dotted path of the class of each built-in name.
-        attributes: attributes of the interface that an object must have once it is constructed.
-        advice: one more sentence for messages about names.
-    """
+    """The names of one kind of part."""
 
     kind: str
+    """The kind in messages, for example "loss"."""
     interface: type[Any]
+    """An ABC, from which a user's class derives, or a protocol, whose methods it has."""
     built_in: Mapping[str, str] = field(default_factory=dict)
+    """Dotted path of the class of each built-in name."""
     attributes: tuple[str, ...] = ()
+    """Attributes of the interface that an object must have once it is constructed."""
     advice: str = ""
+    """One more sentence for messages about names."""
 
     def is_own(self, name: str) -> bool:
         """Return whether a name is the dotted path of a user's class."""

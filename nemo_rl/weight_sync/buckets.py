@@ -19,51 +19,45 @@ ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """Position of one tensor in a bucket.
-
-    Attributes:
-        name: Hugging Face parameter name.
-        dtype: torch dtype without its prefix, for example "bfloat16".
-        shape: shape of what the bucket holds: the full (unsharded) tensor, or a part of it.
-        offset: first byte in the bucket, a multiple of `ALIGNMENT_BYTES`.
-        num_bytes: bytes the tensor takes.
-        fingerprint: content checksum from the sender; None if verification is off.
-        part: the part of the tensor that the bucket holds; None: the whole tensor.
-        full_shape: shape of the tensor that the part belongs to.
-    """
+    """Position of one tensor in a bucket."""
 
     name: str
+    """Hugging Face parameter name."""
     dtype: str
+    """Torch dtype without its prefix, for example "bfloat16"."""
     shape: tuple[int, ...]
+    """Shape of what the bucket holds: the full (unsharded) tensor, or a part of it."""
     offset: int
+    """First byte in the bucket, a multiple of `ALIGNMENT_BYTES`."""
     num_bytes: int
+    """Bytes the tensor takes."""
     fingerprint: int | None = None
+    """Content checksum from the sender; None if verification is off."""
     part: Part | None = None
+    """The part of the tensor that the bucket holds; None: the whole tensor."""
     full_shape: tuple[int, ...] = ()
+    """Shape of the tensor that the part belongs to."""
 
 
 @dataclass
 class Bucket:
-    """Description of one bucket, sent to the generators.
-
-    Attributes:
-        index: position in the stream, from 0.
-        slots: the tensors in the bucket.
-        num_bytes: size of the flat buffer.
-        is_last: whether the stream ends with this bucket.
-        lane: number of the lane whose workers receive it; see `lanes`.
-        is_trial: fill the rest of tensors of which parts arrive with NaN.
-        handles: access to the bytes: `{node id or device uuid: the transport's handle}`; empty for
-            collectives, which send the bytes.
-    """
+    """Description of one bucket, sent to the generators."""
 
     index: int
+    """Position in the stream, from 0."""
     slots: list[TensorSlot]
+    """The tensors in the bucket."""
     num_bytes: int
+    """Size of the flat buffer."""
     is_last: bool = False
+    """Whether the stream ends with this bucket."""
     lane: int = 0
+    """Number of the lane whose workers receive it; see `lanes`."""
     is_trial: bool = False
+    """Fill the rest of tensors of which parts arrive with NaN."""
     handles: dict[str, Any] = field(default_factory=dict)
+    """Access to the bytes: `{node id or device uuid: the transport's handle}`; empty for collectives, which send the
+    bytes."""
 
 
 def aligned(num_bytes: int) -> int:

@@ -27,15 +27,12 @@ _EXPANDABLE = "expandable_segments:True"
 
 
 class IpcHandle(NamedTuple):
-    """Description with which another process opens a buffer.
-
-    Attributes:
-        serial: number that distinguishes the sender's buffers.
-        arguments: arguments of `rebuild_cuda_tensor`.
-    """
+    """Description with which another process opens a buffer."""
 
     serial: int
+    """Number that distinguishes the sender's buffers."""
     arguments: tuple[Any, ...]
+    """Arguments of `rebuild_cuda_tensor`."""
 
 
 @dataclass(frozen=True)

@@ -28,15 +28,13 @@ class Exchange:
 
     Args:
         group: the ranks; None: this rank is alone.
-
-    Attributes:
-        received_bytes: bytes that this rank has received from other ranks so far.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._rank = 0 if group is None else group.rank()
         self.received_bytes = 0
+        """Bytes that this rank has received from other ranks so far."""
 
     def plan(
         self,

@@ -15,21 +15,18 @@ from nemo_rl.weight_sync.parts import Part, whole
 
 @dataclass(frozen=True)
 class Held:
-    """A weight of which a rank holds blocks.
-
-    Attributes:
-        name: Hugging Face name.
-        dtype: torch dtype in which it is sent, without its prefix, for example "bfloat16".
-        shape: shape of the whole tensor.
-        order: place in the stream; the same on all ranks that hold some of the weight.
-        blocks: places of the rank's blocks in the tensor.
-    """
+    """A weight of which a rank holds blocks."""
 
     name: str
+    """Hugging Face name."""
     dtype: str
+    """Torch dtype in which it is sent, without its prefix, for example "bfloat16"."""
     shape: tuple[int, ...]
+    """Shape of the whole tensor."""
     order: tuple[int, ...]
+    """Place in the stream; the same on all ranks that hold some of the weight."""
     blocks: tuple[Part, ...]
+    """Places of the rank's blocks in the tensor."""
 
 
 class HeldWeights(Protocol):
@@ -51,15 +48,11 @@ class HeldWeights(Protocol):
 
 @dataclass(frozen=True)
 class Readable:
-    """A weight and how to read it.
-
-    Attributes:
-        held: its description.
-        read: returns the values of its blocks.
-    """
+    """A weight and how to read it."""
 
     held: Held
     read: Callable[[], list[torch.Tensor]]
+    """Returns the values of its blocks."""
 
 
 class ReadableWeights:

@@ -15,17 +15,13 @@ from nemo_rl.weight_sync.transport import TransportSpec
 
 @dataclass(frozen=True)
 class Lane:
-    """One way for weights from the trainer to engines.
-
-    Attributes:
-        spec: settings of the transport.
-        sender: trainer rank that sends; fetching transports have senders on every node or device instead.
-        parts: what the workers read; None: whole tensors.
-    """
+    """One way for weights from the trainer to engines."""
 
     spec: TransportSpec
     sender: int = 0
+    """Trainer rank that sends; fetching transports have senders on every node or device instead."""
     parts: Parts | None = None
+    """Parts that the workers read; None: whole tensors."""
 
 
 @dataclass(frozen=True)

@@ -22,34 +22,28 @@ from nemo_rl.weight_sync.parts import Part, Parts, whole
 
 @dataclass(frozen=True)
 class RankOfTrainer:
-    """A trainer rank as the plan sees it.
-
-    Attributes:
-        weights: what it holds.
-        packs: for each lane, whether it packs its buckets.
-    """
+    """A trainer rank as the plan sees it."""
 
     weights: Sequence[Held]
+    """Tensors that it holds."""
     packs: Sequence[bool]
+    """For each lane, whether it packs its buckets."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """A block that a rank gives to another one, or that it packs itself.
-
-    Attributes:
-        name: name of the tensor.
-        dtype: its dtype, without the prefix.
-        block: place of the block in the tensor.
-        source: rank that holds it.
-        target: rank that packs it.
-    """
+    """A block that a rank gives to another one, or that it packs itself."""
 
     name: str
+    """Name of the tensor."""
     dtype: str
+    """Its dtype, without the prefix."""
     block: Part
+    """Place of the block in the tensor."""
     source: int
+    """Rank that holds it."""
     target: int
+    """Rank that packs it."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +56,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class Step:
-    """The tensors that are packed together.
-
-    Attributes:
-        names: names of the tensors.
-        layouts: the bucket of each lane.
-        moves: moves with this rank as source or target.
-    """
+    """The tensors that are packed together."""
 
     names: list[str]
+    """Names of the tensors."""
     layouts: list[Layout]
+    """The bucket of each lane."""
     moves: list[Move]
+    """Moves with this rank as source or target."""
 
 
 @dataclass(frozen=True)

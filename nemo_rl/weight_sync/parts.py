@@ -140,14 +140,12 @@ class ReadRecorder(TorchDispatchMode):
 
     A view reads nothing; every other operation on a view reads all of its elements. Code that gets at the memory
     without PyTorch's operations is not noticed, so whoever relies on the result must check it once (`endpoints`).
-
-    Attributes:
-        reads: the parts by name; a name without reads is missing.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.reads: Parts = {}
+        """The parts by name; a name without reads is missing."""
         self._watched: dict[int, tuple[StorageWeakRef, str, tuple[int, ...], int]] = {}
 
     def watch(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -26,32 +26,26 @@ _SERIALS = itertools.count()
 
 
 class MemoryHandle(NamedTuple):
-    """Description with which another process of the host opens a buffer.
-
-    Attributes:
-        path: path of the memory.
-        serial: number that distinguishes buffers that used the same path one after the other.
-        num_bytes: size of the buffer.
-    """
+    """Description with which another process of the host opens a buffer."""
 
     path: str
+    """Path of the memory."""
     serial: int
+    """Number that distinguishes buffers that used the same path one after the other."""
     num_bytes: int
+    """Size of the buffer."""
 
 
 @dataclass(frozen=True)
 class SharedBuffer:
-    """Memory that other processes of the host can map.
-
-    Attributes:
-        handle: description for other processes.
-        flat: [num_bytes] uint8.
-        close: frees the memory; existing mappings stay valid.
-    """
+    """Memory that other processes of the host can map."""
 
     handle: MemoryHandle
+    """Description for other processes."""
     flat: torch.Tensor
+    """[num_bytes] uint8."""
     close: Callable[[], None]
+    """Frees the memory; existing mappings stay valid."""
 
 
 def allocate(num_bytes: int) -> SharedBuffer:

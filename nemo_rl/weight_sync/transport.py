@@ -17,31 +17,28 @@ TransportName = Literal["shared_memory", "cuda_ipc", "collective"]
 
 @dataclass(frozen=True)
 class TransportSpec:
-    """Settings that both halves share, made once by the controller.
-
-    Attributes:
-        name: the kind of transport.
-        run_id: unique per run; prefix of the names of files and stores.
-        device: "cpu" or "cuda", the device of the buckets.
-        bucket_size_bytes: largest buffer (a single larger tensor still gets its own).
-        verify: whether fingerprints are computed and checked.
-        master_address: collective only: host of the rendezvous store (trainer rank 0).
-        master_port: collective only: port of the store.
-        receivers: collective only: ranks of the engines' workers that receive, besides 1 trainer that sends.
-        timeout_s: collective only: seconds that one operation may take.
-        extra: further options of a transport.
-    """
+    """Settings that both halves share, made once by the controller."""
 
     name: TransportName
+    """The kind of transport."""
     run_id: str
+    """Unique per run; prefix of the names of files and stores."""
     device: str = "cpu"
+    """Device of the buckets, "cpu" or "cuda"."""
     bucket_size_bytes: int = 256 << 20
+    """Largest buffer (a single larger tensor still gets its own)."""
     verify: bool = True
+    """Whether fingerprints are computed and checked."""
     master_address: str = "127.0.0.1"
+    """Collective only: host of the rendezvous store (trainer rank 0)."""
     master_port: int = 0
+    """Collective only: port of the store."""
     receivers: tuple[int, ...] = ()
+    """Collective only: ranks of the engines' workers that receive, besides 1 trainer that sends."""
     timeout_s: float = 600.0
+    """Collective only: seconds that one operation may take."""
     extra: dict[str, Any] = field(default_factory=dict)
+    """Further options of a transport."""
 
     @property
     def world_size(self) -> int:

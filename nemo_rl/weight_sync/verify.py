@@ -23,23 +23,20 @@ _MASK_64 = (1 << 64) - 1
 
 @dataclass
 class SyncReceipt:
-    """A generator's answer to one weight sync.
-
-    Attributes:
-        receiver: name of the engine's worker that answers.
-        version: weight version with which it generates now.
-        num_tensors: tensors it received.
-        num_bytes: payload bytes it received.
-        mismatched: names of tensors whose fingerprint differs from the sender's.
-        unbound: names of engine parameters into which no received tensor was loaded.
-    """
+    """A generator's answer to one weight sync."""
 
     receiver: str
+    """Name of the engine's worker that answers."""
     version: int
+    """Weight version with which it generates now."""
     num_tensors: int = 0
+    """Tensors it received."""
     num_bytes: int = 0
+    """Payload bytes it received."""
     mismatched: list[str] = field(default_factory=list)
+    """Names of tensors whose fingerprint differs from the sender's."""
     unbound: list[str] = field(default_factory=list)
+    """Names of engine parameters into which no received tensor was loaded."""
 
 
 def fingerprints(flat: torch.Tensor, slots: Sequence[TensorSlot]) -> list[int]:

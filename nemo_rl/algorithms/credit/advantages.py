@@ -49,13 +49,10 @@ class AdvantageExtras(TypedDict, total=False):
 
 
 class AdvantageEstimator(Protocol):
-    """A formula that turns rewards into advantages of tokens.
-
-    Attributes:
-        needs_logprobs: Whether the estimator reads `logprobs_policy` and `logprobs_reference`.
-    """
+    """A formula that turns rewards into advantages of tokens."""
 
     needs_logprobs: bool
+    """Whether the estimator reads `logprobs_policy` and `logprobs_reference`."""
 
     def compute_advantage(
         self,

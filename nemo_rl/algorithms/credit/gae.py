@@ -20,17 +20,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class CountedTokens:
-    """The tokens of samples that count, moved to the left.
-
-    Attributes:
-        shape: `B`, `T`.
-        order_BN: place in the row of each of them.
-        exists_BN: False after the last one of a sample.
-    """
+    """The tokens of samples that count, moved to the left."""
 
     shape: tuple[int, int]
+    """`B`, `T`."""
     order_BN: Tensor
+    """Place in the row of each of them."""
     exists_BN: Tensor
+    """False after the last one of a sample."""
 
     @classmethod
     def of(cls, mask_BT: Tensor) -> Self:

@@ -26,15 +26,12 @@ from nemo_rl.experience.trajectory import Trajectory
 
 @dataclass(frozen=True)
 class JoinedRows:
-    """The rows of samples as one sequence for each sample.
-
-    Attributes:
-        num_rows_B: `[B]` int64, rows of each sample.
-        lengths_R: `[R]` int64, tokens of each row.
-    """
+    """The rows of samples as one sequence for each sample."""
 
     num_rows_B: Tensor
+    """`[B]` int64, rows of each sample."""
     lengths_R: Tensor
+    """`[R]` int64, tokens of each row."""
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory], batch: BatchedDataDict[Any]) -> Self:

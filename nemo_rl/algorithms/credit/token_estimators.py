@@ -25,15 +25,12 @@ class GeneralizedAdvantageEstimator:
         estimator_config: the section `ppo.adv_estimator`; a dict is checked and filled in.
         loss_config: the section `loss_fn`, for a KL penalty in the reward; a dict is checked and filled in.
 
-    Attributes:
-        needs_values: whether the advantages depend on the values.
-        needs_logprobs: whether the reward of a token contains a KL penalty.
-
     Raises:
         ConfigError: a value is out of range.
     """
 
     needs_values = True
+    """Whether the advantages depend on the values."""
 
     def __init__(
         self,
@@ -43,6 +40,7 @@ class GeneralizedAdvantageEstimator:
         self._config = PPOAdvantageConfig.of(estimator_config)
         self._loss_config = ClippedPGLossConfig.of(loss_config)
         self.needs_logprobs = self._loss_config.use_kl_in_reward and self._loss_config.reference_policy_kl_penalty != 0
+        """Whether the reward of a token contains a KL penalty."""
 
     def compute_advantage(
         self,

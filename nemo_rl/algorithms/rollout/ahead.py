@@ -33,21 +33,17 @@ _NO_LIMIT = contextlib.nullcontext()
 
 @dataclass
 class AheadRollouts:
-    """Samples up to `max_age_steps` steps ahead of training; an `algorithms.rollout.source.RolloutSource`.
-
-    Attributes:
-        fresh: draws prompts and plays groups.
-        groups_per_step: groups that each call of `next_groups` gives, B.
-        overlap: the section `overlap`.
-        num_steps: last step of the run; nothing is sampled for later ones.
-        metrics: of the last groups; see `next_groups`.
-    """
+    """Samples up to `max_age_steps` steps ahead of training; an `algorithms.rollout.source.RolloutSource`."""
 
     fresh: FreshRollouts
+    """Draws prompts and plays groups."""
     groups_per_step: int
+    """Groups that each call of `next_groups` gives, B."""
     overlap: OverlapConfig
     num_steps: int
+    """Last step of the run; nothing is sampled for later ones."""
     metrics: dict[str, float] = field(default_factory=dict, init=False)
+    """Metrics of the last groups; see `next_groups`."""
     _open: list[OpenGroup] = field(default_factory=list, init=False)
     _drawn: deque[DrawnPrompt] = field(default_factory=deque, init=False)
     """Prompts that were drawn and not started."""

@@ -53,9 +53,6 @@ class RolloutBatches:
         samples_per_update: samples of one optimizer update, `policy.train_global_batch_size`; None: those of a step.
         recorder: records steps for a replay; None records none.
         mixes_weights: as `stale_tokens`.
-
-    Attributes:
-        rollouts: as passed; may be replaced before the first step.
     """
 
     def __init__(
@@ -74,6 +71,7 @@ class RolloutBatches:
         mixes_weights: bool = False,
     ):
         self.rollouts = rollouts
+        """As passed; may be replaced before the first step."""
         self._prompts = prompts
         self._refitter = refitter
         self._probe = probe

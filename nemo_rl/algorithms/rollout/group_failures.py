@@ -16,15 +16,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class GroupFailures:
-    """Counts the failures of groups.
-
-    Attributes:
-        overlap: the section `overlap`.
-        num_skipped: prompts that were skipped.
-    """
+    """Counts the failures of groups."""
 
     overlap: OverlapConfig
     num_skipped: int = 0
+    """Prompts that were skipped."""
     _in_a_row: int = field(default=0, init=False)
 
     def note_success(self) -> None:

@@ -28,15 +28,12 @@ class DrawnPrompt:
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of the random numbers of a group; the same after a resume.
-
-    Attributes:
-        batch: number of the batch in which its prompt was drawn first, from 1.
-        row: its row there.
-    """
+    """Origin of the random numbers of a group; the same after a resume."""
 
     batch: int
+    """Number of the batch in which its prompt was drawn first, from 1."""
     row: int
+    """Its row there."""
 
     def key(self, run_seed: int, row: int) -> RolloutKey:
         """Return the name of a collection in which the prompt is at `row` and gets the same random numbers."""
@@ -45,28 +42,25 @@ class Origin:
 
 @dataclass(eq=False)
 class OpenGroup:
-    """A group that was started and not given yet.
-
-    Attributes:
-        number: groups that were started before it.
-        last_step: the last step that may train on it.
-        position: its prompt in the data.
-        task: samples it in the background; None for a finished group of a checkpoint, and for an unfinished one before
-            the first step.
-        origin: names its random numbers.
-        progress: state of its samples.
-        num_lost_tokens: tokens of its samples that its checkpoint has not stored.
-        was_skipped: its samples failed, because it could not be sampled.
-    """
+    """A group that was started and not given yet."""
 
     number: int
+    """Groups that were started before it."""
     last_step: int
+    """The last step that may train on it."""
     position: PromptPosition
+    """Its prompt in the data."""
     task: BackgroundTask[Rollouts] | None = None
+    """Samples it in the background; None for a finished group of a checkpoint, and for an unfinished one before the
+    first step."""
     origin: Origin = Origin(0, 0)
+    """Names its random numbers."""
     progress: GroupProgress = field(default_factory=GroupProgress)
+    """State of its samples."""
     num_lost_tokens: int = 0
+    """Tokens of its samples that its checkpoint has not stored."""
     was_skipped: bool = False
+    """Its samples failed, because it could not be sampled."""
 
     @property
     def is_finished(self) -> bool:

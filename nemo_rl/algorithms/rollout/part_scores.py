@@ -30,15 +30,12 @@ type RowKey = tuple[bytes, bytes]
 
 @dataclass
 class PartScores:
-    """Scores of one model, by name and row.
-
-    Attributes:
-        rows: for each name of an output, the values of each row without padding.
-        stored: for rows in the object store, by `of_reference` and place, what `ScoringModel.keep_logprobs` returned.
-    """
+    """Scores of one model, by name and row."""
 
     rows: dict[str, dict[RowKey, Tensor]] = field(default_factory=dict)
+    """For each name of an output, the values of each row without padding."""
     stored: dict[tuple[bool, Any, int], tuple[StoredScores | None, float]] = field(default_factory=dict)
+    """For rows in the object store, by `of_reference` and place, what `ScoringModel.keep_logprobs` returned."""
 
     def clear(self) -> None:
         """Forget all scores."""
@@ -91,15 +88,12 @@ def _keys(data: BatchedDataDict[Any]) -> list[RowKey]:
 
 @dataclass(frozen=True)
 class ScoringParts:
-    """A model that scores the rows of parts; a `ScoringModel`.
-
-    Attributes:
-        model: computes the scores.
-        scores: keeps them.
-    """
+    """A model that scores the rows of parts; a `ScoringModel`."""
 
     model: ScoringModel
+    """Computes the scores."""
     scores: PartScores
+    """Keeps them."""
 
     def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[LogprobOutputSpec]:
         """See `ScoringModel.get_logprobs`."""
@@ -127,13 +121,10 @@ class ScoringParts:
 
 @dataclass(frozen=True)
 class KeptScores:
-    """The scores of a model for the rows of a whole batch; a `ScoringModel`.
-
-    Attributes:
-        scores: of the batch's parts.
-    """
+    """The scores of a model for the rows of a whole batch; a `ScoringModel`."""
 
     scores: PartScores
+    """Scores of the batch's parts."""
 
     def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[LogprobOutputSpec]:
         """See `ScoringModel.get_logprobs`."""

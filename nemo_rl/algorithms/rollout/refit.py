@@ -74,17 +74,13 @@ NO_WEIGHTS = -1
 
 @dataclass(frozen=True)
 class Engines:
-    """The engines as a user of devices that the policy shares; see `runtime.memory`.
-
-    Attributes:
-        generation: the engines.
-        timeout_s: limit for their answers.
-        drops_weights: whether they lose their weights when they sleep.
-    """
+    """The engines as a user of devices that the policy shares; see `runtime.memory`."""
 
     generation: EngineGroup
     timeout_s: float
+    """Limit for their answers."""
     drops_weights: bool = False
+    """Whether they lose their weights when they sleep."""
 
     def rest(self) -> None:
         """Release device memory."""
@@ -116,11 +112,6 @@ class Refitter:
         timeout_s: limit of every wait within a sync.
         memory: hands devices over if "generation" and "policy" share them.
         send_parts: send workers only what they read, where the transport sends (`lane_choice`).
-
-    Attributes:
-        last_sync: sizes and seconds of the last sync.
-        before_update: called in order before the engines get new weights or go to sleep; wait for answers that must not
-            get new weights.
     """
 
     def __init__(
@@ -140,7 +131,10 @@ class Refitter:
         self._memory = memory or MemorySharing()
         self._synced: tuple[int, int] | None = None
         self.last_sync: dict[str, float] = {}
+        """Sizes and seconds of the last sync."""
         self.before_update: list[Callable[[], None]] = []
+        """Called in order before the engines get new weights or go to sleep; wait for answers that must not get new
+        weights."""
         generation.load_weights = self.sync
 
     @property

@@ -34,23 +34,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Group:
-    """The finished samples of one prompt.
-
-    Attributes:
-        order: position among the groups of a step: round of sampling, index of the prompt in the round. It does not
-            depend on when the group finished.
-        trajectories: ordered by sample.
-        prompt: the prompt's position in the stream; None if it comes from elsewhere.
-        trains: False leaves the group out of the batch; its prompt is still acknowledged with the batch. A group that a
-            source does not give at all counts as not trained on: a resumed run samples its prompt again.
-        has_next: the source gives the next group without a wait.
-    """
+    """The finished samples of one prompt."""
 
     order: tuple[int, int]
+    """Position among the groups of a step: round of sampling, index of the prompt in the round. It does not depend on
+    when the group finished."""
     trajectories: Sequence[Trajectory]
+    """Trajectories ordered by sample."""
     prompt: PromptPosition | None = None
+    """The prompt's position in the stream; None if it comes from elsewhere."""
     trains: bool = True
+    """False leaves the group out of the batch; its prompt is still acknowledged with the batch. A group that a source
+    does not give at all counts as not trained on: a resumed run samples its prompt again."""
     has_next: bool = False
+    """The source gives the next group without a wait."""
 
 
 def numbered(groups: Sequence[Group]) -> list[Trajectory]:
@@ -100,15 +97,12 @@ class InOrder:
 
 @dataclass(frozen=True)
 class SampledGroups:
-    """Groups that were sampled together, in a form that a source can store in its state.
-
-    Attributes:
-        groups: ordered by prompt.
-        metrics: reported by environments.
-    """
+    """Groups that were sampled together, in a form that a source can store in its state."""
 
     groups: list[Group]
+    """Groups ordered by prompt."""
     metrics: dict[str, float]
+    """Metrics reported by environments."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and plain values for a checkpoint."""
@@ -163,19 +157,15 @@ class RolloutSource(Protocol):
 
 @dataclass
 class StartedGroups:
-    """Groups that are sampled in the background.
-
-    Attributes:
-        runner: plays them.
-        batch: their prompts.
-        key: names the collection.
-        tasks: one for each prompt, in the order of the batch.
-    """
+    """Groups that are sampled in the background."""
 
     runner: RolloutRunner
+    """Plays them."""
     batch: PromptBatch
     key: RolloutKey
+    """Names the collection."""
     tasks: list[BackgroundTask[Rollouts]]
+    """One for each prompt, in the order of the batch."""
 
     def finish(self) -> SampledGroups:
         """Wait for all groups.
@@ -232,22 +222,18 @@ class FreshRollouts:
 
     Nothing is sampled ahead: a step that was not trained on is sampled again, from the weights of its checkpoint. With
     `start` a source built on this one samples in the background.
-
-    Attributes:
-        prompts: the data.
-        runner: plays rollouts.
-        sampling: how to sample.
-        num_generations: samples per prompt.
-        run_seed: seed of the run.
-        metrics: reported by environments about the last groups.
     """
 
     prompts: Prompts
     runner: RolloutRunner
+    """Plays rollouts."""
     sampling: SamplingParams
+    """How to sample."""
     num_generations: int
+    """Samples per prompt."""
     run_seed: int
     metrics: dict[str, float] = field(default_factory=dict, init=False)
+    """Metrics reported by environments about the last groups."""
     _rounds: Counter[int] = field(default_factory=Counter, init=False)
     """Collections by step."""
 

@@ -22,13 +22,10 @@ class Versioned(Protocol):
 
 @dataclass(frozen=True)
 class StoredVersion:
-    """The version of the policy's weights, stored with the position in the data; a `stored_parts.StoredPart`.
-
-    Attributes:
-        policy: the model under training.
-    """
+    """The version of the policy's weights, stored with the position in the data; a `stored_parts.StoredPart`."""
 
     policy: Versioned
+    """The model under training."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the version."""

@@ -89,50 +89,43 @@ def as_sampled(rollouts: FreshRollouts) -> RolloutSource:
 
 @dataclass(frozen=True)
 class RolloutRecipe:
-    """The choices of an algorithm that samples; complete before anything starts.
-
-    Attributes:
-        tokenizer: tokenizer of all models and of the data.
-        data: prompts.
-        loss_fn: loss that the policy is trained on.
-        roles: models by name; "policy" is trained on `loss_fn` and sampled from.
-        stages: builds the stages of a step from the started models, or from objects that score as they do.
-        source: wraps the source of freshly sampled groups.
-        trainer: builds what makes the updates, from the started models and a function that returns the running step;
-            None: the policy does.
-        prompt_factor: prompts drawn at a time, divided by `num_prompts_per_step`.
-        needs_reward: whether samples without a reward are excluded from the loss.
-        environments: user-supplied environments by task name, used instead of those in `env`; see
-            `rollout.environments`.
-        review: what is noted on finished samples.
-    """
+    """The choices of an algorithm that samples; complete before anything starts."""
 
     tokenizer: PreTrainedTokenizerBase
+    """Tokenizer of all models and of the data."""
     data: RunData
+    """Prompts."""
     loss_fn: AnyLossFunction
+    """Loss that the policy is trained on."""
     roles: Mapping[str, Role]
+    """Models by name; "policy" is trained on `loss_fn` and sampled from."""
     stages: Callable[[Mapping[str, Any]], list[Stage]]
+    """Builds the stages of a step from the started models, or from objects that score as they do."""
     source: Callable[[FreshRollouts], RolloutSource] = as_sampled
+    """Wraps the source of freshly sampled groups."""
     trainer: Callable[[Mapping[str, Any], Callable[[], int]], Trainer] | None = None
+    """Builds what makes the updates, from the started models and a function that returns the running step; None: the
+    policy does."""
     prompt_factor: float = 1.0
+    """Prompts drawn at a time, divided by `num_prompts_per_step`."""
     needs_reward: bool = True
+    """Whether samples without a reward are excluded from the loss."""
     environments: Mapping[str, Any] = field(default_factory=dict)
+    """User-supplied environments by task name, used instead of those in `env`; see `rollout.environments`."""
     review: ReviewSettings = field(default_factory=ReviewSettings)
+    """Notes on finished samples."""
 
 
 @dataclass(frozen=True)
 class Workers:
-    """The processes of a run that trains and samples.
-
-    Attributes:
-        models: controllers of the models, by role.
-        engines: generation engines.
-        environments: environments by task name.
-    """
+    """The processes of a run that trains and samples."""
 
     models: Mapping[str, Policy]
+    """Controllers of the models, by role."""
     engines: EngineGroup
+    """Generation engines."""
     environments: Mapping[str, Environment]
+    """Environments by task name."""
 
 
 def start_run(config: RolloutMasterConfig, recipe: RolloutRecipe, started_at: float = 0.0) -> Run:

@@ -86,34 +86,28 @@ class Arrivals:
 
 @dataclass
 class StreamedRollouts:
-    """Passes the groups of a source on, and trains on them meanwhile; a source and a `runtime.run.Trainer`.
-
-    Attributes:
-        inner: gives the groups.
-        policy: adds up gradients.
-        loss_fn: loss of the policy.
-        stages: as in `Run`, with models that score parts.
-        stages_of_steps: as in `Run`, with the scores of the parts.
-        scores: the scores of the parts.
-        memory: as in `Run`.
-        layout: as in `RolloutBatches`.
-        groups_per_part: groups of a part; the last part of a step may have fewer, and parts that are not `in_order` may
-            have more.
-        busy: counts a block as work of the trainer.
-        in_order: parts have consecutive groups; False: those that are finished.
-    """
+    """Passes the groups of a source on, and trains on them meanwhile; a source and a `runtime.run.Trainer`."""
 
     inner: RolloutSource
+    """Gives the groups."""
     policy: AccumulatingPolicy
+    """Adds up gradients."""
     loss_fn: AnyLossFunction
+    """Loss of the policy."""
     stages: Sequence[Stage]
+    """As in `Run`, with models that score parts."""
     stages_of_steps: list[Stage]
+    """As in `Run`, with the scores of the parts."""
     scores: Sequence[PartScores]
     memory: MemorySharing
     layout: Callable[[Sequence[Trajectory]], BatchedDataDict[Any]]
+    """As in `RolloutBatches`."""
     groups_per_part: int
+    """Groups of a part; the last part of a step may have fewer, and parts that are not `in_order` may have more."""
     busy: Callable[[], AbstractContextManager[None]]
+    """Counts a block as work of the trainer."""
     in_order: bool = True
+    """Parts have consecutive groups; False: those that are finished."""
     _rewards: list[tuple[Trajectory, float | None]] = field(default_factory=list, init=False)
     """Trained trajectories of the step, with the rewards that were used."""
 

@@ -31,25 +31,21 @@ from nemo_rl.utils.logger import print_message_log_samples
 
 @dataclass(frozen=True)
 class Validator:
-    """Validates on a fixed set of prompts.
-
-    Attributes:
-        batches: collated prompts, iterated again for every validation.
-        runner: plays rollouts.
-        sampling: how to sample.
-        num_generations: samples per prompt.
-        run_seed: seed of the run.
-        tasks: names of the run's environments; several of them have their own metrics.
-        name_of: row -> name of its data set, which has its own metrics; None for none.
-    """
+    """Validates on a fixed set of prompts."""
 
     batches: Iterable[BatchedDataDict[Any]]
+    """Collated prompts, iterated again for every validation."""
     runner: RolloutRunner
+    """Plays rollouts."""
     sampling: SamplingParams
+    """How to sample."""
     num_generations: int
+    """Samples per prompt."""
     run_seed: int
     tasks: Collection[str] = ()
+    """Names of the run's environments; several of them have their own metrics."""
     name_of: Callable[[int], str | None] = lambda idx: None
+    """Maps a row to the name of its data set, which has its own metrics; None for none."""
 
     def validate(self) -> Rollouts:
         """Roll out all validation prompts; return the trajectories, and metrics for the prefix `validation/`."""
@@ -100,15 +96,12 @@ class Validator:
 
 @dataclass(frozen=True)
 class ValidationReport:
-    """Writes the samples of a validation, and prints some.
-
-    Attributes:
-        trajectory_log: writes them.
-        num_printed: samples to print; 0 prints none.
-    """
+    """Writes the samples of a validation, and prints some."""
 
     trajectory_log: TrajectoryLog
+    """Writes them."""
     num_printed: int
+    """Samples to print; 0 prints none."""
 
     def write(self, step: int, trajectories: list[Trajectory]) -> None:
         """Write the samples of the validation after a step."""
@@ -150,16 +143,14 @@ class BackgroundValidation:
     """Validates while training goes on; a `runtime.validations.Validation`.
 
     All prompts are loaded before it starts.
-
-    Attributes:
-        validator: plays the validation prompts.
-        ensure_fresh: gives the engines the policy's weights.
-        report: writes the samples.
     """
 
     validator: Validator
+    """Plays the validation prompts."""
     ensure_fresh: Callable[[], None]
+    """Gives the engines the policy's weights."""
     report: ValidationReport
+    """Writes the samples."""
     _running: _Running | None = field(default=None, init=False)
 
     def start(self, step: int) -> None:

@@ -24,11 +24,7 @@ class DeviceUser(Protocol):
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model under training that gives up its optimizer state; its weights stay, for example for a weight sync.
-
-    Attributes:
-        policy: its ranks.
-    """
+    """A model under training that gives up its optimizer state; its weights stay, for example for a weight sync."""
 
     policy: Policy
 
@@ -43,11 +39,7 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class SecondTrainedModel:
-    """A model under training that gives up its optimizer state and its weights, because no engine needs them.
-
-    Attributes:
-        policy: its ranks.
-    """
+    """A model under training that gives up its optimizer state and its weights, because no engine needs them."""
 
     policy: Policy
 
@@ -64,11 +56,7 @@ class SecondTrainedModel:
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A model for inference only, which gives up its weights.
-
-    Attributes:
-        policy: its ranks.
-    """
+    """A model for inference only, which gives up its weights."""
 
     policy: Policy
 
@@ -161,17 +149,13 @@ def share_memory(
 
 @dataclass(frozen=True)
 class SavedOnDevice:
-    """A model next to the policy that gets its devices back before it is saved; a `saving.BackgroundSavable`.
-
-    Attributes:
-        name: name of the model.
-        model: its ranks.
-        memory: gives it its devices.
-    """
+    """A model next to the policy that gets its devices back before it is saved; a `saving.BackgroundSavable`."""
 
     name: str
+    """Name of the model."""
     model: Policy
     memory: MemorySharing
+    """Gives it its devices."""
 
     def save_checkpoint(self, *paths: Any, **options: Any) -> None:
         """See `Policy.save_checkpoint`."""

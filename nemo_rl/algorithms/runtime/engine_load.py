@@ -35,15 +35,11 @@ def engine_load(
 
 @dataclass
 class RequestCounts:
-    """Counts open requests from time to time on a thread.
-
-    Attributes:
-        engines: the engines.
-        interval_s: seconds between two counts.
-    """
+    """Counts open requests from time to time on a thread."""
 
     engines: GenerationInterface
     interval_s: float
+    """Seconds between two counts."""
     _counts: list[list[int]] = field(default_factory=list, init=False)
     _guard: threading.Lock = field(default_factory=threading.Lock, init=False)
     _stopped: threading.Event = field(default_factory=threading.Event, init=False)

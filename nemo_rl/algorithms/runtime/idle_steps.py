@@ -23,13 +23,11 @@ class IdleSteps:
 
     Args:
         most: number of idle steps in a row that ends the run.
-
-    Attributes:
-        in_a_row: idle steps since the last one in which all models trained.
     """
 
     def __init__(self, most: int) -> None:
         self.in_a_row = 0
+        """Idle steps since the last one in which all models trained."""
         self._most = most
 
     def note(self, step: int, metrics: Mapping[str, float]) -> NemoRLError | None:

@@ -37,16 +37,7 @@ class Replaceable(Protocol):
 
 @dataclass(frozen=True)
 class Connection:
-    """The parts of a run in the controller, which connect its workers.
-
-    Attributes:
-        session: as in `Run`.
-        source: as in `Run`.
-        stages: as in `Run`.
-        memory: as in `Run`.
-        trainer: as in `Run`.
-        was_changed: returns whether the program has replaced a part of the source.
-    """
+    """The parts of a run in the controller, which connect its workers; fields without a text are as in `Run`."""
 
     session: Session
     source: BatchSource
@@ -54,19 +45,17 @@ class Connection:
     memory: MemorySharing
     trainer: Trainer | None = None
     was_changed: Callable[[], bool] = lambda: False
+    """Returns whether the program has replaced a part of the source."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """The reason of a restart.
-
-    Attributes:
-        step: the step that failed.
-        reason: the failure in one line.
-    """
+    """The reason of a restart."""
 
     step: int
+    """The step that failed."""
     reason: str
+    """The failure in one line."""
 
     @property
     def kind(self) -> tuple[int, str]:
@@ -79,29 +68,26 @@ class Cause:
 
 @dataclass
 class Recovery:
-    """Makes a run ready to be trained again; a `Run.recover`.
-
-    Attributes:
-        max_restarts: number of restarts after which a failure ends the run.
-        models: all models by name.
-        newest_checkpoint: returns the step folder to continue from; None begins again at step 1.
-        replace_ranks: replaces the ranks of all trained models, and of the models with these names, from a step folder.
-        connect: builds the parts in the controller for a run that continues from a step folder.
-        metrics: backends of the run.
-        connection: the current parts.
-        threads: ends the threads of the current parts.
-        causes: reasons of the restarts so far.
-    """
+    """Makes a run ready to be trained again; a `Run.recover`."""
 
     max_restarts: int
+    """Number of restarts after which a failure ends the run."""
     models: Mapping[str, Replaceable]
+    """All models by name."""
     newest_checkpoint: Callable[[], Path | None]
+    """Returns the step folder to continue from; None begins again at step 1."""
     replace_ranks: Callable[[Collection[str], Path | None], None]
+    """Replaces the ranks of all trained models, and of the models with these names, from a step folder."""
     connect: Callable[[Path | None], Connection]
+    """Builds the parts in the controller for a run that continues from a step folder."""
     metrics: Logger
+    """Backends of the run."""
     connection: Connection
+    """The current parts."""
     threads: ExitStack = field(default_factory=ExitStack)
+    """Ends the threads of the current parts."""
     causes: list[Cause] = field(default_factory=list)
+    """Reasons of the restarts so far."""
 
     def __call__(self, run: Run, failure: Exception) -> None:
         """Replace lost ranks, and build source and session of the run again.

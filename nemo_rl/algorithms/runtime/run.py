@@ -33,32 +33,29 @@ type Phase = Callable[[str], AbstractContextManager[None]]
 
 @dataclass
 class StepBatch:
-    """The batch of one step.
-
-    Attributes:
-        tensors: the batch of B rows; stages write into it.
-        trajectories: the rollouts that the rows were made from, in order; one with branches has several rows. Empty for
-            written data.
-        num_prompts: prompts, or samples of written data, that the batch consumes.
-        metrics: metrics of making the batch, logged under `train/`.
-        metrics_under: further metrics, by the prefix under which they are logged.
-        rows_per_update: rows of one optimizer update, or of each; None takes `policy.train_global_batch_size`.
-        prompts: positions in the data that are done with once the batch was trained on.
-        rewards: of the samples of each of these prompts, also of those that the batch leaves out.
-        stale_BT: `[B, T]` bool, tokens that were sampled by weights older than the policy's; None if there are none.
-        unmeasured: metrics of the update that say nothing about this batch and are not logged.
-    """
+    """The batch of one step."""
 
     tensors: BatchedDataDict[Any]
+    """The batch of B rows; stages write into it."""
     trajectories: Sequence[Trajectory] = ()
+    """The rollouts that the rows were made from, in order; one with branches has several rows. Empty for written
+    data."""
     num_prompts: int = 0
+    """Prompts, or samples of written data, that the batch consumes."""
     metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics of making the batch, logged under `train/`."""
     metrics_under: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Further metrics, by the prefix under which they are logged."""
     rows_per_update: int | Sequence[int] | None = None
+    """Rows of one optimizer update, or of each; None takes `policy.train_global_batch_size`."""
     prompts: Sequence[PromptPosition] = ()
+    """Positions in the data that are done with once the batch was trained on."""
     rewards: GroupRewards = field(default_factory=dict)
+    """Rewards of the samples of each of these prompts, also of those that the batch leaves out."""
     stale_BT: Tensor | None = None
+    """`[B, T]` bool, tokens that were sampled by weights older than the policy's; None if there are none."""
     unmeasured: frozenset[str] = frozenset()
+    """Metrics of the update that say nothing about this batch and are not logged."""
 
     def measured(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return metrics without those of `unmeasured`."""
@@ -85,20 +82,15 @@ class BatchSource(Protocol):
 
 
 class Stage(Protocol):
-    """One change of a batch after it is made and before the update.
-
-    Attributes:
-        name: name under which the stage's time is logged, `timing/train/<name>`.
-        roles: models that the stage uses. They get the devices that several models share; if empty, nothing changes.
-    """
+    """One change of a batch after it is made and before the update."""
 
     @property
     def name(self) -> str:
-        """Name of the phase."""
+        """Name under which the stage's time is logged, `timing/train/<name>`."""
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Names of the models."""
+        """Models that the stage uses. They get the devices that several models share; if empty, nothing changes."""
 
     def apply(self, batch: StepBatch) -> dict[str, float]:
         """Write into `batch.tensors`; return metrics of the step."""
@@ -120,32 +112,29 @@ def cannot_recover(run: "Run", failure: Exception) -> None:
 
 @dataclass
 class Run:
-    """All parts of one run, built by `setup` of its algorithm; a context manager that closes the run.
-
-    Attributes:
-        session: steps, metrics, validation, checkpoints.
-        source: source of the batches.
-        stages: changes of a batch before it is trained on, in order.
-        roles: models by name; "policy" is the one that `loss_fn` trains.
-        loss_fn: loss of the policy.
-        memory: decides which models have the devices, where several share them.
-        resources: ends everything that was started, latest first.
-        generation: the engines; None if nothing is sampled.
-        trainer: makes the updates; None: the policy.
-        recover: called with the run and the failure that ended `train`; raises the failure, or makes the run ready to
-            be trained again (`runtime.recovery`).
-    """
+    """All parts of one run, built by `setup` of its algorithm; a context manager that closes the run."""
 
     session: Session
+    """Steps, metrics, validation, checkpoints."""
     source: BatchSource
+    """Source of the batches."""
     stages: list[Stage]
+    """Changes of a batch before it is trained on, in order."""
     roles: Mapping[str, PolicyInterface]
+    """Models by name; "policy" is the one that `loss_fn` trains."""
     loss_fn: AnyLossFunction
+    """Loss of the policy."""
     memory: MemorySharing
+    """Decides which models have the devices, where several share them."""
     resources: ExitStack
+    """Ends everything that was started, latest first."""
     generation: GenerationInterface | None = None
+    """The engines; None if nothing is sampled."""
     trainer: Trainer | None = None
+    """Makes the updates; None: the policy."""
     recover: Callable[["Run", Exception], None] = cannot_recover
+    """Called with the run and the failure that ended `train`; raises the failure, or makes the run ready to be trained
+    again (`runtime.recovery`)."""
 
     @property
     def policy(self) -> PolicyInterface:

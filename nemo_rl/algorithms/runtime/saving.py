@@ -56,9 +56,6 @@ class CheckpointSaver:
         config: the `checkpointing` section.
         models: the models to save, each into the folder of its name.
         run_config: configuration that is stored in every checkpoint.
-
-    Attributes:
-        saved_step: the last step with a complete checkpoint.
     """
 
     def __init__(
@@ -74,6 +71,7 @@ class CheckpointSaver:
         self._run_config = run_config
         self._unfinished: tuple[int, Path] | None = None
         self.saved_step = 0
+        """The last step with a complete checkpoint."""
 
     def save(self, step: int, info: Mapping[str, Any], position: Mapping[str, Any]) -> None:
         """Save a step, after the checkpoint that is being written.

@@ -43,52 +43,46 @@ _CONTINUES = "%s Training continues; the next save, or the one at the end, is an
 
 @dataclass
 class SaveState:
-    """The counters of a run that are stored in `training_info.json`.
-
-    Attributes:
-        total_steps: finished training steps.
-        consumed_samples: prompts drawn.
-        total_valid_tokens: tokens that counted in a loss.
-        trained_steps: finished steps that made an update.
-        val_reward: main metric of the last validation.
-        validating_step: step of the validation that was running; 0: none.
-    """
+    """The counters of a run that are stored in `training_info.json`."""
 
     total_steps: int = 0
+    """Finished training steps."""
     current_step: int = 0
     current_epoch: int = 0
     consumed_samples: int = 0
+    """Prompts drawn."""
     total_valid_tokens: int = 0
+    """Tokens that counted in a loss."""
     trained_steps: int = 0
+    """Finished steps that made an update."""
     val_reward: float = -99999999.0
+    """Main metric of the last validation."""
     validating_step: int = 0
+    """Step of the validation that was running; 0: none."""
 
 
 @dataclass(frozen=True)
 class Cadence:
-    """The steps at which a session validates, saves and stops.
-
-    Attributes:
-        max_num_steps: last step.
-        val_period: steps between two validations; 0: never.
-        val_start_at: first step of periodic validation; -1: no delay.
-        val_at_start: whether to validate before step 1.
-        val_at_end: whether to validate after the last step.
-        save_period: steps between two checkpoints.
-        stop_metric: validation metric that may end the run.
-        stop_threshold: value of the metric at which the run ends.
-        max_idle_steps: steps in a row without an update that end the run with an error.
-    """
+    """The steps at which a session validates, saves and stops."""
 
     max_num_steps: int
+    """Last step."""
     val_period: int = 0
+    """Steps between two validations; 0: never."""
     val_start_at: int = -1
+    """First step of periodic validation; -1: no delay."""
     val_at_start: bool = False
+    """Whether to validate before step 1."""
     val_at_end: bool = False
+    """Whether to validate after the last step."""
     save_period: int = 10
+    """Steps between two checkpoints."""
     stop_metric: str | None = None
+    """Validation metric that may end the run."""
     stop_threshold: float | None = None
+    """Value of the metric at which the run ends."""
     max_idle_steps: int = 5
+    """Steps in a row without an update that end the run with an error."""
 
 
 class Resumable(Protocol):
@@ -107,29 +101,25 @@ class Resumable(Protocol):
 
 @dataclass
 class SessionParts:
-    """The parts that a session connects.
-
-    Attributes:
-        cadence: when to validate, save and stop.
-        logger: metric backends.
-        checkpointing: the section `checkpointing`.
-        checkpoints: folder of the checkpoints; None if checkpointing is off.
-        models: models to save, each into the folder of its name.
-        source: the training data, whose position is saved.
-        validation: measures the policy after a step; None without validation data.
-        run_config: configuration that is stored in every checkpoint.
-        throughput: measures tokens and operations per second.
-    """
+    """The parts that a session connects."""
 
     cadence: Cadence
+    """When to validate, save and stop."""
     logger: Logger
+    """Metric backends."""
     checkpointing: CheckpointingConfig
     checkpoints: CheckpointManager | None
+    """Folder of the checkpoints; None if checkpointing is off."""
     models: Mapping[str, Savable]
+    """Models to save, each into the folder of its name."""
     source: Resumable
+    """The training data, whose position is saved."""
     validation: Validation | None
+    """Measures the policy after a step; None without validation data."""
     run_config: BaseModel
+    """Configuration that is stored in every checkpoint."""
     throughput: Throughput
+    """Measures tokens and operations per second."""
     timer: Timer = field(default_factory=Timer)
 
 
@@ -140,21 +130,19 @@ class Session:
         parts: the parts that it connects.
         resume_path: checkpoint folder from which to resume; None starts a new run.
         started_at: `time.perf_counter()` at process start, for the time to the first step.
-
-    Attributes:
-        state: the save state.
-        timer: phases of the current step.
-        step: the running or last step; 0 before the first.
-        num_restarts: times that the run has replaced the ranks of its models.
     """
 
     def __init__(self, parts: SessionParts, resume_path: Path | None, started_at: float):
         self._parts = parts
         self._cadence = parts.cadence
         self.timer = parts.timer
+        """Phases of the current step."""
         self.state = SaveState()
+        """The save state."""
         self.step = 0
+        """The running or last step; 0 before the first."""
         self.num_restarts = 0
+        """Times that the run has replaced the ranks of its models."""
         must_save_by = parts.checkpointing.checkpoint_must_save_by
         self._deadline = TimeoutChecker(must_save_by, fit_last_save_time=True) if must_save_by else None
         self._started_at = started_at

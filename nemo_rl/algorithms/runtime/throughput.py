@@ -29,24 +29,21 @@ class Worker(Protocol):
 
 @dataclass
 class Throughput:
-    """The throughput of a run.
-
-    Attributes:
-        policy: the model that is trained.
-        precision: number format in which it computes.
-        policy_devices: GPUs of the policy, or on CPUs its ranks.
-        devices: GPUs of the run, or on CPUs the cores of this machine.
-        uses_gpu: whether they are GPUs.
-        samples_in_phase: whether the phase `generation` is all the time in which a step's answers are sampled, so that
-            it gives a rate; not where rollouts go on during other phases.
-    """
+    """The throughput of a run."""
 
     policy: Worker
+    """The model that is trained."""
     precision: str
+    """Number format in which it computes."""
     policy_devices: int
+    """GPUs of the policy, or on CPUs its ranks."""
     devices: int
+    """GPUs of the run, or on CPUs the cores of this machine."""
     uses_gpu: bool
+    """Whether they are GPUs."""
     samples_in_phase: bool = True
+    """Whether the phase `generation` is all the time in which a step's answers are sampled, so that it gives a rate;
+    not where rollouts go on during other phases."""
     _told: PassCosts | None = field(default=None, init=False)
 
     @classmethod

@@ -24,19 +24,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """A finished validation.
-
-    Attributes:
-        step: training step after which it started.
-        metrics: a metric of a named data set is `validation-<set>/<name>`.
-        seconds: from its start to its end.
-        waited_s: seconds of these in which training waited for it.
-    """
+    """A finished validation."""
 
     step: int
+    """Training step after which it started."""
     metrics: dict[str, float]
+    """A metric of a named data set is `validation-<set>/<name>`."""
     seconds: float
+    """Seconds from its start to its end."""
     waited_s: float
+    """Seconds of these in which training waited for it."""
 
     @property
     def by_set(self) -> dict[str, dict[str, float]]:
@@ -78,13 +75,10 @@ class Validation(Protocol):
 
 @dataclass
 class InTurn:
-    """Validates while training waits.
-
-    Attributes:
-        validate: step -> metrics.
-    """
+    """Validates while training waits."""
 
     validate: Callable[[int], dict[str, float]]
+    """Validates after a step; returns metrics."""
     _result: ValidationResult | None = field(default=None, init=False)
 
     def start(self, step: int) -> None:
@@ -105,25 +99,22 @@ class InTurn:
 
 @dataclass
 class Validations:
-    """The validations of a session.
-
-    Attributes:
-        validation: validates; None without validation data.
-        metrics: backends.
-        checkpointing: the section, if the run saves checkpoints; else None.
-        stop_metric: metric that may end the run.
-        stop_threshold: value at which it does.
-        started_step: step of the last validation that was started; None before the first.
-        running_step: step of the validation that runs; None: none does.
-    """
+    """The validations of a session."""
 
     validation: Validation | None
+    """Validates; None without validation data."""
     metrics: Logger
+    """Backends."""
     checkpointing: CheckpointingConfig | None
+    """The section, if the run saves checkpoints; else None."""
     stop_metric: str | None
+    """Metric that may end the run."""
     stop_threshold: float | None
+    """Value at which it does."""
     started_step: int | None = field(default=None, init=False)
+    """Step of the last validation that was started; None before the first."""
     running_step: int | None = field(default=None, init=False)
+    """Step of the validation that runs; None: none does."""
 
     def start(self, step: int) -> None:
         """Start a validation; the one before it is finished."""

@@ -58,21 +58,18 @@ def device_bytes(cluster: ClusterConfig) -> float:
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """The memory that a run will need.
-
-    Attributes:
-        groups: a plan for one device (on CPUs one process) of each group of devices, by what runs there, such as
-            "policy + generation". Its `moments` are the phases of the run, with bytes by kind: "training",
-            "log-probs", "generation", "weight sync", and "<name>'s training" and "<name>'s scores" of every other
-            model, of a frozen one only its scores. `peak_moment` and `peak` are the phase that needs most; `host` is
-            what a device's process keeps in host memory meanwhile.
-        cache_tokens: tokens that the key-value cache of an engine has room for; None without engines.
-        shortfalls: what does not fit, with the numbers and what to change; empty if everything fits.
-    """
+    """The memory that a run will need."""
 
     groups: Mapping[str, MemoryPlan]
+    """A plan for one device (on CPUs one process) of each group of devices, by what runs there, such as "policy +
+    generation". Its `moments` are the phases of the run, with bytes by kind: "training", "log-probs", "generation",
+    "weight sync", and "<name>'s training" and "<name>'s scores" of every other model, of a frozen one only its scores.
+    `peak_moment` and `peak` are the phase that needs most; `host` is what a device's process keeps in host memory
+    meanwhile."""
     cache_tokens: float | None
+    """Tokens that the key-value cache of an engine has room for; None without engines."""
     shortfalls: Sequence[str]
+    """Everything that does not fit, with the numbers and what to change; empty if everything fits."""
 
 
 def forecast_memory(config: RunConfig, device: float) -> MemoryForecast:

@@ -38,19 +38,16 @@ _WORKERS = {
 
 @dataclass(frozen=True)
 class Need:
-    """A package that workers import.
-
-    Attributes:
-        kind: kind of the workers, as in `cluster.venvs`.
-        extras: extras of this project that install it, the one for the run's device first.
-        asked_by: the key that needs it.
-        missing: what the driver's Python lacks; None if the package is installed.
-    """
+    """A package that workers import."""
 
     kind: str
+    """Kind of the workers, as in `cluster.venvs`."""
     extras: tuple[str, ...]
+    """Extras of this project that install it, the one for the run's device first."""
     asked_by: str
+    """The key that needs it."""
     missing: str | None
+    """The thing that the driver's Python lacks; None if the package is installed."""
 
 
 def check_packages(config: RunConfig) -> None:

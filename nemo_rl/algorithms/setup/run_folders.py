@@ -25,21 +25,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunFolders:
-    """The folders of a run.
-
-    Attributes:
-        log_dir: the run's `exp_NNN`.
-        checkpoints: folder of the checkpoints; None if checkpointing is off.
-        resume_path: newest checkpoint; None starts a new run.
-        record_end: adds the end of the run to its record, see `run_record.record_run`.
-        position: position in the data of that checkpoint.
-    """
+    """The folders of a run."""
 
     log_dir: Path
+    """The run's `exp_NNN`."""
     checkpoints: CheckpointManager | None
+    """Folder of the checkpoints; None if checkpointing is off."""
     resume_path: Path | None
+    """Newest checkpoint; None starts a new run."""
     record_end: EndOfRun
+    """Adds the end of the run to its record, see `run_record.record_run`."""
     position: Mapping[str, Any] | None = None
+    """Position in the data of that checkpoint."""
 
     def newest_checkpoint(self) -> Path | None:
         """Return the newest undamaged checkpoint, also one that this run has written; None if there is none."""

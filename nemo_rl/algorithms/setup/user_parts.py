@@ -30,22 +30,19 @@ from nemo_rl.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class UserParts:
-    """User-supplied parts of a run; None (or no entry) takes the configured part.
-
-    Attributes:
-        tokenizer: tokenizer of all models and of the data.
-        dataset: training rows, see `data.datasets.user_data.given_data`.
-        val_dataset: validation rows; without `dataset` they are used with the configured training rows.
-        environments: environments by task name, see `environments.user_environments.environment_of`; a mapping is a
-            section of `env`.
-        loss_fn: loss of the policy.
-    """
+    """User-supplied parts of a run; None (or no entry) takes the configured part."""
 
     tokenizer: PreTrainedTokenizerBase | None = None
+    """Tokenizer of all models and of the data."""
     dataset: Any = None
+    """Training rows, see `data.datasets.user_data.given_data`."""
     val_dataset: Any = None
+    """Validation rows; without `dataset` they are used with the configured training rows."""
     environments: Mapping[str, Any] = field(default_factory=dict)
+    """Environments by task name, see `environments.user_environments.environment_of`; a mapping is a section of
+    `env`."""
     loss_fn: Any = None
+    """Loss of the policy."""
 
     @property
     def running_environments(self) -> dict[str, Any]:

@@ -51,42 +51,36 @@ type ValidationBatches = Iterable[BatchedDataDict[Any]]
 
 @dataclass(frozen=True)
 class SupervisedRecipe:
-    """The parts of a supervised run that depend on its algorithm; built before anything starts.
-
-    Attributes:
-        tokenizer: tokenizer of model and data.
-        data: rows to train and validate on.
-        collate: joins data into a batch.
-        loss_fn: the training loss.
-        roles: models by name; "policy" is trained on `loss_fn`.
-        rows_per_sample: rows of a batch that one sample takes; 2 for pairs.
-        stages: builds, from the started models, the stages that a batch goes through before training or validation.
-        validator: policy and batches -> a function that validates after a step; None reports the loss.
-        validated_names: metrics of the loss that a validation reports, see `LossValidator.names`.
-    """
+    """The parts of a supervised run that depend on its algorithm; built before anything starts."""
 
     tokenizer: PreTrainedTokenizerBase
+    """Tokenizer of model and data."""
     data: RunData
+    """Rows to train and validate on."""
     collate: Collate
+    """Joins data into a batch."""
     loss_fn: LossFunction
+    """The training loss."""
     roles: Mapping[str, Role]
+    """Models by name; "policy" is trained on `loss_fn`."""
     rows_per_sample: int = 1
+    """Rows of a batch that one sample takes; 2 for pairs."""
     stages: Callable[[Mapping[str, Policy]], list[Stage]] = lambda models: []
+    """Builds, from the started models, the stages that a batch goes through before training or validation."""
     validator: Callable[[Policy, ValidationBatches], Validate] | None = None
+    """Makes of policy and batches a function that validates after a step; None reports the loss."""
     validated_names: tuple[tuple[str, str], ...] | None = None
+    """Metrics of the loss that a validation reports, see `LossValidator.names`."""
 
 
 @dataclass(frozen=True)
 class Setup[Config: SupervisedMasterConfig]:
-    """The function `setup` of a supervised algorithm.
-
-    Attributes:
-        schema: the master config class of the algorithm.
-        recipe: configuration and user-supplied parts -> the recipe.
-    """
+    """The function `setup` of a supervised algorithm."""
 
     schema: type[Config]
+    """The master config class of the algorithm."""
     recipe: Callable[[Config, UserParts], SupervisedRecipe]
+    """Makes the recipe of configuration and user-supplied parts."""
 
     def __call__(
         self,

@@ -22,25 +22,20 @@ type Validate = Callable[[int], dict[str, float]]
 
 @dataclass(frozen=True)
 class LossValidator:
-    """Computes a loss on held-out data.
-
-    Attributes:
-        batches: validation batches, iterated again for each validation.
-        stages: as in training.
-        policy: the model.
-        memory: gives the stages and the policy their devices, where several models share them.
-        loss_fn: the loss.
-        micro_batch_rows: rows of one pass of a rank; None forms passes as in training.
-        names: names of the loss's metrics to report -> names in the report; None reports all.
-    """
+    """Computes a loss on held-out data."""
 
     batches: Iterable[Batch]
+    """Validation batches, iterated again for each validation."""
     stages: Sequence[Stage]
+    """As in training."""
     policy: PolicyInterface
     memory: MemorySharing
+    """Gives the stages and the policy their devices, where several models share them."""
     loss_fn: LossFunction
     micro_batch_rows: int | None = None
+    """Rows of one pass of a rank; None forms passes as in training."""
     names: tuple[tuple[str, str], ...] | None = None
+    """Names in the report by the names of the loss's metrics; None reports all."""
 
     def __call__(self, step: int) -> dict[str, float]:
         """Return metrics of the whole validation; counts are summed, other metrics are averaged by these counts."""
@@ -63,15 +58,12 @@ class LossValidator:
 
 @dataclass(frozen=True)
 class SeparateValidations:
-    """Validates on several data sets separately.
-
-    Attributes:
-        whole: validates on the rows without a name; None if there are none.
-        named: validates on the rows of a name; their metric `m` is reported as `validation-<name>/m`.
-    """
+    """Validates on several data sets separately."""
 
     whole: Validate | None
+    """Validates on the rows without a name; None if there are none."""
     named: Mapping[str, Validate]
+    """Validates on the rows of a name; their metric `m` is reported as `validation-<name>/m`."""
 
     def __call__(self, step: int) -> dict[str, float]:
         """Return the metrics of all data sets."""

@@ -18,15 +18,12 @@ NOT_BUILT = "not built yet"
 
 @dataclass(frozen=True)
 class Only:
-    """Restricts a key to the values that work today; others name the missing feature.
-
-    Attributes:
-        allowed: values that are accepted.
-        feature: name of the feature that the other values need: one text for all of them, or one for each.
-    """
+    """Restricts a key to the values that work today; others name the missing feature."""
 
     allowed: tuple[Any, ...]
+    """Values that are accepted."""
     feature: str | Mapping[Any, str]
+    """Name of the feature that the other values need: one text for all of them, or one for each."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
@@ -40,15 +37,12 @@ class Only:
 
 @dataclass(frozen=True)
 class OnlyWith:
-    """Marks a key that has an effect only where another key has certain values; elsewhere the loader reports it.
-
-    Attributes:
-        key: the other key: in the same section, or with each leading dot in the section above.
-        values: its values with which this key acts; none: all that switch something on.
-    """
+    """Marks a key that has an effect only where another key has certain values; elsewhere the loader reports it."""
 
     key: str
+    """The other key: in the same section, or with each leading dot in the section above."""
     values: tuple[Any, ...] = ()
+    """Its values with which this key acts; none: all that switch something on."""
 
     def path_from(self, section: Sequence[str | int]) -> tuple[str | int, ...]:
         """Return the path of the other key for a key of the section at a path."""
@@ -69,15 +63,12 @@ class OnlyWith:
 
 @dataclass(frozen=True)
 class Later:
-    """Keys of one mapping whose features do not exist yet.
-
-    Attributes:
-        features: feature of each key.
-        neutral: values of a key that switch nothing on, besides null, false, 0, empty values and `enabled: false`.
-    """
+    """Keys of one mapping whose features do not exist yet."""
 
     features: Mapping[str, str]
+    """Feature of each key."""
     neutral: Mapping[str, tuple[Any, ...]]
+    """Values of a key that switch nothing on, besides null, false, 0, empty values and `enabled: false`."""
 
     def switched_on(self, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """Yield the keys of `values` that switch a feature on, each with the text of its refusal."""

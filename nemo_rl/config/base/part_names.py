@@ -18,15 +18,12 @@ OWN_CLASS = "the dotted path of a class"
 
 @dataclass(frozen=True)
 class PartName:
-    """Restricts a key to built-in names and dotted paths.
-
-    Attributes:
-        names: built-in names.
-        not_built: names of NeMo RL whose features do not exist here yet, each with the feature.
-    """
+    """Restricts a key to built-in names and dotted paths."""
 
     names: tuple[str, ...]
+    """Built-in names."""
     not_built: Mapping[str, str] = field(default_factory=dict)
+    """Names of NeMo RL whose features do not exist here yet, each with the feature."""
 
     @property
     def allowed(self) -> str:

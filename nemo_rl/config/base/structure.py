@@ -26,15 +26,12 @@ from nemo_rl.config.base.part_names import PartName
 
 @dataclass(frozen=True)
 class NamedSections:
-    """Marks a `dict[str, Any]` in which some names hold a section and all other names are free.
-
-    Attributes:
-        typed_dict: a `TypedDict` whose keys are the names with a schema.
-        switches: keys that may be written next to the sections, each with the section that has it.
-    """
+    """Marks a `dict[str, Any]` in which some names hold a section and all other names are free."""
 
     typed_dict: type
+    """A `TypedDict` whose keys are the names with a schema."""
     switches: tuple[tuple[str, str], ...] = ()
+    """Keys that may be written next to the sections, each with the section that has it."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self._unified, handler.generate_schema(self.typed_dict))
@@ -58,23 +55,20 @@ class NamedSections:
 
 @dataclass(frozen=True)
 class Slot:
-    """One place of the config tree.
-
-    Attributes:
-        sections: classes that a mapping at this place may be.
-        item: the place of a list's elements, if this may be a list.
-        values: the place of each value, if this is a mapping from free names to sections.
-        named: names with a schema in an otherwise free mapping.
-        annotation: the type written in the schema (None for free places).
-        metadata: constraints that pydantic moved off the annotation.
-    """
+    """One place of the config tree."""
 
     sections: tuple[type[BaseModel], ...] = ()
+    """Classes that a mapping at this place may be."""
     item: Slot | None = None
+    """The place of a list's elements, if this may be a list."""
     values: Slot | None = None
+    """The place of each value, if this is a mapping from free names to sections."""
     named: NamedSections | None = None
+    """Names with a schema in an otherwise free mapping."""
     annotation: Any = None
+    """The type written in the schema (None for free places)."""
     metadata: tuple[Any, ...] = ()
+    """Constraints that pydantic moved off the annotation."""
 
     @classmethod
     def of(cls, annotation: Any, metadata: Iterable[Any] = ()) -> Slot:

@@ -21,17 +21,14 @@ _SWITCH = "enabled"
 
 
 class IdleKey(NamedTuple):
-    """A key that has no effect.
-
-    Attributes:
-        path: path of the key.
-        reason: why it has none.
-        deciders: paths of the keys whose values make it so.
-    """
+    """A key that has no effect."""
 
     path: Path
+    """Path of the key."""
     reason: str
+    """Why it has none."""
     deciders: Sequence[Path] = ()
+    """Paths of the keys whose values make it so."""
 
 
 def idle_keys(config: Section, values: Mapping[str, Any], sources: Sources) -> list[IdleKey]:

@@ -28,15 +28,11 @@ MOST_VALUES = 1_000_000
 
 @dataclass(frozen=True)
 class Layer:
-    """One file of a configuration.
-
-    Attributes:
-        path: the file.
-        content: its keys without `defaults`, interpolations unresolved.
-    """
+    """One file of a configuration."""
 
     path: Path
     content: DictConfig
+    """Its keys without `defaults`, interpolations unresolved."""
 
 
 def read_layers(path: str | Path) -> list[Layer]:

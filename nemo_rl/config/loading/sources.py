@@ -18,15 +18,12 @@ _ABSENT = object()
 
 @dataclass
 class Sources:
-    """Files and overrides that wrote a configuration, the earliest first.
-
-    Attributes:
-        layers: file name and plain content of each layer.
-        overrides: dotted key, text and value of each override.
-    """
+    """Files and overrides that wrote a configuration, the earliest first."""
 
     layers: list[tuple[str, Any]] = field(default_factory=list)
+    """File name and plain content of each layer."""
     overrides: list[tuple[str, str, Any]] = field(default_factory=list)
+    """Dotted key, text and value of each override."""
 
     @classmethod
     def of_layers(cls, layers: Sequence[Layer]) -> "Sources":

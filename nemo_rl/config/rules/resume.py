@@ -101,19 +101,16 @@ _ABSENT = "(absent)"
 
 @dataclass(frozen=True)
 class ChangedKey:
-    """A key whose value differs from the checkpoint's.
-
-    Attributes:
-        key: dotted path.
-        before: value in the checkpoint's configuration.
-        now: value of this run.
-        of_model: whether the key is in the section of a model.
-    """
+    """A key whose value differs from the checkpoint's."""
 
     key: str
+    """Dotted path."""
     before: Any
+    """Value in the checkpoint's configuration."""
     now: Any
+    """Value of this run."""
     of_model: bool = False
+    """Whether the key is in the section of a model."""
 
     @property
     def is_applied(self) -> bool:

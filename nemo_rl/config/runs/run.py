@@ -19,19 +19,16 @@ INHERITED = "data.default"
 
 
 class RunConfig(Section):
-    """Base of all master configurations.
-
-    Attributes:
-        cpu_config: example that runs on a CPU; errors about missing GPUs name it.
-        samples: whether engines sample answers, which environments reward.
-        generation_key: dotted key of the section of the engines.
-    """
+    """Base of all master configurations."""
 
     _hidden: dict[tuple[str | int, ...], str] = PrivateAttr(default_factory=dict)
 
     cpu_config: ClassVar[str]
+    """Example that runs on a CPU; errors about missing GPUs name it."""
     samples: ClassVar[bool] = False
+    """Whether engines sample answers, which environments reward."""
     generation_key: ClassVar[str] = "policy.generation"
+    """Dotted key of the section of the engines."""
 
     if TYPE_CHECKING:  # pydantic would move a field of the base before the sections of the algorithm
         cluster: ClusterConfig

@@ -60,13 +60,10 @@ class RMCheckpointingConfig(DPOCheckpointingConfig):
 
 
 class SupervisedMasterConfig(MasterConfig):
-    """Base of the configurations of supervised training.
-
-    Attributes:
-        section: name of the algorithm's section.
-    """
+    """Base of the configurations of supervised training."""
 
     section: ClassVar[str]
+    """Name of the algorithm's section."""
     ignored: ClassVar[dict[str, str]] = MasterConfig.ignored | {"env": "nothing is rewarded here"}
 
     policy: SupervisedPolicyConfig

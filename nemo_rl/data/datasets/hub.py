@@ -24,25 +24,22 @@ _HUB = "hf://"
 
 @dataclass(frozen=True)
 class HubSource:
-    """Location of a named data set and the names of its columns.
-
-    Attributes:
-        path: Hub id.
-        input_key: Column of the question.
-        output_key: Column of the answer.
-        subsets: Hub configurations to join; None means the only one.
-        split: Split used for training.
-        validation_split: Split used when the data set is the validation set.
-        section: Config section that names the data set, for messages; None means `data.<role>`.
-    """
+    """Location of a named data set and the names of its columns."""
 
     path: str | None
+    """Hub id."""
     input_key: str = "problem"
+    """Column of the question."""
     output_key: str = "answer"
+    """Column of the answer."""
     subsets: tuple[str | None, ...] = (None,)
+    """Hub configurations to join; None means the only one."""
     split: str = "train"
+    """Split used for training."""
     validation_split: str | None = None
+    """Split used when the data set is the validation set."""
     section: str | None = None
+    """Config section that names the data set, for messages; None means `data.<role>`."""
 
 
 def load_table(config: DatasetConfig, role: str, source: HubSource) -> RowTable:

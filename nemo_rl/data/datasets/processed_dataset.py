@@ -57,10 +57,6 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         task_data_processors: One processor for all rows, or (spec, processor) by task name.
         task_data_preprocessors: Applied to a row before its processor: one, or by task name.
         max_seq_length: Longest prompt in tokens; None means no limit.
-
-    Attributes:
-        stand_in: Datum without weight that replaces a row that cannot be processed, with the reason as `fault`; None
-            raises the error of such a row. `leave_out_unusable` sets it.
     """
 
     def __init__(
@@ -79,6 +75,8 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         self.task_data_preprocessors = task_data_preprocessors
         self.max_seq_length = max_seq_length
         self.stand_in: DatumSpec | None = None
+        """Datum without weight that replaces a row that cannot be processed, with the reason as `fault`; None raises
+        the error of such a row. `leave_out_unusable` sets it."""
         if isinstance(task_data_processors, Mapping):
             for spec, _ in task_data_processors.values():
                 spec.copy_defaults(default_task_data_spec)
@@ -222,15 +220,13 @@ class MixedDataset(Dataset[DatumSpec]):
     Args:
         parts: The data sets, in order.
         names: The name of the data set of each part, None for one without; empty: no names.
-
-    Attributes:
-        parts: As passed.
-        names: One for each part.
     """
 
     def __init__(self, parts: Sequence[RowsWithPlace], names: Sequence[str | None] = ()) -> None:
         self.parts = list(parts)
+        """As passed."""
         self.names = list(names) or [None] * len(self.parts)
+        """One for each part."""
         self._ends = list(accumulate(len(part) for part in self.parts))
 
     def __len__(self) -> int:
@@ -305,15 +301,12 @@ class MixedDataset(Dataset[DatumSpec]):
 
 @dataclass(frozen=True)
 class ChosenRows(Dataset[DatumSpec]):
-    """Some rows of a data set, which keep their `idx`.
-
-    Attributes:
-        dataset: The data set.
-        rows: The rows, in order.
-    """
+    """Some rows of a data set, which keep their `idx`."""
 
     dataset: MixedDataset
+    """The data set."""
     rows: Sequence[int]
+    """The rows, in order."""
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -35,24 +35,22 @@ class RawDataset:
 
     A user's own class needs `dataset`, a sequence of formatted rows, and may have `val_dataset`,
     `bad_rows` and `num_rows`.
-
-    Attributes:
-        dataset: Rows to train (or validate) on.
-        val_dataset: Rows set aside by `split_train_validation`, else None.
-        bad_rows: Rows left out, with their places.
-        num_rows: All rows read, bad ones included.
-        first_columns: Columns of the first raw row, for messages.
-        unused_columns: Columns of any row that the data set does not read, without `IGNORED_COLUMNS`.
-        data_config: The entry of the configuration that it was loaded for.
     """
 
     dataset: Sequence[FormattedRow]
+    """Rows to train (or validate) on."""
     val_dataset: Sequence[FormattedRow] | None = None
+    """Rows set aside by `split_train_validation`, else None."""
     bad_rows: list[BadRow]
+    """Rows left out, with their places."""
     num_rows: int
+    """All rows read, bad ones included."""
     first_columns: tuple[str, ...] = ()
+    """Columns of the first raw row, for messages."""
     unused_columns: tuple[str, ...] = ()
+    """Columns of any row that the data set does not read, without `IGNORED_COLUMNS`."""
     data_config: DatasetConfig
+    """The entry of the configuration that it was loaded for."""
 
     @property
     def task_name(self) -> str | None:
@@ -124,12 +122,6 @@ class FormattedRows(Sequence[FormattedRow]):
         task_name: Put into every row.
         key: Key for the value that `format_row` returns.
         keys_below: Returns names for keys inside the columns of a row that nothing reads.
-
-    Attributes:
-        table: the raw rows.
-        indices: [rows] int64, indices of the usable rows.
-        columns: columns of the rows, as keys.
-        columns_read: columns that `format_row` reads.
     """
 
     def __init__(
@@ -142,13 +134,16 @@ class FormattedRows(Sequence[FormattedRow]):
         keys_below: Callable[[Row], Iterable[str]] = lambda row: (),
     ) -> None:
         self.table = table
+        """The raw rows."""
         self._key = key
         self._format_row = format_row
         self._task_name = task_name
         self.bad_rows = list(table.bad_rows)
         self._nulls = ArrowNulls(table.rows) if is_table(table.rows) else None
         self.columns = dict.fromkeys(table.rows.column_names if is_table(table.rows) else ())
+        """Columns of the rows, as keys."""
         self.columns_read = frozenset(columns)
+        """Columns that `format_row` reads."""
         usable = []
         for index, row in _scan(table, columns):
             try:
@@ -166,6 +161,7 @@ class FormattedRows(Sequence[FormattedRow]):
                 reason = f"cannot be read ({type(error).__name__}: {error})"
                 self.bad_rows.append(BadRow(table.name, table.lines[index], reason))
         self.indices = np.array(usable, dtype=np.int64)
+        """[rows] int64, indices of the usable rows."""
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -181,16 +177,12 @@ class FormattedRows(Sequence[FormattedRow]):
 
 
 class RowView(Sequence[FormattedRow]):
-    """Some rows of a sequence.
-
-    Attributes:
-        rows: the sequence.
-        indices: [rows] int64, indices into it.
-    """
+    """Some rows of a sequence."""
 
     def __init__(self, rows: Sequence[FormattedRow], indices: np.ndarray) -> None:
         self.rows = rows
         self.indices = indices
+        """[rows] int64, indices into it."""
 
     def __len__(self) -> int:
         return len(self.indices)

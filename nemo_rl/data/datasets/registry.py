@@ -38,19 +38,16 @@ def own_messages(row: Row) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class DatasetKind:
-    """Data sets whose rows have the same form.
-
-    Attributes:
-        usual: name of the data set that reads a `data_path` without a name.
-        named: factories by name.
-        key: key of the content in a formatted row.
-        own_row: returns the content of a row of a user's class.
-    """
+    """Data sets whose rows have the same form."""
 
     usual: str
+    """Name of the data set that reads a `data_path` without a name."""
     named: Mapping[str, DatasetFactory]
+    """Factories by name."""
     key: str = "messages"
+    """Key of the content in a formatted row."""
     own_row: Callable[[Row], Any] = own_messages
+    """Returns the content of a row of a user's class."""
 
     def load(self, config: DatasetConfig | Mapping[str, Any], role: str = TRAIN) -> RawDataset:
         """Load the data set of one config entry, and split it if the entry says so.

@@ -47,21 +47,18 @@ type Processor = Callable[..., Any]
 
 @dataclass(frozen=True)
 class RunData:
-    """Training and validation rows of a run; the functions of this file return it.
-
-    Attributes:
-        train: Training rows; those that the configuration names have the names of their entries.
-        validation: Validation rows without a name, or None.
-        bad_rows: Rows left out of any of the data sets, with their places.
-        named_validation: Validation rows by the name of their entry.
-        task_env: Environment by task name; a task is named after its environment.
-    """
+    """Training and validation rows of a run; the functions of this file return it."""
 
     train: MixedDataset
+    """Training rows; those that the configuration names have the names of their entries."""
     validation: MixedDataset | None
+    """Validation rows without a name, or None."""
     bad_rows: list[BadRow]
+    """Rows left out of any of the data sets, with their places."""
     named_validation: Mapping[str, MixedDataset] = field(default_factory=dict)
+    """Validation rows by the name of their entry."""
     task_env: Mapping[str, str] = field(default_factory=dict)
+    """Environment by task name; a task is named after its environment."""
 
     @property
     def all_validation(self) -> MixedDataset | None:
@@ -127,25 +124,22 @@ def setup_feedback_data(tokenizer: TokenizerType, data_config: SupervisedDataCon
 
 @dataclass(frozen=True)
 class _Part:
-    """The functions that turn one entry of the config into rows of tokens.
-
-    Attributes:
-        load: reads the rows.
-        process: turns a row into tokens.
-        num_tried: number of rows that are rendered now.
-        over_long: whether a row that is too long counts as a bad row.
-        stop_strings: texts that end the answers to its prompts.
-        tools: function schemas that its prompts offer.
-        output_bytes: most bytes that a program may write, if its environment runs programs.
-    """
+    """The functions that turn one entry of the config into rows of tokens."""
 
     load: Loader
+    """Reads the rows."""
     process: Processor
+    """Turns a row into tokens."""
     num_tried: int
+    """Number of rows that are rendered now."""
     over_long: bool
+    """Whether a row that is too long counts as a bad row."""
     stop_strings: list[str] | None = None
+    """Texts that end the answers to its prompts."""
     tools: Sequence[Mapping[str, Any]] = ()
+    """Function schemas that its prompts offer."""
     output_bytes: int | None = None
+    """Most bytes that a program may write, if its environment runs programs."""
 
 
 def _setup_supervised(

@@ -17,16 +17,13 @@ TOOL_ROLES = frozenset(("environment", "function", "ipython", "tool"))
 
 @dataclass(frozen=True)
 class TextRules:
-    """Rules on which texts are encoded as ordinary text even if they contain control tokens such as `<|im_end|>`.
-
-    Attributes:
-        rows: whether this holds for texts in rows of data; control tokens that the vocabulary does not mark as special,
-            such as `<think>` in Qwen's, stay tokens.
-        tools: whether this holds for texts of environments, and of the roles of `TOOL_ROLES` in rows.
-    """
+    """Rules on which texts are encoded as ordinary text even if they contain control tokens such as `<|im_end|>`."""
 
     rows: bool = False
+    """Whether this holds for texts in rows of data; control tokens that the vocabulary does not mark as special, such
+    as `<think>` in Qwen's, stay tokens."""
     tools: bool = True
+    """Whether this holds for texts of environments, and of the roles of `TOOL_ROLES` in rows."""
 
 
 def text_rules(data: DataConfig | EvalDataConfig) -> TextRules:

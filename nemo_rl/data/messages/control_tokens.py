@@ -47,10 +47,6 @@ class ControlTokens:
 
     Args:
         tokenizer: its vocabulary and chat template decide what a control token is.
-
-    Attributes:
-        special: tokens that the vocabulary marks as special.
-        written: these, and tokens that the vocabulary adds and the chat template writes, such as `<tool_call>`.
     """
 
     def __init__(self, tokenizer: TokenizerType) -> None:
@@ -60,9 +56,11 @@ class ControlTokens:
         named = getattr(tokenizer, "all_special_tokens", ())
         special = [*named, *(str(token.content) for token in added if token.special)]
         self.special = _without_characters(special)
+        """Tokens that the vocabulary marks as special."""
         template = str(tokenizer.chat_template or "")
         used = [str(token.content) for token in added if str(token.content) in template]
         self.written = _without_characters([*self.special, *used])
+        """These, and tokens that the vocabulary adds and the chat template writes, such as `<tool_call>`."""
         self._normalizes = any(token.normalized and str(token.content) in self.written for token in added)
         self._literals: dict[str, int] = {}
         self._by_number: list[str] = []

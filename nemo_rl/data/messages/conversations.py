@@ -103,19 +103,15 @@ def get_formatted_message_log(
 
 @dataclass
 class _Piece:
-    """A part of a rendered chat that becomes an entry of a message log.
-
-    Attributes:
-        role: role of its message.
-        text: the part.
-        sampled: whether a model samples it.
-        counts: whether it counts in the loss; None if its role decides.
-    """
+    """A part of a rendered chat that becomes an entry of a message log."""
 
     role: str
+    """Role of its message."""
     text: str
     sampled: bool
+    """Whether a model samples it."""
     counts: bool | None
+    """Whether it counts in the loss; None if its role decides."""
 
 
 def _message_log(pieces: list[_Piece], tokenizer: TokenizerType, longest: int | None) -> LLMMessageLogType:

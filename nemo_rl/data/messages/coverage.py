@@ -40,21 +40,18 @@ _WHAT: dict[LeftOut, str] = {
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A chat and its text.
-
-    Attributes:
-        messages: the messages that were rendered, with control tokens quoted.
-        tools: tool descriptions, or None.
-        text: the rendered chat.
-        tokenizer: has the chat template.
-        template_kwargs: variables of the template.
-    """
+    """A chat and its text."""
 
     messages: Sequence[Message]
+    """The messages that were rendered, with control tokens quoted."""
     tools: Sequence[Mapping[str, Any]] | None
+    """Tool descriptions, or None."""
     text: str
+    """The rendered chat."""
     tokenizer: TokenizerType
+    """Has the chat template."""
     template_kwargs: Mapping[str, Any] | None = None
+    """Variables of the template."""
 
     def check(
         self, may_leave_out: Collection[str] | None = None, spans: Sequence[str] | None = None, task: str | None = None

@@ -74,16 +74,13 @@ def encode_spans(
 
 @dataclass(frozen=True)
 class _Cut:
-    """A place in the text and in the tokens of the whole text.
-
-    Attributes:
-        index: number of tokens before the place.
-        ids: None if the place is between two tokens of the whole text, and these are those of a prompt that ends here;
-            else the tokens of the text from token `index` to the place.
-    """
+    """A place in the text and in the tokens of the whole text."""
 
     index: int
+    """Number of tokens before the place."""
     ids: Ids | None = None
+    """None if the place is between two tokens of the whole text, and these are those of a prompt that ends here; else
+    the tokens of the text from token `index` to the place."""
 
 
 class _Cutter:

@@ -31,17 +31,14 @@ _FOLLOWING = {"role": "user", "content": "QUESTION"}
 
 @dataclass(frozen=True)
 class ChatRenderer:
-    """Renders the beginnings of one conversation.
-
-    Attributes:
-        messages: the whole conversation.
-        tokenizer: tokenizer whose chat template is used.
-        tools: tool descriptions, or None.
-    """
+    """Renders the beginnings of one conversation."""
 
     messages: Sequence[Message]
+    """The whole conversation."""
     tokenizer: TokenizerType
+    """Tokenizer whose chat template is used."""
     tools: list[dict[str, Any]] | None = None
+    """Tool descriptions, or None."""
 
     def text(self, count: int, *, opened: bool = False) -> str:
         """Render the first `count` messages; `opened` adds the header of an assistant turn."""

@@ -59,13 +59,10 @@ MicrobatchStrategy = FixedSize | TokenBudget | Packed
 
 @dataclass(frozen=True)
 class MicrobatchPlan:
-    """Rows of every microbatch of every shard.
-
-    Attributes:
-        shards: [shard][microbatch][row]: indices into the batch that was planned.
-    """
+    """Rows of every microbatch of every shard."""
 
     shards: list[list[list[int]]]
+    """[shard][microbatch][row]: indices into the batch that was planned."""
 
     @property
     def num_microbatches(self) -> int:

@@ -27,28 +27,22 @@ class DataExhausted(Exception):  # noqa: N818
 
 
 class PromptPosition(NamedTuple):
-    """One prompt of one pass over the data.
-
-    Attributes:
-        epoch: passes that were finished before it.
-        row: its row in the data set.
-    """
+    """One prompt of one pass over the data."""
 
     epoch: int
+    """Passes that were finished before it."""
     row: int
+    """Its row in the data set."""
 
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Prompts that are drawn together.
-
-    Attributes:
-        rows: the collated data.
-        positions: one for each prompt, in the order of the rows. A prompt may take several rows, as a pair does.
-    """
+    """Prompts that are drawn together."""
 
     rows: BatchedDataDict[Any]
+    """The collated data."""
     positions: list[PromptPosition]
+    """One for each prompt, in the order of the rows. A prompt may take several rows, as a pair does."""
 
 
 type GroupRewards = Mapping[PromptPosition, Sequence[float]]

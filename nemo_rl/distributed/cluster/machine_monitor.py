@@ -133,18 +133,16 @@ class MachineMonitor:
     """Reads the load of nodes from time to time on a thread of its own, and logs it under `ray/`.
 
     The x-axis is the time since the start in seconds; `train_step` is the newest training step that was logged.
-
-    Attributes:
-        readings: reads the nodes.
-        metrics: takes the readings.
-        collection_s: seconds between two readings.
-        flush_s: seconds after which readings are logged.
     """
 
     readings: Readings
+    """Reads the nodes."""
     metrics: Metrics
+    """Takes the readings."""
     collection_s: float
+    """Seconds between two readings."""
     flush_s: float
+    """Seconds after which readings are logged."""
     _kept: list[tuple[int, dict[str, float]]] = field(default_factory=list, init=False)
     _stopped: threading.Event = field(default_factory=threading.Event, init=False)
     _guard: threading.Lock = field(default_factory=threading.Lock, init=False)

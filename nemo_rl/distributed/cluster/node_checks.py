@@ -37,16 +37,13 @@ _VISIBLE_S = 5.0
 
 @dataclass(frozen=True)
 class Shared:
-    """Folders that the nodes of a run share.
-
-    Attributes:
-        folders: folders to read, by the configuration key that names them; entries that are not folders on the driver
-            (hub ids) are not checked.
-        written: a key and the folder into which all ranks write; None if there is none.
-    """
+    """Folders that the nodes of a run share."""
 
     folders: Mapping[str, str] = field(default_factory=dict)
+    """Folders to read, by the configuration key that names them; entries that are not folders on the driver (hub ids)
+    are not checked."""
     written: tuple[str, str] | None = None
+    """A key and the folder into which all ranks write; None if there is none."""
 
 
 @dataclass(frozen=True)

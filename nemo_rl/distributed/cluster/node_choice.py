@@ -21,19 +21,16 @@ TOPO_RANK_KEY = "topo_rank"
 
 @dataclass(frozen=True)
 class NodeRoom:
-    """A node that is alive.
-
-    Attributes:
-        node_id: Ray's id.
-        address: address at which other nodes reach it.
-        total: its resources by kind; "CPU" and "GPU" are logical.
-        free: resources that are not taken now.
-    """
+    """A node that is alive."""
 
     node_id: str
+    """Ray's id."""
     address: str
+    """Address at which other nodes reach it."""
     total: Mapping[str, float]
+    """Its resources by kind; "CPU" and "GPU" are logical."""
     free: Mapping[str, float]
+    """Resources that are not taken now."""
 
     @property
     def domain(self) -> str | None:

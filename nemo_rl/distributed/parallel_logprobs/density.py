@@ -15,17 +15,14 @@ from nemo_rl.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class SamplingDensity:
-    """The sampler's settings that turn logits into the density from which it draws tokens.
-
-    Attributes:
-        temperature: divisor of the logits; > 0.
-        top_k: number of largest logits that are kept; None keeps all.
-        top_p: the smallest set of tokens whose probability reaches top_p is kept; 1.0 keeps all.
-    """
+    """The sampler's settings that turn logits into the density from which it draws tokens."""
 
     temperature: float = 1.0
+    """Divisor of the logits; > 0."""
     top_k: int | None = None
+    """Number of largest logits that are kept; None keeps all."""
     top_p: float = 1.0
+    """The smallest set of tokens whose probability reaches top_p is kept; 1.0 keeps all."""
 
     def __post_init__(self) -> None:
         """Refuse values that define no density.

@@ -21,15 +21,12 @@ def default_chunk_size(*, on_gpu: bool) -> int:
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """Function after a model's linear head: `y = cap tanh(scale x / cap)`, or `y = scale x` without a cap.
-
-    Attributes:
-        scale: logit multiplier (Cohere, Granite, Falcon-H1).
-        cap: bound of soft-capping (Gemma 2, arXiv:2408.00118, section 2); None: no bound.
-    """
+    """Function after a model's linear head: `y = cap tanh(scale x / cap)`, or `y = scale x` without a cap."""
 
     scale: float = 1.0
+    """Logit multiplier (Cohere, Granite, Falcon-H1)."""
     cap: float | None = None
+    """Bound of soft-capping (Gemma 2, arXiv:2408.00118, section 2); None: no bound."""
 
     def apply_(self, x_nV: Tensor) -> Tensor:
         """Compute `y` from `x`, in place."""
@@ -49,19 +46,16 @@ PLAIN = LogitTransform()
 
 @dataclass(frozen=True)
 class OutputHead:
-    """The part of the output head that one rank holds.
-
-    Attributes:
-        weight_VD: this rank's rows; with a group, contiguous blocks of equal size in rank order.
-        bias_V: bias of these rows, or None.
-        transform: function applied after the linear layer.
-        group: the ranks that divide the vocabulary; None: this rank has all of it.
-    """
+    """The part of the output head that one rank holds."""
 
     weight_VD: Tensor
+    """This rank's rows; with a group, contiguous blocks of equal size in rank order."""
     bias_V: Tensor | None = None
+    """Bias of these rows, or None."""
     transform: LogitTransform = PLAIN
+    """Function applied after the linear layer."""
     group: Group = None
+    """The ranks that divide the vocabulary; None: this rank has all of it."""
 
     @property
     def first_id(self) -> int:

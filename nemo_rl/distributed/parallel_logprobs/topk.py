@@ -13,15 +13,12 @@ from nemo_rl.distributed.ranks.collectives import Group, all_gather
 
 @dataclass(frozen=True)
 class TopK:
-    """Number and range of the logits to keep of each token.
-
-    Attributes:
-        k: number of logits, the largest ones.
-        vocab_size: only ids below it are considered, for output heads with rows beyond the vocabulary; None: all ids.
-    """
+    """Number and range of the logits to keep of each token."""
 
     k: int
+    """Number of logits, the largest ones."""
     vocab_size: int | None = None
+    """Only ids below it are considered, for output heads with rows beyond the vocabulary; None: all ids."""
 
 
 @torch.no_grad()

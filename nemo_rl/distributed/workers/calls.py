@@ -17,32 +17,26 @@ _SMALL_TYPES = (type(None), bool, int, float, str)
 
 @dataclass
 class MultiWorkerFuture:
-    """Pending answers of several workers.
-
-    Attributes:
-        futures: one Ray reference for each called worker.
-        return_from_workers: workers whose answers are returned; None returns all.
-        called_workers: the worker of each future; None means workers 0, 1, 2 ...
-    """
+    """Pending answers of several workers."""
 
     futures: list[ray.ObjectRef]
+    """One Ray reference for each called worker."""
     return_from_workers: list[int] | None = None
+    """Workers whose answers are returned; None returns all."""
     called_workers: list[int] | None = None
+    """The worker of each future; None means workers 0, 1, 2 ..."""
 
 
 @dataclass(frozen=True)
 class ShardedCall:
-    """One worker's part of a sharded call.
-
-    Attributes:
-        worker_idx: the worker to call.
-        coords: its positions on the sharded axes, None for a dummy call without data.
-        is_wanted: whether its answer is returned.
-    """
+    """One worker's part of a sharded call."""
 
     worker_idx: int
+    """The worker to call."""
     coords: tuple[int, ...] | None
+    """Its positions on the sharded axes, None for a dummy call without data."""
     is_wanted: bool
+    """Whether its answer is returned."""
 
 
 def plan_sharded_calls(

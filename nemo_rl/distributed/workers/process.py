@@ -32,28 +32,22 @@ STACK_SIGNAL = signal.SIGUSR1
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessIdentity:
-    """A process of the cluster.
-
-    Attributes:
-        pid: process id on its node.
-        start_ticks: kernel start time of the process; distinguishes it from a later one with the same pid.
-        node_id: Ray's id of the node.
-    """
+    """A process of the cluster."""
 
     pid: int
+    """Process id on its node."""
     start_ticks: int | None
+    """Kernel start time of the process; distinguishes it from a later one with the same pid."""
     node_id: str
+    """Ray's id of the node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedProcess(ProcessIdentity):
-    """A process whose output is in files.
-
-    Attributes:
-        log_paths: files on its node that receive the process's stdout and stderr.
-    """
+    """A process whose output is in files."""
 
     log_paths: tuple[str, ...]
+    """Files on its node that receive the process's stdout and stderr."""
 
 
 def this_process() -> LoggedProcess:
@@ -65,19 +59,16 @@ def this_process() -> LoggedProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerIdentity(LoggedProcess):
-    """Rank, process and node of a worker, reported by the worker.
-
-    Attributes:
-        name: actor name, `<prefix>-<node>-<local rank>`.
-        rank: position in its group.
-        node_ip: address of the node.
-        stacks_path: file on that node that receives stacks on `STACK_SIGNAL`.
-    """
+    """Rank, process and node of a worker, reported by the worker."""
 
     name: str
+    """Actor name, `<prefix>-<node>-<local rank>`."""
     rank: int
+    """Position in its group."""
     node_ip: str
+    """Address of the node."""
     stacks_path: str
+    """File on that node that receives stacks on `STACK_SIGNAL`."""
 
     def __str__(self) -> str:
         return f"{self.name} (rank {self.rank}, node {self.node_ip}, pid {self.pid})"

@@ -24,21 +24,18 @@ _within: list[float] = []
 
 @dataclass(frozen=True)
 class WorkerPhase:
-    """A phase of the start of a group of workers.
-
-    Attributes:
-        name: of the phase.
-        seconds: of the slowest worker.
-        median: seconds of the worker in the middle.
-        worker: name of the slowest worker.
-        node: address of its machine.
-    """
+    """A phase of the start of a group of workers."""
 
     name: str
+    """Name of the phase."""
     seconds: float
+    """Seconds of the slowest worker."""
     median: float
+    """Seconds of the worker in the middle."""
     worker: str
+    """Name of the slowest worker."""
     node: str
+    """Address of its machine."""
 
 
 @contextmanager

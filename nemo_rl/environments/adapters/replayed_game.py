@@ -22,19 +22,16 @@ MAX_OPEN = 4096
 
 
 class Answer(NamedTuple):
-    """Answer of a game of another library to one action.
-
-    Attributes:
-        text: for the model.
-        reward: of this action.
-        is_over: whether the game is over.
-        is_valid: whether the rules allow the action.
-    """
+    """Answer of a game of another library to one action."""
 
     text: str
+    """Text for the model."""
     reward: float
+    """Reward of this action."""
     is_over: bool
+    """Whether the game is over."""
     is_valid: bool
+    """Whether the rules allow the action."""
 
 
 class ReplayedGame[Handle](TextGame):

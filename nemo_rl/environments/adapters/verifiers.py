@@ -120,20 +120,17 @@ class VerifiersEnvironment(EnvironmentInterface[dict[str, Any]]):
 
 
 class _Episode:
-    """One rollout of an environment, whose model is the other side of two queues.
-
-    Attributes:
-        reward: weighted sum of the reward functions.
-        scores: value of each function by name.
-        last_messages: messages after the last turn.
-        error: why there is no reward.
-    """
+    """One rollout of an environment, whose model is the other side of two queues."""
 
     def __init__(self, environment: Any, row: Mapping[str, Any]) -> None:
         self.reward = 0.0
+        """Weighted sum of the reward functions."""
         self.scores: dict[str, float] = {}
+        """Value of each function by name."""
         self.last_messages: list[dict[str, Any]] = []
+        """Messages after the last turn."""
         self.error: str | None = None
+        """Why there is no reward."""
         self._asked: asyncio.Queue[list[dict[str, Any]]] = asyncio.Queue()
         self._answers: asyncio.Queue[str] = asyncio.Queue()
         self._conversation: list[dict[str, Any]] = []

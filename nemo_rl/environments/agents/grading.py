@@ -18,17 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Grade:
-    """The rewards of one sample.
-
-    Attributes:
-        rewards: its reward under the name "", or one for each named component.
-        answer: the graded text.
-        row: metadata of the grader's turn; None without a grader.
-    """
+    """The rewards of one sample."""
 
     rewards: Mapping[str, float]
+    """Its reward under the name "", or one for each named component."""
     answer: str | None = None
+    """The graded text."""
     row: Any = None
+    """Metadata of the grader's turn; None without a grader."""
 
 
 class AnswerGrader:

@@ -52,26 +52,24 @@ class AgentTask:
 
     Several programs run in one process, so a function passes `base_url` and `api_key` to its client; environment
     variables are only for processes that it starts.
-
-    Attributes:
-        messages: messages of the prompt, as the data has them.
-        tools: tools of the row in OpenAI's form; None without any.
-        row: fields of the row that the program may see, see `env.agent.row_fields`.
-        base_url: address of the endpoint, up to `/v1`.
-        api_key: key of this sample; calls with it are the sample's calls.
-        model: name of the model for requests.
-        seed: seed of this sample; those of one prompt have different ones.
-        timeout_s: seconds until the program is ended.
     """
 
     messages: Sequence[Mapping[str, Any]]
+    """Messages of the prompt, as the data has them."""
     tools: Sequence[Mapping[str, Any]] | None
+    """Tools of the row in OpenAI's form; None without any."""
     row: Mapping[str, Any]
+    """Fields of the row that the program may see, see `env.agent.row_fields`."""
     base_url: str
+    """Address of the endpoint, up to `/v1`."""
     api_key: str = field(repr=False)
+    """Key of this sample; calls with it are the sample's calls."""
     model: str
+    """Name of the model for requests."""
     seed: int
+    """Seed of this sample; those of one prompt have different ones."""
     timeout_s: float
+    """Seconds until the program is ended."""
 
     @property
     def environment(self) -> dict[str, str]:

@@ -16,19 +16,16 @@ _SHOWN_CHARS = 65536
 
 @dataclass(frozen=True)
 class AgentResult:
-    """Result of one program.
-
-    Attributes:
-        reward: its reward; None if it returned none.
-        answer: its final text; None if it returned none.
-        metrics: numbers to average over samples, by name.
-        call_rewards: rewards of single calls, by the id of the endpoint's response.
-    """
+    """Result of one program."""
 
     reward: float | None = None
+    """Its reward; None if it returned none."""
     answer: str | None = None
+    """Its final text; None if it returned none."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to average over samples, by name."""
     call_rewards: Mapping[str, float] = field(default_factory=dict)
+    """Rewards of single calls, by the id of the endpoint's response."""
 
 
 def read_result(value: Any) -> AgentResult:

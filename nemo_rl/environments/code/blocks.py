@@ -22,19 +22,16 @@ type _Kind = Literal["fence", "code", "think", "end of thought"]
 
 
 class _Piece(NamedTuple):
-    """A marked part of a text.
-
-    Attributes:
-        kind: What marks it: a fence, `<code>`, `<think>`, or a `</think>` whose beginning is not in the text.
-        content: The text inside.
-        info: The info string of a fence.
-        ends_text: Whether only white space follows.
-    """
+    """A marked part of a text."""
 
     kind: _Kind
+    """Mark of the part: a fence, `<code>`, `<think>`, or a `</think>` whose beginning is not in the text."""
     content: str = ""
+    """The text inside."""
     info: str = ""
+    """The info string of a fence."""
     ends_text: bool = False
+    """Whether only white space follows."""
 
 
 def code_to_run(text: str) -> str | None:

@@ -29,17 +29,14 @@ _CHECKS = ("checks", "counting", "program_tests", "peer", "offers", "heap", "val
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of the checks of a solution.
-
-    Attributes:
-        num_passed: Checks passed.
-        num_checks: All checks; those that a solution prevented from running count as failed.
-        end: Why its program ended, the first one that did not end by itself.
-    """
+    """Result of the checks of a solution."""
 
     num_passed: int
+    """Checks passed."""
     num_checks: int
+    """All checks; those that a solution prevented from running count as failed."""
     end: End = End.EXITED
+    """Why its program ended, the first one that did not end by itself."""
 
     @property
     def share(self) -> float:

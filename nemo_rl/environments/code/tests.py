@@ -15,31 +15,25 @@ from nemo_rl.utils.errors import DataError
 
 @dataclass(frozen=True)
 class CallTests:
-    """Tests in Python that call what the solution defines.
-
-    Attributes:
-        tests: Source code of tests: `assert` statements, functions `test...`, classes of `unittest`. Each assert
-            statement is a check, and so is a test without one; an exception outside of an assert is a failed check.
-        setup: Source code that runs before them, such as imports and helper functions, which a solution cannot change.
-        names: Names that `setup` defines too, but of which the tests use the solution's.
-    """
+    """Tests in Python that call what the solution defines."""
 
     tests: tuple[str, ...]
+    """Source code of tests: `assert` statements, functions `test...`, classes of `unittest`. Each assert statement is a
+    check, and so is a test without one; an exception outside of an assert is a failed check."""
     setup: str = ""
+    """Source code that runs before them, such as imports and helper functions, which a solution cannot change."""
     names: tuple[str, ...] = ()
+    """Names that `setup` defines too, but of which the tests use the solution's."""
 
 
 @dataclass(frozen=True)
 class OutputTests:
-    """Tests of a whole program: what it prints for an input.
-
-    Attributes:
-        inputs: Texts of standard input.
-        outputs: The expected standard output for each; trailing white space of lines and of the end does not count.
-    """
+    """Tests of a whole program: what it prints for an input."""
 
     inputs: tuple[str, ...]
+    """Texts of standard input."""
     outputs: tuple[str, ...]
+    """The expected standard output for each; trailing white space of lines and of the end does not count."""
 
 
 type Tests = CallTests | OutputTests

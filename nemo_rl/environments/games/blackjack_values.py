@@ -14,17 +14,14 @@ from nemo_rl.environments.games.blackjack import CARDS, DEALER_STANDS_AT, hand_v
 
 
 class Hands(NamedTuple):
-    """A situation of the player.
-
-    Attributes:
-        value: value of the own hand.
-        soft: whether an ace counts 11 in it.
-        dealer: the dealer's card that is shown.
-    """
+    """A situation of the player."""
 
     value: int
+    """Value of the own hand."""
     soft: bool
+    """Whether an ace counts 11 in it."""
     dealer: int
+    """The dealer's card that is shown."""
 
 
 type Policy = Callable[[Hands], float]

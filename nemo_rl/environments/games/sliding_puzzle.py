@@ -49,23 +49,20 @@ _STEPS = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
 
 
 class BoardState(TypedDict):
-    """State of a game, `game_state` of the metadata.
-
-    Attributes:
-        size: rows and columns.
-        grid: tiles by row; 0 is the empty cell.
-        solution: the grid of a solved board.
-        empty_pos: row and column of the empty cell, from 0.
-        commands: actions with their meaning.
-        optimal_moves: fewest moves that solved the board at the start; None if they were not searched.
-    """
+    """State of a game, `game_state` of the metadata."""
 
     size: int
+    """Rows and columns."""
     grid: list[list[int]]
+    """Tiles by row; 0 is the empty cell."""
     solution: list[list[int]]
+    """The grid of a solved board."""
     empty_pos: tuple[int, int]
+    """Row and column of the empty cell, from 0."""
     commands: dict[str, str]
+    """Actions with their meaning."""
     optimal_moves: int | None
+    """Fewest moves that solved the board at the start; None if they were not searched."""
 
 
 class SlidingPuzzleGameLogic:

@@ -29,66 +29,54 @@ TRUNCATED = "truncated"
 
 
 class GameMetadata(TypedDict):
-    """State of an episode, from `open_episode` on.
-
-    Attributes:
-        game_state: State of the game, made of plain values.
-        num_moves: Number of actions so far, valid or not.
-        max_moves: Number of actions after which the episode ends; None: no limit.
-        invalid_actions: Number of turns without an action that the rules allow.
-        result: How the game ended, one of `TextGame.results`; None before its end.
-    """
+    """State of an episode, from `open_episode` on."""
 
     game_state: dict[str, Any]
+    """State of the game, made of plain values."""
     num_moves: int
+    """Number of actions so far, valid or not."""
     max_moves: int | None
+    """Number of actions after which the episode ends; None: no limit."""
     invalid_actions: NotRequired[int]
+    """Number of turns without an action that the rules allow."""
     result: NotRequired[str | None]
+    """How the game ended, one of `TextGame.results`; None before its end."""
 
 
 @dataclass(frozen=True)
 class GameStart:
-    """The beginning of a game.
-
-    Attributes:
-        state: state, made of plain values.
-        text: rules and situation, for the prompt.
-    """
+    """The beginning of a game."""
 
     state: dict[str, Any]
+    """State, made of plain values."""
     text: str
+    """Rules and situation, for the prompt."""
 
 
 @dataclass(frozen=True)
 class GameTurn:
-    """The effect of one action.
-
-    Attributes:
-        state: state after it.
-        text: answer to the model.
-        reward: reward of this action.
-        result: how the game ended, one of `TextGame.results`; None if it goes on.
-        is_valid: whether the rules allow the action.
-    """
+    """The effect of one action."""
 
     state: dict[str, Any]
+    """State after it."""
     text: str
+    """Answer to the model."""
     reward: float = 0.0
+    """Reward of this action."""
     result: str | None = None
+    """How the game ended, one of `TextGame.results`; None if it goes on."""
     is_valid: bool = True
+    """Whether the rules allow the action."""
 
 
 class TextGame(ABC):
-    """The rules of a game for one player.
-
-    Attributes:
-        results: ways in which a game ends, the names of metrics; the last one is that of a player whose moves are used
-            up, with `out_of_moves_reward`.
-        out_of_moves_reward: reward for the move with which they are used up.
-    """
+    """The rules of a game for one player."""
 
     results: ClassVar[Sequence[str]] = ("solved", "failed")
+    """Ways in which a game ends, the names of metrics; the last one is that of a player whose moves are used up, with
+    `out_of_moves_reward`."""
     out_of_moves_reward: ClassVar[float] = 0.0
+    """Reward for the move with which they are used up."""
 
     @abstractmethod
     def start(self, seed: int, split: str, episode_seed: int) -> GameStart:

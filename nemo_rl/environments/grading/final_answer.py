@@ -35,21 +35,18 @@ _TAIL_CHARS = 5000
 
 @dataclass(frozen=True)
 class Box:
-    """A box with balanced braces. Boxes can be nested thousands of times, so that none holds a copy of its text.
-
-    Attributes:
-        start: position of its backslash.
-        end: position after its last brace.
-        text: the text that it is in.
-        first: position of what it holds, after white space.
-        last: position after what it holds, before white space.
-    """
+    """A box with balanced braces. Boxes can be nested thousands of times, so that none holds a copy of its text."""
 
     start: int
+    """Position of its backslash."""
     end: int
+    """Position after its last brace."""
     text: str = field(repr=False)
+    """The text that the box is in."""
     first: int
+    """Position of what it holds, after white space."""
     last: int
+    """Position after what it holds, before white space."""
 
     @property
     def content(self) -> str:

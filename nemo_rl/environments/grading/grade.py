@@ -17,28 +17,22 @@ Reward = float | dict[str, float]
 
 @dataclass(frozen=True)
 class VerifierResult:
-    """A verifier's judgement of one answer.
-
-    Attributes:
-        reward: 1.0 or 0.0, or one value for each named reward component.
-        extracted_answer: The text the verifier took as the final answer; None if it found none.
-    """
+    """A verifier's judgement of one answer."""
 
     reward: Reward
+    """1.0 or 0.0, or one value for each named reward component."""
     extracted_answer: str | None = None
+    """The text the verifier took as the final answer; None if it found none."""
 
 
 @dataclass(frozen=True)
 class Grade:
-    """The outcome of grading: exactly one of `verified` and `error` is set.
-
-    Attributes:
-        verified: The judgement, if there is one.
-        error: Reason why there is none: the verifier raised, exceeded its deadline or died.
-    """
+    """The outcome of grading: exactly one of `verified` and `error` is set."""
 
     verified: VerifierResult | None = None
+    """The judgement, if there is one."""
     error: str | None = None
+    """Reason why there is none: the verifier raised, exceeded its deadline or died."""
 
 
 Verifier = Callable[..., VerifierResult]

@@ -27,19 +27,16 @@ _SPEC = TaskDataSpec("reward_model", text_rules=TextRules(rows=True, tools=True)
 
 @dataclass(frozen=True)
 class ConversationTokens:
-    """Tokenises conversations with the chat template of a reward model.
-
-    Attributes:
-        tokenizer: tokenizer of the reward model.
-        longest: most tokens that it reads.
-        too_long: whether a longer conversation is an error, or only its last tokens count.
-        ends_with_turn: whether text that the template writes after the last turn is left out, as in training.
-    """
+    """Tokenises conversations with the chat template of a reward model."""
 
     tokenizer: TokenizerType
+    """Tokenizer of the reward model."""
     longest: int
+    """Most tokens that it reads."""
     too_long: Literal["error", "keep_end"] = "error"
+    """Whether a longer conversation is an error, or only its last tokens count."""
     ends_with_turn: bool = True
+    """Whether text that the template writes after the last turn is left out, as in training."""
 
     def of(self, messages: Sequence[Message]) -> Tensor:
         """Return the tokens of a conversation, [T] int64.

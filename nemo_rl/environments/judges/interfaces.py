@@ -28,19 +28,16 @@ class JudgeError(Exception):
 
 @dataclass(frozen=True)
 class JudgeText:
-    """The answer of a judge.
-
-    Attributes:
-        text: what it wrote.
-        prompt_tokens: tokens of the request, 0 if the endpoint does not say.
-        completion_tokens: tokens of the answer, 0 if the endpoint does not say.
-        is_complete: whether the judge ended it; false if the limit of tokens cut it off, so that it has no verdict.
-    """
+    """The answer of a judge."""
 
     text: str
+    """Text that it wrote."""
     prompt_tokens: int = 0
+    """Tokens of the request, 0 if the endpoint does not say."""
     completion_tokens: int = 0
+    """Tokens of the answer, 0 if the endpoint does not say."""
     is_complete: bool = True
+    """Whether the judge ended it; false if the limit of tokens cut it off, so that it has no verdict."""
 
 
 class JudgeModel(abc.ABC):
@@ -48,12 +45,10 @@ class JudgeModel(abc.ABC):
 
     Args:
         config: the section `env.llm_judge`.
-
-    Attributes:
-        repeats_itself: whether the same request always gets the same text, so that asking again is of no use.
     """
 
     repeats_itself = False
+    """Whether the same request always gets the same text, so that asking again is of no use."""
 
     def __init__(self, config: LLMJudgeConfig) -> None:
         self._config = config

@@ -27,10 +27,6 @@ class JoinedPasses:
         scores: computes the score of each row; called by one thread at a time.
         wait_s: seconds that a row waits for others.
         largest: most rows of a pass.
-
-    Attributes:
-        num_passes: calls of `scores`.
-        num_rows: rows scored by them.
     """
 
     def __init__(self, scores: Callable[[Sequence[Tensor]], list[float]], wait_s: float, largest: int) -> None:
@@ -40,7 +36,9 @@ class JoinedPasses:
         self._waiting: list[_Waiting] = []
         self._worker: asyncio.Task[None] | None = None
         self.num_passes = 0
+        """Calls of `scores`."""
         self.num_rows = 0
+        """Rows scored by them."""
 
     async def score(self, row: Tensor) -> float:
         """Return the score of a row of tokens, [T] int64.

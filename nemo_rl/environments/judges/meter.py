@@ -9,23 +9,20 @@ _MILLION = 1e6
 
 @dataclass
 class JudgeMeter:
-    """Requests to a judge since the last `metrics`.
-
-    Attributes:
-        latencies_s: seconds of each request.
-        num_retries: requests after the first one for a text.
-        num_failed: texts without a verdict.
-        num_from_memory: verdicts that needed no request of their own.
-        prompt_tokens: tokens of the requests.
-        completion_tokens: tokens of the answers.
-    """
+    """Requests to a judge since the last `metrics`."""
 
     latencies_s: list[float] = field(default_factory=list)
+    """Seconds of each request."""
     num_retries: int = 0
+    """Requests after the first one for a text."""
     num_failed: int = 0
+    """Texts without a verdict."""
     num_from_memory: int = 0
+    """Verdicts that needed no request of their own."""
     prompt_tokens: int = 0
+    """Tokens of the requests."""
     completion_tokens: int = 0
+    """Tokens of the answers."""
 
     def metrics(self, config: LLMJudgeConfig) -> dict[str, float | int]:
         """Return the metrics and begin again at 0."""

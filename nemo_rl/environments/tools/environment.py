@@ -42,34 +42,28 @@ COUNTS = (
 
 
 class ToolState(TypedDict):
-    """Metadata of a sample between its turns.
-
-    Attributes:
-        episode: key of the open tools, which are in the environment's process.
-        counts: what happened in the episode so far, see `COUNTS`.
-        tool_s: seconds for which the episode waited for tools.
-        row: `extra_env_info` of the prompt, for the grader.
-    """
+    """Metadata of a sample between its turns."""
 
     episode: str
+    """Key of the open tools, which are in the environment's process."""
     counts: dict[str, int]
+    """Counts of the episode so far, see `COUNTS`."""
     tool_s: float
+    """Seconds for which the episode waited for tools."""
     row: Any
+    """`extra_env_info` of the prompt, for the grader."""
 
 
 @dataclass(frozen=True)
 class CallResult:
-    """Outcome of one call.
-
-    Attributes:
-        text: what the model reads.
-        name: the called tool; None if the call could not be read.
-        kind: the count of `COUNTS` that it belongs to besides `tool_calls`; None if the tool did its work.
-    """
+    """Outcome of one call."""
 
     text: str
+    """Text that the model reads."""
     name: str | None = None
+    """The called tool; None if the call could not be read."""
     kind: str | None = None
+    """The count of `COUNTS` that it belongs to besides `tool_calls`; None if the tool did its work."""
 
     @property
     def is_invalid(self) -> bool:

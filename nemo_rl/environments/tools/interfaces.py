@@ -33,15 +33,12 @@ class EpisodeTools:
 
 @dataclass(frozen=True)
 class ToolOutput:
-    """Result of one call.
-
-    Attributes:
-        text: what the model reads.
-        fault: "error" if the tool failed, "timeout" if it gave no answer in time; None: it did its work.
-    """
+    """Result of one call."""
 
     text: str
+    """Text that the model reads."""
     fault: Fault | None = None
+    """None: the tool did its work; "error": it failed; "timeout": it gave no answer in time."""
 
 
 class OpenTools(abc.ABC):
@@ -61,13 +58,10 @@ class OpenTools(abc.ABC):
 
 
 class ToolSource(abc.ABC):
-    """The tools of one entry of `env.tools.tools`.
-
-    Attributes:
-        specs: tools by name.
-    """
+    """The tools of one entry of `env.tools.tools`."""
 
     specs: Mapping[str, ToolSpec]
+    """Tools by name."""
 
     @abc.abstractmethod
     async def open(self, metadata: Any) -> OpenTools:

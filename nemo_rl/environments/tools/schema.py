@@ -19,19 +19,16 @@ _ARGUMENT = re.compile(r"^\s*\*{0,2}(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
 
 @dataclass(frozen=True)
 class ToolSpec:
-    """One tool as a model sees it.
-
-    Attributes:
-        name: name in calls.
-        description: text for the model.
-        parameters: JSON schema of the arguments, an object.
-        arguments: model that checks the arguments; None where the tool checks them itself.
-    """
+    """One tool as a model sees it."""
 
     name: str
+    """Name in calls."""
     description: str
+    """Text for the model."""
     parameters: Mapping[str, Any]
+    """JSON schema of the arguments, an object."""
     arguments: type[BaseModel] | None = None
+    """Model that checks the arguments; None where the tool checks them itself."""
 
     @property
     def schema(self) -> dict[str, Any]:

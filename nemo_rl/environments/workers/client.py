@@ -54,15 +54,12 @@ _LATER_S = 10.0
 
 @dataclass(frozen=True)
 class _Call:
-    """The call for one sample.
-
-    Attributes:
-        arguments: arguments of the actor's method, which takes a list of each.
-        failed: makes the result of the sample from the reason of its failure, and whether the environment hung or died.
-    """
+    """The call for one sample."""
 
     arguments: tuple[Any, ...]
+    """Arguments of the actor's method, which takes a list of each."""
     failed: Callable[[str, bool], Any]
+    """Makes the result of the sample from the reason of its failure, and whether the environment hung or died."""
 
 
 @dataclass(eq=False)

@@ -18,19 +18,16 @@ WORKER_KEYS = ("num_workers", "step_timeout_s", "max_memory_gb", "max_open_episo
 
 @dataclass(frozen=True)
 class WorkerKeys:
-    """Processes of an environment, and their bounds.
-
-    Attributes:
-        num_workers: actors of a class with `EnvironmentInterface.pooled`; of others the key is their own.
-        step_timeout_s: deadline of a step, of the opening and of the closing of an episode.
-        max_memory_gb: GiB that an actor and the processes it started may use together; None: no limit.
-        max_open_episodes: episodes that are open at the same time in all actors; None: no limit.
-    """
+    """Processes of an environment, and their bounds."""
 
     num_workers: int = 1
+    """Actors of a class with `EnvironmentInterface.pooled`; of others the key is their own."""
     step_timeout_s: float = 600.0
+    """Deadline of a step, of the opening and of the closing of an episode."""
     max_memory_gb: float | None = None
+    """GiB that an actor and the processes it started may use together; None: no limit."""
     max_open_episodes: int | None = None
+    """Episodes that are open at the same time in all actors; None: no limit."""
 
 
 def worker_keys(name: str, section: Mapping[str, Any], step_timeout_s: float) -> WorkerKeys:

@@ -80,46 +80,40 @@ def class_path(env_class: EnvironmentClass) -> str | None:
 
 @dataclass(frozen=True)
 class EnvironmentTraits:
-    """Facts about an environment's class that the driver needs.
-
-    Attributes:
-        concurrency: calls that its actor runs at the same time.
-        hooks: optional methods that the class overrides.
-        options: Ray options of the class's decorator.
-        post_processes_groups: as `EnvironmentInterface.post_processes_groups`.
-        is_async: `step` is a coroutine function.
-        steps_samples_alone: each sample is its own call of `step`.
-        reads_chat: as `EnvironmentInterface.reads_chat`.
-        continues_episodes: an episode can continue in another process.
-        reads_token_ids: as `EnvironmentInterface.reads_token_ids`.
-        pooled: as `EnvironmentInterface.pooled`.
-        runs_agents: as `EnvironmentInterface.runs_agents`.
-    """
+    """Facts about an environment's class that the driver needs."""
 
     concurrency: int
+    """Calls that its actor runs at the same time."""
     hooks: frozenset[str]
+    """Optional methods that the class overrides."""
     options: Mapping[str, Any]
+    """Ray options of the class's decorator."""
     post_processes_groups: bool = False
+    """As `EnvironmentInterface.post_processes_groups`."""
     is_async: bool = False
+    """`step` is a coroutine function."""
     steps_samples_alone: bool = False
+    """Each sample is its own call of `step`."""
     reads_chat: bool = False
+    """As `EnvironmentInterface.reads_chat`."""
     continues_episodes: bool = True
+    """An episode can continue in another process."""
     reads_token_ids: bool = False
+    """As `EnvironmentInterface.reads_token_ids`."""
     pooled: bool = False
+    """As `EnvironmentInterface.pooled`."""
     runs_agents: bool = False
+    """As `EnvironmentInterface.runs_agents`."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """The class of an actor that hosts an environment.
-
-    Attributes:
-        actor: the class.
-        arguments: its last arguments.
-    """
+    """The class of an actor that hosts an environment."""
 
     actor: type
+    """Class of the actor."""
     arguments: tuple[Any, ...] = ()
+    """Its last arguments."""
 
 
 def traits_of(

@@ -26,21 +26,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Incarnation:
-    """One actor process of the environment.
-
-    Attributes:
-        handle: the actor.
-        ready: its process, once the environment is constructed.
-        ended_by_us: it was killed because it missed a deadline.
-        was_stopped: SIGSTOP had stopped it then.
-        process: None until it is known.
-    """
+    """One actor process of the environment."""
 
     handle: ActorHandle
     ready: "ray.ObjectRef[LoggedProcess]"
+    """Its process, once the environment is constructed."""
     ended_by_us: bool = False
+    """It was killed because it missed a deadline."""
     was_stopped: bool = False
+    """SIGSTOP had stopped it then."""
     process: LoggedProcess | None = None
+    """None until it is known."""
 
 
 class SupervisedActor:
@@ -52,12 +48,6 @@ class SupervisedActor:
         start_timeout_s: Deadline of the actor's start.
         max_restarts: How often in a row the actor may be replaced without an answer in between.
         kind: What the actor hosts, for logs and errors.
-
-    Attributes:
-        num_restarts: How often it was replaced.
-        incarnation: The running actor; None if the next call starts one.
-        failure: Why no further call is possible; None as long as calls are.
-        last_excess: How much memory the actor used that ended last because of that; None if there was none yet.
     """
 
     def __init__(
@@ -70,14 +60,18 @@ class SupervisedActor:
         kind: str = "environment",
     ) -> None:
         self.num_restarts = 0
+        """How often it was replaced."""
         self.failure: WorkerDiedError | None = None
+        """Why no further call is possible; None as long as calls are."""
         self.last_excess: str | None = None
+        """How much memory the actor used that ended last because of that; None if there was none yet."""
         self._name = f"{kind} {name!r}"
         self._start = start
         self._start_timeout_s = start_timeout_s
         self._max_restarts = max_restarts
         self._restarts_in_a_row = 0
         self.incarnation: Incarnation | None = self._launch()
+        """The running actor; None if the next call starts one."""
 
     def running(self) -> Incarnation:
         """Return the running actor; start one if there is none.

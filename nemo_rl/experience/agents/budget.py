@@ -13,17 +13,13 @@ from nemo_rl.models.generation.interfaces import SamplingParams
 
 @dataclass(frozen=True)
 class Grant:
-    """The tokens that the answers of one request may have.
-
-    Attributes:
-        tokens: of each answer.
-        num_answers: answers.
-        bound: the limit of the run that an answer with so many tokens has reached; None if the program has set it.
-    """
+    """The tokens that the answers of one request may have."""
 
     tokens: int
+    """Tokens of each answer."""
     num_answers: int
     bound: Ending | None
+    """The limit of the run that an answer with so many tokens has reached; None if the program has set it."""
 
     def applied(self, sampling: SamplingParams, stop: tuple[str, ...]) -> SamplingParams:
         """Return sampling parameters with this limit and further stop strings."""
@@ -33,25 +29,22 @@ class Grant:
 
 @dataclass
 class Budget:
-    """Answers and tokens that a program may still get.
-
-    Attributes:
-        limits: of the sample.
-        max_new_tokens: of one answer, as the run has it.
-        max_calls: answers.
-        num_calls: answers that were granted.
-        num_tokens: tokens of finished answers.
-        num_granted: tokens of answers that are being sampled.
-        bound: the limit for which the last request was refused; None if it was granted.
-    """
+    """Answers and tokens that a program may still get."""
 
     limits: RolloutLimits
+    """Limits of the sample."""
     max_new_tokens: int
+    """Most tokens of one answer, as the run has it."""
     max_calls: int
+    """Answers."""
     num_calls: int = 0
+    """Answers that were granted."""
     num_tokens: int = 0
+    """Tokens of finished answers."""
     num_granted: int = 0
+    """Tokens of answers that are being sampled."""
     bound: Ending | None = None
+    """The limit for which the last request was refused; None if it was granted."""
 
     def grant(self, request: CallRequest, num_prompt_tokens: int, num_reserved: int = 0) -> Grant:
         """Take the answers of a request out of the budget.

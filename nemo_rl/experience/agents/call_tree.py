@@ -28,29 +28,26 @@ type Digest = bytes
 
 @dataclass(eq=False)
 class Call:
-    """A call that was answered.
-
-    Attributes:
-        id: identifies it within the session.
-        parent: the call whose answer its history continues; None if it continues none.
-        added: message before the answer, with the `token_ids` that follow those of the parent.
-        answer: message with `content`, `token_ids` and `generation_logprobs`.
-        weight_versions: spans of the answer's tokens.
-        served_by: the engine that wrote the answer.
-        is_cut: the answer ends where a limit has cut it off, without a token that ends a turn.
-        cut_by: the limit of the run that has done so; None if it was the program's own.
-        num_beginning: tokens at the end of `added` with which the program wrote the start of the answer.
-    """
+    """A call that was answered."""
 
     id: str
+    """Identifies it within the session."""
     parent: "Call | None"
+    """The call whose answer its history continues; None if it continues none."""
     added: Message
+    """Message before the answer, with the `token_ids` that follow those of the parent."""
     answer: Message
+    """Message with `content`, `token_ids` and `generation_logprobs`."""
     weight_versions: Sequence[VersionSpan]
+    """Spans of the answer's tokens."""
     served_by: ServedBy | None
+    """The engine that wrote the answer."""
     is_cut: bool = False
+    """The answer ends where a limit has cut it off, without a token that ends a turn."""
     cut_by: Ending | None = None
+    """The limit of the run that has done so; None if it was the program's own."""
     num_beginning: int = 0
+    """Tokens at the end of `added` with which the program wrote the start of the answer."""
 
     @property
     def path(self) -> "list[Call]":
@@ -81,15 +78,12 @@ class Call:
 
 @dataclass(frozen=True)
 class History:
-    """The history of a request.
-
-    Attributes:
-        parent: the call that it continues; None if it continues none.
-        num_known: messages of the request that the parent's tokens stand for.
-    """
+    """The history of a request."""
 
     parent: Call | None = None
+    """The call that it continues; None if it continues none."""
     num_known: int = 0
+    """Messages of the request that the parent's tokens stand for."""
 
 
 @dataclass

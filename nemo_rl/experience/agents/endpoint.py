@@ -83,17 +83,13 @@ class _Client:
 
 
 class _Admitted(NamedTuple):
-    """A request with the key of an open session.
-
-    Attributes:
-        client: the program.
-        raw: body of the request.
-        parsed: the same, if it was parsed to find the key in it.
-    """
+    """A request with the key of an open session."""
 
     client: _Client
     raw: bytes
+    """Body of the request."""
     parsed: dict[str, Any] | None = None
+    """The same, if it was parsed to find the key in it."""
 
     def body(self) -> dict[str, Any]:
         """Return the parsed body; it takes long for a large one.

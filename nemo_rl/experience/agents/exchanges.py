@@ -21,17 +21,14 @@ class ClientGoneError(Exception):
 
 @dataclass(eq=False)
 class Exchange:
-    """A request and its answers.
-
-    Attributes:
-        task: makes the answers.
-        num_waiting: clients that wait for them.
-        is_delivered: a client that waited to the end has got them.
-    """
+    """A request and its answers."""
 
     task: Answering
+    """Makes the answers."""
     num_waiting: int = 0
+    """Clients that wait for them."""
     is_delivered: bool = False
+    """A client that waited to the end has got them."""
 
     @property
     def is_lost(self) -> bool:
@@ -75,13 +72,10 @@ class Exchange:
 
 @dataclass
 class Exchanges:
-    """The exchanges of a session, by the identity of their requests.
-
-    Attributes:
-        counts: `retries` counts requests that were recognised as repetitions.
-    """
+    """The exchanges of a session, by the identity of their requests."""
 
     counts: Counter[str]
+    """`retries` counts requests that were recognised as repetitions."""
     _known: defaultdict[str, list[Exchange]] = field(default_factory=lambda: defaultdict(list))
     _refused: Counter[str] = field(default_factory=Counter)
     """Requests that were refused for a while, and whose repetition is a new call."""

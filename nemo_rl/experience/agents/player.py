@@ -29,15 +29,12 @@ from nemo_rl.models.generation.interfaces import GenerationInterface, SamplingPa
 
 @dataclass(frozen=True)
 class Played:
-    """The end of a program.
-
-    Attributes:
-        step: the result of its environment.
-        spread_reward: divides the reward over the response turns, once the sample has it.
-    """
+    """The end of a program."""
 
     step: StepResult
+    """The result of its environment."""
     spread_reward: Callable[[], None]
+    """Divides the reward over the response turns, once the sample has it."""
 
 
 @dataclass(frozen=True)
@@ -51,21 +48,17 @@ class _AgentSettings:
 
 @dataclass
 class AgentPlayer:
-    """Plays samples of agent environments; any number of them concurrently, on one event loop.
-
-    Attributes:
-        generation: the engines.
-        tokenizer: of the policy.
-        limits: bounds of a sample.
-        text_rules: as `RolloutRunner`.
-        config: the endpoint's section.
-    """
+    """Plays samples of agent environments; any number of them concurrently, on one event loop."""
 
     generation: GenerationInterface
     tokenizer: TokenizerType
+    """Tokenizer of the policy."""
     limits: RolloutLimits
+    """Bounds of a sample."""
     text_rules: TextRules
+    """As `RolloutRunner`."""
     config: AgentEndpointConfig
+    """The endpoint's section."""
     _endpoint: AgentEndpoint | None = field(default=None, init=False)
     _settings: dict[str, _AgentSettings] = field(default_factory=dict, init=False)
     """By environment."""

@@ -22,17 +22,14 @@ from nemo_rl.utils.errors import DataError
 
 @dataclass(frozen=True)
 class Prompt:
-    """The tokens before an answer.
-
-    Attributes:
-        parent: the call whose tokens come first; None without one.
-        added: message with the `token_ids` after them.
-        num_beginning: tokens at its end with which the program wrote the start of the answer.
-    """
+    """The tokens before an answer."""
 
     parent: Call | None
+    """The call whose tokens come first; None without one."""
     added: Message
+    """Message with the `token_ids` after them."""
     num_beginning: int = 0
+    """Tokens at its end with which the program wrote the start of the answer."""
 
     @cached_property
     def token_ids(self) -> list[int]:
@@ -43,22 +40,19 @@ class Prompt:
 
 @dataclass
 class PromptRenderer:
-    """Renders the requests of one sample.
-
-    Attributes:
-        tokenizer: renders and encodes.
-        text_rules: as `RolloutRunner`.
-        longest: most tokens that a prompt can have; of a longer one only a part is encoded, which is too long too.
-        history: see `SessionSettings.history`.
-        counts: `unlike_template` counts requests whose kept tokens differ from what the chat template makes of the
-            whole history, and `new_trees` those for which a new tree was started.
-    """
+    """Renders the requests of one sample."""
 
     tokenizer: TokenizerType
+    """Renders and encodes."""
     text_rules: TextRules
+    """As `RolloutRunner`."""
     longest: int
+    """Most tokens that a prompt can have; of a longer one only a part is encoded, which is too long too."""
     history: Literal["keep", "template"]
+    """See `SessionSettings.history`."""
     counts: Counter[str]
+    """`unlike_template` counts requests whose kept tokens differ from what the chat template makes of the whole
+    history, and `new_trees` those for which a new tree was started."""
     _renderers: dict[str, ObservationRenderer] = field(default_factory=dict)
     """By the variables of the chat template, as JSON."""
 

@@ -66,19 +66,15 @@ def spread_reward(
 
 @dataclass(frozen=True)
 class _Row:
-    """One conversation.
-
-    Attributes:
-        message_log: its messages.
-        prompt_length: tokens before the first answer that it trains.
-        weight_versions: spans of the answers that it trains.
-        calls: the calls with these answers.
-    """
+    """One conversation."""
 
     message_log: list[Message]
     prompt_length: int
+    """Tokens before the first answer that it trains."""
     weight_versions: list[VersionSpan]
+    """Spans of the answers that it trains."""
     calls: list[Call]
+    """The calls with these answers."""
 
 
 def _row(leaf: Call, trained: set[str]) -> _Row:

@@ -67,24 +67,21 @@ type CallSeed = Callable[..., int]
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """Settings of the sessions of one environment.
-
-    Attributes:
-        reader: reads answers.
-        max_calls: answers that a program may ask for.
-        max_concurrent_calls: requests of a program that are answered at the same time; further ones are refused.
-        sampling: whether temperature, top_p and top_k of requests apply, or always those of the run.
-        history: "keep" continues the tokens of an earlier answer; "template" starts a new tree where the chat template
-            renders the history in another way.
-        template_kwargs: variables of the chat template for requests that do not set them.
-    """
+    """Settings of the sessions of one environment."""
 
     reader: AnswerReader
+    """Reads answers."""
     max_calls: int = 64
+    """Answers that a program may ask for."""
     max_concurrent_calls: int = 64
+    """Requests of a program that are answered at the same time; further ones are refused."""
     sampling: Literal["run", "request"] = "run"
+    """Whether temperature, top_p and top_k of requests apply, or always those of the run."""
     history: Literal["keep", "template"] = "keep"
+    """With "keep", the tokens of an earlier answer are continued; with "template", a new tree starts where the chat
+    template renders the history in another way."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template for requests that do not set them."""
 
     def completed(self, request: CallRequest) -> CallRequest:
         """Return a request with the variables of the chat template that it leaves to the environment."""
@@ -94,55 +91,47 @@ class SessionSettings:
 
 @dataclass(frozen=True)
 class CallParts:
-    """The parts of the run that a session uses.
-
-    Attributes:
-        generation: the engines.
-        tokenizer: renders and encodes.
-        text_rules: as `RolloutRunner`.
-        limits: bounds of the sample.
-        sampling: of the run.
-        trains: whether the answers are trained, so that their log-probabilities have to be the policy's.
-    """
+    """The parts of the run that a session uses."""
 
     generation: GenerationInterface
     tokenizer: TokenizerType
+    """Renders and encodes."""
     text_rules: TextRules
+    """As `RolloutRunner`."""
     limits: RolloutLimits
+    """Bounds of the sample."""
     sampling: SamplingParams
     trains: bool = True
+    """Whether the answers are trained, so that their log-probabilities have to be the policy's."""
 
 
 @dataclass(eq=False)
 class AgentSession:
-    """The calls of one sample.
-
-    Attributes:
-        parts: what it uses of the run.
-        settings: of its environment.
-        seed_of: makes seeds.
-        tree: the calls that were answered.
-        counts: numbers for metrics.
-        failure: set when engines cannot answer any more, which ends the run.
-        unanswered: why the server of the model gave no answer to a request, or withheld it; None if it answered all, or
-            refused them.
-        memory: kept by dialects between requests.
-        generation_s: seconds of answers, added up.
-        exchanges: requests and their answers.
-        budget: what is left for the program.
-    """
+    """The calls of one sample."""
 
     parts: CallParts
+    """Parts of the run that it uses."""
     settings: SessionSettings
+    """Settings of its environment."""
     seed_of: CallSeed
+    """Makes seeds."""
     tree: CallTree = field(init=False)
+    """The calls that were answered."""
     counts: Counter[str] = field(default_factory=Counter)
+    """Numbers for metrics."""
     failure: "asyncio.Future[None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Set when engines cannot answer any more, which ends the run."""
     unanswered: str | None = None
+    """Why the server of the model gave no answer to a request, or withheld it; None if it answered all, or refused
+    them."""
     memory: dict[str, Any] = field(init=False)
+    """Kept by dialects between requests."""
     generation_s: float = 0.0
+    """Seconds of answers, added up."""
     exchanges: Exchanges = field(init=False)
+    """Requests and their answers."""
     budget: Budget = field(init=False)
+    """Tokens and calls that are left for the program."""
     _prompts: PromptRenderer = field(init=False)
     _running: "set[Answering]" = field(default_factory=set)
     _ending: "set[Answering]" = field(default_factory=set)

@@ -38,31 +38,24 @@ type Review = Callable[[Sequence[Trajectory]], None]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The findings of a review of one answer.
-
-    Attributes:
-        penalties: for each penalty that is switched on, the turns to which it applies; empty for none.
-        malformed_thinking: first token and end of each tag that is out of place, as positions in the conversations
-            laid end to end.
-        num_thinking_tokens: tokens of thinking in all turns.
-    """
+    """The findings of a review of one answer."""
 
     penalties: dict[str, list[int]]
+    """For each penalty that is switched on, the turns to which it applies; empty for none."""
     malformed_thinking: list[tuple[int, int]]
+    """First token and end of each tag that is out of place, as positions in the conversations laid end to end."""
     num_thinking_tokens: int
+    """Tokens of thinking in all turns."""
 
 
 @dataclass(frozen=True)
 class AnswerReview:
-    """Reviews answers; a `Review`.
-
-    Attributes:
-        reader: finds thinking tags.
-        penalties: by name.
-    """
+    """Reviews answers; a `Review`."""
 
     reader: ThinkingReader
+    """Finds thinking tags."""
     penalties: Mapping[str, RewardPenalty]
+    """Penalties by name."""
 
     def __call__(self, samples: Sequence[Trajectory]) -> None:
         """Review samples that have a reward; the others train nothing."""
@@ -122,17 +115,13 @@ def nothing(samples: Sequence[Trajectory]) -> None:
 
 @dataclass(frozen=True)
 class ReviewSettings:
-    """Settings from which each process that plays rollouts makes its review.
-
-    Attributes:
-        penalties: the section `reward_penalties`.
-        effort_levels: the section `effort_levels`, whose budgets need the number of thinking tokens.
-        marks_malformed: whether thinking tags that are out of place get their own advantage.
-    """
+    """Settings from which each process that plays rollouts makes its review."""
 
     penalties: RewardPenaltyConfig = field(default_factory=RewardPenaltyConfig)
     effort_levels: Mapping[str, EffortLevelConfig] = field(default_factory=dict)
+    """The section `effort_levels`, whose budgets need the number of thinking tokens."""
     marks_malformed: bool = False
+    """Whether thinking tags that are out of place get their own advantage."""
 
     def make(self, tokenizer: Any) -> Review:
         """Build the review.

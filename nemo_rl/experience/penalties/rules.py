@@ -61,11 +61,7 @@ class DuplicatedReasoning:
 
 @dataclass(frozen=True)
 class UnwantedTokens:
-    """Tokens that must not be sampled.
-
-    Attributes:
-        token_ids: the tokens.
-    """
+    """Tokens that must not be sampled."""
 
     token_ids: frozenset[int]
 

@@ -21,31 +21,25 @@ _BEFORE = 64
 
 
 class Tag(NamedTuple):
-    """A thinking tag.
-
-    Attributes:
-        start: first token, as a position in the turn.
-        end: position after its last token.
-        opens: whether it opens the thinking; otherwise it closes it.
-    """
+    """A thinking tag."""
 
     start: int
+    """First token, as a position in the turn."""
     end: int
+    """Position after its last token."""
     opens: bool
+    """Whether it opens the thinking; otherwise it closes it."""
 
 
 @dataclass(frozen=True)
 class TaggedTokens:
-    """Tokens with the tags among them.
-
-    Attributes:
-        tags: in order.
-        gap: returns the text before tag i, after the tag before it; i is the number of tags for the rest. Special
-            tokens are left out.
-    """
+    """Tokens with the tags among them."""
 
     tags: Sequence[Tag]
+    """Tags in order."""
     gap: Callable[[int], str]
+    """Returns the text before tag i, after the tag before it; i is the number of tags for the rest. Special tokens are
+    left out."""
 
 
 class ThinkingReader(Protocol):
@@ -57,17 +51,14 @@ class ThinkingReader(Protocol):
 
 @dataclass(frozen=True)
 class TokenTags:
-    """Finds tags that are single tokens; a `ThinkingReader`.
-
-    Attributes:
-        tokenizer: decodes the texts between tags.
-        open_id: token that opens the thinking.
-        close_id: token that closes it.
-    """
+    """Finds tags that are single tokens; a `ThinkingReader`."""
 
     tokenizer: Any
+    """Decodes the texts between tags."""
     open_id: int
+    """Token that opens the thinking."""
     close_id: int
+    """Token that closes it."""
 
     def read(self, token_ids: Sequence[int]) -> TaggedTokens:
         """See `ThinkingReader.read`."""
@@ -87,16 +78,14 @@ class TextTags:
 
     Each token is decoded alone, so that it is known which tokens a tag is made of. Tags are found because they have
     no characters of several tokens; of other texts, those may be lost.
-
-    Attributes:
-        tokenizer: decodes.
-        opening: text that opens the thinking.
-        closing: text that closes it.
     """
 
     tokenizer: Any
+    """Decodes."""
     opening: str
+    """Text that opens the thinking."""
     closing: str
+    """Text that closes it."""
     _pieces: dict[int, str] = field(default_factory=dict, init=False)
 
     def read(self, token_ids: Sequence[int]) -> TaggedTokens:
@@ -140,19 +129,15 @@ class _Structure(NamedTuple):
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """One sampled turn.
-
-    Attributes:
-        token_ids: its tokens.
-        start: position of its first token in the whole sequence.
-        opened: whether the tokens before it have opened the thinking.
-        tagged: its tokens with the tags among them.
-    """
+    """One sampled turn."""
 
     token_ids: Sequence[int]
     start: int
+    """Position of its first token in the whole sequence."""
     opened: bool
+    """Whether the tokens before it have opened the thinking."""
     tagged: TaggedTokens
+    """Its tokens with the tags among them."""
 
     @cached_property
     def _structure(self) -> _Structure:

@@ -35,31 +35,27 @@ _LOOK_S = 0.1
 
 @dataclass(frozen=True)
 class RunnerSettings:
-    """Settings of a runner actor.
-
-    Attributes:
-        engines: actors of the workers of its engines, in the order of their ranks.
-        workers_per_engine: number of workers of each engine (`EngineSettings.num_workers`).
-        environments: class path and section of `env`, by task name.
-        cluster: section with deadlines, restarts and Python environments.
-        tokenizer: tokenizer of the rollouts.
-        limits: limits of the rollouts.
-        text_rules: rules for texts, as in `RolloutRunner`.
-        import_path: folders in which the driver searches for modules.
-        reads_collections: as in `stored.split`; true if an environment corrects rewards of whole collections.
-        review: checks of finished samples, whose results are noted on them.
-    """
+    """Settings of a runner actor."""
 
     engines: Sequence[Any]
+    """Actors of the workers of its engines, in the order of their ranks."""
     workers_per_engine: int
+    """Number of workers of each engine (`EngineSettings.num_workers`)."""
     environments: Mapping[str, tuple[str, dict[str, Any]]]
+    """Class path and section of `env`, by task name."""
     cluster: ClusterConfig
+    """Section with deadlines, restarts and Python environments."""
     tokenizer: PreTrainedTokenizerBase
+    """Tokenizer of the rollouts."""
     limits: RolloutLimits
     text_rules: TextRules
+    """Rules for texts, as in `RolloutRunner`."""
     import_path: Sequence[str]
+    """Folders in which the driver searches for modules."""
     reads_collections: bool
+    """As in `stored.split`; true if an environment corrects rewards of whole collections."""
     review: ReviewSettings = field(default_factory=ReviewSettings)
+    """Checks of finished samples, whose results are noted on them."""
 
 
 class RunnerActor:

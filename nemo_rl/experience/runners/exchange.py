@@ -45,15 +45,13 @@ class GroupExchange:
         weight_version: function that returns the version of the engines' weights.
         poll_s: seconds after which the actor answers `collect` even if no group has finished.
         busy: value of `busy` before the first answer.
-
-    Attributes:
-        busy: seconds with work of the runner's engines and environments, as the runner last reported them.
     """
 
     def __init__(
         self, actor: SupervisedActor, weight_version: Callable[[], int], poll_s: float, busy: BusySeconds
     ) -> None:
         self.busy = busy
+        """Seconds with work of the runner's engines and environments, as the runner last reported them."""
         self._actor = actor
         self._weight_version = weight_version
         self._poll_s = poll_s

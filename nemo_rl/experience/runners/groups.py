@@ -33,32 +33,25 @@ _MOST_UNWANTED = 10_000
 
 @dataclass(frozen=True)
 class GroupTask:
-    """A group to play.
-
-    Attributes:
-        prompt: the prompt, as a collated batch of one row.
-        num_generations: number of samples.
-        sampling: sampling parameters.
-        key: key of the rollouts, as in `RolloutRunner.play_group`.
-    """
+    """A group to play."""
 
     prompt: BatchedDataDict[Any]
+    """The prompt, as a collated batch of one row."""
     num_generations: int
+    """Number of samples."""
     sampling: SamplingParams
     key: RolloutKey
+    """Key of the rollouts, as in `RolloutRunner.play_group`."""
 
 
 @dataclass(frozen=True)
 class GroupError:
-    """The error of a group.
-
-    Attributes:
-        pickled: the exception; empty if it cannot be pickled.
-        text: its traceback in the runner.
-    """
+    """The error of a group."""
 
     pickled: bytes
+    """The exception; empty if it cannot be pickled."""
     text: str
+    """Its traceback in the runner."""
 
     @classmethod
     def of(cls, error: Exception) -> "GroupError":
@@ -83,16 +76,13 @@ class GroupError:
 
 @dataclass(frozen=True)
 class FinishedGroups:
-    """Groups that the driver takes in one call.
-
-    Attributes:
-        groups: the number of each group, with its samples and the metrics of environments, or with its error. Training
-            samples have no tokens; validation samples have all of them.
-        busy: seconds with work of the runner's engines and environments since its start.
-    """
+    """Groups that the driver takes in one call."""
 
     groups: list[tuple[int, Rollouts | GroupError]]
+    """The number of each group, with its samples and the metrics of environments, or with its error. Training samples
+    have no tokens; validation samples have all of them."""
     busy: BusySeconds
+    """Seconds with work of the runner's engines and environments since its start."""
 
 
 class OpenGroups:

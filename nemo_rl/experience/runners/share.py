@@ -48,23 +48,20 @@ def ranks_of_runner(number: int, num_runners: int, num_workers: int, workers_per
 
 @dataclass(eq=False)
 class RunnerShare:
-    """One runner: its actor and its engines.
-
-    Attributes:
-        name: name for logs and errors.
-        engines: all engines of the run.
-        ranks: ranks of the workers of its own engines.
-        settings: settings of the actor; the engines in them are replaced at each start.
-        actor: the actor, which is started again when it dies.
-        exchange: the groups that the actor plays.
-    """
+    """One runner: its actor and its engines."""
 
     name: str
+    """Name for logs and errors."""
     engines: EngineGroup
+    """All engines of the run."""
     ranks: Sequence[int]
+    """Ranks of the workers of its own engines."""
     settings: RunnerSettings
+    """Settings of the actor; the engines in them are replaced at each start."""
     actor: SupervisedActor = field(init=False)
+    """The actor, which is started again when it dies."""
     exchange: GroupExchange = field(init=False)
+    """The groups that the actor plays."""
     _given: list[Any] = field(default_factory=list, init=False)
     """Workers that the running actor uses."""
 

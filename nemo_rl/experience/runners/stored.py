@@ -33,13 +33,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenCount:
-    """Placeholder of tokens that are in the object store.
-
-    Attributes:
-        count: number of tokens.
-    """
+    """Placeholder of tokens that are in the object store."""
 
     count: int
+    """Number of tokens."""
 
     def numel(self) -> int:
         """Return the number of tokens, as a tensor does."""

@@ -17,27 +17,24 @@ type KeysAndValues = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class CachedPass:
-    """The tokens of one pass, and the places in the cache that they and the tokens before them have.
-
-    Attributes:
-        token_ids: `[T]` int64, the tokens that are read.
-        positions: `[T]` int64, position of each token in its sequence.
-        new: `[T]` int64, places of the tokens that are read.
-        seen: `[K]` int64, places of all tokens of the sequences, sequence after sequence.
-        plan: which of `seen` each token sees.
-        last: `[b]` int64, index of the last token of each sequence among the T tokens.
-        num_places: places of the cache.
-        layers: cache of each layer by its number; a layer adds its own in its first pass.
-    """
+    """The tokens of one pass, and the places in the cache that they and the tokens before them have."""
 
     token_ids: Tensor
+    """`[T]` int64, the tokens that are read."""
     positions: Tensor
+    """`[T]` int64, position of each token in its sequence."""
     new: Tensor
+    """`[T]` int64, places of the tokens that are read."""
     seen: Tensor
+    """`[K]` int64, places of all tokens of the sequences, sequence after sequence."""
     plan: AttentionPlan
+    """Which of `seen` each token sees."""
     last: Tensor
+    """`[b]` int64, index of the last token of each sequence among the T tokens."""
     num_places: int
+    """Places of the cache."""
     layers: dict[int, KeysAndValues]
+    """Cache of each layer by its number; a layer adds its own in its first pass."""
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Keep a layer's new keys and values, and compute the attention.

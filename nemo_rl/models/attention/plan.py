@@ -20,21 +20,18 @@ from nemo_rl.host.device import to_device
 
 @dataclass(frozen=True)
 class Scoring:
-    """Settings with which a layer turns queries and keys into weights.
-
-    Attributes:
-        scaling: factor on the scores; None means `D ** -0.5`.
-        window: number of keys that a query sees, its own included; None means all.
-        softcap: scores become `softcap * tanh(score / softcap)`; None leaves scores unchanged.
-        sinks: `[H]` score of one extra key per head, which takes weight and has no value.
-        dropout: probability that a weight is dropped.
-    """
+    """Settings with which a layer turns queries and keys into weights."""
 
     scaling: float | None = None
+    """Factor on the scores; None means `D ** -0.5`."""
     window: int | None = None
+    """Number of keys that a query sees, its own included; None means all."""
     softcap: float | None = None
+    """Scores become `softcap * tanh(score / softcap)`; None leaves scores unchanged."""
     sinks: Tensor | None = None
+    """`[H]` score of one extra key per head, which takes weight and has no value."""
     dropout: float = 0.0
+    """Probability that a weight is dropped."""
 
     @property
     def is_plain(self) -> bool:
@@ -67,17 +64,14 @@ class Piece(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Adjacent pieces of one size.
-
-    Attributes:
-        queries: queries per piece.
-        keys: keys per piece.
-        pieces: number of pieces.
-    """
+    """Adjacent pieces of one size."""
 
     queries: int
+    """Queries per piece."""
     keys: int
+    """Keys per piece."""
     pieces: int
+    """Number of pieces."""
 
     def stacked(self, tensor: Tensor) -> Tensor:
         """Turn pieces `[b, H, pieces * length, D]` into rows `[b * pieces, H, length, D]`."""
@@ -93,19 +87,16 @@ class Run(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """A plan in the form that varlen kernels take.
-
-    Attributes:
-        queries: `[P + 1]` int32, start of each piece among the queries.
-        keys: `[P + 1]` int32, start of each piece among the keys, which are laid out piece after piece.
-        longest_queries: upper bound on the queries of a piece.
-        longest_keys: upper bound on the keys of a piece.
-    """
+    """A plan in the form that varlen kernels take."""
 
     queries: Tensor
+    """`[P + 1]` int32, start of each piece among the queries."""
     keys: Tensor
+    """`[P + 1]` int32, start of each piece among the keys, which are laid out piece after piece."""
     longest_queries: int
+    """Upper bound on the queries of a piece."""
     longest_keys: int
+    """Upper bound on the keys of a piece."""
 
 
 class AttentionPlan:

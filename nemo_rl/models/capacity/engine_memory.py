@@ -21,17 +21,14 @@ _WITHOUT_CACHE = ("linear_attention", "conv", "mamba")
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes of one rank of an engine.
-
-    Attributes:
-        weights: bytes of its part of the model.
-        workspace: estimated bytes of activations and logits of the largest step.
-        cache_per_token: bytes of the keys and values of one token.
-    """
+    """Bytes of one rank of an engine."""
 
     weights: float
+    """Bytes of its part of the model."""
     workspace: float
+    """Estimated bytes of activations and logits of the largest step."""
     cache_per_token: float
+    """Bytes of the keys and values of one token."""
 
 
 def engine_memory(

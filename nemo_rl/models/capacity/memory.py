@@ -18,26 +18,23 @@ type Moment = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a rank.
-
-    Attributes:
-        tokens: tokens of a microbatch.
-        several: whether an update has more than one microbatch.
-        trains: whether there is a backward pass and an optimizer.
-        keeps_reference: whether the initial weights are kept.
-        on_cpu: whether the device's memory is the host's.
-        keys_per_token: keys and values that attention holds for each token of a microbatch (`shared_prefixes`).
-        scores_rows: whether a scalar head sees only the last token of each row, as in a reward model, and not all of
-            them, as in a critic.
-    """
+    """The work of a rank."""
 
     tokens: int
+    """Tokens of a microbatch."""
     several: bool = True
+    """Whether an update has more than one microbatch."""
     trains: bool = True
+    """Whether there is a backward pass and an optimizer."""
     keeps_reference: bool = False
+    """Whether the initial weights are kept."""
     on_cpu: bool = False
+    """Whether the device's memory is the host's."""
     keys_per_token: int = 1
+    """Keys and values that attention holds for each token of a microbatch (`shared_prefixes`)."""
     scores_rows: bool = False
+    """Whether a scalar head sees only the last token of each row, as in a reward model, and not all of them, as in a
+    critic."""
 
 
 def keys_per_token(policy: PolicyConfig, rows_per_prompt: int) -> int:
@@ -89,19 +86,16 @@ def microbatches_in_flight(stage: int, stages: int, chunks: int) -> float:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory of one rank.
-
-    Attributes:
-        stays: bytes that are held on the device all the time.
-        moments: bytes that are held in addition at points of a step.
-        host: bytes in host memory of a rank that has its own device.
-        missing: text that names memory which the numbers leave out; empty if none is known.
-    """
+    """Memory of one rank."""
 
     stays: Moment
+    """Bytes that are held on the device all the time."""
     moments: Mapping[str, Moment]
+    """Bytes that are held in addition at points of a step."""
     host: Moment
+    """Bytes in host memory of a rank that has its own device."""
     missing: str = ""
+    """Text that names memory which the numbers leave out; empty if none is known."""
 
     @property
     def peak_moment(self) -> str:

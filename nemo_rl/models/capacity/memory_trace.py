@@ -42,19 +42,16 @@ _NOT_TRACED = (RuntimeError, TypeError, AttributeError, KeyError, IndexError, Va
 
 @dataclass
 class Parameters:
-    """Numbers of elements of parameters.
-
-    Attributes:
-        matrices: elements of linear layers, embeddings and heads.
-        vectors: elements of norms and biases.
-        experts: elements of routed experts.
-        largest: elements of the largest tensor.
-    """
+    """Numbers of elements of parameters."""
 
     matrices: int = 0
+    """Elements of linear layers, embeddings and heads."""
     vectors: int = 0
+    """Elements of norms and biases."""
     experts: int = 0
+    """Elements of routed experts."""
     largest: int = 0
+    """Elements of the largest tensor."""
 
     @property
     def total(self) -> int:
@@ -70,50 +67,44 @@ class Parameters:
 
 @dataclass
 class Activations:
-    """Bytes that a layer keeps for its backward pass.
-
-    Attributes:
-        entry: bytes of its input.
-        outside: bytes saved between its blocks (attention, feed-forward), with its input.
-        into_blocks: bytes of the blocks' inputs.
-        inside: bytes saved within the blocks, without keys and values.
-        keys_values: bytes of attention's keys and values.
-        kept: bytes of the outputs of matrix products and attention, which selective checkpointing keeps.
-    """
+    """Bytes that a layer keeps for its backward pass."""
 
     entry: int = 0
+    """Bytes of its input."""
     outside: int = 0
+    """Bytes saved between its blocks (attention, feed-forward), with its input."""
     into_blocks: int = 0
+    """Bytes of the blocks' inputs."""
     inside: int = 0
+    """Bytes saved within the blocks, without keys and values."""
     keys_values: int = 0
+    """Bytes of attention's keys and values."""
     kept: int = 0
+    """Bytes of the outputs of matrix products and attention, which selective checkpointing keeps."""
 
 
 @dataclass
 class ModelTrace:
-    """The parts of a model that take memory.
-
-    Attributes:
-        layers: parameters of each decoder layer.
-        embedding: parameters before the layers.
-        last: parameters after the layers: final norm and head.
-        tied: whether the embedding is also the head, and is counted in both.
-        activations: activations of each decoder layer; empty if the model does not run without data.
-        others: bytes saved outside the layers.
-        hidden: elements of a token's hidden state.
-        vocabulary: rows of the head; 1 for a scalar head.
-        linears: inputs plus outputs of all linear layers in decoder layers, which adapters may be put on.
-    """
+    """The parts of a model that take memory."""
 
     layers: list[Parameters]
+    """Parameters of each decoder layer."""
     embedding: Parameters
+    """Parameters before the layers."""
     last: Parameters
+    """Parameters after the layers: final norm and head."""
     tied: bool
+    """Whether the embedding is also the head, and is counted in both."""
     activations: list[Activations]
+    """Activations of each decoder layer; empty if the model does not run without data."""
     others: int
+    """Bytes saved outside the layers."""
     hidden: int
+    """Elements of a token's hidden state."""
     vocabulary: int
+    """Rows of the head; 1 for a scalar head."""
     linears: int
+    """Inputs plus outputs of all linear layers in decoder layers, which adapters may be put on."""
 
 
 _TRACES: dict[Any, ModelTrace] = {}

@@ -23,30 +23,27 @@ from nemo_rl.models.huggingface.load import torch_dtype
 
 @dataclass(frozen=True)
 class RankMemory(ABC):
-    """Memory of one rank of a pipeline stage.
-
-    Attributes:
-        policy: section of the model.
-        layout: sizes of the axes.
-        model: configuration of the model's text part.
-        trace: counts of the model.
-        work: work of the rank.
-        tokens: tokens of a microbatch that this rank has.
-        itemsize: bytes of a number of `policy.precision`.
-        stage: index of the pipeline stage.
-    """
+    """Memory of one rank of a pipeline stage."""
 
     kept_operators: ClassVar[Collection[str]] = ()
     """Passed to `trace_model`."""
 
     policy: PolicyConfig
+    """Section of the model."""
     layout: ParallelLayout
+    """Sizes of the axes."""
     model: PretrainedConfig
+    """Configuration of the model's text part."""
     trace: ModelTrace
+    """Counts of the model."""
     work: Work
+    """Work of the rank."""
     tokens: int
+    """Tokens of a microbatch that this rank has."""
     itemsize: int
+    """Bytes of a number of `policy.precision`."""
     stage: int
+    """Index of the pipeline stage."""
 
     @classmethod
     def predict(cls, policy: PolicyConfig, layout: ParallelLayout, model: PretrainedConfig, work: Work) -> MemoryPlan:

@@ -85,12 +85,10 @@ class DraftHead(nn.Module):
 
     Args:
         shape: its sizes.
-
-    Attributes:
-        d2t: `[draft_vocab_size]` int64, the policy's id of each token minus its own; None: it can propose all tokens.
     """
 
     d2t: Tensor | None
+    """`[draft_vocab_size]` int64, the policy's id of each token minus its own; None: it can propose all tokens."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()

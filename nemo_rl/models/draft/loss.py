@@ -17,17 +17,14 @@ from nemo_rl.distributed.ranks.collectives import all_gather
 
 
 class DraftSums(NamedTuple):
-    """Sums over positions, float64 scalars but for the differentiable loss.
-
-    Attributes:
-        loss: of the cross-entropy, float32 or wider.
-        agreeing: positions where policy and draft model have the same most likely token.
-        counted: positions that count.
-    """
+    """Sums over positions, float64 scalars but for the differentiable loss."""
 
     loss: Tensor
+    """Sum of the cross-entropy, float32 or wider."""
     agreeing: Tensor
+    """Positions where policy and draft model have the same most likely token."""
     counted: Tensor
+    """Positions that count."""
 
 
 def draft_loss(

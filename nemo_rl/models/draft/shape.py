@@ -20,40 +20,37 @@ _UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output", "parallel_drafting",
 
 @dataclass(frozen=True)
 class DraftShape:
-    """The sizes of a draft model.
-
-    Attributes:
-        hidden_size: width of the draft model and of the token embeddings, which are the policy's.
-        target_hidden_size: width of the policy's hidden states.
-        intermediate_size: width of the feed-forward layers.
-        num_heads: query heads of each layer.
-        num_key_value_heads: key and value heads of each layer.
-        head_dim: width of a head.
-        num_layers: decoder layers.
-        vocab_size: tokens of the policy.
-        draft_vocab_size: tokens that the draft model can propose.
-        rms_norm_eps: added to the mean square in each norm.
-        rope_theta: base of the rotary frequencies.
-        max_positions: positions of the policy.
-        tapped_layers: the policy's hidden states that the draft model reads, by the number of decoder layers before
-            them; 0 is the embedding. Ascending, because vLLM joins them in this order.
-        norm_before_residual: whether the residual of the first layer starts after its norm.
-    """
+    """The sizes of a draft model."""
 
     hidden_size: int
+    """Width of the draft model and of the token embeddings, which are the policy's."""
     target_hidden_size: int
+    """Width of the policy's hidden states."""
     intermediate_size: int
+    """Width of the feed-forward layers."""
     num_heads: int
+    """Query heads of each layer."""
     num_key_value_heads: int
+    """Key and value heads of each layer."""
     head_dim: int
+    """Width of a head."""
     num_layers: int
+    """Decoder layers."""
     vocab_size: int
+    """Tokens of the policy."""
     draft_vocab_size: int
+    """Tokens that the draft model can propose."""
     rms_norm_eps: float
+    """Added to the mean square in each norm."""
     rope_theta: float
+    """Base of the rotary frequencies."""
     max_positions: int
+    """Positions of the policy."""
     tapped_layers: tuple[int, ...]
+    """The policy's hidden states that the draft model reads, by the number of decoder layers before them; 0 is the
+    embedding. Ascending, because vLLM joins them in this order."""
     norm_before_residual: bool = False
+    """Whether the residual of the first layer starts after its norm."""
 
     @property
     def proposes_all(self) -> bool:

@@ -38,20 +38,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DraftRows:
-    """The tokens of a microbatch, in which K are scored.
-
-    Attributes:
-        position_ids_BT: position of each token in its sequence.
-        positions_K: indices into the flattened `[B * T]` tokens; the policy's distribution after each is learned.
-        bounds: `[S + 1]` int32, starts of the sequences of a packed row and the end of the last; None: each row is one
-            sequence.
-        longest: length of the longest sequence of a packed row.
-    """
+    """The tokens of a microbatch, in which K are scored."""
 
     position_ids_BT: Tensor
+    """Position of each token in its sequence."""
     positions_K: Tensor
+    """Indices into the flattened `[B * T]` tokens; the policy's distribution after each is learned."""
     bounds: Tensor | None = None
+    """`[S + 1]` int32, starts of the sequences of a packed row and the end of the last; None: each row is one
+    sequence."""
     longest: int | None = None
+    """Length of the longest sequence of a packed row."""
 
     @property
     def plan(self) -> AttentionPlan:

@@ -28,32 +28,26 @@ from nemo_rl.models.huggingface.rotary import fix_rotary_frequencies
 
 @dataclass(frozen=True)
 class Found:
-    """Features that an architecture supports, tested on a small probe model.
-
-    Attributes:
-        attention: name of the attention function to use.
-        shares_prompts: whether packed rows may hold one copy of a prompt.
-        transform: operations after the output head; None for a scoring head, and if they cannot be described.
-    """
+    """Features that an architecture supports, tested on a small probe model."""
 
     attention: str
+    """Name of the attention function to use."""
     shares_prompts: bool
+    """Whether packed rows may hold one copy of a prompt."""
     transform: LogitTransform | None
+    """Operations after the output head; None for a scoring head, and if they cannot be described."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """The model of a policy section, before it is divided among the ranks.
-
-    Attributes:
-        model: the wrapped model; parameters that are in the files are on the meta device.
-        lazy_weights: the files with the weights.
-        shares_prompts: see `Found`.
-    """
+    """The model of a policy section, before it is divided among the ranks."""
 
     model: CausalLMWithLogprobs | RewardModel
+    """The wrapped model; parameters that are in the files are on the meta device."""
     lazy_weights: LazyWeights
+    """The files with the weights."""
     shares_prompts: bool
+    """See `Found`."""
 
 
 def build_model(config: PolicyConfig, seed: int) -> Built:

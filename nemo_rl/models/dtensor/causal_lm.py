@@ -38,22 +38,19 @@ logger = logging.getLogger(__name__)
 
 
 class CausalLMWithLogprobs(ShardableModel):
-    """Wraps a Hugging Face model; see the module docstring.
-
-    Attributes:
-        hf: the wrapped model; its `named_parameters` are the names to export.
-        transform: operations after the linear head; None: the model's own forward gives the logits.
-        chunk_size: tokens per chunk of logits; None takes a default for the device.
-        draft: the draft model's trainer, which learns from training passes; None: there is none.
-    """
+    """Wraps a Hugging Face model; see the module docstring."""
 
     draft: DraftTrainer | None = None
+    """The draft model's trainer, which learns from training passes; None: there is none."""
 
     def __init__(self, hf: PreTrainedModel, *, transform: LogitTransform | None, chunk_size: int | None = None) -> None:
         super().__init__()
         self.hf = hf
+        """The wrapped model; its `named_parameters` are the names to export."""
         self.transform = transform
+        """Operations after the linear head; None: the model's own forward gives the logits."""
         self.chunk_size = chunk_size
+        """Tokens per chunk of logits; None takes a default for the device."""
 
     def forward(
         self,

@@ -35,17 +35,14 @@ _OF_WHOLE_ROWS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_
 
 @dataclass(frozen=True)
 class Chunks:
-    """Division of a row into chunks, two for each rank.
-
-    Attributes:
-        rank: this rank.
-        by_rank: all chunks, two for each rank, in the order of the ranks.
-        edges: starts of the row's segments, and the end of the row.
-    """
+    """Division of a row into chunks, two for each rank."""
 
     rank: int
+    """This rank."""
     by_rank: Sequence[int]
+    """All chunks, two for each rank, in the order of the ranks."""
     edges: Sequence[int]
+    """Starts of the row's segments, and the end of the row."""
 
     @classmethod
     def balanced(cls, edges: Sequence[int], ranks: int, rank: int) -> "Chunks":
@@ -116,17 +113,14 @@ def _pieces(edges: Sequence[int], count: int, chunk: int, place: int) -> list[Pi
 
 @dataclass(frozen=True)
 class OwnTokens:
-    """One rank's part of a microbatch.
-
-    Attributes:
-        inputs: the rank's tokens, positions and targets.
-        places: indices of the rank's scores among the microbatch's K scores.
-        num_scores: K.
-    """
+    """One rank's part of a microbatch."""
 
     inputs: ModelInputs
+    """The rank's tokens, positions and targets."""
     places: Tensor
+    """Indices of the rank's scores among the microbatch's K scores."""
     num_scores: int
+    """K."""
 
 
 class ContextParallel:

@@ -17,18 +17,15 @@ from nemo_rl.distributed.ranks.process_group import device_mesh
 
 @dataclass(frozen=True)
 class Meshes:
-    """Views of the world; see the module docstring.
-
-    Attributes:
-        layout: sizes of the axes.
-        world: all ranks, with the axes of `parallel_layout.AXES`.
-        experts: the same ranks as `(pp, dp_replicate, expert_shard, ep)`: `ep` ranks divide the experts of a layer,
-            `expert_shard` ranks shard the same experts; None without expert parallelism.
-    """
+    """Views of the world; see the module docstring."""
 
     layout: ParallelLayout
+    """Sizes of the axes."""
     world: DeviceMesh
+    """All ranks, with the axes of `parallel_layout.AXES`."""
     experts: DeviceMesh | None
+    """The same ranks as `(pp, dp_replicate, expert_shard, ep)`: `ep` ranks divide the experts of a layer,
+    `expert_shard` ranks shard the same experts; None without expert parallelism."""
 
     @classmethod
     def build(cls, layout: ParallelLayout, device_type: str) -> "Meshes":

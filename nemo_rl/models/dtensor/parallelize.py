@@ -61,17 +61,14 @@ outputs grow with the square of the length, and every attention kernel that `dte
 
 
 class ShardableModel(nn.Module):
-    """Base class of the model wrappers in `causal_lm` and `reward_model`, as `shard` expects them.
-
-    Attributes:
-        hf: the wrapped Hugging Face model.
-        tp_group: the ranks that divide each layer; None if there is one rank.
-        sequence_parallel: whether these ranks also divide the hidden states of a row between layers.
-    """
+    """Base class of the model wrappers in `causal_lm` and `reward_model`, as `shard` expects them."""
 
     hf: PreTrainedModel
+    """The wrapped Hugging Face model."""
     tp_group: dist.ProcessGroup | None = None
+    """The ranks that divide each layer; None if there is one rank."""
     sequence_parallel: bool = False
+    """Whether these ranks also divide the hidden states of a row between layers."""
 
     def whole_rows(self, hidden: Tensor, *, partial_gradient: bool) -> Tensor:
         """Return `[b, T, D]` hidden states; with sequence parallelism, gather them from `[b, T / tp, D]`.
@@ -92,30 +89,27 @@ class ShardableModel(nn.Module):
 
 @dataclass(frozen=True)
 class ShardingSpec:
-    """Options of `shard`.
-
-    Attributes:
-        compute_dtype: dtype of the forward and backward pass; master weights stay float32, and those of
-            `huggingface.full_precision` also compute in it.
-        cpu_offload: keep parameters, gradients and optimizer state in host memory.
-        device: device on which the rank computes.
-        sequence_parallel: divide norms and the residual stream along the sequence among tensor-parallel ranks.
-        custom_plan: dotted path of a tensor-parallel plan; None takes the model's own.
-        keep_experts: whether the experts of a layer stay gathered between forward and backward pass.
-        keep_gathered: gather parameters once for all microbatches, until `reshard`.
-        recompute: recompute activations in the backward pass: all of them, or those that are cheap to compute.
-        compiles: compile the decoder layers; None: where `compiled_layers` chooses it.
-    """
+    """Options of `shard`."""
 
     compute_dtype: torch.dtype
+    """Dtype of the forward and backward pass; master weights stay float32, and those of `huggingface.full_precision`
+    also compute in it."""
     cpu_offload: bool
+    """Keep parameters, gradients and optimizer state in host memory."""
     device: torch.device
+    """Device on which the rank computes."""
     sequence_parallel: bool = False
+    """Divide norms and the residual stream along the sequence among tensor-parallel ranks."""
     custom_plan: str | None = None
+    """Dotted path of a tensor-parallel plan; None takes the model's own."""
     keep_experts: bool = False
+    """Whether the experts of a layer stay gathered between forward and backward pass."""
     keep_gathered: bool = False
+    """Gather parameters once for all microbatches, until `reshard`."""
     recompute: bool | Literal["selective"] = False
+    """Recompute activations in the backward pass: all of them, or those that are cheap to compute."""
     compiles: bool | None = None
+    """Compile the decoder layers; None: where `compiled_layers` chooses it."""
 
     @classmethod
     def of(cls, config: PolicyConfig, device: torch.device) -> "ShardingSpec":

@@ -22,15 +22,12 @@ from nemo_rl.utils.errors import ConfigError
 
 
 class RewardModel(ShardableModel):
-    """Wraps a sequence classifier; see the module docstring.
-
-    Attributes:
-        hf: the wrapped model; its `named_parameters` are the names to export.
-    """
+    """Wraps a sequence classifier; see the module docstring."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf
+        """The wrapped model; its `named_parameters` are the names to export."""
 
     def forward(
         self,

@@ -43,10 +43,6 @@ class VllmGeneration:
         workers_per_node: must be None: the bundles decide.
         seed: seed of the sampling; each call derives other seeds from it.
 
-    Attributes:
-        engines: the `EngineGroup`.
-        config: the model and its sampling as a `policy` section.
-
     Raises:
         ConfigError: a key is wrong, or the model cannot be found.
         NotBuiltError: `workers_per_node` is given.
@@ -66,6 +62,7 @@ class VllmGeneration:
                 "VllmGeneration(workers_per_node=...) is not built yet: make a cluster with the bundles."
             )
         self.config = EvalMasterConfig.build(generation=config).policy
+        """The model and its sampling as a `policy` section."""
         self._tokenizer = get_tokenizer(self.config.tokenizer)
         self._sampling = sampling_params(self.config, self._tokenizer.eos_token_id, validation=False)
         self._seed, self._num_calls = seed, 0
@@ -73,6 +70,7 @@ class VllmGeneration:
         check_engine_model(self.config, machines)
         settings = engine_settings(self.config, machines, seed, load_weights=True)
         self.engines = make_engines(settings, cluster, machines)
+        """The `EngineGroup`."""
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False

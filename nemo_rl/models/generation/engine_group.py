@@ -73,10 +73,6 @@ class EngineGroup(GenerationInterface):
         workers_per_engine: see `EngineSettings.num_workers`; also an attribute.
         silence_s: seconds that an engine with open requests may be silent.
         num_engines_file: file with the number of engines; see `scaling`. None: all engines run.
-
-    Attributes:
-        workers: the worker group; `algorithms.rollout.refit` moves weights through it.
-        load_weights: loads the current weights into new engines; set by `algorithms.rollout.refit`.
     """
 
     def __init__(
@@ -90,8 +86,10 @@ class EngineGroup(GenerationInterface):
         num_engines_file: Path | None = None,
     ):
         self.workers = workers
+        """The worker group; `algorithms.rollout.refit` moves weights through it."""
         self.weight_version = 0
         self.load_weights: Callable[[], None] | None = None
+        """Loads the current weights into new engines; set by `algorithms.rollout.refit`."""
         self.workers_per_engine = workers_per_engine
         self._setup_timeout_s = setup_timeout_s
         self._turn_timeout_s = turn_timeout_s or setup_timeout_s

@@ -33,45 +33,38 @@ COLLECT_POLL_S = 60.0
 
 
 class Grammar(NamedTuple):
-    """The form of a response: tokens that would break it are never drawn.
-
-    Attributes:
-        kind: of the definition: "json" (a JSON schema), "regex", "choice" (a JSON list of texts), or "grammar" (EBNF or
-            Lark).
-        definition: text of that kind.
-    """
+    """The form of a response: tokens that would break it are never drawn."""
 
     kind: GrammarKind
+    """Kind of the definition: "json" (a JSON schema), "regex", "choice" (a JSON list of texts), or "grammar" (EBNF or
+    Lark)."""
     definition: str
+    """Text of that kind."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling of one response.
-
-    Attributes:
-        temperature: softmax temperature; 0 means greedy.
-        top_k: keep the k most likely tokens, None for all.
-        top_p: keep the smallest set of tokens with this probability mass.
-        max_new_tokens: response limit in tokens.
-        stop_token_ids: ids that end a response; the id stays in the response.
-        stop_strings: texts that end a response; their tokens stay in the response.
-        bad_words: texts that the response may not contain: the last token of one is never drawn after its other tokens.
-        grammar: form of the response; None: any. Only engines with `accepts_grammars` get one.
-        scores_policy: log-probabilities of a response with a grammar are those of the policy, without the grammar and
-            at temperature 1 without any filter, which training needs; False: those of the distribution that was drawn
-            from.
-    """
+    """Sampling of one response."""
 
     temperature: float = 1.0
+    """Softmax temperature; 0 means greedy."""
     top_k: int | None = None
+    """Keep the k most likely tokens, None for all."""
     top_p: float = 1.0
+    """Keep the smallest set of tokens with this probability mass."""
     max_new_tokens: int = 512
+    """Response limit in tokens."""
     stop_token_ids: tuple[int, ...] = ()
+    """Ids that end a response; the id stays in the response."""
     stop_strings: tuple[str, ...] = ()
+    """Texts that end a response; their tokens stay in the response."""
     bad_words: tuple[str, ...] = ()
+    """Texts that the response may not contain: the last token of one is never drawn after its other tokens."""
     grammar: Grammar | None = None
+    """Form of the response; None: any. Only engines with `accepts_grammars` get one."""
     scores_policy: bool = True
+    """Log-probabilities of a response with a grammar are those of the policy, without the grammar and at temperature 1
+    without any filter, which training needs; False: those of the distribution that was drawn from."""
 
     @property
     def draws_from_policy(self) -> bool:
@@ -86,52 +79,43 @@ class SamplingParams:
 
 
 class ServedBy(NamedTuple):
-    """The engine that wrote a response.
-
-    Attributes:
-        engine: its index.
-        num_starts: engines that had run at this index by then; another number means that it was replaced.
-        weight_version: of the weights that it had at the end of the response.
-    """
+    """The engine that wrote a response."""
 
     engine: int
+    """Index of the engine."""
     num_starts: int
+    """Engines that had run at this index by then; another number means that it was replaced."""
     weight_version: int
+    """Version of the weights that it had at the end of the response."""
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt to continue once.
-
-    Attributes:
-        prompt_token_ids: the whole prefix, never empty.
-        sampling: how to sample.
-        seed: non-negative 63-bit seed; the same request with the same weights and seed gives the same response,
-            whatever other requests run at the same time.
-        prefix_at: the `served_by` of the response that the prompt ends with, in a conversation of several turns;
-            that engine may still hold the keys and values of the prompt. None for a first turn.
-        row_inputs: inputs of the model next to the tokens; None for most models.
-        chat: the messages of the prompt; only for a group with `GenerationInterface.reads_chats`.
-    """
+    """One prompt to continue once."""
 
     prompt_token_ids: list[int]
+    """The whole prefix, never empty."""
     sampling: SamplingParams
+    """How to sample."""
     seed: int
+    """Non-negative 63-bit seed; the same request with the same weights and seed gives the same response, whatever other
+    requests run at the same time."""
     prefix_at: ServedBy | None = None
+    """The `served_by` of the response that the prompt ends with, in a conversation of several turns; that engine may
+    still hold the keys and values of the prompt. None for a first turn."""
     row_inputs: RowInputs | None = None
+    """Inputs of the model next to the tokens; None for most models."""
     chat: ChatInput | None = None
+    """The messages of the prompt; only for a group with `GenerationInterface.reads_chats`."""
 
 
 class VersionSpan(NamedTuple):
-    """A span of tokens that were sampled with weights of one version.
-
-    Attributes:
-        start: index of its first token; the span ends at the next span or at the end of the response.
-        version: version of the weights.
-    """
+    """A span of tokens that were sampled with weights of one version."""
 
     start: int
+    """Index of its first token; the span ends at the next span or at the end of the response."""
     version: int
+    """Version of the weights."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,39 +124,37 @@ class GenerationResult:
 
     Its arrays are sent as bytes. At the receiver they may be read-only views of Ray's shared memory, which stays
     allocated as long as they exist.
-
-    Attributes:
-        token_ids: [n] response tokens, stop token included.
-        logprobs: [n] log-probability of each response token under the distribution it was drawn from
-            (after bad words, temperature, top-k and top-p). With a grammar see `SamplingParams.scores_policy`; the
-            policy's are then all of the weights that scored the complete answer, `scored_by`.
-        finish_reason: "stop" (a stop id or string), "length", or "abort" (ended by `Engine.abort`).
-        weight_versions: spans from token 0 on, with rising start and version. There are several if weights were updated
-            during the response. Each token's log-probability is that of its span's weights, given all earlier tokens;
-            answers with a grammar see `logprobs`.
-        scored_by: version of the weights that gave all log-probabilities, if the response was read again; it is newer
-            than `weight_versions` where weights were updated before that.
-        routed_experts: [P + n, L, k] signed integers: the k experts that each of L layers chose for the P tokens of the
-            prompt and the n of the response, -1 for a token that the engine did not report, such as the last one; None
-            unless `EngineSettings.reports_experts`.
-        error: why the engine refused the request; then there are no tokens and no spans.
-        served_by: the engine that wrote it; set by the group of engines.
-        text: text of the tokens, as `texts.sampled_text` makes it, so that engines decode instead of the controller;
-            None: the reader decodes.
-        answer: the answer of a group with `GenerationInterface.reads_chats`, whose tokens are not known: `token_ids`
-            are those of `remote.text_tokenizer`, and `logprobs` are NaN.
     """
 
     token_ids: NDArray[np.int32]
+    """[n] response tokens, stop token included."""
     logprobs: NDArray[np.float32]
+    """[n] log-probability of each response token under the distribution it was drawn from (after bad words,
+    temperature, top-k and top-p). With a grammar see `SamplingParams.scores_policy`; the policy's are then all of the
+    weights that scored the complete answer, `scored_by`."""
     finish_reason: FinishReason
+    """Reason of the end: "stop" (a stop id or string), "length", or "abort" (ended by `Engine.abort`)."""
     weight_versions: list[VersionSpan]
+    """Spans from token 0 on, with rising start and version. There are several if weights were updated during the
+    response. Each token's log-probability is that of its span's weights, given all earlier tokens; answers with a
+    grammar see `logprobs`."""
     error: str | None = None
+    """Why the engine refused the request; then there are no tokens and no spans."""
     text: str | None = None
+    """Text of the tokens, as `texts.sampled_text` makes it, so that engines decode instead of the controller; None: the
+    reader decodes."""
     served_by: ServedBy | None = None
+    """The engine that wrote it; set by the group of engines."""
     answer: ChatAnswer | None = None
+    """The answer of a group with `GenerationInterface.reads_chats`, whose tokens are not known: `token_ids` are those
+    of `remote.text_tokenizer`, and `logprobs` are NaN."""
     scored_by: int | None = None
+    """Version of the weights that gave all log-probabilities, if the response was read again; it is newer than
+    `weight_versions` where weights were updated before that."""
     routed_experts: NDArray[np.signedinteger[Any]] | None = None
+    """[P + n, L, k] signed integers: the k experts that each of L layers chose for the P tokens of the prompt and the n
+    of the response, -1 for a token that the engine did not report, such as the last one; None unless
+    `EngineSettings.reports_experts`."""
 
     @property
     def num_scored_later(self) -> int:
@@ -217,79 +199,73 @@ class ResponseSoFar:
 
 
 class Collected(NamedTuple):
-    """Report of a worker.
-
-    Attributes:
-        results: finished requests by id.
-        load: since the last report; None if the engine cannot tell.
-    """
+    """Report of a worker."""
 
     results: list[tuple[str, GenerationResult]]
+    """Finished requests by id."""
     load: EngineLoad | None = None
+    """Since the last report; None if the engine cannot tell."""
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Settings from which a worker builds its engine; `factory` makes them from the configuration.
-
-    Attributes:
-        backend: a name of `registry.ENGINES`, or the dotted path of a class.
-        model_name: local folder or hub id.
-        tokenizer_name: local folder or hub id.
-        device: "cpu" or "cuda".
-        precision: "float32", "bfloat16" or "float16".
-        max_model_len: context limit in tokens, prompt and response.
-        kv_cache_bytes: key-value cache size; None lets the engine take `gpu_memory_utilization`.
-        gpu_memory_utilization: share of GPU memory for the engine.
-        enforce_eager: no graph capture and no compilation.
-        can_sleep: whether memory is freed between generation phases (colocated GPUs).
-        sleep_level: 1 to keep the weights in host memory while asleep, 2 to drop them.
-        load_weights: load the checkpoint at the start; False: the first weight sync provides the weights.
-        seed: engine seed; requests carry their own.
-        tensor_parallel_size: ranks that divide each layer of one engine.
-        pipeline_parallel_size: stages that divide the layers of one engine.
-        expert_parallel_size: ranks that divide the experts of a layer; 1, or those of a stage in all replicas.
-        hf_overrides: changes to the model's Hugging Face config.
-        quantization: weights that arrive in float8; `precision` is that of everything else. None: no weights.
-        engine_kwargs: passed to the engine unchanged (`vllm_kwargs`, and for vLLM the keys of `vllm_cfg`; for Megatron
-            Core `megatron_cfg`, that section of the policy).
-        env_vars: further environment variables of the engine's processes.
-        recomputes_cache: compute keys and values of running requests again with new weights.
-        workers_on_machine: workers of all engines on one machine, which share its cores.
-        samples: samples of a training step that this engine gets, if all engines get as many; 0: not known.
-        optimizations: value of `cluster.optimizations`.
-        reports_experts: return the experts that each layer chose for each token (`GenerationResult.routed_experts`).
-        draft: sizes of the draft model that is trained with the policy; None: there is none.
-        trains_mtp: proposals come from the policy's layers for multi-token prediction, which every sync sends.
-    """
+    """Settings from which a worker builds its engine; `factory` makes them from the configuration."""
 
     backend: str
+    """A name of `registry.ENGINES`, or the dotted path of a class."""
     model_name: str
+    """Local folder or hub id."""
     tokenizer_name: str
+    """Local folder or hub id."""
     device: str
+    """Device of the engine: "cpu" or "cuda"."""
     precision: str
+    """Number format: "float32", "bfloat16" or "float16"."""
     max_model_len: int
+    """Context limit in tokens, prompt and response."""
     kv_cache_bytes: int | None = None
+    """Key-value cache size; None lets the engine take `gpu_memory_utilization`."""
     gpu_memory_utilization: float = 0.6
+    """Share of GPU memory for the engine."""
     enforce_eager: bool = True
+    """No graph capture and no compilation."""
     can_sleep: bool = False
+    """Whether memory is freed between generation phases (colocated GPUs)."""
     sleep_level: int = 1
+    """1 to keep the weights in host memory while asleep, 2 to drop them."""
     load_weights: bool = False
+    """Load the checkpoint at the start; False: the first weight sync provides the weights."""
     seed: int = 0
+    """Engine seed; requests carry their own."""
     tensor_parallel_size: int = 1
+    """Ranks that divide each layer of one engine."""
     pipeline_parallel_size: int = 1
+    """Stages that divide the layers of one engine."""
     expert_parallel_size: int = 1
+    """Ranks that divide the experts of a layer; 1, or those of a stage in all replicas."""
     hf_overrides: dict[str, Any] = field(default_factory=dict)
+    """Changes to the model's Hugging Face config."""
     quantization: WeightQuantization | None = None
+    """Weights that arrive in float8; `precision` is that of everything else. None: no weights."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the engine unchanged (`vllm_kwargs`, and for vLLM the keys of `vllm_cfg`; for Megatron Core
+    `megatron_cfg`, that section of the policy)."""
     env_vars: dict[str, str] = field(default_factory=dict)
+    """Further environment variables of the engine's processes."""
     recomputes_cache: bool = True
+    """Compute keys and values of running requests again with new weights."""
     workers_on_machine: int = 1
+    """Workers of all engines on one machine, which share its cores."""
     samples: int = 0
+    """Samples of a training step that this engine gets, if all engines get as many; 0: not known."""
     optimizations: Choice = "auto"
+    """Value of `cluster.optimizations`."""
     reports_experts: bool = False
+    """Return the experts that each layer chose for each token (`GenerationResult.routed_experts`)."""
     draft: DraftShape | None = None
+    """Sizes of the draft model that is trained with the policy; None: there is none."""
     trains_mtp: bool = False
+    """Proposals come from the policy's layers for multi-token prediction, which every sync sends."""
 
     @property
     def num_replicas(self) -> int:
@@ -388,15 +364,11 @@ class RecordsReads(Protocol):
 
 
 class GenerationInterface(ABC):
-    """Controller side of a group of engines.
-
-    Attributes:
-        weight_version: version of the weights.
-        reads_chats: whether requests need the messages of their prompts (`GenerationRequest.chat`).
-    """
+    """Controller side of a group of engines."""
 
     weight_version: int
     reads_chats: ClassVar[bool] = False
+    """Whether requests need the messages of their prompts (`GenerationRequest.chat`)."""
 
     @abstractmethod
     async def generate(self, request: GenerationRequest) -> GenerationResult:

@@ -45,15 +45,12 @@ class Pending:
 
 @dataclass
 class Speed:
-    """Seconds that an engine takes for a token of an answer, waits in the engine included; recent answers count more.
-
-    Attributes:
-        seconds: of answers.
-        tokens: of the same answers.
-    """
+    """Seconds that an engine takes for a token of an answer, with waits in the engine; recent answers count more."""
 
     seconds: float = 0.0
+    """Seconds of answers."""
     tokens: float = 0.0
+    """Tokens of the same answers."""
 
     def note(self, seconds: float, tokens: int) -> None:
         """Add an answer."""
@@ -67,39 +64,36 @@ class Speed:
 
 @dataclass
 class Member:
-    """One engine and its pending requests; while it is down, they are kept until it is back.
-
-    Attributes:
-        index: its position among the engines.
-        ranks: its workers in the group; the first one receives requests.
-        num_starts: engines started for this member; it shows whether a dead engine was replaced already.
-        is_down: it is being replaced, or has no weights yet.
-        is_leaving: it answers its requests and gets no more.
-        is_away: it has no processes; see `scaling`.
-        unfinished: requests without an answer.
-        outbox: requests that are sent in the next iteration of the loop.
-        given_up: requests to abort.
-        polls: running calls of `collect` by rank, each with the `num_starts` of the called engine.
-        collector: the task that takes its results.
-        busy: measures the time with pending requests.
-        load: what it reported since the group was asked for it.
-        speed: how fast it answers.
-    """
+    """One engine and its pending requests; while it is down, they are kept until it is back."""
 
     index: int
+    """Its position among the engines."""
     ranks: list[int] = field(default_factory=list)
+    """Its workers in the group; the first one receives requests."""
     num_starts: int = 1
+    """Engines started for this member; it shows whether a dead engine was replaced already."""
     is_down: bool = False
+    """It is being replaced, or has no weights yet."""
     is_leaving: bool = False
+    """It answers its requests and gets no more."""
     is_away: bool = False
+    """It has no processes; see `scaling`."""
     unfinished: dict[str, Pending] = field(default_factory=dict)
+    """Requests without an answer."""
     outbox: list[tuple[str, GenerationRequest]] = field(default_factory=list)
+    """Requests that are sent in the next iteration of the loop."""
     given_up: list[str] = field(default_factory=list)
+    """Requests to abort."""
     polls: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    """Running calls of `collect` by rank, each with the `num_starts` of the called engine."""
     collector: asyncio.Task[None] | None = None
+    """The task that takes its results."""
     busy: BusyClock = field(default_factory=BusyClock)
+    """Measures the time with pending requests."""
     load: EngineLoad | None = None
+    """Load that it reported since the group was asked for it."""
     speed: Speed = field(default_factory=Speed)
+    """How fast it answers."""
 
     def forget_requests(self) -> None:
         """Drop all pending requests, for which no caller waits, and abort those that were sent."""

@@ -14,31 +14,28 @@ from nemo_rl.utils.named_parts import Registry
 
 @dataclass(frozen=True)
 class EngineKind:
-    """One entry of the registry.
-
-    Attributes:
-        path: dotted path of a class with the methods of `interfaces.Engine`, constructed with `EngineSettings`.
-        environment: environment variables of its process on a device ("cpu" or "cuda"), set before any import.
-        rank_path: dotted path of the class of an engine's other workers, if it differs from that of the first one.
-        replica_paths: dotted paths of the classes of the first worker of an engine of several replicas, and of the
-            first workers of the other replicas.
-        check: dotted path of a function of the sections `policy` and `cluster`. Before any worker starts, it refuses a
-            model that the engine cannot serve, by a `ConfigError`; it needs no engine library.
-        accepts_inputs: whether the engine accepts rows with further inputs and position rules (`data.model_rows`).
-        accepts_grammars: whether the engine keeps to `SamplingParams.grammar`.
-        reports_experts: whether the engine returns the experts of tokens (`EngineSettings.reports_experts`).
-        cpu_sequences: most sequences that it runs at the same time on the CPU, if it has such a limit.
-    """
+    """One entry of the registry."""
 
     path: str
+    """Dotted path of a class with the methods of `interfaces.Engine`, constructed with `EngineSettings`."""
     environment: Callable[[str], dict[str, str]] = lambda device: {}
+    """Environment variables of its process on a device ("cpu" or "cuda"), set before any import."""
     rank_path: str | None = None
+    """Dotted path of the class of an engine's other workers, if it differs from that of the first one."""
     replica_paths: tuple[str, str] | None = None
+    """Dotted paths of the classes of the first worker of an engine of several replicas, and of the first workers of the
+    other replicas."""
     check: str | None = None
+    """Dotted path of a function of the sections `policy` and `cluster`. Before any worker starts, it refuses a model
+    that the engine cannot serve, by a `ConfigError`; it needs no engine library."""
     cpu_sequences: int | None = None
+    """Most sequences that it runs at the same time on the CPU, if it has such a limit."""
     accepts_inputs: bool = False
+    """Whether the engine accepts rows with further inputs and position rules (`data.model_rows`)."""
     accepts_grammars: bool = False
+    """Whether the engine keeps to `SamplingParams.grammar`."""
     reports_experts: bool = False
+    """Whether the engine returns the experts of tokens (`EngineSettings.reports_experts`)."""
 
 
 ENGINES = {

@@ -20,13 +20,11 @@ class Replacements:
         workers: the workers of all engines.
         setup_timeout_s: seconds to wait for the start of an engine.
         most: engines that may be replaced in the run (`cluster.max_actor_restarts`).
-
-    Attributes:
-        count: number of engines replaced so far.
     """
 
     def __init__(self, workers: RayWorkerGroup, setup_timeout_s: float, most: int) -> None:
         self.count = 0
+        """Number of engines replaced so far."""
         self._workers = workers
         self._setup_timeout_s = setup_timeout_s
         self._most = most

@@ -32,13 +32,11 @@ class EngineScaling:
         members: all engines of the run; they run at first.
         workers: their processes.
         setup_timeout_s: seconds that new engines may take to start.
-
-    Attributes:
-        num_changes: how often engines left or joined.
     """
 
     def __init__(self, file: Path, members: Sequence[Member], workers: RayWorkerGroup, setup_timeout_s: float):
         self.num_changes = 0
+        """How often engines left or joined."""
         self._file = file
         self._members = members
         self._workers = workers

@@ -34,17 +34,14 @@ from nemo_rl.weight_sync.parts import whole as whole_part
 
 @dataclass(frozen=True)
 class Result:
-    """A tensor of a checkpoint that is a block of a weight of the model, perhaps with its dimensions in another order.
-
-    Attributes:
-        shape: shape in the checkpoint.
-        block: place of the block in the weight.
-        dims: for each dimension of the result, that of the weight; None: a dimension of size 1.
-    """
+    """A tensor of a checkpoint that is a block of a weight of the model, perhaps with dimensions in another order."""
 
     shape: tuple[int, ...]
+    """Shape in the checkpoint."""
     block: Part
+    """Place of the block in the weight."""
     dims: tuple[int | None, ...]
+    """For each dimension of the result, that of the weight; None: a dimension of size 1."""
 
     def of(self, place: Part, values: Tensor) -> tuple[Part, Tensor] | None:
         """Return the place in the result, and the values, of what a block of the weight holds of it.
@@ -69,17 +66,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors that are converted together.
-
-    Attributes:
-        target: name of the result; of the first result if there are several.
-        sources: `{name: pattern of the converter that it matches}`, in the order that the converter requires.
-        converter: None if the single tensor only gets another name, or keeps its name.
-    """
+    """Tensors that are converted together."""
 
     target: str
+    """Name of the result; of the first result if there are several."""
     sources: dict[str, str]
+    """`{name: pattern of the converter that it matches}`, in the order that the converter requires."""
     converter: WeightConverter | None
+    """None if the single tensor only gets another name, or keeps its name."""
 
     def convert(self, hf: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Convert the tensors of all sources to named results."""

@@ -24,17 +24,14 @@ VERIFY_TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class ExportCheck:
-    """Difference between the exported model and the checkpoint.
-
-    Attributes:
-        max_difference: largest absolute difference of a log-probability (a score, in reward models).
-        num_values: number of log-probabilities or scores compared.
-        tolerance: largest difference that rounding in float32 explains.
-    """
+    """Difference between the exported model and the checkpoint."""
 
     max_difference: float
+    """Largest absolute difference of a log-probability (a score, in reward models)."""
     num_values: int
+    """Number of log-probabilities or scores compared."""
     tolerance: float = VERIFY_TOLERANCE
+    """Largest difference that rounding in float32 explains."""
 
     def __str__(self) -> str:
         return f"Largest difference of {self.num_values} log-probabilities: {self.max_difference:.3g}"

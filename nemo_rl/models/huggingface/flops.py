@@ -67,18 +67,15 @@ def peak_tflops(device_name: str) -> float | None:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """The operations of a model, for sequences of any length.
-
-    Attributes:
-        trained: weights that multiply each token and get gradients.
-        frozen: weights that multiply each token and get none (a model under adapters).
-        attention: (width, window, layers): the sizes of a layer's queries and of its values over all heads, summed;
-            the tokens that a token sees at most, None for all; and the number of such layers.
-    """
+    """The operations of a model, for sequences of any length."""
 
     trained: float
+    """Weights that multiply each token and get gradients."""
     frozen: float
+    """Weights that multiply each token and get none (a model under adapters)."""
     attention: tuple[tuple[int, int | None, int], ...]
+    """(width, window, layers): the sizes of a layer's queries and of its values over all heads, summed; the tokens that
+    a token sees at most, None for all; and the number of such layers."""
 
     def forward(self, lengths: Mapping[int, int]) -> float:
         """Return the operations of a forward pass over sequences, without padding.

@@ -31,13 +31,10 @@ _METHOD = "_load_pretrained_model"
 
 @dataclass
 class LazyWeights:
-    """Files whose weights were not read.
-
-    Attributes:
-        files: the safetensors files of the model; empty if its weights were read after all.
-    """
+    """Files whose weights were not read."""
 
     files: list[Path] = field(default_factory=list)
+    """The safetensors files of the model; empty if its weights were read after all."""
 
     @cached_property
     def tensors(self) -> TensorFiles:

@@ -60,15 +60,13 @@ class TensorFiles:
             is asked for: thousands of ranks that open every file of a large model are a load for a shared disk. None
             opens all files to find out.
 
-    Attributes:
-        file_of: the file that holds each tensor.
-
     Raises:
         CheckpointError: a file is damaged; also from methods, if the files are opened later.
     """
 
     def __init__(self, files: Iterable[Path], file_of: Mapping[str, Path] | None = None) -> None:
         self.file_of: dict[str, Path] = dict(file_of or {})
+        """The file that holds each tensor."""
         self._slices: dict[str, Any] = {}
         if file_of is None:
             for file in files:

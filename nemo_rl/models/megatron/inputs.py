@@ -26,19 +26,16 @@ from nemo_rl.models.training.inputs import ModelInputs, round_up
 
 @dataclass(frozen=True)
 class Division:
-    """Division of a row's tokens among ranks.
-
-    Attributes:
-        cp: number of context-parallel ranks.
-        cp_rank: this rank among them.
-        sp: number of ranks that divide a context-parallel rank's tokens between layers (sequence parallelism).
-        sp_rank: this rank among them.
-    """
+    """Division of a row's tokens among ranks."""
 
     cp: int = 1
+    """Number of context-parallel ranks."""
     cp_rank: int = 0
+    """This rank among them."""
     sp: int = 1
+    """Number of ranks that divide a context-parallel rank's tokens between layers (sequence parallelism)."""
     sp_rank: int = 0
+    """This rank among them."""
 
     @property
     def of_sequence(self) -> int:
@@ -53,44 +50,38 @@ class Division:
 
 @dataclass(frozen=True)
 class FurtherTokens:
-    """The tokens that one multi-token-prediction layer predicts.
-
-    Attributes:
-        positions_n: indices in the flattened hidden states `[t, b]` from which it predicts.
-        targets_n: the tokens, int64.
-    """
+    """The tokens that one multi-token-prediction layer predicts."""
 
     positions_n: Tensor
+    """Indices in the flattened hidden states `[t, b]` from which it predicts."""
     targets_n: Tensor
+    """The tokens, int64."""
 
 
 @dataclass(frozen=True)
 class RankInputs:
-    """A microbatch on this rank.
-
-    Attributes:
-        arguments: keyword arguments of GPTModel.
-        positions_k: indices of the scored tokens in the flattened hidden states `[t, b]`.
-        targets_k: as `ModelInputs.targets_K`, for these tokens.
-        places_k: indices of these tokens among the microbatch's K scores.
-        num_scores: K.
-        real_tokens: `[b, t]` bool, False on padding.
-        unfiltered: as in `ModelInputs`.
-        top_k: as in `ModelInputs`.
-        routed_experts: `[b, t, L, k]`, as in `ModelInputs`, of this rank's tokens.
-        further: the tokens of each multi-token-prediction layer.
-    """
+    """A microbatch on this rank."""
 
     arguments: dict[str, Any]
+    """Keyword arguments of GPTModel."""
     positions_k: Tensor
+    """Indices of the scored tokens in the flattened hidden states `[t, b]`."""
     targets_k: Tensor
+    """As `ModelInputs.targets_K`, for these tokens."""
     places_k: Tensor
+    """Indices of these tokens among the microbatch's K scores."""
     num_scores: int
+    """K."""
     real_tokens: Tensor
+    """`[b, t]` bool, False on padding."""
     unfiltered: bool = False
+    """As in `ModelInputs`."""
     top_k: TopK | None = None
+    """As in `ModelInputs`."""
     routed_experts: Tensor | None = None
+    """`[b, t, L, k]`, as in `ModelInputs`, of this rank's tokens."""
     further: tuple[FurtherTokens, ...] = ()
+    """The tokens of each multi-token-prediction layer."""
 
     def between_layers(self, division: Division) -> Tensor:
         """Return `real_tokens` `[b, t / sp]` of the tokens that this rank has between layers."""

@@ -82,13 +82,11 @@ class MTPLoss:
         section: `policy.megatron_cfg`, with such layers.
         head_options: see `Scoring`.
         device: device on which the model computes.
-
-    Attributes:
-        num_depths: D.
     """
 
     def __init__(self, section: MegatronConfig, head_options: dict[str, Any], device: torch.device) -> None:
         self.num_depths = section.mtp_num_layers
+        """D."""
         self._factor, self._detached = section.mtp_loss_scaling_factor, section.mtp_detach_heads
         self._head_options = head_options
         self._tokens = parallel_state.get_data_parallel_group(with_context_parallel=True)

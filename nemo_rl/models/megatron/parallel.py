@@ -20,17 +20,14 @@ from nemo_rl.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups that divide this rank's layers and tokens; None for an axis with one rank.
-
-    Attributes:
-        tp: ranks that divide each layer and the vocabulary.
-        cp: ranks that divide the tokens of a row.
-        sequence_parallel: whether tensor-parallel ranks divide the tokens between layers.
-    """
+    """Groups that divide this rank's layers and tokens; None for an axis with one rank."""
 
     tp: Group = None
+    """Ranks that divide each layer and the vocabulary."""
     cp: Group = None
+    """Ranks that divide the tokens of a row."""
     sequence_parallel: bool = False
+    """Whether tensor-parallel ranks divide the tokens between layers."""
 
 
 def start_model_parallel(

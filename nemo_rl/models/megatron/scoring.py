@@ -34,14 +34,12 @@ class ScalarHead(nn.Module):
     """The head of a reward model or critic, which replaces the output layer: one number per hidden state.
 
     Every tensor-parallel rank has the whole head and sees the same hidden states, so every rank has its whole gradient.
-
-    Attributes:
-        weight: `[1, D]`, `score.weight` in Hugging Face models.
     """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device))
+        """`[1, D]`, `score.weight` in Hugging Face models."""
 
     def forward(self, hidden_kD: Tensor) -> Tensor:
         """Return `[k]` scores, float32 or wider."""
@@ -78,11 +76,6 @@ class Scoring:
         density: density from which `policy.generation` samples.
         transform: operations after the linear head.
         chunk_size: tokens per chunk of logits; None takes a default for the device.
-
-    Attributes:
-        head_options: keyword arguments of `token_logprobs` and `topk_logits` that do not depend on the tokens.
-        draft: the draft model's trainer, which learns from training passes; None: there is none.
-        mtp: the loss of the multi-token-prediction layers; None: they are not trained.
     """
 
     def __init__(
@@ -95,8 +88,11 @@ class Scoring:
         self._groups, self._density = groups, density
         self._transform = transform or LogitTransform()
         self.head_options: dict[str, Any] = {"transform": self._transform, "group": groups.tp, "chunk_size": chunk_size}
+        """Keyword arguments of `token_logprobs` and `topk_logits` that do not depend on the tokens."""
         self.draft: DraftTrainer | None = None
+        """The draft model's trainer, which learns from training passes; None: there is none."""
         self.mtp: MTPLoss | None = None
+        """The loss of the multi-token-prediction layers; None: they are not trained."""
 
     def __call__(
         self,

@@ -43,21 +43,18 @@ _MASKS = ("token_mask", "sample_mask")
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """One batch, divided over the ranks.
-
-    Attributes:
-        data: rows of each data-parallel rank, in microbatch order.
-        sizes: rows of each microbatch, per rank.
-        plan: original position of each row.
-        num_rows: rows of the batch before filling.
-        num_shared_tokens: tokens that are not computed, because another row of their microbatch begins with them.
-    """
+    """One batch, divided over the ranks."""
 
     data: list[BatchedDataDict[Any]]
+    """Rows of each data-parallel rank, in microbatch order."""
     sizes: list[list[int]]
+    """Rows of each microbatch, per rank."""
     plan: MicrobatchPlan
+    """Original position of each row."""
     num_rows: int
+    """Rows of the batch before filling."""
     num_shared_tokens: int = 0
+    """Tokens that are not computed, because another row of their microbatch begins with them."""
 
     def lengths(self) -> list[int]:
         """Return the tokens of each row, without fillers."""

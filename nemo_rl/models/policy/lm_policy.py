@@ -69,12 +69,6 @@ class Policy(ScoringPolicy):
         optimizations: value of `cluster.optimizations`.
         venv: the ranks' Python environment (`cluster.venvs.policy`); None takes the registry's.
 
-    Attributes:
-        layout: position of each rank on the parallel axes.
-        weight_version: number of training calls; `weight_stream` and the engines use it as the version of the weights.
-        ranks: calls of the ranks.
-        work: counts the passes over rows, those of validations excepted.
-
     Raises:
         ConfigError: no training backend is enabled, the ranks do not divide into the parallel sizes, or a worker
             refuses the configuration.
@@ -105,12 +99,14 @@ class Policy(ScoringPolicy):
         self.config = config
         self.tokenizer = tokenizer
         self.weight_version = 0
+        """Number of training calls; `weight_stream` and the engines use it as the version of the weights."""
         self._complete_checkpoint: Callable[[], None] | None = None
         self._timeouts = timeouts or TimeoutsConfig()
         self._backend = training_backend(config)
         self._accepted = self._backend.accepted_rows(config)
         ranks_of_node = Counter(place.node_idx for place in plan_places(cluster.bundle_counts, workers_per_node, None))
         self.layout = ParallelLayout.of(config, ranks_of_node.total())
+        """Position of each rank on the parallel axes."""
         settings = WorkerSettings(
             backend=self._backend.rank_class,
             layout=self.layout,
@@ -135,7 +131,9 @@ class Policy(ScoringPolicy):
             call_timeout_s=self._timeouts.train_s,
         )
         self.ranks = RankCalls(self.worker_group, self.layout, self._timeouts)
+        """Calls of the ranks."""
         self.work = self.ranks.work
+        """Counts the passes over rows, those of validations excepted."""
         packing = config.sequence_packing
         asks = packing.enabled and packing.share_prompts
         self._shares_prompts = asks and all(self.ranks.everywhere("shares_prompts", "starting the policy"))

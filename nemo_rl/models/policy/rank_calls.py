@@ -32,9 +32,6 @@ class RankCalls:
         workers: the ranks.
         layout: which rows a rank gets, and whose results count.
         timeouts: deadlines.
-
-    Attributes:
-        work: the passes over rows so far.
     """
 
     def __init__(self, workers: RayWorkerGroup, layout: ParallelLayout, timeouts: TimeoutsConfig) -> None:
@@ -42,6 +39,7 @@ class RankCalls:
         self._layout = layout
         self._timeouts = timeouts
         self.work = WorkCount(self._describe_passes)
+        """The passes over rows so far."""
         self._turn = threading.RLock()
         self._num_ended = 0
 

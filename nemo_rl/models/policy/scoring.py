@@ -33,16 +33,11 @@ if TYPE_CHECKING:  # the rows that a training backend accepts; only it makes the
 
 
 class ScoringPolicy(PolicyInterface):
-    """The calls of a policy that score rows; a subclass sets the attributes.
-
-    Attributes:
-        config: the policy section.
-        layout: position of each rank on the parallel axes.
-        ranks: calls of the ranks.
-    """
+    """The calls of a policy that score rows; a subclass sets the attributes."""
 
     config: PolicyConfig
     layout: ParallelLayout
+    """Position of each rank on the parallel axes."""
     ranks: RankCalls
     _accepted: "AcceptedRows"
     _shares_prompts: bool

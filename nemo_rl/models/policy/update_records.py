@@ -18,35 +18,31 @@ from nemo_rl.models.training.fingerprints import Fingerprint, joined
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """One optimizer update.
-
-    Attributes:
-        loss: loss of the global batch.
-        metrics: metrics of the loss.
-        grad_norm: norm of the gradient before clipping.
-        lr: learning rate.
-        microbatch_losses: losses of the microbatches of each data-parallel rank.
-        before: weights before the update, by name, in the order of the model.
-        gradients: gradients before clipping.
-        after: weights after the update.
-        modules: for each rank, name and output of each call of a module, in order; empty if they were not recorded.
-        devices: names of the devices of the ranks.
-        logprobs: log-probabilities of each row `[T - 1]` that the update computed, by the row's position in the step.
-        model_metrics: metrics of the model itself.
-    """
+    """One optimizer update."""
 
     loss: float
+    """Loss of the global batch."""
     metrics: dict[str, float]
+    """Metrics of the loss."""
     grad_norm: float
+    """Norm of the gradient before clipping."""
     lr: float
     microbatch_losses: list[list[float]]
+    """Losses of the microbatches of each data-parallel rank."""
     before: dict[str, Fingerprint]
+    """Weights before the update, by name, in the order of the model."""
     gradients: dict[str, Fingerprint]
+    """Gradients before clipping."""
     after: dict[str, Fingerprint]
+    """Weights after the update."""
     modules: list[list[tuple[str, Fingerprint]]]
+    """For each rank, name and output of each call of a module, in order; empty if they were not recorded."""
     devices: list[str]
+    """Names of the devices of the ranks."""
     logprobs: dict[int, Tensor]
+    """Log-probabilities of each row `[T - 1]` that the update computed, by the row's position in the step."""
     model_metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics of the model itself."""
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values for a file of JSON, without the log-probabilities."""

@@ -22,18 +22,15 @@ _MOST_ATTEMPTS = 3
 
 @dataclass
 class PassWork:
-    """The passes of one kind.
-
-    Attributes:
-        lengths: tokens of a row -> number of such rows of all passes. A model whose counts are never taken, such as a
-            teacher, needs no more memory for longer runs.
-        seconds: time that the passes took.
-        shared_tokens: tokens among them that were not computed, because another row of their microbatch has them.
-    """
+    """The passes of one kind."""
 
     lengths: Counter[int] = field(default_factory=Counter)
+    """Tokens of a row -> number of such rows of all passes. A model whose counts are never taken, such as a teacher,
+    needs no more memory for longer runs."""
     seconds: float = 0.0
+    """Time that the passes took."""
     shared_tokens: int = 0
+    """Tokens among them that were not computed, because another row of their microbatch has them."""
 
     @property
     def tokens(self) -> int:

@@ -26,18 +26,15 @@ _MOST_EXPONENT = 254
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A format of float8 values in blocks.
-
-    Attributes:
-        rows: rows of a block.
-        columns: columns of a block.
-        scales: "float32": the exact scale; "power_of_two": float32 too, rounded up to a power of two; "e8m0": the same
-            power as its exponent plus 127, uint8.
-    """
+    """A format of float8 values in blocks."""
 
     rows: int
+    """Rows of a block."""
     columns: int
+    """Columns of a block."""
     scales: Literal["float32", "power_of_two", "e8m0"] = "float32"
+    """Kind of the scales. "float32": the exact scale; "power_of_two": float32 too, rounded up to a power of two;
+    "e8m0": the same power as its exponent plus 127, uint8."""
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return the number of blocks of a matrix in each direction; the last ones may be cut off."""
@@ -58,15 +55,12 @@ MXFP8 = BlockFormat(1, 32, "e8m0")
 
 
 class Quantized(NamedTuple):
-    """A quantized matrix.
-
-    Attributes:
-        values: `[R, C]` float8_e4m3fn.
-        scales: one for each block, `BlockFormat.grid` of them; a value times the scale of its block is the number.
-    """
+    """A quantized matrix."""
 
     values: Tensor
+    """`[R, C]` float8_e4m3fn."""
     scales: Tensor
+    """One for each block, `BlockFormat.grid` of them; a value times the scale of its block is the number."""
 
 
 def quantize(matrix: Tensor, block_format: BlockFormat) -> Quantized:

@@ -20,25 +20,22 @@ _MATRIX_OF_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?(?:\w+_proj(?:_
 
 @dataclass(frozen=True)
 class WeightQuantization:
-    """Quantizes weights for engines; see `weight_sync.encoding.Encoding`.
-
-    Attributes:
-        block_format: format of the matrices.
-        num_layers: number of layers of the model.
-        first_layers: layers at its beginning that are not quantized.
-        last_layers: layers at its end that are not quantized.
-        ignored: texts; weights whose name contains one are not quantized.
-        activation_format: format of the inputs of quantized layers.
-        simulated: whether engines get the rounded values in their former dtype, in place of float8 values and scales.
-    """
+    """Quantizes weights for engines; see `weight_sync.encoding.Encoding`."""
 
     block_format: BlockFormat
+    """Format of the matrices."""
     num_layers: int
+    """Number of layers of the model."""
     first_layers: int = 0
+    """Layers at its beginning that are not quantized."""
     last_layers: int = 0
+    """Layers at its end that are not quantized."""
     ignored: tuple[str, ...] = ()
+    """Texts; weights whose name contains one are not quantized."""
     activation_format: BlockFormat = FP8_ACTIVATIONS
+    """Format of the inputs of quantized layers."""
     simulated: bool = False
+    """Whether engines get the rounded values in their former dtype, in place of float8 values and scales."""
 
     @property
     def scale_suffix(self) -> str:

@@ -24,18 +24,14 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The numbers of a tensor, or of pieces of one.
-
-    Attributes:
-        checksum: sum modulo 2^64 of the elements' bits, each times an odd number that follows from its index.
-        square_sum: sum of the squares.
-        sketch: sums of the elements with signs that follow from their indices. The mean square of the difference of two
-            sketches is an estimate of the squared distance of the tensors.
-    """
+    """The numbers of a tensor, or of pieces of one."""
 
     checksum: int = 0
+    """Sum modulo 2^64 of the elements' bits, each times an odd number that follows from its index."""
     square_sum: float = 0.0
     sketch: tuple[float, ...] = (0.0,) * _NUM_SKETCHES
+    """Sums of the elements with signs that follow from their indices. The mean square of the difference of two sketches
+    is an estimate of the squared distance of the tensors."""
 
     def __add__(self, other: Self) -> "Fingerprint":
         sketch = tuple(mine + its for mine, its in zip(self.sketch, other.sketch, strict=True))
@@ -69,14 +65,10 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Piece:
-    """The fingerprint of the part of a tensor that a rank holds.
-
-    Attributes:
-        offset: index of its first element, in each dimension of the whole tensor.
-        fingerprint: its numbers.
-    """
+    """The fingerprint of the part of a tensor that a rank holds."""
 
     offset: tuple[int, ...]
+    """Index of its first element, in each dimension of the whole tensor."""
     fingerprint: Fingerprint
 
 

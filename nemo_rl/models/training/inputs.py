@@ -31,47 +31,40 @@ type Places = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class InputLayout:
-    """The layout of rows as model inputs.
-
-    Attributes:
-        packed: whether rows lie end to end instead of being padded.
-        round_to: the model's sequence length is rounded up to a multiple of this many tokens.
-    """
+    """The layout of rows as model inputs."""
 
     packed: bool
+    """Whether rows lie end to end instead of being padded."""
     round_to: int = 1
+    """The model's sequence length is rounded up to a multiple of this many tokens."""
 
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """The inputs of a backend's forward for one microbatch, in which K tokens are scored.
-
-    Attributes:
-        model_inputs: keyword arguments of the model.
-        positions_K: indices into the flattened model tokens whose successor is scored.
-        targets_K: token ids of the successors; `[K, k]` where k ids are scored at each position.
-        places_K: where the scores go in the flattened `[b, T - 1]`; `[N]` with `score_N`.
-        shape: `(b, T - 1)`.
-        unfiltered: whether to score under the temperature that the policy samples with, but without top-k and top-p.
-        top_k: return the largest logits of each position and their ids instead of scoring targets.
-        real_tokens: `[b, T]` bool like `input_ids`, False on padding; None: all are real.
-        score_N: `[N]` int64, the index of the score that goes to each place, where several rows share a scored token;
-            None: each score goes to one place.
-        routed_experts: `[b, T, L, k]` like `input_ids`, the experts that the engine chose in each of L layers, -1 for a
-            token that it has not reported; None: no token has any. Backends replay them if `policy.router_replay` is
-            enabled.
-    """
+    """The inputs of a backend's forward for one microbatch, in which K tokens are scored."""
 
     model_inputs: dict[str, Any]
+    """Keyword arguments of the model."""
     positions_K: Tensor
+    """Indices into the flattened model tokens whose successor is scored."""
     targets_K: Tensor
+    """Token ids of the successors; `[K, k]` where k ids are scored at each position."""
     places_K: Tensor
+    """Where the scores go in the flattened `[b, T - 1]`; `[N]` with `score_N`."""
     shape: tuple[int, int]
+    """`(b, T - 1)`."""
     unfiltered: bool = False
+    """Whether to score under the temperature that the policy samples with, but without top-k and top-p."""
     top_k: TopK | None = None
+    """Return the largest logits of each position and their ids instead of scoring targets."""
     real_tokens: Tensor | None = None
+    """`[b, T]` bool like `input_ids`, False on padding; None: all are real."""
     score_N: Tensor | None = None
+    """`[N]` int64, the index of the score that goes to each place, where several rows share a scored token; None: each
+    score goes to one place."""
     routed_experts: Tensor | None = None
+    """`[b, T, L, k]` like `input_ids`, the experts that the engine chose in each of L layers, -1 for a token that it
+    has not reported; None: no token has any. Backends replay them if `policy.router_replay` is enabled."""
 
     @property
     def further_names(self) -> list[str]:

@@ -27,25 +27,16 @@ With `ModelInputs.top_k` the tensors are `logits_Kk` and `ids_Kk`.
 
 @dataclass(frozen=True)
 class CheckpointPaths:
-    """Location of a checkpoint. The backend decides what its folders contain.
-
-    Attributes:
-        weights: folder of the weights.
-        optimizer: folder of optimizer, schedule and random-number state; None: they are not written or read.
-    """
+    """Location of a checkpoint. The backend decides what its folders contain."""
 
     weights: Path
+    """Folder of the weights."""
     optimizer: Path | None = None
+    """Folder of optimizer, schedule and random-number state; None: they are not written or read."""
 
 
 class PolicyBackend(ABC):
     """One rank's model, in any training library. Every method is collective over all ranks.
-
-    Attributes:
-        device: where this rank computes.
-        shares_prompts: whether `run` accepts packed rows with one copy of tokens that they share (`shared_prefixes`).
-        dropped_for: names of this rank's tensors that were not finite when `clip_and_step` last dropped an update;
-            empty in a backend that does not fill it.
 
     Args:
         config: the policy section.
@@ -57,8 +48,12 @@ class PolicyBackend(ABC):
     """
 
     device: torch.device
+    """Where this rank computes."""
     shares_prompts: bool = False
+    """Whether `run` accepts packed rows with one copy of tokens that they share (`shared_prefixes`)."""
     dropped_for: Sequence[str] = ()
+    """Names of this rank's tensors that were not finite when `clip_and_step` last dropped an update; empty in a backend
+    that does not fill it."""
     _whole_weights: tuple[torch.dtype | None, WholeWeights] | None = None
 
     @abstractmethod

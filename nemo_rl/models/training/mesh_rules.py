@@ -23,32 +23,26 @@ _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 @dataclass(frozen=True)
 class Divided:
-    """A part of a model, such as its heads, that ranks divide equally.
-
-    Attributes:
-        what: name of the part, for messages.
-        count: number of units, for example of heads.
-    """
+    """A part of a model, such as its heads, that ranks divide equally."""
 
     what: str
+    """Name of the part, for messages."""
     count: int
+    """Number of units, for example of heads."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """A model and the configured mesh.
-
-    Attributes:
-        keys: dotted path of the backend's section, for messages.
-        policy: the model's section.
-        layout: sizes of the axes.
-        model: configuration of its language part.
-    """
+    """A model and the configured mesh."""
 
     keys: str
+    """Dotted path of the backend's section, for messages."""
     policy: PolicyConfig
+    """The model's section."""
     layout: ParallelLayout
+    """Sizes of the axes."""
     model: PretrainedConfig
+    """Configuration of its language part."""
 
     @property
     def asked(self) -> BackendSection:

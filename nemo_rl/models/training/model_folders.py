@@ -29,19 +29,16 @@ logger = logging.getLogger(__name__)
 
 
 class FolderBackend(TrainingBackend):
-    """A backend whose checkpoints are folders of one model.
-
-    Attributes:
-        section: its section in the policy.
-        kind: addition to "policy checkpoint" in messages.
-        tensor_folder: subfolder of a weights folder that holds the tensors.
-        tensor_files: pattern of files in this subfolder.
-    """
+    """A backend whose checkpoints are folders of one model."""
 
     section: ClassVar[str]
+    """Its section in the policy."""
     kind: ClassVar[str] = ""
+    """Addition to "policy checkpoint" in messages."""
     tensor_folder: ClassVar[str]
+    """Subfolder of a weights folder that holds the tensors."""
     tensor_files: ClassVar[str]
+    """Pattern of files in this subfolder."""
 
     @abstractmethod
     def described_folder(self, weights: Path) -> Path:

@@ -94,17 +94,14 @@ def spread(scores_K: Tensor, score_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SharedLayout:
-    """The places of the rows' tokens.
-
-    Attributes:
-        model_inputs: keyword arguments of the model, as for a packed row, with `divided_row` instead of its bounds.
-        places_BT: place of each token of each row in the layout; 0 on padding.
-        num_tokens: tokens of all parts, without the rounding.
-    """
+    """The places of the rows' tokens."""
 
     model_inputs: dict[str, Any]
+    """Keyword arguments of the model, as for a packed row, with `divided_row` instead of its bounds."""
     places_BT: Tensor
+    """Place of each token of each row in the layout; 0 on padding."""
     num_tokens: int
+    """Tokens of all parts, without the rounding."""
 
     def places(self, row_K: Tensor, column_K: Tensor) -> Tensor:
         """Return the places of the rows' tokens in the layout."""
@@ -113,19 +110,16 @@ class SharedLayout:
 
 @dataclass(frozen=True)
 class _Part:
-    """Neighbouring tokens of the layout.
-
-    Attributes:
-        row: a row that has them.
-        start: their first column in the row.
-        stop: their end in the row.
-        parent: index of the part in front of them; None if they begin rows.
-    """
+    """Neighbouring tokens of the layout."""
 
     row: int
+    """A row that has them."""
     start: int
+    """Their first column in the row."""
     stop: int
+    """Their end in the row."""
     parent: int | None
+    """Index of the part in front of them; None if they begin rows."""
 
 
 def share_prefixes(input_ids: Tensor, lengths: Sequence[int], prefixes: Prefixes, round_to: int) -> SharedLayout:

@@ -23,15 +23,12 @@ from nemo_rl.weight_sync.exchange import everywhere
 
 
 class TorchBackend(PolicyBackend):
-    """A backend of this library.
-
-    Attributes:
-        optimizer: the optimizer; None if the model is not trained.
-        scheduler: its learning-rate schedule, or None.
-    """
+    """A backend of this library."""
 
     optimizer: Any = None
+    """The optimizer; None if the model is not trained."""
     scheduler: Any = None
+    """Its learning-rate schedule, or None."""
     _has_reference = False
     _reference: dict[str, Tensor] | None = None
     _replaced: HostMemory

@@ -56,9 +56,6 @@ class PrometheusLogger(LoggerInterface):
     Args:
         cfg: the section `logger.prometheus`.
 
-    Attributes:
-        port: port that is served, also where the section asks for a free one.
-
     Raises:
         ConfigError: the address cannot be served.
     """
@@ -78,6 +75,7 @@ class PrometheusLogger(LoggerInterface):
                 "choose another logger.prometheus.port, 0 for a free one, or set logger.prometheus.enabled=false."
             ) from error
         self.port: int = listener.getsockname()[1]
+        """Port that is served, also where the section asks for a free one."""
         self._server = ConnectionGuard().server(make_asgi_app(registry), lifespan="off", timeout_graceful_shutdown=1)
         arguments = {"sockets": [listener]}
         self._thread = threading.Thread(target=self._server.run, kwargs=arguments, name="prometheus", daemon=True)

@@ -19,15 +19,12 @@ _VARIABLES = ("env_vars", "environment")
 
 
 class LoggerInterface(ABC):
-    """Destination of metrics.
-
-    Attributes:
-        failures: errors that mean that the destination cannot be reached or written.
-        shows_repeated: whether it also gets the metrics of steps that a run trains again after a restart.
-    """
+    """Destination of metrics."""
 
     failures: ClassVar[tuple[type[Exception], ...]] = (OSError,)
+    """Errors that mean that the destination cannot be reached or written."""
     shows_repeated: ClassVar[bool] = False
+    """Whether it also gets the metrics of steps that a run trains again after a restart."""
 
     @abstractmethod
     def log_metrics(

@@ -13,17 +13,14 @@ from nemo_rl.config.schema.model.policy import PolicyConfig
 
 @dataclass(frozen=True)
 class Role:
-    """A model of a run.
-
-    Attributes:
-        section: its keys; `section.placement` says on which devices it runs.
-        trains: has an optimizer and is saved in checkpoints; else it is frozen, for inference only.
-        keeps_reference: keep the initial weights for reference log-probabilities.
-    """
+    """A model of a run."""
 
     section: PolicyConfig
+    """Its keys; `section.placement` says on which devices it runs."""
     trains: bool = True
+    """Has an optimizer and is saved in checkpoints; else it is frozen, for inference only."""
     keeps_reference: bool = False
+    """Keep the initial weights for reference log-probabilities."""
 
     @property
     def shares_with(self) -> str | None:

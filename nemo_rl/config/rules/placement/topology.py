@@ -22,19 +22,16 @@ _FACTORS = ("pp", "dp_replicate", "cp", "tp")
 
 @dataclass(frozen=True)
 class Topology:
-    """Machines and ranks of policy and generation.
-
-    Attributes:
-        policy_nodes: machines with policy ranks.
-        policy_ranks_per_node: policy processes on each of them.
-        generation_nodes: machines with engines.
-        generation_ranks_per_node: engine processes on each of them; an engine has one or several.
-    """
+    """Machines and ranks of policy and generation."""
 
     policy_nodes: int
+    """Machines with policy ranks."""
     policy_ranks_per_node: int
+    """Policy processes on each of them."""
     generation_nodes: int
+    """Machines with engines."""
     generation_ranks_per_node: int
+    """Engine processes on each of them; an engine has one or several."""
 
     @property
     def policy_ranks(self) -> int:

@@ -128,13 +128,10 @@ class DraftConfig(Section):
 
 
 class PolicyConfig(Section):
-    """The model that is trained.
-
-    Class attributes:
-        trains: whether the model has an optimizer and is saved in checkpoints; a frozen model only answers.
-    """
+    """The model that is trained."""
 
     trains: ClassVar[bool] = True
+    """Whether the model has an optimizer and is saved in checkpoints; a frozen model only answers."""
 
     renamed: ClassVar[dict[str, str]] = {"automodel_cfg": "dtensor_cfg"}
     later: ClassVar[dict[str, str]] = {

@@ -91,14 +91,11 @@ def rows_with_control_tokens(rows: Sequence[FormattedRow], control: ControlToken
 
 
 class _Search:
-    """Finds texts that may hold one of the given tokens.
-
-    Attributes:
-        pattern: regular expression of Python and of Arrow.
-    """
+    """Finds texts that may hold one of the given tokens."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
         self.pattern = "|".join((*map(re.escape, tokens), _ESCAPED))
+        """Regular expression of Python and of Arrow."""
         self._find = re.compile(self.pattern).search
         # Searching a few short texts first is ten times as fast as the regular expression.
         self._beginnings = tuple({token[:2] for token in (*tokens, "\\u00")})

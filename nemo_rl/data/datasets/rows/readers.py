@@ -58,19 +58,16 @@ class WrittenFloat(float):
 
 @dataclass
 class RowTable:
-    """Rows and where they came from.
-
-    Attributes:
-        name: Path of the file, or name of the data set.
-        rows: Mappings from column to value, by position.
-        lines: Place of each row (see `BadRow.line`), as long as `rows`.
-        bad_rows: Lines or records that could not be read as a row.
-    """
+    """Rows and where they came from."""
 
     name: str
+    """Path of the file, or name of the data set."""
     rows: Sequence[Mapping[str, Any]]
+    """Mappings from column to value, by position."""
     lines: Sequence[int]
+    """Place of each row (see `BadRow.line`), as long as `rows`."""
     bad_rows: list[BadRow] = field(default_factory=list)
+    """Lines or records that could not be read as a row."""
 
     @property
     def num_rows(self) -> int:

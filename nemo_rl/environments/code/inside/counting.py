@@ -107,12 +107,12 @@ class Counted(ast.NodeTransformer):
     """Turns asserts into checks.
 
     Attributes:
-        number: Asserts so far.
         asserts: Number of each assert that may hold, by the original node.
     """
 
     def __init__(self) -> None:
         self.number = 0
+        """Asserts so far."""
         self._numbers: dict[int, int] = {}
 
     def tree(self, code: str) -> ast.Module:

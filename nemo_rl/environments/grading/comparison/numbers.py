@@ -30,17 +30,14 @@ _MIXED = re.compile(r"(\d{1,15})\s+(\d{1,15})\s*/\s*(\d{1,15})|(\d{1,15})\s*(?=\
 
 @dataclass(frozen=True)
 class Number:
-    """A number as it is written.
-
-    Attributes:
-        value: its exact value.
-        decimals: digits after the decimal point, counted at exponent 0; None if it is not written as a decimal.
-        digits: significant digits of a decimal.
-    """
+    """A number as it is written."""
 
     value: Fraction
+    """Its exact value."""
     decimals: int | None = None
+    """Digits after the decimal point, counted at exponent 0; None if it is not written as a decimal."""
     digits: int = 0
+    """Significant digits of a decimal."""
 
 
 def read_number(text: str, depth: int = 0) -> Number | None:

@@ -31,15 +31,12 @@ _SPACED_COMMA = re.compile(r",(?!\s)(?=\d{3}(?!\d))")
 
 @dataclass(frozen=True)
 class Collection:
-    """An answer with several parts.
-
-    Attributes:
-        kind: `LIST`, `SET`, `UNION`, or the brackets around it, such as "[)".
-        parts: its parts in order.
-    """
+    """An answer with several parts."""
 
     kind: str
+    """`LIST`, `SET`, `UNION`, or the brackets around it, such as "[)"."""
     parts: list[str]
+    """Its parts in order."""
 
 
 def read_collection(text: str) -> Collection | None:

@@ -17,17 +17,14 @@ PERCENT, DEGREE, RADIAN = "percent", "degree", "radian"
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit.
-
-    Attributes:
-        kind: its parts with their powers, for example (("length", 2),); units of one kind can be converted.
-        factor: size in the first unit of its kind.
-        words: what is counted, such as "apple", in the singular.
-    """
+    """A unit."""
 
     kind: tuple[tuple[str, int], ...]
+    """Its parts with their powers, for example (("length", 2),); units of one kind can be converted."""
     factor: Fraction = Fraction(1)
+    """Size in the first unit of its kind."""
     words: frozenset[str] = frozenset()
+    """Thing that is counted, such as "apple", in the singular."""
 
     @property
     def name(self) -> str:

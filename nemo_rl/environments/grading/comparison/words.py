@@ -107,17 +107,14 @@ def is_empty_set(text: str) -> bool:
 
 @dataclass(frozen=True)
 class _Time:
-    """A time of day.
-
-    Attributes:
-        seconds: seconds since midnight; of the half of the day that is written, if one is.
-        has_half: whether a.m. or p.m. is written.
-        is_certain: whether the text can only be a time, not a ratio.
-    """
+    """A time of day."""
 
     seconds: int
+    """Seconds since midnight; of the half of the day that is written, if one is."""
     has_half: bool
+    """Whether a.m. or p.m. is written."""
     is_certain: bool
+    """Whether the text can only be a time, not a ratio."""
 
 
 def compare_times(truth: str, answer: str, same: Same) -> bool | None:

@@ -38,17 +38,13 @@ _USUAL = (
 
 @dataclass(frozen=True)
 class RenderedCalls:
-    """Calls as a chat template writes them.
-
-    Attributes:
-        text: what the assistant writes, up to the token that ends its turn.
-        calls: the calls.
-        opening: text before the name of the first tool, for example `<tool_call>`.
-    """
+    """Calls as a chat template writes them."""
 
     text: str
+    """Text that the assistant writes, up to the token that ends its turn."""
     calls: list[ToolCall]
     opening: str
+    """Text before the name of the first tool, for example `<tool_call>`."""
 
 
 def response_text(token_ids: Sequence[int], tokenizer: TokenizerType) -> str:

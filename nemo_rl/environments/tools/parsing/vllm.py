@@ -22,15 +22,12 @@ from nemo_rl.utils.imports import importing
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call of a response.
-
-    Attributes:
-        name: tool that the model calls.
-        arguments: arguments; None if they are no JSON object.
-    """
+    """One call of a response."""
 
     name: str
+    """Tool that the model calls."""
     arguments: dict[str, Any] | None
+    """Arguments; None if they are no JSON object."""
 
 
 def parser_names() -> list[str]:

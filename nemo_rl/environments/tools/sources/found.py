@@ -26,17 +26,14 @@ OTHER_NAMES = ("python", "mcp")
 
 @dataclass(frozen=True)
 class FoundTools:
-    """A function, or a class with its arguments.
-
-    Attributes:
-        found: the function, or a subclass of `EpisodeTools`.
-        kwargs: arguments of the class.
-        specs: its tools by name.
-    """
+    """A function, or a class with its arguments."""
 
     found: Any
+    """The function, or a subclass of `EpisodeTools`."""
     kwargs: Mapping[str, Any]
+    """Arguments of the class."""
     specs: Mapping[str, ToolSpec]
+    """Its tools by name."""
 
     @property
     def has_state(self) -> bool:

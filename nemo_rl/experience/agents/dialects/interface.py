@@ -11,25 +11,19 @@ type SessionMemory = dict[str, Any]
 
 
 class Event(NamedTuple):
-    """A server-sent event.
-
-    Attributes:
-        data: JSON value, or the text "[DONE]".
-        name: value of its field `event`; None leaves the field out.
-    """
+    """A server-sent event."""
 
     data: Mapping[str, Any] | str
+    """JSON value, or the text "[DONE]"."""
     name: str | None = None
+    """Value of its field `event`; None leaves the field out."""
 
 
 class Dialect(Protocol):
-    """Translates one API. Objects have no state; what a session keeps is in its memory.
-
-    Attributes:
-        path: path of the API below the endpoint's address, for example `/v1/chat/completions`.
-    """
+    """Translates one API. Objects have no state; what a session keeps is in its memory."""
 
     path: str
+    """Path of the API below the endpoint's address, for example `/v1/chat/completions`."""
 
     def read(self, body: Body, memory: SessionMemory) -> CallRequest:
         """Read a request.

@@ -24,13 +24,10 @@ _REFUSED_ARGUMENTS = ("position_bias", "head_mask")
 
 
 class DividedRow(Protocol):
-    """A row whose tokens are on other ranks, or in another order, than attention needs.
-
-    Attributes:
-        plan: the pieces, in positions of the tensors that `enter` returns.
-    """
+    """A row whose tokens are on other ranks, or in another order, than attention needs."""
 
     plan: AttentionPlan
+    """The pieces, in positions of the tensors that `enter` returns."""
 
     def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Move `[b, H, t, D]` to the ranks and the order of the plan."""

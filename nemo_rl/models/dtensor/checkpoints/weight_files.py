@@ -24,40 +24,33 @@ from nemo_rl.models.huggingface.tensor_files import Box, header_bytes, raw_bytes
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a tensor that a rank writes.
-
-    Attributes:
-        name: name of the tensor in the checkpoint.
-        shape: shape of the whole tensor.
-        box: position of the part in the whole tensor.
-        values: the part, on any device.
-    """
+    """The part of a tensor that a rank writes."""
 
     name: str
+    """Name of the tensor in the checkpoint."""
     shape: tuple[int, ...]
+    """Shape of the whole tensor."""
     box: Box
+    """Position of the part in the whole tensor."""
     values: Tensor
+    """The part, on any device."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Location of a part that has been written.
-
-    Attributes:
-        name: as in `Part`.
-        shape: as in `Part`.
-        dtype: dtype of the values.
-        box: as in `Part`.
-        file: file of the rank that wrote the part.
-        start: first byte of the part in the file.
-    """
+    """Location of a part that has been written."""
 
     name: str
+    """As in `Part`."""
     shape: tuple[int, ...]
+    """As in `Part`."""
     dtype: torch.dtype
     box: Box
+    """As in `Part`."""
     file: Path
+    """File of the rank that wrote the part."""
     start: int
+    """First byte of the part in the file."""
 
     @property
     def num_bytes(self) -> int:

@@ -179,15 +179,12 @@ def _keep_own(experts: nn.Module, mesh: DeviceMesh) -> None:
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Pairs of a token and one of its experts, ordered by expert, then by token.
-
-    Attributes:
-        places: `[N * k]` index of each pair in the flattened `[N, k]`.
-        counts: `[E]` number of pairs of each expert.
-    """
+    """Pairs of a token and one of its experts, ordered by expert, then by token."""
 
     places: Tensor
+    """`[N * k]` index of each pair in the flattened `[N, k]`."""
     counts: Tensor
+    """`[E]` number of pairs of each expert."""
 
     @classmethod
     def of(cls, top_k_index: Tensor, number: int) -> "_Pairs":

@@ -67,9 +67,6 @@ class ReplayedRouters:
         device: device on which the model computes.
         tensor: mesh of the tensor-parallel ranks, which may divide the tokens of a block.
 
-    Attributes:
-        counts: counts the tokens of an update.
-
     Raises:
         ConfigError: the model has no experts, or a router does not choose them in a way that can be replayed.
     """
@@ -78,6 +75,7 @@ class ReplayedRouters:
         require_replayable(hf)
         experts, routers = list(find_experts(hf).values()), find_routers(hf)
         self.counts = ReplayCounts(device)
+        """Counts the tokens of an update."""
         self._parts, self._part = (1, 0) if tensor is None else (tensor.size(), tensor.get_local_rank())
         self._experts: Tensor | None = None
         self._of_token = _experts_of_a_token(hf)

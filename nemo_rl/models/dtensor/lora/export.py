@@ -36,17 +36,14 @@ MERGE_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class AdapterSource:
-    """An adapter with its base model and its tokenizer.
-
-    Attributes:
-        folder: folder with adapter_config.json and adapter_model.safetensors.
-        base: Hugging Face id or folder of the model that the adapter was trained on.
-        tokenizer: Hugging Face id or folder of the tokenizer.
-    """
+    """An adapter with its base model and its tokenizer."""
 
     folder: Path
+    """Folder with adapter_config.json and adapter_model.safetensors."""
     base: str
+    """Hugging Face id or folder of the model that the adapter was trained on."""
     tokenizer: str
+    """Hugging Face id or folder of the tokenizer."""
 
 
 def find_adapter(path: str | Path) -> Path:

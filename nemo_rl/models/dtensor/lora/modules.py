@@ -39,13 +39,6 @@ class LoraLinear(nn.Module):
     `y = x W^T + bias + (alpha / dim) x A^T B^T`. Dropout applies to x before A (`pre`) or to the product
     (`post`), in training mode only.
 
-    Attributes:
-        weight: `[out, in]`, frozen; the base layer's own parameter, so its name does not change.
-        bias: `[out]`, frozen, or None.
-        lora_A: `[dim, in]`.
-        lora_B: `[out, dim]`, zero at the start, so that a new adapter changes nothing.
-        active: False computes the base layer only.
-
     Args:
         base: the layer to adapt; its parameters are reused and frozen.
         config: the adapter's shape and dropout.
@@ -56,13 +49,18 @@ class LoraLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight = base.weight.requires_grad_(False)
+        """`[out, in]`, frozen; the base layer's own parameter, so its name does not change."""
         self.bias = base.bias if base.bias is None else base.bias.requires_grad_(False)
+        """`[out]`, frozen, or None."""
         a = initial_a(config.dim, base.in_features, config.lora_A_init, base.weight.dtype, generator)
         self.lora_A = nn.Parameter(a if base.weight.is_meta else a.to(base.weight.device))
+        """`[dim, in]`."""
         self.lora_B = nn.Parameter(self.lora_A.new_zeros(base.out_features, config.dim))
+        """`[out, dim]`, zero at the start, so that a new adapter changes nothing."""
         self.scaling = config.alpha / config.dim
         self.dropout, self.dropout_position = config.dropout, config.dropout_position
         self.active = True
+        """False computes the base layer only."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., in]` to `[..., out]`."""

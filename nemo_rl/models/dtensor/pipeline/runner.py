@@ -37,17 +37,14 @@ _ROUNDS_ON_THE_WAY = 2
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """Shape and dtype of the tensors that stages exchange: local tensors `[b, T / token_parts, width]`.
-
-    Attributes:
-        width: the model's hidden size.
-        dtype: dtype of the layers' outputs.
-        token_parts: number of ranks that divide the tokens between layers (sequence parallelism).
-    """
+    """Shape and dtype of the tensors that stages exchange: local tensors `[b, T / token_parts, width]`."""
 
     width: int
+    """The model's hidden size."""
     dtype: torch.dtype
+    """Dtype of the layers' outputs."""
     token_parts: int = 1
+    """Number of ranks that divide the tokens between layers (sequence parallelism)."""
 
     def shape(self, inputs: ModelInputs) -> tuple[int, int, int]:
         """Return the shape for a microbatch on this rank, which has only its own tokens in context parallelism."""
@@ -108,23 +105,20 @@ def pipeline_for(
 
 @dataclass
 class _Run:
-    """One run of a program.
-
-    Attributes:
-        arriving: round and buffer of the input of each pass.
-        leaving: output of this stage for each pass of another stage.
-        waiting: `(hidden states in, hidden states or loss out)` of chunk and microbatch, until the backward pass.
-        started: rounds whose sends and receives may not be finished.
-    """
+    """One run of a program."""
 
     pipeline: Pipeline
     microbatches: Sequence[ModelInputs]
     forward_step: ForwardStep
     backward: bool
     arriving: dict[Pass, tuple["_Round", Tensor]] = field(default_factory=dict)
+    """Round and buffer of the input of each pass."""
     leaving: dict[Pass, Tensor] = field(default_factory=dict)
+    """Output of this stage for each pass of another stage."""
     waiting: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    """`(hidden states in, hidden states or loss out)` of chunk and microbatch, until the backward pass."""
     started: deque["_Round"] = field(default_factory=deque)
+    """Rounds whose sends and receives may not be finished."""
 
     def make(self, step: Pass) -> None:
         """Make a pass of this stage."""
@@ -195,17 +189,14 @@ class _Run:
 
 @dataclass
 class _Round:
-    """Sends and receives that were started together.
-
-    Attributes:
-        works: handles to wait for.
-        sent: tensors that must stay in memory until then.
-        limit: time after which a wait raises; None leaves that to the group's watchdog.
-    """
+    """Sends and receives that were started together."""
 
     works: list[dist.Work]
+    """Handles to wait for."""
     sent: list[Tensor]
+    """Tensors that must stay in memory until then."""
     limit: timedelta | None
+    """Time after which a wait raises; None leaves that to the group's watchdog."""
 
     def wait(self) -> None:
         """Wait for the sends and receives; on GPUs only the current stream waits. Later calls return immediately."""

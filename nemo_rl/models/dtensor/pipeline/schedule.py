@@ -28,15 +28,12 @@ class Pass:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A tensor sent from one stage to another.
-
-    Attributes:
-        peer: the stage that receives or sends it.
-        wanted_by: the pass that uses it: hidden states for a forward pass, their gradient for a backward pass.
-    """
+    """A tensor sent from one stage to another."""
 
     peer: int
+    """The stage that receives or sends it."""
     wanted_by: Pass
+    """The pass that uses it: hidden states for a forward pass, their gradient for a backward pass."""
 
 
 @dataclass(frozen=True)

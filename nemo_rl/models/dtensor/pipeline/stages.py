@@ -30,21 +30,18 @@ _ATTRIBUTE, _ENDS = "pipeline_stage", "_pipeline_ends"
 
 @dataclass(frozen=True)
 class Place:
-    """Position of a rank in the pipeline.
-
-    Attributes:
-        number: the rank's stage; 0 has the embedding, the last one has final norm and head.
-        size: number of stages.
-        chunks: layers of every chunk of the model, in the order of a forward pass; chunk c belongs to stage c % size.
-        group: the stages of this model copy, first stage first; None only to try a division in one process.
-        device: device on which the rank computes.
-    """
+    """Position of a rank in the pipeline."""
 
     number: int
+    """The rank's stage; 0 has the embedding, the last one has final norm and head."""
     size: int
+    """Number of stages."""
     chunks: tuple[range, ...]
+    """Layers of every chunk of the model, in the order of a forward pass; chunk c belongs to stage c % size."""
     group: dist.ProcessGroup | None = None
+    """The stages of this model copy, first stage first; None only to try a division in one process."""
     device: torch.device = torch.device("cpu")
+    """Device on which the rank computes."""
 
     @property
     def is_first(self) -> bool:
@@ -64,22 +61,19 @@ class Place:
 
 @dataclass(frozen=True)
 class Stage:
-    """The part of a model that remains after `cut`.
-
-    Attributes:
-        place: position of this rank.
-        renamed: weights whose name in checkpoints differs from their name in this stage, because another stage also
-            holds them: `{name in this stage: name in checkpoints}`.
-        shared: checkpoint names of the parameters that the first and the last stage both hold.
-        copies: checkpoint names of all weights of this stage that an earlier stage also holds.
-        elsewhere: checkpoint names of the weights that only other stages hold.
-    """
+    """The part of a model that remains after `cut`."""
 
     place: Place
+    """Position of this rank."""
     renamed: dict[str, str]
+    """Weights whose name in checkpoints differs from their name in this stage, because another stage also holds them:
+    `{name in this stage: name in checkpoints}`."""
     shared: frozenset[str]
+    """Checkpoint names of the parameters that the first and the last stage both hold."""
     copies: frozenset[str]
+    """Checkpoint names of all weights of this stage that an earlier stage also holds."""
     elsewhere: frozenset[str]
+    """Checkpoint names of the weights that only other stages hold."""
 
     def known_as(self, name: str) -> str:
         """Return the name that checkpoints use for a weight of this stage."""
@@ -281,15 +275,12 @@ class _Through(nn.Module):
 
 @dataclass(frozen=True)
 class _Ends:
-    """Names of the body's modules that have weights and are not decoder layers.
-
-    Attributes:
-        before: modules before the layers; the first one is not always the embedding.
-        after: modules after the layers: the final norm, if it has weights.
-    """
+    """Names of the body's modules that have weights and are not decoder layers."""
 
     before: tuple[str, ...]
+    """Modules before the layers; the first one is not always the embedding."""
     after: tuple[str, ...]
+    """Modules after the layers: the final norm, if it has weights."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -33,32 +33,26 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Failure:
-    """Reason why a call gave no answer.
-
-    Attributes:
-        what: the exception and its message, or the signal that killed the process.
-        refused: whether the call raised a `ConfigError`; then `what` is its message.
-        raised: whether the call raised another exception, or its process exited or was killed.
-    """
+    """Reason why a call gave no answer."""
 
     what: str
+    """The exception and its message, or the signal that killed the process."""
     refused: bool = False
+    """Whether the call raised a `ConfigError`; then `what` is its message."""
     raised: bool = False
+    """Whether the call raised another exception, or its process exited or was killed."""
 
 
 @dataclass
 class _Child:
-    """A forked process and what it has sent so far.
-
-    Attributes:
-        pid: process id.
-        pipe: file descriptor from which to read the answer.
-        leads: whether the child leads its own process group.
-    """
+    """A forked process and what it has sent so far."""
 
     pid: int
+    """Process id."""
     pipe: int
+    """File descriptor from which to read the answer."""
     leads: bool
+    """Whether the child leads its own process group."""
     received: bytearray = field(default_factory=bytearray)
     status: int | None = None
 

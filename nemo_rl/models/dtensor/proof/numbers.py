@@ -47,17 +47,14 @@ _ADAPTED = 0.1
 
 @dataclass
 class Reference:
-    """Numbers that one process computes.
-
-    Attributes:
-        loss: loss of all rows.
-        scores: `[b, T - 1]`, or `[b, T]` of a scalar head, by data-parallel rank and microbatch.
-        gradients: gradient of every trained parameter, by name.
-    """
+    """Numbers that one process computes."""
 
     loss: float = 0.0
+    """Loss of all rows."""
     scores: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """`[b, T - 1]`, or `[b, T]` of a scalar head, by data-parallel rank and microbatch."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Gradient of every trained parameter, by name."""
 
     @property
     def norm(self) -> float:
@@ -72,36 +69,30 @@ class Reference:
 
 @dataclass
 class RankNumbers:
-    """Numbers of one rank, as differences from the reference.
-
-    Attributes:
-        loss: loss of its rows; 0 on ranks whose loss does not count.
-        norm: joint 2-norm of all gradients.
-        scores: largest difference of a score, relative to the largest score.
-        gradients: largest difference of each gradient, relative to its largest number, by name.
-    """
+    """Numbers of one rank, as differences from the reference."""
 
     loss: float
+    """Loss of its rows; 0 on ranks whose loss does not count."""
     norm: float
+    """Joint 2-norm of all gradients."""
     scores: float
+    """Largest difference of a score, relative to the largest score."""
     gradients: dict[str, float]
+    """Largest difference of each gradient, relative to its largest number, by name."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """The computation of both sides.
-
-    Attributes:
-        probe_model: the small model, with weights.
-        policy: section of the small mesh.
-        layout: the small mesh.
-        found: features that the architecture supports.
-    """
+    """The computation of both sides."""
 
     probe_model: PreTrainedModel
+    """The small model, with weights."""
     policy: PolicyConfig
+    """Section of the small mesh."""
     layout: ParallelLayout
+    """The small mesh."""
     found: Found
+    """Features that the architecture supports."""
 
     def model(self) -> Any:
         """Wrap a copy of the small model, with random values in its adapters, in the dtype of the small model."""

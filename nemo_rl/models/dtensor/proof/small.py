@@ -41,16 +41,13 @@ _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class SmallMesh:
-    """The smallest mesh with the same kinds of division as a given mesh.
-
-    Attributes:
-        layout: each axis above 1 has the smallest prime factor of its size; there are data-parallel ranks only for
-            experts that other axes do not divide.
-        virtual: chunks of layers of each pipeline stage.
-    """
+    """The smallest mesh with the same kinds of division as a given mesh."""
 
     layout: ParallelLayout
+    """Each axis above 1 has the smallest prime factor of its size; there are data-parallel ranks only for experts that
+    other axes do not divide."""
     virtual: int
+    """Chunks of layers of each pipeline stage."""
 
     @classmethod
     def of(cls, policy: PolicyConfig, layout: ParallelLayout) -> "SmallMesh":

@@ -43,15 +43,12 @@ from nemo_rl.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The tensor-parallel ranks, and the operations between blocks and the residual stream.
-
-    Attributes:
-        mesh: mesh with one axis, this rank's group.
-        sequence_parallel: whether the residual stream is divided along the sequence.
-    """
+    """The tensor-parallel ranks, and the operations between blocks and the residual stream."""
 
     mesh: DeviceMesh
+    """Mesh with one axis, this rank's group."""
     sequence_parallel: bool
+    """Whether the residual stream is divided along the sequence."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -77,19 +74,16 @@ class TensorParallel:
 
 @dataclass(frozen=True)
 class _Local:
-    """Replacement of one parameter by a local tensor while its module runs.
-
-    Attributes:
-        gradient: placement of the gradient of the local part.
-        zero: use zeros on this rank, because another rank adds the whole parameter.
-        rows: `[R]` rows of a fused layer that this rank uses; the parameter is gathered first. None: the local part.
-        dim: dimension along which the parameter is divided.
-    """
+    """Replacement of one parameter by a local tensor while its module runs."""
 
     gradient: Placement
+    """Placement of the gradient of the local part."""
     zero: bool = False
+    """Use zeros on this rank, because another rank adds the whole parameter."""
     rows: Tensor | None = None
+    """`[R]` rows of a fused layer that this rank uses; the parameter is gathered first. None: the local part."""
     dim: int = 0
+    """Dimension along which the parameter is divided."""
 
     def of(self, parameter: Tensor) -> Tensor:
         """Return the tensor to compute with."""

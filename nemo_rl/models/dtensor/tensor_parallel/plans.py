@@ -30,17 +30,14 @@ type How = Literal["column", "row", "vocabulary"]
 
 @dataclass(frozen=True)
 class Style:
-    """Division of a module or a parameter.
-
-    Attributes:
-        how: the kind of division.
-        parts: numbers of outputs of the layers that a fused `column` layer combines; empty if it is a single layer.
-        dim: dimension to divide, for a parameter that is not a linear layer's weight (experts `[E, in, out]`).
-    """
+    """Division of a module or a parameter."""
 
     how: How
+    """The kind of division."""
     parts: tuple[int, ...] = ()
+    """Numbers of outputs of the layers that a fused `column` layer combines; empty if it is a single layer."""
     dim: int | None = None
+    """Dimension to divide, for a parameter that is not a linear layer's weight (experts `[E, in, out]`)."""
 
 
 type Plan = Mapping[str, Style]

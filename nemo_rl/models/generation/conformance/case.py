@@ -41,24 +41,21 @@ class NotOffered(NemoRLError):  # noqa: N818
 
 @dataclass(frozen=True)
 class Case:
-    """The model that an engine under test serves, and how exactly it must agree with the reference.
-
-    Attributes:
-        folder: local folder of the model and its tokenizer; version 0 of the weights is its content.
-        tolerance: largest difference of a log-probability from the reference in float32.
-        max_model_len: context limit with which the engine was made.
-        deadline_s: seconds within which every call must end.
-        exempt: properties that the engine does not promise, each with the reason.
-        kill: ends the process that computes, of an engine that is not in the caller's process. Without it, weights
-            that are not finite break the engine.
-    """
+    """The model that an engine under test serves, and how exactly it must agree with the reference."""
 
     folder: str
+    """Local folder of the model and its tokenizer; version 0 of the weights is its content."""
     tolerance: float = 1e-4
+    """Largest difference of a log-probability from the reference in float32."""
     max_model_len: int = 256
+    """Context limit with which the engine was made."""
     deadline_s: float = 60.0
+    """Seconds within which every call must end."""
     exempt: Mapping[str, str] = field(default_factory=dict)
+    """Properties that the engine does not promise, each with the reason."""
     kill: Callable[[], None] | None = None
+    """Ends the process that computes, of an engine that is not in the caller's process. Without it, weights that are
+    not finite break the engine."""
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -61,19 +61,16 @@ _END_S = 20.0
 
 @dataclass
 class Report:
-    """The findings about an engine.
-
-    Attributes:
-        backend: name of the engine.
-        failures: by property, what is wrong with the engine.
-        not_promised: by property, why the engine does not offer it.
-        holding: properties that hold.
-    """
+    """The findings about an engine."""
 
     backend: str
+    """Name of the engine."""
     failures: dict[str, str] = field(default_factory=dict)
+    """By property, what is wrong with the engine."""
     not_promised: dict[str, str] = field(default_factory=dict)
+    """By property, why the engine does not offer it."""
     holding: list[str] = field(default_factory=list)
+    """Properties that hold."""
 
     def outcome(self, name: str) -> str:
         """Return what a table says of a property."""

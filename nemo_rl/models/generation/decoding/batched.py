@@ -18,15 +18,12 @@ from nemo_rl.models.generation.stepped import Finished
 
 
 class FurtherInputs(NamedTuple):
-    """Rows of a batch with their inputs next to the tokens.
-
-    Attributes:
-        tokens: prompt and response so far of each row.
-        column: inputs of each row.
-    """
+    """Rows of a batch with their inputs next to the tokens."""
 
     tokens: list[list[int]]
+    """Prompt and response so far of each row."""
     column: list[RowInputs]
+    """Inputs of each row."""
 
 
 class BatchedEngine(RowsEngine):

@@ -22,27 +22,24 @@ from nemo_rl.utils.errors import GenerationError
 
 @dataclass
 class Row:
-    """A request and its response so far.
-
-    Attributes:
-        request_id: name of the row.
-        request: prompt and sampling.
-        generator: source of the row's draws.
-        bad_words: token ids of the texts that are never drawn.
-        most_tokens: most tokens of the response.
-        token_ids: the response so far.
-        logprobs: log-probabilities of its tokens.
-        finish_reason: why the response ended; None while it goes on.
-    """
+    """A request and its response so far."""
 
     request_id: str
+    """Name of the row."""
     request: GenerationRequest
+    """Prompt and sampling."""
     generator: torch.Generator
+    """Source of the row's draws."""
     bad_words: list[list[int]]
+    """Token ids of the texts that are never drawn."""
     most_tokens: int
+    """Most tokens of the response."""
     token_ids: list[int] = field(default_factory=list)
+    """The response so far."""
     logprobs: list[float] = field(default_factory=list)
+    """Log-probabilities of its tokens."""
     finish_reason: FinishReason | None = None
+    """Why the response ended; None while it goes on."""
 
     @property
     def tokens(self) -> list[int]:

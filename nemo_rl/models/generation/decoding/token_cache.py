@@ -24,15 +24,12 @@ MOST_ENDED = 256
 
 
 class Cost(NamedTuple):
-    """Tokens and places that a row takes when it enters.
-
-    Attributes:
-        num_new: tokens that it has to read.
-        room: places that no running row holds yet.
-    """
+    """Tokens and places that a row takes when it enters."""
 
     num_new: int
+    """Tokens that it has to read."""
     room: int
+    """Places that no running row holds yet."""
 
 
 @dataclass

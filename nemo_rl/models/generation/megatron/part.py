@@ -40,11 +40,6 @@ class ModelPart:
     Args:
         settings: settings of the engine; `engine_kwargs["megatron_cfg"]` has those with which the policy computes.
         meeting: the processes of the engine; None for one.
-
-    Attributes:
-        model: the layers, as a GPTModel of Megatron Core.
-        vocab_size: number of token ids.
-        cache: places of the rows' tokens, as many on every rank.
     """
 
     def __init__(self, settings: EngineSettings, meeting: Meeting | None = None) -> None:
@@ -54,6 +49,7 @@ class ModelPart:
         self._stage = self._place // self._stage_size
         hf_config = load_model_config(settings.model_name, settings.hf_overrides)
         self.vocab_size: int = hf_config.vocab_size
+        """Number of token ids."""
         section = (settings.engine_kwargs.get("megatron_cfg") or MegatronConfig.build()).model_copy(
             update=_sizes(settings)
         )
@@ -69,6 +65,7 @@ class ModelPart:
             load_huggingface(chunks, hf_config, model_folder(settings.model_name))
             require_finite(dict(chunks[0].named_parameters()), f"the model {settings.model_name}", ANOTHER_COPY)
         self.model: Any = chunks[0].eval()
+        """The layers, as a GPTModel of Megatron Core."""
         self._receiver = HubReceiver(chunks, hf_config)
         self._recorder: ReadRecorder | None = None
         self._resting = HostMemory(pinned=self._device.type != "cpu")
@@ -76,6 +73,7 @@ class ModelPart:
         if settings.num_workers > 1:
             dist.all_reduce(room, dist.ReduceOp.MIN)
         self.cache = TokenCache(int(room), self._device)
+        """Places of the rows' tokens, as many on every rank."""
         self._rotaries = use_positions(self.model, settings.max_model_len)
 
     @torch.inference_mode()

@@ -16,15 +16,13 @@ class RotaryAtPositions(nn.Module):
     Args:
         rotary: the embedding.
         most_positions: number of positions that it is asked for.
-
-    Attributes:
-        positions: `[T]` int64, positions of the tokens of the next pass.
     """
 
     def __init__(self, rotary: Any, most_positions: int) -> None:
         super().__init__()
         self._rotary, self._most_positions = rotary, most_positions
         self.positions = torch.empty(0, dtype=torch.int64)
+        """`[T]` int64, positions of the tokens of the next pass."""
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
         """Return the number of positions, whatever the length of the input is."""

@@ -31,19 +31,16 @@ logger = logging.getLogger(__name__)
 
 
 class Call(NamedTuple):
-    """Request of place 0 to a rank.
-
-    Attributes:
-        method: name of a method of what the rank serves, or an importable function that takes it first.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        wants_answer: whether the rank sends an `Outcome` even if the call succeeds.
-    """
+    """Request of place 0 to a rank."""
 
     method: str | Callable[..., Any]
+    """Name of a method of what the rank serves, or an importable function that takes it first."""
     args: tuple[Any, ...]
+    """Positional arguments."""
     kwargs: dict[str, Any]
+    """Keyword arguments."""
     wants_answer: bool
+    """Whether the rank sends an `Outcome` even if the call succeeds."""
 
 
 class Outcome(NamedTuple):

@@ -24,19 +24,16 @@ _TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class Meeting:
-    """The processes of an engine.
-
-    Attributes:
-        store: shared by all of them.
-        place: number of this process: its rank in the process group.
-        machines: machine of each place, as the number of the first place on it.
-        address: of this process's machine, for the others.
-    """
+    """The processes of an engine."""
 
     store: dist.Store
+    """Shared by all of them."""
     place: int
+    """Number of this process: its rank in the process group."""
     machines: tuple[int, ...]
+    """Machine of each place, as the number of the first place on it."""
     address: str = "127.0.0.1"
+    """Address of this process's machine, for the others."""
 
     @property
     def machine(self) -> int:

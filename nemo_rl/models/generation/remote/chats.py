@@ -15,38 +15,31 @@ def whole(text: str) -> str:
 
 @dataclass(frozen=True)
 class ChatInput:
-    """A conversation to continue.
-
-    Attributes:
-        messages: in OpenAI's form, the newest last.
-        tools: function schemas in OpenAI's form.
-        template_kwargs: variables for the chat template.
-        may_call: False forbids calls of the tools.
-        forced_tool: name of the tool that the answer has to call, an empty text for any; None: the model decides.
-        calls_once: whether a forced answer has one call only.
-    """
+    """A conversation to continue."""
 
     messages: Sequence[Message]
+    """Messages in OpenAI's form, the newest last."""
     tools: Sequence[Mapping[str, Any]] = ()
+    """Function schemas in OpenAI's form."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables for the chat template."""
     may_call: bool = True
+    """False forbids calls of the tools."""
     forced_tool: str | None = None
+    """Name of the tool that the answer has to call, an empty text for any; None: the model decides."""
     calls_once: bool = False
+    """Whether a forced answer has one call only."""
 
 
 @dataclass(frozen=True)
 class ChatToolCall:
-    """A tool call of an answer.
-
-    Attributes:
-        id: given by the server.
-        name: the tool.
-        arguments: JSON text, as the model wrote it where it is no valid JSON.
-    """
+    """A tool call of an answer."""
 
     id: str
+    """Id that the server gave."""
     name: str
     arguments: str
+    """JSON text, as the model wrote it where it is no valid JSON."""
 
     @property
     def as_text(self) -> str:
@@ -61,23 +54,20 @@ class ChatToolCall:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """An answer as the server gives it.
-
-    Attributes:
-        content: without reasoning and tool calls; empty if there are only those.
-        reasoning: None if the server separates none.
-        tool_calls: calls that the server has parsed.
-        stop_string: the stop string that ended it, which is not in the content; None if the server does not say.
-        num_tokens: tokens of the answer, with reasoning and calls; None if the server does not count them.
-        num_prompt_tokens: tokens of the prompt; None if the server does not count them.
-    """
+    """An answer as the server gives it."""
 
     content: str
+    """Text without reasoning and tool calls; empty if there are only those."""
     reasoning: str | None = None
+    """None if the server separates none."""
     tool_calls: Sequence[ChatToolCall] = ()
+    """Calls that the server has parsed."""
     stop_string: str | None = None
+    """The stop string that ended it, which is not in the content; None if the server does not say."""
     num_tokens: int | None = None
+    """Tokens of the answer, with reasoning and calls; None if the server does not count them."""
     num_prompt_tokens: int | None = None
+    """Tokens of the prompt; None if the server does not count them."""
 
     @property
     def text(self) -> str:

@@ -44,25 +44,22 @@ class EndpointError(Exception):
 
 @dataclass(eq=False)
 class EndpointConnection:
-    """Connections to an endpoint; for one event loop.
-
-    Attributes:
-        name: what the endpoint is, for errors: "the judge".
-        base_url: address up to the version.
-        key: sent with each request; None: no key is sent.
-        timeout_s: seconds for one request.
-        timeout_key: key of the configuration that has set them.
-        max_connections: connections at the same time.
-        largest_bytes: bytes of a response after which it is refused.
-    """
+    """Connections to an endpoint; for one event loop."""
 
     name: str
+    """Name of the endpoint for errors: "the judge"."""
     base_url: str
+    """Address up to the version."""
     key: str | None
+    """Sent with each request; None: no key is sent."""
     timeout_s: float
+    """Seconds for one request."""
     timeout_key: str
+    """Key of the configuration that has set them."""
     max_connections: int
+    """Connections at the same time."""
     largest_bytes: int
+    """Bytes of a response after which it is refused."""
     _client: httpx.AsyncClient = field(init=False)
 
     def __post_init__(self) -> None:

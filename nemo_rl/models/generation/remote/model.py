@@ -52,23 +52,20 @@ _FULL = (
 
 @dataclass
 class RequestCounts:
-    """Numbers of requests.
-
-    Attributes:
-        requests: that were sent.
-        repeated: of these, that were sent again after a failure.
-        answers: that were got.
-        without_answer: conversations that got none, though they had room.
-        refused: of these, conversations whose request was refused, as it would be again.
-        last_error: why the last of them got none.
-    """
+    """Numbers of requests."""
 
     requests: int = 0
+    """Requests that were sent."""
     repeated: int = 0
+    """Requests of these that were sent again after a failure."""
     answers: int = 0
+    """Answers that arrived."""
     without_answer: int = 0
+    """Conversations that got none, though they had room."""
     refused: int = 0
+    """Conversations of these whose request was refused, as it would be again."""
     last_error: str = ""
+    """Why the last of them got none."""
 
 
 class ChatModel(GenerationInterface):
@@ -77,9 +74,6 @@ class ChatModel(GenerationInterface):
     Args:
         config: the section.
         tokenizer: encodes answers for the message log.
-
-    Attributes:
-        counts: of the requests so far.
 
     Raises:
         ConfigError: the environment variable of the key is not set.
@@ -90,6 +84,7 @@ class ChatModel(GenerationInterface):
     def __init__(self, config: ModelEndpointConfig, tokenizer: TokenizerType) -> None:
         self.weight_version = 0
         self.counts = RequestCounts()
+        """Counts of the requests so far."""
         self._config = config
         self._tokenizer = tokenizer
         self._connection = connection_to(config)

@@ -8,21 +8,18 @@ from typing import NamedTuple
 
 
 class SpeculationCounts(NamedTuple):
-    """Counts of speculative decoding; a pass is one forward pass of the model for one request.
-
-    Attributes:
-        num_passes: passes that gave tokens, with and without proposals.
-        num_tokens: tokens that they gave.
-        num_drafts: passes that verified proposals.
-        num_proposed: proposed tokens.
-        num_accepted: proposed tokens that became tokens of a response.
-    """
+    """Counts of speculative decoding; a pass is one forward pass of the model for one request."""
 
     num_passes: int = 0
+    """Passes that gave tokens, with and without proposals."""
     num_tokens: int = 0
+    """Tokens that they gave."""
     num_drafts: int = 0
+    """Passes that verified proposals."""
     num_proposed: int = 0
+    """Proposed tokens."""
     num_accepted: int = 0
+    """Proposed tokens that became tokens of a response."""
 
     def plus(self, other: "SpeculationCounts") -> "SpeculationCounts":
         """Add the counts of another engine or of a later time."""
@@ -39,19 +36,16 @@ class SpeculationCounts(NamedTuple):
 
 
 class EngineLoad(NamedTuple):
-    """Load of an engine since its last report.
-
-    Attributes:
-        num_preemptions: running requests that were taken out because the key-value cache was full.
-        kv_cache_usage: largest share of the key-value cache in use.
-        max_running: most requests that the engine runs at the same time now; 0: not known.
-        speculation: counts of speculative decoding; None without it.
-    """
+    """Load of an engine since its last report."""
 
     num_preemptions: int = 0
+    """Running requests that were taken out because the key-value cache was full."""
     kv_cache_usage: float = 0.0
+    """Largest share of the key-value cache in use."""
     max_running: int = 0
+    """Most requests that the engine runs at the same time now; 0: not known."""
     speculation: SpeculationCounts | None = None
+    """Counts of speculative decoding; None without it."""
 
     def plus(self, later: "EngineLoad") -> "EngineLoad":
         """Add the next report of the same engine."""

@@ -19,17 +19,14 @@ _REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abo
 
 
 class Answer(NamedTuple):
-    """An answer of the server.
-
-    Attributes:
-        result: its tokens; spans as the server reports them, or one of version -1 if it reports none.
-        reports_versions: whether it reports spans.
-        message: what the server says of the end.
-    """
+    """An answer of the server."""
 
     result: GenerationResult
+    """Its tokens; spans as the server reports them, or one of version -1 if it reports none."""
     reports_versions: bool
+    """Whether it reports spans."""
     message: str
+    """The server's words about the end."""
 
 
 def generate_body(request_id: str, request: GenerationRequest, room: int) -> dict[str, Any]:

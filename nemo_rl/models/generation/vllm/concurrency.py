@@ -26,14 +26,10 @@ _TOLERATED = 0.25
 
 @dataclass
 class ConcurrencyLimit:
-    """Limit of the requests that run at the same time.
-
-    Attributes:
-        most: largest limit.
-        limit: the limit.
-    """
+    """Limit of the requests that run at the same time."""
 
     most: int
+    """Largest limit."""
     limit: int = field(init=False)
     _num_ended: int = field(default=0, init=False)
     """Requests that have ended since the limit was looked at, in steps with as many running requests as possible."""

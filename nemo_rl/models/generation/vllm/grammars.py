@@ -67,15 +67,12 @@ def reading() -> VllmSamplingParams:
 
 @dataclass
 class Scoring:
-    """The responses of one engine that are scored when they have been drawn.
-
-    Attributes:
-        prompts: their prompts, by the id of the request.
-        drawn: those that are drawn to the end and being read, by the same ids.
-    """
+    """The responses of one engine that are scored when they have been drawn."""
 
     prompts: dict[str, list[int]] = field(default_factory=dict)
+    """Their prompts, by the id of the request."""
     drawn: dict[str, Finished] = field(default_factory=dict)
+    """Requests that are drawn to the end and being read, by the same ids."""
 
     def forget(self, request_id: str) -> None:
         """Drop a response."""

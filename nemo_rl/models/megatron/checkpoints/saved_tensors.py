@@ -26,9 +26,6 @@ class SavedTensors:
     Args:
         folder: folder in the format `torch_dist`.
 
-    Attributes:
-        names: names of all tensors in the folder.
-
     Raises:
         CheckpointError: the folder is damaged, or not in this format.
     """
@@ -41,6 +38,7 @@ class SavedTensors:
         found = self._metadata.state_dict_metadata.items()
         self._held = {name: held for name, held in found if isinstance(held, TensorStorageMetadata)}
         self.names = list(self._held)
+        """Names of all tensors in the folder."""
 
     def like(self, name: str) -> Tensor:
         """Return a tensor on the meta device with the shape and dtype of a stored one."""

@@ -59,15 +59,13 @@ class _Prepared(TorchDistSaveShardedStrategy):
 
     Args:
         keep: applied to every tensor.
-
-    Attributes:
-        parts: parts of this rank, by name.
     """
 
     def __init__(self, keep: Keep) -> None:
         super().__init__()
         self._keep = keep
         self.parts: dict[str, list[ShardedBase]] = {}
+        """Parts of this rank, by name."""
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: str = "") -> AsyncRequest:
         """Keep the state that has passed the checks; called by `dist_checkpointing.save`."""

@@ -101,23 +101,19 @@ def held_tensors(
 
 @dataclass(frozen=True)
 class _Block:
-    """A block of a hub tensor.
-
-    Attributes:
-        name: name of the hub tensor.
-        tensor_shape: its shape.
-        place: place of the block.
-        part: a part of the parameter that the block contains.
-        tensor: the shard that holds it.
-        rows: rows of the shard; with interleaved parts, those of each part.
-    """
+    """A block of a hub tensor."""
 
     name: str
+    """Name of the hub tensor."""
     tensor_shape: tuple[int, ...]
     place: sent.Part
+    """Place of the block."""
     part: Part
+    """A part of the parameter that the block contains."""
     tensor: Tensor
+    """The shard that holds it."""
     rows: tuple[slice, ...]
+    """Rows of the shard; with interleaved parts, those of each part."""
 
 
 @dataclass(frozen=True)

@@ -21,19 +21,16 @@ from nemo_rl.utils.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups that divide a model.
-
-    Attributes:
-        tensor: divides dense layers.
-        expert_tensor: divides each expert.
-        expert: divides the experts of a layer.
-        pipeline: divides the layers.
-    """
+    """Process groups that divide a model."""
 
     tensor: dist.ProcessGroup
+    """Divides dense layers."""
     expert_tensor: dist.ProcessGroup
+    """Divides each expert."""
     expert: dist.ProcessGroup
+    """Divides the experts of a layer."""
     pipeline: dist.ProcessGroup
+    """Divides the layers."""
 
     @classmethod
     def current(cls) -> "Groups":
@@ -56,19 +53,16 @@ class Groups:
 
 @dataclass(frozen=True)
 class Holder:
-    """Location of a parameter.
-
-    Attributes:
-        shape: shape of each of its shards.
-        dtype: dtype of the parameter.
-        stage: rank in the pipeline group.
-        expert_rank: rank in the expert group; parameters outside of experts are on all of its ranks.
-    """
+    """Location of a parameter."""
 
     shape: tuple[int, ...]
+    """Shape of each of its shards."""
     dtype: torch.dtype
+    """Dtype of the parameter."""
     stage: int
+    """Rank in the pipeline group."""
     expert_rank: int
+    """Rank in the expert group; parameters outside of experts are on all of its ranks."""
 
 
 def num_mtp_layers(chunks: Sequence[nn.Module]) -> int:

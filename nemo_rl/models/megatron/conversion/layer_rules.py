@@ -36,20 +36,15 @@ _MTP_NORMS = {"enorm": "enorm", "hnorm": "hnorm", "final_layernorm": "shared_hea
 
 @dataclass(frozen=True)
 class Layers:
-    """Structure of a family's layers, in both libraries.
-
-    Attributes:
-        attention: rules of `self_attention`.
-        mlp: rules of `mlp`.
-        norms: norms of a layer, as parameter name to hub name.
-        mtp_norms: norms of a multi-token-prediction layer outside of its transformer layer; None: the family has no
-            such layers.
-    """
+    """Structure of a family's layers, in both libraries."""
 
     attention: LayerRules
+    """Rules of `self_attention`."""
     mlp: LayerRules
     norms: Mapping[str, str] = field(default_factory=lambda: _NORMS)
+    """Norms of a layer, as parameter name to hub name."""
     mtp_norms: Mapping[str, str] | None = None
+    """Norms of a multi-token-prediction layer outside of its transformer layer; None: the family has no such layers."""
 
     def of(self, config: PretrainedConfig, number: int) -> Iterator[Rule]:
         """Yield all rules of a layer."""

@@ -13,17 +13,14 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Segment:
-    """Adjacent rows of a part in a shard.
-
-    Attributes:
-        part: index of the part.
-        start: first row.
-        stop: end of the rows, exclusive.
-    """
+    """Adjacent rows of a part in a shard."""
 
     part: int
+    """Index of the part."""
     start: int
+    """First row."""
     stop: int
+    """End of the rows, exclusive."""
 
     @property
     def num_rows(self) -> int:
@@ -43,13 +40,10 @@ class Layout(Protocol):
 
 @dataclass(frozen=True)
 class Stacked:
-    """Parts of the same size; each shard holds its share of the first part, then of the second part, and so on.
-
-    Attributes:
-        num_parts: 2 for gate above up; 1 for a parameter that is one hub tensor.
-    """
+    """Parts of the same size; each shard holds its share of the first part, then of the second part, and so on."""
 
     num_parts: int = 1
+    """2 for gate above up; 1 for a parameter that is one hub tensor."""
 
     def part_rows(self, num_rows: int) -> list[int]:
         """See `Layout`."""
@@ -68,14 +62,12 @@ class Grouped:
 
     Shards are equal ranges of these rows. With more shards than key heads the ranges divide groups, and Megatron Core
     gathers the projections.
-
-    Attributes:
-        queries_per_group: number of query heads that share a key head.
-        head_dim: number of rows of a head.
     """
 
     queries_per_group: int
+    """Number of query heads that share a key head."""
     head_dim: int
+    """Number of rows of a head."""
 
     @property
     def _sizes(self) -> tuple[int, int, int]:

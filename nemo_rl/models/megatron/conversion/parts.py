@@ -12,21 +12,18 @@ from nemo_rl.models.megatron.conversion.layouts import Layout, Stacked
 
 @dataclass(frozen=True)
 class Part:
-    """Location of a parameter's rows in a hub tensor.
-
-    Attributes:
-        name: name of the hub tensor.
-        expert: index on the tensor's first dimension, if it holds all experts of a layer; else None.
-        share: `(i, n)`: share i of n equal shares of the rows, if one tensor holds gate and up.
-        interleaved: share i has the rows i, i + n, ... instead of adjacent rows.
-        transposed: rows of the parameter are columns of the tensor.
-    """
+    """Location of a parameter's rows in a hub tensor."""
 
     name: str
+    """Name of the hub tensor."""
     expert: int | None = None
+    """Index on the tensor's first dimension, if it holds all experts of a layer; else None."""
     share: tuple[int, int] = (0, 1)
+    """`(i, n)`: share i of n equal shares of the rows, if one tensor holds gate and up."""
     interleaved: bool = False
+    """Share i has the rows i, i + n, ... instead of adjacent rows."""
     transposed: bool = False
+    """Rows of the parameter are columns of the tensor."""
 
     def read(self, read: Callable[[Box], Tensor], tensor_shape: Sequence[int], rows: slice, columns: slice) -> Tensor:
         """Read some rows of the part, and if it has two dimensions some columns of them.
@@ -81,27 +78,24 @@ class Part:
 
 @dataclass(frozen=True)
 class Rule:
-    """One undivided parameter, or buffer, of the whole model, with all layers and experts.
-
-    Attributes:
-        parameter: name with global numbers of layers and experts.
-        parts: locations of its values in hub tensors.
-        layout: order of the parts' rows in the parameter.
-        dim: dimension that tensor parallelism divides; None keeps the parameter whole on every rank.
-        expert: number of its expert, which expert and expert-tensor parallelism divide; None outside of experts.
-        stacked_parts: the parts in files whose tensors hold all experts of a layer.
-        full_precision: the parameter keeps its dtype when weights are sent in another one.
-        copy_of_tied: the parameter is the copy of a tied one on the last pipeline stage; it is not exported.
-    """
+    """One undivided parameter, or buffer, of the whole model, with all layers and experts."""
 
     parameter: str
+    """Name with global numbers of layers and experts."""
     parts: tuple[Part, ...]
+    """Locations of its values in hub tensors."""
     layout: Layout = Stacked()
+    """Order of the parts' rows in the parameter."""
     dim: int | None = None
+    """Dimension that tensor parallelism divides; None keeps the parameter whole on every rank."""
     expert: int | None = None
+    """Number of its expert, which expert and expert-tensor parallelism divide; None outside of experts."""
     stacked_parts: tuple[Part, ...] = ()
+    """The parts in files whose tensors hold all experts of a layer."""
     full_precision: bool = False
+    """The parameter keeps its dtype when weights are sent in another one."""
     copy_of_tied: bool = False
+    """The parameter is the copy of a tied one on the last pipeline stage; it is not exported."""
 
     def part_shapes(self, shard_shape: Sequence[int], num_shards: int) -> list[tuple[int, ...]]:
         """Return the shape of each part.

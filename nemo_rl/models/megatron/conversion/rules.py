@@ -25,21 +25,18 @@ _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules of all parameters of a model.
-
-    Attributes:
-        by_parameter: rules by parameter name, in the order of the model.
-        num_layers: number of layers of the model, without those for multi-token prediction.
-        num_mtp_layers: number of layers for multi-token prediction that are part of the model.
-        is_tied: whether the head is the embedding.
-        has_scalar_head: whether the head is a reward model's scalar head.
-    """
+    """Rules of all parameters of a model."""
 
     by_parameter: dict[str, Rule]
+    """Rules by parameter name, in the order of the model."""
     num_layers: int
+    """Number of layers of the model, without those for multi-token prediction."""
     num_mtp_layers: int
+    """Number of layers for multi-token prediction that are part of the model."""
     is_tied: bool
+    """Whether the head is the embedding."""
     has_scalar_head: bool
+    """Whether the head is a reward model's scalar head."""
 
     def bundles(self) -> list[list[Rule]]:
         """Group the rules whose parameters share a hub tensor, in model order: single rules, or a stack's experts."""

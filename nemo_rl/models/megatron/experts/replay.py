@@ -33,9 +33,6 @@ class ReplayedRouters:
         division: division of a row's tokens, which says which tokens this rank's routers see.
         device: device on which the model computes.
 
-    Attributes:
-        counts: counts the tokens of an update.
-
     Raises:
         ConfigError: the model has no experts, or chooses them in a way that cannot be replayed.
     """
@@ -44,6 +41,7 @@ class ReplayedRouters:
         config = chunks[0].config
         _require_replayable(config)
         self.counts = ReplayCounts(device)
+        """Counts the tokens of an update."""
         self._division, self._of_token = division, config.moe_router_topk
         layers = _layers_with_experts(config)
         self._num_layers = len(layers)
@@ -77,14 +75,11 @@ class ReplayedRouters:
 
 
 class _LayerReplay:
-    """The `router_replay` of one router.
-
-    Attributes:
-        experts: `[N, k]` int64 of the router's tokens, -1 where the router chooses; None: it chooses all.
-    """
+    """The `router_replay` of one router."""
 
     def __init__(self) -> None:
         self.experts: Tensor | None = None
+        """`[N, k]` int64 of the router's tokens, -1 where the router chooses; None: it chooses all."""
 
     def get_replay_topk(
         self,

@@ -23,39 +23,29 @@ _SCALED_BY_LENGTH = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class LayerTraits:
-    """Traits of a family's layers that Megatron Core's configuration cannot describe.
-
-    Attributes:
-        output_norms: outputs of attention and MLP are normalised before they are added to the residual stream.
-        two_rotaries: windowed layers and other layers have different rotary frequencies.
-    """
+    """Traits of a family's layers that Megatron Core's configuration cannot describe."""
 
     output_norms: bool = False
+    """Outputs of attention and MLP are normalised before they are added to the residual stream."""
     two_rotaries: bool = False
+    """Windowed layers and other layers have different rotary frequencies."""
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary position embedding.
-
-    Attributes:
-        frequencies: `[D / 2]` float32, radians per token; `[D]` with two rotaries, those of windowed layers first.
-        scaling: factor on sine and cosine.
-    """
+    """Rotary position embedding."""
 
     frequencies: Tensor
+    """`[D / 2]` float32, radians per token; `[D]` with two rotaries, those of windowed layers first."""
     scaling: float = 1.0
+    """Factor on sine and cosine."""
 
 
 class Family:
-    """Models whose configurations are translated in the same way.
-
-    Attributes:
-        model_types: values of `model_type` in transformers.
-        traits: traits of their layers.
-    """
+    """Models whose configurations are translated in the same way."""
 
     model_types: ClassVar[tuple[str, ...]]
+    """Values of `model_type` in transformers."""
     traits: ClassVar[LayerTraits] = LayerTraits()
 
     def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:

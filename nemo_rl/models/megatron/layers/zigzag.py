@@ -25,15 +25,12 @@ _PACKED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 @dataclass(frozen=True)
 class DividedRow:
-    """Attention plan and token order of a row that context-parallel ranks divide, for one rank.
-
-    Attributes:
-        plan: the keys of the whole row that this rank's queries see.
-        order: `[T]` int64, index of each token of the row in the parts of all ranks, laid out rank after rank.
-    """
+    """Attention plan and token order of a row that context-parallel ranks divide, for one rank."""
 
     plan: AttentionPlan
+    """The keys of the whole row that this rank's queries see."""
     order: Tensor
+    """`[T]` int64, index of each token of the row in the parts of all ranks, laid out rank after rank."""
 
     def gather(self, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         """Gather keys `[b, H, t, D]` and values `[b, H, t, D_v]` of all ranks to the whole row, in one collective."""

@@ -68,30 +68,27 @@ _ROW_PARALLEL = (RowParallelLinear, *((TERowParallelLinear,) if HAVE_TE else ())
 
 @dataclass
 class Adapter:
-    """Settings of a layer's adapter, without its parameters.
-
-    Attributes:
-        name: name of the layer in the whole model.
-        divided: the dimension of the layer's weight that tensor-parallel ranks divide: its rows (called
-            column-parallel in Megatron Core, which transposes), its columns, or None.
-        group: these ranks.
-        sequence_parallel: whether these ranks have different tokens outside of divided layers.
-        gated: whether the rows are those of gate above up.
-        scaling: alpha / dim.
-        dropout: dropout probability in training.
-        dropout_position: on the input (`pre`) or on the output (`post`).
-        active: False computes the base layer only.
-    """
+    """Settings of a layer's adapter, without its parameters."""
 
     name: str
+    """Name of the layer in the whole model."""
     divided: Literal["rows", "columns"] | None
+    """The dimension of the layer's weight that tensor-parallel ranks divide: its rows (called column-parallel in
+    Megatron Core, which transposes), its columns, or None."""
     group: dist.ProcessGroup
+    """These ranks."""
     sequence_parallel: bool
+    """Whether these ranks have different tokens outside of divided layers."""
     gated: bool
+    """Whether the rows are those of gate above up."""
     scaling: float
+    """Alpha / dim."""
     dropout: float
+    """Dropout probability in training."""
     dropout_position: str
+    """Place of the dropout: on the input (`pre`) or on the output (`post`)."""
     active: bool = True
+    """False computes the base layer only."""
 
     @property
     def dims(self) -> dict[str, int]:
@@ -243,15 +240,13 @@ class MergedWeights:
     Args:
         chunks: the rank's virtual stages.
         dtype: dtype of the exported weights; None keeps their own.
-
-    Attributes:
-        differ: whether any merged weight so far differs from its base weight in that dtype.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], dtype: torch.dtype | None) -> None:
         self._adapted = {id(module.weight): module for module in adapted_modules(chunks).values()}
         self._dtype = dtype
         self.differ = False
+        """Whether any merged weight so far differs from its base weight in that dtype."""
 
     def __call__(self, parameter: Tensor) -> Tensor:
         """Return this rank's shard of a parameter; with an adapter a new tensor, `W + (alpha / dim) B A`."""

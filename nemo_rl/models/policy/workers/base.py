@@ -50,33 +50,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """Settings of a worker beyond the policy section.
-
-    Attributes:
-        backend: dotted name of the `PolicyBackend`.
-        layout: position of each rank on the parallel axes.
-        uses_gpu: whether each rank owns a GPU.
-        num_threads: CPU threads of the process; None divides the machine's cores by the processes that share them.
-        ranks_per_node: number of workers that share the machine.
-        busy_engines: engine workers on the machine that compute while this process does.
-        collective_timeout_s: seconds after which a collective raises if a peer does not join.
-        seed: run seed; each rank derives its own from it (dropout).
-        init_optimizer: make optimizer and schedule.
-        init_reference_model: keep the initial weights for reference log-probabilities.
-        optimizations: value of `cluster.optimizations`.
-    """
+    """Settings of a worker beyond the policy section."""
 
     backend: str
+    """Dotted name of the `PolicyBackend`."""
     layout: ParallelLayout
+    """Position of each rank on the parallel axes."""
     uses_gpu: bool
+    """Whether each rank owns a GPU."""
     num_threads: int | None
+    """CPU threads of the process; None divides the machine's cores by the processes that share them."""
     ranks_per_node: int
+    """Number of workers that share the machine."""
     collective_timeout_s: float
+    """Seconds after which a collective raises if a peer does not join."""
     seed: int
+    """Run seed; each rank derives its own from it (dropout)."""
     init_optimizer: bool
+    """Make optimizer and schedule."""
     init_reference_model: bool
+    """Keep the initial weights for reference log-probabilities."""
     busy_engines: int = 0
+    """Engine workers on the machine that compute while this process does."""
     optimizations: Choice = "auto"
+    """Value of `cluster.optimizations`."""
 
     def threads(self) -> int:
         """Return the CPU threads of this process, the same at every start on the same machine."""
@@ -87,25 +84,22 @@ class WorkerSettings:
 
 @dataclass
 class UpdateResult:
-    """One rank's contribution to one optimizer update.
-
-    Attributes:
-        loss: this rank's part of the loss; the global loss is the sum over ranks.
-        metrics: this rank's part of each metric; ranks are summed, `_min`/`_max` reduced by extreme.
-        grad_norm: gradient norm of the whole model, equal on all ranks.
-        lr: learning rate of the update.
-        skipped: whether the update was dropped because its gradient, or the learning rate, was not finite.
-        not_finite: names of the non-finite weights, or else gradients, of any rank, if the update was dropped.
-        model_metrics: metrics of the model itself, equal on all ranks.
-    """
+    """One rank's contribution to one optimizer update."""
 
     loss: float
+    """This rank's part of the loss; the global loss is the sum over ranks."""
     metrics: dict[str, float] = field(default_factory=dict)
+    """This rank's part of each metric; ranks are summed, `_min`/`_max` reduced by extreme."""
     grad_norm: float = 0.0
+    """Gradient norm of the whole model, equal on all ranks."""
     lr: float = 0.0
+    """Learning rate of the update."""
     skipped: bool = False
+    """Whether the update was dropped because its gradient, or the learning rate, was not finite."""
     not_finite: list[str] = field(default_factory=list)
+    """Names of the non-finite weights, or else gradients, of any rank, if the update was dropped."""
     model_metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics of the model itself, equal on all ranks."""
 
 
 @dataclass

@@ -19,19 +19,16 @@ _NOT_COUNTED = (RuntimeError, TypeError, AttributeError, KeyError, IndexError, V
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Cost of a pass over rows.
-
-    Attributes:
-        flops: the model's operations; None if they cannot be counted.
-        device: name of the GPU; None for a CPU.
-        reason: why the operations are not known; empty if they are.
-        is_failure: whether nothing could be found out, so that another attempt may succeed.
-    """
+    """Cost of a pass over rows."""
 
     flops: ModelFlops | None
+    """The model's operations; None if they cannot be counted."""
     device: str | None
+    """Name of the GPU; None for a CPU."""
     reason: str = ""
+    """Why the operations are not known; empty if they are."""
     is_failure: bool = False
+    """Whether nothing could be found out, so that another attempt may succeed."""
 
 
 def pass_costs(config: PolicyConfig, device: torch.device) -> PassCosts:

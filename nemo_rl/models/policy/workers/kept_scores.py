@@ -14,17 +14,14 @@ if TYPE_CHECKING:
 
 
 class Kept(NamedTuple):
-    """Scores of the b rows of a rank.
-
-    Attributes:
-        scores: reference of `[N]` float32, end to end.
-        starts: position of each row.
-        errors_B: `[b]` float32, `sequence_errors` of the rows.
-    """
+    """Scores of the b rows of a rank."""
 
     scores: "ray.ObjectRef[Any]"
+    """Reference of `[N]` float32, end to end."""
     starts: list[int]
+    """Position of each row."""
     errors_B: Tensor
+    """`[b]` float32, `sequence_errors` of the rows."""
 
 
 def keep(rows: BatchedDataDict[Any], scores_BT: Tensor, stale_BT: Tensor | None) -> Kept:

@@ -28,34 +28,30 @@ ROW_NUMBERS = "row_numbers"
 
 @dataclass
 class RankUpdate:
-    """One rank's part of an update.
-
-    Attributes:
-        before: weights before the update.
-        gradients: gradients that have been added up over microbatches and ranks, before clipping.
-        after: weights after the update.
-        losses: loss of each microbatch; like metrics and log-probabilities only of a rank that gives scores.
-        metrics: metrics of the loss of each microbatch.
-        logprobs: of each microbatch, the positions of its rows in the step and their log-probabilities
-            `[b, T - 1]` on the CPU; empty for a loss without them.
-        modules: name and output of each call of a module, in the order in which the calls ended.
-        grad_norm: norm of the gradient of the whole model.
-        lr: learning rate.
-        model_metrics: metrics of the model itself, such as the loss that balances experts.
-        device: name of the device that computed it.
-    """
+    """One rank's part of an update."""
 
     before: dict[str, Piece] = field(default_factory=dict)
+    """Weights before the update."""
     gradients: dict[str, Piece] = field(default_factory=dict)
+    """Gradients that have been added up over microbatches and ranks, before clipping."""
     after: dict[str, Piece] = field(default_factory=dict)
+    """Weights after the update."""
     losses: list[float] = field(default_factory=list)
+    """Loss of each microbatch; like metrics and log-probabilities only of a rank that gives scores."""
     metrics: list[dict[str, float]] = field(default_factory=list)
+    """Metrics of the loss of each microbatch."""
     logprobs: list[tuple[list[int], Tensor]] = field(default_factory=list)
+    """For each microbatch, the positions of its rows in the step and their log-probabilities `[b, T - 1]` on the CPU;
+    empty for a loss without them."""
     modules: list[tuple[str, Fingerprint]] = field(default_factory=list)
+    """Name and output of each call of a module, in the order in which the calls ended."""
     grad_norm: float = 0.0
+    """Norm of the gradient of the whole model."""
     lr: float = 0.0
     model_metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics of the model itself, such as the loss that balances experts."""
     device: str = ""
+    """Name of the device that computed it."""
 
 
 class UpdateRecorder:

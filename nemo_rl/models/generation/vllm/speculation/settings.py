@@ -45,11 +45,7 @@ _NUM_MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp
 
 @dataclass(frozen=True)
 class Speculation:
-    """The section.
-
-    Attributes:
-        values: its keys.
-    """
+    """The section."""
 
     values: Mapping[str, Any]
 
