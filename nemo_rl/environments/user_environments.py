@@ -5,7 +5,7 @@ Invariant: the program stops what it started (`shutdown_environments`); what a r
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, override
 
 import ray
 from pydantic import BaseModel
@@ -39,23 +39,23 @@ class ActorEnvironment(EnvironmentInterface[Any]):
     def __init__(self, handle: ActorHandle) -> None:
         self._handle = handle
 
+    @override
     def step(self, message_log_batch: list[Any], metadata: list[Any]) -> EnvironmentReturn[Any]:
-        """See `EnvironmentInterface.step`."""
         return self._ask("step", message_log_batch, metadata)
 
+    @override
     def open_episode(self, metadata: Any) -> EpisodeStart[Any]:
-        """See `EnvironmentInterface.open_episode`."""
         return self._ask("open_episode", metadata) if self._has("open_episode") else EpisodeStart(metadata)
 
+    @override
     def close_episode(self, metadata: Any) -> None:
-        """See `EnvironmentInterface.close_episode`."""
         if self._has("close_episode"):
             self._ask("close_episode", metadata)
 
+    @override
     def global_post_process_and_metrics(
         self, batch: "BatchedDataDict[Any]"
     ) -> tuple["BatchedDataDict[Any]", dict[str, float | int]]:
-        """See `EnvironmentInterface.global_post_process_and_metrics`."""
         name = "global_post_process_and_metrics"
         return self._ask(name, batch) if self._has(name) else (batch, {})
 

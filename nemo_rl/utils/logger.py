@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, override
 
 from rich.console import Console, Group
 from rich.panel import Panel
@@ -139,10 +139,10 @@ class Logger(LoggerInterface):
         """Prepare for steps that are trained again: metrics that were logged already go to the console only."""
         self._repeated = frozenset(self._logged)
 
+    @override
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
-        """See `LoggerInterface.log_metrics`."""
         if prefix == "train":
             self.train_step = step
         is_new = (prefix, step) not in self._repeated

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from itertools import chain
-from typing import ClassVar
+from typing import ClassVar, override
 
 from pydantic import Field
 
@@ -61,12 +61,12 @@ class DistillationMasterConfig(RolloutMasterConfig):
         return self.distillation
 
     @property
+    @override
     def named_parts(self) -> Mapping[str, NamedPartConfig]:
-        """See `RunConfig.named_parts`."""
         return {"loss_fn": self.loss_fn, "distillation.rollout_source": self.distillation.rollout_source}
 
+    @override
     def findings(self) -> Findings:
-        """See `MasterConfig.findings`."""
         return chain(
             super().findings(),
             check_source_of_distillation(self.distillation.rollout_source),

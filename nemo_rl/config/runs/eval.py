@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, override
 
 from pydantic import Field
 
@@ -67,21 +67,21 @@ class EvalMasterConfig(RunConfig):
             generation=sampling if self.generation.endpoint is None else None,
         )
 
+    @override
     def model_keys(self) -> Iterator[tuple[str, str, PolicyConfig]]:
-        """See `RunConfig.model_keys`."""
         if self.generation.endpoint is None:
             yield "generation.model_name", "tokenizer.name", self.policy
 
+    @override
     def env_entries(self) -> Iterator[tuple[str, str | None]]:
-        """See `RunConfig.env_entries`."""
         yield "data", self.data.env_name
 
     def unused(self) -> Iterator[tuple[str, Sequence[str], str]]:
         """See `RunConfig.unused`: environments that the data does not name."""
         yield from unused_environments(self.env, {self.data.env_name}, ["data.env_name"])
 
+    @override
     def path_keys(self) -> Iterator[PathKey]:
-        """See `RunConfig.path_keys`."""
         if self.generation.endpoint is None:
             yield PathKey("generation", self.generation, "model_name")
             yield from tokenizer_paths("tokenizer", self.tokenizer)
@@ -92,8 +92,8 @@ class EvalMasterConfig(RunConfig):
             if isinstance(section, AgentKeys):
                 yield from (PathKey(f"env.{name}", section, key) for key in PLUGIN_KEYS)
 
+    @override
     def findings(self) -> Findings:
-        """See `RunConfig.findings`."""
         ranks, key = self.cluster.policy_ranks_per_node, "gpus_per_node" if self.cluster.uses_gpu else "ranks_per_node"
         counts = [ranks] * self.cluster.num_nodes
         engines = check_engines("generation", self.generation, counts, f"cluster.{key}, cluster.num_nodes")

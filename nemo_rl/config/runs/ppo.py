@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from itertools import chain
-from typing import ClassVar
+from typing import ClassVar, override
 
 from pydantic import Field
 
@@ -42,17 +42,17 @@ class PPOMasterConfig(PolicyGradientMasterConfig):
         return self.ppo
 
     @property
+    @override
     def num_epochs(self) -> int:
-        """See `PolicyGradientMasterConfig.num_epochs`."""
         return self.ppo.ppo_epochs
 
     @property
+    @override
     def named_parts(self) -> Mapping[str, NamedPartConfig]:
-        """See `RunConfig.named_parts`."""
         return {"loss_fn": self.loss_fn, "ppo.rollout_source": self.ppo.rollout_source}
 
+    @override
     def findings(self) -> Findings:
-        """See `MasterConfig.findings`."""
         return chain(
             super().findings(),
             self.policy_gradient_findings("ppo"),

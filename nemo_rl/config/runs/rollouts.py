@@ -6,7 +6,7 @@ other, before Ray starts.
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import ClassVar
+from typing import ClassVar, override
 
 from pydantic import Field
 
@@ -101,8 +101,8 @@ class MasterConfig(RunConfig):
         """The names that `cluster.venvs` may have."""
         return ["policy", *(["generation"] if self.policy.generation is not None else ())]
 
+    @override
     def path_keys(self) -> Iterator[PathKey]:
-        """See `RunConfig.path_keys`."""
         for name, section in self.items():
             if isinstance(section, PolicyConfig):
                 yield PathKey(name, section, "model_name")
@@ -110,13 +110,13 @@ class MasterConfig(RunConfig):
         for place, entry in (*named_entries(self.data), (INHERITED, self.data.default)):
             yield from (PathKey(place, entry, key) for key in ("data_path", "prompt_file", "system_prompt_file"))
 
+    @override
     def notes(self) -> Iterator[str]:
-        """See `RunConfig.notes`."""
         for name, role in self.models.items():
             yield from unknown_families(name, role.section)
 
+    @override
     def findings(self) -> Findings:
-        """See `RunConfig.findings`."""
         return chain(
             check_named_parts(self.named_parts),
             check_second_models(self.models, self.model_cluster),
@@ -167,8 +167,8 @@ class RolloutMasterConfig(MasterConfig):
         """See `RunConfig.model_cluster`: what judges leave."""
         return left_by_judges(left_by_gym(self.cluster, self.env), self.judges)
 
+    @override
     def model_keys(self) -> Iterator[tuple[str, str, PolicyConfig]]:
-        """See `RunConfig.model_keys`."""
         yield from super().model_keys()
         sections: dict[str, RewardModelEnvironmentConfig | LLMJudgeConfig | None] = {
             _REWARD_MODEL: self.reward_model,
@@ -193,8 +193,8 @@ class RolloutMasterConfig(MasterConfig):
             for key in ("val_batch_size", "max_val_samples", "val_num_generations_per_prompt", "val_start_at"):
                 yield f"{name}.{key}", [f"{name}.{each}" for each in switches], "nothing is validated"
 
+    @override
     def path_keys(self) -> Iterator[PathKey]:
-        """See `RunConfig.path_keys`."""
         yield from super().path_keys()
         for place, judge in self.judges.items():
             yield PathKey(place, judge, "model_name")
@@ -205,8 +205,8 @@ class RolloutMasterConfig(MasterConfig):
             if isinstance(section, AgentKeys):
                 yield from (PathKey(f"env.{name}", section, key) for key in PLUGIN_KEYS)
 
+    @override
     def findings(self) -> Findings:
-        """See `RunConfig.findings`."""
         yield from super().findings()
         yield from check_judges(self.judges, self.cluster)
         if not self.data.has_user_data:  # its environments are known later
@@ -215,12 +215,12 @@ class RolloutMasterConfig(MasterConfig):
             yield from check_http_server(self.generation_key, generation, self.env, used)
 
     @property
+    @override
     def worker_kinds(self) -> list[str]:
-        """See `MasterConfig.worker_kinds`."""
         return [*super().worker_kinds, *self.env]
 
+    @override
     def env_entries(self) -> Iterator[tuple[str, str | None]]:
-        """See `RunConfig.env_entries`."""
         return ((name, entry.env_name) for name, entry in named_entries(self.data))
 
     @property
@@ -297,13 +297,13 @@ class GRPOMasterConfig(PolicyGradientMasterConfig):
         return self.grpo
 
     @property
+    @override
     def recorded_algorithm(self) -> GRPOConfig:
-        """See `MasterConfig.recorded_algorithm`."""
         return self.grpo
 
     @property
+    @override
     def named_parts(self) -> Mapping[str, NamedPartConfig]:
-        """See `RunConfig.named_parts`."""
         grpo = self.grpo
         return {
             "loss_fn": self.loss_fn,
@@ -311,8 +311,8 @@ class GRPOMasterConfig(PolicyGradientMasterConfig):
             "grpo.rollout_source": grpo.rollout_source,
         }
 
+    @override
     def findings(self) -> Findings:
-        """See `MasterConfig.findings`."""
         return chain(
             super().findings(),
             self.policy_gradient_findings("grpo"),

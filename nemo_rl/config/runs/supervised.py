@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from itertools import chain
-from typing import ClassVar
+from typing import ClassVar, override
 
 from pydantic import Field
 
@@ -78,12 +78,12 @@ class SupervisedMasterConfig(MasterConfig):
         return found
 
     @property
+    @override
     def named_parts(self) -> Mapping[str, NamedPartConfig]:
-        """See `RunConfig.named_parts`."""
         return {"loss_fn": self["loss_fn"]}
 
+    @override
     def findings(self) -> Findings:
-        """See `MasterConfig.findings`."""
         return chain(
             super().findings(),
             check_rollout_runners(None, None, self.cluster),
@@ -105,8 +105,8 @@ class SFTMasterConfig(SupervisedMasterConfig):
     checkpointing: SFTCheckpointingConfig = Field(default_factory=SFTCheckpointingConfig)
     """Saving and resuming."""
 
+    @override
     def findings(self) -> Findings:
-        """See `MasterConfig.findings`."""
         return chain(
             super().findings(),
             check_language_model(self.policy),
@@ -134,12 +134,12 @@ class DPOMasterConfig(SupervisedMasterConfig):
         """True if the loss compares with the initial policy; SimPO and ORPO do not."""
         return self.dpo.preference_loss not in ("simpo", "orpo")
 
+    @override
     def rows_of(self, model: str) -> int:
-        """See `RunConfig.rows_of`."""
         return 1 if self.dpo.preference_loss == "kto" else 2
 
+    @override
     def findings(self) -> Findings:
-        """See `MasterConfig.findings`."""
         return chain(
             super().findings(),
             check_dpo(self.dpo),
@@ -164,12 +164,12 @@ class RMMasterConfig(SupervisedMasterConfig):
     checkpointing: RMCheckpointingConfig = Field(default_factory=RMCheckpointingConfig)
     """Saving and resuming."""
 
+    @override
     def rows_of(self, model: str) -> int:
-        """See `RunConfig.rows_of`."""
         return 2
 
+    @override
     def findings(self) -> Findings:
-        """See `MasterConfig.findings`."""
         return chain(
             super().findings(),
             check_reward_model(self.policy),

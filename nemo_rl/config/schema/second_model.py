@@ -4,7 +4,7 @@ A master configuration gets a further model as a field of type `SecondModelConfi
 the model. `config.rules.models` reads the placement from here.
 """
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, override
 
 from pydantic import Field
 
@@ -34,6 +34,6 @@ class SecondModelConfig(PolicyConfig):
     """Sharing of devices with another model."""
 
     @property
+    @override
     def placement(self) -> PlacementConfig:
-        """See `PolicyConfig.placement`."""
         return self.colocated

@@ -8,7 +8,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, override
 
 from nemo_rl.environments.agents.interfaces import AgentError, AgentProgram, AgentTask, too_slow
 from nemo_rl.environments.agents.results import AgentResult, read_result
@@ -44,8 +44,8 @@ class CallableProgram(AgentProgram):
             self._call, self._kwargs = made.__call__, {}
         self._is_async = inspect.iscoroutinefunction(self._call)
 
+    @override
     async def run(self, task: AgentTask) -> AgentResult:
-        """See `AgentProgram.run`."""
         running = asyncio.ensure_future(self._outcome(task))
         try:
             done, _ = await asyncio.wait({running}, timeout=task.timeout_s)

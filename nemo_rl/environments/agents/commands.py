@@ -17,6 +17,7 @@ import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import override
 
 from nemo_rl.environments.agents.interfaces import AgentError, AgentProgram, AgentTask, too_slow
 from nemo_rl.environments.agents.remains import end_processes
@@ -52,8 +53,8 @@ class CommandProgram(AgentProgram):
         self._environment = environment
         self._output_bytes = output_bytes
 
+    @override
     async def run(self, task: AgentTask) -> AgentResult:
-        """See `AgentProgram.run`."""
         content = task_file_of(task)
         folder = os.path.realpath(tempfile.mkdtemp(prefix="nemo_rl_agent_"))
         try:

@@ -9,6 +9,7 @@ import os
 import sys
 import sysconfig
 from dataclasses import replace
+from typing import override
 from urllib.parse import urlsplit
 
 from nemo_rl.config.schema.agents import AgentEnvironmentConfig
@@ -66,8 +67,8 @@ class SandboxedCommand(AgentProgram):
         if reason is not None:
             raise ConfigError(f"This machine cannot give a program in a sandbox an address: {reason}\n  {_ADVICE}")
 
+    @override
     async def run(self, task: AgentTask) -> AgentResult:
-        """See `AgentProgram.run`."""
         address, inside = _seen_inside(task)
         variables = {"PATH": search_path("/usr/bin:/bin"), **variables_of(inside, SCRATCH), **self._cfg.environment}
         outcome = await self._sandbox.run_async(

@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping, Sequence
 from itertools import product
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, override
 
 from nemo_rl.config.schema.games import SlidingPuzzleBoard, SlidingPuzzleConfig
 from nemo_rl.environments.games.references import shortest_solution
@@ -136,8 +136,8 @@ class SlidingPuzzleGame(TextGame):
             state["optimal_moves"] = shortest_solution(state["grid"], most)
         return GameStart(state, f"{SlidingPuzzleGameLogic.init(state)}\n{self._max_moves} moves are left.")
 
+    @override
     def play(self, state: dict[str, Any], action: str) -> GameTurn:
-        """See `SlidingPuzzleGameLogic.step`."""
         return self.turn(state, action)
 
     @staticmethod

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
+from typing import override
 
 import torch
 import torch.distributed as dist
@@ -173,8 +174,8 @@ class DTensorBackend(TorchBackend):
             groups=[meshes.fsdp.get_group(axis) for axis in range(meshes.fsdp.ndim)],
         )
 
+    @override
     def run(self, microbatches: Sequence[ModelInputs], forward_step: ForwardStep, *, backward: bool) -> None:
-        """See `PolicyBackend.run`."""
         self._check_further_inputs(microbatches)
         if self.model.sequence_parallel:
             microbatches = [with_positions(inputs) for inputs in microbatches]
@@ -289,14 +290,14 @@ class DTensorBackend(TorchBackend):
         """True unless there is an auxiliary loss of experts, which is computed over the whole update."""
         return self._balance is None or not self._balance.has_loss
 
+    @override
     def scale_gradients(self, factor: float) -> None:
-        """See `PolicyBackend.scale_gradients`."""
         for weight in self.model.parameters():
             if weight.grad is not None:
                 weight.grad.mul_(factor)
 
+    @override
     def drop_gradients(self) -> None:
-        """See `PolicyBackend.drop_gradients`."""
         self._forget_gradients()
         if self._balance is not None:
             self._balance.start_update()
@@ -308,8 +309,8 @@ class DTensorBackend(TorchBackend):
         if self._draft is not None:
             self._draft.drop_gradients()
 
+    @override
     def weights_here(self) -> dict[str, Tensor]:
-        """See `PolicyBackend.weights_here`."""
         reshard(self.model)
         return dict(self.model.hf.named_parameters())
 
@@ -317,8 +318,8 @@ class DTensorBackend(TorchBackend):
         named = self.model.hf.named_parameters()
         return {f"{name}.grad": weight.grad for name, weight in named if weight.grad is not None}
 
+    @override
     def advance_schedule(self) -> None:
-        """See `PolicyBackend.advance_schedule`."""
         if self.scheduler is not None:
             self.scheduler.step()
 
@@ -326,26 +327,26 @@ class DTensorBackend(TorchBackend):
         """Learning rate of the first parameter group; 0 without an optimizer."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None else 0.0
 
+    @override
     def adapters(self) -> Iterable[LoraLinear]:
-        """See `TorchBackend.adapters`."""
         return adapted_modules(self.model.hf).values()
 
+    @override
     @torch.no_grad()
     def copied_weights(self, memory: HostMemory) -> dict[str, Tensor]:
-        """See `TorchBackend.copied_weights`."""
         reshard(self.model)
         weights = checkpoint_io.weights_by_name(self.model.hf)
         return {name: memory.store(name, held_here(tensor)) for name, tensor in weights.items()}
 
+    @override
     @torch.no_grad()
     def put_weights(self, copies: dict[str, Tensor]) -> None:
-        """See `TorchBackend.put_weights`."""
         reshard(self.model)
         for name, tensor in checkpoint_io.weights_by_name(self.model.hf).items():
             held_here(tensor).copy_(copies[name], non_blocking=True)
 
+    @override
     def decoder_layers(self) -> dict[str, nn.Module]:
-        """See `PolicyBackend.decoder_layers`."""
         names = {id(module): name for name, module in self.model.hf.named_modules()}
         return {names[id(layer)]: layer for layer in decoder_layers(self.model.hf)}
 
@@ -353,8 +354,8 @@ class DTensorBackend(TorchBackend):
         """See `PolicyBackend.modules_here`; returns those outside the layers too, such as embedding and last norm."""
         return {name: module for name, module in self.model.hf.named_modules() if name}
 
+    @override
     def join_tokens(self, hidden_tD: Tensor) -> Tensor:
-        """See `PolicyBackend.join_tokens`."""
         return hidden_tD if self._context is None else self._context.join(hidden_tD.to(self.device)).cpu()
 
     def held_weights(self, dtype: torch.dtype | None = None) -> HeldWeights:
@@ -394,14 +395,14 @@ class DTensorBackend(TorchBackend):
             tensor = tensor.to(self.device)
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
+    @override
     def move_optimizer_state(self, to_host: bool) -> None:
-        """See `PolicyBackend.move_optimizer_state`."""
         if self._takes_turns and self.optimizer is not None:
             move_state(self.optimizer, self._resting, self.device, to_host=to_host)
         free_cache(self.device)
 
+    @override
     def move_weights(self, to_host: bool) -> None:
-        """See `PolicyBackend.move_weights`."""
         if self._takes_turns and to_host != self._weights_rest:
             reshard(self.model)
             move_weights(self.model, self._resting, self.device, to_host=to_host)
@@ -412,8 +413,8 @@ class DTensorBackend(TorchBackend):
         """See `TorchBackend.staged`; the next save reuses the memory."""
         return self._staged.store(name, tensor)
 
+    @override
     def prepared(self, paths: CheckpointPaths, keep: Keep) -> Iterator[Write]:
-        """See `TorchBackend.prepared`."""
         if self._lora.enabled:
             merged = merged_by_name(self.model.hf, self.device)
             yield checkpoint_io.prepare_weights(self.model.hf, paths.weights, merged, keep)
@@ -428,8 +429,8 @@ class DTensorBackend(TorchBackend):
             self.model.hf, self.optimizer, self.scheduler, self._settings, paths.optimizer, keep
         )
 
+    @override
     def load(self, paths: CheckpointPaths) -> None:
-        """See `PolicyBackend.load`."""
         reshard(self.model)
         if self._lora.enabled:
             adapter_io.load_adapter(self.model.hf, paths.weights, self.device)

@@ -7,7 +7,7 @@ for adapters without merged weights.
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, override
 
 import torch
 
@@ -70,8 +70,8 @@ class DTensorTraining(FolderBackend):
         reader = f"policy.{policy.backend_key}{''.join(f' with {size}' for size in divided)}"
         return AcceptedRows(reader, inputs=not divided, positions=not divided)
 
+    @override
     def rank_memory(self) -> "type[RankMemory]":
-        """See `TrainingBackend.rank_memory`."""
         from nemo_rl.models.dtensor.memory_plan import DTensorRank
 
         return DTensorRank
@@ -88,12 +88,12 @@ class DTensorTraining(FolderBackend):
         to_hand_on = weights if policy.precision == "float32" else weights // 2
         return max(2 * weights, weights + moments + (to_hand_on if checkpointing.save_consolidated else 0))
 
+    @override
     def described_folder(self, weights: Path) -> Path:
-        """See `FolderBackend.described_folder`."""
         return weights / MODEL_FOLDER
 
+    @override
     def write_model(self, weights: Path, target: Path, dtype: torch.dtype | None) -> None:
-        """See `FolderBackend.write_model`."""
         copy_model_folder(weights / MODEL_FOLDER, target, dtype)
 
     def read_into(self, model: "PreTrainedModel", weights: Path) -> None:

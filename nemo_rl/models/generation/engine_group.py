@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
 from ray.exceptions import RayError
 
@@ -155,8 +155,8 @@ class EngineGroup(GenerationInterface):
         self._scaling.opened()
         self._flush_from_outside()
 
+    @override
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """See `GenerationInterface.generate`."""
         self._enter_loop()
         self._refuse_at_the_end()
         loop = asyncio.get_running_loop()
@@ -177,8 +177,8 @@ class EngineGroup(GenerationInterface):
         written_by = result.weight_versions[-1].version if result.weight_versions else self.weight_version
         return replace(result, served_by=ServedBy(member.index, member.num_starts, written_by))
 
+    @override
     async def responses_so_far(self, requests: Sequence[GenerationRequest]) -> list[ResponseSoFar | None]:
-        """See `GenerationInterface.responses_so_far`."""
         asked = {id(request): request for request in requests}
         of_engines = await asyncio.gather(
             *(
@@ -455,16 +455,16 @@ class EngineGroup(GenerationInterface):
         member.unfinished.clear()
         member.outbox, member.given_up = [], []
 
+    @override
     def busy_seconds(self) -> list[float]:
-        """See `GenerationInterface.busy_seconds`."""
         return [math.nan if member.is_away else member.busy.seconds for member in self._members]
 
+    @override
     def open_requests(self) -> list[int]:
-        """See `GenerationInterface.open_requests`."""
         return [len(member.unfinished) for member in self._members]
 
+    @override
     def load_metrics(self) -> dict[str, float]:
-        """See `GenerationInterface.load_metrics`."""
         loads = [member.load for member in self._members if member.load is not None]
         for member in self._members:
             member.load = None

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from itertools import chain
-from typing import Any
+from typing import Any, override
 
 import torch
 from torch import Tensor, nn
@@ -172,8 +172,8 @@ class MegatronBackend(TorchBackend):
         self._optim.complete_weights(self.chunks)
         return {name: weight for chunk in self.chunks for name, weight in unwrap(chunk).named_parameters()}
 
+    @override
     def advance_schedule(self) -> None:
-        """See `PolicyBackend.advance_schedule`."""
         if self.scheduler is not None:
             self.scheduler.step(increment=1)
 
@@ -181,24 +181,24 @@ class MegatronBackend(TorchBackend):
         """See `PolicyBackend.learning_rate`; 0 without an optimizer."""
         return self._optim.learning_rate(self.optimizer) if self.optimizer is not None else 0.0
 
+    @override
     def adapters(self) -> Iterable[Any]:
-        """See `TorchBackend.adapters`."""
         return [module.adapter for module in self._lora.adapted_modules(self.chunks).values()]
 
+    @override
     @torch.no_grad()
     def copied_weights(self, memory: HostMemory) -> dict[str, Tensor]:
-        """See `TorchBackend.copied_weights`."""
         self._optim.complete_weights(self.chunks)
         return {name: memory.store(name, tensor) for name, tensor in self._weights().items()}
 
+    @override
     @torch.no_grad()
     def put_weights(self, copies: dict[str, Tensor]) -> None:
-        """See `TorchBackend.put_weights`."""
         for name, tensor in self._weights().items():
             tensor.copy_(copies[name], non_blocking=True)
 
+    @override
     def held_weights(self, dtype: torch.dtype | None = None) -> HeldWeights:
-        """See `PolicyBackend.held_weights`."""
         from nemo_rl.models.megatron.conversion.exporter import held_hf_weights
         from nemo_rl.models.megatron.layers.float8 import free_float8_copies
 
@@ -223,8 +223,8 @@ class MegatronBackend(TorchBackend):
         draft = () if self._draft is None else self._draft.held_weights(dtype, self.device)
         return ReadableWeights(chain(weights, draft), self.device, finish)
 
+    @override
     def staged(self, name: str, tensor: Tensor) -> Tensor:
-        """See `TorchBackend.staged`."""
         return tensor.detach().to("cpu", copy=True)
 
     def prepared(self, paths: CheckpointPaths, keep: Keep) -> Iterator[Write]:
@@ -240,8 +240,8 @@ class MegatronBackend(TorchBackend):
         if self._draft is not None:
             yield from draft_files.prepared(self._draft.head, self._draft.optimizer, paths)
 
+    @override
     def load(self, paths: CheckpointPaths) -> None:
-        """See `PolicyBackend.load`."""
         from nemo_rl.models.megatron.checkpoints.run_state import load
         from nemo_rl.models.megatron.lora.files import check_adapter
 
@@ -267,8 +267,8 @@ class MegatronBackend(TorchBackend):
         layers: Any = unwrap(self.chunks[0]).decoder.layers
         return {f"model.layers.{layer.layer_number - 1}": layer for layer in layers}
 
+    @override
     def join_tokens(self, hidden_tD: Tensor) -> Tensor:
-        """See `PolicyBackend.join_tokens`."""
         row = hidden_tD.to(self.device)
         if self._groups.sequence_parallel:
             row = all_gather(row, 0, self._groups.tp, partial_gradient=False)
@@ -290,8 +290,8 @@ class MegatronBackend(TorchBackend):
             self._state_rests = to_host
         free_cache(self.device)
 
+    @override
     def move_weights(self, to_host: bool) -> None:
-        """See `PolicyBackend.move_weights`."""
         if self._takes_turns and to_host != self._weights_rest:
             for number, chunk in enumerate(self.chunks):
                 move_weights(chunk, self._resting[number], self.device, to_host=to_host)

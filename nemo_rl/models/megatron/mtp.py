@@ -13,7 +13,7 @@ divided; the policy's own scores do not depend on these layers.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, override
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ class MTPModel(GPTModel):
     Megatron Core would compute a loss of its own, whose scale depends on the microbatches, from all logits at a time.
     """
 
+    @override
     def _postprocess(
         self,
         hidden_states: Tensor,
@@ -48,7 +49,6 @@ class MTPModel(GPTModel):
         packed_seq_params: Any = None,
         **others: Any,
     ) -> Any:
-        """See `GPTModel`."""
         if not self.post_process:
             return hidden_states
         shares = self.share_embeddings_and_output_weights

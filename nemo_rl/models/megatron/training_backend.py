@@ -8,7 +8,7 @@ import logging
 import os
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, override
 
 from nemo_rl.config import CheckpointingConfig, PolicyConfig, report_findings
 from nemo_rl.config.rules.megatron import check_adapters_of_experts
@@ -90,8 +90,8 @@ class MegatronTraining(FolderBackend):
         """See `TrainingBackend.accepted_rows`: token ids only."""
         return AcceptedRows("policy.megatron_cfg (Megatron Core)")
 
+    @override
     def rank_memory(self) -> "type[RankMemory]":
-        """See `TrainingBackend.rank_memory`."""
         from nemo_rl.models.megatron.memory_plan import MegatronRank
 
         return MegatronRank
@@ -112,24 +112,24 @@ class MegatronTraining(FolderBackend):
             variables[_BATCHED_MESSAGES] = os.environ.get(_BATCHED_MESSAGES, "1")
         return variables
 
+    @override
     def checkpoint_bytes(self, policy: PolicyConfig, checkpointing: CheckpointingConfig) -> int | None:
-        """See `TrainingBackend.checkpoint_bytes`."""
         from nemo_rl.models.megatron.checkpoints.folder import checkpoint_bytes
 
         return checkpoint_bytes(policy, checkpointing)
 
+    @override
     def described_folder(self, weights: Path) -> Path:
-        """See `FolderBackend.described_folder`."""
         return weights
 
+    @override
     def write_model(self, weights: Path, target: Path, dtype: "torch.dtype | None") -> None:
-        """See `FolderBackend.write_model`."""
         from nemo_rl.models.megatron.checkpoints.folder import write_model
 
         write_model(weights, target, dtype)
 
+    @override
     def read_into(self, model: "PreTrainedModel", weights: Path) -> None:
-        """See `FolderBackend.read_into`."""
         from nemo_rl.models.megatron.checkpoints.folder import read_into
 
         read_into(model, weights)

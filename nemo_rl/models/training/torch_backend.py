@@ -7,7 +7,7 @@ needs no copy; a save that is staged writes the state as it was when it was stag
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, override
 
 import torch
 import torch.distributed as dist
@@ -55,8 +55,8 @@ class TorchBackend(PolicyBackend):
     def staged(self, name: str, tensor: Tensor) -> Tensor:
         """Copy a tensor to host memory, for a write in the background."""
 
+    @override
     def iterate_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """See `PolicyBackend.iterate_weights`."""
         yield from everywhere(self.held_weights(dtype), dist.group.WORLD)
 
     @contextmanager
@@ -79,14 +79,14 @@ class TorchBackend(PolicyBackend):
         finally:
             self.put_weights(current)
 
+    @override
     def save(self, paths: CheckpointPaths) -> None:
-        """See `PolicyBackend.save`."""
         self._require_optimizer(paths)
         for write in self.prepared(paths, as_it_is):
             write(None)
 
+    @override
     def stage_save(self, paths: CheckpointPaths) -> Callable[[], None]:
-        """See `PolicyBackend.stage_save`."""
         self._require_optimizer(paths)
         if self._writers is None:
             self._writers = dist.new_group(backend="gloo")

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
 from nemo_rl.utils.log_backends.tracker import LoggerInterface, Metrics, to_scalars
 
@@ -26,10 +26,10 @@ class JsonlLogger(LoggerInterface):
     def __init__(self, log_dir: str | Path):
         self._file = (Path(log_dir) / METRICS_FILE).open("ab", buffering=0)
 
+    @override
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
-        """See `LoggerInterface.log_metrics`."""
         numbers = to_scalars(metrics)
         row = {"step": step, "prefix": prefix, "metrics": numbers, "time": round(time.time(), 3)}
         line = (to_line(row) + "\n").encode()
@@ -45,8 +45,8 @@ class JsonlLogger(LoggerInterface):
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write nothing: the configuration has its own file in the run's folder."""
 
+    @override
     def close(self) -> None:
-        """See `LoggerInterface.close`."""
         self._file.close()
 
 

@@ -6,7 +6,7 @@ Selected by `logger.mlflow_enabled`. Invariant: only this file imports mlflow.
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
 import mlflow
 from mlflow.exceptions import MlflowException
@@ -53,10 +53,10 @@ class MLflowLogger(LoggerInterface):
         # MLflow keeps the active run per thread, and the monitor of the machines logs from another one.
         self._run_id: str = mlflow.start_run(run_id=cfg.run_id, run_name=cfg.run_name).info.run_id
 
+    @override
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
-        """See `LoggerInterface.log_metrics`."""
         values = {full_name(prefix, name): value for name, value in to_scalars(metrics).items()}
         items = list(values.items())
         for start in range(0, len(items), _METRICS_PER_CALL):
@@ -69,6 +69,6 @@ class MLflowLogger(LoggerInterface):
         for start in range(0, len(items), _PARAMS_PER_CALL):
             mlflow.log_params(dict(items[start : start + _PARAMS_PER_CALL]), run_id=self._run_id)
 
+    @override
     def close(self) -> None:
-        """See `LoggerInterface.close`."""
         mlflow.end_run()

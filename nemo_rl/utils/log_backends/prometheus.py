@@ -13,7 +13,7 @@ import logging
 import re
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, override
 
 from prometheus_client import CollectorRegistry, make_asgi_app
 from prometheus_client.core import Metric
@@ -82,10 +82,10 @@ class PrometheusLogger(LoggerInterface):
         self._thread.start()
         logger.info("Metrics for Prometheus: http://%s:%d/metrics", cfg.host, self.port)
 
+    @override
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
-        """See `LoggerInterface.log_metrics`."""
         found = {exported_name(full_name(prefix, name)): value for name, value in to_scalars(metrics).items()}
         group = _NOT_IN_A_NAME.sub("_", prefix or "other")
         values = found | {(f"{_PREFIX}_step", (("group", group),)): float(step)}

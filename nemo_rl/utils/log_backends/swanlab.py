@@ -5,7 +5,7 @@ Selected by `logger.swanlab_enabled`. Invariant: only this file imports swanlab.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
 import swanlab
 from swanlab.exceptions import AuthenticationError, DataStoreError
@@ -40,6 +40,6 @@ class SwanlabLogger(RunTracker):
                 "SWANLAB_MODE=offline."
             ) from error
 
+    @override
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """See `LoggerInterface.log_hyperparams`."""
         self._run.config.update(dict(params))

@@ -5,7 +5,7 @@ Selected by `logger.tensorboard_enabled`. Invariant: only this file imports Tens
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
 from torch.utils.tensorboard.writer import SummaryWriter
 
@@ -33,6 +33,6 @@ class TensorboardLogger(LoggerInterface):
         lines = [f"    {name}: {value}" for name, value in flatten_dict(params, expand_lists=False).items()]
         self._writer.add_text("config", "\n".join(lines), 0)
 
+    @override
     def close(self) -> None:
-        """See `LoggerInterface.close`."""
         self._writer.close()

@@ -6,7 +6,7 @@ a number that is not finite is logged unchanged, never hidden.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, override
 
 from nemo_rl.config.base.hidden_values import HIDDEN, without_secret
 from nemo_rl.host.stop_signals import handlers_kept
@@ -54,14 +54,14 @@ class RunTracker(LoggerInterface):
 
     _run: Any
 
+    @override
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
-        """See `LoggerInterface.log_metrics`."""
         self._run.log({full_name(prefix, name): value for name, value in to_scalars(metrics).items()}, step=step)
 
+    @override
     def close(self) -> None:
-        """See `LoggerInterface.close`."""
         with handlers_kept():
             self._run.finish()
 

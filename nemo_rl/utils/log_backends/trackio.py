@@ -6,7 +6,7 @@ Selected by `logger.trackio_enabled`. Invariant: only this file imports trackio.
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, override
 
 from nemo_rl.config import TrackioConfig
 from nemo_rl.host.stop_signals import handlers_kept
@@ -51,6 +51,6 @@ class TrackioLogger(RunTracker):
                 "logger.trackio.space_id=null, which keeps the run in its own folder."
             ) from error
 
+    @override
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """See `LoggerInterface.log_hyperparams`."""
         self._run.config.update(flatten_dict(params, expand_lists=False))

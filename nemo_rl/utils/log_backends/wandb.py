@@ -5,7 +5,7 @@ Selected by `logger.wandb_enabled`. Invariant: only this file imports wandb.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
 import wandb
 
@@ -40,10 +40,10 @@ class WandbLogger(LoggerInterface):
         values[step_metric or full_name(prefix, "step")] = step
         self._run.log(values)
 
+    @override
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """See `LoggerInterface.log_hyperparams`."""
         self._run.config.update(dict(params))
 
+    @override
     def close(self) -> None:
-        """See `LoggerInterface.close`."""
         self._run.finish()

@@ -8,7 +8,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, override
 
 from nemo_rl.environments.tools.interfaces import OpenTools, ToolOutput, ToolSource
 from nemo_rl.environments.tools.outputs import text_of_error, text_of_output
@@ -33,8 +33,8 @@ class LocalTools(ToolSource):
         self._lock = asyncio.Lock()
         self._common: _OpenLocal | None = None
 
+    @override
     async def open(self, metadata: Any) -> OpenTools:
-        """See `ToolSource.open`."""
         if not self._shared:
             return _OpenLocal(*await _on_thread(lambda: self._found.opened(metadata)), *self._limits)
         async with self._lock:
@@ -57,8 +57,8 @@ class _OpenLocal(OpenTools):
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
 
+    @override
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolOutput:
-        """See `OpenTools.call`."""
         method, limit = self._methods[name], self._max_bytes
 
         def called() -> str:
@@ -76,8 +76,8 @@ class _OpenLocal(OpenTools):
                 return ToolOutput(f"Error: {name} gave no answer in {self._timeout_s:g} s", "timeout")
             return ToolOutput(text_of_error(error), "error")
 
+    @override
     async def close(self) -> None:
-        """See `OpenTools.close`."""
         await _on_thread(self._close)
 
 
@@ -87,8 +87,8 @@ class _Borrowed(OpenTools):
     def __init__(self, tools: OpenTools) -> None:
         self._tools = tools
 
+    @override
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolOutput:
-        """See `OpenTools.call`."""
         return await self._tools.call(name, arguments)
 
 

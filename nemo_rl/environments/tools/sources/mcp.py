@@ -10,7 +10,7 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, override
 
 from nemo_rl.environments.tools.interfaces import OpenTools, ToolOutput, ToolSource
 from nemo_rl.environments.tools.outputs import cut_to_bytes, text_of_error
@@ -49,8 +49,8 @@ class McpTools(ToolSource):
         with ThreadPoolExecutor(1) as thread:  # this thread may run an event loop already
             self.specs = thread.submit(asyncio.run, self._listed()).result()
 
+    @override
     async def open(self, metadata: Any) -> OpenTools:
-        """See `ToolSource.open`."""
         if not self._shared:
             return _OpenMcp(await self._started(), *self._limits, stops=True)
         async with self._lock:
@@ -146,8 +146,8 @@ class _OpenMcp(OpenTools):
         self._max_bytes = max_bytes
         self._stops = stops
 
+    @override
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolOutput:
-        """See `OpenTools.call`."""
         if self._server.has_ended:
             return ToolOutput(f"Error: {name}: its server has ended.", "error")
         try:
@@ -160,7 +160,7 @@ class _OpenMcp(OpenTools):
         texts = [getattr(part, "text", f"[{part.type}]") for part in result.content]
         return ToolOutput(cut_to_bytes("\n".join(texts), self._max_bytes), "error" if result.is_error else None)
 
+    @override
     async def close(self) -> None:
-        """See `OpenTools.close`."""
         if self._stops:
             await self._server.stop()

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, override
 
 from nemo_rl.config.schema.tools import PythonToolConfig
 from nemo_rl.environments.code.inside.values import COMPLETED
@@ -54,8 +54,8 @@ class SandboxedPython(ToolSource):
         text = spec.description + (_KEEPS if self._keys.stateful else _KEEPS_NOT)
         self.specs = {PYTHON: replace(spec, description=text)}
 
+    @override
     async def open(self, metadata: Any) -> OpenTools:
-        """See `ToolSource.open`."""
         return self._interpreter()
 
     def _interpreter(self) -> "_Interpreter":
@@ -76,8 +76,8 @@ class _Interpreter(OpenTools):
         self._earlier: list[str] = []
         self._in_order = asyncio.Lock()
 
+    @override
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolOutput:
-        """See `OpenTools.call`."""
         try:
             return await self.python(**arguments)
         except (SandboxError, OSError) as error:  # also too many open files or processes of this machine

@@ -6,7 +6,7 @@ slow.
 """
 
 from abc import abstractmethod
-from typing import NamedTuple
+from typing import NamedTuple, override
 
 import torch
 from torch import Tensor
@@ -54,9 +54,9 @@ class BatchedEngine(RowsEngine):
     def forget(self) -> None:
         """Free the batch's cache."""
 
+    @override
     @torch.inference_mode()
     def step(self) -> list[Finished]:
-        """See `SteppedEngine.step`."""
         if not self._active:
             self._active, self._waiting = self._waiting, []
         if self._next_ids is None:

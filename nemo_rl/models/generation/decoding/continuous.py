@@ -11,6 +11,7 @@ Rows that begin alike share the cached tokens of their beginning. Orca (Yu et al
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import override
 
 import torch
 from torch import Tensor
@@ -114,8 +115,8 @@ class ContinuousEngine(RowsEngine):
         del self._waiting[: len(admitted)]
         return admitted
 
+    @override
     def drop_finished(self) -> None:
-        """See `RowsEngine.drop_finished`."""
         finished = [row.request_id for row in self._active if row.finish_reason is not None]
         if finished:
             self._active = [row for row in self._active if row.finish_reason is None]
@@ -129,8 +130,8 @@ class ContinuousEngine(RowsEngine):
             self._waiting, self._active = self._active + self._waiting, []
         return unbound
 
+    @override
     def take_load(self) -> EngineLoad:
-        """See `SteppedEngine.take_load`."""
         load = EngineLoad(self._num_preemptions, self._most_used / self._cache.num_places, MOST_ROWS)
         self._num_preemptions, self._most_used = 0, 0
         return load

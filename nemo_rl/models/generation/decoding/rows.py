@@ -6,7 +6,7 @@ Invariant: a row's response depends on its own tokens, inputs and generator only
 from abc import abstractmethod
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, override
 
 import torch
 from torch import Tensor
@@ -72,8 +72,8 @@ class RowsEngine(SteppedEngine):
     def drop_finished(self) -> None:
         """Free what the finished ones of the active rows hold, as far as possible."""
 
+    @override
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
-        """See `SteppedEngine.add_request`."""
         ids, limit = request.prompt_token_ids, self._max_model_len
         if not 0 < len(ids) < limit:
             raise GenerationError(f"A prompt of {len(ids)} tokens does not fit the context of {limit}.")
@@ -102,8 +102,8 @@ class RowsEngine(SteppedEngine):
         text = self._tokenizer.decode(row.token_ids)
         return any(stop in text for stop in row.request.sampling.stop_strings)
 
+    @override
     def remove_requests(self, request_ids: Collection[str]) -> list[Finished]:
-        """See `SteppedEngine.remove_requests`."""
         rows = [row for row in (*self._waiting, *self._active) if row.request_id in request_ids]
         self._waiting = [row for row in self._waiting if row.request_id not in request_ids]
         for row in rows:
@@ -119,21 +119,21 @@ class RowsEngine(SteppedEngine):
             if row.finish_reason is not None
         ]
 
+    @override
     def weights_not_finite(self) -> list[str]:
-        """See `SteppedEngine.weights_not_finite`."""
         return not_finite(dict(self._model.named_parameters()))
 
+    @override
     def decode(self, token_ids: list[int]) -> str:
-        """See `SteppedEngine.decode`."""
         return sampled_text(self._tokenizer, token_ids)
 
+    @override
     def sampled_so_far(self, request_id: str) -> tuple[list[int], list[float]]:
-        """See `SteppedEngine.sampled_so_far`."""
         row = self._row(request_id)
         return row.token_ids, row.logprobs
 
+    @override
     def num_tokens(self, request_id: str) -> int:
-        """See `SteppedEngine.num_tokens`."""
         return len(self._row(request_id).token_ids)
 
     def _row(self, request_id: str) -> Row:

@@ -1,7 +1,7 @@
 """Run a plain Hugging Face model as an `Engine`, with left-padded batches and the cache of `transformers`."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, override
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -50,8 +50,8 @@ class HfEngine(BatchedEngine):
                 raise GenerationError(str(error)) from error
         super().add_request(request_id, request)
 
+    @override
     def read(self, rows: list[list[int]]) -> torch.Tensor:
-        """See `BatchedEngine.read`."""
         self._cache = DynamicCache(config=self._model.config)
         width = max(len(row) for row in rows)
         input_ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -68,8 +68,8 @@ class HfEngine(BatchedEngine):
         arguments = forward_arguments(further.column)
         return self._logits(input_ids, **{name: values.to(self._device) for name, values in arguments.items()})
 
+    @override
     def advance(self, token_ids: list[int]) -> torch.Tensor:
-        """See `BatchedEngine.advance`."""
         self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
         self._position_ids = self._position_ids[..., -1:] + 1
         if (further := self.further_inputs) is not None:
@@ -96,12 +96,12 @@ class HfEngine(BatchedEngine):
         logits_bV: torch.Tensor = output.logits[:, -1]
         return logits_bV
 
+    @override
     def forget(self) -> None:
-        """See `BatchedEngine.forget`."""
         self._cache = None
 
+    @override
     def start_loading(self) -> None:
-        """See `SteppedEngine.start_loading`."""
         self._received, self._held = set(), {}
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -126,17 +126,17 @@ class HfEngine(BatchedEngine):
         expected = {name for name, _ in self._model.named_parameters()}
         return sorted(expected - self._received)
 
+    @override
     @torch.inference_mode()
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
-        """See `Engine.layer_outputs`."""
         with recorded_outputs(decoder_layers(self._model)) as outputs:
             self._model(torch.tensor([token_ids], device=self._device), use_cache=False)
         return outputs
 
+    @override
     async def sleep(self) -> None:
-        """See `Engine.sleep`."""
         self._model.to("cpu")
 
+    @override
     async def wake_up(self) -> None:
-        """See `Engine.wake_up`."""
         self._model.to(self._device)

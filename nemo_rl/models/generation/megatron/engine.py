@@ -10,7 +10,7 @@ size + position within the stage.
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, override
 
 from torch import Tensor
 
@@ -68,21 +68,21 @@ class MegatronEngine(_HoldsPart, ContinuousEngine):
         self._leads_stage = [rank % settings.tensor_parallel_size == 0 for rank in range(1, settings.num_workers)]
         super().__init__(settings, self._part.vocab_size, self._part.cache)
 
+    @override
     def read(self, rows: Mapping[str, Sequence[int]]) -> Tensor:
-        """See `ContinuousEngine.read`."""
         logits_bV: Tensor = self._on_all("read", rows)[0]
         return logits_bV
 
+    @override
     def enter(self, row: str, token_ids: Sequence[int]) -> None:
-        """See `ContinuousEngine.enter`."""
         self._on_all("cache.enter", row, token_ids)
 
+    @override
     def leave(self, rows: Sequence[str]) -> None:
-        """See `ContinuousEngine.leave`."""
         self._on_all("cache.leave", rows)
 
+    @override
     def clear(self) -> None:
-        """See `ContinuousEngine.clear`."""
         self._on_all("cache.clear")
 
     def _on_all(self, method: str, *args: Any, answering: Sequence[bool] = ()) -> list[Any]:
@@ -93,16 +93,16 @@ class MegatronEngine(_HoldsPart, ContinuousEngine):
             own = attrgetter(method)(self._part)(*args)
         return [own, *(answer.result() for answer in answers if answer is not None)]
 
+    @override
     def start_loading(self) -> None:
-        """See `SteppedEngine.start_loading`."""
         self._part.start_loading()
 
     def put_in_force(self) -> list[str]:
         """See `RowsEngine.put_in_force`; returns hub names of the tensors that this rank was not sent."""
         return self._part.not_loaded()
 
+    @override
     async def layer_outputs(self, token_ids: list[int]) -> list[Tensor]:
-        """See `Engine.layer_outputs`."""
         return list(chain.from_iterable(self._on_all("layer_outputs", token_ids, answering=self._leads_stage)))
 
 
@@ -119,8 +119,8 @@ class MegatronRank(_HoldsPart, ServedRank):
         value = attrgetter(str(call.method))(self._part)(*call.args)
         return value if call.wants_answer else None
 
+    @override
     async def begin_weight_update(self) -> None:
-        """See `Engine.begin_weight_update`."""
         self._part.start_loading()
 
     async def finish_weight_update(self, version: int) -> list[str]:

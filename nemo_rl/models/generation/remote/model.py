@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, override
 
 import numpy as np
 
@@ -113,8 +113,8 @@ class ChatModel(GenerationInterface):
         unknown = np.full(len(ids), np.nan, dtype=np.float32)
         return GenerationResult(ids, unknown, reason, [], text=answer.text, answer=answer)
 
+    @override
     def describe_open(self) -> str:
-        """See `GenerationInterface.describe_open`."""
         return f"{self._open} requests to {self._config.base_url} are open." if self._open else ""
 
     def shutdown(self) -> None:

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
+from typing import Any, override
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -108,8 +108,8 @@ class VllmEngine(SteppedEngine):
         with packing_threads(), refusing_non_finite(settings.model_name):
             self._engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
 
+    @override
     def add_request(self, request_id: str, request: GenerationRequest) -> None:
-        """See `SteppedEngine.add_request`."""
         prompt_length, will_be_scored = len(request.prompt_token_ids), is_scored(request.sampling)
         # When vLLM reads prompt and response, it draws another token.
         room = self._max_model_len - prompt_length - will_be_scored
@@ -150,8 +150,8 @@ class VllmEngine(SteppedEngine):
         eos: int | None = getattr(self._engine.renderer.tokenizer, "eos_token_id", None)
         return sampling_params(request.sampling, request.seed, room, eos)
 
+    @override
     def step(self) -> list[Finished]:
-        """See `SteppedEngine.step`."""
         self._cache.begin_step()
         if self._threads is not None:
             self._threads.begin_step(reads_prompts=self._scheduler.get_request_counts()[1] > 0)
@@ -204,13 +204,13 @@ class VllmEngine(SteppedEngine):
         self._read(request_id)
         return []
 
+    @override
     def take_load(self) -> EngineLoad:
-        """See `SteppedEngine.take_load`."""
         counts = None if self._speculation is None else self._speculation.take()
         return self._cache.take_load()._replace(speculation=counts)
 
+    @override
     def remove_requests(self, request_ids: Collection[str]) -> list[Finished]:
-        """See `SteppedEngine.remove_requests`."""
         removed = []
         for request_id in request_ids:
             token_ids, logprobs = self.sampled_so_far(request_id)
@@ -237,8 +237,8 @@ class VllmEngine(SteppedEngine):
         token_ids = list(state.detokenizer.output_token_ids)
         return token_ids, of_tokens(token_ids, state.logprobs_processor.logprobs)
 
+    @override
     def num_tokens(self, request_id: str) -> int:
-        """See `SteppedEngine.num_tokens`."""
         if request_id in self._scoring.drawn:
             return len(self._scoring.drawn[request_id].token_ids)
         num_tokens: int = self._state(request_id).detokenizer.num_output_tokens()
@@ -288,8 +288,8 @@ class VllmEngine(SteppedEngine):
         """Return vLLM's state of a running request."""
         return self._engine.output_processor.request_states[self._vllm_ids[request_id]]
 
+    @override
     def start_loading(self) -> None:
-        """See `SteppedEngine.start_loading`."""
         with packing_threads():
             self._engine.collective_rpc(begin_reload)
 
@@ -320,8 +320,8 @@ class VllmEngine(SteppedEngine):
         named = [(name, place) for place, names in enumerate(of_ranks, start=self._place) for name in names]
         return [f"{name} of worker {place}" if place else name for name, place in named]
 
+    @override
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
-        """See `Engine.layer_outputs`."""
         return self.recorded_layers(token_ids, self.step)
 
     def recorded_layers(self, token_ids: list[int], step: Callable[[], list[Finished]]) -> list[torch.Tensor]:
@@ -340,8 +340,8 @@ class VllmEngine(SteppedEngine):
             return []
         return [output[: len(token_ids)] for stage in stages for output in stage]
 
+    @override
     async def sleep(self) -> None:
-        """See `Engine.sleep`."""
         self.fall_asleep()
 
     def fall_asleep(self) -> None:
@@ -350,8 +350,8 @@ class VllmEngine(SteppedEngine):
             self._engine.reset_prefix_cache()
             self._engine.sleep(level=self._sleep_level)
 
+    @override
     async def wake_up(self) -> None:
-        """See `Engine.wake_up`."""
         self.awake()
 
     def awake(self) -> None:

@@ -12,7 +12,7 @@ tokens to compute runs an empty pass.
 
 import os
 from collections.abc import Collection
-from typing import Any
+from typing import Any, override
 
 import torch
 
@@ -60,16 +60,16 @@ class VllmReplicas(SteppedEngine):
         self._replica_of[request_id] = replica
         self._num_open[replica] += 1
 
+    @override
     def step(self) -> list[Finished]:
-        """See `SteppedEngine.step`."""
         finished = [response for of_replica in self._on_all("step_with_others") for response in of_replica]
         for response in finished:
             if response.request_id in self._replica_of:  # not the prompt of `layer_outputs`
                 self._take_back(response.request_id)
         return finished
 
+    @override
     def remove_requests(self, request_ids: Collection[str]) -> list[Finished]:
-        """See `SteppedEngine.remove_requests`."""
         removed: list[Finished] = []
         for request_id in request_ids:
             removed += self._ask(self._take_back(request_id), "remove_requests", [request_id])
@@ -81,18 +81,18 @@ class VllmReplicas(SteppedEngine):
         self._num_open[replica] -= 1
         return replica
 
+    @override
     def sampled_so_far(self, request_id: str) -> tuple[list[int], list[float]]:
-        """See `SteppedEngine.sampled_so_far`."""
         sampled: tuple[list[int], list[float]] = self._ask(self._replica_of[request_id], "sampled_so_far", request_id)
         return sampled
 
+    @override
     def num_tokens(self, request_id: str) -> int:
-        """See `SteppedEngine.num_tokens`."""
         number: int = self._ask(self._replica_of[request_id], "num_tokens", request_id)
         return number
 
+    @override
     def weights_not_finite(self) -> list[str]:
-        """See `SteppedEngine.weights_not_finite`."""
         return list(dict.fromkeys(name for names in self._on_all("weights_not_finite") for name in names))
 
     def take_load(self) -> EngineLoad:
@@ -104,12 +104,12 @@ class VllmReplicas(SteppedEngine):
             sum(load.max_running for load in loads),
         )
 
+    @override
     def decode(self, token_ids: list[int]) -> str | None:
-        """See `SteppedEngine.decode`."""
         return self._own.decode(token_ids)
 
+    @override
     def start_loading(self) -> None:
-        """See `SteppedEngine.start_loading`."""
         self._on_all("start_loading")
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -124,20 +124,20 @@ class VllmReplicas(SteppedEngine):
         """See `RecordsReads.take_reads`."""
         return self._own.take_reads()
 
+    @override
     def finish_loading(self, *, changed: bool) -> list[str]:
-        """See `SteppedEngine.finish_loading`."""
         return [name for names in self._on_all("finish_loading", changed=changed) for name in names]
 
     async def layer_outputs(self, token_ids: list[int]) -> list[torch.Tensor]:
         """See `Engine.layer_outputs`; of replica 0, while the others run empty passes."""
         return self._own.recorded_layers(token_ids, self.step)
 
+    @override
     async def sleep(self) -> None:
-        """See `Engine.sleep`."""
         self._on_all("fall_asleep")
 
+    @override
     async def wake_up(self) -> None:
-        """See `Engine.wake_up`."""
         self._on_all("awake")
 
     def _ask(self, replica: int, method: str, *args: Any) -> Any:

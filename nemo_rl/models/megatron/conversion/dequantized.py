@@ -7,7 +7,7 @@ are those of the dequantisation in `transformers`.
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
 import torch
 from torch import Tensor
@@ -61,8 +61,8 @@ class DequantizedFiles(TensorFiles):
         found = super().like(name)
         return found.float() if name in self._float8 else found
 
+    @override
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """See `TensorFiles`."""
         if name not in self._float8 and name not in self._mxfp4:
             return super().read(name, box)
         shape = self.like(name).shape

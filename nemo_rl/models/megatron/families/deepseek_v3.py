@@ -1,6 +1,6 @@
 """DeepSeek-V3: multi-head latent attention, and experts chosen by groups with a correction bias."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, override
 
 from transformers import PretrainedConfig
 
@@ -21,8 +21,8 @@ class DeepseekV3(Family):
 
     model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3",)
 
+    @override
     def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
-        """See `Family`."""
         self._check(hf_config)
         fields = decoder_fields(hf_config)
         fields.pop("kv_channels")

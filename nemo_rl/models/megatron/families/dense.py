@@ -1,6 +1,6 @@
 """Llama, Mistral, Qwen2 and Qwen3, which differ in biases, norms of queries and keys, and windows."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, override
 
 from transformers import PretrainedConfig
 
@@ -19,8 +19,8 @@ class Llama(Family):
 
     model_types: ClassVar[tuple[str, ...]] = ("llama",)
 
+    @override
     def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
-        """See `Family`."""
         require(hf_config, "hidden_act", hf_config.hidden_act == "silu", "Llama's MLP is gated by silu")
         bias = getattr(hf_config, "attention_bias", False), getattr(hf_config, "mlp_bias", False)
         require(hf_config, "attention_bias", bias[0] == bias[1], "biases are in all linear layers or in none")
@@ -32,8 +32,8 @@ class Mistral(Family):
 
     model_types: ClassVar[tuple[str, ...]] = ("mistral",)
 
+    @override
     def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
-        """See `Family`."""
         require(hf_config, "hidden_act", hf_config.hidden_act == "silu", "Mistral's MLP is gated by silu")
         require_no_biases(hf_config, "attention_bias", "mlp_bias")
         return decoder_fields(hf_config) | window_fields(hf_config.sliding_window, [True] * hf_config.num_hidden_layers)
@@ -44,8 +44,8 @@ class Qwen2(Family):
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen2",)
 
+    @override
     def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
-        """See `Family`."""
         require(hf_config, "hidden_act", hf_config.hidden_act == "silu", "Qwen's MLP is gated by silu")
         require_no_biases(hf_config, "mlp_bias")
         windows = window_fields(hf_config.sliding_window, windowed_layers(hf_config))
@@ -57,8 +57,8 @@ class Qwen3(Family):
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3",)
 
+    @override
     def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
-        """See `Family`."""
         require(hf_config, "hidden_act", hf_config.hidden_act == "silu", "Qwen's MLP is gated by silu")
         require_no_biases(hf_config, "attention_bias", "mlp_bias")
         windows = window_fields(hf_config.sliding_window, windowed_layers(hf_config))

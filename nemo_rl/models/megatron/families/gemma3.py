@@ -1,7 +1,7 @@
 """Gemma 3 (text), with norms before and after attention and MLP, and two sets of rotary frequencies."""
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, override
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +28,8 @@ class Gemma3(Family):
     model_types: ClassVar[tuple[str, ...]] = ("gemma3_text",)
     traits: ClassVar[LayerTraits] = LayerTraits(output_norms=True, two_rotaries=True)
 
+    @override
     def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
-        """See `Family`."""
         gelu = hf_config.hidden_activation == "gelu_pytorch_tanh"
         require(hf_config, "hidden_activation", gelu, "Gemma's MLP is gated by gelu_pytorch_tanh")
         require_no_biases(hf_config, "attention_bias", "mlp_bias")

@@ -1,6 +1,6 @@
 """GPT-OSS, with biases and a clamped gate in experts, attention sinks, and a window in some layers."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, override
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ class GptOss(Family):
 
     model_types: ClassVar[tuple[str, ...]] = ("gpt_oss",)
 
+    @override
     def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
-        """See `Family`."""
         require(hf_config, "attention_bias", hf_config.attention_bias, "biases are in all linear layers or in none")
         require(hf_config, "swiglu_alpha", hf_config.swiglu_alpha == _GAIN, f"the gain of the gate is {_GAIN}")
         require_choice(hf_config, hf_config.num_local_experts, normalised=True)

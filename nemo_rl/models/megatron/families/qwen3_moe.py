@@ -1,6 +1,6 @@
 """Qwen3-MoE: Qwen3 with experts in some layers."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, override
 
 from transformers import PretrainedConfig
 
@@ -19,8 +19,8 @@ class Qwen3Moe(Family):
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
 
+    @override
     def transformer_fields(self, hf_config: PretrainedConfig) -> dict[str, Any]:
-        """See `Family`."""
         require(hf_config, "hidden_act", hf_config.hidden_act == "silu", "Qwen's MLP is gated by silu")
         require_no_biases(hf_config, "attention_bias", "mlp_bias")
         require(

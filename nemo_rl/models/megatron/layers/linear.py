@@ -1,7 +1,7 @@
 """Linear layers that Megatron Core lacks: whole on every rank, with a copied output, with a norm on the output."""
 
 from functools import cache
-from typing import Any
+from typing import Any, override
 
 import torch
 import torch.nn.functional as F
@@ -43,8 +43,8 @@ class ExpertRowParallelLinear(RowParallelLinear):
     its input's storage, and autograd forbids in-place changes of such an output.
     """
 
+    @override
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See `RowParallelLinear`."""
         out, bias = super().forward(x)
         return out if bias is None else out.clone(), bias
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, override
 
 import torch
 from torch import nn
@@ -116,8 +116,8 @@ class OwnModules(nn.Module):
         named = ((name, module) for name, module in draft.named_modules() if not _UNUSED.fullmatch(name))
         self._own = [(name, module) for name, module in named if id(module) not in shared]
 
+    @override
     def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
-        """See `torch.nn.Module.modules`."""
         return (module for _, module in self._own)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
