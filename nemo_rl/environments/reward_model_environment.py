@@ -122,11 +122,7 @@ def _tokenizer_of_classifier(config: RewardModelEnvironmentConfig) -> "Tokenizer
 
 
 def _require_classifier(model_name: str) -> None:
-    """Check that a model has a trained head for scores; a language model would get a random one.
-
-    Raises:
-        ConfigError: it has none.
-    """
+    """Check that a model has a trained head for scores; a language model would get a random one."""
     config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
     if not is_classifier(config):
         raise ConfigError(

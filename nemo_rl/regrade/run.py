@@ -57,11 +57,7 @@ def regrade(arguments: argparse.Namespace) -> None:
 
 
 def _configuration(file: Path, overrides: Sequence[str]) -> RolloutMasterConfig:
-    """Load the configuration of a run that samples.
-
-    Raises:
-        ConfigError: it is wrong, or of another algorithm.
-    """
+    """Load the configuration of a run that samples."""
     algorithm = algorithm_of(file)
     schema = ALGORITHMS[algorithm]
     if not issubclass(schema, RolloutMasterConfig):
@@ -80,11 +76,7 @@ def _by_environment(samples: Sequence[StoredSample], name: str | None) -> dict[s
 
 
 def _check_names(environments: Mapping[str, object], config: RolloutMasterConfig) -> None:
-    """Check that the configuration has the environments.
-
-    Raises:
-        ConfigError: it lacks one.
-    """
+    """Check that the configuration has the environments."""
     for name in environments:
         if name not in config.env:
             known = ", ".join(sorted(config.env)) or "none"

@@ -65,11 +65,7 @@ def sample_files(folder: Path, only: str | None = None) -> list[Path]:
 
 
 def _opened(file: Path) -> TextIO:
-    """Open a file of samples.
-
-    Raises:
-        DataError: it cannot be read, or is a pipe or a device.
-    """
+    """Open a file of samples."""
     try:
         return TextIOWrapper(open_regular(file), encoding="utf-8")
     except OSError as error:

@@ -114,11 +114,7 @@ def _checkpoint(recorded: "RecordedStep", step: int, given: Path | None, config:
 
 
 def _check_loss(recorded: "RecordedStep", loss_fn: object, changed: list[str]) -> None:
-    """Refuse a run whose program passed a loss that the configuration does not describe.
-
-    Raises:
-        ReplayError: the run had another loss.
-    """
+    """Refuse a run whose program passed a loss that the configuration does not describe."""
     from nemo_rl.algorithms.runtime.step_record import name_of
 
     before, now = recorded.summary["loss_fn"], name_of(loss_fn)  # type: ignore[arg-type]

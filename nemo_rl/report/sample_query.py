@@ -84,11 +84,7 @@ class SampleQuery:
 
 
 def _number(name: str, text: str) -> float:
-    """Return a finite number.
-
-    Raises:
-        ValueError: the text is not a finite number.
-    """
+    """Return a finite number."""
     try:
         number = float(text)
     except ValueError:

@@ -81,11 +81,7 @@ class Handover:
             relay(socket.socket(fileno=given[1]), self._address, self._outside)
 
     def _end(self) -> None:
-        """End the thread; it still takes what was sent before.
-
-        Raises:
-            SandboxError: The thread does not end.
-        """
+        """End the thread; it still takes what was sent before."""
         with contextlib.suppress(OSError):  # closed before
             self._outside.shutdown(socket.SHUT_RD)
         self._thread.join(_END_DEADLINE_S)

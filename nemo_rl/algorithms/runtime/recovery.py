@@ -115,11 +115,7 @@ class Recovery:
         self._restart(run, lost)
 
     def _note(self, cause: Cause, failure: Exception) -> None:
-        """Record a cause.
-
-        Raises:
-            RunRestartError: the run must not restart again.
-        """
+        """Record a cause."""
         repeats = cause.kind in [earlier.kind for earlier in self.causes]
         self.causes.append(cause)
         if not repeats and len(self.causes) <= self.max_restarts:

@@ -68,9 +68,6 @@ def _compare_memory(name: str, section: PolicyConfig, plan: MemoryPlan, availabl
         section: its section.
         plan: the prediction.
         available: bytes of a rank; None if unknown.
-
-    Raises:
-        ConfigError: weights and optimizer state alone are more.
     """
     if available is None or plan.peak <= available:
         return

@@ -131,11 +131,7 @@ def _read(path: Path, children: tuple[Path, ...]) -> list[Layer]:
 
 
 def _require_regular(path: Path) -> None:
-    """Refuse a config file that is a folder, a pipe or a device.
-
-    Raises:
-        ConfigError: it is one.
-    """
+    """Refuse a config file that is a folder, a pipe or a device."""
     try:
         require_regular(path)
     except OSError as error:

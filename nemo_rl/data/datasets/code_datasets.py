@@ -119,11 +119,7 @@ class MBPPDataset(_Programs):
 
 
 def _messages(question: str, tests: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return question and tests.
-
-    Raises:
-        RowError: The tests cannot judge a solution.
-    """
+    """Return question and tests."""
     if "tests" in tests:
         codes, setup, names = tests["tests"], tests.get("setup", ""), tests.get("names", ())
         if not all(isinstance(one, str) for one in (*codes, setup, *names)):

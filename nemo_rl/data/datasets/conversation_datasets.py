@@ -303,11 +303,7 @@ class TextSamples(Sequence[FormattedRow]):
 
 
 def _tables(patterns: list[str] | str) -> list[RowTable]:
-    """Read the files that patterns match, in the order of their names.
-
-    Raises:
-        DataError: A pattern matches no file, or a file cannot be read.
-    """
+    """Read the files that patterns match, in the order of their names."""
     tables = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         found = sorted(glob(str(Path(pattern).expanduser()), recursive=True))

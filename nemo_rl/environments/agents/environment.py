@@ -138,11 +138,7 @@ class ProgramEnvironment(EnvironmentInterface[dict[str, Any]]):
         )
 
     async def _graded(self, task: AgentTask, row: Mapping[str, Any], result: AgentResult) -> Grade:
-        """Return the program's reward, or that of the grader for the program's answer.
-
-        Raises:
-            AgentError: there is none.
-        """
+        """Return the program's reward, or that of the grader for the program's answer."""
         if self._grader is not None:
             if result.answer is None:
                 raise AgentError("the program returned no answer for env.agent.grader")

@@ -95,11 +95,7 @@ class JudgeEngines(JudgeModel):
         self._started.close()
 
     def _tokens(self, messages: list[Any]) -> list[int]:
-        """Return the tokens of a request.
-
-        Raises:
-            DataError: it is too long, or the chat template refuses it.
-        """
+        """Return the tokens of a request."""
         quoted = control_tokens_of(self._tokenizer).quoted_chat(messages, _RULES)
         text = with_bos(render_chat(quoted, self._tokenizer, add_generation_prompt=True), self._tokenizer)
         ids = encode_text(text, self._tokenizer, self._longest).tolist()
@@ -131,11 +127,7 @@ def check_engine(config: LLMJudgeConfig) -> PolicyConfig:
 
 
 def _check_length(policy: PolicyConfig) -> None:
-    """Refuse a context that is longer than the model's.
-
-    Raises:
-        ConfigError: it is.
-    """
+    """Refuse a context that is longer than the model's."""
     most = longest_context(load_model_config(policy.model_name, policy.hf_config_overrides).get_text_config())
     if most is not None and policy.max_total_sequence_length > most:
         raise ConfigError(

@@ -100,11 +100,7 @@ class GymServers:
             await running.end()
 
     def _count_restart(self) -> None:
-        """Note that the servers have ended by themselves.
-
-        Raises:
-            AgentError: they do so too often.
-        """
+        """Note that the servers have ended by themselves."""
         now = time.monotonic()
         self._restarts.append(now)
         while now - self._restarts[0] > _RESTARTS_S:
@@ -262,11 +258,7 @@ async def _answering(host: str, port: int, deadline: float, process: _Process | 
 
 
 async def _wait(deadline: float, process: _Process | None, reason: str) -> None:
-    """Wait a moment.
-
-    Raises:
-        AgentError: the deadline has passed, or the command has ended.
-    """
+    """Wait a moment."""
     if process is not None and process.has_ended:
         raise AgentError(process.last_words)
     if time.monotonic() > deadline:

@@ -358,11 +358,7 @@ def _line(event: Event) -> bytes:
 
 @contextlib.asynccontextmanager
 async def _in_time() -> AsyncIterator[None]:
-    """Limit the time in which a body has to arrive.
-
-    Raises:
-        CallError: it is over.
-    """
+    """Limit the time in which a body has to arrive."""
     try:
         async with asyncio.timeout(_BODY_S):
             yield

@@ -276,11 +276,7 @@ class AgentSession:
         return read, [str(decode([token])) for token in written] if request.reads_token_texts else []
 
     def _prompt(self, request: CallRequest) -> Prompt:
-        """Render a request.
-
-        Raises:
-            CallError: that fails.
-        """
+        """Render a request."""
         try:
             return self._prompts.prompt(request, self.tree)
         except DataError as error:

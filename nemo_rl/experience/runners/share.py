@@ -140,12 +140,7 @@ class RunnerShare:
         return self._silence_s / _POLLS_WITHIN_SILENCE
 
     def _replace_engines(self, lost: Sequence[int], given: Sequence[Any]) -> list[Any]:
-        """Replace engines, unless another thread has done so already; return the current workers.
-
-        Args:
-            lost: positions among the runner's workers.
-            given: the workers that the actor knows.
-        """
+        """Replace engines, unless another thread has done so already; return the current workers."""
         with self.engines.exclusively():
             now = self._workers()
             found = [self.ranks[position] for position in lost if now[position] is given[position]]

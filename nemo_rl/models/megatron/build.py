@@ -238,11 +238,7 @@ def _further_layers(options: MegatronConfig) -> dict[str, Any]:
 
 
 def _has_fused_gradients() -> bool:
-    """Return True if APEX's extension is installed, which Megatron Core's own layers need for fused gradients.
-
-    Raises:
-        ConfigError: the extension is not installed.
-    """
+    """Return True if APEX's extension is installed, which Megatron Core's own layers need for fused gradients."""
     if find_spec(FUSED_GRADIENTS) is None:
         raise ConfigError(MISSING_FUSED_GRADIENTS.format(keys="policy.megatron_cfg"))
     return True

@@ -256,11 +256,7 @@ def _array_items(name: str, text: str) -> Iterator[tuple[int, Any]]:
 
 
 def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; refuse a repeated key, because its meaning is unclear.
-
-    Raises:
-        RowError: a key occurs twice.
-    """
+    """Return a JSON object; refuse a repeated key, because its meaning is unclear."""
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = [key for key, _ in pairs]

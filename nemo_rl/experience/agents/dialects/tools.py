@@ -107,11 +107,7 @@ def _named(choice: Fields, tools: list[Tool]) -> str:
 
 
 def _tool_fields(fields: Fields) -> Iterator[Fields]:
-    """Return the tools of a request.
-
-    Raises:
-        CallError: there are too many, or `tools` is no list of objects.
-    """
+    """Return the tools of a request."""
     given = fields.items("tools")
     if len(given) > _MOST_TOOLS:
         message = f"tools has {len(given)} items; allowed are {_MOST_TOOLS}."

@@ -40,13 +40,7 @@ def materialize(
 
 @torch.no_grad()
 def _allocate(model: nn.Module, device: torch.device, home: torch.device) -> None:
-    """Allocate memory for tensors on the meta device and move the others to their device; tied weights stay tied.
-
-    Args:
-        model: the model, sharded or not.
-        device: device of buffers.
-        home: device of parameters.
-    """
+    """Allocate memory for tensors on the meta device and move the others to their device; tied weights stay tied."""
     for parameter in [*model.parameters()]:
         if parameter.device != home:
             torch.utils.swap_tensors(parameter, nn.Parameter(_at(parameter, home), parameter.requires_grad))

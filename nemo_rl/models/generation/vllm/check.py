@@ -60,11 +60,7 @@ def check_model(policy: PolicyConfig, cluster: ClusterConfig) -> None:
 
 
 def _check_context(model: Any, asked: int) -> None:
-    """Refuse a context that is longer than the model's, as vLLM does.
-
-    Raises:
-        ConfigError: it is.
-    """
+    """Refuse a context that is longer than the model's, as vLLM does."""
     most = longest_context(model)
     if most is not None and asked > most and os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") != "1":
         raise ConfigError(
