@@ -154,7 +154,6 @@ class CreditAssignment:
     """The stage that writes advantages into a batch: penalties, scaling, shaping, group statistics, whitening.
 
     Args:
-        estimator: the formula.
         config: the section `grpo`.
         effort_levels: the section `effort_levels`.
     """

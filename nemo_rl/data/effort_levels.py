@@ -50,7 +50,6 @@ class EffortRows:
     Args:
         rows: the prompts without levels.
         levels: the section `effort_levels`.
-        run_seed: seed of the run.
         phase: as in `drawn_level`.
         tokenizer: renders the prompts again.
         max_seq_length: longest prompt in tokens; None means no limit.

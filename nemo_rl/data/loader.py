@@ -74,7 +74,6 @@ class PromptLoader(StatefulDataLoader):
     neither. Rows that are too long or cannot be used are reported by file and line.
 
     Args:
-        dataset: The rows.
         sampler: Their order.
         accept_changes: Also load positions that belong to other data, batch sizes or orders.
         max_bad_row_share: Share of rows that one epoch may find unusable.

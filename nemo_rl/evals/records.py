@@ -95,7 +95,6 @@ class RecordStore:
     """Answers in memory and, if a folder is configured, on disk.
 
     Args:
-        config: the configuration of the run.
         num_prompts: number of prompts in the data set.
 
     Raises:

@@ -80,7 +80,6 @@ class RolloutRunner:
     """Collects trajectories.
 
     Args:
-        generation: the engines.
         environments: environment by task name.
         tokenizer: decodes responses that come without a text, and encodes observations.
         limits: bounds.

@@ -116,7 +116,6 @@ class SamplePlayer:
     """Plays samples; any number of them concurrently.
 
     Args:
-        generation: the engines.
         environments: environment by task name.
         tokenizer: decodes responses that come without a text, and encodes observations.
         limits: bounds.

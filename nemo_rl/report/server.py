@@ -44,11 +44,7 @@ _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "R
 
 
 class RunServer:
-    """The application that shows one run.
-
-    Args:
-        run: the run.
-    """
+    """The application that shows one run."""
 
     def __init__(self, run: RunFiles) -> None:
         self.key = secrets.token_urlsafe(16)

@@ -138,11 +138,7 @@ def _fill_slot(values: torch.Tensor, slot: TensorSlot, blocks: Blocks) -> None:
 
 
 class BlockReader:
-    """Reads a rank's blocks step by step; all ranks read to the end.
-
-    Args:
-        weights: the weights.
-    """
+    """Reads a rank's blocks step by step; all ranks read to the end."""
 
     def __init__(self, weights: HeldWeights) -> None:
         self._described = {held.name: held for held in weights.described()}

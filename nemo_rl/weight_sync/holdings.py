@@ -60,7 +60,6 @@ class ReadableWeights:
 
     Args:
         weights: the weights, in any order.
-        device: device of the values.
         finish: called when all have been read.
     """
 

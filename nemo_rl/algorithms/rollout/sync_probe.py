@@ -36,8 +36,6 @@ class SyncProbe:
     """Compares the first batch's log-probabilities on both sides.
 
     Args:
-        policy: the trainer.
-        generation: the engines.
         refitter: wakes the engines and sends them to sleep where they share a device with the policy.
         max_error: largest mean of `exp(|log p_trainer - log p_engine|)` over the sampled tokens; None: no check.
         timeout_s: limit for the engines to answer.

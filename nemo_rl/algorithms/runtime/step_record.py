@@ -57,9 +57,7 @@ class StepRecorder:
 
     Args:
         log_dir: the run's log folder.
-        config: the configuration of the run.
         policy: the model under training.
-        loss_fn: its loss.
     """
 
     def __init__(self, log_dir: Path, config: MasterConfig, policy: Policy, loss_fn: AnyLossFunction) -> None:

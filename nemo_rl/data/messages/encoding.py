@@ -89,7 +89,6 @@ class _Cutter:
     Args:
         text: the whole text.
         ids: its tokens.
-        tokenizer: the tokenizer.
     """
 
     def __init__(self, text: str, ids: Ids, tokenizer: TokenizerType) -> None:

@@ -17,7 +17,6 @@ class DataSetRows:
         name: of the data set.
         rows: its rows in the data of all sets.
         shuffle: whether each epoch has a new order.
-        seed: seed of the run.
     """
 
     def __init__(self, name: str, rows: range, shuffle: bool, seed: int) -> None:

@@ -35,9 +35,7 @@ class MixedPromptStream:
     Args:
         dataset: the rows of all data sets, with their names.
         batch_size: prompts of a batch.
-        curriculum: the shares.
         shuffle: whether each epoch of a data set has a new order.
-        seed: seed of the run.
         max_epochs: epochs of the stream before it ends.
         collate_fn: joins data into a batch.
         max_bad_row_share: share of rows that one epoch may find unusable.

@@ -14,11 +14,7 @@ _LARGEST_RESPONSE = 2**20
 
 
 class ServiceProgram(AgentProgram):
-    """A service to which each task is posted; it answers when the program has ended.
-
-    Args:
-        url: its address.
-    """
+    """A service to which each task is posted; it answers when the program has ended."""
 
     def __init__(self, url: str) -> None:
         self._url = url

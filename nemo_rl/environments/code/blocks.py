@@ -107,7 +107,6 @@ class _Scanner:
     """Reads a text once, from its beginning to its end.
 
     Args:
-        text: The text.
         tags: Whether `<code>` and `<think>` mark pieces.
     """
 

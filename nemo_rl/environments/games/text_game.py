@@ -107,7 +107,6 @@ class GameEnvironment(EnvironmentInterface[GameMetadata]):
     instead, and a prompt that shows it.
 
     Args:
-        game: the rules.
         max_moves: number of actions after which an episode ends without success; None: only the game ends it.
     """
 

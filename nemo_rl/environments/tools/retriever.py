@@ -41,7 +41,6 @@ class BM25Retriever:
     Words are lower-case and have two characters or more; common English words are left out.
 
     Args:
-        documents: the texts.
         num_result: documents for each query.
         k1: how fast repeated words saturate.
         b: how much long documents are penalised, 0 to 1.

@@ -75,7 +75,6 @@ class _Calls:
     function.
 
     Args:
-        env: the environment.
         outcome: calls one of its methods, a function or a coroutine function, where this kind of actor runs it.
     """
 

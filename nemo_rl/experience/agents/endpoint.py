@@ -101,11 +101,7 @@ class _Admitted(NamedTuple):
 
 
 class AgentEndpoint:
-    """Serves the sessions of one event loop.
-
-    Args:
-        config: the section.
-    """
+    """Serves the sessions of one event loop."""
 
     def __init__(self, config: AgentEndpointConfig) -> None:
         self._config = config

@@ -41,7 +41,6 @@ class GroupExchange:
     """The open groups of one runner; used on one event loop.
 
     Args:
-        actor: the runner.
         weight_version: function that returns the version of the engines' weights.
         poll_s: seconds after which the actor answers `collect` even if no group has finished.
         busy: value of `busy` before the first answer.

@@ -81,11 +81,7 @@ class _Layer(nn.Module):
 
 
 class DraftHead(nn.Module):
-    """See the module docstring.
-
-    Args:
-        shape: its sizes.
-    """
+    """See the module docstring."""
 
     d2t: Tensor | None
     """`[draft_vocab_size]` int64, the policy's id of each token minus its own; None: it can propose all tokens."""

@@ -52,7 +52,6 @@ class MegatronBackend(TorchBackend):
         layout: sizes of the mesh axes.
         init_optimizer: make optimizer and schedule (a frozen scorer needs none).
         init_reference_model: keep a copy of the initial weights in host memory.
-        seed: run seed.
     """
 
     def __init__(

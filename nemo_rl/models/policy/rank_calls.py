@@ -29,7 +29,6 @@ class RankCalls:
     """Calls methods of the ranks and waits for the results; if a rank raises or dies, the call raises its error.
 
     Args:
-        workers: the ranks.
         layout: which rows a rank gets, and whose results count.
         timeouts: deadlines.
     """

@@ -18,7 +18,6 @@ class PolicyWeightStream:
     """Streams a policy's weights.
 
     Args:
-        policy: the policy.
         dtype: torch dtype that the engines compute in, for example "bfloat16".
         timeout_s: seconds to wait for the packing of one bucket.
         encoding: what is sent in place of weights of that dtype, such as float8 values and scales.

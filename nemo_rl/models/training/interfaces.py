@@ -44,7 +44,6 @@ class PolicyBackend(ABC):
         layout: position of each rank on the parallel axes.
         init_optimizer: make optimizer and schedule (a frozen scorer needs none).
         init_reference_model: keep the initial weights for reference log-probabilities.
-        seed: run seed.
     """
 
     device: torch.device

@@ -16,9 +16,6 @@ class ArrowNulls:
 
     A null stays if its field is null in every row: then no other row can have caused it, so it was written on purpose
     (`"default": null`).
-
-    Args:
-        rows: the table.
     """
 
     def __init__(self, rows: "datasets.Dataset") -> None:

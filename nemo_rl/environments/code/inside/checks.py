@@ -32,11 +32,7 @@ _ORDERED = {"__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__contains__"}
 
 
 class Solution(Peer):
-    """The other program.
-
-    Args:
-        channel: The pipes.
-    """
+    """The other program."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(channel, 0)

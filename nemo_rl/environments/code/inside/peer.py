@@ -117,7 +117,6 @@ class Peer:
     """This program's end of the pipes.
 
     Args:
-        channel: The pipes.
         first: 0 or 1, another number in each program.
     """
 

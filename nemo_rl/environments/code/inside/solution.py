@@ -49,7 +49,6 @@ class Server(Peer):
     """The solution's end of the pipes.
 
     Args:
-        channel: The pipes.
         module: Has the names of the solution.
         echo: The standard output of the solution.
     """

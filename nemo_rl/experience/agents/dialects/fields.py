@@ -24,7 +24,6 @@ class Fields:
     """One JSON object of a request.
 
     Args:
-        values: the object.
         path: place of the object in the request, for errors: `messages[2]`; empty for the request itself.
 
     Raises:

@@ -14,7 +14,6 @@ class RotaryAtPositions(nn.Module):
     """A rotary embedding of Megatron Core that gives the angles at chosen positions, not at 0, 1, 2 ...
 
     Args:
-        rotary: the embedding.
         most_positions: number of positions that it is asked for.
     """
 

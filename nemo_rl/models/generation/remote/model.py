@@ -72,7 +72,6 @@ class ChatModel(GenerationInterface):
     """The model of an OpenAI-compatible endpoint; for one event loop.
 
     Args:
-        config: the section.
         tokenizer: encodes answers for the message log.
 
     Raises:
