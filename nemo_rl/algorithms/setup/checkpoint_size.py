@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def checkpoint_sizes(models: Mapping[str, Role], checkpointing: CheckpointingConfig) -> dict[str, int] | None:
-    """Estimate the bytes of each trained model in a checkpoint, by name; None if a backend does not estimate its own."""
+    """Estimate the bytes of each trained model in a checkpoint, by name; None if a backend does not estimate it."""
     sizes = {
         name: training_backend(role.section).checkpoint_bytes(role.section, checkpointing)
         for name, role in trained(models).items()
