@@ -33,7 +33,6 @@ def rewarded_source(section: str, algorithm: RewardedTrainingConfig) -> Callable
                 algorithm.num_prompts_per_step,
                 algorithm.dynamic_sampling_max_gen_batches,
                 partial(scale_rewards, config=algorithm.reward_scaling),
-                whole_rounds=algorithm.overlap.mode != "stream",
             )
         return wrap_source(rollouts)
 

@@ -12,7 +12,6 @@ from nemo_rl.config.loading.load import config_of, load_config, save_resolved
 from nemo_rl.config.loading.overrides import OverridesError
 from nemo_rl.config.rules.broken_rules import report_findings
 from nemo_rl.config.rules.loss import check_loss_options
-from nemo_rl.config.rules.overlap import needs_whole_steps
 from nemo_rl.config.rules.placement.roles import Role, sharing, trained
 from nemo_rl.config.rules.placement.second_models import check_second_models
 from nemo_rl.config.rules.placement.topology import (

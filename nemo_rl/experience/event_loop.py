@@ -204,7 +204,6 @@ class EventLoopThread:
         timeout_s: float,
         phase: str,
         describe: Callable[[], str] = str,
-        items: queue.SimpleQueue[ItemT] | None = None,
         num_expected: int | None = None,
     ) -> Generator[ItemT, None, T]:
         """Run a coroutine, and yield the items that it passes on while it runs.
@@ -214,7 +213,6 @@ class EventLoopThread:
             timeout_s: limit for the whole coroutine. When it is cancelled, its end is awaited for `CLEAN_UP_S`.
             phase: for the message.
             describe: describes the pending work; called at the deadline.
-            items: holds the items that are not yielded yet; None: a new queue. The end of the coroutine is an item too.
             num_expected: number of items, for the console; None: not known.
 
         Returns:
@@ -227,10 +225,9 @@ class EventLoopThread:
         """
         end = time.monotonic() + timeout_s
         ended = threading.Event()
-        items = queue.SimpleQueue() if items is None else items
+        items = queue.SimpleQueue[Any]()
         future = asyncio.run_coroutine_threadsafe(_announced(start(items.put), ended), self._loop)
-        woken = cast("queue.SimpleQueue[Any]", items)
-        future.add_done_callback(lambda _: woken.put(_END))
+        future.add_done_callback(lambda _: items.put(_END))
         num_items = 0
         progress = StillWaiting(phase, "parts are finished", lambda: num_items, num_expected)
         try:

@@ -42,15 +42,6 @@ class IdleShares:
         finally:
             self._waited_s += time.perf_counter() - started
 
-    @contextmanager
-    def trainer_works(self) -> Generator[None]:
-        """Take a block inside `trainer_waits` out again, because the trainer works in it."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._waited_s -= time.perf_counter() - started
-
     def since_last_call(self) -> dict[str, float]:
         """Return the shares of the time since the last call, from 0 (always busy) to 1, to be logged under `idle/`.
 

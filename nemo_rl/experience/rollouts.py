@@ -20,7 +20,6 @@ import asyncio
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -56,21 +55,12 @@ class Collection:
 
     Args:
         groups: generator of the groups; it returns the metrics.
-        waiting: finished groups that the generator has not given yet.
     """
 
-    def __init__(
-        self, groups: Generator[list[Trajectory], None, dict[str, float]], waiting: SimpleQueue[list[Trajectory]]
-    ):
+    def __init__(self, groups: Generator[list[Trajectory], None, dict[str, float]]):
         self._groups = groups
-        self._waiting = waiting
         self.metrics: dict[str, float] = {}
         """Numbers that environments reported; filled in when all groups are finished."""
-
-    @property
-    def has_next(self) -> bool:
-        """True if the next group, or the end, comes without a wait."""
-        return not self._waiting.empty()
 
     def __iter__(self) -> Iterator[list[Trajectory]]:
         self.metrics = yield from self._groups
@@ -143,16 +133,14 @@ class RolloutRunner:
             ConfigError: a prompt names an environment that does not run.
             DeadlineExceededError: the collection takes longer than the limit.
         """
-        waiting: SimpleQueue[list[Trajectory]] = SimpleQueue()
         groups = self._loop.stream(
             partial(self._run_all, prompts, num_generations, sampling, key),
             self._limits.timeout_s,
             f"The rollouts of {key.phase} step {key.step} (cluster.timeouts.rollout_s)",
             self._generation.describe_open,
-            waiting,
             prompts.size,
         )
-        return Collection(groups, waiting)
+        return Collection(groups)
 
     def start_group(
         self,

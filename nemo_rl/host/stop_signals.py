@@ -1,9 +1,8 @@
 """Handle signals that stop a program: it ends immediately, or at its next safe point if there is something to save.
 
-        leave_at_once       from the start of a program
-        leave_by_unwinding  in a program that has to remove files or end processes first
-        DeferredSignals     during the part that has something to save; the second signal is not deferred
-        handlers_kept       around libraries that install their own handlers; result_with_handlers in another thread
+        leave_at_once    from the start of a program
+        DeferredSignals  during the part that has something to save; the second signal is not deferred
+        handlers_kept    around libraries that install their own handlers; result_with_handlers in another thread
 
 Batch systems send SIGUSR1 before a preemption. In the program's process it means the same as SIGTERM. Worker processes
 do not install these handlers; there SIGUSR1 requests the stacks (`distributed.workers.process`).
@@ -37,24 +36,6 @@ def leave_at_once() -> None:
     The kernel ends the child processes of Ray and of this library with it, as after SIGKILL. Only in the main thread.
     """
     _install(_leave)
-
-
-def leave_by_unwinding() -> None:
-    """Let the first stop signal raise SystemExit with status 128 + its number, so that with-blocks end.
-
-    A second one ends this process immediately, unless it is the first one delivered twice. Only in the main thread.
-    """
-    received_at: list[float] = []
-
-    def unwind(number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if not received_at:
-            received_at.append(now)
-            raise SystemExit(128 + number)
-        if now - received_at[0] > _ONE_REQUEST_S:
-            _leave(number, frame)
-
-    _install(unwind)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -46,20 +46,6 @@ _ALL = (
         {"ray": "2.60.0"},
     ),
     Optimization(
-        "model_inspection",
-        "vLLM inspects the model's class in the engine's process, not in a new Python process.",
-        "10 seconds of the first start on a machine",
-        ("vllm/inspection.py",),
-        {"vllm": "0.32.0"},
-    ),
-    Optimization(
-        "decoding_bursts",
-        "vLLM's scheduler runs once for up to eight decoding steps of the same requests.",
-        "7 % of the engine's time at a million parameters; in a whole step no more than the noise of the measurement",
-        ("vllm/bursts.py",),
-        {"vllm": "0.32.0"},
-    ),
-    Optimization(
         "engine_threads",
         "An engine with a small model computes on a second thread while a core is free.",
         "43 % more seconds per step at 25 million parameters, none at 1 and 3 million",

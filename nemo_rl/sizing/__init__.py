@@ -2,5 +2,5 @@
 
 `machines` describes GPUs, and `jobs` the models. `candidates` lists possible sizes, `costs` and `engines` estimate
 their seconds, `search` finds the fastest that fit, and `proposal` joins the results. `reasons` explains a proposal,
-`report` writes it. `measure` and `trial` time real steps on a CPU.
+`report` writes it.
 """

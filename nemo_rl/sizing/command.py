@@ -13,8 +13,8 @@ NAME = "size"
 SUMMARY = "propose parallel sizes and memory shares for given machines"
 DESCRIPTION = """Propose parallel sizes, microbatches, recomputation and engines for the machines of a configuration.
 
-For GPUs everything is predicted: no GPU is needed, and nothing is started. cluster.num_nodes and
-cluster.gpus_per_node are the machines. For CPUs, --measure times short runs on this machine.
+Everything is predicted: no GPU is needed, and nothing is started. cluster.num_nodes and cluster.gpus_per_node are the
+machines.
 Exit status: 0 with a proposal, 1 if nothing fits, 2 if the command line or the configuration is wrong."""
 
 
@@ -31,10 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="GPUs of the engines: as the configuration says (default), those of the policy, or their own",
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the proposal as a YAML file")
-    parser.add_argument("--measure", action="store_true", help="on CPUs: time real steps with several sizes")
-    parser.add_argument(
-        "--steps", type=int, default=4, metavar="N", help="with --measure: timed steps of a trial (default: 4)"
-    )
     parser.add_argument("--algorithm", help="the file's algorithm, if its sections do not show it")
 
 

@@ -76,8 +76,8 @@ def described(config: MasterConfig, gpu: Gpu) -> MasterConfig:
     """
     if not config.cluster.uses_gpu:
         raise ConfigError(
-            "cluster.device=cpu: sizes of a run on CPUs are measured, not predicted. Add --measure, or size the run "
-            "for GPUs with cluster.device=cuda and cluster.gpus_per_node."
+            "cluster.device=cpu: sizes are predicted for GPUs only. Size the run for GPUs with cluster.device=cuda and "
+            "cluster.gpus_per_node."
         )
     return with_values(with_local_configs(config), {"cluster.gpu_memory_gb": gpu.memory_gib})
 

@@ -1,4 +1,4 @@
-"""Run `nemo_rl size`: search or measure sizes, print the proposal, write it, and check it by the dry run."""
+"""Run `nemo_rl size`: search sizes, print the proposal, write it, and check it by the dry run."""
 
 import argparse
 import sys
@@ -30,14 +30,6 @@ def size_run(arguments: argparse.Namespace) -> int:
         ConfigError: the command line or the configuration is wrong.
     """
     config, schema = _read(arguments)
-    if arguments.measure:
-        for option in ("gpu", "gpu_memory", "engines"):
-            if getattr(arguments, option) not in (None, "as-given"):
-                name = f"--{option.replace('_', '-')}"
-                raise ConfigError(f"{name} is about GPUs, and --measure takes steps on CPUs. Leave one of them out.")
-        from nemo_rl.sizing.measure import measure_run
-
-        return measure_run(arguments, config)
     gpu = _gpu(arguments, config)
     local = described(config, gpu)
     refused: list[str] = []
@@ -84,8 +76,6 @@ def _read(arguments: argparse.Namespace) -> tuple[MasterConfig, type[Any]]:
         reason = "an evaluation trains nothing" if name == "eval" else f"unknown.{did_you_mean(name, trained)}"
         raise ConfigError(f"the algorithm {name} cannot be sized: {reason}. There are {', '.join(trained)}.")
     schema: type[Any] = ALGORITHMS[name]
-    if arguments.steps < 1:
-        raise ConfigError(f"--steps {arguments.steps} times no step. Give 1 or more.")
     if arguments.write is not None:
         report.check_target(arguments.write, arguments.overrides)
     config = load_config(arguments.config, arguments.overrides, schema=schema, check=False)

@@ -17,7 +17,6 @@ _AHEAD = (
 _RUNNER = ("cluster.rollout_runners=1",)
 MODES: dict[str, tuple[str, ...]] = {
     "none": (),
-    "stream": ("grpo.overlap.mode=stream",),
     "ahead": _AHEAD,
     "runner": _RUNNER,
     "runner-ahead": (*_RUNNER, *_AHEAD),
@@ -140,7 +139,7 @@ class Cell:
 
 
 _OVERLAPPED = ("driver", "policy rank", "engine", "environment"), ("sampling", "training", "saving"), ("SIGKILL",)
-"""Faults that also hit work of the other side, or groups that wait, in the modes that overlap."""
+"""Faults that also hit work of the other side, or groups that wait, with `ahead`."""
 _STOPPED = ("policy rank", "engine"), ("training",), ("SIGSTOP",)
 
 _WITH_RUNNER = ("rollout runner", "engine", "policy rank"), ("sampling", "training", "saving"), ("SIGKILL",)
@@ -152,11 +151,7 @@ def _mode(victim: str) -> str:
 
 
 CELLS = [Cell(*fault, _mode(fault[0])) for fault in itertools.product(VICTIMS, PHASES, SIGNALS)]
-CELLS += [
-    Cell(*fault, mode)
-    for mode in ("stream", "ahead")
-    for fault in (*itertools.product(*_OVERLAPPED), *itertools.product(*_STOPPED))
-]
+CELLS += [Cell(*fault, "ahead") for fault in (*itertools.product(*_OVERLAPPED), *itertools.product(*_STOPPED))]
 CELLS += [Cell(*fault, "runner-ahead") for fault in itertools.product(*_WITH_RUNNER)]
 CELLS += [
     Cell("rollout runner", "training", "SIGSTOP", "runner-ahead"),

@@ -48,7 +48,6 @@ AHEAD = (
 )
 MODES = {
     "none": (),
-    "stream": ("grpo.overlap.mode=stream",),
     "ahead continue": AHEAD,
     "ahead restart": (*AHEAD, "grpo.overlap.partial_responses=restart"),
 }

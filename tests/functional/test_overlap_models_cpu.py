@@ -44,15 +44,12 @@ class Vowels(EnvironmentInterface):
         ended = torch.ones(len(count), dtype=torch.bool)
         return EnvironmentReturn(done, metadata, [None] * len(count), torch.tensor(count).float(), ended)
 """
-MODES = {
-    "stream": ("grpo.overlap.mode=stream",),
-    "ahead": (
-        "grpo.overlap.mode=ahead",
-        "grpo.overlap.order=ready_first",
-        "grpo.overlap.in_flight_weight_updates=true",
-        "grpo.overlap.validation=through_updates",
-    ),
-}
+AHEAD = (
+    "grpo.overlap.mode=ahead",
+    "grpo.overlap.order=ready_first",
+    "grpo.overlap.in_flight_weight_updates=true",
+    "grpo.overlap.validation=through_updates",
+)
 
 
 def save_model(model_type: str, folder: Path) -> None:
@@ -67,17 +64,16 @@ def save_model(model_type: str, folder: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model_type", MODELS)
 def test_other_architectures_are_trained_while_answers_are_sampled(
-    start_example: StartExample, tmp_path: Path, model_type: str, mode: str
+    start_example: StartExample, tmp_path: Path, model_type: str
 ) -> None:
     save_model(model_type, tmp_path / "model")
     (tmp_path / "vowels.py").write_text(ENVIRONMENT)
     run = start_example(
         "run_grpo.py",
         "grpo_math_cpu.yaml",
-        *MODES[mode],
+        *AHEAD,
         f"policy.model_name={tmp_path}/model",
         "policy.generation.max_new_tokens=24",
         "data.default.env_name=vowels.Vowels",

@@ -101,12 +101,11 @@ def test_a_fixed_schedule_ahead_is_that_of_a_run_without_runners_also_after_a_ki
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("grpo.overlap.mode=stream",),
         ("grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=2"),
         ("policy.train_global_batch_size=32", "loss_fn.reference_policy_kl_penalty=0.1"),
         ("grpo.seq_logprob_error_threshold=2.0",),
     ],
-    ids=["stream", "dynamic sampling", "several updates with a reference", "masked sequences"],
+    ids=["dynamic sampling", "several updates with a reference", "masked sequences"],
 )
 def test_other_features_have_the_numbers_of_a_run_without_runners(
     start_example: StartExample, tmp_path: Path, overrides: tuple[str, ...]

@@ -1,7 +1,7 @@
 """Measure GRPO here and in TRL, one after the other, on the same model, prompts and sampling.
 
     uv run python tools/benchmarks/grpo_vs_trl.py [--workloads uniform skewed] [--sizes 1m 3m 25m] [--repeats 3]
-        [--overlap none stream ahead]
+        [--overlap none ahead]
 
 It makes TRL's environment under `.bench/` (kept for later runs), runs both sides as child processes on the same
 processors, and prints Markdown tables. `side_by_side` measures. Invariant: both sides get the same inputs; README.md
@@ -27,7 +27,6 @@ logger = logging.getLogger("grpo_vs_trl")
 
 OVERLAPS = {
     "none": [],
-    "stream": ["grpo.overlap.mode=stream", "grpo.overlap.order=ready_first"],
     "ahead": [
         "grpo.overlap.mode=ahead",
         "grpo.overlap.order=ready_first",

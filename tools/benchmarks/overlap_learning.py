@@ -24,7 +24,6 @@ CORRECTED = "loss_fn.use_importance_sampling_correction=true"
 AGE_4 = "grpo.overlap.max_age_steps=4"
 VARIANTS = {
     "none": OVERLAPS["none"],
-    "stream": OVERLAPS["stream"],
     "ahead, age 1": OVERLAPS["ahead"],
     "ahead, age 1, corrected": [*OVERLAPS["ahead"], CORRECTED],
     "ahead, age 4": [*OVERLAPS["ahead"], AGE_4],

@@ -1,12 +1,9 @@
-"""Measure what overlap saves where environments wait: steps per minute of `none`, `stream` and `ahead`, in turns.
+"""Measure what overlap saves where environments wait: steps per minute of `none` and `ahead`, in turns.
 
     uv run --extra cpu python tools/benchmarks/waiting_environments.py --mean-s 1 5 --max-age 1 2 --repeats 2
-    uv run --extra cpu python tools/benchmarks/waiting_environments.py --mean-s 3 --size 25m --prompts 16 --answers 16
 
 GRPO with a model of a million parameters and 8 prompts x 8 answers a step by default, three turns each. Before each
-answer the environment waits for a log-normal time (sigma 1) with the given mean, each sample its own. `stream` saves at
-most the time of training, so the second command makes training about as long as the time in which sampling only waits.
-Linux only.
+answer the environment waits for a log-normal time (sigma 1) with the given mean, each sample its own. Linux only.
 """
 
 import argparse
@@ -66,10 +63,8 @@ def overrides_of(mode: Mode, mean_s: float, arguments: argparse.Namespace) -> li
         "policy.max_total_sequence_length=256",
     ]
     overlap: dict[str, str | int] = {"mode": mode.name}
-    if mode.name != "none":
-        overlap["order"] = "ready_first"
     if mode.max_age:
-        overlap |= {"in_flight_weight_updates": "true", "max_age_steps": mode.max_age}
+        overlap |= {"order": "ready_first", "in_flight_weight_updates": "true", "max_age_steps": mode.max_age}
     return waiting + [f"grpo.overlap.{key}={value}" for key, value in overlap.items()]
 
 
@@ -87,7 +82,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--mean-s", nargs="+", type=float, default=[1.0, 5.0], help="mean seconds of a wait")
-    parser.add_argument("--modes", nargs="+", choices=["none", "stream", "ahead"], default=["none", "stream", "ahead"])
+    parser.add_argument("--modes", nargs="+", choices=["none", "ahead"], default=["none", "ahead"])
     parser.add_argument("--max-age", nargs="+", type=int, default=[1, 2], help="values of grpo.overlap.max_age_steps")
     parser.add_argument("--size", default="1m", choices=list(SIZES), help="parameters of the model")
     parser.add_argument("--prompts", type=int, default=8, help="prompts of a step")

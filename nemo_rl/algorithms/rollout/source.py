@@ -6,7 +6,6 @@ stream which prompts were trained on. A source that samples ahead of training st
 (`Prompts.attach`). Invariant: the groups of a step do not depend on the order in which they finish.
 """
 
-import bisect
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,8 +45,6 @@ class Group:
     trains: bool = True
     """False leaves the group out of the batch; its prompt is still acknowledged with the batch. A group that a source
     does not give at all counts as not trained on: a resumed run samples its prompt again."""
-    has_next: bool = False
-    """The source gives the next group without a wait."""
 
 
 def numbered(groups: Sequence[Group]) -> list[Trajectory]:
@@ -56,43 +53,6 @@ def numbered(groups: Sequence[Group]) -> list[Trajectory]:
         for trajectory in group.trajectories:
             trajectory.group_index = index
     return [trajectory for group in groups for trajectory in group.trajectories]
-
-
-class InOrder:
-    """Puts groups that finish in any order into theirs, each as soon as it and those before it are finished."""
-
-    def __init__(self) -> None:
-        self._held: list[Group] = []
-        """Groups whose predecessors are not finished, ordered."""
-        self._next = (0, 0)
-        """`Group.order` after the last group that was released."""
-
-    def add(self, group: Group) -> Iterator[Group]:
-        """Take a finished group; give those that need not wait for another.
-
-        Raises:
-            ValueError: the group precedes one that was released already, because the rounds of its source interleave.
-        """
-        if group.order < self._next:
-            raise ValueError(
-                f"The rollout source gave the group {group.order} (round, index) after a group that follows it. "
-                "Rounds must not interleave: give all groups of a round before those of the next one, or use "
-                "overlap.mode=none."
-            )
-        bisect.insort(self._held, group, key=lambda held: held.order)
-        # Rounds do not interleave (`RolloutSource.next_groups`), so the first group of one follows the round before.
-        while self._held and (self._held[0].order == self._next or self._held[0].order[1] == 0):
-            yield self._release()
-
-    def rest(self) -> Iterator[Group]:
-        """Give the other groups, when all are finished; there are some if a number is missing."""
-        while self._held:
-            yield self._release()
-
-    def _release(self) -> Group:
-        group = self._held.pop(0)
-        self._next = (group.order[0], group.order[1] + 1)
-        return group
 
 
 @dataclass(frozen=True)
@@ -147,8 +107,7 @@ class RolloutSource(Protocol):
     def next_groups(self, step: int) -> Iterator[Group]:
         """Give groups for training step `step` (from 1), each as soon as it is finished.
 
-        May be called again in the same step, for further groups. Groups of a round come in any order, but rounds do not
-        interleave: no group comes after one of a later round (`Group.order`).
+        May be called again in the same step, for further groups. Groups come in any order (`Group.order`).
 
         Raises:
             DataExhausted: the prompts do not suffice for the step.
@@ -245,7 +204,7 @@ class FreshRollouts:
         collection = self.runner.stream(batch.rows, self.num_generations, self.sampling, key)
         for samples in collection:
             row = samples[0].group_index
-            yield Group((key.round, row), samples, batch.positions[row], has_next=collection.has_next)
+            yield Group((key.round, row), samples, batch.positions[row])
         self.metrics = collection.metrics
 
     def start(self, step: int) -> StartedGroups:
@@ -291,8 +250,6 @@ class DynamicSampling:
         num_groups: groups per step.
         max_rounds: collections per step before giving up.
         scale: how rewards `[G]` are scaled before they become advantages; None leaves them.
-        whole_rounds: give the groups of a round when all are finished, with the rewards that environments correct then;
-            False: give each as soon as it and those before it are finished.
     """
 
     def __init__(
@@ -301,14 +258,11 @@ class DynamicSampling:
         num_groups: int,
         max_rounds: int,
         scale: Callable[[Tensor], Tensor] | None = None,
-        *,
-        whole_rounds: bool = True,
     ):
         self._inner = inner
         self._num_groups = num_groups
         self._max_rounds = max_rounds
         self._scale = scale
-        self._whole_rounds = whole_rounds
         self.metrics: dict[str, float] = {}
 
     @property
@@ -328,7 +282,7 @@ class DynamicSampling:
         for _ in range(self._max_rounds):
             samples: list[Trajectory] = []
             surplus: list[Group] = []
-            for group in self._round(step):
+            for group in sorted(self._inner.next_groups(step), key=lambda group: group.order):
                 num_seen += 1
                 samples += group.trajectories
                 differs = group.trains and self._rewards_differ(group)
@@ -351,17 +305,6 @@ class DynamicSampling:
             f"{num_seen} prompts (step {step}). The task is too easy or too hard for the model, or "
             f"raise dynamic_sampling_max_gen_batches={self._max_rounds} or batch_multiplier in the algorithm's section"
         )
-
-    def _round(self, step: int) -> Iterator[Group]:
-        """Give the groups of a round in order."""
-        groups = self._inner.next_groups(step)
-        if self._whole_rounds:
-            yield from sorted(groups, key=lambda group: group.order)
-            return
-        ordered = InOrder()
-        for group in groups:
-            yield from ordered.add(group)
-        yield from ordered.rest()
 
     def _note(self, rounds: Sequence[Rollouts], num_kept: int, num_seen: int, surplus: Sequence[Group]) -> None:
         self.metrics = mean_metrics(rounds) | {

@@ -29,7 +29,6 @@ from nemo_rl.algorithms.rollout.refit import Engines, Refitter
 from nemo_rl.algorithms.rollout.runners import check_runners, make_runner
 from nemo_rl.algorithms.rollout.source import FreshRollouts, RolloutSource
 from nemo_rl.algorithms.rollout.staleness import StoredVersion
-from nemo_rl.algorithms.rollout.streamed import StreamedRollouts, streamed_rollouts, trains_in_parts
 from nemo_rl.algorithms.rollout.sync_setup import make_probe, make_refitter
 from nemo_rl.algorithms.rollout.validation import ValidationReport, Validator, make_validation
 from nemo_rl.algorithms.runtime.device_sharing import saved_models, share_memory
@@ -267,15 +266,9 @@ def _connect(
     trajectory_log = TrajectoryLog(folders.log_dir, config.logger.save_trajectories)
     layout, idle = layout_of(config, recipe), IdleShares(runner.busy_seconds)
     groups = recipe.source(_fresh_rollouts(config, recipe, prompts, runner))
-    streamed: StreamedRollouts | None = None
-    if trains_in_parts(config, recipe.roles):
-        streamed = streamed_rollouts(
-            algorithm, groups, workers.models, recipe.loss_fn, recipe.stages, memory, layout, idle
-        )
-    sampled = streamed or groups
-    stages = streamed.stages_of_steps if streamed else recipe.stages(workers.models)
+    stages = recipe.stages(workers.models)
     source = RolloutBatches(
-        sampled,
+        groups,
         prompts,
         refitter,
         make_probe(config.policy, cluster, policy, workers.engines, refitter),
@@ -306,10 +299,10 @@ def _connect(
         ),
     )
     session = Session(parts, resume_path, started_at)
-    trainer: Trainer | None = streamed
+    trainer: Trainer | None = None
     if recipe.trainer is not None:
         trainer = recipe.trainer(workers.models, lambda: session.step)
-    return Connection(session, source, stages, memory, trainer, was_changed=lambda: source.rollouts is not sampled)
+    return Connection(session, source, stages, memory, trainer, was_changed=lambda: source.rollouts is not groups)
 
 
 def _fresh_rollouts(

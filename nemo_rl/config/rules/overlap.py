@@ -26,7 +26,7 @@ def check_overlap(
         if overlap.validation != "stop":
             yield (
                 f"{section}.overlap.validation={overlap.validation} validates while training goes on, but "
-                f"{section}.overlap.mode=none lets sampling and training take turns. Use mode ahead or stream, or "
+                f"{section}.overlap.mode=none lets sampling and training take turns. Use mode=ahead, or "
                 "validation=stop."
             )
         return
@@ -74,32 +74,6 @@ def check_stale_mismatch(section: str, algorithm: RewardedTrainingConfig, loss: 
             "log-probabilities of these tokens for the policy's. Set "
             f"loss_fn.use_importance_sampling_correction=true, or {section}.seq_logprob_error_threshold=null."
         )
-
-
-def needs_whole_steps(algorithm: RolloutTrainingConfig, policy: PolicyConfig) -> list[str]:
-    """Return why gradients can only be computed when all groups of a step are finished; empty: group by group.
-
-    Args:
-        algorithm: the algorithm's section.
-        policy: the section of the policy.
-    """
-    samples = algorithm.num_prompts_per_step * algorithm.num_generations_per_prompt
-    reasons = {
-        f"policy.train_global_batch_size={policy.train_global_batch_size} makes several updates of the {samples} "
-        "answers of a step": policy.train_global_batch_size != samples,
-        f"policy.dtensor_cfg.moe_aux_loss_coeff={policy.dtensor_cfg.moe_aux_loss_coeff} is the factor of a loss over "
-        "the whole step": bool(policy.dtensor_cfg.moe_aux_loss_coeff),
-        "Megatron Core cannot add up gradients over several calls": policy.backend_section is policy.megatron_cfg,
-    }
-    if isinstance(algorithm, GRPOConfig):
-        estimator = algorithm.adv_estimator
-        in_groups = ("grpo", "dr_grpo", "rloo")
-        name = f"grpo.adv_estimator.name={estimator.name}"
-        reasons |= {
-            f"{name} uses the rewards of the whole step": estimator.name not in in_groups,
-            "grpo.adv_estimator.std_level=batch uses the rewards of the whole step": estimator.std_level == "batch",
-        }
-    return [reason for reason, holds in reasons.items() if holds]
 
 
 def check_rollout_runners(

@@ -84,11 +84,6 @@ def check_records(
     if algorithm is None:
         yield f"logger.record_steps=true records steps of GRPO only; no other algorithm can be replayed. {off}"
         return
-    if algorithm.overlap.mode == "stream":
-        yield (
-            "logger.record_steps=true records updates of whole steps, but overlap.mode=stream adds up gradients while "
-            f"the step is sampled. Use overlap.mode=none or ahead. {off}"
-        )
     if cluster.rollout_runners:
         yield (
             f"logger.record_steps=true needs the tokens in the driver, but cluster.rollout_runners="

@@ -285,25 +285,6 @@ class DTensorBackend(TorchBackend):
         self._forget_gradients()
         return norm, finite
 
-    @property
-    def accumulates(self) -> bool:
-        """True unless there is an auxiliary loss of experts, which is computed over the whole update."""
-        return self._balance is None or not self._balance.has_loss
-
-    @override
-    def scale_gradients(self, factor: float) -> None:
-        for weight in self.model.parameters():
-            if weight.grad is not None:
-                weight.grad.mul_(factor)
-
-    @override
-    def drop_gradients(self) -> None:
-        self._forget_gradients()
-        if self._balance is not None:
-            self._balance.start_update()
-        if self._replay is not None:
-            self._replay.counts.start_update()
-
     def _forget_gradients(self) -> None:
         self.model.zero_grad(set_to_none=True)
         if self._draft is not None:

@@ -200,49 +200,6 @@ class Policy(ScoringPolicy):
                 self.weight_version += 1
         return train_result(updates, loss_fn)
 
-    def accumulate(self, data: BatchedDataDict[Any], loss_fn: AnyLossFunction) -> None:
-        """Add the gradients of a part of a global batch; `finish_update` makes the update.
-
-        Args:
-            data: rows as in `train`, a multiple of the data-parallel size.
-            loss_fn: as in `train`; the same for all parts.
-
-        Raises:
-            DataError: missing keys, rows that do not divide over the ranks, or rows too long.
-            ConfigError: as `train`, or the backend cannot add up gradients.
-        """
-        check_loss(loss_fn, self.config)
-        require_keys(data, (*TRAINING_KEYS, *extra_keys(loss_fn)), "Policy.accumulate")
-        make_portable(loss_fn)
-        group_size = getattr(loss_fn, "rows_per_unit", 1)
-        sharded = self._shard(data, training_strategy(self.config, None, group_size), group_size)
-        self.ranks.with_rows("accumulate", sharded, loss_fn=loss_fn)
-
-    def finish_update(self, data: BatchedDataDict[Any], loss_fn: AnyLossFunction) -> TrainResult:
-        """Make the optimizer update of a global batch whose parts were passed to `accumulate`.
-
-        The result equals that of `train` up to the order of sums. A batch without a counted token makes no update.
-
-        Args:
-            data: all rows of the batch.
-            loss_fn: as in `accumulate`.
-
-        Raises:
-            ConfigError: the loss is not a sum that is divided by the count that its `loss_type` names.
-        """
-        valid = count_valid(data)
-        if not something_counts(valid, loss_fn):
-            self.ranks.everywhere("drop_gradients", "dropping gradients")
-            return train_result([{}], loss_fn)
-        counted = float(data["num_counted_samples"][0]) if "num_counted_samples" in data else 0.0
-        with self.held():
-            of_ranks = self.ranks.everywhere(
-                "finish_update", "the update", loss_fn=loss_fn, global_valid=valid, num_counted_samples=counted
-            )
-            self.weight_version += 1
-        parts = [of_ranks[rank] for rank in self.layout.result_ranks]
-        return train_result([join_ranks(parts, valid, eval_mode=False)], loss_fn)
-
     def save_checkpoint(
         self,
         weights_path: str | PathLike[str],

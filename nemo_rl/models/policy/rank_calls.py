@@ -81,7 +81,7 @@ class RankCalls:
 
     def everywhere(self, method: str, phase: str, **kwargs: Any) -> list[Any]:
         """Call a method on every rank with the same arguments; `phase` names the work in messages."""
-        with self.held(), self.work.of("training") if method == "finish_update" else nullcontext():
+        with self.held():
             future = self._workers.run_all_workers_single_data(method, **kwargs)
             return self._answers(future, phase, self._timeouts.checkpoint_s)
 
@@ -97,7 +97,7 @@ class RankCalls:
     def _counted(self, method: str, sharded: ShardedBatch, *, is_counted: bool) -> AbstractContextManager[None]:
         if not is_counted:
             return nullcontext()
-        kind: PassKind = "training" if method in ("train", "accumulate") else "scoring"
+        kind: PassKind = "training" if method == "train" else "scoring"
         return self.work.of(kind, sharded.lengths(), sharded.num_shared_tokens)
 
     def _answers(self, future: MultiWorkerFuture, phase: str, timeout_s: float | None = None) -> list[Any]:

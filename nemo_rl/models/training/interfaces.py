@@ -79,19 +79,6 @@ class PolicyBackend(ABC):
     def clip_and_step(self) -> tuple[float, bool]:
         """Clip gradients, update weights, and return the norm before clipping and whether the step was taken."""
 
-    @property
-    def accumulates(self) -> bool:
-        """True if gradients of several calls of `run` add up until `clip_and_step`."""
-        return False
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients; only where `accumulates` is True."""
-        raise NotImplementedError(f"{type(self).__name__} does not add up gradients over several calls.")
-
-    def drop_gradients(self) -> None:
-        """Forget all gradients; only where `accumulates` is True."""
-        raise NotImplementedError(f"{type(self).__name__} does not add up gradients over several calls.")
-
     def update_metrics(self) -> dict[str, float]:
         """Return the model's own metrics of the training passes of an update, equal on all ranks.
 

@@ -252,7 +252,6 @@ REFUSED: list[tuple[list[str], str]] = [
         ["logger.record_steps=true", "logger.record_modules=true", "policy.dtensor_cfg.compile_layers=true"],
         r"modules inside the layers, which compiled layers do not have",
     ),
-    (["logger.record_steps=true", "grpo.overlap.mode=stream"], r"overlap\.mode=stream adds up gradients while"),
     (["logger.record_steps=true", "cluster.rollout_runners=1"], r"rollout_runners=1 keeps them elsewhere\. Use 0\."),
     (["logger.record_steps=true", *MEGATRON], r"policy\.megatron_cfg does not\. Use policy\.dtensor_cfg\."),
     (

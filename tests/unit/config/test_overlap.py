@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms.rollout.streamed import trains_in_parts
 from nemo_rl.config import GRPOMasterConfig, OverlapConfig, busy_engines, load_config, save_resolved
 from nemo_rl.config.schema.algorithms.overlap import GroupFailuresConfig
 from nemo_rl.models.generation.factory import engine_settings
@@ -88,6 +87,7 @@ def test_sections_of_nemo_rl_fill_in_the_overlap(overrides: tuple[str, ...], exp
         ),
         (("grpo.overlap.mode=ahead", "grpo.overlap.max_age_steps=0"), "max_age_steps"),
         (("grpo.overlap.order=newest",), "in_order"),
+        (("grpo.overlap.mode=stream",), r"mode='stream' .* not allowed: use 'ahead', .* Allowed: none or ahead"),
         (("grpo.overlap.validation=hold_updates",), r"overlap.mode=none lets .* take turns"),
         (("+async_rl={rollout_failure: {on_dropped_prompt: replace}}",), "shrink"),
         (("grpo.overlap={mode: ahead, group_failures: {max_skipped_prompts: 1}}",), "max_attempts_per_prompt attempts"),
@@ -103,31 +103,9 @@ def test_an_overlap_that_cannot_work_is_refused(overrides: tuple[str, ...], mess
 
 
 @pytest.mark.parametrize(
-    ("overrides", "reason"),
-    [
-        ((), None),
-        (("loss_fn.reference_policy_kl_penalty=0.1",), None),
-        (("grpo.seq_logprob_error_threshold=2",), None),
-        (("policy.train_global_batch_size=32",), "several updates of the 64 answers"),
-        (("grpo.adv_estimator.name=reinforce_plus_plus",), "rewards of the whole step"),
-        (("grpo.adv_estimator.std_level=batch",), "rewards of the whole step"),
-        (("policy.dtensor_cfg.moe_aux_loss_coeff=0.01",), "a loss over the whole step"),
-    ],
-)
-def test_streaming_waits_for_whole_steps_where_groups_depend_on_each_other(
-    overrides: tuple[str, ...], reason: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = load_config(CPU, ["grpo.overlap.mode=stream", *overrides])
-    assert isinstance(config, GRPOMasterConfig)
-    assert trains_in_parts(config, config.models) == (reason is None)
-    assert (reason or "") in caplog.text and bool(caplog.text) == bool(reason)
-
-
-@pytest.mark.parametrize(
     ("overrides", "engines"),
     [
         ((), 0),
-        (("grpo.overlap.mode=stream",), 0),
         (("grpo.overlap.mode=ahead",), 1),
         (("grpo.overlap.mode=ahead", "cluster.ranks_per_node=4"), 4),
         (
@@ -193,7 +171,6 @@ def test_the_key_for_cached_keys_and_values_has_its_meaning(overrides: tuple[str
             ),
             r"weight_sync\.recompute_kv_cache=false and grpo\.async_grpo disagree: .* recompute_kv_cache=true",
         ),
-        (("grpo.overlap.mode=stream",), r"overlap\.mode=stream and grpo\.async_grpo disagree: .* mode=ahead\. Set one"),
         (("grpo.overlap.max_age_steps=3",), r"overlap\.max_age_steps=3 .* means max_age_steps=1"),
         (("grpo.overlap.order=weight_fifo",), r"overlap\.order=weight_fifo and grpo\.async_grpo disagree"),
     ],
@@ -221,7 +198,6 @@ def test_engines_that_always_compute_again_are_named() -> None:
     [
         ("grpo.overlap.mode=ahead", "loss_fn.use_importance_sampling_correction=true"),
         ("grpo.overlap.mode=ahead", "loss_fn.force_on_policy_ratio=true"),
-        ("grpo.overlap.mode=stream",),
         (),
     ],
 )

@@ -15,7 +15,6 @@ ONE = "cluster.rollout_runners=1"
     "override",
     [
         "grpo.overlap.mode=none",
-        "grpo.overlap.mode=stream",
         "grpo.overlap.mode=ahead",
         "grpo.use_dynamic_sampling=true",
         "grpo.max_rollout_turns=3",

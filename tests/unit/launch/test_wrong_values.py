@@ -295,7 +295,7 @@ def test_a_pipe_is_no_configuration(tmp_path: FilePath) -> None:
         (["policy.megatron_cfg.fp8_cfg.enabled=true"], "policy.megatron_cfg.fp8_cfg"),
         (["policy.generation.vllm_cfg.is_mx=true"], "vllm_cfg.is_mx (only with engine.precision=fp8)"),
         (["grpo.overlap.in_flight_weight_updates=true"], "in_flight_weight_updates (only with mode=ahead)"),
-        (["grpo.overlap.in_flight_weight_updates=true", "grpo.overlap.mode=stream"], "(only with mode=ahead)"),
+        (["grpo.overlap.groups_per_part=4"], "grpo.overlap.groups_per_part (a step is trained on when"),
         (["+env.rag.dataset_name=x"], "env.rag (no data entry has it as env_name)"),
         (["logger.wandb.project=x"], "logger.wandb (only with wandb_enabled)"),
         (["cluster.gpus_per_node=4"], "cluster.gpus_per_node (only with device=cuda)"),

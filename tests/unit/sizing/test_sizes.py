@@ -181,18 +181,13 @@ def test_what_is_short_and_how_many_gpus_would_do(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["examples/configs/grpo_math_cpu.yaml"], "Add --measure"),
-        ([str(LLAMA), "--measure"], "cluster.device=cuda"),
+        (["examples/configs/grpo_math_cpu.yaml"], "predicted for GPUs only"),
         ([str(LLAMA), "--gpu", "h10"], "Did you mean"),
         (["examples/configs/evals/eval.yaml"], "an evaluation trains nothing"),
         ([str(RECIPES / "sft-llama3.1-8b-1n8g-fsdp.yaml"), "--engines", "separate"], "samples nothing"),
         ([str(LLAMA), "--engines", "separate", "cluster.gpus_per_node=1"], "has one"),
-        ([str(LLAMA), "--steps", "0"], "times no step"),
         ([str(LLAMA), "--write", "no-such-folder/sized.yaml"], "there is no folder"),
         ([str(LLAMA), "--write", "sized.yaml", "~policy.optimizer"], "which removes a key"),
-        ([str(LLAMA), "--measure", "--gpu", "h100"], "--gpu is about GPUs"),
-        ([str(LLAMA), "--measure", "--gpu-memory", "80GiB"], "--gpu-memory is about GPUs"),
-        ([str(LLAMA), "--measure", "--engines", "separate"], "--engines is about GPUs"),
         ([str(LLAMA), "policy.model_name=no-such-user/knows-this"], "is not here"),
     ],
 )

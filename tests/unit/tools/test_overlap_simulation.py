@@ -67,14 +67,6 @@ def test_turns_wait_for_the_environment(tool: ModuleType) -> None:
 
 
 @pytest.mark.fast
-def test_stream_trains_on_the_first_group_while_the_second_is_sampled(tool: ModuleType) -> None:
-    load = workload(tool, num_prompts=2, engine=tool.EngineSpeed(1.0, 0.0, math.inf, 1))
-    # one request at a time: groups end at 10 and 20 s; 3.3 s of training each, the first of them from 10 to 13.3 s
-    assert step_ends(tool, load, 2, mode="none") == pytest.approx([26.6, 54.2])
-    assert step_ends(tool, load, 2, mode="stream", groups_per_part=1) == pytest.approx([23.3, 47.6])
-
-
-@pytest.mark.fast
 def test_ahead_samples_the_next_group_during_training(tool: ModuleType) -> None:
     ends = step_ends(tool, workload(tool), 5, mode="ahead", max_age_steps=1)
     # Two groups run from 0 to 15 s; step 1 trains until 18.3 s. Step 2 begins after the sync at 19.3 s with the second

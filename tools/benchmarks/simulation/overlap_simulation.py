@@ -1,4 +1,4 @@
-"""Simulate what overlap saves on many GPUs: steps per hour of `none`, `stream` and `ahead`, in virtual time.
+"""Simulate what overlap saves on many GPUs: steps per hour of `none` and `ahead`, in virtual time.
 
     python tools/benchmarks/simulation/overlap_simulation.py
     python tools/benchmarks/simulation/overlap_simulation.py --workloads sandboxes --ages 1 --steps 30
@@ -26,16 +26,14 @@ Workloads:
 - `tools`: four turns of 1,000 tokens, sigma 1; each turn waits for a tool, 10 s in the mean, sigma 1.
 - `sandboxes`: eight turns of 500 tokens, sigma 1; each turn waits for a sandbox, 60 s in the mean, sigma 1.
 
-`stream` and `ahead` have `order=ready_first`, `ahead` has `in_flight_weight_updates`. Left out of the rates are the
-first steps, in which the groups that are sampled ahead build up, and the last ones, for which nothing is sampled ahead
-any more.
+`ahead` has `order=ready_first` and `in_flight_weight_updates`. Left out of the rates are the first steps, in which the
+groups that are sampled ahead build up, and the last ones, for which nothing is sampled ahead any more.
 """
 
 import argparse
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -47,8 +45,6 @@ from virtual_time import VirtualLoop
 from nemo_rl.algorithms.rollout.ahead import AheadRollouts
 from nemo_rl.algorithms.rollout.source import FreshRollouts, RolloutSource
 from nemo_rl.algorithms.rollout.staleness import check_staleness
-from nemo_rl.algorithms.rollout.streamed import StreamedRollouts
-from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
 from nemo_rl.config import OverlapConfig
 from nemo_rl.data.loader import build_loader
 from nemo_rl.data.streams.prompt_stream import PromptStream
@@ -169,23 +165,7 @@ class Simulation:
         if overlap.mode == "ahead":
             ahead = AheadRollouts(self._fresh, self.workload.num_prompts, overlap, self.num_steps)
             return ahead, partial(trainer.train, loss_fn=loss_fn)  # type: ignore[arg-type]
-        if overlap.mode == "none":
-            return self._fresh, partial(trainer.train, loss_fn=loss_fn)  # type: ignore[arg-type]
-        groups = overlap.groups_per_part or max(1, self.workload.num_prompts // 4)
-        streamed = StreamedRollouts(
-            inner=self._fresh,
-            policy=trainer,
-            loss_fn=loss_fn,  # type: ignore[arg-type]
-            stages=[],
-            stages_of_steps=[],
-            scores=[],
-            memory=MemorySharing(),
-            layout=_lengths,
-            groups_per_part=groups,
-            busy=nullcontext,
-            in_order=False,
-        )
-        return streamed, partial(streamed.train, loss_fn=loss_fn)  # type: ignore[arg-type]
+        return self._fresh, partial(trainer.train, loss_fn=loss_fn)  # type: ignore[arg-type]
 
 
 def _collate(num_tokens: int, rows: Sequence[int]) -> BatchedDataDict[Any]:
@@ -219,7 +199,6 @@ def steps_per_hour(workload: Workload, overlap: OverlapConfig, num_steps: int) -
 def modes(ages: Sequence[int]) -> Iterator[tuple[str, OverlapConfig]]:
     """Yield names and sections of the modes that are compared."""
     yield "none", OverlapConfig.build(mode="none")
-    yield "stream", OverlapConfig.build(mode="stream", groups_per_part=16)
     for age in ages:
         overlap = OverlapConfig.build(
             mode="ahead", max_age_steps=age, order="ready_first", in_flight_weight_updates=True

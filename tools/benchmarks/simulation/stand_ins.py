@@ -225,7 +225,7 @@ class WaitingEnvironment:
 
 @dataclass
 class SimulatedTrainer:
-    """A policy whose updates take time; it adds up gradients, as `streamed.AccumulatingPolicy`.
+    """A policy whose updates take time.
 
     Attributes:
         loop: the clock.
@@ -237,21 +237,13 @@ class SimulatedTrainer:
     s_per_token: float
     scale: int
 
-    def accumulate(self, data: BatchedDataDict[Any], loss_fn: AnyLossFunction) -> None:
-        """Take the time of the forward and backward passes."""
-        self.loop.advance(float(data["input_lengths"].sum()) * self.scale * self.s_per_token)
-
-    def finish_update(self, data: BatchedDataDict[Any], loss_fn: AnyLossFunction) -> TrainResult:
-        """Do nothing: the optimizer's step takes no time."""
-        result: Any = {}
-        return result
-
     def train(
         self, data: BatchedDataDict[Any], loss_fn: AnyLossFunction, *, gbs: int | Sequence[int] | None = None
     ) -> TrainResult:
-        """Take the time of a whole update."""
-        self.accumulate(data, loss_fn)
-        return self.finish_update(data, loss_fn)
+        """Take the time of the forward and backward passes; the optimizer's step takes none."""
+        self.loop.advance(float(data["input_lengths"].sum()) * self.scale * self.s_per_token)
+        result: Any = {}
+        return result
 
 
 class OneToken:

@@ -73,11 +73,10 @@ class VirtualLoop(EventLoopThread):
         timeout_s: float,
         phase: str,
         describe: Callable[[], str] = str,
-        items: queue.SimpleQueue[ItemT] | None = None,
         num_expected: int | None = None,
     ) -> Generator[ItemT, None, T]:
         """See `EventLoopThread.stream`; without deadlines."""
-        ready: queue.SimpleQueue[ItemT] = queue.SimpleQueue() if items is None else items
+        ready: queue.SimpleQueue[ItemT] = queue.SimpleQueue()
         news = asyncio.Event()
 
         def hand_over(item: ItemT) -> None:

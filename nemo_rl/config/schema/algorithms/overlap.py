@@ -6,7 +6,8 @@ them.
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base.availability import OnlyWith
 from nemo_rl.config.base.numbers import Count, CountOrZero, FactorOrZero, Seconds
@@ -14,7 +15,11 @@ from nemo_rl.config.base.section import Section
 
 _AHEAD = OnlyWith("mode", ("ahead",))
 
-_OVERLAPS = OnlyWith("mode", ("stream", "ahead"))
+
+def _known_mode(mode: object) -> object:
+    if mode == "stream":
+        raise PydanticCustomError("overlap_mode", "use 'ahead', which samples while the policy trains, or 'none'")
+    return mode
 
 
 class GroupFailuresConfig(Section):
@@ -40,21 +45,17 @@ class GroupFailuresConfig(Section):
 class OverlapConfig(Section):
     """Sampling and training at the same time."""
 
-    mode: Literal["none", "stream", "ahead"] = "none"
-    """none: sampling and training take turns; stream: gradients of finished groups are computed while the rest of
-    the step is sampled; ahead: the engines sample for later steps while the policy trains."""
-    groups_per_part: Annotated[Count | None, OnlyWith("mode", ("stream",))] = None
-    """stream: groups whose gradients are computed together; null: a fourth of num_prompts_per_step. Only with
-    order=in_order it is also the largest number."""
+    ignored: ClassVar[dict[str, str]] = {"groups_per_part": "a step is trained on when all of its groups are finished"}
+
+    mode: Annotated[Literal["none", "ahead"], BeforeValidator(_known_mode)] = "none"
+    """none: sampling and training take turns; ahead: the engines sample for later steps while the policy trains."""
     max_age_steps: Annotated[Count, _AHEAD] = 1
     """ahead: most training steps between the weights that begin a group of answers and the step that trains on it.
     A prompt is started only if this holds for its group; no group is dropped."""
-    order: Annotated[Literal["in_order", "ready_first", "weight_fifo", "freshest_first"], _OVERLAPS] = "in_order"
+    order: Annotated[Literal["in_order", "ready_first", "weight_fifo", "freshest_first"], _AHEAD] = "in_order"
     """ahead: the groups that a step trains on. in_order: the oldest, even if it has to wait for them. The others
     take finished groups first and wait only for those that would become too old: ready_first the oldest of them,
-    weight_fifo those of the oldest weights, freshest_first the newest.
-    stream: in_order computes gradients of consecutive groups, and repeats a run bit for bit; the others those of all
-    groups that are finished when the policy is free."""
+    weight_fifo those of the oldest weights, freshest_first the newest."""
     in_flight_weight_updates: Annotated[bool, _AHEAD] = False
     """ahead: running answers continue with new weights; false: each update of the engines waits until all started
     groups are finished. false with order=in_order repeats a run bit for bit."""

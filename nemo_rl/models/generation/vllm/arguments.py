@@ -22,8 +22,6 @@ from nemo_rl.models.generation.vllm.settings import CPU_SEQUENCES
 from nemo_rl.models.generation.vllm.speculation.settings import speculation_of
 from nemo_rl.models.generation.vllm.speculation.trained import TRAINED_LAYERS
 from nemo_rl.models.huggingface.load import load_model_config, reads_more_than_text
-from nemo_rl.optimizations.switch import is_on
-from nemo_rl.optimizations.vllm.bursts import BurstExecutor
 
 _CPU_BATCHED_TOKENS = 4096
 _GRAPH_REQUESTS = 512
@@ -76,8 +74,7 @@ def engine_arguments(settings: EngineSettings, draft_folder: Path | None = None)
         values["max_num_batched_tokens"] = max(_CPU_BATCHED_TOKENS, settings.max_model_len, proposals)
         values["max_num_seqs"] = CPU_SEQUENCES
         if settings.num_workers == 1:
-            takes_bursts = is_on("decoding_bursts", settings.optimizations)
-            values["distributed_executor_backend"] = BurstExecutor if takes_bursts else UniProcExecutor
+            values["distributed_executor_backend"] = UniProcExecutor
     values |= _graphs(settings)
     if settings.kv_cache_bytes is not None:
         values["kv_cache_memory_bytes"] = settings.kv_cache_bytes

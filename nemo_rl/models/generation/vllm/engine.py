@@ -55,10 +55,7 @@ from nemo_rl.models.generation.vllm.weights import (
     refusing_non_finite,
     take_reads,
 )
-from nemo_rl.models.huggingface.load import load_model_config
 from nemo_rl.optimizations.switch import is_on
-from nemo_rl.optimizations.vllm.bursts import BurstExecutor
-from nemo_rl.optimizations.vllm.inspection import inspect_here
 from nemo_rl.optimizations.vllm.threads import ThreadChoice, cores_of_each, packing_threads, start_threads
 from nemo_rl.utils.errors import GenerationError
 from nemo_rl.weight_sync.parts import Parts
@@ -91,14 +88,11 @@ class VllmEngine(SteppedEngine):
         self._cache = CacheWatch(self._scheduler)
         self._speculation = self._watch_speculation(settings)
         self._threads = self._start_threads(settings)
-        self._take_bursts(settings)
 
     def _build(self, settings: EngineSettings, arguments: EngineArgs) -> None:
         """Build vLLM's engine."""
         keep_own_heads()
         if settings.device == "cpu":
-            if is_on("model_inspection", settings.optimizations):
-                inspect_here(load_model_config(settings.model_name, settings.hf_overrides).architectures or ())
             _take_latent_attention(arguments)
             repair_speculation()
         if hasattr(os, "memfd_create"):
@@ -273,11 +267,6 @@ class VllmEngine(SteppedEngine):
     def _scheduler(self) -> Any:
         client: Any = self._engine.engine_core
         return client.engine_core.scheduler
-
-    def _take_bursts(self, settings: EngineSettings) -> None:
-        """Enable bursts on CPUs, for an engine of one process; `vllm_kwargs` may select another executor."""
-        if settings.device == "cpu" and isinstance(self._engine.model_executor, BurstExecutor):
-            self._engine.model_executor.enable_bursts(self._scheduler)
 
     def decode(self, token_ids: list[int]) -> str | None:
         """See `SteppedEngine.decode`; None for tokenizers of other libraries, which may decode differently."""

@@ -30,7 +30,7 @@ from nemo_rl.distributed.parallel_layout import ParallelLayout
 from nemo_rl.distributed.ranks.process_group import destroy_process_group
 from nemo_rl.host.background import in_background
 from nemo_rl.host.capacity import usable_cores
-from nemo_rl.losses.loss_function import AnyLossFunction, LossMetrics, LossType
+from nemo_rl.losses.loss_function import AnyLossFunction, LossMetrics
 from nemo_rl.models.policy.metrics import reduce_metrics
 from nemo_rl.models.policy.workers.loss_inputs import call_loss, input_builder
 from nemo_rl.models.policy.workers.scoring import ScoringWorker
@@ -39,7 +39,7 @@ from nemo_rl.models.training.finite import listed, not_finite, on_all_ranks, req
 from nemo_rl.models.training.inputs import InputLayout, ModelInputs, split_rows
 from nemo_rl.models.training.interfaces import CheckpointPaths, PolicyBackend
 from nemo_rl.optimizations.switch import Choice
-from nemo_rl.utils.errors import CheckpointError, ConfigError, NonFiniteError, WeightSyncError
+from nemo_rl.utils.errors import CheckpointError, NonFiniteError, WeightSyncError
 from nemo_rl.weight_sync.buckets import Bucket
 from nemo_rl.weight_sync.encoding import Encoding
 from nemo_rl.weight_sync.endpoints import WeightSender
@@ -102,17 +102,6 @@ class UpdateResult:
     """Metrics of the model itself, equal on all ranks."""
 
 
-@dataclass
-class _Part:
-    """A microbatch whose gradients are added up: its scores without gradients, and its loss with counts of 1."""
-
-    inputs: ModelInputs
-    logprobs_K: Tensor
-    entropy_K: Tensor
-    rows: BatchedDataDict[Any]
-    loss: Tensor
-
-
 class PolicyWorker(ScoringWorker):
     """One rank of the policy.
 
@@ -126,7 +115,6 @@ class PolicyWorker(ScoringWorker):
         super().__init__(backend, input_layout(config), gives_scores=gives_scores)
         self._sender: WeightSender | None = None
         self._saving: Future[None] | None = None
-        self._parts: list[_Part] = []
         self.recorder: UpdateRecorder | None = None
 
     def train(
@@ -185,81 +173,6 @@ class PolicyWorker(ScoringWorker):
         for rows in microbatches:
             rows.pop(ROUTED_EXPERTS, None)  # the loss does not read them
         return microbatches, inputs
-
-    def accumulate(self, data: BatchedDataDict[Any], sizes: Sequence[int], loss_fn: AnyLossFunction) -> None:
-        """Add the gradients of this rank's rows of a part of a global batch; `finish_update` makes the update.
-
-        The counts of the whole batch are not known yet, so the loss is computed with counts of 1. Arguments as in
-        `train`.
-
-        Raises:
-            ConfigError: the backend cannot add up gradients over several calls.
-        """
-        if not self.backend.accumulates:
-            raise ConfigError(
-                "This training backend or model cannot add up gradients while a step is sampled "
-                "(grpo.overlap.mode=stream); an auxiliary loss of experts needs the whole step. Use "
-                "grpo.overlap.mode=none or ahead."
-            )
-        microbatches, inputs = self._laid_out(data, sizes, loss_fn)
-        one = torch.ones((), device=self.backend.device)
-
-        def forward_step(index: int, logprobs_K: Tensor, entropy_K: Tensor) -> Tensor:
-            rows = microbatches[index].to(self.backend.device)
-            loss, _ = call_loss(loss_fn, inputs[index], logprobs_K, entropy_K, rows, (one, one))
-            self._parts.append(
-                _Part(inputs[index], logprobs_K.detach(), entropy_K.detach(), rows, loss.detach().double())
-            )
-            return _differentiable(loss, logprobs_K)
-
-        self.backend.run(inputs, forward_step, backward=True)
-
-    def finish_update(
-        self, loss_fn: AnyLossFunction, global_valid: tuple[float, float], num_counted_samples: float
-    ) -> UpdateResult:
-        """Make one optimizer update from the gradients of `accumulate`.
-
-        Args:
-            loss_fn: as in `accumulate`.
-            global_valid: valid sequences and valid tokens of the whole global batch.
-            num_counted_samples: samples of the whole batch with a token that counts.
-
-        Raises:
-            ConfigError: the loss is not a sum that is divided by the one count that its `loss_type` names.
-        """
-        seqs, toks = (torch.tensor(count, device=self.backend.device) for count in global_valid)
-        parts, self._parts = self._parts, []
-        losses, metrics = [], []
-        with torch.no_grad():
-            for part in parts:
-                part.rows["num_counted_samples"] = torch.full_like(part.rows["sample_mask"], num_counted_samples)
-                loss, values = call_loss(loss_fn, part.inputs, part.logprobs_K, part.entropy_K, part.rows, (seqs, toks))
-                losses.append(loss.item())
-                metrics.append(values)
-        divisor = global_valid[0] if loss_fn.loss_type is LossType.SEQUENCE_LEVEL else global_valid[1]
-        expected = sum(part.loss.item() for part in parts) / divisor
-        self._require_division(sum(losses), expected)
-        self.backend.scale_gradients(1.0 / divisor)
-        result = UpdateResult(loss=sum(losses), metrics=reduce_metrics(metrics))
-        self._update(result, last_update=True)
-        return result
-
-    @staticmethod
-    def _require_division(loss: float, expected: float) -> None:
-        """Refuse a loss that is not divided by one count, on all ranks alike, before any of them makes the update."""
-        differs = not math.isclose(loss, expected, rel_tol=1e-3, abs_tol=1e-5) and math.isfinite(loss)
-        problems = on_all_ranks([f"{loss:.6g} instead of {expected:.6g}"] if differs else [])
-        if problems:
-            raise ConfigError(
-                "The loss cannot be added up while a step is sampled (grpo.overlap.mode=stream): with the counts of "
-                f"the whole batch it is {problems[0]}. It is not a sum divided by the count that its loss_type names. "
-                "Use grpo.overlap.mode=none or ahead."
-            )
-
-    def drop_gradients(self) -> None:
-        """Forget what `accumulate` has added up."""
-        self._parts = []
-        self.backend.drop_gradients()
 
     def _update(self, result: UpdateResult, last_update: bool) -> None:
         result.model_metrics = self.backend.update_metrics()

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -230,30 +230,6 @@ def test_dynamic_sampling_keeps_groups_that_differ_and_asks_again() -> None:
     assert source.metrics["dynamic_sampling_num_discarded_valid_samples"] == 2
     assert source.metrics["dynamic_sampling_kept_share"] == 0.5
     assert source.metrics["math/round"] == 0.5
-
-
-def test_dynamic_sampling_for_streams_gives_the_same_groups_without_waiting_for_the_round() -> None:
-    rewards = [[[1, 1], [0, 1], [0, 0]], [[1, 0], [0, 1], [1, 1]]]
-    given = {
-        whole: [
-            (group.order, group.trains)
-            for group in DynamicSampling(Rounds(*rewards), 2, 5, whole_rounds=whole).next_groups(1)  # type: ignore[arg-type]
-        ]
-        for whole in (True, False)
-    }
-    assert given[True] == given[False]
-
-    class Unfinished:
-        metrics: ClassVar[dict[str, float]] = {}
-        max_staleness = 0
-
-        def next_groups(self, step: int) -> Iterator[Group]:
-            for index in (1, 0):
-                yield Group((0, index), [make_trajectory(index, 0), make_trajectory(index, 1)])
-            raise AssertionError("the last group is never finished")
-
-    groups = DynamicSampling(Unfinished(), 3, 1, whole_rounds=False).next_groups(1)  # type: ignore[arg-type]
-    assert [next(groups).order, next(groups).order] == [(0, 0), (0, 1)]
 
 
 def test_dynamic_sampling_looks_at_scaled_rewards() -> None:

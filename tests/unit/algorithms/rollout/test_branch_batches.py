@@ -10,18 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.algorithms.credit.advantages import make_advantage_estimator
-from nemo_rl.algorithms.grpo import CreditAssignment
 from nemo_rl.algorithms.rollout.batches import RolloutBatches, build_training_batch
 from nemo_rl.algorithms.rollout.open_groups import OpenGroup
-from nemo_rl.algorithms.rollout.part_scores import KeptScores, PartScores, ScoringParts
 from nemo_rl.algorithms.rollout.source import DynamicSampling, Group, SampledGroups
-from nemo_rl.algorithms.rollout.streamed import StreamedRollouts
-from nemo_rl.algorithms.runtime.device_sharing import MemorySharing
-from nemo_rl.algorithms.scoring import PolicyScoring
-from nemo_rl.config import ClippedPGLossConfig, GRPOConfig
 from nemo_rl.data.streams.prompt_stream import PromptPosition
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience.branches import Branch
 from nemo_rl.experience.idle_shares import BusySeconds, IdleShares
 from nemo_rl.experience.trajectory import Rollouts, Trajectory
@@ -114,59 +106,6 @@ def test_without_branches_rows_are_counted_as_before(tmp_path: Path) -> None:
     batch = batches(Plain(), Stream(), tmp_path).next_batch(1, lambda name: nullcontext())
     assert batch.rows_per_update is None
     assert all(row is one for row, one in zip(batch.rows, batch.trajectories, strict=True))
-
-
-class Scores:
-    """Scores rows: token t gets minus a tenth of its id."""
-
-    def __init__(self) -> None:
-        self.num_passes = 0
-        self.parts: list[BatchedDataDict[Any]] = []
-        self.whole: list[BatchedDataDict[Any]] = []
-
-    def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        self.num_passes += 1
-        return BatchedDataDict(logprobs=-data["input_ids"].float() / 10)
-
-    def accumulate(self, data: BatchedDataDict[Any], loss_fn: Any) -> None:
-        self.parts.append(data)
-
-    def finish_update(self, data: BatchedDataDict[Any], loss_fn: Any) -> Any:
-        self.whole.append(data)
-        return {}
-
-
-def test_the_parts_of_a_step_have_the_rows_and_advantages_of_the_whole(tmp_path: Path) -> None:
-    policy: Any = Scores()
-    scores, config = PartScores(), GRPOConfig.build(adv_estimator={"name": "dr_grpo"})
-
-    def stages(model: Any) -> list[Any]:
-        estimator = make_advantage_estimator(config, ClippedPGLossConfig.build())
-        return [PolicyScoring(model, True, False), CreditAssignment(estimator, config)]
-
-    loss_fn: Any = None
-    streamed = StreamedRollouts(
-        inner=Prepared(),
-        policy=policy,
-        loss_fn=loss_fn,
-        stages=stages(ScoringParts(policy, scores)),
-        stages_of_steps=stages(KeptScores(scores)),
-        scores=[scores],
-        memory=MemorySharing({}),
-        layout=LAYOUT,
-        groups_per_part=2,
-        busy=nullcontext,
-    )
-    batch = batches(streamed, Stream(), tmp_path).next_batch(1, lambda name: nullcontext())
-    for stage in streamed.stages_of_steps:
-        stage.apply(batch)
-    streamed.train(batch.tensors, loss_fn, gbs=batch.rows_per_update)
-    assert policy.num_passes == 2 and [part.size for part in policy.parts] == [8, 5]
-    (found,) = policy.whole
-    assert found.size == 13
-    for name in ("input_ids", "token_mask", "prev_logprobs", "advantages"):
-        parts = torch.cat([part[name] for part in policy.parts])
-        assert torch.equal(found[name], parts), name
 
 
 def test_groups_of_a_checkpoint_have_their_branches() -> None:

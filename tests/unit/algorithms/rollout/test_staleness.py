@@ -146,7 +146,7 @@ def test_errors_of_sequences_are_logged_where_they_are_measured(
     [
         (("grpo.overlap.mode=ahead",), True),
         (("grpo.overlap.mode=ahead", "loss_fn.use_importance_sampling_correction=true"), False),
-        (("grpo.overlap.mode=stream",), False),
+        (("grpo.overlap.mode=none",), False),
     ],
 )
 def test_the_start_says_what_is_not_measured(

@@ -4,7 +4,6 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -223,7 +222,7 @@ def test_a_source_put_in_after_the_start_goes_on_where_the_checkpoint_was(tmp_pa
 
 
 def test_a_position_never_runs_ahead_of_what_was_trained() -> None:
-    runner = SimpleNamespace(stream=lambda batch, *_: Collection(one_group(trajectory(batch["idx"][0])), SimpleQueue()))
+    runner = SimpleNamespace(stream=lambda batch, *_: Collection(one_group(trajectory(batch["idx"][0]))))
     source = FreshRollouts(make_prompts(1), runner, None, 1, 0)  # type: ignore[arg-type]
     start = source.prompts.state_dict()
     groups = [*source.next_groups(1), *source.next_groups(1)]

@@ -27,10 +27,6 @@ for name, values in cases.items():
     found[name] = _hf_overrides(settings)
 cpu = EngineSettings("vllm", model, model, "cpu", "bfloat16", 64, engine_kwargs={"hf_overrides": {"a": 1}})
 found["arguments"] = engine_arguments(cpu).hf_overrides
-found["executors"] = [
-    engine_arguments(replace(cpu, optimizations=choice)).distributed_executor_backend.__name__
-    for choice in ("auto", "none", ["host_allocator"], ["decoding_bursts"])
-]
 gpu = EngineSettings("vllm", model, model, "cuda", "bfloat16", 64, enforce_eager=False)
 of_graphs = (
     gpu, replace(gpu, samples=512), replace(gpu, samples=600), replace(gpu, samples=5000),
@@ -91,10 +87,6 @@ def test_user_overrides_win_and_keep_the_other_arguments(found: dict[str, Any]) 
     assert found["of vllm_kwargs"] == {"head_dtype": "float32", "rms_norm_eps": 0.5, "vocab_size": 9}
     assert found["head of vllm_kwargs"] == {"head_dtype": "model"}
     assert found["arguments"] == {"a": 1}
-
-
-def test_bursts_are_an_executor_that_the_switch_chooses(found: dict[str, Any]) -> None:
-    assert found["executors"] == ["BurstExecutor", "UniProcExecutor", "UniProcExecutor", "BurstExecutor"]
 
 
 @pytest.mark.vllm

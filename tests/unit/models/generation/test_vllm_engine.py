@@ -6,7 +6,6 @@ sends weights there.
 
 import importlib.util
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +14,6 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -51,12 +49,10 @@ from vllm_looks import (
     record_packing,
     rendezvous_file,
     storages,
-    take_bursts,
     take_packing,
     threads_at_start,
     threads_of_sizes,
     threads_under_load,
-    turns_taken,
 )
 
 from nemo_rl.algorithms.rollout.sync_probe import suspect_layer
@@ -127,12 +123,6 @@ def with_head(folder: Path, noise: float) -> str:
 
 
 @pytest.fixture(scope="module")
-def vllm_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make an empty cache folder, as on a new machine."""
-    return tmp_path_factory.mktemp("vllm")
-
-
-@pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp("checked")
     save_model(folder, MODELS["qwen2 tied"](seed=0))
@@ -140,7 +130,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory, vllm_cache: Path, case: Case) -> Iterator[EngineProcess]:
+def engines(tmp_path_factory: pytest.TempPathFactory, case: Case) -> Iterator[EngineProcess]:
     settings = {}
     for name, make in MODELS.items():
         folder = tmp_path_factory.mktemp("model")
@@ -154,7 +144,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory, vllm_cache: Path, case: Ca
     settings[AHEAD] = replace(settings[KEPT_CACHE], optimizations="none")
     settings[CHECKED] = make_settings(Path(case.folder), "vllm", load_weights=True)
     settings[CONFIGURED] = configured_settings(settings["qwen2 tied"].model_name)
-    with mock.patch.dict(os.environ, {"VLLM_CACHE_ROOT": str(vllm_cache)}), EngineProcess(settings) as process:
+    with EngineProcess(settings) as process:
         for name in settings:  # a mixture first: vLLM makes its expert groups with the first engine of a process
             process.call(name, "ready")
         yield process
@@ -409,47 +399,6 @@ def test_small_models_start_with_two_threads_and_large_ones_with_all(engines):
     assert engines.look(name, threads_of_sizes, 10_000, 60_000, 3, False) == (3, "as they are")
 
 
-BURST_REQUESTS = [
-    *[ask(prompt, seed=100 + i, max_new_tokens=3 + 5 * i) for i, prompt in enumerate([*PROMPTS, LONG_PROMPT])],
-    *[
-        ask(prompt, seed=200 + i, max_new_tokens=40, stop_token_ids=tuple(range(5, 20)))
-        for i, prompt in enumerate(PROMPTS)
-    ],
-    ask(PROMPTS[0], seed=300, max_new_tokens=1),
-    ask(PROMPTS[0], seed=301, max_new_tokens=1000),
-]
-"""Responses that end at other steps: by their lengths, by stop tokens, and where the context ends."""
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_bursts_change_no_bit_and_save_scheduler_steps(engines, name):
-    answers, turns = [], []
-    for on in (False, True):
-        engines.look(name, take_bursts, on)
-        results = engines.generate(name, BURST_REQUESTS)
-        answers.append([(r.token_ids.tolist(), r.logprobs.tolist(), r.finish_reason) for r in results])
-        turns.append(engines.look(name, turns_taken))
-    assert answers[1] == answers[0]
-    assert {len(tokens) for tokens, _, _ in answers[0]} >= {1, 3, 8}
-    assert {reason for _, _, reason in answers[0]} == {"stop", "length"}
-    longest = max(len(tokens) for tokens, _, _ in answers[0])
-    assert turns[0] >= longest > 40
-    assert turns[1] < 0.5 * turns[0]
-
-
-def test_no_burst_runs_where_a_stop_string_may_end_a_response(engines):
-    engines.look("qwen2 tied", take_bursts, True)
-    (result,) = engines.generate("qwen2 tied", [ask(PROMPTS[0], max_new_tokens=20, stop_strings=("\x00\x00\x00",))])
-    assert engines.look("qwen2 tied", turns_taken) >= len(result.token_ids) > 1
-
-
-def test_a_burst_ends_when_its_time_is_over(engines):
-    engines.look("qwen2 tied", take_bursts, True, 0.0)
-    (result,) = engines.generate("qwen2 tied", [ask(PROMPTS[0], max_new_tokens=20)])
-    assert engines.look("qwen2 tied", turns_taken) >= len(result.token_ids) == 20
-    engines.look("qwen2 tied", take_bursts, True)
-
-
 def test_the_number_of_running_requests_follows_the_cache(engines):
     """Each answer starts with one block of the cache, and most need a second one later."""
     wanted = [ask([20 + i, 50, 3 * i], temperature=0.0, max_new_tokens=100 + 30 * (i % 5)) for i in range(64)]
@@ -551,11 +500,6 @@ def test_keys_of_vllm_cfg_reach_vllm(engines):
     for request, result in zip(requests, engines.generate(CONFIGURED, requests), strict=True):
         raw = reference_logprobs(model, request.prompt_token_ids, result.token_ids.tolist(), SamplingParams())
         assert result.logprobs == pytest.approx(raw, abs=1e-3), "raw log-probs do not know of the temperature"
-
-
-def test_no_class_is_inspected_in_another_process(engines, vllm_cache):
-    """vLLM writes the result of such an inspection to a file."""
-    assert not (vllm_cache / "modelinfos").exists()
 
 
 def test_no_temporary_file_remains(engines):

@@ -140,21 +140,6 @@ def compute_ahead(engine: Any) -> None:
     core.step_fn = core.step_with_batch_queue
 
 
-def take_bursts(engine: Any, on: bool, most_s: float = 10.0) -> None:
-    """Switch on several steps per scheduler turn; count turns from now on."""
-    from nemo_rl.optimizations.vllm import bursts
-
-    bursts._MOST_S = most_s
-    engine._engine.model_executor._scheduler = engine._scheduler if on else None
-    engine._turns_before = engine._scheduler.current_step
-
-
-def turns_taken(engine: Any) -> int:
-    """Return the turns of vLLM's scheduler since `take_bursts`."""
-    turns: int = engine._scheduler.current_step - engine._turns_before
-    return turns
-
-
 def bits_change(engine: Any, shape: tuple[int, int]) -> bool:
     """Return whether a product of this shape depends on the number of threads."""
     import torch

@@ -410,39 +410,3 @@ def test_global_batches_keep_the_row_order() -> None:
     parts = list(global_batches(data, 2, allow_partial=False))
     assert torch.equal(torch.cat([part["input_ids"] for part in parts]), data["input_ids"])
     assert max(data["input_ids"].flatten()) < VOCAB
-
-
-class Mixed(WeightedNLL):
-    """Divides one half by the tokens and the other half by the sequences."""
-
-    def __call__(self, logprobs, data, global_valid_seqs, global_valid_toks):
-        loss, metrics = super().__call__(logprobs, data, global_valid_seqs, global_valid_toks)
-        return loss + logprobs.mean() / global_valid_seqs, metrics
-
-
-@ray_test
-def test_an_update_from_parts_of_a_batch_equals_that_of_the_whole_batch(cluster, tokenizer, model_name) -> None:
-    data, probe = random_batch(rows=6, seed=1), random_batch(rows=4, seed=2)
-    whole = _policy(cluster, tokenizer, model_name, 2, "whole")
-    expected = whole.train(data, NLLLossFn())
-    expected_scores = whole.get_logprobs(probe)["logprobs"]
-    assert whole.shutdown()
-
-    policy = _policy(cluster, tokenizer, model_name, 2, "parts")
-    policy.accumulate(data.slice(4, 6), NLLLossFn())
-    policy.accumulate(data.slice(0, 4), NLLLossFn())
-    result = policy.finish_update(data, NLLLossFn())
-    assert policy.weight_version == 1
-    for key in ("loss", "grad_norm"):
-        torch.testing.assert_close(result[key], expected[key], rtol=1e-5, atol=1e-6)
-    assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
-    torch.testing.assert_close(policy.get_logprobs(probe)["logprobs"], expected_scores, rtol=0, atol=1e-4)
-
-    policy.accumulate(data, Mixed())
-    with pytest.raises(ConfigError, match=r"not a sum divided by the count"):
-        policy.finish_update(data, Mixed())
-    assert policy.weight_version == 1
-    uncounted = BatchedDataDict({**data, "sample_mask": torch.zeros_like(data["sample_mask"])})
-    policy.accumulate(uncounted, NLLLossFn())
-    assert policy.finish_update(uncounted, NLLLossFn())["metrics"]["num_updates"] == 0
-    assert policy.shutdown()

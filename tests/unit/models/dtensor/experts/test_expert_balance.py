@@ -11,11 +11,8 @@ from test_expert_parallel import CPU, TOLERANCE, _difference, _save, _train_once
 from transformers import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from nemo_rl.losses.likelihood import NLLLossFn
 from nemo_rl.models.dtensor.backend import DTensorBackend
 from nemo_rl.models.dtensor.experts.balance import ExpertBalance, auxiliary_coefficient
-from nemo_rl.models.policy.batching import count_valid
-from nemo_rl.models.policy.workers.base import PolicyWorker
 from nemo_rl.utils.errors import ConfigError
 
 ROUTED = [[0, 1], [0, 2], [0, 1], [3, 0], [2, 3]]  # experts of five tokens, of which the last one is padding
@@ -88,31 +85,6 @@ def test_statistics_do_not_depend_on_the_batch_split(tmp_path) -> None:
     for part in run_ranks(_train_once, 2, name, _values(2, packed=False)):
         assert part["metrics"] == pytest.approx(one["metrics"], rel=1e-12)
     assert one["metrics"]["moe/unused_experts"] == pytest.approx((1 / 4 + 2 / 4) / 2)
-
-
-def test_statistics_and_gradients_add_up_over_the_parts_of_a_streamed_step(tmp_path) -> None:
-    """In two parts after one that was dropped, as in one call; an auxiliary loss needs the whole step."""
-    name = _save(tmp_path / "m", "qwen3_moe")
-    config = policy_config(name, **_values(1, packed=False))
-    data, loss_fn = random_batch(rows=8), NLLLossFn()
-    counts = count_valid(data)
-    with process_group():
-        whole = PolicyWorker(DTensorBackend(config, CPU), config)
-        expected = whole.train(data, [2] * 4, loss_fn, counts)
-        parts = PolicyWorker(DTensorBackend(config, CPU), config)
-        parts.accumulate(data.slice(2, 8), [2] * 3, loss_fn)
-        parts.drop_gradients()
-        parts.accumulate(data.slice(4, 8), [2] * 2, loss_fn)
-        parts.accumulate(data.slice(0, 4), [2] * 2, loss_fn)
-        streamed = parts.finish_update(loss_fn, counts, 8.0)
-        assert not streamed.skipped
-        assert streamed.model_metrics == expected.model_metrics and "moe/load_max" in expected.model_metrics
-        assert streamed.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
-        assert expected.grad_norm > 0
-        values = _with_loss(_values(1, packed=False), 0.1)
-        balanced = PolicyWorker(DTensorBackend(policy_config(name, **values), CPU), config)
-        with pytest.raises(ConfigError, match="an auxiliary loss of experts needs the whole step"):
-            balanced.accumulate(data, [8], loss_fn)
 
 
 def test_the_coefficient_comes_from_the_key_or_from_the_model() -> None:
